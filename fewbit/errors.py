@@ -1,0 +1,25 @@
+"""The exceptions fewbit raises on bad input; each message is one line: what was expected, what came."""
+
+
+class FewbitError(ValueError):
+    """Base of every exception that fewbit raises on purpose."""
+
+
+class FunctionError(FewbitError):
+    """An unknown function or parameter, or a callable that cannot be used."""
+
+
+class WeightError(FewbitError):
+    """A weight specification, density or file that cannot be used."""
+
+
+class SolveError(FewbitError):
+    """A request the solver cannot satisfy (bits, domain, objective, tails ...)."""
+
+
+class TableError(FewbitError):
+    """A table document that breaks its schema or its invariants."""
+
+
+class OutputExistsError(FewbitError):
+    """Refusal to overwrite an existing file."""

@@ -1,0 +1,207 @@
+"""The optimal partition of a weighted sequence into K segments, and of weighted values into K levels.
+
+``form="intervals"`` cuts the sequence as it stands (the paper's eq. 9); ``form="levels"`` sorts the
+values first, where the problem is weighted one-dimensional k-means and the cost of a segment is
+Monge. Both are the same dynamic program
+
+    D_k(i) = min over j <= i of D_{k-1}(j) + cost(j, i)
+
+and both return its exact optimum. Time is O(n^2 K) for intervals in the worst case and
+O(n K log n) for levels; memory O(n (K + log n)).
+
+Exact pruning (``prune=True``) makes both far cheaper. Positions are cut into blocks. If break k
+lies in block [a_g, b_g], the segments before and after it contain the items between blocks, and a
+segment costs at least as much as any part of it, so with
+
+    L_k(g) = min over h <= g of L_{k-1}(h) + cost(b_h, a_g)
+
+(and R_k(g) the same from the right) every partition whose break k lies in block g costs at least
+L_k(g) + R_k(g). A block whose bound exceeds the cost of some partition already found is dropped,
+the others are cut finer, until single positions remain or dropping stops to pay; what survives is
+searched exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fewbit.errors import SolveError
+from fewbit.solver.layers import Costs, run_layer, thread_count
+from fewbit.solver.segments import Items
+
+# Below this many cost evaluations the plain dynamic program is faster than pruning first.
+_WORTH_PRUNING = 3_000_000
+_SUBDIVIDE = 8
+# Costs are sums of non-negative terms: relative rounding stays far below this margin.
+_MARGIN = 1e-9
+
+
+@dataclass(frozen=True)
+class Partition:
+    """``cost``: the optimum. ``breaks``: K-1 positions, ascending; segment k is breaks[k-1] .. breaks[k].
+
+    ``means``: the K segment means (nan where a segment carries no mass). ``order``: for levels, the
+    permutation that sorted the values, else None. ``candidates``: how many break positions the
+    final search had to look at (n K without pruning).
+    """
+
+    cost: float
+    breaks: np.ndarray
+    means: np.ndarray
+    order: np.ndarray | None
+    candidates: int
+
+
+def partition(values, count, weights=None, *, form="levels", prune=True, threads=None):
+    """The best ``count``-segment partition of ``values`` (n,) with ``weights`` (n,), both float64.
+
+    Raises SolveError for an empty or non-finite sequence, a negative weight, or a count below 1.
+    """
+    values, weights = _checked(values, weights, count)
+    order = None
+    if form == "levels":
+        if weights is None:
+            values = np.sort(values)
+        else:
+            order = np.argsort(values, kind="stable")
+            values, weights = values[order], weights[order]
+    elif form != "intervals":
+        raise SolveError(f"form: expected 'levels' or 'intervals', got {form!r}")
+    mass = np.ones_like(values) if weights is None else weights
+    items = Items(mass, values)
+    cost, breaks, searched = best_breaks(
+        items, count, monge=form == "levels", prune=prune, threads=threads
+    )
+    return Partition(cost, breaks, items.segment_means(breaks), order, searched)
+
+
+def _checked(values, weights, count):
+    values = np.asarray(values, dtype=np.float64)
+    if values.ndim != 1 or len(values) == 0:
+        raise SolveError(f"values: expected a non-empty 1-D array, got shape {values.shape}")
+    if not np.isfinite(values).all():
+        raise SolveError(f"values: expected finite numbers, got {values[~np.isfinite(values)][0]}")
+    if count < 1:
+        raise SolveError(f"count: expected at least 1 segment, got {count}")
+    if weights is not None:
+        weights = np.asarray(weights, dtype=np.float64)
+        if weights.shape != values.shape:
+            raise SolveError(f"weights: expected shape {values.shape}, got {weights.shape}")
+        if not (np.isfinite(weights).all() and (weights >= 0).all()):
+            raise SolveError("weights: expected finite numbers that are not negative")
+    return values, weights
+
+
+def best_breaks(items, count, *, monge, prune=True, threads=None, progress=None):
+    """``(cost, breaks, candidates)`` of the best partition of ``items`` into ``count`` segments."""
+    threads = threads or thread_count()
+    n = len(items)
+    count_used = min(count, n)
+    candidates = [np.arange(n + 1)] * (count_used - 1)
+    work = n * count_used * (n / 2 if not monge else max(np.log2(n), 1))
+    if prune and count_used > 1 and work > _WORTH_PRUNING:
+        candidates = surviving_breaks(items, count_used, monge=monge, threads=threads)
+    searched = sum(len(c) for c in candidates)
+    nodes = _union(n, candidates)
+    merged = items.compress(nodes) if len(nodes) < n + 1 else items
+    positions = [np.searchsorted(nodes, c) for c in candidates]
+    cost, breaks = _search(
+        Costs(merged), positions, monge=monge, threads=threads, progress=progress
+    )
+    breaks = nodes[breaks]
+    # Segments beyond the number of items are empty, at the end.
+    return cost, np.concatenate([breaks, np.full(count - count_used, n)]), searched
+
+
+def _search(costs, candidates, *, monge, threads, progress=None):
+    """The exact dynamic program over ``candidates[k]``, the positions that break k+1 may take."""
+    n = len(costs.items)
+    columns, values = np.zeros(1, dtype=np.int64), np.zeros(1)
+    trail = []
+    for step, rows in enumerate([*candidates, np.array([n])]):
+        rows = np.ascontiguousarray(rows, dtype=np.int64)
+        out, best = run_layer(costs, columns, values, rows, monge=monge, threads=threads)
+        trail.append((columns, best))
+        columns, values = rows, out
+        if progress:
+            progress(step + 1, len(candidates) + 1)
+    breaks = np.empty(len(candidates), dtype=np.int64)
+    at = 0
+    for k in range(len(candidates), 0, -1):
+        columns, best = trail[k]
+        at = best[at]
+        breaks[k - 1] = columns[at]
+    return float(values[0]), breaks
+
+
+def surviving_breaks(items, count, *, monge, threads):
+    """Per break the positions that may belong to an optimal partition, by the module's bounds."""
+    n = len(items)
+    first = min(n, max(512, 4 * count))
+    nodes = np.unique(np.linspace(0, n, first + 1).astype(np.int64))
+    alive = [np.arange(len(nodes) - 1)] * (count - 1)
+    upper = np.inf
+    while True:
+        costs = Costs(items.compress(nodes))
+        blocks = len(nodes) - 1
+        ends = [_union(blocks, [a, a + 1], with_ends=False) for a in alive]
+        upper = min(upper, _search(costs, ends, monge=monge, threads=threads)[0])
+        lower = _block_bounds(costs, alive, monge=monge, threads=threads)
+        before = sum(int((nodes[a + 1] - nodes[a]).sum()) for a in alive)
+        alive = [a[b <= upper * (1 + _MARGIN)] for a, b in zip(alive, lower, strict=True)]
+        after = sum(int((nodes[a + 1] - nodes[a]).sum()) for a in alive)
+        widest = max(int((nodes[a + 1] - nodes[a]).max()) for a in alive)
+        if widest == 1 or after > 0.8 * before:
+            return [_positions(nodes, a) for a in alive]
+        nodes, alive = _subdivide(nodes, alive)
+
+
+def _block_bounds(costs, alive, *, monge, threads):
+    n = len(costs.items)
+    options = {"monge": monge, "slack": 1, "threads": threads}
+    left, columns, values = [], np.zeros(1, dtype=np.int64), np.zeros(1)
+    for a in alive:
+        values, _ = run_layer(costs, columns, values, a, **options)
+        left.append(values)
+        columns = a + 1
+    right, columns, values = [], np.zeros(1, dtype=np.int64), np.zeros(1)
+    for a in reversed(alive):
+        rows = n - (a[::-1] + 1)
+        values, _ = run_layer(costs, columns, values, rows, flip=n, **options)
+        right.append(values[::-1])
+        columns = n - a[::-1]
+    return [lo + hi for lo, hi in zip(left, reversed(right), strict=True)]
+
+
+def _subdivide(nodes, alive):
+    """Finer ``nodes`` in the blocks that are alive for any break, none elsewhere."""
+    used = _union(len(nodes) - 2, alive, with_ends=False)
+    start, stop = nodes[used], nodes[used + 1]
+    inner = start[:, None] + (stop - start)[:, None] * np.arange(_SUBDIVIDE + 1) // _SUBDIVIDE
+    finer = _union(nodes[-1], [inner.ravel()])
+    renewed = [
+        _runs(np.searchsorted(finer, nodes[a]), np.searchsorted(finer, nodes[a + 1])) for a in alive
+    ]
+    return finer, renewed
+
+
+def _positions(nodes, alive):
+    return _union(nodes[-1], [_runs(nodes[alive], nodes[alive + 1] + 1)], with_ends=False)
+
+
+def _union(last, parts, *, with_ends=True):
+    """The positions 0 .. last that occur in ``parts``, ascending; a mask is far faster than a sort."""
+    mask = np.zeros(last + 1, dtype=bool)
+    mask[[0, last]] = with_ends
+    for part in parts:
+        mask[part] = True
+    return np.flatnonzero(mask)
+
+
+def _runs(starts, stops):
+    """``concatenate([arange(a, b) for a, b in zip(starts, stops)])``."""
+    lengths = stops - starts
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)

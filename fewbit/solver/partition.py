@@ -115,25 +115,42 @@ def best_breaks(items, count, *, monge, prune=True, threads=None, progress=None)
     return cost, np.concatenate([breaks, np.full(count - count_used, n)]), searched
 
 
+class LayeredSearch:
+    """The dynamic program, a layer at a time, remembering enough to trace the optimum back."""
+
+    def __init__(self, costs, monge, threads, *, columns=None, values=None):
+        self.costs, self.monge, self.threads = costs, monge, threads
+        self.columns = np.zeros(1, dtype=np.int64) if columns is None else columns
+        self.values = np.zeros(1) if values is None else values
+        self._trail = []
+
+    def step(self, rows):
+        """One more segment, ending at one of ``rows`` (ascending positions)."""
+        rows = np.ascontiguousarray(rows, dtype=np.int64)
+        out, best = run_layer(
+            self.costs, self.columns, self.values, rows, monge=self.monge, threads=self.threads
+        )
+        self._trail.append((self.columns, best))
+        self.columns, self.values = rows, out
+
+    def trace(self, at, layer=None):
+        """Where the segments before row ``at`` of the given layer (the last) start, ascending."""
+        starts = []
+        for columns, best in reversed(self._trail[:layer]):
+            at = best[at]
+            starts.append(columns[at])
+        return np.array(starts[::-1], dtype=np.int64)
+
+
 def _search(costs, candidates, *, monge, threads, progress=None):
     """The exact dynamic program over ``candidates[k]``, the positions that break k+1 may take."""
-    n = len(costs.items)
-    columns, values = np.zeros(1, dtype=np.int64), np.zeros(1)
-    trail = []
-    for step, rows in enumerate([*candidates, np.array([n])]):
-        rows = np.ascontiguousarray(rows, dtype=np.int64)
-        out, best = run_layer(costs, columns, values, rows, monge=monge, threads=threads)
-        trail.append((columns, best))
-        columns, values = rows, out
+    search = LayeredSearch(costs, monge, threads)
+    steps = [*candidates, np.array([len(costs.items)])]
+    for done, rows in enumerate(steps, 1):
+        search.step(rows)
         if progress:
-            progress(step + 1, len(candidates) + 1)
-    breaks = np.empty(len(candidates), dtype=np.int64)
-    at = 0
-    for k in range(len(candidates), 0, -1):
-        columns, best = trail[k]
-        at = best[at]
-        breaks[k - 1] = columns[at]
-    return float(values[0]), breaks
+            progress(done, len(steps))
+    return float(search.values[0]), search.trace(0)[1:]
 
 
 def surviving_breaks(items, count, *, monge, threads):

@@ -1,0 +1,66 @@
+"""Philox4x32-10, the counter-based generator of Salmon et al. (SC 2011), in NumPy.
+
+A draw is a pure function of (seed, element index), so every backend gives the same bits in any order.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+
+ROUNDS = 10
+MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))  # added to the key after each round
+
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+def philox4x32(counter, key) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Four uint32 words for each counter.
+
+    counter: four integer arrays (or scalars), least significant first, that broadcast together; key: two.
+    Only the low 32 bits of each are used. Returns four uint32 arrays of the broadcast shape.
+    """
+    # uint64 throughout: the product of two 32-bit words fits, and additions of the key are masked back.
+    c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word).astype(np.uint64) & _LOW for word in counter))
+    k0, k1 = (np.asarray(word).astype(np.uint64) & _LOW for word in key)
+    for _ in range(ROUNDS):
+        product0, product2 = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (
+            (product2 >> _HALF) ^ c1 ^ k0,
+            product2 & _LOW,
+            (product0 >> _HALF) ^ c3 ^ k1,
+            product0 & _LOW,
+        )
+        k0, k1 = (k0 + WEYL[0]) & _LOW, (k1 + WEYL[1]) & _LOW
+    return tuple(word.astype(np.uint32) for word in (c0, c1, c2, c3))
+
+
+def split64(value) -> tuple[np.ndarray, np.ndarray]:
+    """The low and the high 32 bits of 64-bit integers, as uint64 arrays."""
+    value = np.asarray(value).astype(np.uint64)
+    return value & _LOW, value >> _HALF
+
+
+def seed_key(seed) -> tuple[np.ndarray, np.ndarray]:
+    """The Philox key of an integer seed in [-2**63, 2**64); negative seeds are taken modulo 2**64.
+
+    Raises TypeError if the seed is not an integer, OverflowError if it is out of range.
+    """
+    seed = operator.index(seed)
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise OverflowError(f"seed: expected an integer in [-2**63, 2**64), got {seed}")
+    return split64(np.uint64(seed % (1 << 64)))
+
+
+def uniform(seed, index) -> np.ndarray:
+    """Uniform float32 in [0, 1), one per element index: the top 24 bits of the first word, times 2**-24.
+
+    index: element indices, an integer or an array of any shape; the result has its shape.
+    The counter of element e is (e mod 2**32, e div 2**32, 0, 0), the key (seed mod 2**32, seed div 2**32).
+    """
+    low, high = split64(index)
+    word, *_ = philox4x32((low, high, 0, 0), seed_key(seed))
+    return (word >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)

@@ -1,0 +1,381 @@
+"""Pictures of tables. matplotlib is imported only when something is drawn, and pyplot never is."""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fewbit.errors import FewbitError
+from fewbit.files import write_atomic
+from fewbit.table import Table, describe_function, describe_weight
+
+INK, MUTED, GRID, ERROR = "#1f2328", "#6e7781", "#e6e8eb", "#c2410c"
+STYLE = {
+    "font.size": 9.5,
+    "axes.titlesize": 11,
+    "axes.edgecolor": "#c9ced4",
+    "axes.labelcolor": INK,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "legend.frameon": False,
+    "svg.hashsalt": "fewbit",  # the same table gives the same file
+}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What there is to draw, without matplotlib
+
+
+class Curve(NamedTuple):
+    """Points of a curve; a NaN in both arrays separates pieces that are not joined."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+
+class Step(NamedTuple):
+    """One piece of q: its ends, its value and the number of its level."""
+
+    start: float
+    end: float
+    value: float
+    code: int
+
+
+def resolve_function(table: Table):
+    """The table's function (an object with .derivative and .kinks), or None if it cannot be had.
+
+    A `module:function` is looked up only in modules that are already imported: showing a document that
+    came from elsewhere must not run code that it names.
+    """
+    if table._function is not None:
+        return table._function
+    module, colon, _ = table.function.partition(":")
+    if colon and module not in sys.modules:
+        return None
+    try:
+        from fewbit.callables import resolve
+
+        return resolve(table.function, table.parameters)
+    except (ImportError, FewbitError):
+        return None
+
+
+def window(table: Table, function=None) -> tuple[float, float]:
+    """The part of the domain where f' (q if f' is unknown) changes, with a margin; at least a fifth of it."""
+    low, high = table.domain
+    x = np.linspace(low, high, 4001)
+    y = _finite(table(x) if function is None else _derivative(function, x))
+    # q stops changing where f' is within about half a gap between levels of its final value.
+    tolerance = np.ptp(y) * min(0.01, 0.25 / len(table.levels))
+    moving = x[(np.abs(y - y[0]) > tolerance) & (np.abs(y - y[-1]) > tolerance)]
+    edge = x[1:][np.abs(np.diff(y)) > tolerance]
+    points = np.concatenate([moving, edge])
+    if points.size == 0:
+        return low, high
+    start, end = points.min(), points.max()
+    margin = max(0.08 * (end - start), 0.5 * (0.2 * (high - low) - (end - start)))
+    return max(low, start - margin), min(high, end + margin)
+
+
+def derivative_curve(function, low: float, high: float, n: int = 2000) -> Curve:
+    """f' on [low, high] in pieces between its kinks."""
+    kinks = [kink for kink in map(float, function.kinks) if low < kink < high]
+    nudge = 1e-9 * (high - low)  # a jump's own value belongs to neither branch
+    ends = zip([low, *(kink + nudge for kink in kinks)], [*(kink - nudge for kink in kinks), high])
+    parts = [np.append(np.linspace(a, b, max(16, round(n * (b - a) / (high - low)))), np.nan) for a, b in ends]
+    x = np.concatenate(parts)[:-1]
+    y = _derivative(function, x)
+    return Curve(x, np.where(np.isfinite(y), y, np.nan))
+
+
+def steps(table: Table, low: float, high: float) -> list[Step]:
+    """The pieces of q that meet [low, high], cut to it."""
+    edges = [-np.inf, *table.breaks.tolist(), np.inf]
+    pieces = zip(edges, edges[1:], table.levels[table.codes].tolist(), table.codes.tolist())
+    return [Step(max(a, low), min(b, high), value, code) for a, b, value, code in pieces if a < high and b > low]
+
+
+def value_limits(table: Table, curve: Curve | None) -> tuple[float, float]:
+    """Limits for the vertical axis: the levels and f', which may be cut where it is far from any level."""
+    low, high = float(table.levels.min()), float(table.levels.max())
+    slack = (high - low) or 1.0
+    if curve is not None and np.isfinite(curve.y).any():
+        low, high = min(low, max(np.nanmin(curve.y), low - slack)), max(high, min(np.nanmax(curve.y), high + slack))
+    margin = 0.06 * ((high - low) or 2.0)
+    return low - margin, high + margin
+
+
+def _derivative(function, x: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        y = np.asarray(function.derivative(x), np.float64)
+    return np.where(np.isnan(x), np.nan, y)  # a comparison inside f' may have swallowed a separator
+
+
+def _finite(y: np.ndarray) -> np.ndarray:
+    return np.nan_to_num(y, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Figures
+
+
+def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, force: bool = False):
+    """Draw f' and q, and below them the pointwise error. Returns the matplotlib Figure.
+
+    path: also save as .png or .svg (OutputExistsError if it exists, unless `force`).
+    ax: draw f' and q into these axes only. If f' is not known, q alone is drawn.
+    Raises FewbitError for another suffix, or if matplotlib is not installed.
+    """
+    _check_suffix(path)
+    with _style():
+        if ax is not None:
+            figure = ax.figure
+            _draw_values(ax, table, legend=True)
+            ax.set_title(_title(table), loc="left")
+        else:
+            figure = _draw_figure(table)
+    return _finish(figure, path, force)
+
+
+def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, force: bool = False):
+    """Small multiples: a row per function, a column per number of bits. Returns the matplotlib Figure.
+
+    Of several tables with the same function and bits the last one is drawn. `path`, `force` and the errors
+    are those of plot_table; FewbitError also if there is no table.
+    """
+    _check_suffix(path)
+    cells = {(describe_function(table), table.bits): table for table in tables}
+    if not cells:
+        raise FewbitError("tables: expected at least one table to plot, got none")
+    rows = list(dict.fromkeys(name for name, _ in cells))
+    columns = sorted({bits for _, bits in cells})
+    with _style():
+        figure = _new_figure(0.6 + 2.7 * len(columns), 0.4 + 1.9 * len(rows))
+        axes = figure.subplots(len(rows), len(columns), squeeze=False)
+        for i, name in enumerate(rows):
+            for j, bits in enumerate(columns):
+                _draw_cell(axes[i, j], cells.get((name, bits)), first_row=i == 0, first_column=j == 0, name=name)
+    return _finish(figure, path, force)
+
+
+def render(figure, format: str = "png", dpi: int = 160) -> bytes:
+    """The figure as the bytes of a PNG or SVG file."""
+    buffer = BytesIO()
+    with _style():
+        figure.savefig(buffer, format=format, dpi=dpi, metadata={"Date": None} if format == "svg" else None)
+    return buffer.getvalue()
+
+
+def _matplotlib():
+    try:
+        import matplotlib
+    except ImportError:
+        raise FewbitError('plotting needs matplotlib: pip install "fewbit[plot]"') from None
+    return matplotlib
+
+
+def _style():
+    return _matplotlib().rc_context(STYLE)
+
+
+def _new_figure(width: float, height: float):
+    _matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    figure._repr_png_ = partial(render, figure)  # a Figure made without pyplot does not show in a notebook
+    return figure
+
+
+def _check_suffix(path) -> None:
+    if path is not None and Path(path).suffix.lower() not in (".png", ".svg"):
+        raise FewbitError(f"{path}: expected a file name that ends in .png or .svg")
+
+
+def _finish(figure, path, force: bool):
+    if path is not None:
+        write_atomic(path, render(figure, Path(path).suffix.lower()[1:]), force=force)
+    return figure
+
+
+def _title(table: Table) -> str:
+    quality = "exact" if table.exact else f"error {table.error:.4g}"
+    kind = {"mse": "", "unbiased": ", unbiased", "minimax": ", minimax"}[table.objective]
+    return f"{describe_function(table)}, {table.bits} bit{'s' * (table.bits > 1)}{kind}: {quality}"
+
+
+def _draw_figure(table: Table):
+    function = resolve_function(table)
+    figure = _new_figure(7.2, 5.0 if function is not None else 3.6)
+    if function is None:
+        axes = figure.subplots()
+        _draw_values(axes, table, legend=True)
+        axes.set_xlabel("x")
+    else:
+        axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[2.6, 1])
+        _draw_values(axes, table, legend=True)
+        _draw_error(below, table, function)
+    axes.set_title(_title(table), loc="left", color=INK, fontweight="bold")
+    axes.set_title(describe_weight(table), loc="right", color=MUTED, fontsize=9)
+    return figure
+
+
+def _level_colours(table: Table) -> np.ndarray:
+    # viridis is safe for colour-blind readers; its light end is too faint on white.
+    return _matplotlib().colormaps["viridis"](np.linspace(0.0, 0.86, len(table.levels)))
+
+
+def _draw_values(axes, table: Table, legend: bool, wide: float = 2.6) -> None:
+    function = resolve_function(table)
+    low, high = window(table, function)
+    curve = None if function is None else derivative_curve(function, low, high)
+    if table.objective == "unbiased":
+        _draw_band(axes, table, low, high)
+    else:
+        _draw_steps(axes, table, low, high, wide)
+    if curve is not None:
+        axes.plot(*curve, color=INK, linewidth=1.1, label="$f\\,'$", zorder=3)
+    axes.set_xlim(low, high)
+    axes.set_ylim(*value_limits(table, curve))
+    if legend:
+        axes.legend(loc="best", handlelength=1.6)
+
+
+def _draw_steps(axes, table: Table, low: float, high: float, wide: float) -> None:
+    from matplotlib.collections import LineCollection
+
+    colours, pieces = _level_colours(table), steps(table, low, high)
+    rises = [[(a.end, a.value), (a.end, b.value)] for a, b in zip(pieces, pieces[1:])]
+    axes.add_collection(LineCollection(rises, colors="#b6bcc4", linewidths=0.8, zorder=1), autolim=False)
+    bars = [[(piece.start, piece.value), (piece.end, piece.value)] for piece in pieces]
+    collection = LineCollection(
+        bars, colors=[colours[piece.code] for piece in pieces], linewidths=wide, capstyle="butt", zorder=2
+    )
+    axes.add_collection(collection, autolim=False)
+    axes.plot([], [], color=colours[len(colours) // 2], linewidth=wide, label="q")  # for the legend
+
+
+def _draw_band(axes, table: Table, low: float, high: float) -> None:
+    """The two levels that an unbiased table draws from, and its mean."""
+    x = np.linspace(low, high, 2000)
+    lower = table.code(x)
+    colours = _level_colours(table)
+    for level, colour in zip(table.levels, colours):
+        axes.axhline(level, color=colour, linewidth=0.8, alpha=0.7, zorder=1)
+    below, above = table.levels[lower], table.levels[lower + 1]
+    axes.fill_between(x, below, above, color=colours[len(colours) // 2], alpha=0.16, linewidth=0, label="drawn from")
+    axes.plot(x, table(x), color=ERROR, linewidth=2.2, linestyle=(0, (2, 1.2)), label="mean of q", zorder=2)
+
+
+def _draw_error(axes, table: Table, function) -> None:
+    low, high = window(table, function)
+    edges = sorted(edge for edge in {*table.breaks.tolist(), *map(float, function.kinks)} if low < edge < high)
+    x = _between([low, *edges, high])
+    exact = _derivative(function, x)
+    difference = np.where(np.isfinite(exact), exact - table(x), np.nan)
+    axes.axhline(0.0, color="#b6bcc4", linewidth=0.8)
+    if table.objective == "unbiased":
+        lower = table.code(x)
+        spread = np.sqrt(np.maximum(0, (table.levels[lower + 1] - table(x)) * (table(x) - table.levels[lower])))
+        axes.fill_between(x, -spread, spread, color=ERROR, alpha=0.22, linewidth=0)
+        axes.set_ylabel("± std of a draw")
+    else:
+        axes.fill_between(x, 0.0, difference, color=ERROR, alpha=0.18, linewidth=0)
+        axes.plot(x, difference, color=ERROR, linewidth=1.0)
+        axes.set_ylabel("$f\\,' - q$")
+    if table.exact:
+        axes.set_ylim(-1.0, 1.0)
+    axes.set_xlabel("x")
+
+
+def _between(edges: list[float], n: int = 2400) -> np.ndarray:
+    """Points inside each interval, intervals separated by NaN, so that steps are not joined."""
+    total = edges[-1] - edges[0]
+    parts = []
+    for a, b in zip(edges, edges[1:]):
+        nudge = 1e-6 * (b - a)
+        parts += [np.linspace(a + nudge, b - nudge, max(8, round(n * (b - a) / total))), [np.nan]]
+    return np.concatenate(parts[:-1])
+
+
+def _draw_cell(axes, table: Table | None, first_row: bool, first_column: bool, name: str) -> None:
+    if table is None:
+        axes.set_axis_off()
+        return
+    _draw_values(axes, table, legend=first_row and first_column, wide=1.9)
+    quality = "exact" if table.exact else f"error {table.error:.3g}"
+    axes.set_title(f"{table.bits} bit{'s' * (table.bits > 1)}: {quality}", loc="left", fontsize=9, color=MUTED)
+    axes.tick_params(labelsize=8)
+    if first_column:
+        axes.set_ylabel(name, fontsize=10, color=INK, fontweight="bold")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Notebooks
+
+
+def table_html(table: Table) -> str:
+    """A table as HTML: its facts, its picture (if matplotlib is there), its levels and pieces."""
+    return (
+        '<div style="font-family:system-ui,sans-serif;font-size:13px;max-width:760px">'
+        f'<div style="font-size:15px;font-weight:600;margin:4px 0">{html.escape(_title(table))}</div>'
+        f"{_html_facts(table)}{_html_picture(table)}{_html_pieces(table)}</div>"
+    )
+
+
+def _html_facts(table: Table) -> str:
+    facts = {
+        "weight": describe_weight(table),
+        "form": f"{table.form}, tails {table.tails}",
+        "size": f"{len(table.levels)} levels, {table.n_pieces} pieces",
+        "error": f"{table.error:.6g} (lower bound {table.lower_bound:.6g}, gap {100 * table.gap:.2g} %)",
+        "relative error": f"{table.relative_error:.6g}",
+        "solver": f"fewbit {table.solver['version']}, grid {table.solver['grid']}, revision {table.revision}",
+    }
+    if table.knots is not None:
+        facts["stand-in"] = f"{len(table.knots.points)} knots, error {table.knots_error:.3g}"
+    return _html_table([[f"<b>{name}</b>", html.escape(text)] for name, text in facts.items()], "left")
+
+
+def _html_picture(table: Table) -> str:
+    try:
+        picture = base64.b64encode(render(plot_table(table), dpi=110)).decode()
+    except FewbitError:
+        return ""
+    alt = html.escape(_title(table), quote=True)
+    return f'<img alt="{alt}" style="width:100%;max-width:720px" src="data:image/png;base64,{picture}">'
+
+
+def _html_pieces(table: Table) -> str:
+    edges = ["-∞", *(f"{b:.6g}" for b in table.breaks), "∞"]
+    sides = ["left", *table.closed, "right"]  # infinity belongs to no piece
+    rows = [["piece", "x", "level", "value"]]
+    for i, code in enumerate(table.codes.tolist()):
+        opening, closing = "[" if sides[i] == "left" and i else "(", "]" if sides[i + 1] == "right" else ")"
+        closing = closing if i + 1 < table.n_pieces else ")"
+        interval = f"{opening}{edges[i]}, {edges[i + 1]}{closing}"
+        rows.append([str(i), interval, str(code), f"{table.levels[code]:.8g}"])
+    what = "lower level of each piece" if table.objective == "unbiased" else "levels and pieces"
+    return f"<details><summary>{what}</summary>{_html_table(rows, 'right')}</details>"
+
+
+def _html_table(rows: list[list[str]], align: str) -> str:
+    cell = f'<td style="text-align:{align};padding:1px 14px 1px 0">'
+    body = "".join("<tr>" + "".join(f"{cell}{text}</td>" for text in row) + "</tr>" for row in rows)
+    return f'<table style="border-collapse:collapse;font-variant-numeric:tabular-nums">{body}</table>'

@@ -1,0 +1,199 @@
+"""The continuous problem cut into cells on which f' is monotone, each with its exact moments.
+
+A cell is an interval of x between two nodes. It carries the weight's mass, the weighted mean and
+variance of f' inside it (Gauss-Legendre quadrature; kinks, extrema of f' and edges of the weight
+are always nodes, so the integrand is smooth), and the values of f' at its two ends, taken from
+inside the cell where f' jumps. Cells without mass are left out. Everything the solver computes
+about f' it computes from cells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from fewbit.errors import FunctionError, SolveError
+
+_GAUSS = np.polynomial.legendre.leggauss(8)
+_UNIFORM_MESH = 4096
+# The share of nodes spread evenly over x; the rest goes where a step function errs most.
+_EVEN_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Arrays of shape (n,), float64, in ascending x: ends, end values, mass, mean, variance * mass."""
+
+    left: np.ndarray
+    right: np.ndarray
+    value_left: np.ndarray
+    value_right: np.ndarray
+    mass: np.ndarray
+    mean: np.ndarray
+    spread: np.ndarray
+    lowest: np.ndarray
+    highest: np.ndarray
+
+    def __len__(self):
+        return len(self.left)
+
+    def take(self, index):
+        return Cells(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    @property
+    def second_moment(self):
+        """The integral of f'**2 w."""
+        return float(np.sum(self.mass * self.mean**2 + self.spread))
+
+
+def concatenate(parts):
+    return Cells(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Cells)))
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """f', w and the domain, with the points at which either is not smooth; makes and splits cells."""
+
+    derivative: object
+    density: object
+    domain: tuple[float, float]
+    kinks: np.ndarray
+    weight_edges: np.ndarray
+    mesh: np.ndarray
+    extrema: np.ndarray
+
+    def cells(self, count):
+        """About ``count`` cells, denser where w f''**2 is large: there a step function errs most."""
+        forced = np.unique(
+            np.concatenate([self.domain, self.kinks, self.weight_edges, self.extrema])
+        )
+        mesh = np.union1d(self.mesh, forced)
+        left, right = self.end_values(mesh[:-1], mesh[1:])
+        width = np.diff(mesh)
+        weight = self.density(0.5 * (mesh[:-1] + mesh[1:])) * width
+        share = np.cbrt(weight * (right - left) ** 2)
+        share = share / share.sum() if share.sum() > 0 else share
+        even = np.where(weight > 0, width, 0.0)
+        share = (1 - _EVEN_SHARE) * share + _EVEN_SHARE * even / even.sum()
+        cumulative = np.concatenate([[0.0], np.cumsum(share)])
+        wanted = np.interp(np.linspace(0, cumulative[-1], count + 1)[1:-1], cumulative, mesh)
+        nearest = np.clip(np.searchsorted(forced, wanted), 1, len(forced) - 1)
+        gap = np.minimum(wanted - forced[nearest - 1], forced[nearest] - wanted)
+        nodes = np.union1d(forced, wanted[gap > 1e-12 * (self.domain[1] - self.domain[0])])
+        cells = self.integrate(nodes[:-1], nodes[1:])
+        return cells.take(cells.mass > 0)
+
+    def integrate(self, left, right):
+        """Cells between given ends, which must not straddle a kink, an extremum or a weight edge."""
+        half = 0.5 * (right - left)
+        x = 0.5 * (left + right)[:, None] + half[:, None] * _GAUSS[0]
+        weight = self.density(x) * (half[:, None] * _GAUSS[1])
+        value = self.derivative(x)
+        value_left, value_right = self.end_values(left, right)
+        mass = weight.sum(axis=1)
+        safe = np.where(mass > 0, mass, 1.0)[:, None]
+        relative = value - value_left[:, None]
+        mean = value_left + (weight / safe * relative).sum(axis=1)
+        spread = (weight * (value - mean[:, None]) ** 2).sum(axis=1)
+        lowest = np.minimum(np.minimum(value_left, value_right), value.min(axis=1))
+        highest = np.maximum(np.maximum(value_left, value_right), value.max(axis=1))
+        mean = np.clip(mean, lowest, highest)
+        return Cells(left, right, value_left, value_right, mass, mean, spread, lowest, highest)
+
+    def split(self, cells, points):
+        """``cells`` with every point that lies inside one as a new node."""
+        inside = np.searchsorted(cells.left, points, side="right") - 1
+        ok = inside >= 0
+        points, inside = points[ok], inside[ok]
+        ok = (cells.left[inside] < points) & (points < cells.right[inside])
+        points, inside = points[ok], inside[ok]
+        if len(points) == 0:
+            return cells
+        touched = np.unique(inside)
+        left = np.union1d(cells.left[touched], points)
+        right = np.union1d(cells.right[touched], points)
+        kept = np.ones(len(cells), dtype=bool)
+        kept[touched] = False
+        joined = concatenate([cells.take(kept), self.integrate(left, right)])
+        return joined.take(np.argsort(joined.left, kind="stable"))
+
+    def end_values(self, left, right):
+        """f' at both ends of intervals, as the limit from inside where f' may jump."""
+        jump_left = np.isin(left, self.kinks)
+        jump_right = np.isin(right, self.kinks)
+        return (
+            self.derivative(np.where(jump_left, np.nextafter(left, right), left)),
+            self.derivative(np.where(jump_right, np.nextafter(right, left), right)),
+        )
+
+
+def survey(derivative, kinks, weight, domain, name="f'"):
+    """The :class:`Landscape` of a problem: checks finiteness, locates the extrema of f'.
+
+    Raises FunctionError where f' is not finite on the domain, SolveError where w has no mass there.
+    """
+    low, high = domain
+
+    def checked(x):
+        value = np.asarray(derivative(x), dtype=np.float64)
+        if not np.isfinite(value).all():
+            bad = np.flatnonzero(~np.isfinite(value.ravel()))[0]
+            raise FunctionError(
+                f"{name}: the derivative is not finite at x = {x.ravel()[bad]:.17g} ({value.ravel()[bad]})"
+            )
+        return value
+
+    inner = np.asarray(sorted(k for k in kinks if low < k < high), dtype=np.float64)
+    edges = weight.edges()
+    edges = edges[(edges > low) & (edges < high)]
+    mesh = _mesh(low, high, weight.mesh())
+    mesh = np.union1d(mesh, np.concatenate([inner, edges]))
+    extrema = _extrema(checked, mesh, inner)
+    scape = Landscape(checked, weight.density, (low, high), inner, edges, mesh, extrema)
+    if not (weight.density(mesh) > 0).any():
+        raise SolveError(f"weight: expected some mass on the domain [{low:g}, {high:g}], got none")
+    return scape
+
+
+def _mesh(low, high, hints):
+    """Even over the domain, finer around 0 (where activations bend), and the weight's own points."""
+    even = np.linspace(low, high, _UNIFORM_MESH + 1)
+    scale = (high - low) / np.sinh(12.0)
+    dense = scale * np.sinh(np.linspace(-12, 12, 1001))
+    points = np.concatenate([even, dense, hints])
+    return np.unique(points[(points >= low) & (points <= high)])
+
+
+def _extrema(derivative, mesh, kinks):
+    """Local extrema of f' between kinks, by golden section from the mesh; accurate in value."""
+    value = derivative(mesh)
+    noise = 8 * np.finfo(float).eps * np.max(np.abs(value))
+    change = np.diff(value)
+    change[np.abs(change) <= noise] = 0.0
+    sign = np.sign(change)
+    moving = np.flatnonzero(sign)
+    turn = moving[:-1][sign[moving[:-1]] * sign[moving[1:]] < 0]
+    following = moving[1:][sign[moving[:-1]] * sign[moving[1:]] < 0]
+    if len(turn) == 0:
+        return np.empty(0)
+    a, b = mesh[turn], mesh[following + 1]
+    direction = -sign[turn]
+    ratio = (np.sqrt(5.0) - 1) / 2
+    c, d = b - ratio * (b - a), a + ratio * (b - a)
+    fc, fd = direction * derivative(c), direction * derivative(d)
+    for _ in range(64):
+        left = fc < fd
+        b, a = np.where(left, d, b), np.where(left, a, c)
+        c, d, fc, fd = (
+            np.where(left, b - ratio * (b - a), d),
+            np.where(left, c, a + ratio * (b - a)),
+            np.where(left, np.nan, fd),
+            np.where(left, fc, np.nan),
+        )
+        fresh = direction * derivative(np.where(left, c, d))
+        fc, fd = np.where(left, fresh, fc), np.where(left, fd, fresh)
+    found = 0.5 * (a + b)
+    # A turn at a kink is the kink itself.
+    near = np.abs(found[:, None] - kinks[None, :]).min(axis=1, initial=np.inf)
+    return np.unique(found[near > 1e-7 * (mesh[-1] - mesh[0])])

@@ -1,0 +1,189 @@
+"""The least possible maximum of |f' - q|: a covering problem, solved to the last bit by bisection.
+
+A radius r is enough if the values of f' can be covered by K intervals of length 2r (form
+``levels``), or if the domain can be cut into K pieces on each of which f' varies by at most 2r
+(form ``intervals``). Greedy covering from one end needs the fewest, so it decides exactly whether a
+radius is enough. The optimum is the least radius that is; the largest radius found not to be enough
+is the lower bound. f' is monotone in a cell, so only the values at its ends matter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fewbit.solver.steps import Steps, crossing_points, threshold_steps, tidy
+
+
+def minimax_levels(scape, cells, count, pinned):
+    """``(levels, fixed, steps, lower_bound)`` of the best levels, those in ``pinned`` among them."""
+    low, high = _merged_ranges(cells)
+    free = count - len(pinned)
+
+    def cover(radius):
+        return _cover_values(low, high, radius, pinned, free)
+
+    radius, bound = _least_radius(cover, 0.5 * (high[-1] - low[0]), pinned, low, high)
+    centres = cover(radius)
+    levels = np.unique(np.concatenate([pinned, centres]))
+    fixed = np.isin(levels, pinned)
+    return levels, fixed, threshold_steps(scape, cells, 0.5 * (levels[1:] + levels[:-1])), bound
+
+
+def minimax_intervals(scape, cells, count, slopes):
+    """The same for K contiguous pieces; ``slopes`` pins the first and last, or is None."""
+    path = np.stack([cells.value_left, cells.value_right], axis=1)
+    pinned = np.array([] if slopes is None else slopes)
+
+    def cover(radius):
+        return _cover_path(path, radius, slopes, count)
+
+    radius, bound = _least_radius(
+        cover, 0.5 * (path.max() - path.min()), pinned, path.min(), path.max()
+    )
+    cuts, levels = cover(radius)
+    breaks = np.array([_cut_point(scape, cells, cell, value) for cell, value in cuts])
+    steps = tidy(Steps(breaks, np.arange(len(levels)), np.zeros(len(breaks))))
+    used = np.unique(steps.codes)
+    steps = Steps(steps.breaks, np.searchsorted(used, steps.codes), steps.slope_density)
+    return levels[used], np.zeros(len(used), bool), steps, bound
+
+
+def largest_deviation(scape, cells, steps, levels):
+    """max |f' - levels[codes]| over the cells."""
+    parts = scape.split(cells, steps.breaks)
+    level = levels[steps.codes[np.searchsorted(steps.breaks, 0.5 * (parts.left + parts.right))]]
+    return float(np.maximum(np.abs(parts.lowest - level), np.abs(parts.highest - level)).max())
+
+
+def _least_radius(cover, start, pinned, low, high):
+    """``(enough, not_enough)``: neighbouring floats where possible; (0, 0) if 0 is enough."""
+    if cover(0.0) is not None:
+        return 0.0, 0.0
+    enough = max([start, *(np.max(np.abs([p - np.min(low), p - np.max(high)])) for p in pinned)])
+    enough = float(np.nextafter(enough * (1 + 1e-12), np.inf))
+    short = 0.0
+    while True:
+        middle = 0.5 * (short + enough)
+        if not short < middle < enough:
+            return enough, short
+        if cover(middle) is None:
+            short = middle
+        else:
+            enough = middle
+
+
+def _merged_ranges(cells):
+    """The values of f' as disjoint closed ranges, ascending."""
+    order = np.argsort(cells.lowest, kind="stable")
+    low, high = cells.lowest[order], cells.highest[order]
+    reach = np.maximum.accumulate(high)
+    first = np.concatenate([[True], low[1:] > reach[:-1]])
+    starts = np.flatnonzero(first)
+    return low[starts], reach[np.concatenate([starts[1:] - 1, [len(reach) - 1]])]
+
+
+def _cover_values(low, high, radius, pinned, free):
+    """Centres of at most ``free`` intervals that cover what the pinned ones leave, or None."""
+    centres = []
+    at = low[0]
+    while True:
+        # The least value >= at, passing whatever a pinned level covers.
+        moved = True
+        while moved:
+            moved = False
+            for p in pinned:
+                if abs(p - at) <= radius:
+                    beyond = np.nextafter(p + radius, np.inf)
+                    if beyond > at:
+                        at, moved = beyond, True
+            part = np.searchsorted(high, at)
+            if part == len(high):
+                return np.array(centres)
+            if low[part] > at:
+                at, moved = low[part], True
+        if len(centres) == free:
+            return None
+        part = np.searchsorted(low, at + 2 * radius, side="right") - 1
+        last = min(high[part], at + 2 * radius)
+        centres.append(0.5 * (at + last))
+        at = np.nextafter(last, np.inf)
+
+
+def _cover_path(path, radius, slopes, count):
+    """Cut the path of f' into at most ``count`` pieces of variation 2 radius, or None.
+
+    ``path`` (n, 2): the values at both ends of every cell. Returns ``(cuts, levels)``; a cut
+    ``(cell, value)`` is where f' takes the value inside the cell, or the cell's start if None.
+    """
+    if slopes is None:
+        return _cover_free(path, radius, count, 0)
+    rest, dropped = _trim(path, slopes[0], radius)
+    backwards, _ = _trim(rest[::-1, ::-1], slopes[1], radius)
+    middle = backwards[::-1, ::-1]
+    cuts, levels = [], []
+    if len(middle):
+        found = _cover_free(middle, radius, count - 2, dropped)
+        if found is None:
+            return None
+        cuts, levels = found
+        cuts.append(_end_cut(path, dropped + len(middle) - 1, middle[-1, 1]))
+    entry = (len(path), None)
+    if len(rest):
+        entry = (dropped, None if rest[0, 0] == path[dropped, 0] else rest[0, 0])
+    return [entry, *cuts], np.array([slopes[0], *levels, slopes[1]])
+
+
+def _end_cut(path, cell, value):
+    """The cut at the end of a cell that was traversed up to ``value``."""
+    return (cell + 1, None) if value == path[cell, 1] else (cell, value)
+
+
+def _trim(path, level, radius):
+    """What is left of the path after the longest start within ``radius`` of ``level``; cells dropped."""
+    outside = np.abs(path - level) > radius
+    cells = np.flatnonzero(outside.any(axis=1))
+    if len(cells) == 0:
+        return path[:0], len(path)
+    cell = cells[0]
+    rest = path[cell:].copy()
+    if not outside[cell, 0]:
+        rest[0, 0] = level + radius if rest[0, 1] > level else level - radius
+    return rest, int(cell)
+
+
+def _cover_free(path, radius, most, offset):
+    cuts, levels = [], []
+    path = path.copy()
+    start = 0
+    while len(levels) < most:
+        high = np.maximum.accumulate(path[start:].max(axis=1))
+        low = np.minimum.accumulate(path[start:].min(axis=1))
+        over = np.flatnonzero(high - low > 2 * radius)
+        if len(over) == 0:
+            levels.append(0.5 * (low[-1] + high[-1]))
+            return cuts, levels
+        cell = start + over[0]
+        entry, leaving = path[cell]
+        lowest = min(entry, low[over[0] - 1]) if over[0] else entry
+        highest = max(entry, high[over[0] - 1]) if over[0] else entry
+        if highest - lowest > 2 * radius:
+            levels.append(0.5 * (low[over[0] - 1] + high[over[0] - 1]))
+            cuts.append((offset + cell, None))
+        else:
+            value = lowest + 2 * radius if leaving > entry else highest - 2 * radius
+            levels.append(0.5 * (min(lowest, value) + max(highest, value)))
+            cuts.append((offset + cell, value))
+            path[cell, 0] = value
+        start = cell
+    return None
+
+
+def _cut_point(scape, cells, cell, value):
+    """The x of a cut; the middle of the gap where cells without mass were left out."""
+    if value is not None:
+        return crossing_points(scape, cells, np.array([cell]), np.array([value]))[0]
+    if cell == 0:
+        return cells.left[0]
+    if cell == len(cells):
+        return cells.right[-1]
+    return 0.5 * (cells.right[cell - 1] + cells.left[cell])

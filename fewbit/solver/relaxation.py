@@ -1,0 +1,233 @@
+"""The discrete problem that bounds the continuous one from below, and starts its refinement.
+
+*Squared error.* Let a cell have mass W, mean m, spread S (integral of (f' - m)**2 w) and values of
+f' in [a, b]. Put its mass on two *atoms*, at a and b, with the same mean; their spread is
+W (m - a)(b - m) >= S. For any levels y write
+
+    min_k (v - y_k)**2 = v**2 - h(v),   h(v) = max_k (2 v y_k - y_k**2), convex.
+
+On [a, b], h lies below its chord, whose mean over the cell is the mean of h over the two atoms, so
+
+    integral over the cell of min_k (f' - y_k)**2 w  >=  sum over its atoms of min_k (atom - y_k)**2
+                                                          - (W (m - a)(b - m) - S).
+
+Summed over cells: *the optimum of the atoms less the total excess spread is a lower bound on the
+continuous optimum*, for form ``levels``, whatever K, and for levels pinned to given values.
+
+For form ``intervals`` the atoms of a cell stand in the order in which f' passes a and b (f' is
+monotone in a cell). Let breaks fall inside a cell. If a break there goes from level y to z against
+the direction of f', the error as a function of the break is concave, so moving it to one end of
+its range inside the cell does not raise the error; what remains are levels that run with f', for
+which the best assignment of the two atoms is one that contiguous segments of the atoms can make.
+The same bound follows. Atoms of equal value that are neighbours are one atom, which changes neither
+side. Both bounds fall short of the optimum by O(n**-2).
+
+*Unbiased choice.* For levels y the expected squared error at value v, (v - y_k)(y_{k+1} - v), is
+H(v) - v**2 with H the piecewise linear interpolant of v**2 at the levels, convex. By Jensen's
+inequality the cell's mean of H is at least H(m): *the optimum with every cell collapsed to its mean,
+less the total spread of the cells, is a lower bound*. The optimal levels of a discrete problem can
+be chosen among its values (between values the error is linear in a level), so the discrete search
+is exact.
+
+The cells rest on one assumption: f' is monotone between neighbouring nodes. Extrema of f' are
+located first and made nodes, and the values met by the quadrature inside a cell are included in
+[a, b].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fewbit.solver.layers import RANDOM_CHOICE, Costs
+from fewbit.solver.partition import LayeredSearch, best_breaks
+from fewbit.solver.segments import Items
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """``levels`` in piece order (sorted for form levels); ``breaks``: between which x, for intervals.
+
+    ``fixed`` marks the pinned levels; ``lower_bound`` >= 0 bounds the continuous optimum.
+    """
+
+    levels: np.ndarray
+    fixed: np.ndarray
+    lower_bound: float
+    breaks: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Atoms:
+    x: np.ndarray
+    value: np.ndarray
+    mass: np.ndarray
+    excess: float
+
+
+def two_point_atoms(cells):
+    """Each cell's mass on its two extreme values, in the order f' meets them; neighbours merged."""
+    low, high = cells.lowest, cells.highest
+    width = high - low
+    upper_share = np.where(width > 0, (cells.mean - low) / np.where(width > 0, width, 1.0), 0.0)
+    upper = cells.mass * upper_share
+    lower = cells.mass - upper
+    rising = cells.value_right >= cells.value_left
+    value = np.stack([np.where(rising, low, high), np.where(rising, high, low)], axis=1).ravel()
+    mass = np.stack([np.where(rising, lower, upper), np.where(rising, upper, lower)], axis=1).ravel()
+    x = np.stack([cells.left, cells.right], axis=1).ravel()
+    excess = np.maximum(cells.mass * (cells.mean - low) * (high - cells.mean) - cells.spread, 0.0)
+    first = np.concatenate([[True], value[1:] != value[:-1]])
+    group = np.cumsum(first) - 1
+    starts = np.flatnonzero(first)
+    ends = np.concatenate([starts[1:], [len(x)]]) - 1
+    # A merged run is entered at its first x and left at its last: keep both for the breaks.
+    return (
+        Atoms(x[starts], value[starts], np.bincount(group, mass), float(excess.sum())),
+        x[ends],
+    )
+
+
+def relax_levels(cells, count, pinned, threads):
+    """Best ``count`` levels for the atoms; ``pinned``: distinct values that must be among them."""
+    atoms, _ = two_point_atoms(cells)
+    order = np.argsort(atoms.value, kind="stable")
+    value, mass = _merge_equal(atoms.value[order], atoms.mass[order])
+    if len(pinned) == 0:
+        items = Items(mass, value)
+        cost, breaks, _ = best_breaks(items, count, monge=True, threads=threads)
+        levels = items.segment_means(breaks)
+        levels = np.unique(levels[np.isfinite(levels)])
+        return Relaxed(levels, np.zeros(len(levels), bool), max(cost - atoms.excess, 0.0))
+    return _relax_pinned_levels(value, mass, atoms.excess, count, np.sort(pinned), threads)
+
+
+def _relax_pinned_levels(value, mass, excess, count, pinned, threads):
+    """Pinned levels part the values into zones that no level serves across: solve each, then share."""
+    edges = [-np.inf, *pinned, np.inf]
+    free = count - len(pinned)
+    zones, best, choice = [], np.zeros(1), []
+    for low, high in zip(edges[:-1], edges[1:], strict=True):
+        inside = (value > low) & (value < high)
+        first = low if np.isfinite(low) else None
+        last = high if np.isfinite(high) else None
+        zone = Zone(Items(mass[inside], value[inside]), first, last, threads)
+        zones.append(zone)
+        gain = zone.costs(free)
+        total = np.full(free + 1, np.inf)
+        pick = np.zeros(free + 1, dtype=int)
+        for used in range(free + 1):
+            options = [best[min(used - k, len(best) - 1)] + gain[k] for k in range(used + 1)]
+            pick[used] = int(np.argmin(options))
+            total[used] = options[pick[used]]
+        best = total
+        choice.append(pick)
+    levels, left = list(pinned), free
+    for zone, pick in zip(reversed(zones), reversed(choice), strict=True):
+        levels.extend(zone.levels(pick[left]))
+        left -= pick[left]
+    levels = np.unique(levels)
+    return Relaxed(levels, np.isin(levels, pinned), max(float(best[free]) - excess, 0.0))
+
+
+def relax_intervals(cells, count, slopes, threads):
+    """Best ``count`` contiguous pieces for the atoms; ``slopes``: (left, right) pinned, or None."""
+    atoms, leaving = two_point_atoms(cells)
+    items = Items(atoms.mass, atoms.value)
+    if slopes is None:
+        cost, breaks, _ = best_breaks(items, count, monge=False, threads=threads)
+        levels = items.segment_means(breaks)
+        fixed = np.zeros(count, bool)
+    else:
+        zone = Zone(items, slopes[0], slopes[1], threads, monge=False)
+        cost = zone.costs(count - 2)[-1]
+        breaks, middle = zone.partition(count - 2)
+        levels = np.concatenate([[slopes[0]], middle, [slopes[1]]])
+        fixed = np.isin(np.arange(count), [0, count - 1])
+    # Interior breaks fall between two atoms, those of empty pieces at an end of the domain.
+    after = np.clip(breaks, 1, len(atoms.x) - 1) if len(atoms.x) > 1 else np.zeros(len(breaks), int)
+    x = 0.5 * (leaving[after - 1] + atoms.x[after]) if len(atoms.x) > 1 else atoms.x[after]
+    x = np.where(breaks == 0, cells.left[0], np.where(breaks == len(atoms.x), cells.right[-1], x))
+    return Relaxed(levels, fixed, max(cost - atoms.excess, 0.0), x)
+
+
+def relax_unbiased(cells, count, pinned, threads):
+    """Best ``count`` levels, the least and greatest value among them, for cells collapsed to means."""
+    low = min([float(cells.lowest.min()), *pinned])
+    high = max([float(cells.highest.max()), *pinned])
+    order = np.argsort(cells.mean, kind="stable")
+    value = np.concatenate([[low], cells.mean[order], pinned, [high]])
+    mass = np.concatenate([[0.0], cells.mass[order], np.zeros(len(pinned)), [0.0]])
+    order = np.argsort(value, kind="stable")
+    value, mass = _merge_equal(value[order], mass[order])
+    spread = float(cells.spread.sum())
+    n = len(value)
+    inner = [p for p in pinned if low < p < high]
+    fixed = np.array([low, high, *inner])
+    if n <= count:
+        return Relaxed(value, np.isin(value, fixed), 0.0)
+    search = LayeredSearch(Costs(Items(mass, value), RANDOM_CHOICE, inner), True, threads)
+    nodes = np.arange(n)
+    for _ in range(count - 2):
+        search.step(nodes)
+    search.step(np.array([n - 1]))
+    chosen = search.trace(0)
+    levels = np.unique(np.concatenate([[low, high], value[chosen]]))
+    return Relaxed(levels, np.isin(levels, fixed), max(search.values[0] - spread, 0.0))
+
+
+class Zone:
+    """Contiguous segments of ``items`` of which the first and last may have a given level.
+
+    ``costs(most)[k]`` is the least cost with k free segments between them.
+    """
+
+    def __init__(self, items, first, last, threads, monge=True):
+        self.items, self.first, self.last = items, first, last
+        self.threads, self.monge = threads, monge
+        n = len(items)
+        # Cost of the items before (from) each position at the first (last) level.
+        self.until = None if first is None else np.append(0.0, np.cumsum(self._given(first)))
+        self.after = None if last is None else np.append(np.cumsum(self._given(last)[::-1])[::-1], 0.0)
+        start = np.zeros(1) if first is None else self.until
+        positions = np.zeros(1, np.int64) if first is None else np.arange(n + 1)
+        self.search = LayeredSearch(
+            Costs(items), monge, threads, columns=positions, values=start
+        )
+        self.layers = [(positions, start)]
+
+    def _given(self, level):
+        return self.items.mass * (self.items.mean - level) ** 2
+
+    def _ending(self, k):
+        positions, values = self.layers[k]
+        if self.after is None:
+            return np.where(positions == len(self.items), values, np.inf)
+        return values + self.after[positions]
+
+    def costs(self, most):
+        nodes = np.arange(len(self.items) + 1)
+        while len(self.layers) <= most:
+            self.search.step(nodes)
+            self.layers.append((nodes, self.search.values))
+        return np.array([self._ending(k).min() for k in range(most + 1)])
+
+    def partition(self, k):
+        """The k + 1 breaks around the k free segments, and the levels of those segments."""
+        at = int(np.argmin(self._ending(k)))
+        stop = self.layers[k][0][at]
+        breaks = np.concatenate([self.search.trace(at, layer=k), [stop]]).astype(np.int64)
+        means = self.items.segment_means(breaks)[1:-1]
+        return breaks, means
+
+    def levels(self, k):
+        if k == 0 or len(self.items) == 0:
+            return np.empty(0)
+        means = self.partition(k)[1]
+        return means[np.isfinite(means)]
+
+
+def _merge_equal(value, mass):
+    first = np.concatenate([[True], value[1:] != value[:-1]])
+    return value[first], np.bincount(np.cumsum(first) - 1, mass)

@@ -1,0 +1,376 @@
+"""``solve``: from a function and a request to a certified table.
+
+The stages, each in a module of its own: the weight (``weight``), the cells of the domain
+(``cells``), the discrete problem that bounds the continuous one and its exact optimum
+(``relaxation``, on ``partition``, ``layers``, ``segments``), and the refinement to a stationary
+point of the continuous problem (``refine``, ``unbiased``; ``minimax`` needs none).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fewbit._version import __version__
+from fewbit.callables import resolve
+from fewbit.errors import SolveError
+from fewbit.solver.cells import survey
+from fewbit.solver.layers import thread_count
+from fewbit.solver.minimax import largest_deviation, minimax_intervals, minimax_levels
+from fewbit.solver.refine import RESIDUAL, ContiguousPieces, NearestPieces, Solution, refine
+from fewbit.solver.relaxation import relax_intervals, relax_levels, relax_unbiased
+from fewbit.solver.steps import Steps, nearest_steps, tidy, totals
+from fewbit.solver.unbiased import build_stand_in, refine_unbiased, variance
+from fewbit.solver.weight import make_weight
+from fewbit.table import Knots, Table, lower_pieces
+
+FORMS = ("levels", "intervals")
+OBJECTIVES = ("mse", "unbiased", "minimax")
+TAILS = ("free", "pinned")
+_FINE = 4096
+
+
+def solve(
+    function,
+    bits=None,
+    *,
+    form="levels",
+    weight="uniform",
+    domain=None,
+    objective="mse",
+    tails="free",
+    levels=None,
+    grid=None,
+    refine=True,
+    parameters=None,
+    derivative=None,
+    kinks=None,
+    threads=None,
+):
+    """The best approximation of f' by a step function of few levels, as a :class:`fewbit.Table`.
+
+    function: a name from ``fewbit.functions``, ``"package.module:f"``, or a callable f on NumPy
+        arrays or torch tensors (the activation itself; ``derivative=`` and ``kinks=`` if known).
+    bits: 1 to 8; 2**bits levels. levels: their number instead, 2 to 256.
+    form: ``"levels"`` (pieces may share a level) or ``"intervals"`` (the paper's: one level each).
+    weight: what the error is weighted with, see :func:`fewbit.solver.weight.make_weight`.
+    domain: (a, b); by default the range that matters for the function, or the weight's.
+    objective: ``"mse"``, ``"unbiased"`` or ``"minimax"``. tails: ``"free"`` or ``"pinned"``.
+    grid: the number of cells of the discrete problem; more of them narrow the certified gap.
+    refine: False keeps the levels of the discrete problem. parameters: of a named function.
+    threads: at most so many threads (default: the processors of this process).
+
+    The table's ``error`` and ``lower_bound`` hold for the continuous problem; its ``solver`` holds
+    version, grid, status and seconds. The status is ``"exact"`` (error 0), ``"stationary"`` (the
+    gradient is below 1e-10), ``"optimal"`` (minimax, to the last bit), ``"unrefined"`` or
+    ``"stalled"`` (no further step lowered the error).
+
+    Raises FunctionError, WeightError or SolveError with one line.
+    """
+    started = time.perf_counter()
+    count, bits = _count_levels(bits, levels)
+    _check_choice("form", form, FORMS)
+    _check_choice("objective", objective, OBJECTIVES)
+    _check_choice("tails", tails, TAILS)
+    if objective == "unbiased" and form != "levels":
+        raise SolveError("objective unbiased: expected form levels (the draw is between levels)")
+    weight = make_weight(weight)
+    f = resolve(
+        function, parameters, derivative=derivative, kinks=kinks, domain=_checked_domain(domain)
+    )
+    domain = _domain(f, weight, domain)
+    slopes = _pinned_slopes(f, tails, count, form)
+    if not all(map(math.isfinite, f.slopes)):
+        warnings.warn(
+            f"{f.name}: the derivative is unbounded, so q saturates outside [{domain[0]:g}, {domain[1]:g}]",
+            stacklevel=2,
+        )
+    request = _Request(
+        count=count,
+        form=form,
+        slopes=slopes,
+        grid=_grid(grid, count),
+        refine=refine,
+        threads=threads or thread_count(),
+    )
+    scape = survey(f.derivative, f.kinks, weight, domain, f.name)
+    outcome = _METHODS[objective](scape, request, f)
+    error, bound = outcome.error, min(outcome.lower_bound, outcome.error)
+    status = "exact" if error == 0 else outcome.status
+    return Table(
+        function=f.name,
+        parameters=dict(f.parameters),
+        bits=bits,
+        form=form,
+        objective=objective,
+        weight=weight.document(),
+        domain=domain,
+        tails=tails,
+        levels=outcome.levels,
+        breaks=outcome.breaks,
+        codes=outcome.codes,
+        closed=outcome.closed,
+        error=error,
+        lower_bound=bound,
+        relative_error=outcome.relative_error,
+        solver={
+            "version": __version__,
+            "grid": request.grid,
+            "status": status,
+            "seconds": round(time.perf_counter() - started, 4),
+        },
+        knots=outcome.knots,
+        knots_error=outcome.knots_error,
+        _function=f,
+    )
+
+
+@dataclass(frozen=True)
+class _Request:
+    count: int
+    form: str
+    slopes: tuple[float, float] | None
+    grid: int
+    refine: bool
+    threads: int
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    levels: np.ndarray
+    breaks: np.ndarray
+    codes: np.ndarray
+    closed: tuple[str, ...]
+    error: float
+    lower_bound: float
+    relative_error: float
+    status: str
+    knots: Knots | None = None
+    knots_error: float | None = None
+
+
+def _solve_mse(scape, request, f):
+    coarse, fine = _both_cells(scape, request.grid)
+    count, threads = request.count, request.threads
+    if request.form == "levels":
+        pinned = np.unique(request.slopes) if request.slopes else np.empty(0)
+        relaxed = relax_levels(coarse, count, pinned, threads)
+        pieces = NearestPieces(scape, fine)
+        levels, fixed = relaxed.levels, relaxed.fixed
+        steps = nearest_steps(scape, fine, levels)
+    else:
+        relaxed = relax_intervals(coarse, count, request.slopes, threads)
+        pieces = ContiguousPieces(scape, fine)
+        levels, fixed, steps = _contiguous_start(relaxed, scape, request.slopes is not None)
+    if request.refine:
+        solution = refine(pieces, levels, steps, fixed)
+    else:
+        solution = Solution(levels, steps, totals(scape, fine, steps, levels).error, math.inf)
+    levels, steps = _finish(solution.levels, solution.steps, request, scape)
+    second = fine.second_moment
+    return _Outcome(
+        levels=levels,
+        breaks=steps.breaks,
+        codes=steps.codes,
+        closed=_closed(f, steps, levels),
+        error=solution.error,
+        lower_bound=relaxed.lower_bound,
+        relative_error=math.sqrt(solution.error / second) if second > 0 else 0.0,
+        status=_status(request, solution.residual),
+    )
+
+
+def _solve_minimax(scape, request, f):
+    _, cells = _both_cells(scape, request.grid)
+    if request.form == "levels":
+        pinned = np.unique(request.slopes) if request.slopes else np.empty(0)
+        levels, _, steps, bound = minimax_levels(scape, cells, request.count, pinned)
+    else:
+        levels, _, steps, bound = minimax_intervals(scape, cells, request.count, request.slopes)
+    error = largest_deviation(scape, cells, steps, levels)
+    levels, steps = _finish(levels, steps, request, scape)
+    largest = float(np.max(np.abs([cells.lowest, cells.highest])))
+    return _Outcome(
+        levels=levels,
+        breaks=steps.breaks,
+        codes=steps.codes,
+        closed=_closed(f, steps, levels),
+        error=error,
+        lower_bound=bound,
+        relative_error=error / largest if largest > 0 else 0.0,
+        status="optimal",
+    )
+
+
+def _solve_unbiased(scape, request, f):
+    stand_in = build_stand_in(scape, request.count)
+    smooth = replace(
+        scape, derivative=stand_in, kinks=np.unique(stand_in.points), extrema=np.empty(0)
+    )
+    coarse, fine = _both_cells(smooth, request.grid)
+    pinned = np.unique(request.slopes) if request.slopes else np.empty(0)
+    relaxed = relax_unbiased(coarse, request.count, pinned, request.threads)
+    levels, residual = relaxed.levels, math.inf
+    if request.refine:
+        levels, residual = refine_unbiased(smooth, fine, levels, relaxed.fixed)
+    apart = replace(smooth, derivative=lambda x: scape.derivative(x) - stand_in(x))
+    bias = apart.integrate(fine.left, fine.right).second_moment
+    error = variance(smooth, fine, levels) + bias
+    second = scape.integrate(fine.left, fine.right).second_moment
+    knots = Knots(stand_in.points, stand_in.values, _knots_closed(f, stand_in))
+    breaks, codes, closed = lower_pieces(levels, knots)
+    return _Outcome(
+        levels=levels,
+        breaks=breaks,
+        codes=codes,
+        closed=closed,
+        error=error,
+        lower_bound=relaxed.lower_bound + bias,
+        relative_error=math.sqrt(error / second) if second > 0 else 0.0,
+        status=_status(request, residual),
+        knots=knots,
+        knots_error=stand_in.error,
+    )
+
+
+_METHODS = {"mse": _solve_mse, "minimax": _solve_minimax, "unbiased": _solve_unbiased}
+
+
+def _both_cells(scape, grid):
+    """The cells of the discrete problem, and cells fine enough to integrate on."""
+    coarse = scape.cells(grid)
+    return coarse, coarse if grid >= _FINE else scape.cells(_FINE)
+
+
+def _contiguous_start(relaxed, scape, pinned):
+    """The discrete optimum without its empty pieces (pinned ones outside the domain stay)."""
+    breaks, count = relaxed.breaks, len(relaxed.levels)
+    low, high = scape.domain
+    starts, stops = np.append(low, breaks), np.append(breaks, high)
+    used = stops > starts
+    used &= np.isfinite(relaxed.levels)
+    if pinned:
+        used[[0, -1]] = True
+    kept = np.flatnonzero(used)
+    # A piece starts where the one before it ends; an empty piece leaves no trace.
+    start = starts[kept[1:]]
+    if pinned and count > 1 and not stops[-1] > starts[-1]:
+        start[-1] = high
+    levels, fixed = relaxed.levels[kept], relaxed.fixed[kept]
+    steps = tidy(Steps(start, np.arange(len(kept)), np.zeros(len(start))))
+    same = np.flatnonzero(levels[steps.codes[1:]] == levels[steps.codes[:-1]])
+    codes = np.delete(steps.codes, same + 1)
+    breaks = np.delete(steps.breaks, same)
+    levels, fixed = levels[codes], fixed[codes]
+    return levels, fixed, Steps(breaks, np.arange(len(codes)), np.zeros(len(breaks)))
+
+
+def _finish(levels, steps, request, scape):
+    """Pinned outermost pieces added where the domain ends without them; unused levels dropped."""
+    breaks, codes = steps.breaks, steps.codes
+    if request.slopes is not None and request.form == "levels":
+        first, last = (int(np.argmin(np.abs(levels - s))) for s in request.slopes)
+        low, high = scape.domain
+        if codes[0] != first:
+            breaks, codes = np.append(low, breaks), np.append(first, codes)
+        if codes[-1] != last:
+            breaks, codes = np.append(breaks, high), np.append(codes, last)
+    used, codes = np.unique(codes, return_inverse=True)
+    return levels[used], Steps(breaks, codes, np.zeros(len(breaks)))
+
+
+def _closed(f, steps, levels):
+    """At a kink the point joins the piece whose level is nearer to torch's gradient there."""
+    closed = np.full(len(steps.breaks), "right", dtype=object)
+    at = np.flatnonzero(np.isin(steps.breaks, f.kinks))
+    if len(at):
+        value = f.derivative(steps.breaks[at])
+        before, after = levels[steps.codes[at]], levels[steps.codes[at + 1]]
+        closed[at[np.abs(value - after) < np.abs(value - before)]] = "left"
+    return tuple(closed)
+
+
+def _knots_closed(f, stand_in):
+    points, values = stand_in.points, stand_in.values
+    closed = ["right"] * len(points)
+    for i in np.flatnonzero(points[1:] == points[:-1]):
+        value = f.derivative(points[i : i + 1])[0]
+        if abs(value - values[i + 1]) < abs(value - values[i]):
+            closed[i] = closed[i + 1] = "left"
+    return tuple(closed)
+
+
+def _status(request, residual):
+    if not request.refine:
+        return "unrefined"
+    return "stationary" if residual < RESIDUAL else "stalled"
+
+
+def _count_levels(bits, levels):
+    if bits is None and levels is None:
+        raise SolveError("bits: expected 1 to 8, got nothing")
+    if bits is not None and not (isinstance(bits, int | np.integer) and 1 <= bits <= 8):
+        raise SolveError(f"bits: expected an integer from 1 to 8, got {bits!r}")
+    if levels is None:
+        return 2**bits, int(bits)
+    if not (isinstance(levels, int | np.integer) and 2 <= levels <= 256):
+        raise SolveError(f"levels: expected an integer from 2 to 256, got {levels!r}")
+    needed = int(levels - 1).bit_length()
+    if bits is not None and bits < needed:
+        raise SolveError(f"levels: expected at most {2**bits} with {bits} bits, got {levels}")
+    return int(levels), int(bits) if bits is not None else needed
+
+
+def _check_choice(name, value, choices):
+    if value not in choices:
+        raise SolveError(f"{name}: expected {' or '.join(choices)}, got {value!r}")
+
+
+def _checked_domain(domain):
+    if domain is None:
+        return None
+    try:
+        low, high = (float(end) for end in domain)
+    except (TypeError, ValueError):
+        raise SolveError(f"domain: expected two numbers A < B, got {domain!r}") from None
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise SolveError(f"domain: expected two finite numbers A < B, got {low:g} {high:g}")
+    return low, high
+
+
+def _domain(f, weight, asked):
+    if asked is not None:
+        return _checked_domain(asked)
+    if weight.domain is not None:
+        return weight.domain
+    low, high = f.domain
+    document = weight.document()
+    if document["kind"] == "normal":
+        mean, reach = document["mean"], 8 * document["std"]
+        low, high = min(low, mean - reach), max(high, mean + reach)
+    return float(low), float(high)
+
+
+def _pinned_slopes(f, tails, count, form):
+    if tails == "free":
+        return None
+    if not all(map(math.isfinite, f.slopes)):
+        raise SolveError(
+            f"tails pinned: expected finite asymptotic slopes, got {f.slopes[0]:g} and {f.slopes[1]:g} for {f.name}"
+        )
+    needed = 2 if form == "intervals" else len(set(f.slopes))
+    if count < needed:
+        raise SolveError(f"tails pinned: expected at least {needed} levels, got {count}")
+    return tuple(f.slopes)
+
+
+def _grid(grid, count):
+    if grid is None:
+        return max(2048, 128 * count)
+    if not (isinstance(grid, int | np.integer) and grid >= 16):
+        raise SolveError(f"grid: expected an integer of at least 16, got {grid!r}")
+    return int(grid)

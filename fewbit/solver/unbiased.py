@@ -1,0 +1,165 @@
+"""Objective ``unbiased``: a piecewise linear stand-in for f', and levels of least variance for it.
+
+At run time the level of an element is drawn between the two neighbours of v(x), a piecewise linear
+stand-in for f'(x), with the probability that makes its mean v(x). The expected squared error is
+
+    integral of [(v - y_k)(y_{k+1} - v) + (f' - v)**2] w,   y_k <= v <= y_{k+1},
+
+whose first term depends on the levels, with the gradient (interior levels)
+
+    dE/dy_k = integral over (y_{k-1}, y_k) of (v - y_{k-1}) w - integral over (y_k, y_{k+1}) of (y_{k+1} - v) w.
+
+Optimal quantisation points for unbiased rounding: ZipML (Zhang et al., ICML 2017); the discrete
+search is quadratic there, and here divide and conquer, since the cost is Monge (QUIVER, 2024).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from fewbit.solver.refine import RESIDUAL
+from fewbit.solver.steps import threshold_steps
+
+# The stand-in's largest error as a share of an average gap between levels.
+_SHARE_OF_GAP = 2e-3
+_MOST_KNOTS = 4096
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Knots of the piecewise linear stand-in; two equal points are a jump. ``error`` bounds |f' - v|."""
+
+    points: np.ndarray
+    values: np.ndarray
+    error: float
+
+    def __call__(self, x):
+        i = np.clip(np.searchsorted(self.points, x, side="right") - 1, 0, len(self.points) - 2)
+        width = self.points[i + 1] - self.points[i]
+        slope = np.where(width > 0, self.values[i + 1] - self.values[i], 0.0)
+        inner = self.values[i] + (x - self.points[i]) * (slope / np.where(width > 0, width, 1.0))
+        # At the ends of a segment the value is the knot's, whatever rounding says.
+        low = np.minimum(self.values[i], self.values[i + 1])
+        high = np.maximum(self.values[i], self.values[i + 1])
+        return np.clip(np.where(width > 0, inner, self.values[i + 1]), low, high)
+
+
+def build_stand_in(scape, count):
+    """Knots at kinks, extrema and domain ends, then halving until the error is small enough."""
+    derivative = scape.derivative
+    forced = np.unique(np.concatenate([scape.domain, scape.kinks, scape.extrema]))
+    left, right = forced[:-1], forced[1:]
+    value_left, value_right = scape.end_values(left, right)
+    spread = max(value_left.max(), value_right.max()) - min(value_left.min(), value_right.min())
+    tolerance = _SHARE_OF_GAP * spread / max(count - 1, 1)
+    probe = np.linspace(0, 1, 33)[1:-1]
+    done = []
+    worst = 0.0
+    while len(left):
+        x = left[:, None] + (right - left)[:, None] * probe
+        value = derivative(x)
+        line = value_left[:, None] + (value_right - value_left)[:, None] * probe
+        gap = np.abs(value - line).max(axis=1)
+        narrow = right - left < 1e-9 * (scape.domain[1] - scape.domain[0])
+        finished = (gap <= tolerance) | narrow
+        for part in zip(left[finished], right[finished], value_left[finished], value_right[finished], strict=True):
+            done.append(part)
+        if finished.any():
+            bend = _bend(value, line)
+            worst = max(worst, float((gap + bend)[finished].max()))
+        left, right = left[~finished], right[~finished]
+        value_left, value_right = value_left[~finished], value_right[~finished]
+        middle = 0.5 * (left + right)
+        value_middle = derivative(middle)
+        left, right = np.concatenate([left, middle]), np.concatenate([middle, right])
+        value_left, value_right = (
+            np.concatenate([value_left, value_middle]),
+            np.concatenate([value_middle, value_right]),
+        )
+        if len(done) + len(left) > _MOST_KNOTS:
+            tolerance = np.inf
+    done.sort()
+    points, values = [done[0][0]], [done[0][2]]
+    for x0, x1, v0, v1 in done:
+        if v0 != values[-1]:
+            points.append(x0)
+            values.append(v0)
+        points.append(x1)
+        values.append(v1)
+    return StandIn(np.array(points), np.array(values), worst)
+
+
+def _bend(value, line):
+    """How far the error can rise between probes: its largest second difference, for a smooth f'."""
+    error = np.concatenate([np.zeros((len(value), 1)), value - line, np.zeros((len(value), 1))], axis=1)
+    return np.abs(np.diff(error, 2, axis=1)).max(axis=1)
+
+
+def refine_unbiased(scape, cells, levels, fixed, most_steps=100):
+    """Newton's method on the interior levels; never a step that raises the error."""
+    state = _evaluate(scape, cells, levels)
+    for _ in range(most_steps):
+        if np.abs(state.gradient[~fixed]).max(initial=0.0) < 1e-3 * RESIDUAL:
+            break
+        step = np.zeros_like(levels)
+        free = ~fixed
+        try:
+            step[free] = np.linalg.solve(state.hessian[np.ix_(free, free)], -state.gradient[free])
+        except np.linalg.LinAlgError:
+            break
+        for share in (1.0, 0.5, 0.1, 0.01):
+            moved = levels + share * step
+            if (np.diff(moved) <= 0).any():
+                continue
+            tried = _evaluate(scape, cells, moved)
+            calmer = np.abs(tried.gradient[free]).max() < np.abs(state.gradient[free]).max()
+            if tried.error < state.error or (tried.error == state.error and calmer):
+                levels, state = moved, tried
+                break
+        else:
+            break
+    return levels, float(np.abs(state.gradient[~fixed]).max(initial=0.0))
+
+
+@dataclass(frozen=True)
+class _State:
+    error: float
+    gradient: np.ndarray
+    hessian: np.ndarray
+
+
+def variance(scape, cells, levels):
+    """The integral of (v - y_k)(y_{k+1} - v) w."""
+    return _evaluate(scape, cells, levels).error
+
+
+def _evaluate(scape, cells, levels):
+    count = len(levels)
+    if count < 2:
+        deviation = cells.mean - levels[0]
+        error = math.fsum(cells.mass * deviation**2 + cells.spread)
+        return _State(error, np.zeros(1), np.eye(1))
+    steps = threshold_steps(scape, cells, levels[1:-1])
+    parts = scape.split(cells, steps.breaks)
+    code = steps.codes[np.searchsorted(steps.breaks, 0.5 * (parts.left + parts.right))]
+    above = parts.mean - levels[code]
+    below = levels[code + 1] - parts.mean
+    # The variance of a cell's own values is part of (v - y_k)(y_{k+1} - v) with a minus sign.
+    error = math.fsum(np.maximum(parts.mass * above * below - parts.spread, 0.0))
+    rising = np.bincount(code, parts.mass * above, count - 1)
+    falling = np.bincount(code, parts.mass * below, count - 1)
+    mass = np.bincount(code, parts.mass, count - 1)
+    gradient = np.zeros(count)
+    gradient[1:-1] = rising[:-1] - falling[1:]
+    density = np.zeros(count)
+    for lower, upper, share in zip(steps.codes[:-1], steps.codes[1:], steps.slope_density, strict=True):
+        density[max(lower, upper)] += share
+    hessian = np.zeros((count, count))
+    k = np.arange(1, count - 1)
+    hessian[k, k] = (levels[2:] - levels[:-2]) * density[1:-1]
+    k = np.arange(count - 1)
+    hessian[k, k + 1] = hessian[k + 1, k] = -mass
+    return _State(error, gradient, hessian)

@@ -1,0 +1,251 @@
+"""The weight w(x) that the error of a table is weighted with (Few-bit Backward, eq. 3).
+
+Four kinds, each with its document form (``docs/table_schema.md``): ``uniform`` (w = 1 on the
+domain), ``normal`` (the density, not renormalised on the domain), ``histogram`` (a piecewise
+constant density, normalised to 1; raw samples become one) and ``callable`` (any density).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+
+from fewbit.errors import FewbitError, WeightError
+
+# Enough for a density's shape; a sample is binned into equally likely bins, at least this many a bin.
+_MOST_BINS = 512
+_SAMPLES_PER_BIN = 32
+
+
+class Uniform:
+    """w(x) = 1."""
+
+    domain = None
+
+    def density(self, x):
+        return np.ones_like(x)
+
+    def edges(self):
+        return np.empty(0)
+
+    def mesh(self):
+        return np.empty(0)
+
+    def document(self):
+        return {"kind": "uniform"}
+
+
+class Normal:
+    """The density of N(mean, std**2)."""
+
+    domain = None
+
+    def __init__(self, mean=0.0, std=1.0):
+        if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+            raise WeightError(
+                f"weight normal:MEAN,STD: expected finite numbers with STD > 0, got {mean:g},{std:g}"
+            )
+        self.mean, self.std = float(mean), float(std)
+
+    def density(self, x):
+        z = (x - self.mean) / self.std
+        return np.exp(-0.5 * z * z) / (self.std * math.sqrt(2 * math.pi))
+
+    def edges(self):
+        return np.empty(0)
+
+    def mesh(self):
+        return self.mean + self.std * np.linspace(-9, 9, 721)
+
+    def document(self):
+        return {"kind": "normal", "mean": self.mean, "std": self.std}
+
+
+class Histogram:
+    """A piecewise constant density: ``edges`` (n+1,) ascending, ``density`` (n,) >= 0, normalised to 1."""
+
+    def __init__(self, edges, density):
+        edges = np.asarray(edges, dtype=np.float64)
+        density = np.asarray(density, dtype=np.float64)
+        if edges.ndim != 1 or len(edges) < 2 or density.shape != (len(edges) - 1,):
+            raise WeightError(
+                f"histogram: expected n+1 edges and n heights, got shapes {edges.shape} and {density.shape}"
+            )
+        if not (np.isfinite(edges).all() and (np.diff(edges) > 0).all()):
+            raise WeightError("histogram: expected finite, strictly ascending edges")
+        if not (np.isfinite(density).all() and (density >= 0).all() and density.any()):
+            raise WeightError("histogram: expected finite heights >= 0 that are not all 0")
+        self._edges = edges
+        self._density = density / (density * np.diff(edges)).sum()
+        used = np.flatnonzero(density)
+        self.domain = (float(edges[used[0]]), float(edges[used[-1] + 1]))
+
+    @classmethod
+    def from_samples(cls, samples):
+        """The histogram of raw values, any shape, in equally likely bins (at most 512)."""
+        values = np.asarray(samples, dtype=np.float64).ravel()
+        if values.size < 2:
+            raise WeightError(f"samples: expected at least 2 values, got {values.size}")
+        if not np.isfinite(values).all():
+            bad = values[~np.isfinite(values)][0]
+            raise WeightError(f"samples: expected finite values, got {bad}")
+        values = np.sort(values)
+        low, high = values[0], values[-1]
+        if low == high:
+            raise WeightError(f"samples: expected more than one distinct value, got only {low:g}")
+        bins = int(np.clip(values.size // _SAMPLES_PER_BIN, 4, _MOST_BINS))
+        edges = np.quantile(values, np.linspace(0, 1, bins + 1))
+        # A value that many samples share would make an infinitely narrow bin.
+        narrow = (high - low) * 1e-4
+        kept = [low]
+        for edge in edges[1:-1]:
+            if edge - kept[-1] >= narrow and high - edge >= narrow:
+                kept.append(edge)
+        kept.append(high)
+        counts, edges = np.histogram(values, bins=np.array(kept))
+        return cls(edges, counts / np.diff(edges))
+
+    def density(self, x):
+        bin_of = np.searchsorted(self._edges, x, side="right") - 1
+        inside = (bin_of >= 0) & (bin_of < len(self._density))
+        return np.where(inside, self._density[np.clip(bin_of, 0, len(self._density) - 1)], 0.0)
+
+    def edges(self):
+        return self._edges
+
+    def mesh(self):
+        return self._edges
+
+    def document(self):
+        return {
+            "kind": "histogram",
+            "edges": self._edges.tolist(),
+            "density": self._density.tolist(),
+        }
+
+
+class Density:
+    """Any Python density: a callable on float64 arrays, finite and not negative on the domain."""
+
+    domain = None
+
+    def __init__(self, function, name):
+        self._function, self._name = function, name
+
+    def density(self, x):
+        values = np.asarray(self._function(x), dtype=np.float64)
+        if values.shape != x.shape:
+            raise WeightError(
+                f"density {self._name}: expected an array of shape {x.shape}, got {values.shape}"
+            )
+        bad = ~(np.isfinite(values) & (values >= 0))
+        if bad.any():
+            raise WeightError(
+                f"density {self._name}: expected finite values >= 0, got {values[bad][0]:g} at x = {x[bad][0]:g}"
+            )
+        return values
+
+    def edges(self):
+        return np.empty(0)
+
+    def mesh(self):
+        return np.empty(0)
+
+    def document(self):
+        return {"kind": "callable", "name": self._name}
+
+
+def make_weight(spec):
+    """A weight from what users write.
+
+    ``"uniform"``, ``"normal"``, ``"normal:MEAN,STD"``; the path of a ``.npy`` (raw samples) or
+    ``.npz`` file (``edges`` with ``counts`` or ``density``; or one array of samples); a pair
+    ``(edges, density)``; an array of raw samples; a document (dict); a callable density; a weight.
+    Raises WeightError with one line.
+    """
+    if spec is None:
+        return Uniform()
+    if hasattr(spec, "density") and hasattr(spec, "document"):
+        return spec
+    if isinstance(spec, dict):
+        return _from_document(spec)
+    if callable(spec):
+        from fewbit.callables import qualified_name
+
+        return Density(spec, qualified_name(spec))
+    if isinstance(spec, str | os.PathLike):
+        return _from_text(os.fspath(spec))
+    if isinstance(spec, tuple) and len(spec) == 2:
+        return Histogram(*spec)
+    return Histogram.from_samples(spec)
+
+
+def _from_text(text):
+    kind, _, rest = text.partition(":")
+    if text == "uniform":
+        return Uniform()
+    if kind == "normal" and not Path(text).exists():
+        if not rest and text == "normal":
+            return Normal()
+        try:
+            mean, std = (float(part) for part in rest.split(","))
+        except ValueError:
+            raise WeightError(f"weight: expected normal:MEAN,STD, got {text!r}") from None
+        return Normal(mean, std)
+    if Path(text).suffix in {".npy", ".npz"}:
+        return _from_file(Path(text))
+    raise WeightError(
+        f"weight: expected uniform, normal, normal:MEAN,STD or a .npy or .npz file, got {text!r}"
+    )
+
+
+def _from_file(path):
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return Histogram.from_samples(loaded)
+        with loaded:
+            arrays = {name: loaded[name] for name in loaded.files}
+        return _from_arrays(arrays)
+    except FewbitError as error:
+        raise WeightError(f"{path}: {error}") from None
+    except Exception as error:  # whatever NumPy makes of a damaged file
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
+        raise WeightError(f"{path}: cannot be read as a weight: {reason}") from None
+
+
+def _from_arrays(arrays):
+    if "edges" in arrays and "counts" in arrays:
+        edges = np.asarray(arrays["edges"], dtype=np.float64)
+        counts = np.asarray(arrays["counts"], dtype=np.float64)
+        if counts.shape != (len(edges) - 1,):
+            raise WeightError(f"expected {len(edges) - 1} counts, got shape {counts.shape}")
+        return Histogram(edges, counts / np.diff(edges))
+    if "edges" in arrays and "density" in arrays:
+        return Histogram(arrays["edges"], arrays["density"])
+    if len(arrays) == 1:
+        return Histogram.from_samples(*arrays.values())
+    names = ", ".join(arrays) or "none"
+    raise WeightError(
+        f"expected arrays 'edges' with 'counts' or 'density', or one array of samples, got {names}"
+    )
+
+
+def _from_document(document):
+    kind = document.get("kind")
+    if kind == "uniform":
+        return Uniform()
+    if kind == "normal":
+        return Normal(document.get("mean", 0.0), document.get("std", 1.0))
+    if kind == "histogram":
+        return Histogram(document["edges"], document["density"])
+    if kind == "callable":
+        from fewbit.callables import import_callable
+
+        return Density(import_callable(document["name"]), document["name"])
+    raise WeightError(f"weight: expected kind uniform, normal, histogram or callable, got {kind!r}")

@@ -18,6 +18,7 @@ import contextlib
 import copy
 import importlib
 import importlib.util
+import itertools
 import math
 import numbers
 import os
@@ -59,7 +60,9 @@ def resolve(
     if known and (derivative is not None or kinks is not None):
         raise FunctionError("derivative= and kinks= go with a callable, got a known function")
     if parameters and (isinstance(function, Function) or not known):
-        raise FunctionError(f"parameters go with the name of a known function, got {dict(parameters)!r}")
+        raise FunctionError(
+            f"parameters go with the name of a known function, got {dict(parameters)!r}"
+        )
     if known:
         found = function if isinstance(function, Function) else functions.get(function, parameters)
         return found if domain is None else replace(found, domain=_checked_domain(domain))
@@ -174,13 +177,17 @@ def _adapted(f: Callable, name: str, domain: tuple[float, float]) -> tuple[Flat,
         return _torch_pair(copy.deepcopy(f).double().eval(), name)
     probe = np.linspace(*domain, 7)
     refusals = []
-    for kind, attempt in (("an array", _as_array), ("a float", _as_scalar), ("a tensor", _as_tensor)):
+    for kind, attempt in (
+        ("an array", _as_array),
+        ("a float", _as_scalar),
+        ("a tensor", _as_tensor),
+    ):
         try:
             with _quiet():
                 return attempt(f, name, probe)
         except FunctionError:
             raise
-        except Exception as error:  # whatever the user's code raises, the next kind may work
+        except Exception as error:  # noqa: BLE001, whatever f raises, the next kind may work
             refusals.append(f"{kind} ({_one_line(error)})")
     raise FunctionError(f"{name} accepts none of: {', '.join(refusals)}")
 
@@ -267,9 +274,13 @@ def _called(f: Callable, name: str, x: object) -> object:
         raise FunctionError(f"{name} raised {_one_line(error)}") from error
 
 
-def _check_output(name: str, expected: tuple, shape: tuple, is_float64: bool, dtype: object) -> None:
+def _check_output(
+    name: str, expected: tuple, shape: tuple, is_float64: bool, dtype: object
+) -> None:
     if shape != expected:
-        raise FunctionError(f"{name}: expected a result of the input's shape {expected}, got {shape}")
+        raise FunctionError(
+            f"{name}: expected a result of the input's shape {expected}, got {shape}"
+        )
     if not is_float64:
         raise FunctionError(f"{name}: expected float64 for float64, got {dtype}")
 
@@ -306,7 +317,9 @@ def _checked_domain(domain: tuple[float, float]) -> tuple[float, float]:
     except (TypeError, ValueError):
         raise FunctionError(f"expected a domain of two numbers, got {domain!r}") from None
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise FunctionError(f"expected a finite domain (low, high) with low < high, got ({low!r}, {high!r})")
+        raise FunctionError(
+            f"expected a finite domain (low, high) with low < high, got ({low!r}, {high!r})"
+        )
     return low, high
 
 
@@ -331,7 +344,9 @@ def _check_finite(name: str, f: Flat, mesh: np.ndarray) -> None:
     y = f(mesh)
     bad = np.flatnonzero(~np.isfinite(y))
     if bad.size:
-        raise FunctionError(f"{name} is not finite at x = {float(mesh[bad[0]])!r} ({float(y[bad[0]])})")
+        raise FunctionError(
+            f"{name} is not finite at x = {float(mesh[bad[0]])!r} ({float(y[bad[0]])})"
+        )
 
 
 def _check_pointwise(name: str, f: Flat, mesh: np.ndarray) -> None:
@@ -340,7 +355,9 @@ def _check_pointwise(name: str, f: Flat, mesh: np.ndarray) -> None:
     bad = np.flatnonzero(np.abs(y[::3] - part) > 1e-12 * np.max(np.abs(y)))
     if bad.size:
         x = float(mesh[::3][bad[0]])
-        raise FunctionError(f"{name} is not pointwise: f({x!r}) changes with the other elements or the call")
+        raise FunctionError(
+            f"{name} is not pointwise: f({x!r}) changes with the other elements or the call"
+        )
 
 
 def _check_continuous(name: str, f: Flat, domain: tuple[float, float]) -> None:
@@ -350,20 +367,24 @@ def _check_continuous(name: str, f: Flat, domain: tuple[float, float]) -> None:
         raise FunctionError(f"{name} jumps at x = {x!r}: expected a continuous function")
 
 
-def _check_with_mpmath(name: str, f: Callable, slope: Flat, kinks: list[float], domain: tuple[float, float]) -> None:
+def _check_with_mpmath(
+    name: str, f: Callable, slope: Flat, kinks: list[float], domain: tuple[float, float]
+) -> None:
     """Compares with mpmath.diff to 1e-8, when mpmath is there and f takes its numbers."""
     try:
         import mpmath
     except ImportError:
         return
-    edges = np.unique([domain[0], *[kink for kink in kinks if domain[0] < kink < domain[1]], domain[1]])
-    points = np.concatenate([np.linspace(a, b, 9)[1:-1] for a, b in zip(edges, edges[1:], strict=False)])
+    edges = np.unique(
+        [domain[0], *[kink for kink in kinks if domain[0] < kink < domain[1]], domain[1]]
+    )
+    points = np.concatenate([np.linspace(a, b, 9)[1:-1] for a, b in itertools.pairwise(edges)])
     try:
         with _quiet():
             if not isinstance(f(mpmath.mpf(float(points[0]))), mpmath.mpf):
                 return
             exact = np.array([float(mpmath.diff(f, float(point))) for point in points])
-    except Exception:  # f does not take mpmath's numbers
+    except Exception:  # noqa: BLE001, f does not take mpmath's numbers
         return
     error = np.abs(slope(points) - exact)
     worst = int(np.argmax(error / (1.0 + np.abs(exact))))
@@ -408,7 +429,11 @@ def _check_integral(name: str, f: Flat, slope: Flat, marks: list[float]) -> None
 
 
 def _all_kinks(
-    name: str, value: Flat, slope: Flat | None, given: list[float] | None, domain: tuple[float, float]
+    name: str,
+    value: Flat,
+    slope: Flat | None,
+    given: list[float] | None,
+    domain: tuple[float, float],
 ) -> list[float]:
     """Where f' jumps, and where it bends; given kinks are believed as long as no jump is missing."""
 
@@ -419,13 +444,18 @@ def _all_kinks(
     found = _search(name, jumps, known, domain)
     if given is not None:
         if found:
-            raise FunctionError(f"{name}: f' also jumps at x = {found[0]!r}; add it to kinks= or give derivative=")
+            raise FunctionError(
+                f"{name}: f' also jumps at x = {found[0]!r}; add it to kinks= or give derivative="
+            )
         return given
     return sorted(found + _search(name, lambda a, b: _corners(value, a, b, 2), found, domain))
 
 
 def _search(
-    name: str, find: Callable[[float, float], list[float]], known: list[float], domain: tuple[float, float]
+    name: str,
+    find: Callable[[float, float], list[float]],
+    known: list[float],
+    domain: tuple[float, float],
 ) -> list[float]:
     """What `find` finds between the known points, then between those it found, until nothing new."""
     found: list[float] = []
@@ -438,7 +468,9 @@ def _search(
         found += new
         pending += _segments((low, high), new)
         if len(found) > _MAX_KINKS:
-            raise FunctionError(f"{name}: f' has more than {_MAX_KINKS} kinks on the domain; give kinks=")
+            raise FunctionError(
+                f"{name}: f' has more than {_MAX_KINKS} kinks on the domain; give kinks="
+            )
     return sorted(found)
 
 
@@ -466,7 +498,9 @@ def _jumps(g: Flat, low: float, high: float) -> list[float]:
     while True:
         alive = np.abs(at_right - at_left) > floor
         adjacent = np.nextafter(left, np.inf) >= right
-        for pair in zip(left[alive & adjacent].tolist(), right[alive & adjacent].tolist(), strict=True):
+        for pair in zip(
+            left[alive & adjacent].tolist(), right[alive & adjacent].tolist(), strict=True
+        ):
             found.add(min(pair, key=lambda x: len(repr(x))) + 0.0)
         alive &= ~adjacent
         if not alive.any():
@@ -476,7 +510,10 @@ def _jumps(g: Flat, low: float, high: float) -> list[float]:
         at_middle = g(middle)
         goes_left = np.abs(at_middle - at_left) >= np.abs(at_right - at_middle)
         left, at_left = np.where(goes_left, left, middle), np.where(goes_left, at_left, at_middle)
-        right, at_right = np.where(goes_left, middle, right), np.where(goes_left, at_middle, at_right)
+        right, at_right = (
+            np.where(goes_left, middle, right),
+            np.where(goes_left, at_middle, at_right),
+        )
 
 
 def _between(left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -508,14 +545,18 @@ def _corners(f: Flat, low: float, high: float, order: int) -> list[float]:
     # f may be a small difference of numbers as large as 1 or x, as 1 + erf(x) is far left.
     size = 1.0 + np.abs(starts) + np.abs(f(np.clip(starts, low, high)))
     noise = 2.0 ** (order + 1) * _EPS * size / (width / (order + 1)) ** order
-    persists = (history[-1] > 30.0 * noise) & (history[-1] > 0.125 * np.max(history[: levels // 2], axis=0))
+    persists = (history[-1] > 30.0 * noise) & (
+        history[-1] > 0.125 * np.max(history[: levels // 2], axis=0)
+    )
     # Next to an end sits the kink that the segment was cut at.
     inside = (starts > low + 2.0 * width) & (starts + width < high - 2.0 * width)
     hits = _strongest(starts, history[-1], persists & inside, 2.0 * width)
     return [_located(f, start, width, order, low, high, hits) for start in hits]
 
 
-def _bend(f: Flat, starts: np.ndarray, width: float, order: int, low: float, high: float) -> np.ndarray:
+def _bend(
+    f: Flat, starts: np.ndarray, width: float, order: int, low: float, high: float
+) -> np.ndarray:
     spacing = width / (order + 1)
     x = starts[..., None] + spacing * np.arange(order + 2)
     y = f(np.clip(x, low, high).ravel()).reshape(x.shape)
@@ -533,7 +574,9 @@ def _strongest(starts: np.ndarray, bends: np.ndarray, hit: np.ndarray, gap: floa
     return [float(starts[max(group, key=lambda i: bends[i])]) for group in groups]
 
 
-def _located(f: Flat, start: float, width: float, order: int, low: float, high: float, hits: list[float]) -> float:
+def _located(
+    f: Flat, start: float, width: float, order: int, low: float, high: float, hits: list[float]
+) -> float:
     """The kink inside one window: where smooth fits from both sides agree.
 
     Two degrees of fit tell how far to trust the place; within that, a short decimal is preferred.
@@ -566,7 +609,9 @@ def _meeting(
     fits = []
     for a, b in (before, after):
         x = 0.5 * (a + b) + 0.5 * (b - a) * np.cos(np.pi * (np.arange(12) + 0.5) / 12)
-        fit = np.polynomial.Chebyshev.fit(x - origin, f(x) - height, degree, domain=(a - origin, b - origin))
+        fit = np.polynomial.Chebyshev.fit(
+            x - origin, f(x) - height, degree, domain=(a - origin, b - origin)
+        )
         fits.append(fit)
     one, two = (fit.deriv(order - 1) if order > 1 else fit for fit in fits)
     one_slope, two_slope = one.deriv(), two.deriv()
@@ -579,7 +624,9 @@ def _meeting(
         if not before[0] <= origin + x <= after[1]:
             return math.nan, math.inf
     shortest = min(before[1] - before[0], after[1] - after[0])
-    rounding = _EPS * size * (degree * degree / shortest) ** (order - 1)  # of a derivative of the fit
+    rounding = (
+        _EPS * size * (degree * degree / shortest) ** (order - 1)
+    )  # of a derivative of the fit
     return float(origin + x), float(rounding / abs(steepness)) + 4.0 * _EPS * abs(origin)
 
 

@@ -35,7 +35,9 @@ def write_atomic(path: str | os.PathLike, data: str | bytes, force: bool = False
     except FileExistsError:
         raise _exists(path) from None
     except OSError as error:
-        raise FewbitError(f"{path}: expected a writable path, got: {error.strerror or error}") from None
+        raise FewbitError(
+            f"{path}: expected a writable path, got: {error.strerror or error}"
+        ) from None
     finally:
         _remove(temporary)
 
@@ -46,7 +48,9 @@ def _exists(path: str | os.PathLike) -> OutputExistsError:
 
 def _write_durably(path: Path, payload: bytes) -> None:
     # os.open with 0o666 rather than tempfile: the result gets the permissions the user's umask asks for.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
+    )
     with os.fdopen(descriptor, "wb") as file:
         file.write(payload)
         file.flush()
@@ -59,7 +63,9 @@ def _publish_new(temporary: Path, target: Path) -> None:
         os.link(temporary, target)
     except FileExistsError:
         raise
-    except OSError:  # no hard links on this file system: reserve the name first, then move onto our own file
+    except (
+        OSError
+    ):  # no hard links on this file system: reserve the name first, then move onto our own file
         os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         os.replace(temporary, target)
 

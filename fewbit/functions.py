@@ -75,7 +75,9 @@ def canonical(name: str) -> str:
     if name in _ALIASES:
         return _ALIASES[name]
     close = difflib.get_close_matches(name.lower(), [*_BUILDERS, *_ALIASES], n=4)
-    hint = f"did you mean {', '.join(close)}?" if close else f"expected one of {', '.join(_BUILDERS)}"
+    hint = (
+        f"did you mean {', '.join(close)}?" if close else f"expected one of {', '.join(_BUILDERS)}"
+    )
     raise FunctionError(f"unknown function {name!r}: {hint}")
 
 
@@ -94,7 +96,11 @@ def _resolved(name: str, given: Mapping[str, float]) -> dict[str, float]:
         if key not in defaults:
             expected = ", ".join(defaults) or "none"
             raise FunctionError(f"{name} has no parameter {key!r}; expected: {expected}")
-        if not isinstance(number, numbers.Real) or isinstance(number, bool) or not math.isfinite(number):
+        if (
+            not isinstance(number, numbers.Real)
+            or isinstance(number, bool)
+            or not math.isfinite(number)
+        ):
             raise FunctionError(f"{name}: expected a finite number for {key}, got {number!r}")
     return {key: float(given.get(key, default)) for key, default in defaults.items()}
 
@@ -139,7 +145,12 @@ def _function(
 ) -> Function:
     kinks = tuple(sorted({kink + 0.0 for kink in kinks}))  # + 0.0 turns -0.0 into 0.0
     domain = domain or _domain(*kinks)
-    _require(all(map(math.isfinite, (*kinks, *domain))), name, "parameters of moderate size", **(parameters or {}))
+    _require(
+        all(map(math.isfinite, (*kinks, *domain))),
+        name,
+        "parameters of moderate size",
+        **(parameters or {}),
+    )
     return Function(
         name=name,
         parameters=dict(parameters or {}),
@@ -227,7 +238,9 @@ def _identity() -> Function:
     )
 
 
-def _two_slopes(name: str, slope: float, reference: str, parameters: Mapping[str, float] | None = None) -> Function:
+def _two_slopes(
+    name: str, slope: float, reference: str, parameters: Mapping[str, float] | None = None
+) -> Function:
     """x for x > 0, slope * x otherwise."""
     return _function(
         name,
@@ -275,7 +288,13 @@ def _threshold(threshold: float, value: float) -> Function:
     )
 
 
-def _clamp(name: str, low: float, high: float, reference: str, parameters: Mapping[str, float] | None = None) -> Function:
+def _clamp(
+    name: str,
+    low: float,
+    high: float,
+    reference: str,
+    parameters: Mapping[str, float] | None = None,
+) -> Function:
     """x cut off at low and high."""
     return _function(
         name,
@@ -295,7 +314,9 @@ def _relu6() -> Function:
 
 def _hardtanh(min_val: float, max_val: float) -> Function:
     _require(min_val < max_val, "hardtanh", "min_val < max_val", min_val=min_val, max_val=max_val)
-    return _clamp("hardtanh", min_val, max_val, "torch.nn.Hardtanh", {"min_val": min_val, "max_val": max_val})
+    return _clamp(
+        "hardtanh", min_val, max_val, "torch.nn.Hardtanh", {"min_val": min_val, "max_val": max_val}
+    )
 
 
 def _hardsigmoid() -> Function:
@@ -478,7 +499,9 @@ def _gelu_tanh() -> Function:
 
 def _gelu_fast() -> Function:
     # The same formula with sqrt(2 / pi) cut after ten digits: f' differs by up to 1e-12.
-    return _tanh_gelu("gelu_fast", 0.7978845608, "transformers gelu_fast; github.com/hendrycks/GELUs")
+    return _tanh_gelu(
+        "gelu_fast", 0.7978845608, "transformers gelu_fast; github.com/hendrycks/GELUs"
+    )
 
 
 def _silu_lower(x: np.ndarray) -> np.ndarray:
@@ -580,7 +603,9 @@ def _tanh() -> Function:
         u = e * e
         return 4.0 * u / (1.0 + u) ** 2
 
-    return _function("tanh", np.tanh, derivative, slopes=(0.0, 0.0), even=True, reference="torch.nn.Tanh")
+    return _function(
+        "tanh", np.tanh, derivative, slopes=(0.0, 0.0), even=True, reference="torch.nn.Tanh"
+    )
 
 
 def _tanhshrink() -> Function:

@@ -24,7 +24,9 @@ def philox4x32(counter, key) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
     Only the low 32 bits of each are used. Returns four uint32 arrays of the broadcast shape.
     """
     # uint64 throughout: the product of two 32-bit words fits, and additions of the key are masked back.
-    c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word).astype(np.uint64) & _LOW for word in counter))
+    c0, c1, c2, c3 = np.broadcast_arrays(
+        *(np.asarray(word).astype(np.uint64) & _LOW for word in counter)
+    )
     k0, k1 = (np.asarray(word).astype(np.uint64) & _LOW for word in key)
     for _ in range(ROUNDS):
         product0, product2 = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2

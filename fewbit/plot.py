@@ -98,7 +98,10 @@ def derivative_curve(function, low: float, high: float, n: int = 2000) -> Curve:
     kinks = [kink for kink in map(float, function.kinks) if low < kink < high]
     nudge = 1e-9 * (high - low)  # a jump's own value belongs to neither branch
     ends = zip([low, *(kink + nudge for kink in kinks)], [*(kink - nudge for kink in kinks), high])
-    parts = [np.append(np.linspace(a, b, max(16, round(n * (b - a) / (high - low)))), np.nan) for a, b in ends]
+    parts = [
+        np.append(np.linspace(a, b, max(16, round(n * (b - a) / (high - low)))), np.nan)
+        for a, b in ends
+    ]
     x = np.concatenate(parts)[:-1]
     y = _derivative(function, x)
     return Curve(x, np.where(np.isfinite(y), y, np.nan))
@@ -108,7 +111,11 @@ def steps(table: Table, low: float, high: float) -> list[Step]:
     """The pieces of q that meet [low, high], cut to it."""
     edges = [-np.inf, *table.breaks.tolist(), np.inf]
     pieces = zip(edges, edges[1:], table.levels[table.codes].tolist(), table.codes.tolist())
-    return [Step(max(a, low), min(b, high), value, code) for a, b, value, code in pieces if a < high and b > low]
+    return [
+        Step(max(a, low), min(b, high), value, code)
+        for a, b, value, code in pieces
+        if a < high and b > low
+    ]
 
 
 def value_limits(table: Table, curve: Curve | None) -> tuple[float, float]:
@@ -116,7 +123,10 @@ def value_limits(table: Table, curve: Curve | None) -> tuple[float, float]:
     low, high = float(table.levels.min()), float(table.levels.max())
     slack = (high - low) or 1.0
     if curve is not None and np.isfinite(curve.y).any():
-        low, high = min(low, max(np.nanmin(curve.y), low - slack)), max(high, min(np.nanmax(curve.y), high + slack))
+        low, high = (
+            min(low, max(np.nanmin(curve.y), low - slack)),
+            max(high, min(np.nanmax(curve.y), high + slack)),
+        )
     margin = 0.06 * ((high - low) or 2.0)
     return low - margin, high + margin
 
@@ -170,7 +180,13 @@ def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, fo
         axes = figure.subplots(len(rows), len(columns), squeeze=False)
         for i, name in enumerate(rows):
             for j, bits in enumerate(columns):
-                _draw_cell(axes[i, j], cells.get((name, bits)), first_row=i == 0, first_column=j == 0, name=name)
+                _draw_cell(
+                    axes[i, j],
+                    cells.get((name, bits)),
+                    first_row=i == 0,
+                    first_column=j == 0,
+                    name=name,
+                )
     return _finish(figure, path, force)
 
 
@@ -178,7 +194,9 @@ def render(figure, format: str = "png", dpi: int = 160) -> bytes:
     """The figure as the bytes of a PNG or SVG file."""
     buffer = BytesIO()
     with _style():
-        figure.savefig(buffer, format=format, dpi=dpi, metadata={"Date": None} if format == "svg" else None)
+        figure.savefig(
+            buffer, format=format, dpi=dpi, metadata={"Date": None} if format == "svg" else None
+        )
     return buffer.getvalue()
 
 
@@ -199,7 +217,9 @@ def _new_figure(width: float, height: float):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    figure._repr_png_ = partial(render, figure)  # a Figure made without pyplot does not show in a notebook
+    figure._repr_png_ = partial(
+        render, figure
+    )  # a Figure made without pyplot does not show in a notebook
     return figure
 
 
@@ -262,10 +282,16 @@ def _draw_steps(axes, table: Table, low: float, high: float, wide: float) -> Non
 
     colours, pieces = _level_colours(table), steps(table, low, high)
     rises = [[(a.end, a.value), (a.end, b.value)] for a, b in zip(pieces, pieces[1:])]
-    axes.add_collection(LineCollection(rises, colors="#b6bcc4", linewidths=0.8, zorder=1), autolim=False)
+    axes.add_collection(
+        LineCollection(rises, colors="#b6bcc4", linewidths=0.8, zorder=1), autolim=False
+    )
     bars = [[(piece.start, piece.value), (piece.end, piece.value)] for piece in pieces]
     collection = LineCollection(
-        bars, colors=[colours[piece.code] for piece in pieces], linewidths=wide, capstyle="butt", zorder=2
+        bars,
+        colors=[colours[piece.code] for piece in pieces],
+        linewidths=wide,
+        capstyle="butt",
+        zorder=2,
     )
     axes.add_collection(collection, autolim=False)
     axes.plot([], [], color=colours[len(colours) // 2], linewidth=wide, label="q")  # for the legend
@@ -279,20 +305,40 @@ def _draw_band(axes, table: Table, low: float, high: float) -> None:
     for level, colour in zip(table.levels, colours):
         axes.axhline(level, color=colour, linewidth=0.8, alpha=0.7, zorder=1)
     below, above = table.levels[lower], table.levels[lower + 1]
-    axes.fill_between(x, below, above, color=colours[len(colours) // 2], alpha=0.16, linewidth=0, label="drawn from")
-    axes.plot(x, table(x), color=ERROR, linewidth=2.2, linestyle=(0, (2, 1.2)), label="mean of q", zorder=2)
+    axes.fill_between(
+        x,
+        below,
+        above,
+        color=colours[len(colours) // 2],
+        alpha=0.16,
+        linewidth=0,
+        label="drawn from",
+    )
+    axes.plot(
+        x,
+        table(x),
+        color=ERROR,
+        linewidth=2.2,
+        linestyle=(0, (2, 1.2)),
+        label="mean of q",
+        zorder=2,
+    )
 
 
 def _draw_error(axes, table: Table, function) -> None:
     low, high = window(table, function)
-    edges = sorted(edge for edge in {*table.breaks.tolist(), *map(float, function.kinks)} if low < edge < high)
+    edges = sorted(
+        edge for edge in {*table.breaks.tolist(), *map(float, function.kinks)} if low < edge < high
+    )
     x = _between([low, *edges, high])
     exact = _derivative(function, x)
     difference = np.where(np.isfinite(exact), exact - table(x), np.nan)
     axes.axhline(0.0, color="#b6bcc4", linewidth=0.8)
     if table.objective == "unbiased":
         lower = table.code(x)
-        spread = np.sqrt(np.maximum(0, (table.levels[lower + 1] - table(x)) * (table(x) - table.levels[lower])))
+        spread = np.sqrt(
+            np.maximum(0, (table.levels[lower + 1] - table(x)) * (table(x) - table.levels[lower]))
+        )
         axes.fill_between(x, -spread, spread, color=ERROR, alpha=0.22, linewidth=0)
         axes.set_ylabel("± std of a draw")
     else:
@@ -320,7 +366,9 @@ def _draw_cell(axes, table: Table | None, first_row: bool, first_column: bool, n
         return
     _draw_values(axes, table, legend=first_row and first_column, wide=1.9)
     quality = "exact" if table.exact else f"error {table.error:.3g}"
-    axes.set_title(f"{table.bits} bit{'s' * (table.bits > 1)}: {quality}", loc="left", fontsize=9, color=MUTED)
+    axes.set_title(
+        f"{table.bits} bit{'s' * (table.bits > 1)}: {quality}", loc="left", fontsize=9, color=MUTED
+    )
     axes.tick_params(labelsize=8)
     if first_column:
         axes.set_ylabel(name, fontsize=10, color=INK, fontweight="bold")
@@ -350,7 +398,9 @@ def _html_facts(table: Table) -> str:
     }
     if table.knots is not None:
         facts["stand-in"] = f"{len(table.knots.points)} knots, error {table.knots_error:.3g}"
-    return _html_table([[f"<b>{name}</b>", html.escape(text)] for name, text in facts.items()], "left")
+    return _html_table(
+        [[f"<b>{name}</b>", html.escape(text)] for name, text in facts.items()], "left"
+    )
 
 
 def _html_picture(table: Table) -> str:
@@ -367,7 +417,10 @@ def _html_pieces(table: Table) -> str:
     sides = ["left", *table.closed, "right"]  # infinity belongs to no piece
     rows = [["piece", "x", "level", "value"]]
     for i, code in enumerate(table.codes.tolist()):
-        opening, closing = "[" if sides[i] == "left" and i else "(", "]" if sides[i + 1] == "right" else ")"
+        opening, closing = (
+            "[" if sides[i] == "left" and i else "(",
+            "]" if sides[i + 1] == "right" else ")",
+        )
         closing = closing if i + 1 < table.n_pieces else ")"
         interval = f"{opening}{edges[i]}, {edges[i + 1]}{closing}"
         rows.append([str(i), interval, str(code), f"{table.levels[code]:.8g}"])
@@ -378,4 +431,6 @@ def _html_pieces(table: Table) -> str:
 def _html_table(rows: list[list[str]], align: str) -> str:
     cell = f'<td style="text-align:{align};padding:1px 14px 1px 0">'
     body = "".join("<tr>" + "".join(f"{cell}{text}</td>" for text in row) + "</tr>" for row in rows)
-    return f'<table style="border-collapse:collapse;font-variant-numeric:tabular-nums">{body}</table>'
+    return (
+        f'<table style="border-collapse:collapse;font-variant-numeric:tabular-nums">{body}</table>'
+    )

@@ -117,7 +117,9 @@ class Knots:
     def __call__(self, x) -> np.ndarray:
         """The stand-in at x (any shape) in float64; beyond the points it keeps its end values."""
         x = np.asarray(x, np.float64)
-        return _interpolate(x, locate(x, self.points, self.closed), self.points, self.values, self.slopes)[()]
+        return _interpolate(
+            x, locate(x, self.points, self.closed), self.points, self.values, self.slopes
+        )[()]
 
     def __eq__(self, other) -> bool:
         return self.document() == other.document() if isinstance(other, Knots) else NotImplemented
@@ -148,12 +150,20 @@ def _check_knots(knots: Knots) -> None:
     _check_ascending("points", points, strict=False)
     for i in np.flatnonzero(np.diff(points) == 0).tolist():
         if closed[i] != closed[i + 1]:
-            raise _wrong(f"closed[{i + 1}]", f'"{closed[i]}" as for the other knot of the jump', closed[i + 1])
+            raise _wrong(
+                f"closed[{i + 1}]",
+                f'"{closed[i]}" as for the other knot of the jump',
+                closed[i + 1],
+            )
         if i + 2 < len(points) and points[i] == points[i + 2]:
             raise _wrong(f"points[{i + 2}]", "at most two equal points", points[i + 2])
     steep = np.flatnonzero(~(np.abs(knots.slopes) <= FLOAT32_MAX))
     if steep.size:
-        raise _wrong(f"points[{steep[0] + 1}]", "a segment whose slope is finite in float32", points[steep[0] + 1])
+        raise _wrong(
+            f"points[{steep[0] + 1}]",
+            "a segment whose slope is finite in float32",
+            points[steep[0] + 1],
+        )
 
 
 def lower_pieces(levels, knots: Knots) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
@@ -162,19 +172,30 @@ def lower_pieces(levels, knots: Knots) -> tuple[np.ndarray, np.ndarray, tuple[st
     levels: (K,) ascending, K >= 2. Breaks are where the stand-in crosses an inner level, or jumps across one.
     """
     levels = np.asarray(levels, np.float64)
-    candidates = {**dict(zip(knots.points.tolist(), knots.closed)), **_crossings(levels[1:-1], knots)}
+    candidates = {
+        **dict(zip(knots.points.tolist(), knots.closed)),
+        **_crossings(levels[1:-1], knots),
+    }
     points = np.array(sorted(candidates))
     inside = 0.5 * (points[1:] + points[:-1])
-    codes = _lower_level(knots(np.concatenate([[points[0] - 1.0], inside, [points[-1] + 1.0]])), levels)
+    codes = _lower_level(
+        knots(np.concatenate([[points[0] - 1.0], inside, [points[-1] + 1.0]])), levels
+    )
     changes = np.flatnonzero(np.diff(codes))
     breaks = points[changes]
-    return breaks, codes[np.append(changes, len(codes) - 1)], tuple(candidates[x] for x in breaks.tolist())
+    return (
+        breaks,
+        codes[np.append(changes, len(codes) - 1)],
+        tuple(candidates[x] for x in breaks.tolist()),
+    )
 
 
 def _crossings(levels: np.ndarray, knots: Knots) -> dict[float, str]:
     """Where the stand-in passes through a level inside a segment, and the side such a point belongs to."""
     crossings = {}
-    for x0, x1, v0, v1, slope in zip(knots.points, knots.points[1:], knots.values, knots.values[1:], knots.slopes):
+    for x0, x1, v0, v1, slope in zip(
+        knots.points, knots.points[1:], knots.values, knots.values[1:], knots.slopes
+    ):
         for level in levels[(levels > min(v0, v1)) & (levels < max(v0, v1))] if slope else ():
             # At the level itself the lower level is this one: the point goes with the part above it.
             x = float(np.clip(x0 + (level - v0) / slope, x0, x1))
@@ -381,14 +402,24 @@ class Table:
         return _read_table(document, f"{path}: ")
 
     def __eq__(self, other) -> bool:
-        return _comparable(self) == _comparable(other) if isinstance(other, Table) else NotImplemented
+        return (
+            _comparable(self) == _comparable(other) if isinstance(other, Table) else NotImplemented
+        )
 
     def __hash__(self) -> int:
-        return hash((self.function, self.bits, tuple(self.levels.tolist()), tuple(self.breaks.tolist())))
+        return hash(
+            (self.function, self.bits, tuple(self.levels.tolist()), tuple(self.breaks.tolist()))
+        )
 
     def __reduce__(self):
         # Through the constructor, so that a copy is validated and read-only too.
-        return _rebuild, ({each.name: getattr(self, each.name) for each in fields(self) if each.name != "_function"},)
+        return _rebuild, (
+            {
+                each.name: getattr(self, each.name)
+                for each in fields(self)
+                if each.name != "_function"
+            },
+        )
 
     # -- display ------------------------------------------------------------------------------------------
 
@@ -431,7 +462,9 @@ def describe_function(table: Table) -> str:
 def describe_weight(table: Table) -> str:
     """`uniform on [-10, 10]`, `normal(0, 1) on [-10, 10]`, ..."""
     weight = table.weight
-    text = {"normal": "normal({mean:g}, {std:g})", "callable": "{name}"}.get(weight["kind"], "{kind}").format(**weight)
+    text = {"normal": "normal({mean:g}, {std:g})", "callable": "{name}"}.get(
+        weight["kind"], "{kind}"
+    ).format(**weight)
     return f"{text} on [{table.domain[0]:g}, {table.domain[1]:g}]"
 
 
@@ -457,7 +490,9 @@ def loads(text: str, where: str = "table") -> list[Table]:
     if _check_schema(document, f"{where}: ", (schema.TABLE, schema.TABLES)) == schema.TABLE:
         return [_read_table(document, f"{where}: ")]
     _check_against_schema(document, f"{where}: ", schema.TABLES)
-    tables = [_build_table(each, f"{where}: tables[{i}].") for i, each in enumerate(document["tables"])]
+    tables = [
+        _build_table(each, f"{where}: tables[{i}].") for i, each in enumerate(document["tables"])
+    ]
     try:
         _check_same_function(document["function"], tables)
     except TableError as error:
@@ -470,10 +505,17 @@ def dumps_tables(function: str, tables: Sequence[Table]) -> str:
     _check_same_function(_text("function", function), tables)
     listed = ",\n".join("    " + table.dumps().replace("\n", "\n    ") for table in tables)
     head = {"schema": schema.TABLES, "function": function}
-    return _format_json(head)[: -len("\n}")] + ',\n  "tables": [' + (f"\n{listed}\n  " if listed else "") + "]\n}"
+    return (
+        _format_json(head)[: -len("\n}")]
+        + ',\n  "tables": ['
+        + (f"\n{listed}\n  " if listed else "")
+        + "]\n}"
+    )
 
 
-def save_tables(path: str | os.PathLike, function: str, tables: Sequence[Table], force: bool = False) -> None:
+def save_tables(
+    path: str | os.PathLike, function: str, tables: Sequence[Table], force: bool = False
+) -> None:
     """Write several tables of one function; TableError if one is of another, OutputExistsError unless `force`."""
     write_atomic(path, dumps_tables(function, tables) + "\n", force=force)
 
@@ -489,7 +531,9 @@ def _read_text(path: str | os.PathLike) -> str:
         with open(path, encoding="utf-8") as file:
             return file.read()
     except OSError as error:
-        raise TableError(f"{path}: expected a readable file, got: {error.strerror or error}") from None
+        raise TableError(
+            f"{path}: expected a readable file, got: {error.strerror or error}"
+        ) from None
     except UnicodeDecodeError:
         raise TableError(f"{path}: expected JSON text in UTF-8, got other bytes") from None
 
@@ -510,7 +554,9 @@ def _parse_json(text: str, prefix: str) -> Any:
         return parse
 
     try:
-        return json.loads(text, parse_constant=refuse, parse_float=finite(float), parse_int=finite(int))
+        return json.loads(
+            text, parse_constant=refuse, parse_float=finite(float), parse_int=finite(int)
+        )
     except json.JSONDecodeError as error:
         raise TableError(f"{prefix}expected JSON, got: {error}") from None
     except RecursionError:
@@ -519,7 +565,10 @@ def _parse_json(text: str, prefix: str) -> Any:
 
 def _format_json(document: Mapping) -> str:
     """One field per line, each value compact: arrays of numbers stay on a line and diffs stay small."""
-    lines = (f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in document.items())
+    lines = (
+        f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
+        for key, value in document.items()
+    )
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
@@ -599,16 +648,24 @@ def _choice(where: str, value, choices: tuple[str, ...]) -> str:
 def _integer(where: str, value, minimum: int, maximum: int | None) -> int:
     limits = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
     try:
-        integer = operator.index(int(value) if isinstance(value, float) and value.is_integer() else value)
+        integer = operator.index(
+            int(value) if isinstance(value, float) and value.is_integer() else value
+        )
     except TypeError:
         raise _wrong(where, f"an integer {limits}", value) from None
-    if isinstance(value, (bool, np.bool_)) or integer < minimum or (maximum is not None and integer > maximum):
+    if (
+        isinstance(value, (bool, np.bool_))
+        or integer < minimum
+        or (maximum is not None and integer > maximum)
+    ):
         raise _wrong(where, f"an integer {limits}", value)
     return integer
 
 
 def _number(where: str, value, minimum: float = -math.inf) -> float:
-    expected = "a finite number" if minimum == -math.inf else f"a finite number of at least {minimum:g}"
+    expected = (
+        "a finite number" if minimum == -math.inf else f"a finite number of at least {minimum:g}"
+    )
     try:
         number = math.nan if isinstance(value, (str, bool)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -667,12 +724,19 @@ def _interval(where: str, value) -> tuple[float, float]:
 def _parameters(where: str, value) -> dict[str, float]:
     if not isinstance(value, Mapping):
         raise _wrong(where, "an object of numbers", value)
-    return {_text(where, name): _number(f"{where}.{name}", number) for name, number in value.items()}
+    return {
+        _text(where, name): _number(f"{where}.{name}", number) for name, number in value.items()
+    }
 
 
 def _weight(where: str, value) -> dict[str, Any]:
     """The weight in document form: its fields in a fixed order, plain floats."""
-    kinds = {"uniform": (), "normal": ("mean", "std"), "histogram": ("edges", "density"), "callable": ("name",)}
+    kinds = {
+        "uniform": (),
+        "normal": ("mean", "std"),
+        "histogram": ("edges", "density"),
+        "callable": ("name",),
+    }
     if not isinstance(value, Mapping):
         raise _wrong(where, 'an object with a "kind"', value)
     kind = _choice(f"{where}.kind", value.get("kind"), tuple(kinds))
@@ -691,7 +755,10 @@ def _weight(where: str, value) -> dict[str, Any]:
 
 
 def _histogram(where: str, value: Mapping) -> dict[str, list[float]]:
-    edges, density = _numbers(f"{where}.edges", value["edges"]), _numbers(f"{where}.density", value["density"])
+    edges, density = (
+        _numbers(f"{where}.edges", value["edges"]),
+        _numbers(f"{where}.density", value["density"]),
+    )
     if len(edges) < 2:
         raise _wrong(f"{where}.edges", "at least 2 numbers", len(edges))
     _check_ascending(f"{where}.edges", edges)
@@ -735,7 +802,11 @@ def _check_ascending(where: str, numbers: np.ndarray, strict: bool = True) -> No
 
 def _check_levels(table: Table) -> None:
     if not 1 <= len(table.levels) <= 2**table.bits:
-        raise _wrong("levels", f"1 to {2**table.bits} numbers for {_count(table.bits, 'bit')}", len(table.levels))
+        raise _wrong(
+            "levels",
+            f"1 to {2**table.bits} numbers for {_count(table.bits, 'bit')}",
+            len(table.levels),
+        )
     if table.form == "levels":
         _check_ascending("levels", table.levels)
 
@@ -744,10 +815,16 @@ def _check_pieces(table: Table) -> None:
     _check_length("breaks", table.breaks, len(table.codes) - 1, "the pieces in codes")
     _check_ascending("breaks", table.breaks)
     if table.form == "intervals" and table.codes.tolist() != list(range(len(table.levels))):
-        raise _wrong("codes", f"0 ... {len(table.levels) - 1} in form intervals", table.codes.tolist())
+        raise _wrong(
+            "codes", f"0 ... {len(table.levels) - 1} in form intervals", table.codes.tolist()
+        )
     same = np.flatnonzero(np.diff(table.codes) == 0)
     if same.size:
-        raise _wrong(f"codes[{same[0] + 1}]", "another level than the previous piece's", table.codes[same[0] + 1])
+        raise _wrong(
+            f"codes[{same[0] + 1}]",
+            "another level than the previous piece's",
+            table.codes[same[0] + 1],
+        )
 
 
 def _check_knots_presence(table: Table) -> None:
@@ -769,7 +846,9 @@ def _check_unbiased(table: Table) -> None:
     with np.errstate(over="ignore", divide="ignore"):
         bad = np.flatnonzero(~(1.0 / np.diff(levels) <= FLOAT32_MAX))
     if bad.size:
-        raise _wrong(f"levels[{bad[0] + 1}]", "a gap that float32 can divide by", levels[bad[0] + 1])
+        raise _wrong(
+            f"levels[{bad[0] + 1}]", "a gap that float32 can divide by", levels[bad[0] + 1]
+        )
     _check_lower_pieces(table)
 
 
@@ -778,7 +857,9 @@ def _check_lower_pieces(table: Table) -> None:
     levels, breaks = table.levels, table.breaks
     top = np.flatnonzero(table.codes > len(levels) - 2)
     if top.size:
-        raise _wrong(f"codes[{top[0]}]", f"a lower level, in [0, {len(levels) - 1})", table.codes[top[0]])
+        raise _wrong(
+            f"codes[{top[0]}]", f"a lower level, in [0, {len(levels) - 1})", table.codes[top[0]]
+        )
     # The outer pieces are seen beyond all knots, where the stand-in is constant.
     ends = np.array([*table.knots.points[[0, -1]], *breaks])
     edges = np.concatenate([[ends.min() - 2.0], breaks, [ends.max() + 2.0]])

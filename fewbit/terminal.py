@@ -8,7 +8,9 @@ from fewbit.plot import Curve, Step, derivative_curve, resolve_function, steps, 
 from fewbit.table import Table
 
 BRAILLE = 0x2800
-DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # [row, column] of a cell's dots
+DOTS = np.array(
+    [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]]
+)  # [row, column] of a cell's dots
 BARS = "▔─▁"  # a bar in the upper, middle or lower third of a cell
 MARGIN = 9  # columns left of the picture: a label of up to 7 characters, a blank and the axis
 
@@ -33,7 +35,9 @@ def sketch(table: Table, width: int = 72, height: int = 16) -> str:
     _draw_bars(canvas, pieces, (low, high), (bottom, top))
     if curve is not None:
         _draw_dots(canvas, curve, (low, high), (bottom, top))
-    return "\n".join([*_with_labels(canvas, bottom, top), *_axis(columns, low, high), _legend(table, curve)])
+    return "\n".join(
+        [*_with_labels(canvas, bottom, top), *_axis(columns, low, high), _legend(table, curve)]
+    )
 
 
 def _stand_in(table: Table, low: float, high: float, n: int) -> Curve:
@@ -69,7 +73,10 @@ def _with_labels(canvas: np.ndarray, bottom: float, top: float) -> list[str]:
     labels = {}
     for tick in _ticks(bottom, top, max(2, rows // 3)):
         labels[int(_scale(tick, (top, bottom), rows))] = f"{tick:.4g}"
-    return [f"{labels.get(i, ''):>7} {'┤' if i in labels else '│'}{''.join(row)}" for i, row in enumerate(canvas)]
+    return [
+        f"{labels.get(i, ''):>7} {'┤' if i in labels else '│'}{''.join(row)}"
+        for i, row in enumerate(canvas)
+    ]
 
 
 def _axis(columns: int, low: float, high: float) -> list[str]:

@@ -161,9 +161,13 @@ def test_given_derivative_and_kinks():
     np.testing.assert_allclose(found.derivative(0.5), 1.0 - np.tanh(0.5) ** 2, rtol=1e-15)
     assert from_callable(np.abs, kinks=[0]).kinks == (0.0,)
     # Its jump is found to the float, although no decimal is near.
-    assert from_callable(lambda x: np.abs(x - 1 / 3), derivative=lambda x: np.sign(x - 1 / 3)).kinks == (1 / 3,)
+    assert from_callable(
+        lambda x: np.abs(x - 1 / 3), derivative=lambda x: np.sign(x - 1 / 3)
+    ).kinks == (1 / 3,)
     # f' = 1.5 sqrt(|x|) defeats differences; given, it is fine.
-    spiky = from_callable(lambda x: np.abs(x) ** 1.5, derivative=lambda x: 1.5 * np.sign(x) * np.sqrt(np.abs(x)))
+    spiky = from_callable(
+        lambda x: np.abs(x) ** 1.5, derivative=lambda x: 1.5 * np.sign(x) * np.sqrt(np.abs(x))
+    )
     assert spiky.kinks == (0.0,) and spiky.slopes == (-math.inf, math.inf)
 
 
@@ -181,7 +185,9 @@ def test_torch_functional_gelu():
     torch = pytest.importorskip("torch")
     found = from_callable(torch.nn.functional.gelu)
     x = np.linspace(-10.0, 10.0, 1001)
-    np.testing.assert_allclose(found.derivative(x), functions.get("gelu").derivative(x), rtol=0, atol=1e-14)
+    np.testing.assert_allclose(
+        found.derivative(x), functions.get("gelu").derivative(x), rtol=0, atol=1e-14
+    )
     assert found.kinks == () and found.slopes == (0.0, 1.0)
 
 
@@ -194,7 +200,18 @@ def test_torch_module_with_exact_kinks():
 
 
 @pytest.mark.parametrize(
-    "name", ["relu", "leaky_relu", "hardtanh", "softshrink", "hardsigmoid", "hardswish", "elu", "selu", "softplus"]
+    "name",
+    [
+        "relu",
+        "leaky_relu",
+        "hardtanh",
+        "softshrink",
+        "hardsigmoid",
+        "hardswish",
+        "elu",
+        "selu",
+        "softplus",
+    ],
 )
 def test_torch_functions_find_what_is_known(name):
     torch = pytest.importorskip("torch")
@@ -232,12 +249,28 @@ def test_torch_without_gradient():
     [
         (np.sqrt, {}, r"^numpy:sqrt is not finite at x = -10.0 \(nan\)$"),
         (lambda x: np.where(x == 0.0, np.nan, x), {}, r"is not finite at x = 0.0 \(nan\)"),
-        (np.sqrt, {"domain": (0.0, 10.0)}, "numpy:sqrt: its derivative does not integrate back to it on"),
-        (lambda x: np.where(x > 0.5, 1.0, 0.0), {}, r"jumps at x = 0.5: expected a continuous function"),
+        (
+            np.sqrt,
+            {"domain": (0.0, 10.0)},
+            "numpy:sqrt: its derivative does not integrate back to it on",
+        ),
+        (
+            lambda x: np.where(x > 0.5, 1.0, 0.0),
+            {},
+            r"jumps at x = 0.5: expected a continuous function",
+        ),
         (lambda x: 1.0 / (x - 0.3), {}, "jumps at x = 0.3"),
         (np.abs, {"kinks": []}, "f' also jumps at x = 0.0; add it to kinks= or give derivative="),
-        (np.tanh, {"derivative": np.cos}, "does not integrate back to it on .*; give kinks= or derivative="),
-        (np.sqrt, {"domain": (0.0, 4.0), "derivative": lambda x: 0.5 / np.sqrt(x)}, "derivative of .* not finite at x = 0"),
+        (
+            np.tanh,
+            {"derivative": np.cos},
+            "does not integrate back to it on .*; give kinks= or derivative=",
+        ),
+        (
+            np.sqrt,
+            {"domain": (0.0, 4.0), "derivative": lambda x: 0.5 / np.sqrt(x)},
+            "derivative of .* not finite at x",
+        ),
         (lambda x: x.sum(), {}, r"expected a result of the input's shape \(7,\), got \(\)"),
         (lambda x: x[1:], {}, r"shape \(7,\), got \(6,\)"),
         (lambda x: x > 0, {}, "expected float64 for float64, got bool"),
@@ -245,7 +278,11 @@ def test_torch_without_gradient():
         (lambda x: x - x.mean(), {}, "is not pointwise"),
         (lambda a, b: a + b, {}, r"accepts none of: an array \(TypeError"),
         ("gelu", {}, "expected a callable, got str"),
-        (np.tanh, {"domain": (1.0, -1.0)}, r"domain \(low, high\) with low < high, got \(1.0, -1.0\)"),
+        (
+            np.tanh,
+            {"domain": (1.0, -1.0)},
+            r"domain \(low, high\) with low < high, got \(1.0, -1.0\)",
+        ),
         (np.tanh, {"domain": (0.0, math.inf)}, "expected a finite domain"),
         (np.tanh, {"domain": 3}, "expected a domain of two numbers, got 3"),
         (np.tanh, {"kinks": [math.nan]}, "expected finite kinks"),
@@ -270,10 +307,14 @@ def test_the_integral_check_finds_a_derivative_that_is_wrong_on_a_short_stretch(
 
 
 def test_import_callable(tmp_path, monkeypatch):
-    (tmp_path / "my_activation.py").write_text("import numpy as np\nclass Own:\n    f = staticmethod(np.tanh)\n")
+    (tmp_path / "my_activation.py").write_text(
+        "import numpy as np\nclass Own:\n    f = staticmethod(np.tanh)\n"
+    )
     (tmp_path / "my_broken.py").write_text("raise RuntimeError('two\\nlines')\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", os.getcwd())])
+    monkeypatch.setattr(
+        sys, "path", [entry for entry in sys.path if entry not in ("", os.getcwd())]
+    )
     assert import_callable("my_activation:Own.f") is np.tanh
     assert import_callable("numpy:abs") is np.abs
     with pytest.raises(FunctionError, match="^cannot import 'my_broken': RuntimeError: two lines$"):

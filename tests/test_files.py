@@ -33,7 +33,9 @@ def test_force_overwrites(tmp_path):
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError(28, "No space left on device")])
-@pytest.mark.parametrize("force, broken", [(False, "fsync"), (False, "link"), (True, "fsync"), (True, "replace")])
+@pytest.mark.parametrize(
+    "force, broken", [(False, "fsync"), (False, "link"), (True, "fsync"), (True, "replace")]
+)
 def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch, failure, force, broken):
     path = tmp_path / "gelu.json"
     if force:
@@ -100,7 +102,9 @@ def test_missing_directory(tmp_path):
     assert str(caught.value) == f"{path}: expected a writable path, got: No such file or directory"
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere"
+)
 def test_unwritable_directory(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(FewbitError, match="Permission denied"):

@@ -5,9 +5,21 @@ from fewbit import philox
 
 # Random123's kat_vectors for philox4x32-10: counter, key, result.
 KNOWN = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    (
+        "00000000 00000000 00000000 00000000",
+        "00000000 00000000",
+        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ),
+    (
+        "ffffffff ffffffff ffffffff ffffffff",
+        "ffffffff ffffffff",
+        "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ),
+    (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
 ]
 
 
@@ -51,7 +63,10 @@ def test_uniform_against_scalar_python(seed):
 def test_uniform_has_the_shape_of_the_index():
     assert philox.uniform(3, np.arange(10).reshape(2, 5)).shape == (2, 5)
     assert philox.uniform(3, np.arange(0)).shape == (0,)
-    assert np.ndim(philox.uniform(3, 7)) == 0 and philox.uniform(3, 7) == philox.uniform(3, np.arange(10))[7]
+    assert (
+        np.ndim(philox.uniform(3, 7)) == 0
+        and philox.uniform(3, 7) == philox.uniform(3, np.arange(10))[7]
+    )
 
 
 def test_uniform_is_uniform():

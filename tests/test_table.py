@@ -73,7 +73,9 @@ def make_jump(side: str, **changes) -> Table:
     knots = Knots([-1.0, 0.1, 0.1, 2.0], [0.0, 0.3, 0.9, -0.2], [side] * 4)
     levels = [-0.2, 0.1, 0.4, 0.9]
     breaks, codes, closed = lower_pieces(levels, knots)
-    return make_unbiased(levels=levels, knots=knots, breaks=breaks, codes=codes, closed=closed, **changes)
+    return make_unbiased(
+        levels=levels, knots=knots, breaks=breaks, codes=codes, closed=closed, **changes
+    )
 
 
 # -- random tables --------------------------------------------------------------------------------------
@@ -96,7 +98,9 @@ def weights(draw):
         return {"kind": kind, "mean": draw(finite), "std": draw(positive.filter(bool))}
     if kind == "histogram":
         edges = draw(ascending(finite, 2, 6))
-        density = draw(st.lists(positive, min_size=len(edges) - 1, max_size=len(edges) - 1).filter(any))
+        density = draw(
+            st.lists(positive, min_size=len(edges) - 1, max_size=len(edges) - 1).filter(any)
+        )
         return {"kind": kind, "edges": edges, "density": density}
     return {"kind": kind, "name": draw(names)} if kind == "callable" else {"kind": kind}
 
@@ -130,7 +134,12 @@ def tables(draw):
         lower_bound=draw(st.floats(0, error)),
         relative_error=draw(positive),
         revision=draw(st.integers(1, 10**6)),
-        solver={"version": draw(names), "grid": draw(st.integers(0, 10**9)), "status": draw(names), "note": [1, None]},
+        solver={
+            "version": draw(names),
+            "grid": draw(st.integers(0, 10**9)),
+            "status": draw(names),
+            "note": [1, None],
+        },
     )
 
 
@@ -153,8 +162,19 @@ def unbiased_tables(draw):
 def bits_of(table: Table):
     """Everything numerical, as bytes: stricter than equality, which takes -0.0 for 0.0."""
     knots = table.knots
-    arrays = [table.levels, table.breaks, table.codes, *([knots.points, knots.values] if knots else [])]
-    scalars = [table.error, table.lower_bound, table.relative_error, *table.domain, table.knots_error or 0.0]
+    arrays = [
+        table.levels,
+        table.breaks,
+        table.codes,
+        *([knots.points, knots.values] if knots else []),
+    ]
+    scalars = [
+        table.error,
+        table.lower_bound,
+        table.relative_error,
+        *table.domain,
+        table.knots_error or 0.0,
+    ]
     return [array.tobytes() for array in arrays], np.array(scalars).tobytes(), table.closed
 
 
@@ -169,7 +189,9 @@ def test_round_trip_is_exact(table):
     assert loads(dumps_tables(table.function, [table, table])) == [table, table]
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))]
+)
 @pytest.mark.parametrize("table", [make(), make_unbiased()])
 def test_copies_are_equal_and_read_only(table, copied):
     again = copied(table)
@@ -182,7 +204,12 @@ def test_equality_ignores_only_the_time():
     table = make()
     assert table == make(solver=table.solver | {"seconds": 9.0})
     assert table == replace(table, _function=TANH)
-    for changes in ({"revision": 2}, {"error": 0.11}, {"closed": None}, {"solver": {"version": "2", "grid": 1000}}):
+    for changes in (
+        {"revision": 2},
+        {"error": 0.11},
+        {"closed": None},
+        {"solver": {"version": "2", "grid": 1000}},
+    ):
         assert table != replace(table, **changes)
     assert table != "a_function"
 
@@ -209,7 +236,12 @@ def test_document_layout():
 
 
 def test_numpy_scalars_and_whole_floats_are_accepted():
-    table = make(bits=np.int64(2), codes=np.array([1.0, 0.0, 2.0, 3.0, 2.0]), error=np.float64(0.1), revision=1.0)
+    table = make(
+        bits=np.int64(2),
+        codes=np.array([1.0, 0.0, 2.0, 3.0, 2.0]),
+        error=np.float64(0.1),
+        revision=1.0,
+    )
     assert table == make() and json.loads(table.dumps())["bits"] == 2
 
 
@@ -225,7 +257,15 @@ def naive_locate(x, breaks, closed):
 def test_locate_against_a_loop(data):
     breaks = data.draw(ascending(st.integers(-20, 20).map(lambda i: i / 4), 0, 8))
     closed = data.draw(st.lists(sides, min_size=len(breaks), max_size=len(breaks)))
-    x = [*breaks, *np.nextafter(breaks, np.inf), *np.nextafter(breaks, -np.inf), 0.0, -0.0, 5e-324, -5e-324]
+    x = [
+        *breaks,
+        *np.nextafter(breaks, np.inf),
+        *np.nextafter(breaks, -np.inf),
+        0.0,
+        -0.0,
+        5e-324,
+        -5e-324,
+    ]
     x = np.array(x + [np.inf, -np.inf, np.nan])
     expected = [naive_locate(value, breaks, closed) for value in x]
     assert locate(x, breaks, closed).tolist() == expected
@@ -236,13 +276,17 @@ def test_locate_against_a_loop(data):
 @given(st.data())
 @settings(max_examples=100, deadline=None)
 def test_rounded_breaks_decide_alike_for_float32(data):
-    breaks = np.array(data.draw(ascending(finite | st.floats(-1e-38, 1e-38) | st.floats(-8, 8), 1, 8)))
+    breaks = np.array(
+        data.draw(ascending(finite | st.floats(-1e-38, 1e-38) | st.floats(-8, 8), 1, 8))
+    )
     closed = data.draw(st.lists(sides, min_size=len(breaks), max_size=len(breaks)))
     rounded = round_breaks(breaks, closed)
     assert rounded.dtype == np.float32
     with np.errstate(over="ignore"):
         near = breaks.astype(np.float32)
-        x = np.concatenate([near, np.nextafter(near, np.float32(9e9)), np.nextafter(near, np.float32(-9e9))])
+        x = np.concatenate(
+            [near, np.nextafter(near, np.float32(9e9)), np.nextafter(near, np.float32(-9e9))]
+        )
     for side, b, b32 in zip(closed, breaks, rounded):
         exact, fast = (x > b, x > b32) if side == "right" else (x >= b, x >= b32)
         assert np.array_equal(exact, fast)
@@ -260,7 +304,13 @@ def test_call_takes_any_shape():
 
 
 def test_interval_tables_keep_their_order():
-    table = make(form="intervals", levels=[0.0, 1.0, -0.5, 1.0], breaks=[-1.0, 0.0, 1.0], codes=range(4), closed=None)
+    table = make(
+        form="intervals",
+        levels=[0.0, 1.0, -0.5, 1.0],
+        breaks=[-1.0, 0.0, 1.0],
+        codes=range(4),
+        closed=None,
+    )
     assert table([-2.0, 0.0, 0.5, 5.0]).tolist() == [0.0, 1.0, -0.5, 1.0]
 
 
@@ -278,7 +328,9 @@ def test_stand_in_jumps_on_the_right_side(side):
     assert table(0.1) == pytest.approx(0.3 if side == "right" else 0.9, abs=1e-12)
     assert table([-1e300, -np.inf, 2.5, np.inf, np.nan]).tolist() == [0.0, 0.0, -0.2, -0.2, -0.2]
     x = np.linspace(-1, 2, 4001)
-    naive = np.where(x <= 0.1, np.interp(x, [-1, 0.1], [0, 0.3]), np.interp(x, [0.1, 2], [0.9, -0.2]))
+    naive = np.where(
+        x <= 0.1, np.interp(x, [-1, 0.1], [0, 0.3]), np.interp(x, [0.1, 2], [0.9, -0.2])
+    )
     assert np.allclose(table(x), naive, rtol=0, atol=1e-14)
 
 
@@ -294,10 +346,14 @@ def test_mean_is_clipped_to_the_levels():
 @settings(max_examples=100, deadline=None)
 def test_lower_pieces_describe_the_lower_level(table):
     knots, edges = table.knots, np.concatenate([[-9.0], table.breaks, [9.0]])
-    x = np.concatenate([a + (b - a) * np.linspace(0.01, 0.99, 9) for a, b in zip(edges, edges[1:]) if b - a > 1e-6])
+    x = np.concatenate(
+        [a + (b - a) * np.linspace(0.01, 0.99, 9) for a, b in zip(edges, edges[1:]) if b - a > 1e-6]
+    )
     gap = np.abs(np.clip(knots(x), -2, 2)[:, None] - table.levels).min(axis=1)
     clear = gap > 1e-9  # on a level itself rounding decides
-    assert np.array_equal(table.codes[locate(x, table.breaks, table.closed)][clear], table.code(x)[clear])
+    assert np.array_equal(
+        table.codes[locate(x, table.breaks, table.closed)][clear], table.code(x)[clear]
+    )
 
 
 # -- draws ----------------------------------------------------------------------------------------------
@@ -328,12 +384,17 @@ def naive_draw(table, x, element, seed):
     else:
         p, width = points[s - 1], points[s] - points[s - 1]
         slope = F((values[s] - values[s - 1]) / width) if width > 0 else F(0)
-        mean = F(values[s - 1]) + (x - (round_down(p) if closed[s - 1] == "right" else round_up(p))) * slope
+        mean = (
+            F(values[s - 1])
+            + (x - (round_down(p) if closed[s - 1] == "right" else round_up(p))) * slope
+        )
     mean = min(max(mean, F(levels[0])), F(levels[-1]))
     k = max([j for j in range(len(levels) - 1) if F(levels[j]) <= mean], default=0)
     probability = (mean - F(levels[k])) * F(1 / (levels[k + 1] - levels[k]))
     assert mean.dtype == probability.dtype == np.float32
-    word = philox.philox4x32((element % 2**32, element // 2**32, 0, 0), (seed % 2**32, seed % 2**64 // 2**32))[0]
+    word = philox.philox4x32(
+        (element % 2**32, element // 2**32, 0, 0), (seed % 2**32, seed % 2**64 // 2**32)
+    )[0]
     return k + (F(int(word) >> 8) * F(2**-24) < probability)
 
 
@@ -341,11 +402,21 @@ def naive_draw(table, x, element, seed):
 @pytest.mark.parametrize("seed", [5, -3, 2**63 + 12345])
 def test_sample_against_a_loop(table, seed):
     rng = np.random.default_rng(0)
-    x = np.concatenate([rng.normal(0, 1.5, 300), [0.1, F(0.1), np.nextafter(F(0.1), F(0)), -4, 4, 1e30, -1e30, 1e300]])
-    expected = [naive_draw(table, value, i, seed) for i, value in enumerate(np.clip(x, -3e38, 3e38))]
+    x = np.concatenate(
+        [
+            rng.normal(0, 1.5, 300),
+            [0.1, F(0.1), np.nextafter(F(0.1), F(0)), -4, 4, 1e30, -1e30, 1e300],
+        ]
+    )
+    expected = [
+        naive_draw(table, value, i, seed) for i, value in enumerate(np.clip(x, -3e38, 3e38))
+    ]
     assert table.sample_code(x, seed).tolist() == expected
     assert table.sample(x, seed).tolist() == table.levels[expected].tolist()
-    assert table.sample_code([np.nan, np.inf], seed).tolist() == table.sample_code([1e30, 1e30], seed).tolist()
+    assert (
+        table.sample_code([np.nan, np.inf], seed).tolist()
+        == table.sample_code([1e30, 1e30], seed).tolist()
+    )
 
 
 def test_sample_keeps_shape_and_counts_in_c_order():
@@ -371,7 +442,9 @@ def test_sample_is_unbiased_for_the_stand_in(table):
 
 
 def test_sample_needs_an_unbiased_table():
-    with pytest.raises(TableError, match="objective: expected \"unbiased\" to draw from, got 'mse'"):
+    with pytest.raises(
+        TableError, match="objective: expected \"unbiased\" to draw from, got 'mse'"
+    ):
         make().sample(0.0, 1)
 
 
@@ -392,25 +465,55 @@ REFUSED = [
     (dict(tails="cut"), 'tails: expected one of "free", "pinned", got \'cut\''),
     (dict(domain=(1, 1)), "domain: expected two numbers a < b, got (1, 1)"),
     (dict(domain=(0, math.inf)), "domain[1]: expected a finite number, got inf"),
-    (dict(weight={"kind": "flat"}), 'weight.kind: expected one of "uniform", "normal", "histogram", "callable", got'),
-    (dict(weight={"kind": "normal", "mean": 0}), "weight: expected the fields kind, mean, std, got ['kind', 'mean']"),
-    (dict(weight={"kind": "normal", "mean": 0, "std": 0}), "weight.std: expected more than 0, got 0.0"),
-    (dict(weight={"kind": "histogram", "edges": [0, 0], "density": [1]}), "weight.edges[1]: expected more than the"),
-    (dict(weight={"kind": "histogram", "edges": [0, 1], "density": [0]}), "weight.density: expected numbers of at"),
-    (dict(weight={"kind": "histogram", "edges": [0, 1], "density": [1, 1]}), "weight.density: expected 1 items to"),
+    (
+        dict(weight={"kind": "flat"}),
+        'weight.kind: expected one of "uniform", "normal", "histogram", "callable", got',
+    ),
+    (
+        dict(weight={"kind": "normal", "mean": 0}),
+        "weight: expected the fields kind, mean, std, got ['kind', 'mean']",
+    ),
+    (
+        dict(weight={"kind": "normal", "mean": 0, "std": 0}),
+        "weight.std: expected more than 0, got 0.0",
+    ),
+    (
+        dict(weight={"kind": "histogram", "edges": [0, 0], "density": [1]}),
+        "weight.edges[1]: expected more than the",
+    ),
+    (
+        dict(weight={"kind": "histogram", "edges": [0, 1], "density": [0]}),
+        "weight.density: expected numbers of at",
+    ),
+    (
+        dict(weight={"kind": "histogram", "edges": [0, 1], "density": [1, 1]}),
+        "weight.density: expected 1 items to",
+    ),
     (dict(levels=[0, 1, 1, 2]), "levels[2]: expected more than the previous 1.0, got 1.0"),
-    (dict(levels=[0, 1, 2, math.nan]), "levels[3]: expected a number that is finite in float32, got nan"),
-    (dict(levels=[0, 1, 2, 1e39]), "levels[3]: expected a number that is finite in float32, got 1e+39"),
+    (
+        dict(levels=[0, 1, 2, math.nan]),
+        "levels[3]: expected a number that is finite in float32, got nan",
+    ),
+    (
+        dict(levels=[0, 1, 2, 1e39]),
+        "levels[3]: expected a number that is finite in float32, got 1e+39",
+    ),
     (dict(levels=[[0, 1]]), "levels: expected a list of numbers, got [[0, 1]]"),
     (dict(levels="abc"), "levels: expected a list of numbers, got 'abc'"),
     (dict(levels=[]), "codes[0]: expected an integer in [0, 0), got 1"),
     (dict(breaks=[-2, -1, -1, 3]), "breaks[2]: expected more than the previous -1.0, got -1.0"),
     (dict(breaks=[-2, -1, 0, math.inf]), "breaks[3]: expected a finite number, got inf"),
-    (dict(breaks=[-2, -1], closed=None), "breaks: expected 4 items to match the pieces in codes, got 2"),
+    (
+        dict(breaks=[-2, -1], closed=None),
+        "breaks: expected 4 items to match the pieces in codes, got 2",
+    ),
     (dict(codes=[1, 0, 2, 4, 2]), "codes[3]: expected an integer in [0, 4), got 4"),
     (dict(codes=[1, 0, -1, 3, 2]), "codes[2]: expected an integer in [0, 4), got -1"),
     (dict(codes=[1, 0, 0.5, 3, 2]), "codes[2]: expected an integer in [0, 4), got 0.5"),
-    (dict(codes=[1, 0, 2, 2, 1]), "codes[3]: expected another level than the previous piece's, got 2"),
+    (
+        dict(codes=[1, 0, 2, 2, 1]),
+        "codes[3]: expected another level than the previous piece's, got 2",
+    ),
     (dict(codes=[]), "codes: expected a list of integers, got []"),
     (dict(form="intervals"), "codes: expected 0 ... 3 in form intervals, got [1, 0, 2, 3, 2]"),
     (dict(closed=["right"]), "closed: expected 4 items to match breaks, got 1"),
@@ -418,13 +521,22 @@ REFUSED = [
     (dict(closed="right"), 'closed: expected a list of "right" or "left", got \'right\''),
     (dict(error=-1), "error: expected a finite number of at least 0, got -1"),
     (dict(error="1"), "error: expected a finite number of at least 0, got '1'"),
-    (dict(relative_error=math.inf), "relative_error: expected a finite number of at least 0, got inf"),
+    (
+        dict(relative_error=math.inf),
+        "relative_error: expected a finite number of at least 0, got inf",
+    ),
     (dict(lower_bound=0.11), "lower_bound: expected at most the error 0.1, got 0.11"),
     (dict(revision=0), "revision: expected an integer of at least 1, got 0"),
     (dict(solver={"version": "1"}), "solver.grid: expected an integer of at least 0, got None"),
     (dict(solver={}), 'solver: expected an object with a "version" and a "grid", got {}'),
-    (dict(solver={"version": "1", "grid": 1, "seconds": -1}), "solver.seconds: expected a finite number of at least 0"),
-    (dict(solver={"version": "1", "grid": 1, "f": len}), "solver: expected values that JSON can hold, got"),
+    (
+        dict(solver={"version": "1", "grid": 1, "seconds": -1}),
+        "solver.seconds: expected a finite number of at least 0",
+    ),
+    (
+        dict(solver={"version": "1", "grid": 1, "f": len}),
+        "solver: expected values that JSON can hold, got",
+    ),
     (dict(objective="unbiased"), "knots: expected knots for objective unbiased, got None"),
     (dict(knots=KNOTS), "knots: expected none for objective mse, got Knots("),
     (dict(knots_error=0.0), "knots.error: expected none for objective mse, got 0.0"),
@@ -432,11 +544,23 @@ REFUSED = [
 
 REFUSED_UNBIASED = [
     (dict(knots_error=None), "knots.error: expected a finite number of at least 0, got None"),
-    (dict(form="intervals", breaks=[0, 1, 2], codes=range(4), closed=None), 'form: expected "levels" for objective'),
-    (dict(levels=[1.0], breaks=[], codes=[0], closed=None), "levels: expected at least 2 numbers for objective unb"),
-    (dict(levels=[0, 1e-40, 0.5, 1]), "levels[1]: expected a gap that float32 can divide by, got 1e-40"),
+    (
+        dict(form="intervals", breaks=[0, 1, 2], codes=range(4), closed=None),
+        'form: expected "levels" for objective',
+    ),
+    (
+        dict(levels=[1.0], breaks=[], codes=[0], closed=None),
+        "levels: expected at least 2 numbers for objective unb",
+    ),
+    (
+        dict(levels=[0, 1e-40, 0.5, 1]),
+        "levels[1]: expected a gap that float32 can divide by, got 1e-40",
+    ),
     (dict(breaks=[], codes=[3], closed=None), "codes[0]: expected a lower level, in [0, 3), got 3"),
-    (dict(breaks=[-9.0], codes=[0, 2], closed=None), "codes[1]: expected the level below the stand-in, "),
+    (
+        dict(breaks=[-9.0], codes=[0, 2], closed=None),
+        "codes[1]: expected the level below the stand-in, ",
+    ),
 ]
 
 REFUSED_KNOTS = [
@@ -444,9 +568,18 @@ REFUSED_KNOTS = [
     (([0, 1], [0, 1, 2]), "values: expected 2 items to match points, got 3"),
     (([1, 0], [0, 1]), "points[1]: expected at least the previous 1.0, got 0.0"),
     (([0, 0, 0], [0, 1, 2]), "points[2]: expected at most two equal points, got 0.0"),
-    (([0, 0], [0, 1], ["right", "left"]), 'closed[1]: expected "right" as for the other knot of the jump, got '),
-    (([0, 1e-300], [0, 1]), "points[1]: expected a segment whose slope is finite in float32, got 1e-300"),
-    (([0, 5e-324], [0, 1]), "points[1]: expected a segment whose slope is finite in float32, got 5e-324"),
+    (
+        ([0, 0], [0, 1], ["right", "left"]),
+        'closed[1]: expected "right" as for the other knot of the jump, got ',
+    ),
+    (
+        ([0, 1e-300], [0, 1]),
+        "points[1]: expected a segment whose slope is finite in float32, got 1e-300",
+    ),
+    (
+        ([0, 5e-324], [0, 1]),
+        "points[1]: expected a segment whose slope is finite in float32, got 5e-324",
+    ),
     (([0, 1e39], [0, 1]), "points[1]: expected a number that is finite in float32, got 1e+39"),
     (([0, 1], [0, math.inf]), "values[1]: expected a number that is finite in float32, got inf"),
 ]
@@ -457,7 +590,9 @@ def assert_one_line(caught, start):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("changes, message", REFUSED, ids=lambda value: None if isinstance(value, dict) else value)
+@pytest.mark.parametrize(
+    "changes, message", REFUSED, ids=lambda value: None if isinstance(value, dict) else value
+)
 def test_refuses(changes, message):
     with pytest.raises(TableError) as caught:
         make(**changes)
@@ -557,7 +692,10 @@ def test_save_and_load(tmp_path, monkeypatch):
     table = make()
     table.save("gelu.json")
     assert Table.load("gelu.json") == table and load_file("gelu.json") == [table]
-    with pytest.raises(OutputExistsError, match=re.escape("gelu.json exists; pass force=True (--force) to overwrite")):
+    with pytest.raises(
+        OutputExistsError,
+        match=re.escape("gelu.json exists; pass force=True (--force) to overwrite"),
+    ):
         table.save("gelu.json")
     replace(table, revision=2).save("gelu.json", force=True)
     assert Table.load("gelu.json").revision == 2
@@ -572,7 +710,9 @@ def test_save_and_load_several(tmp_path):
         "function": "a_function",
         "tables": [table.document() for table in listed],
     }
-    with pytest.raises(TableError, match=re.escape("schema: expected \"fewbit.table/1\", got 'fewbit.tables/1'")):
+    with pytest.raises(
+        TableError, match=re.escape("schema: expected \"fewbit.table/1\", got 'fewbit.tables/1'")
+    ):
         Table.load(path)
     save_tables(path, "a_function", [], force=True)
     assert load_file(path) == []
@@ -580,7 +720,11 @@ def test_save_and_load_several(tmp_path):
 
 def test_errors_inside_several_say_which(tmp_path):
     path = tmp_path / "gelu.json"
-    document = {"schema": "fewbit.tables/1", "function": "a_function", "tables": [make().document(), make().document()]}
+    document = {
+        "schema": "fewbit.tables/1",
+        "function": "a_function",
+        "tables": [make().document(), make().document()],
+    }
 
     def message(change):
         changed = copy.deepcopy(document)
@@ -593,16 +737,24 @@ def test_errors_inside_several_say_which(tmp_path):
     assert message(lambda d: d["tables"][1].update(codes=[1, 0, 2, 5, 2])) == (
         "tables[1].codes[3]: expected an integer in [0, 4), got 5"
     )
-    assert message(lambda d: d["tables"][1].update(bits=0)) == "tables[1].bits: expected at least 1, got 0"
+    assert (
+        message(lambda d: d["tables"][1].update(bits=0))
+        == "tables[1].bits: expected at least 1, got 0"
+    )
     assert message(lambda d: d["tables"][1].update(schema="fewbit.table/2")) == (
         "tables[1].schema: expected \"fewbit.table/1\", got 'fewbit.table/2'"
     )
-    assert message(lambda d: d.update(function="gelu")) == "tables[0].function: expected \"gelu\", got 'a_function'"
+    assert (
+        message(lambda d: d.update(function="gelu"))
+        == "tables[0].function: expected \"gelu\", got 'a_function'"
+    )
     assert message(lambda d: d.pop("tables")) == 'expected the field "tables", got none'
 
 
 def test_save_tables_of_another_function(tmp_path):
-    with pytest.raises(TableError, match=re.escape("tables[0].function: expected \"gelu\", got 'a_function'")):
+    with pytest.raises(
+        TableError, match=re.escape("tables[0].function: expected \"gelu\", got 'a_function'")
+    ):
         save_tables(tmp_path / "gelu.json", "gelu", [make()])
     assert not list(tmp_path.iterdir())
 
@@ -620,14 +772,20 @@ def test_examples_in_the_documentation():
     relu6, ramp = (loads(block)[0] for block in re.findall(r"```json\n(.*?)```", text, re.S))
     assert relu6([-1.0, 0.0, 1e-300, 5.9, 6.0, 7.0]).tolist() == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     breaks, codes, closed = lower_pieces(ramp.levels, ramp.knots)
-    assert (breaks.tolist(), codes.tolist(), closed) == (ramp.breaks.tolist(), ramp.codes.tolist(), ramp.closed)
+    assert (breaks.tolist(), codes.tolist(), closed) == (
+        ramp.breaks.tolist(),
+        ramp.codes.tolist(),
+        ramp.closed,
+    )
     # Its error: the variance of a draw under the normal weight, by the trapezoid rule.
     x = np.linspace(-4, 4, 80_001)
     mean, lower = ramp(x), ramp.code(x)
     weight = np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
     variance = (ramp.levels[lower + 1] - mean) * (mean - ramp.levels[lower])
     assert np.trapezoid(weight * variance, x) == pytest.approx(ramp.error, rel=1e-6)
-    assert np.sqrt(ramp.error / np.trapezoid(weight * mean**2, x)) == pytest.approx(ramp.relative_error, rel=1e-6)
+    assert np.sqrt(ramp.error / np.trapezoid(weight * mean**2, x)) == pytest.approx(
+        ramp.relative_error, rel=1e-6
+    )
 
 
 def test_documentation_names_every_field():
@@ -651,7 +809,9 @@ def test_repr():
 
 def relu6_table():
     function = SimpleNamespace(
-        derivative=lambda x: ((x > 0) & (x < 6)).astype(float), kinks=(0.0, 6.0), domain=(-10.0, 10.0)
+        derivative=lambda x: ((x > 0) & (x < 6)).astype(float),
+        kinks=(0.0, 6.0),
+        domain=(-10.0, 10.0),
     )
     return make(bits=1, levels=[0, 1], breaks=[0, 6], codes=[0, 1, 0], closed=None, error=0, lower_bound=0,
                 _function=function)  # fmt: skip
@@ -677,17 +837,28 @@ def test_steps_are_cut_to_the_window():
 
 def test_names_in_a_document_import_nothing():
     assert resolve_function(make(function="this_module_does_not_exist:f")) is None
-    assert resolve_function(make(function="antigravity:geohash")) is None and "antigravity" not in sys.modules
+    assert (
+        resolve_function(make(function="antigravity:geohash")) is None
+        and "antigravity" not in sys.modules
+    )
     assert resolve_function(make()) is None
 
 
 def test_known_functions_are_found_and_a_given_one_goes_first():
     x = np.linspace(-3, 3, 7)
-    assert np.allclose(resolve_function(make(function="tanh")).derivative(x), TANH.derivative(x), atol=1e-14)
+    assert np.allclose(
+        resolve_function(make(function="tanh")).derivative(x), TANH.derivative(x), atol=1e-14
+    )
     assert resolve_function(make(function="gelu", _function=TANH)) is TANH
 
 
-EVERY_KIND = [make(), make(_function=TANH), make_unbiased(), make_unbiased(_function=None), relu6_table()]
+EVERY_KIND = [
+    make(),
+    make(_function=TANH),
+    make_unbiased(),
+    make_unbiased(_function=None),
+    relu6_table(),
+]
 
 
 @pytest.mark.parametrize("table", EVERY_KIND)
@@ -716,7 +887,9 @@ def test_plot_files(tmp_path):
     assert len(figure.axes) == 2 and "<svg" in (tmp_path / "table.svg").read_text()
     with pytest.raises(OutputExistsError):
         plot_table(table, tmp_path / "table.svg")
-    with pytest.raises(FewbitError, match=r"table\.pdf: expected a file name that ends in \.png or \.svg"):
+    with pytest.raises(
+        FewbitError, match=r"table\.pdf: expected a file name that ends in \.png or \.svg"
+    ):
         plot_table(table, "table.pdf")
     with pytest.raises(FewbitError, match="expected at least one table"):
         plot_grid([])
@@ -737,7 +910,10 @@ def test_plot_into_given_axes():
 def test_html():
     text = relu6_table()._repr_html_()
     assert "data:image/png;base64," in text and "(-∞, 0]" in text and "(6, ∞)" in text
-    assert "&lt;b&gt;" in make(function="<b>")._repr_html_() and "<b>," not in make(function="<b>")._repr_html_()
+    assert (
+        "&lt;b&gt;" in make(function="<b>")._repr_html_()
+        and "<b>," not in make(function="<b>")._repr_html_()
+    )
 
 
 def test_html_without_matplotlib(monkeypatch):
@@ -749,5 +925,15 @@ def test_html_without_matplotlib(monkeypatch):
 
 def test_import_is_light():
     code = "import sys, fewbit.table; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not set(run.stdout.split()) & {"torch", "jsonschema", "matplotlib", "rich", "scipy", "numba", "click"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not set(run.stdout.split()) & {
+        "torch",
+        "jsonschema",
+        "matplotlib",
+        "rich",
+        "scipy",
+        "numba",
+        "click",
+    }

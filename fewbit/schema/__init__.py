@@ -47,7 +47,9 @@ def _validator(name: str):
     from referencing import Registry, Resource
 
     schemas = [load(each) for each in FILES]
-    registry = Registry().with_resources((schema["$id"], Resource.from_contents(schema)) for schema in schemas)
+    registry = Registry().with_resources(
+        (schema["$id"], Resource.from_contents(schema)) for schema in schemas
+    )
     return Draft202012Validator(load(name), registry=registry)
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fewbit.solver.steps import Steps, crossing_points, threshold_steps, tidy
+from fewbit.solver.steps import Steps, crossing_points, nearest_steps, relabel, tidy
 
 
 def minimax_levels(scape, cells, count, pinned):
-    """``(levels, fixed, steps, lower_bound)`` of the best levels, those in ``pinned`` among them."""
+    """``(levels, steps, lower_bound)`` of the best levels, those in ``pinned`` among them."""
     low, high = _merged_ranges(cells)
     free = count - len(pinned)
 
@@ -25,8 +25,7 @@ def minimax_levels(scape, cells, count, pinned):
     radius, bound = _least_radius(cover, 0.5 * (high[-1] - low[0]), pinned, low, high)
     centres = cover(radius)
     levels = np.unique(np.concatenate([pinned, centres]))
-    fixed = np.isin(levels, pinned)
-    return levels, fixed, threshold_steps(scape, cells, 0.5 * (levels[1:] + levels[:-1])), bound
+    return levels, nearest_steps(scape, cells, levels), bound
 
 
 def minimax_intervals(scape, cells, count, slopes):
@@ -43,9 +42,8 @@ def minimax_intervals(scape, cells, count, slopes):
     cuts, levels = cover(radius)
     breaks = np.array([_cut_point(scape, cells, cell, value) for cell, value in cuts])
     steps = tidy(Steps(breaks, np.arange(len(levels)), np.zeros(len(breaks))))
-    used = np.unique(steps.codes)
-    steps = Steps(steps.breaks, np.searchsorted(used, steps.codes), steps.slope_density)
-    return levels[used], np.zeros(len(used), bool), steps, bound
+    steps, levels, _ = relabel(steps, np.asarray(levels), np.zeros(len(levels), bool))
+    return levels, steps, bound
 
 
 def largest_deviation(scape, cells, steps, levels):

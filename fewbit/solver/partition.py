@@ -23,7 +23,8 @@ searched exactly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,6 +37,14 @@ _WORTH_PRUNING = 3_000_000
 _SUBDIVIDE = 8
 # Costs are sums of non-negative terms: relative rounding stays far below this margin.
 _MARGIN = 1e-9
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How to search: with how many threads, and whom to tell ``(stage, done, total)``."""
+
+    threads: int = field(default_factory=thread_count)
+    progress: Callable[[str, int, int], None] = lambda _stage, _done, _total: None
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ def partition(values, count, weights=None, *, form="levels", prune=True, threads
     Raises SolveError for an empty or non-finite sequence, a negative weight, or a count below 1.
     """
     values, weights = _checked(values, weights, count)
+    effort = Effort() if threads is None else Effort(threads)
     order = None
     if form == "levels":
         if weights is None:
@@ -72,7 +82,7 @@ def partition(values, count, weights=None, *, form="levels", prune=True, threads
     mass = np.ones_like(values) if weights is None else weights
     items = Items(mass, values)
     cost, breaks, searched = best_breaks(
-        items, count, monge=form == "levels", prune=prune, threads=threads
+        items, count, monge=form == "levels", prune=prune, effort=effort
     )
     return Partition(cost, breaks, items.segment_means(breaks), order, searched)
 
@@ -94,22 +104,19 @@ def _checked(values, weights, count):
     return values, weights
 
 
-def best_breaks(items, count, *, monge, prune=True, threads=None, progress=None):
+def best_breaks(items, count, *, monge, prune=True, effort):
     """``(cost, breaks, candidates)`` of the best partition of ``items`` into ``count`` segments."""
-    threads = threads or thread_count()
     n = len(items)
     count_used = min(count, n)
     candidates = [np.arange(n + 1)] * (count_used - 1)
     work = n * count_used * (n / 2 if not monge else max(np.log2(n), 1))
     if prune and count_used > 1 and work > _WORTH_PRUNING:
-        candidates = surviving_breaks(items, count_used, monge=monge, threads=threads)
+        candidates = surviving_breaks(items, count_used, monge=monge, effort=effort)
     searched = sum(len(c) for c in candidates)
     nodes = _union(n, candidates)
     merged = items.compress(nodes) if len(nodes) < n + 1 else items
     positions = [np.searchsorted(nodes, c) for c in candidates]
-    cost, breaks = _search(
-        Costs(merged), positions, monge=monge, threads=threads, progress=progress
-    )
+    cost, breaks = _search(Costs(merged), positions, monge, effort)
     breaks = nodes[breaks]
     # Segments beyond the number of items are empty, at the end.
     return cost, np.concatenate([breaks, np.full(count - count_used, n)]), searched
@@ -118,8 +125,8 @@ def best_breaks(items, count, *, monge, prune=True, threads=None, progress=None)
 class LayeredSearch:
     """The dynamic program, a layer at a time, remembering enough to trace the optimum back."""
 
-    def __init__(self, costs, monge, threads, *, columns=None, values=None):
-        self.costs, self.monge, self.threads = costs, monge, threads
+    def __init__(self, costs, monge, effort, *, columns=None, values=None):
+        self.costs, self.monge, self.threads = costs, monge, effort.threads
         self.columns = np.zeros(1, dtype=np.int64) if columns is None else columns
         self.values = np.zeros(1) if values is None else values
         self._trail = []
@@ -142,42 +149,44 @@ class LayeredSearch:
         return np.array(starts[::-1], dtype=np.int64)
 
 
-def _search(costs, candidates, *, monge, threads, progress=None):
+def _search(costs, candidates, monge, effort):
     """The exact dynamic program over ``candidates[k]``, the positions that break k+1 may take."""
-    search = LayeredSearch(costs, monge, threads)
+    search = LayeredSearch(costs, monge, effort)
     steps = [*candidates, np.array([len(costs.items)])]
     for done, rows in enumerate(steps, 1):
         search.step(rows)
-        if progress:
-            progress(done, len(steps))
+        effort.progress("searching", done, len(steps))
     return float(search.values[0]), search.trace(0)[1:]
 
 
-def surviving_breaks(items, count, *, monge, threads):
+def surviving_breaks(items, count, *, monge, effort):
     """Per break the positions that may belong to an optimal partition, by the module's bounds."""
     n = len(items)
     first = min(n, max(512, 4 * count))
     nodes = np.unique(np.linspace(0, n, first + 1).astype(np.int64))
     alive = [np.arange(len(nodes) - 1)] * (count - 1)
     upper = np.inf
+    quiet = Effort(effort.threads)
     while True:
         costs = Costs(items.compress(nodes))
         blocks = len(nodes) - 1
         ends = [_union(blocks, [a, a + 1], with_ends=False) for a in alive]
-        upper = min(upper, _search(costs, ends, monge=monge, threads=threads)[0])
-        lower = _block_bounds(costs, alive, monge=monge, threads=threads)
+        upper = min(upper, _search(costs, ends, monge, quiet)[0])
+        lower = _block_bounds(costs, alive, monge, quiet)
         before = sum(int((nodes[a + 1] - nodes[a]).sum()) for a in alive)
         alive = [a[b <= upper * (1 + _MARGIN)] for a, b in zip(alive, lower, strict=True)]
         after = sum(int((nodes[a + 1] - nodes[a]).sum()) for a in alive)
+        effort.progress("pruning", before - after, before)
         widest = max(int((nodes[a + 1] - nodes[a]).max()) for a in alive)
         if widest == 1 or after > 0.8 * before:
             return [_positions(nodes, a) for a in alive]
         nodes, alive = _subdivide(nodes, alive)
 
 
-def _block_bounds(costs, alive, *, monge, threads):
+def _block_bounds(costs, alive, monge, effort):
+    """For every block that is alive, the bound on partitions with that break in it."""
     n = len(costs.items)
-    options = {"monge": monge, "slack": 1, "threads": threads}
+    options = {"monge": monge, "slack": 1, "threads": effort.threads}
     left, columns, values = [], np.zeros(1, dtype=np.int64), np.zeros(1)
     for a in alive:
         values, _ = run_layer(costs, columns, values, a, **options)

@@ -75,7 +75,9 @@ def two_point_atoms(cells):
     lower = cells.mass - upper
     rising = cells.value_right >= cells.value_left
     value = np.stack([np.where(rising, low, high), np.where(rising, high, low)], axis=1).ravel()
-    mass = np.stack([np.where(rising, lower, upper), np.where(rising, upper, lower)], axis=1).ravel()
+    mass = np.stack(
+        [np.where(rising, lower, upper), np.where(rising, upper, lower)], axis=1
+    ).ravel()
     x = np.stack([cells.left, cells.right], axis=1).ravel()
     excess = np.maximum(cells.mass * (cells.mean - low) * (high - cells.mean) - cells.spread, 0.0)
     first = np.concatenate([[True], value[1:] != value[:-1]])
@@ -89,21 +91,21 @@ def two_point_atoms(cells):
     )
 
 
-def relax_levels(cells, count, pinned, threads):
+def relax_levels(cells, count, pinned, effort):
     """Best ``count`` levels for the atoms; ``pinned``: distinct values that must be among them."""
     atoms, _ = two_point_atoms(cells)
     order = np.argsort(atoms.value, kind="stable")
     value, mass = _merge_equal(atoms.value[order], atoms.mass[order])
     if len(pinned) == 0:
         items = Items(mass, value)
-        cost, breaks, _ = best_breaks(items, count, monge=True, threads=threads)
+        cost, breaks, _ = best_breaks(items, count, monge=True, effort=effort)
         levels = items.segment_means(breaks)
         levels = np.unique(levels[np.isfinite(levels)])
         return Relaxed(levels, np.zeros(len(levels), bool), max(cost - atoms.excess, 0.0))
-    return _relax_pinned_levels(value, mass, atoms.excess, count, np.sort(pinned), threads)
+    return _relax_pinned_levels(value, mass, atoms.excess, count, np.sort(pinned), effort)
 
 
-def _relax_pinned_levels(value, mass, excess, count, pinned, threads):
+def _relax_pinned_levels(value, mass, excess, count, pinned, effort):
     """Pinned levels part the values into zones that no level serves across: solve each, then share."""
     edges = [-np.inf, *pinned, np.inf]
     free = count - len(pinned)
@@ -112,7 +114,7 @@ def _relax_pinned_levels(value, mass, excess, count, pinned, threads):
         inside = (value > low) & (value < high)
         first = low if np.isfinite(low) else None
         last = high if np.isfinite(high) else None
-        zone = Zone(Items(mass[inside], value[inside]), first, last, threads)
+        zone = Zone(Items(mass[inside], value[inside]), first, last, effort)
         zones.append(zone)
         gain = zone.costs(free)
         total = np.full(free + 1, np.inf)
@@ -131,16 +133,16 @@ def _relax_pinned_levels(value, mass, excess, count, pinned, threads):
     return Relaxed(levels, np.isin(levels, pinned), max(float(best[free]) - excess, 0.0))
 
 
-def relax_intervals(cells, count, slopes, threads):
+def relax_intervals(cells, count, slopes, effort):
     """Best ``count`` contiguous pieces for the atoms; ``slopes``: (left, right) pinned, or None."""
     atoms, leaving = two_point_atoms(cells)
     items = Items(atoms.mass, atoms.value)
     if slopes is None:
-        cost, breaks, _ = best_breaks(items, count, monge=False, threads=threads)
+        cost, breaks, _ = best_breaks(items, count, monge=False, effort=effort)
         levels = items.segment_means(breaks)
         fixed = np.zeros(count, bool)
     else:
-        zone = Zone(items, slopes[0], slopes[1], threads, monge=False)
+        zone = Zone(items, slopes[0], slopes[1], effort, monge=False)
         cost = zone.costs(count - 2)[-1]
         breaks, middle = zone.partition(count - 2)
         levels = np.concatenate([[slopes[0]], middle, [slopes[1]]])
@@ -152,7 +154,7 @@ def relax_intervals(cells, count, slopes, threads):
     return Relaxed(levels, fixed, max(cost - atoms.excess, 0.0), x)
 
 
-def relax_unbiased(cells, count, pinned, threads):
+def relax_unbiased(cells, count, pinned, effort):
     """Best ``count`` levels, the least and greatest value among them, for cells collapsed to means."""
     low = min([float(cells.lowest.min()), *pinned])
     high = max([float(cells.highest.max()), *pinned])
@@ -167,10 +169,11 @@ def relax_unbiased(cells, count, pinned, threads):
     fixed = np.array([low, high, *inner])
     if n <= count:
         return Relaxed(value, np.isin(value, fixed), 0.0)
-    search = LayeredSearch(Costs(Items(mass, value), RANDOM_CHOICE, inner), True, threads)
+    search = LayeredSearch(Costs(Items(mass, value), RANDOM_CHOICE, inner), True, effort)
     nodes = np.arange(n)
-    for _ in range(count - 2):
+    for done in range(1, count - 1):
         search.step(nodes)
+        effort.progress("searching", done, count - 1)
     search.step(np.array([n - 1]))
     chosen = search.trace(0)
     levels = np.unique(np.concatenate([[low, high], value[chosen]]))
@@ -183,18 +186,18 @@ class Zone:
     ``costs(most)[k]`` is the least cost with k free segments between them.
     """
 
-    def __init__(self, items, first, last, threads, monge=True):
+    def __init__(self, items, first, last, effort, monge=True):
         self.items, self.first, self.last = items, first, last
-        self.threads, self.monge = threads, monge
+        self.effort, self.monge = effort, monge
         n = len(items)
         # Cost of the items before (from) each position at the first (last) level.
         self.until = None if first is None else np.append(0.0, np.cumsum(self._given(first)))
-        self.after = None if last is None else np.append(np.cumsum(self._given(last)[::-1])[::-1], 0.0)
+        self.after = (
+            None if last is None else np.append(np.cumsum(self._given(last)[::-1])[::-1], 0.0)
+        )
         start = np.zeros(1) if first is None else self.until
         positions = np.zeros(1, np.int64) if first is None else np.arange(n + 1)
-        self.search = LayeredSearch(
-            Costs(items), monge, threads, columns=positions, values=start
-        )
+        self.search = LayeredSearch(Costs(items), monge, effort, columns=positions, values=start)
         self.layers = [(positions, start)]
 
     def _given(self, level):
@@ -210,6 +213,7 @@ class Zone:
         nodes = np.arange(len(self.items) + 1)
         while len(self.layers) <= most:
             self.search.step(nodes)
+            self.effort.progress("searching", len(self.layers), most)
             self.layers.append((nodes, self.search.values))
         return np.array([self._ending(k).min() for k in range(most + 1)])
 

@@ -21,9 +21,10 @@ from fewbit.errors import SolveError
 from fewbit.solver.cells import survey
 from fewbit.solver.layers import thread_count
 from fewbit.solver.minimax import largest_deviation, minimax_intervals, minimax_levels
+from fewbit.solver.partition import Effort
 from fewbit.solver.refine import RESIDUAL, ContiguousPieces, NearestPieces, Solution, refine
 from fewbit.solver.relaxation import relax_intervals, relax_levels, relax_unbiased
-from fewbit.solver.steps import Steps, nearest_steps, tidy, totals
+from fewbit.solver.steps import Steps, nearest_steps, relabel, tidy, totals
 from fewbit.solver.unbiased import build_stand_in, refine_unbiased, variance
 from fewbit.solver.weight import make_weight
 from fewbit.table import Knots, Table, lower_pieces
@@ -50,6 +51,7 @@ def solve(
     derivative=None,
     kinks=None,
     threads=None,
+    progress=None,
 ):
     """The best approximation of f' by a step function of few levels, as a :class:`fewbit.Table`.
 
@@ -63,6 +65,7 @@ def solve(
     grid: the number of cells of the discrete problem; more of them narrow the certified gap.
     refine: False keeps the levels of the discrete problem. parameters: of a named function.
     threads: at most so many threads (default: the processors of this process).
+    progress: called as ``progress(stage, done, total)`` while the discrete problem is solved.
 
     The table's ``error`` and ``lower_bound`` hold for the continuous problem; its ``solver`` holds
     version, grid, status and seconds. The status is ``"exact"`` (error 0), ``"stationary"`` (the
@@ -95,7 +98,7 @@ def solve(
         slopes=slopes,
         grid=_grid(grid, count),
         refine=refine,
-        threads=threads or thread_count(),
+        effort=Effort(threads or thread_count(), progress or _silent),
     )
     scape = survey(f.derivative, f.kinks, weight, domain, f.name)
     outcome = _METHODS[objective](scape, request, f)
@@ -136,7 +139,7 @@ class _Request:
     slopes: tuple[float, float] | None
     grid: int
     refine: bool
-    threads: int
+    effort: Effort
 
 
 @dataclass(frozen=True)
@@ -155,15 +158,15 @@ class _Outcome:
 
 def _solve_mse(scape, request, f):
     coarse, fine = _both_cells(scape, request.grid)
-    count, threads = request.count, request.threads
+    count = request.count
     if request.form == "levels":
         pinned = np.unique(request.slopes) if request.slopes else np.empty(0)
-        relaxed = relax_levels(coarse, count, pinned, threads)
+        relaxed = relax_levels(coarse, count, pinned, request.effort)
         pieces = NearestPieces(scape, fine)
         levels, fixed = relaxed.levels, relaxed.fixed
         steps = nearest_steps(scape, fine, levels)
     else:
-        relaxed = relax_intervals(coarse, count, request.slopes, threads)
+        relaxed = relax_intervals(coarse, count, request.slopes, request.effort)
         pieces = ContiguousPieces(scape, fine)
         levels, fixed, steps = _contiguous_start(relaxed, scape, request.slopes is not None)
     if request.refine:
@@ -188,9 +191,9 @@ def _solve_minimax(scape, request, f):
     _, cells = _both_cells(scape, request.grid)
     if request.form == "levels":
         pinned = np.unique(request.slopes) if request.slopes else np.empty(0)
-        levels, _, steps, bound = minimax_levels(scape, cells, request.count, pinned)
+        levels, steps, bound = minimax_levels(scape, cells, request.count, pinned)
     else:
-        levels, _, steps, bound = minimax_intervals(scape, cells, request.count, request.slopes)
+        levels, steps, bound = minimax_intervals(scape, cells, request.count, request.slopes)
     error = largest_deviation(scape, cells, steps, levels)
     levels, steps = _finish(levels, steps, request, scape)
     largest = float(np.max(np.abs([cells.lowest, cells.highest])))
@@ -208,12 +211,17 @@ def _solve_minimax(scape, request, f):
 
 def _solve_unbiased(scape, request, f):
     stand_in = build_stand_in(scape, request.count)
+    if np.ptp(stand_in.values) == 0:
+        raise SolveError(
+            f"objective unbiased: expected a derivative that varies, got the constant {stand_in.values[0]:g} "
+            f"for {f.name} (objective mse is exact)"
+        )
     smooth = replace(
         scape, derivative=stand_in, kinks=np.unique(stand_in.points), extrema=np.empty(0)
     )
     coarse, fine = _both_cells(smooth, request.grid)
     pinned = np.unique(request.slopes) if request.slopes else np.empty(0)
-    relaxed = relax_unbiased(coarse, request.count, pinned, request.threads)
+    relaxed = relax_unbiased(coarse, request.count, pinned, request.effort)
     levels, residual = relaxed.levels, math.inf
     if request.refine:
         levels, residual = refine_unbiased(smooth, fine, levels, relaxed.fixed)
@@ -260,13 +268,9 @@ def _contiguous_start(relaxed, scape, pinned):
     start = starts[kept[1:]]
     if pinned and count > 1 and not stops[-1] > starts[-1]:
         start[-1] = high
-    levels, fixed = relaxed.levels[kept], relaxed.fixed[kept]
     steps = tidy(Steps(start, np.arange(len(kept)), np.zeros(len(start))))
-    same = np.flatnonzero(levels[steps.codes[1:]] == levels[steps.codes[:-1]])
-    codes = np.delete(steps.codes, same + 1)
-    breaks = np.delete(steps.breaks, same)
-    levels, fixed = levels[codes], fixed[codes]
-    return levels, fixed, Steps(breaks, np.arange(len(codes)), np.zeros(len(breaks)))
+    steps, levels, fixed = relabel(steps, relaxed.levels[kept], relaxed.fixed[kept])
+    return levels, fixed, steps
 
 
 def _finish(levels, steps, request, scape):
@@ -279,8 +283,9 @@ def _finish(levels, steps, request, scape):
             breaks, codes = np.append(low, breaks), np.append(first, codes)
         if codes[-1] != last:
             breaks, codes = np.append(breaks, high), np.append(codes, last)
-    used, codes = np.unique(codes, return_inverse=True)
-    return levels[used], Steps(breaks, codes, np.zeros(len(breaks)))
+    steps = Steps(breaks, codes, np.zeros(len(breaks)))
+    steps, levels, _ = relabel(steps, levels, np.zeros(len(levels), bool))
+    return levels, steps
 
 
 def _closed(f, steps, levels):
@@ -302,6 +307,10 @@ def _knots_closed(f, stand_in):
         if abs(value - values[i + 1]) < abs(value - values[i]):
             closed[i] = closed[i + 1] = "left"
     return tuple(closed)
+
+
+def _silent(_stage, _done, _total):
+    pass
 
 
 def _status(request, residual):
@@ -370,7 +379,7 @@ def _pinned_slopes(f, tails, count, form):
 
 def _grid(grid, count):
     if grid is None:
-        return max(2048, 128 * count)
+        return max(4096, 256 * count)
     if not (isinstance(grid, int | np.integer) and grid >= 16):
         raise SolveError(f"grid: expected an integer of at least 16, got {grid!r}")
     return int(grid)

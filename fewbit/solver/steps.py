@@ -81,6 +81,19 @@ def tidy(steps):
         codes = np.concatenate([codes[:1], codes[1:][changed]])
 
 
+def relabel(steps, levels, fixed):
+    """``(steps, levels, fixed)`` without the levels that no piece uses, for levels in piece order.
+
+    Neighbouring pieces of equal level become one.
+    """
+    codes = steps.codes
+    changed = levels[codes[1:]] != levels[codes[:-1]]
+    codes = np.concatenate([codes[:1], codes[1:][changed]])
+    used, codes = np.unique(codes, return_inverse=True)
+    steps = Steps(steps.breaks[changed], codes, steps.slope_density[changed])
+    return steps, levels[used], fixed[used]
+
+
 def crossing_points(scape, cells, cell, threshold):
     """Where f' takes ``threshold`` inside each given cell: bracketed secant (Illinois) steps."""
     a, b = cells.left[cell], cells.right[cell]

@@ -65,8 +65,8 @@ def build_stand_in(scape, count):
         gap = np.abs(value - line).max(axis=1)
         narrow = right - left < 1e-9 * (scape.domain[1] - scape.domain[0])
         finished = (gap <= tolerance) | narrow
-        for part in zip(left[finished], right[finished], value_left[finished], value_right[finished], strict=True):
-            done.append(part)
+        parts = (left, right, value_left, value_right)
+        done.extend(zip(*(part[finished] for part in parts), strict=True))
         if finished.any():
             bend = _bend(value, line)
             worst = max(worst, float((gap + bend)[finished].max()))
@@ -94,18 +94,25 @@ def build_stand_in(scape, count):
 
 def _bend(value, line):
     """How far the error can rise between probes: its largest second difference, for a smooth f'."""
-    error = np.concatenate([np.zeros((len(value), 1)), value - line, np.zeros((len(value), 1))], axis=1)
+    error = np.concatenate(
+        [np.zeros((len(value), 1)), value - line, np.zeros((len(value), 1))], axis=1
+    )
     return np.abs(np.diff(error, 2, axis=1)).max(axis=1)
 
 
 def refine_unbiased(scape, cells, levels, fixed, most_steps=100):
-    """Newton's method on the interior levels; never a step that raises the error."""
+    """``(levels, residual)`` after Newton's method on the interior levels; the error never rises.
+
+    The residual is the largest gradient, less what one rounding of a level changes it by. A level
+    that sits on a value which f' takes on a whole piece, where the gradient jumps from negative to
+    positive, is at its optimum and stays.
+    """
     state = _evaluate(scape, cells, levels)
     for _ in range(most_steps):
-        if np.abs(state.gradient[~fixed]).max(initial=0.0) < 1e-3 * RESIDUAL:
+        free = ~fixed & ~state.held
+        if state.residual(levels, free) < 1e-3 * RESIDUAL:
             break
         step = np.zeros_like(levels)
-        free = ~fixed
         try:
             step[free] = np.linalg.solve(state.hessian[np.ix_(free, free)], -state.gradient[free])
         except np.linalg.LinAlgError:
@@ -115,13 +122,13 @@ def refine_unbiased(scape, cells, levels, fixed, most_steps=100):
             if (np.diff(moved) <= 0).any():
                 continue
             tried = _evaluate(scape, cells, moved)
-            calmer = np.abs(tried.gradient[free]).max() < np.abs(state.gradient[free]).max()
+            calmer = tried.residual(moved, free) < state.residual(levels, free)
             if tried.error < state.error or (tried.error == state.error and calmer):
                 levels, state = moved, tried
                 break
         else:
             break
-    return levels, float(np.abs(state.gradient[~fixed]).max(initial=0.0))
+    return levels, state.residual(levels, ~fixed & ~state.held)
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,11 @@ class _State:
     error: float
     gradient: np.ndarray
     hessian: np.ndarray
+    held: np.ndarray
+
+    def residual(self, levels, free):
+        rounding = 4 * np.diag(self.hessian) * np.spacing(np.abs(levels))
+        return float((np.abs(self.gradient) - rounding)[free].max(initial=0.0))
 
 
 def variance(scape, cells, levels):
@@ -141,7 +153,7 @@ def _evaluate(scape, cells, levels):
     if count < 2:
         deviation = cells.mean - levels[0]
         error = math.fsum(cells.mass * deviation**2 + cells.spread)
-        return _State(error, np.zeros(1), np.eye(1))
+        return _State(error, np.zeros(1), np.eye(1), np.ones(1, bool))
     steps = threshold_steps(scape, cells, levels[1:-1])
     parts = scape.split(cells, steps.breaks)
     code = steps.codes[np.searchsorted(steps.breaks, 0.5 * (parts.left + parts.right))]
@@ -155,11 +167,26 @@ def _evaluate(scape, cells, levels):
     gradient = np.zeros(count)
     gradient[1:-1] = rising[:-1] - falling[1:]
     density = np.zeros(count)
-    for lower, upper, share in zip(steps.codes[:-1], steps.codes[1:], steps.slope_density, strict=True):
+    for lower, upper, share in zip(
+        steps.codes[:-1], steps.codes[1:], steps.slope_density, strict=True
+    ):
         density[max(lower, upper)] += share
     hessian = np.zeros((count, count))
     k = np.arange(1, count - 1)
     hessian[k, k] = (levels[2:] - levels[:-2]) * density[1:-1]
     k = np.arange(count - 1)
     hessian[k, k + 1] = hessian[k + 1, k] = -mass
-    return _State(error, gradient, hessian)
+    return _State(error, gradient, hessian, _held(cells, levels, gradient))
+
+
+def _held(cells, levels, gradient):
+    """Interior levels on an atom of f' that keeps them: the gradient changes sign across it."""
+    flat = cells.lowest == cells.highest
+    held = np.zeros(len(levels), dtype=bool)
+    for k in range(1, len(levels) - 1):
+        atom = cells.mass[flat & (cells.lowest == levels[k])].sum()
+        # The gradient here counts the atom with the values above the level.
+        held[k] = atom > 0 and gradient[k] <= 0 <= gradient[k] + atom * (
+            levels[k + 1] - levels[k - 1]
+        )
+    return held

@@ -97,7 +97,11 @@ def derivative_curve(function, low: float, high: float, n: int = 2000) -> Curve:
     """f' on [low, high] in pieces between its kinks."""
     kinks = [kink for kink in map(float, function.kinks) if low < kink < high]
     nudge = 1e-9 * (high - low)  # a jump's own value belongs to neither branch
-    ends = zip([low, *(kink + nudge for kink in kinks)], [*(kink - nudge for kink in kinks), high])
+    ends = zip(
+        [low, *(kink + nudge for kink in kinks)],
+        [*(kink - nudge for kink in kinks), high],
+        strict=False,
+    )
     parts = [
         np.append(np.linspace(a, b, max(16, round(n * (b - a) / (high - low)))), np.nan)
         for a, b in ends
@@ -110,7 +114,9 @@ def derivative_curve(function, low: float, high: float, n: int = 2000) -> Curve:
 def steps(table: Table, low: float, high: float) -> list[Step]:
     """The pieces of q that meet [low, high], cut to it."""
     edges = [-np.inf, *table.breaks.tolist(), np.inf]
-    pieces = zip(edges, edges[1:], table.levels[table.codes].tolist(), table.codes.tolist())
+    pieces = zip(
+        edges, edges[1:], table.levels[table.codes].tolist(), table.codes.tolist(), strict=False
+    )
     return [
         Step(max(a, low), min(b, high), value, code)
         for a, b, value, code in pieces
@@ -281,7 +287,7 @@ def _draw_steps(axes, table: Table, low: float, high: float, wide: float) -> Non
     from matplotlib.collections import LineCollection
 
     colours, pieces = _level_colours(table), steps(table, low, high)
-    rises = [[(a.end, a.value), (a.end, b.value)] for a, b in zip(pieces, pieces[1:])]
+    rises = [[(a.end, a.value), (a.end, b.value)] for a, b in zip(pieces, pieces[1:], strict=False)]
     axes.add_collection(
         LineCollection(rises, colors="#b6bcc4", linewidths=0.8, zorder=1), autolim=False
     )
@@ -302,7 +308,7 @@ def _draw_band(axes, table: Table, low: float, high: float) -> None:
     x = np.linspace(low, high, 2000)
     lower = table.code(x)
     colours = _level_colours(table)
-    for level, colour in zip(table.levels, colours):
+    for level, colour in zip(table.levels, colours, strict=False):
         axes.axhline(level, color=colour, linewidth=0.8, alpha=0.7, zorder=1)
     below, above = table.levels[lower], table.levels[lower + 1]
     axes.fill_between(
@@ -354,7 +360,7 @@ def _between(edges: list[float], n: int = 2400) -> np.ndarray:
     """Points inside each interval, intervals separated by NaN, so that steps are not joined."""
     total = edges[-1] - edges[0]
     parts = []
-    for a, b in zip(edges, edges[1:]):
+    for a, b in zip(edges, edges[1:], strict=False):
         nudge = 1e-6 * (b - a)
         parts += [np.linspace(a + nudge, b - nudge, max(8, round(n * (b - a) / total))), [np.nan]]
     return np.concatenate(parts[:-1])

@@ -173,7 +173,7 @@ def lower_pieces(levels, knots: Knots) -> tuple[np.ndarray, np.ndarray, tuple[st
     """
     levels = np.asarray(levels, np.float64)
     candidates = {
-        **dict(zip(knots.points.tolist(), knots.closed)),
+        **dict(zip(knots.points.tolist(), knots.closed, strict=False)),
         **_crossings(levels[1:-1], knots),
     }
     points = np.array(sorted(candidates))
@@ -194,7 +194,7 @@ def _crossings(levels: np.ndarray, knots: Knots) -> dict[float, str]:
     """Where the stand-in passes through a level inside a segment, and the side such a point belongs to."""
     crossings = {}
     for x0, x1, v0, v1, slope in zip(
-        knots.points, knots.points[1:], knots.values, knots.values[1:], knots.slopes
+        knots.points, knots.points[1:], knots.values, knots.values[1:], knots.slopes, strict=False
     ):
         for level in levels[(levels > min(v0, v1)) & (levels < max(v0, v1))] if slope else ():
             # At the level itself the lower level is this one: the point goes with the part above it.

@@ -249,7 +249,11 @@ def test_numpy_scalars_and_whole_floats_are_accepted():
 
 
 def naive_locate(x, breaks, closed):
-    return sum(1 for b, side in zip(breaks, closed) if not (x <= b if side == "right" else x < b))
+    return sum(
+        1
+        for b, side in zip(breaks, closed, strict=False)
+        if not (x <= b if side == "right" else x < b)
+    )
 
 
 @given(st.data())
@@ -287,7 +291,7 @@ def test_rounded_breaks_decide_alike_for_float32(data):
         x = np.concatenate(
             [near, np.nextafter(near, np.float32(9e9)), np.nextafter(near, np.float32(-9e9))]
         )
-    for side, b, b32 in zip(closed, breaks, rounded):
+    for side, b, b32 in zip(closed, breaks, rounded, strict=False):
         exact, fast = (x > b, x > b32) if side == "right" else (x >= b, x >= b32)
         assert np.array_equal(exact, fast)
 
@@ -347,7 +351,11 @@ def test_mean_is_clipped_to_the_levels():
 def test_lower_pieces_describe_the_lower_level(table):
     knots, edges = table.knots, np.concatenate([[-9.0], table.breaks, [9.0]])
     x = np.concatenate(
-        [a + (b - a) * np.linspace(0.01, 0.99, 9) for a, b in zip(edges, edges[1:]) if b - a > 1e-6]
+        [
+            a + (b - a) * np.linspace(0.01, 0.99, 9)
+            for a, b in zip(edges, edges[1:], strict=False)
+            if b - a > 1e-6
+        ]
     )
     gap = np.abs(np.clip(knots(x), -2, 2)[:, None] - table.levels).min(axis=1)
     clear = gap > 1e-9  # on a level itself rounding decides

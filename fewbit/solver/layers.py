@@ -26,7 +26,8 @@ from numba import njit
 SQUARED_DEVIATION = 0
 RANDOM_CHOICE = 1
 _BLOCK = 32
-_SERIAL_WORK = 200_000
+# Cost evaluations below which starting threads takes longer than they save (some 3 ns each).
+_SERIAL_WORK = 2_000_000
 
 
 def thread_count():
@@ -99,7 +100,7 @@ def _scan_threads(fixed, previous, threads):
         _scan(*fixed, floor, block_floor, 0, len(rows))
         return
     # Later rows see more columns: many small shares keep the threads equally busy.
-    cuts = np.linspace(0, len(rows), 16 * threads + 1).astype(np.int64)
+    cuts = np.linspace(0, len(rows), 8 * threads + 1).astype(np.int64)
     with ThreadPoolExecutor(threads) as pool:
         jobs = [
             pool.submit(_scan, *fixed, floor, block_floor, a, b)

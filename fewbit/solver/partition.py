@@ -33,7 +33,7 @@ from fewbit.solver.layers import Costs, run_layer, thread_count
 from fewbit.solver.segments import Items
 
 # Below this many cost evaluations the plain dynamic program is faster than pruning first.
-_WORTH_PRUNING = 3_000_000
+_WORTH_PRUNING = 10_000_000
 _SUBDIVIDE = 8
 # Costs are sums of non-negative terms: relative rounding stays far below this margin.
 _MARGIN = 1e-9

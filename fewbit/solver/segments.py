@@ -112,7 +112,7 @@ def _merge_runs(mass, anchor, offset, spread, nodes, out):
         out[3, r] = second
 
 
-@njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _first_with_mass(mass, start, stop, step):
     i = start
     while i != stop and mass[i] == 0.0:
@@ -158,7 +158,7 @@ def _build(mass, anchor, offset, spread, moments, references):
             middle += 2 * half
 
 
-@njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _add(w, m, s, mass, mean, spread):
     total = w + mass
     if total > 0.0:
@@ -169,7 +169,7 @@ def _add(w, m, s, mass, mean, spread):
     return total, m, s
 
 
-@njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def segment_cost(moments, level_of, spread, start, stop):
     last = stop - 1
     if start >= last:

@@ -136,7 +136,8 @@ def survey(derivative, kinks, weight, domain, name="f'"):
     low, high = domain
 
     def checked(x):
-        value = np.asarray(derivative(x), dtype=np.float64)
+        with np.errstate(all="ignore"):  # what is not finite is reported here, once
+            value = np.asarray(derivative(x), dtype=np.float64)
         if not np.isfinite(value).all():
             bad = np.flatnonzero(~np.isfinite(value.ravel()))[0]
             raise FunctionError(

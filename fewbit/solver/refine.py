@@ -9,7 +9,8 @@ and, because a break between levels l and r sits where f' = (y_l + y_r) / 2 and 
     H = 2 diag(M) - 1/2 sum over breaks of (w / |f''|) |y_r - y_l| (e_l + e_r)(e_l + e_r)^T.
 
 Newton steps are tried first, then the exact minimiser for the present pieces (Lloyd's step, which
-cannot raise the error); a step is kept only if it does not raise the error. At a stationary point
+cannot raise the error); a step is kept only if it lowers the error, or leaves it where rounding
+cannot tell the difference and lowers the gradient. At a stationary point
 y_k is the mean of f' over its pieces and f' at each break is the mean of its two levels, which is
 the gradient in s (eq. 5) equal to zero.
 """
@@ -24,6 +25,7 @@ from fewbit.solver.steps import Steps, crossing_points, nearest_steps, slope_den
 
 _MOST_STEPS = 200
 RESIDUAL = 1e-10
+_ROUNDING = 1e-15
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def refine(pieces, levels, steps, fixed, *, most_steps=_MOST_STEPS):
                 continue
             total = totals(scape, cells, moved, proposal)
             if total.error < best.error or (
-                total.error == best.error
+                total.error <= best.error * (1 + _ROUNDING)
                 and _residual(proposal, total, free) < _residual(levels, best, free)
             ):
                 levels, steps, best = proposal, moved, total

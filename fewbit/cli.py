@@ -1,0 +1,679 @@
+"""The command line. No mathematics: every command calls the library and shows what comes back.
+
+Only click is imported here; each command imports what it needs, so that ``fewbit solve`` starts
+quickly and ``fewbit --help`` at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import json
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import click
+
+from fewbit._version import __version__
+from fewbit.errors import FewbitError, FunctionError, OutputExistsError, TableError
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The app: what goes wrong is one line on standard error, without a traceback
+
+
+class App(click.Group):
+    """Errors of use and of fewbit end with one line and exit code 2, Ctrl-C with 130."""
+
+    def main(self, *args, standalone_mode=True, **kwargs):
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **kwargs)
+        try:
+            code = super().main(*args, standalone_mode=False, **kwargs)
+        except click.ClickException as error:
+            _complain("error", _usage_message(error))
+            code = BAD_INPUT
+        except FewbitError as error:
+            _complain("error", error)
+            code = BAD_INPUT
+        except MemoryError:
+            _complain("error", "not enough memory for this request")
+            code = BAD_INPUT
+        except click.Abort:
+            code = INTERRUPTED
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def resolve_command(self, ctx, args):
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            close = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            hint = f"did you mean {close[0]}?" if close else f"expected {', '.join(self.commands)}"
+            ctx.fail(f"unknown command {args[0]!r}: {hint}")
+
+    def invoke(self, ctx):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                warnings.simplefilter("always", UserWarning)
+                warnings.showwarning = _show_warning
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _complain("interrupted")
+            ctx.exit(INTERRUPTED)
+
+
+def main():
+    """What the ``fewbit`` command runs."""
+    # Importing numba makes a lot of objects and no garbage; looking for it takes a tenth of the run.
+    gc.set_threshold(100_000, 50, 50)
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character shows a question mark instead.
+        stream.reconfigure(errors="replace")
+    app(prog_name="fewbit")
+
+
+def _usage_message(error):
+    message = error.format_message()
+    message = message[:1].lower() + message[1:]
+    command = getattr(error, "ctx", None)
+    hint = f" (try '{command.command_path} --help')" if command is not None else ""
+    return f"{message.rstrip('.')}{hint}"
+
+
+def _complain(kind, message=None):
+    text = kind if message is None else f"{kind}: {message}"
+    click.echo(f"fewbit: {' '.join(text.split())}", err=True)
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None):
+    _complain("warning", message)
+
+
+def _console():
+    from rich.console import Console
+
+    return Console(highlight=False, emoji=False, markup=False)
+
+
+def _print_json(value):
+    click.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Progress
+
+
+class Progress:
+    """A bar on standard error once something has lasted a second; nothing unless that is a terminal.
+
+    An instance is the ``progress`` callable of the library: ``progress(stage, done, total)``.
+    """
+
+    PATIENCE = 1.0
+
+    def __init__(self):
+        self._state = ("solving", 0, 0)
+        self._compilations = _Compilations()
+        self._thread = None
+        self._finished = threading.Event()
+
+    def __call__(self, stage, done, total):
+        self._state = (stage, done, total)
+
+    def __enter__(self):
+        if sys.stderr.isatty():
+            self._compilations.listen()
+            self._thread = threading.Thread(target=self._show, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._finished.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _show(self):
+        if self._finished.wait(self.PATIENCE):
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        console = Console(stderr=True, highlight=False, emoji=False, markup=False)
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=None)
+            while not self._finished.wait(0.1):
+                self._compilations.listen()
+                stage, done, total = self._state
+                if self._compilations.running:
+                    stage, done, total = "compiling the solver (first run only)", 0, 0
+                bar.update(task, description=stage, completed=done, total=total or None)
+
+
+class _Compilations:
+    """Counts numba's compilations in progress: the first time they take seconds, without other news."""
+
+    def __init__(self):
+        self.running = 0
+        self._listening = False
+
+    def listen(self):
+        """From as soon as numba is imported, which it may be only after the progress has begun."""
+        event = sys.modules.get("numba.core.event")
+        if self._listening or not hasattr(event, "register"):
+            return
+        self._listening = True
+        compilations = self
+
+        class Listener(event.Listener):
+            def on_start(self, _event):
+                compilations.running += 1
+
+            def on_end(self, _event):
+                # Its start may have gone unheard.
+                compilations.running = max(0, compilations.running - 1)
+
+        event.register("numba:compile", Listener())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Options that commands share
+
+
+def _parse_parameters(_ctx, _option, pairs):
+    parameters = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            equals = ""
+        if not (name and equals):
+            raise click.BadParameter(f"expected NAME=VALUE with a number, got {pair!r}")
+        if name in parameters:
+            raise click.BadParameter(f"expected every name once, got {name!r} twice")
+        parameters[name] = number
+    return parameters or None
+
+
+def _problem(command):
+    """The options that say which table is meant; those that describe a solve are in ``solve``."""
+    for option in reversed(_PROBLEM):
+        command = option(command)
+    return command
+
+
+_PROBLEM = (
+    click.option("--bits", type=int, metavar="B", help="Bits per element, 1 to 8; 2^B levels."),
+    click.option(
+        "--form",
+        type=click.Choice(["levels", "intervals"]),
+        help="Pieces may share a level (default), or each has its own, as in the paper.",
+    ),
+    click.option(
+        "--weight",
+        metavar="W",
+        help="What the error is weighted with: uniform (default), normal, normal:MEAN,STD, or a "
+        ".npy or .npz file of pre-activations or of a histogram.",
+    ),
+    click.option(
+        "--domain",
+        type=float,
+        nargs=2,
+        metavar="A B",
+        help="Where the error counts, as --domain -5 5.",
+    ),
+    click.option(
+        "--objective",
+        type=click.Choice(["mse", "unbiased", "minimax"]),
+        help="Least squared error (default), least variance of an unbiased draw, or least maximum.",
+    ),
+    click.option(
+        "--tails",
+        type=click.Choice(["free", "pinned"]),
+        help="pinned: the outermost pieces take the function's asymptotic slopes.",
+    ),
+    click.option("--levels", type=int, metavar="K", help="The number of levels, instead of 2^B."),
+    click.option(
+        "--param",
+        "parameters",
+        multiple=True,
+        metavar="NAME=VALUE",
+        callback=_parse_parameters,
+        help="A parameter of the function, by torch's name; may be repeated.",
+    ),
+)
+_force = click.option("--force", is_flag=True, help="Overwrite an existing output file.")
+_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON on standard output, and nothing else."
+)
+
+
+def _output(required=False, what="the table document"):
+    return click.option(
+        "-o", "--output", metavar="FILE", required=required, help=f"Write {what} to FILE."
+    )
+
+
+def _check_output(path, force):
+    """Refuse before the work is done, not after it."""
+    if path is None:
+        return
+    if os.path.exists(path) and not force:
+        raise OutputExistsError(f"{path} exists; pass --force to overwrite it")
+    if not Path(path).resolve().parent.is_dir():
+        raise FewbitError(f"{path}: expected a path in an existing directory")
+
+
+def _given(**options):
+    """The options that were given; the library has the defaults of the others."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Commands
+
+
+@click.group(
+    cls=App,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+)
+@click.version_option(__version__, prog_name="fewbit", message="%(prog)s %(version)s")
+@click.pass_context
+def app(ctx):
+    """The best few-bit tables for the derivatives of activation functions.
+
+    A table is a step function q of few levels that stands for f' in the backward pass: a layer
+    keeps a level's number per element, a few bits, instead of its input.
+
+    \b
+    Examples:
+      fewbit solve gelu --bits 3
+      fewbit compare
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+@app.command()
+@click.argument("name")
+@_problem
+@click.option(
+    "--grid", type=int, metavar="N", help="Cells of the discrete problem; more narrow the gap."
+)
+@click.option("--no-refine", is_flag=True, help="Keep the levels of the discrete problem.")
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Use at most N threads.")
+@_output()
+@_force
+@_json
+def solve(name, no_refine, threads, output, force, as_json, **problem):
+    """Solve for the best table of NAME and show it.
+
+    NAME is a function that 'fewbit list' shows, one of its aliases, or package.module:f, any
+    Python function of NumPy arrays or torch tensors.
+
+    \b
+    Examples:
+      fewbit solve gelu --bits 3
+      fewbit solve elu --param alpha=2 --bits 2 --domain -5 5 -o elu.json
+      fewbit solve numpy:arctan --bits 3 --json
+    """
+    _check_output(output, force)
+    from fewbit.solver.solve import solve
+
+    with Progress() as progress:
+        table = solve(
+            name, refine=not no_refine, threads=threads, progress=progress, **_given(**problem)
+        )
+    if output is not None:
+        table.save(output, force=force)
+    _show_table(table, as_json)
+    if output is not None and not as_json:
+        click.echo(f"\nsaved to {output}")
+
+
+@app.command("list")
+@_json
+def list_(as_json):
+    """List the functions that fewbit knows.
+
+    With their parameters and defaults, aliases, domain, the slopes they tend to on the left and
+    right, and the bits of the tables shipped with this package (form levels).
+
+    \b
+    Examples:
+      fewbit list
+      fewbit list --json
+    """
+    from fewbit import functions
+
+    known = [_describe(functions.get(name)) for name in functions.names()]
+    if as_json:
+        _print_json(known)
+        return
+    from rich.text import Text
+
+    from fewbit.report import new_grid
+
+    grid = new_grid()
+    for column in ("function", "domain", "slopes", "shipped", "parameters, aliases"):
+        grid.add_column(column, no_wrap=column != "parameters, aliases")
+    for each in known:
+        low, high = each["domain"]
+        more = [f"{name}={value:g}" for name, value in each["parameters"].items()]
+        more += [f"alias {', '.join(each['aliases'])}"] if each["aliases"] else []
+        cells = (
+            each["function"],
+            f"[{low:g}, {high:g}]",
+            ", ".join(str(s) if isinstance(s, str) else f"{s:.4g}" for s in each["slopes"]),
+            _ranges(each["shipped_bits"]),
+            "; ".join(more),
+        )
+        grid.add_row(*map(Text, cells))
+    _console().print(grid)
+
+
+def _describe(function):
+    from fewbit import functions
+
+    return {
+        "function": function.name,
+        "parameters": dict(function.parameters),
+        "aliases": [alias for alias, name in functions.aliases().items() if name == function.name],
+        "domain": list(function.domain),
+        # JSON has no infinity.
+        "slopes": [
+            slope if abs(slope) < float("inf") else f"{slope:g}" for slope in function.slopes
+        ],
+        "kinks": list(function.kinks),
+        "shipped_bits": _shipped_bits(function.name),
+        "reference": function.reference,
+    }
+
+
+def _shipped_bits(name):
+    """Read, not validated: a list of all functions is to come at once."""
+    from fewbit.store import tables_directory
+
+    try:
+        text = (tables_directory() / f"{name}.json").read_text(encoding="utf-8")
+        tables = json.loads(text)["tables"]
+        return sorted({table["bits"] for table in tables if table["form"] == "levels"})
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def _ranges(numbers):
+    """[1, 2, 3, 5] as 1-3,5; a dash for none."""
+    runs = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs) or "-"
+
+
+@app.command()
+@click.argument("source", metavar="NAME|FILE")
+@_problem
+@_json
+def show(source, as_json, **problem):
+    """Show a table: shipped, solved before, or in a file.
+
+    Of a function's NAME without --bits, all shipped tables; with --bits, the table, solved and
+    cached if it is not shipped. Of a FILE with several tables, those that the options select. A
+    FILE is a path that ends in .json or has a slash.
+
+    \b
+    Examples:
+      fewbit show gelu
+      fewbit show gelu --bits 3 --weight normal
+      fewbit show elu.json
+    """
+    tables = _load(source, problem, several=True)
+    if len(tables) == 1:
+        _show_table(tables[0], as_json)
+    elif as_json:
+        from fewbit.table import dumps_tables
+
+        click.echo(dumps_tables(tables[0].function, tables))
+    else:
+        from fewbit.report import tables_report
+
+        _console().print(tables_report(source, tables))
+
+
+@app.command()
+@click.argument("source", metavar="NAME|FILE")
+@_problem
+@_output(required=True, what="the picture, PNG or SVG by its ending,")
+@_force
+def plot(source, output, force, **problem):
+    """Draw a table: f', q, and the error below.
+
+    NAME|FILE and the options are those of 'fewbit show'; they have to leave one table.
+
+    \b
+    Examples:
+      fewbit plot gelu --bits 3 -o gelu.png
+      fewbit plot elu.json -o elu.svg
+    """
+    if Path(output).suffix.lower() not in (".png", ".svg"):
+        raise FewbitError(f"{output}: expected a file name that ends in .png or .svg")
+    _check_output(output, force)
+    (table,) = _load(source, problem, several=False)
+    table.plot(path=output, force=force)
+    click.echo(f"saved to {output}")
+
+
+@app.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option(
+    "--bits",
+    type=int,
+    multiple=True,
+    metavar="B",
+    help="1 to 8; may be repeated.  [default: 1 to 4]",
+)
+@_output(what="the rows, CSV or JSON by its ending,")
+@_force
+@_json
+def compare(names, bits, output, force, as_json):
+    """Solve now, in both forms, and set the errors beside the paper's.
+
+    The paper is Few-bit Backward (ICML 2023), its figures are those of Table 3. Without a NAME:
+    its functions, and Mish.
+
+    \b
+    Examples:
+      fewbit compare
+      fewbit compare gelu silu --bits 3 --bits 4 -o compared.csv
+    """
+    if output is not None and Path(output).suffix.lower() not in (".csv", ".json"):
+        raise FewbitError(f"{output}: expected a file name that ends in .csv or .json")
+    _check_output(output, force)
+    from fewbit.report import compare
+
+    with Progress() as progress:
+        comparison = compare(names or None, bits or (1, 2, 3, 4), progress=progress)
+    if output is not None:
+        from fewbit.files import write_atomic
+
+        csv = Path(output).suffix.lower() == ".csv"
+        text = comparison.to_csv() if csv else json.dumps(comparison.records(), indent=2) + "\n"
+        write_atomic(output, text, force=force)
+    if as_json:
+        _print_json(comparison.records())
+        return
+    _console().print(comparison)
+    if output is not None:
+        click.echo(f"\nsaved to {output}")
+
+
+@app.command()
+@click.argument("files", nargs=-1, metavar="[FILE]...")
+@_json
+def verify(files, as_json):
+    """Check what tables claim, by other means than made them.
+
+    For each FILE (default: all shipped tables): its schema; each table's error, recomputed by
+    adaptive quadrature; that the lower bound is not above it; that no table is worse than one of
+    fewer bits. A function package.module:f is imported.
+
+    Exit code 0 if everything holds, 1 if a claim does not, 2 if a FILE cannot be read.
+
+    \b
+    Examples:
+      fewbit verify
+      fewbit verify elu.json --json
+    """
+    from fewbit.verify import verify
+
+    paths = [Path(name) for name in files] or _shipped_files()
+    results, unreadable = [], False
+    with Progress() as progress:
+        for done, path in enumerate(paths):
+            progress(f"verifying {path.name}", done, len(paths))
+            try:
+                results.append((path, verify(path)))
+            except TableError as error:
+                _complain("error", error)
+                unreadable = True
+    findings = [finding for _, found in results for finding in found]
+    if as_json:
+        _print_json([_finding_record(finding) for finding in findings])
+    elif results:
+        _console().print(_verification(results))
+    if unreadable:
+        click.get_current_context().exit(BAD_INPUT)
+    if any(finding.problems for finding in findings):
+        click.get_current_context().exit(FAILED)
+
+
+def _shipped_files():
+    from fewbit.store import tables_directory
+
+    paths = sorted(tables_directory().glob("*.json"))
+    if not paths:
+        raise TableError("expected shipped tables to verify, found none")
+    return paths
+
+
+def _finding_record(finding):
+    return {
+        "file": finding.path,
+        "index": finding.index,
+        "function": finding.table.function,
+        "bits": finding.table.bits,
+        "form": finding.table.form,
+        "error": finding.table.error,
+        "recomputed": finding.recomputed,
+        "holds": not finding.problems,
+        "problems": list(finding.problems),
+    }
+
+
+def _verification(results):
+    """A line per file, then a line per problem."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from fewbit.report import new_grid
+
+    grid = new_grid()
+    for column in ("file", "tables", "largest deviation", "result"):
+        right = column in ("tables", "largest deviation")
+        grid.add_column(column, justify="right" if right else "left", overflow="fold")
+    problems = []
+    for path, findings in results:
+        wrong = [
+            f"{path.name}, tables[{each.index}]: {problem}"
+            for each in findings
+            for problem in each.problems
+        ]
+        problems += wrong
+        verdict = Text(f"{len(wrong)} wrong", "red") if wrong else Text("holds", "green")
+        grid.add_row(Text(path.name), str(len(findings)), Text(_deviation(findings)), verdict)
+    return Group(grid, *([""] if problems else []), *map(Text, problems))
+
+
+def _deviation(findings):
+    """The largest relative difference between claim and recomputation."""
+    relative = [
+        abs(each.recomputed - each.table.error) / each.table.error
+        for each in findings
+        if each.recomputed is not None and each.table.error > 0
+    ]
+    return f"{max(relative):.1e}" if relative else "-"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tables in, tables out
+
+
+def _show_table(table, as_json):
+    if as_json:
+        click.echo(table.dumps())
+        return
+    from fewbit.report import TableReport
+
+    _console().print(TableReport(table))
+
+
+def _load(source, problem, several):
+    """The tables that NAME|FILE and the options mean: at least one, and one only unless ``several``."""
+    if source.endswith(".json") or "/" in source or os.sep in source:
+        tables = _select(source, problem)
+    elif problem["bits"] is None and problem["levels"] is None:
+        from fewbit.store import shipped_tables
+
+        if not several:
+            raise FewbitError(f"{source}: expected --bits with the name of a function")
+        if ":" in source or not (tables := _matching(shipped_tables(source), problem)):
+            raise FunctionError(f"{source}: no such table is shipped; with --bits it is solved")
+    else:
+        from fewbit.store import load_table
+
+        with Progress():
+            tables = [load_table(source, **_given(**problem))]
+    if len(tables) > 1 and not several:
+        raise FewbitError(
+            f"{source}: expected one table, got {len(tables)}; choose by --bits, --form and --weight"
+        )
+    return tables
+
+
+def _select(path, problem):
+    from fewbit.table import load_file
+
+    tables = load_file(path)
+    chosen = _matching(tables, problem)
+    if not chosen:
+        raise TableError(f"{path}: none of its {len(tables)} tables matches the options")
+    return chosen
+
+
+def _matching(tables, problem):
+    """Those that the options given describe."""
+    asked = _given(**problem)
+    if "weight" in asked:
+        from fewbit.solver.weight import make_weight
+
+        asked["weight"] = make_weight(asked["weight"]).document()
+    return [table for table in tables if all(_has(table, *each) for each in asked.items())]
+
+
+def _has(table, name, value):
+    if name == "levels":
+        return len(table.levels) == value
+    if name == "parameters":
+        return all(table.parameters.get(key) == number for key, number in value.items())
+    return getattr(table, name) == value

@@ -1,0 +1,230 @@
+"""Certificates: the claimed error is real, nothing beats the lower bound, and the two are close."""
+
+import itertools
+
+import numpy as np
+import pytest
+from naive import (
+    SampledError,
+    extended_loop,
+    fine_integral,
+    normal_density,
+    one,
+    piece_moments,
+    squared_error,
+)
+from problems import solved
+from scipy.optimize import minimize
+
+from fewbit import functions
+
+FORMS = ["levels", "intervals"]
+WEIGHTS = {"uniform": one, "normal": normal_density()}
+GAP = {"levels": 1e-3, "intervals": 1e-2}
+ALL = list(itertools.product(functions.names(), WEIGHTS, FORMS))
+
+
+def check(table):
+    assert 0 <= table.lower_bound <= table.error
+    assert table.error - table.lower_bound <= GAP[table.form] * table.error
+    assert table.solver["status"] == ("exact" if table.error == 0 else "stationary")
+
+
+# --- every function -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "weight", "form"), ALL)
+def test_the_bound_is_close_and_the_error_falls(name, weight, form):
+    tables = [solved(name, bits, weight=weight, form=form) for bits in (1, 2, 3, 4)]
+    for table in tables:
+        check(table)
+    errors = [table.error for table in tables]
+    assert errors == sorted(errors, reverse=True)
+
+
+@pytest.mark.parametrize(("name", "weight", "form"), ALL)
+def test_the_levels_are_a_step_function_on_the_domain(name, weight, form):
+    table = solved(name, 3, weight=weight, form=form)
+    low, high = table.domain
+    assert all(low < b < high for b in table.breaks)
+    assert set(table.codes) == set(range(len(table.levels)))
+    assert len(table.levels) <= 8
+    slopes = functions.get(name).derivative(np.linspace(low, high, 20_001))
+    assert slopes.min() <= table.levels.min() and table.levels.max() <= slopes.max()
+
+
+@pytest.mark.parametrize(("name", "weight"), [("gelu", "uniform"), ("sigmoid", "normal"), ("selu", "normal")])
+def test_eight_bits(name, weight):
+    table = solved(name, 8, weight=weight)
+    check(table)
+    assert table.error < solved(name, 4, weight=weight).error / 100
+
+
+@pytest.mark.parametrize("name", functions.names())
+def test_levels_are_never_worse_than_intervals(name):
+    for bits, weight in itertools.product((1, 2, 3, 4), WEIGHTS):
+        shared = solved(name, bits, weight=weight).error
+        assert shared <= solved(name, bits, weight=weight, form="intervals").error * (1 + 1e-12)
+
+
+# --- the error is what it claims to be ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize(
+    "name", ["gelu", "silu", "mish", "selu", "hardswish", "tanhshrink", "softsign", "gelu_10", "laplace", "sqrtsoftplus"]
+)
+def test_the_error_by_adaptive_quadrature(name, weight, form):
+    f = functions.get(name)
+    for bits in (1, 3):
+        table = solved(name, bits, weight=weight, form=form)
+        assert table.error == pytest.approx(squared_error(table, f, WEIGHTS[weight]), rel=1e-6)
+
+
+def test_the_error_of_a_table_of_many_levels_by_adaptive_quadrature():
+    table = solved("gelu", 8)
+    assert table.error == pytest.approx(squared_error(table, functions.get("gelu")), rel=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["gelu", "tanh", "elu"])
+def test_the_relative_error(name, form):
+    f = functions.get(name)
+    table = solved(name, 2, form=form)
+    parts = np.linspace(-10, 10, 401)
+    norm = fine_integral(lambda x: f.derivative(x) ** 2, np.stack([parts[:-1], parts[1:]], axis=1))
+    assert table.relative_error == pytest.approx(np.sqrt(table.error / norm), rel=1e-9)
+
+
+# --- the bound is a bound -----------------------------------------------------------------------
+
+
+COMPETED = [("gelu", "uniform"), ("gelu", "normal"), ("selu", "uniform"), ("hardswish", "normal"), ("tanh", "uniform")]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(("name", "weight"), COMPETED)
+def test_no_optimised_levels_are_below_the_bound(name, weight, count):
+    f = functions.get(name)
+    table = solved(name, levels=count, weight=weight)
+    sample = SampledError(f, table.domain, WEIGHTS[weight], 8_001)
+    rng = np.random.default_rng(count)
+    starts = rng.uniform(sample.value.min(), sample.value.max(), (6, count))
+    found = [minimize(sample.of_levels, s, method="Nelder-Mead", options={"maxfev": 400}).fun for s in starts]
+    assert min(found) >= table.lower_bound * (1 - 1e-5)
+    assert table.error <= min(found) * (1 + 1e-5)
+    assert min(found) <= table.error * 1.05  # they came close enough to be a test
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(("name", "weight"), COMPETED)
+def test_no_optimised_intervals_are_below_the_bound(name, weight, count):
+    f = functions.get(name)
+    table = solved(name, levels=count, weight=weight, form="intervals")
+    sample = SampledError(f, table.domain, WEIGHTS[weight], 8_001)
+    rng = np.random.default_rng(count)
+    starts = rng.uniform(-3, 3, (8, count - 1))
+    found = [minimize(sample.of_breaks, s, method="Nelder-Mead", options={"maxfev": 250}).fun for s in starts]
+    assert min(found) >= table.lower_bound * (1 - 1e-4)
+    assert table.error <= min(found) * (1 + 1e-4)
+    assert min(found) <= table.error * 1.4
+
+
+@pytest.mark.parametrize("name", ["gelu", "mish", "selu", "softsign", "hardswish"])
+@pytest.mark.parametrize("form", FORMS)
+def test_no_random_neighbour_is_below_the_bound(name, form):
+    table = solved(name, 3, form=form)
+    sample = SampledError(functions.get(name), table.domain)
+    rng = np.random.default_rng(5)
+    for size in np.geomspace(1e-5, 0.3, 60):
+        if form == "levels":
+            error = sample.of_levels(table.levels + size * rng.standard_normal(len(table.levels)))
+        else:
+            error = sample.of_breaks(table.breaks + size * rng.standard_normal(len(table.breaks)))
+        assert error >= table.lower_bound * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "weight"), COMPETED)
+def test_tables_of_other_grids_are_not_below_the_bound(name, weight, form):
+    best = solved(name, 3, weight=weight, form=form)
+    for grid, refine in itertools.product((16, 37, 256, 1000), (True, False)):
+        other = solved(name, 3, weight=weight, form=form, grid=grid, refine=refine)
+        assert other.error >= best.lower_bound * (1 - 1e-12)
+        assert other.lower_bound <= best.error * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "weight"), COMPETED)
+def test_the_gap_falls_with_the_grid(name, weight, form):
+    gaps = [solved(name, 3, weight=weight, form=form, grid=grid).gap for grid in (512, 1024, 2048, 4096)]
+    assert all(finer < 0.6 * coarser for coarser, finer in itertools.pairwise(gaps))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("name", "extrema"),
+    [("gelu", [-np.sqrt(2.0), np.sqrt(2.0)]), ("tanh", [0.0]), ("elu", [0.0]), ("softsign", [0.0])],
+)
+def test_the_bound_put_together_anew(name, extrema, form):
+    """The theorem of relaxation.py on other cells, with the plain loop: near the error, below it."""
+    f = functions.get(name)
+    edges = np.union1d(10 * np.linspace(-1, 1, 241) ** 3, extrema)
+    inner = np.where(np.isin(edges, f.kinks), np.nextafter(edges, np.inf), edges)
+    values, masses, excess = [], [], 0.0
+    for a, b, first, last in zip(
+        edges[:-1], edges[1:], f.derivative(inner[:-1]), f.derivative(edges[1:]), strict=True
+    ):
+        part = np.array([[a, b]])
+        width = b - a
+        mean = fine_integral(f.derivative, part) / width
+        spread = fine_integral(lambda x, m=mean: (f.derivative(x) - m) ** 2, part)
+        share = (mean - first) / (last - first) if first != last else 0.5
+        values += [first, last]
+        masses += [width * (1 - share), width * share]
+        excess += width * (mean - first) * (last - mean) - spread
+    values, masses = np.array(values), np.maximum(masses, 0.0)
+    order = np.argsort(values, kind="stable") if form == "levels" else slice(None)
+    table = solved(name, 2, form=form)
+    bound = float(extended_loop(values[order], masses[order], 4)) - excess
+    assert 0.9 * table.error < bound <= table.error * (1 + 1e-9)
+
+
+# --- stationarity -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("name", ["gelu", "silu", "selu", "tanh", "softplus", "hardswish", "gelu_10"])
+def test_every_level_is_the_mean_of_its_pieces(name, weight, form):
+    table = solved(name, 3, weight=weight, form=form)
+    mass, first = piece_moments(table, functions.get(name), WEIGHTS[weight])
+    assert table.levels * mass == pytest.approx(first, abs=1e-9)
+    heavy = mass > 1e-2
+    assert table.levels[heavy] == pytest.approx(first[heavy] / mass[heavy], abs=1e-8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("name", ["gelu", "silu", "selu", "tanh", "softplus", "hardswish", "gelu_10"])
+def test_every_break_is_where_its_two_levels_are_equally_near(name, weight, form):
+    f = functions.get(name)
+    table = solved(name, 3, weight=weight, form=form)
+    middle = 0.5 * (table.levels[table.codes[1:]] + table.levels[table.codes[:-1]])
+    smooth = [all(abs(b - kink) > 1e-6 for kink in f.kinks) for b in table.breaks]
+    assert sum(smooth) >= 3
+    assert f.derivative(table.breaks)[smooth] == pytest.approx(middle[smooth], abs=1e-8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["gelu", "mish", "selu", "softsign", "relu_squared"])
+def test_refinement_never_raises_the_error(name, form):
+    for bits, weight, grid in itertools.product((1, 3), WEIGHTS, (64, 4096)):
+        raw = solved(name, bits, form=form, weight=weight, grid=grid, refine=False)
+        refined = solved(name, bits, form=form, weight=weight, grid=grid)
+        assert raw.solver["status"] in ("unrefined", "exact")
+        assert refined.error <= raw.error * (1 + 1e-15)
+        assert refined.lower_bound == min(raw.lower_bound, refined.error)
+        if grid == 64:
+            assert refined.error < raw.error

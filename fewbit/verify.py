@@ -46,7 +46,7 @@ def verify(path):
         except FewbitError as error:
             problems.append(f"the error cannot be recomputed: {error}")
         else:
-            if abs(recomputed - table.error) > TOLERANCE * table.error + _ROUNDING:
+            if not abs(recomputed - table.error) <= TOLERANCE * table.error + _ROUNDING:
                 problems.append(f"error: claimed {table.error:.9g}, recomputed {recomputed:.9g}")
         better = [other for other in tables if _same_but_fewer_bits(other, table)]
         for other in better:
@@ -110,8 +110,13 @@ def _integral(integrand, ends):
         return integrand(np.clip(x, np.nextafter(left, right), np.nextafter(right, left)))
 
     left, right = ends[:-1], ends[1:]
+    # A break beside a kink leaves a stretch of a few floats, too narrow for the rule's points.
+    wide = right - left > 1e-9 * (ends[-1] - ends[0])
+    thin = ~wide
+    rest = np.sum(integrand(0.5 * (left[thin] + right[thin])) * (right[thin] - left[thin]))
+    left, right = left[wide], right[wide]
     result = tanhsinh(inside, left, right, args=(left, right), rtol=1e-9, atol=1e-30, maxlevel=8)
-    return float(np.sum(result.integral))
+    return float(np.sum(result.integral) + rest)
 
 
 def _largest_deviation(table, f, weight, ends):

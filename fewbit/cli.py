@@ -70,12 +70,16 @@ class App(click.Group):
 
 def main():
     """What the ``fewbit`` command runs."""
-    # Importing numba makes a lot of objects and no garbage; looking for it takes a tenth of the run.
+    # Importing numba makes a great many objects and no garbage. Looking for some, again and again
+    # and once more at exit, would take a third of the time of a small solve.
     gc.set_threshold(100_000, 50, 50)
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character shows a question mark instead.
         stream.reconfigure(errors="replace")
-    app(prog_name="fewbit")
+    try:
+        app(prog_name="fewbit")
+    finally:
+        gc.freeze()
 
 
 def _usage_message(error):

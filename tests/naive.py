@@ -131,9 +131,7 @@ def minimax_contiguous(values, count, ends=None):
     if ends is None:
         best = [half_range(0, i) for i in range(n + 1)]
         for _ in range(count - 1):
-            best = [
-                min(max(best[j], half_range(j, i)) for j in range(i + 1)) for i in range(n + 1)
-            ]
+            best = [min(max(best[j], half_range(j, i)) for j in range(i + 1)) for i in range(n + 1)]
         return best[n]
     best = [distance(0, i, ends[0]) for i in range(n + 1)]
     for _ in range(count - 2):
@@ -231,7 +229,9 @@ class SampledError:
     """The error of any set of levels, or of any contiguous pieces, on a fine fixed sample."""
 
     def __init__(self, f, domain, density=one, n=40_001):
-        edges = np.unique([*np.linspace(*domain, n), *[k for k in f.kinks if domain[0] < k < domain[1]]])
+        edges = np.unique(
+            [*np.linspace(*domain, n), *[k for k in f.kinks if domain[0] < k < domain[1]]]
+        )
         self.x = 0.5 * (edges[1:] + edges[:-1])
         self.mass = np.diff(edges) * density(self.x)
         self.value = f.derivative(self.x)

@@ -50,7 +50,9 @@ def _build():
     yield _problem("two far clusters, small", [0, 1, 0, 1e9, 1e9 + 1, 1e9 + 3], tags="far")
     yield _problem("far clusters, interleaved, small", [0, 1e9, 1, 1e9 + 1, 2, 1e9], tags="far")
     yield _problem("three far clusters, small", [-1e9, 1e9, 0, 1, 1e9 + 1, -1e9 + 1], tags="far")
-    yield _problem("a massless value far away", [0, 1, 1e15, 2, 3, 5], [1, 1, 0, 1, 1, 1], "far massless")
+    yield _problem(
+        "a massless value far away", [0, 1, 1e15, 2, 3, 5], [1, 1, 0, 1, 1, 1], "far massless"
+    )
     yield _problem("tiny and huge", [1e-8, 2e-8, 4e-8, 1e8, 2e8, 4e8])
 
     yield _problem("random", noise(40), rng.random(40))
@@ -60,8 +62,12 @@ def _build():
     yield _problem("sorted", np.sort(noise(40)), rng.random(40))
     yield _problem("ties", rng.integers(0, 4, 40) * 0.1, tags="ties")
     yield _problem("ties with weights", rng.integers(0, 5, 40) / 3, rng.random(40), "ties")
-    yield _problem("ties with zeros", rng.integers(0, 5, 40) / 3, rng.integers(0, 3, 40), "ties massless")
-    yield _problem("half without mass", noise(40), rng.random(40) * (rng.random(40) < 0.5), "massless")
+    yield _problem(
+        "ties with zeros", rng.integers(0, 5, 40) / 3, rng.integers(0, 3, 40), "ties massless"
+    )
+    yield _problem(
+        "half without mass", noise(40), rng.random(40) * (rng.random(40) < 0.5), "massless"
+    )
     yield _problem("far", 1e9 + noise(40), rng.random(40), "far")
     yield _problem("far, tiny spread", 1e9 + noise(40, 1e-5), rng.random(40), "far ties")
     yield _problem("far to the left", -1e9 + noise(40), rng.random(40), "far")
@@ -71,7 +77,9 @@ def _build():
     yield _problem("two far clusters, interleaved", rng.permutation(two) + noise(40), None, "far")
     zeros = rng.random(40) * (rng.random(40) < 0.6)
     yield _problem("two far clusters with zeros", two + noise(40), zeros, "far massless")
-    yield _problem("interleaved with zeros", rng.permutation(two) + noise(40), zeros, "far massless")
+    yield _problem(
+        "interleaved with zeros", rng.permutation(two) + noise(40), zeros, "far massless"
+    )
     three = rng.choice([-1e9, 0.0, 1e9], 42)
     yield _problem("three far clusters, interleaved", three + noise(42), rng.random(42), "far")
     yield _problem("weights over many decades", noise(40), 10 ** rng.uniform(-9, 6, 40))
@@ -95,7 +103,9 @@ def long_sequence(kind, n, seed=7):
         "random": lambda: rng.standard_normal(n),
         "wave": lambda: np.sin(np.linspace(0, 31, n)) + 0.01 * rng.standard_normal(n),
         "steps": lambda: rng.standard_normal(9)[np.arange(n) * 9 // n],
-        "noisy steps": lambda: rng.standard_normal(9)[np.arange(n) * 9 // n] + 0.2 * rng.standard_normal(n),
+        "noisy steps": lambda: (
+            rng.standard_normal(9)[np.arange(n) * 9 // n] + 0.2 * rng.standard_normal(n)
+        ),
         "ties": lambda: rng.integers(0, 6, n) / 3.0,
         "far": lambda: 1e9 + rng.standard_normal(n),
         "far clusters": lambda: rng.choice([0.0, 1e9], n) + rng.standard_normal(n),

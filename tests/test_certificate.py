@@ -53,7 +53,9 @@ def test_the_levels_are_a_step_function_on_the_domain(name, weight, form):
     assert slopes.min() <= table.levels.min() and table.levels.max() <= slopes.max()
 
 
-@pytest.mark.parametrize(("name", "weight"), [("gelu", "uniform"), ("sigmoid", "normal"), ("selu", "normal")])
+@pytest.mark.parametrize(
+    ("name", "weight"), [("gelu", "uniform"), ("sigmoid", "normal"), ("selu", "normal")]
+)
 def test_eight_bits(name, weight):
     table = solved(name, 8, weight=weight)
     check(table)
@@ -73,7 +75,19 @@ def test_levels_are_never_worse_than_intervals(name):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize(
-    "name", ["gelu", "silu", "mish", "selu", "hardswish", "tanhshrink", "softsign", "gelu_10", "laplace", "sqrtsoftplus"]
+    "name",
+    [
+        "gelu",
+        "silu",
+        "mish",
+        "selu",
+        "hardswish",
+        "tanhshrink",
+        "softsign",
+        "gelu_10",
+        "laplace",
+        "sqrtsoftplus",
+    ],
 )
 def test_the_error_by_adaptive_quadrature(name, weight, form):
     f = functions.get(name)
@@ -100,7 +114,13 @@ def test_the_relative_error(name, form):
 # --- the bound is a bound -----------------------------------------------------------------------
 
 
-COMPETED = [("gelu", "uniform"), ("gelu", "normal"), ("selu", "uniform"), ("hardswish", "normal"), ("tanh", "uniform")]
+COMPETED = [
+    ("gelu", "uniform"),
+    ("gelu", "normal"),
+    ("selu", "uniform"),
+    ("hardswish", "normal"),
+    ("tanh", "uniform"),
+]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -111,7 +131,10 @@ def test_no_optimised_levels_are_below_the_bound(name, weight, count):
     sample = SampledError(f, table.domain, WEIGHTS[weight], 8_001)
     rng = np.random.default_rng(count)
     starts = rng.uniform(sample.value.min(), sample.value.max(), (6, count))
-    found = [minimize(sample.of_levels, s, method="Nelder-Mead", options={"maxfev": 400}).fun for s in starts]
+    found = [
+        minimize(sample.of_levels, s, method="Nelder-Mead", options={"maxfev": 400}).fun
+        for s in starts
+    ]
     assert min(found) >= table.lower_bound * (1 - 1e-5)
     assert table.error <= min(found) * (1 + 1e-5)
     assert min(found) <= table.error * 1.05  # they came close enough to be a test
@@ -125,7 +148,10 @@ def test_no_optimised_intervals_are_below_the_bound(name, weight, count):
     sample = SampledError(f, table.domain, WEIGHTS[weight], 8_001)
     rng = np.random.default_rng(count)
     starts = rng.uniform(-3, 3, (8, count - 1))
-    found = [minimize(sample.of_breaks, s, method="Nelder-Mead", options={"maxfev": 250}).fun for s in starts]
+    found = [
+        minimize(sample.of_breaks, s, method="Nelder-Mead", options={"maxfev": 250}).fun
+        for s in starts
+    ]
     assert min(found) >= table.lower_bound * (1 - 1e-4)
     assert table.error <= min(found) * (1 + 1e-4)
     assert min(found) <= table.error * 1.4
@@ -158,7 +184,9 @@ def test_tables_of_other_grids_are_not_below_the_bound(name, weight, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("name", "weight"), COMPETED)
 def test_the_gap_falls_with_the_grid(name, weight, form):
-    gaps = [solved(name, 3, weight=weight, form=form, grid=grid).gap for grid in (512, 1024, 2048, 4096)]
+    gaps = [
+        solved(name, 3, weight=weight, form=form, grid=grid).gap for grid in (512, 1024, 2048, 4096)
+    ]
     assert all(finer < 0.6 * coarser for coarser, finer in itertools.pairwise(gaps))
 
 
@@ -196,7 +224,9 @@ def test_the_bound_put_together_anew(name, extrema, form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("name", ["gelu", "silu", "selu", "tanh", "softplus", "hardswish", "gelu_10"])
+@pytest.mark.parametrize(
+    "name", ["gelu", "silu", "selu", "tanh", "softplus", "hardswish", "gelu_10"]
+)
 def test_every_level_is_the_mean_of_its_pieces(name, weight, form):
     table = solved(name, 3, weight=weight, form=form)
     mass, first = piece_moments(table, functions.get(name), WEIGHTS[weight])
@@ -207,7 +237,9 @@ def test_every_level_is_the_mean_of_its_pieces(name, weight, form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("name", ["gelu", "silu", "selu", "tanh", "softplus", "hardswish", "gelu_10"])
+@pytest.mark.parametrize(
+    "name", ["gelu", "silu", "selu", "tanh", "softplus", "hardswish", "gelu_10"]
+)
 def test_every_break_is_where_its_two_levels_are_equally_near(name, weight, form):
     f = functions.get(name)
     table = solved(name, 3, weight=weight, form=form)

@@ -33,7 +33,13 @@ def dense(table, n=40_001):
     f = functions.get(table.function, table.parameters)
     marks = np.unique([*f.kinks, *table.breaks])
     steps = np.array([1e-12, 1e-9, 1e-6, 1e-4]) * (1 + np.abs(marks[:, None]))
-    x = np.concatenate([np.linspace(*table.domain, n), (marks[:, None] + steps).ravel(), (marks[:, None] - steps).ravel()])
+    x = np.concatenate(
+        [
+            np.linspace(*table.domain, n),
+            (marks[:, None] + steps).ravel(),
+            (marks[:, None] - steps).ravel(),
+        ]
+    )
     x = x[(x > table.domain[0]) & (x < table.domain[1])]
     return np.setdiff1d(x, marks), f
 
@@ -95,7 +101,9 @@ def test_minimax_against_every_cover_of_a_sample(name, form, domain):
             least = minimax_levels(values, count, pinned)
         else:
             least = minimax_contiguous(values, count, slopes if tails == "pinned" else None)
-        error = solved(name, levels=count, form=form, domain=domain, objective="minimax", tails=tails).error
+        error = solved(
+            name, levels=count, form=form, domain=domain, objective="minimax", tails=tails
+        ).error
         assert least * (1 - 1e-9) - 1e-12 <= error <= least + step + 1e-12, (count, tails)
 
 
@@ -206,6 +214,15 @@ def test_no_other_levels_have_less_variance(name, weight):
         assert variance_of(table, other, density) + bias >= table.lower_bound * (1 - 1e-6)
 
 
+@pytest.mark.parametrize("name", ["gelu", "tanh", "softplus", "elu"])
+def test_bounds_of_coarse_grids_hold(name):
+    for count, grid in itertools.product((3, 8), (16, 64, 256)):
+        best = solved(name, levels=count, objective="unbiased")
+        coarse = solved(name, levels=count, objective="unbiased", grid=grid)
+        assert coarse.lower_bound <= best.error * (1 + 1e-12)
+        assert coarse.error >= best.lower_bound * (1 - 1e-12)
+
+
 def test_unbiased_costs_more_than_mse_and_refinement_helps():
     for name in ("gelu", "tanh", "hardswish"):
         table = solved(name, 3, objective="unbiased")
@@ -234,18 +251,23 @@ def test_draws_are_unbiased_with_the_promised_variance(name):
     assert (np.isin(draws, table.levels)).all()
 
 
-@pytest.mark.parametrize("name", ["relu", "relu6", "hardtanh", "hardshrink", "leaky_relu", "hardsigmoid"])
+@pytest.mark.parametrize(
+    "name", ["relu", "relu6", "hardtanh", "hardshrink", "leaky_relu", "hardsigmoid"]
+)
 def test_unbiased_tables_of_two_slopes_are_exact(name):
     table = solved(name, 2, objective="unbiased")
     f = functions.get(name)
     assert (table.error, table.knots_error) == (0.0, 0.0)
     kinks = np.array(f.kinks)
-    x = np.concatenate([kinks, np.nextafter(kinks, -99), np.nextafter(kinks, 99), np.linspace(-9, 9, 91)])
+    x = np.concatenate(
+        [kinks, np.nextafter(kinks, -99), np.nextafter(kinks, 99), np.linspace(-9, 9, 91)]
+    )
     assert (table(x) == f.derivative(x)).all()
 
 
 @pytest.mark.parametrize(
-    ("name", "domain"), [("relu", (0, 5)), ("hardtanh", (-1, 1)), ("relu6", (0, 6)), ("identity", None)]
+    ("name", "domain"),
+    [("relu", (0, 5)), ("hardtanh", (-1, 1)), ("relu6", (0, 6)), ("identity", None)],
 )
 def test_a_constant_derivative_is_refused(name, domain):
     with pytest.raises(SolveError, match="constant"):

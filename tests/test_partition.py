@@ -127,7 +127,10 @@ def test_the_means_are_the_means_of_the_segments(problem, form):
         if weights[a:b].sum() == 0:
             assert np.isnan(mean)
         else:
-            exact = sum(Fraction(v) * Fraction(w) for v, w in zip(values[a:b].tolist(), weights[a:b].tolist(), strict=True))
+            exact = sum(
+                Fraction(v) * Fraction(w)
+                for v, w in zip(values[a:b].tolist(), weights[a:b].tolist(), strict=True)
+            )
             exact /= sum(map(Fraction, weights[a:b].tolist()))
             assert float(abs(Fraction(float(mean)) - exact)) <= 1e-15 * np.abs(values[a:b]).max()
 
@@ -136,7 +139,10 @@ def test_the_means_are_the_means_of_the_segments(problem, form):
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_the_cost_never_rises_with_the_count_and_ends_at_zero(problem, form):
     n = len(problem.values)
-    costs = [partition(problem.values, count, problem.weights, form=form).cost for count in range(1, n + 2)]
+    costs = [
+        partition(problem.values, count, problem.weights, form=form).cost
+        for count in range(1, n + 2)
+    ]
     assert (np.diff(costs) <= 1e-12 * np.array(costs[:-1])).all()
     assert costs[n - 1] == 0.0 and costs[n] == 0.0
 
@@ -145,7 +151,9 @@ def test_the_cost_never_rises_with_the_count_and_ends_at_zero(problem, form):
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_levels_never_cost_more_than_intervals(problem, count):
     levels = partition(problem.values, count, problem.weights).cost
-    assert levels <= partition(problem.values, count, problem.weights, form="intervals").cost * (1 + 1e-12)
+    assert levels <= partition(problem.values, count, problem.weights, form="intervals").cost * (
+        1 + 1e-12
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -160,7 +168,9 @@ def test_integer_weights_are_repeated_samples(form):
     rng = np.random.default_rng(1)
     values, counts = rng.standard_normal(40), rng.integers(0, 4, 40)
     weighted = partition(values, 5, counts.astype(float), form=form).cost
-    assert weighted == pytest.approx(partition(np.repeat(values, counts), 5, form=form).cost, rel=1e-12)
+    assert weighted == pytest.approx(
+        partition(np.repeat(values, counts), 5, form=form).cost, rel=1e-12
+    )
 
 
 def test_the_order_of_the_values_does_not_matter_to_levels():
@@ -203,7 +213,9 @@ def test_the_best_breaks_survive(kind, form):
         order = np.argsort(values, kind="stable")
         values, weights = values[order], weights[order]
     best = partition(values, 7, weights, form="intervals", prune=False).breaks
-    survivors = surviving_breaks(Items(weights, values), 7, monge=form == "levels", effort=Effort(1))
+    survivors = surviving_breaks(
+        Items(weights, values), 7, monge=form == "levels", effort=Effort(1)
+    )
     assert len(survivors) == 6
     if kind in ("random", "noisy steps"):  # no ties: the optimum is the only one
         assert all(b in s for b, s in zip(best, survivors, strict=True))
@@ -239,7 +251,9 @@ def test_the_two_searches_agree_on_sorted_values(problem, flip, slack):
     rng = np.random.default_rng(3)
     columns = np.flatnonzero(rng.random(n + 1) < 0.7)
     rows = np.flatnonzero(rng.random(n + 1) < 0.7)
-    previous = np.where(rng.random(len(columns)) < 0.9, rng.random(len(columns)) * costs.items.cost(0, n), np.inf)
+    previous = np.where(
+        rng.random(len(columns)) < 0.9, rng.random(len(columns)) * costs.items.cost(0, n), np.inf
+    )
     previous = np.sort(previous)[::-1]
     options = {"slack": slack, "flip": n if flip else -1}
     divided, _ = run_layer(costs, columns, previous, rows, monge=True, **options)
@@ -267,7 +281,9 @@ def test_a_layer_without_rows_or_columns():
         assert out.tolist() == [np.inf, np.inf] and best.tolist() == [-1, -1]
         out, best = run_layer(costs, some, np.zeros(2), nothing, monge=monge)
         assert len(out) == len(best) == 0
-        out, best = run_layer(costs, np.array([2]), np.zeros(1), np.array([0, 1, 2, 3]), monge=monge)
+        out, best = run_layer(
+            costs, np.array([2]), np.zeros(1), np.array([0, 1, 2, 3]), monge=monge
+        )
         assert out.tolist() == [np.inf, np.inf, 0.0, 0.0] and best.tolist() == [-1, -1, 0, 0]
 
 

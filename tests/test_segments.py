@@ -32,7 +32,9 @@ def assert_cost(got, exact):
 def test_every_segment_of_a_small_sequence(problem):
     items = Items(problem.weights, problem.values)
     for start, stop in all_segments(len(items)):
-        assert_cost(items.cost(start, stop), spread(problem.values[start:stop], problem.weights[start:stop]))
+        assert_cost(
+            items.cost(start, stop), spread(problem.values[start:stop], problem.weights[start:stop])
+        )
 
 
 @pytest.mark.parametrize("problem", tagged("medium"), ids=str)
@@ -40,7 +42,9 @@ def test_segments_of_a_longer_sequence(problem):
     items = Items(problem.weights, problem.values)
     rng = np.random.default_rng(1)
     for start, stop in np.sort(rng.integers(0, len(items) + 1, (60, 2)), axis=1):
-        assert_cost(items.cost(start, stop), spread(problem.values[start:stop], problem.weights[start:stop]))
+        assert_cost(
+            items.cost(start, stop), spread(problem.values[start:stop], problem.weights[start:stop])
+        )
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e3])
@@ -81,7 +85,9 @@ def test_empty_and_single_segments_cost_nothing(problem):
 @pytest.mark.parametrize("n", [2, 3, 16, 37])
 def test_equal_values_cost_exactly_nothing(n, value):
     items = Items(np.random.default_rng(3).random(n), np.full(n, value))
-    assert [items.cost(start, stop) for start, stop in all_segments(n)] == [0.0] * ((n + 1) * (n + 2) // 2)
+    assert [items.cost(start, stop) for start, stop in all_segments(n)] == [0.0] * (
+        (n + 1) * (n + 2) // 2
+    )
 
 
 def test_an_item_with_a_spread_of_its_own_costs_that_spread():
@@ -119,7 +125,9 @@ def test_runs_of_runs(problem):
     n = len(problem.values)
     once = Items(problem.weights, problem.values).compress([0, 5, 11, 12, 20, 33, n])
     twice = once.compress([0, 2, 5, 6])
-    for (start, stop), (a, b) in zip([(0, 1), (1, 2), (0, 2), (0, 3)], [(0, 11), (11, 33), (0, 33), (0, n)], strict=True):
+    for (start, stop), (a, b) in zip(
+        [(0, 1), (1, 2), (0, 2), (0, 3)], [(0, 11), (11, 33), (0, 33), (0, n)], strict=True
+    ):
         assert_cost(twice.cost(start, stop), spread(problem.values[a:b], problem.weights[a:b]))
 
 
@@ -159,7 +167,9 @@ def test_integer_weights_are_repeated_samples(seed):
     repeated = Items(np.ones(counts.sum()), np.repeat(values, counts))
     at = np.concatenate([[0], np.cumsum(counts)])
     for start, stop in all_segments(15):
-        assert items.cost(start, stop) == pytest.approx(repeated.cost(at[start], at[stop]), rel=1e-13)
+        assert items.cost(start, stop) == pytest.approx(
+            repeated.cost(at[start], at[stop]), rel=1e-13
+        )
 
 
 @pytest.mark.parametrize("problem", tagged("medium"), ids=str)
@@ -168,7 +178,9 @@ def test_reversal(problem):
     items = Items(problem.weights, problem.values)
     backwards = Items(problem.weights[::-1], problem.values[::-1])
     for start, stop in all_segments(n):
-        assert items.cost(start, stop) == pytest.approx(backwards.cost(n - stop, n - start), rel=1e-10)
+        assert items.cost(start, stop) == pytest.approx(
+            backwards.cost(n - stop, n - start), rel=1e-10
+        )
 
 
 @pytest.mark.parametrize("power", [-300, -40, 40, 300])

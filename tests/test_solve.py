@@ -248,7 +248,9 @@ def test_as_many_levels_as_values_are_enough(form):
     assert sorted(five.levels) == sorted(heights)
     # Best merge: two slopes one apart, over lengths 1.75 (1) and 6.25 (4), 2.5 (2), 6 (0), 4 (3).
     lengths = np.diff([-10.0, *steps, 10.0])
-    pairs = itertools.combinations(range(5), 2) if form == "levels" else itertools.pairwise(range(5))
+    pairs = (
+        itertools.combinations(range(5), 2) if form == "levels" else itertools.pairwise(range(5))
+    )
     merges = [
         lengths[i] * lengths[j] / (lengths[i] + lengths[j]) * (heights[i] - heights[j]) ** 2
         for i, j in pairs
@@ -263,7 +265,13 @@ def test_as_many_levels_as_values_are_enough(form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("name", "domain"),
-    [("relu", (0, 5)), ("relu", (-5, 0)), ("relu6", (0, 6)), ("hardtanh", (-1, 1)), ("hardsigmoid", (-3, 3))],
+    [
+        ("relu", (0, 5)),
+        ("relu", (-5, 0)),
+        ("relu6", (0, 6)),
+        ("hardtanh", (-1, 1)),
+        ("hardsigmoid", (-3, 3)),
+    ],
 )
 def test_a_jump_at_the_end_of_the_domain_is_not_in_it(name, domain, form, objective):
     table = solve(name, 2, domain=domain, form=form, objective=objective)
@@ -283,7 +291,9 @@ def test_hardswish_between_its_jumps(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("domain", [(-0.5, 0.5), (3.0, 7.0), (-1e3, 1e3), (-1e-3, 2e-3), (-40.0, -5.0)])
+@pytest.mark.parametrize(
+    "domain", [(-0.5, 0.5), (3.0, 7.0), (-1e3, 1e3), (-1e-3, 2e-3), (-40.0, -5.0)]
+)
 def test_any_domain(domain, form):
     table = solve("gelu", 2, domain=domain, form=form)
     f = functions.get("gelu")
@@ -314,6 +324,17 @@ def test_pinned_tails_are_the_slopes(name, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["gelu", "tanh", "softplus", "logsigmoid"])
+def test_bounds_of_coarse_grids_hold_for_pinned_tables(name, form):
+    for count in (3, 8):
+        best = solved(name, levels=count, form=form, tails="pinned")
+        for grid in (16, 64, 256):
+            coarse = solved(name, levels=count, form=form, tails="pinned", grid=grid)
+            assert coarse.lower_bound <= best.error * (1 + 1e-12)
+            assert coarse.error >= best.lower_bound * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("domain", [(-10.0, 10.0), (-0.5, 0.5), (0.5, 3.0)])
 @pytest.mark.parametrize("name", ["gelu", "selu", "hardswish"])
 def test_the_error_of_pinned_tables_by_adaptive_quadrature(name, domain, form):
@@ -323,7 +344,9 @@ def test_the_error_of_pinned_tables_by_adaptive_quadrature(name, domain, form):
 
 
 @pytest.mark.parametrize("domain", [(-10.0, 10.0), (-0.5, 0.5), (-2.0, 8.0)])
-@pytest.mark.parametrize(("name", "pinned"), [("gelu", [0.0, 1.0]), ("softplus", [0.0, 1.0]), ("tanh", [0.0])])
+@pytest.mark.parametrize(
+    ("name", "pinned"), [("gelu", [0.0, 1.0]), ("softplus", [0.0, 1.0]), ("tanh", [0.0])]
+)
 def test_one_free_level_among_the_pinned(name, pinned, domain):
     sample = SampledError(functions.get(name), domain)
 
@@ -333,13 +356,17 @@ def test_one_free_level_among_the_pinned(name, pinned, domain):
     grid = np.linspace(sample.value.min(), sample.value.max(), 400)
     start = grid[np.argmin([error(level) for level in grid])]
     step = grid[1] - grid[0]
-    best = minimize_scalar(error, bounds=(start - step, start + step), method="bounded", options={"xatol": 1e-9})
+    best = minimize_scalar(
+        error, bounds=(start - step, start + step), method="bounded", options={"xatol": 1e-9}
+    )
     table = solved(name, levels=len(pinned) + 1, domain=domain, tails="pinned")
     assert table.error == pytest.approx(best.fun, rel=1e-5)
 
 
 @pytest.mark.parametrize("domain", [(-10.0, 10.0), (-0.5, 0.5), (-2.0, 8.0)])
-@pytest.mark.parametrize(("name", "ends"), [("gelu", (0.0, 1.0)), ("softplus", (0.0, 1.0)), ("tanh", (0.0, 0.0))])
+@pytest.mark.parametrize(
+    ("name", "ends"), [("gelu", (0.0, 1.0)), ("softplus", (0.0, 1.0)), ("tanh", (0.0, 0.0))]
+)
 def test_one_free_piece_between_the_pinned(name, ends, domain):
     sample = SampledError(functions.get(name), domain, n=8_001)
 
@@ -399,9 +426,14 @@ def test_a_torch_relu6_is_found_to_be_exact():
     assert table.breaks.tolist() == [0.0, 6.0]
 
 
-@pytest.mark.parametrize("function", [np.sqrt, lambda x: 1 / (x - x), lambda x: np.exp(x * x * 1e3)])
+@pytest.mark.parametrize(
+    "function", [np.sqrt, lambda x: 1 / (x - x), lambda x: np.exp(x * x * 1e3)]
+)
 def test_a_function_that_is_not_finite_is_refused(function):
-    with pytest.raises(FunctionError, match="not finite at x") as refusal, np.errstate(all="ignore"):
+    with (
+        pytest.raises(FunctionError, match="not finite at x") as refusal,
+        np.errstate(all="ignore"),
+    ):
         solve(function, 2)
     assert "\n" not in str(refusal.value)
 

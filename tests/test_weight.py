@@ -82,7 +82,10 @@ def test_samples_become_a_density_over_their_range(n):
     samples = np.random.default_rng(n).standard_normal(n)
     weight = make_weight(samples)
     assert weight.domain == (samples.min(), samples.max())
-    edges, density = weight.edges(), weight.density(0.5 * (weight.edges()[1:] + weight.edges()[:-1]))
+    edges, density = (
+        weight.edges(),
+        weight.density(0.5 * (weight.edges()[1:] + weight.edges()[:-1])),
+    )
     assert (density * np.diff(edges)).sum() == pytest.approx(1.0, rel=1e-12)
     counts = np.histogram(samples, edges)[0]
     assert density * np.diff(edges) * n == pytest.approx(counts, rel=1e-9)
@@ -103,7 +106,9 @@ def test_a_table_for_samples_serves_the_density_they_came_from(name, form):
     best = solve(name, 3, weight=mixture_density, form=form)
     fitted = solve(name, 3, weight=mixture(), form=form)
     assert fitted.error == pytest.approx(best.error, rel=0.05)
-    error = squared_error(fitted, f, lambda x: mixture_density(x) * (abs(x) < 10), np.linspace(-10, 10, 41))
+    error = squared_error(
+        fitted, f, lambda x: mixture_density(x) * (abs(x) < 10), np.linspace(-10, 10, 41)
+    )
     assert best.error * (1 - 1e-3) <= error <= best.error * 1.01
 
 
@@ -244,7 +249,9 @@ def test_samples_from_an_npz_file(tmp_path):
 
 def test_a_table_from_a_file(tmp_path):
     np.savez(tmp_path / "weight.npz", edges=EDGES, density=HEIGHTS)
-    assert solve("gelu", 2, weight=tmp_path / "weight.npz") == solve("gelu", 2, weight=(EDGES, HEIGHTS))
+    assert solve("gelu", 2, weight=tmp_path / "weight.npz") == solve(
+        "gelu", 2, weight=(EDGES, HEIGHTS)
+    )
 
 
 def _npz(**arrays):
@@ -267,7 +274,10 @@ FILES = {
     "text.npz": _bytes(b"edges,counts\n"),
     "zeros.npy": _bytes(b"\x93NUMPY\x01\x00" + bytes(100)),
     "truncated.npz": _truncated,
-    "short.npy": lambda path: (np.save(path, mixture(100)), path.write_bytes(path.read_bytes()[:200])),
+    "short.npy": lambda path: (
+        np.save(path, mixture(100)),
+        path.write_bytes(path.read_bytes()[:200]),
+    ),
     "pickled.npy": lambda path: np.save(path, np.array([{"a": 1}, None], dtype=object)),
     "pickled.npz": _npz(samples=np.array([{"a": 1}, None], dtype=object)),
     "strings.npy": lambda path: np.save(path, np.array(["a", "b"])),
@@ -357,7 +367,8 @@ def test_the_error_under_a_histogram_by_adaptive_quadrature(name, form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("edges", "middle"), [([-4.0, -2.0, 2.0, 4.0], 0.0), ([-4.0, -1.0, 3.0, 5.0], 1.0), ([-2.0, -1.5, 2.0, 9.0], 0.25)]
+    ("edges", "middle"),
+    [([-4.0, -2.0, 2.0, 4.0], 0.0), ([-4.0, -1.0, 3.0, 5.0], 1.0), ([-2.0, -1.5, 2.0, 9.0], 0.25)],
 )
 def test_where_the_weight_is_zero_q_continues_to_the_middle(edges, middle, form):
     table = solve("gelu", 1, weight=(edges, [1.0, 0.0, 1.0]), form=form)
@@ -424,4 +435,6 @@ def test_the_uniform_weight_is_a_flat_histogram_times_the_length(form):
     flat = solve("mish", 3, weight=([-10.0, 10.0], [1.0]), form=form)
     uniform = solved("mish", 3, form=form)
     assert 20 * flat.error == pytest.approx(uniform.error, rel=1e-9)
-    assert flat.error == pytest.approx(squared_error(flat, functions.get("mish"), one) / 20, rel=1e-6)
+    assert flat.error == pytest.approx(
+        squared_error(flat, functions.get("mish"), one) / 20, rel=1e-6
+    )

@@ -15,7 +15,7 @@ import numpy as np
 
 from fewbit.errors import FewbitError, WeightError
 
-# Enough for a density's shape; a sample is binned into equally likely bins, at least this many a bin.
+# Enough for a density's shape; a sample is cut into equally likely bins of at least so many values.
 _MOST_BINS = 512
 _SAMPLES_PER_BIN = 32
 
@@ -85,7 +85,7 @@ class Histogram:
 
     @classmethod
     def from_samples(cls, samples):
-        """The histogram of raw values, any shape, in equally likely bins (at most 512)."""
+        """The histogram of raw values, any shape: up to 512 equally likely bins, finer at the ends."""
         values = np.asarray(samples, dtype=np.float64).ravel()
         if values.size < 2:
             raise WeightError(f"samples: expected at least 2 values, got {values.size}")
@@ -97,9 +97,13 @@ class Histogram:
         if low == high:
             raise WeightError(f"samples: expected more than one distinct value, got only {low:g}")
         bins = int(np.clip(values.size // _SAMPLES_PER_BIN, 4, _MOST_BINS))
-        edges = np.quantile(values, np.linspace(0, 1, bins + 1))
+        # Towards both ends the bins hold half as many samples each time: one outlier stays alone.
+        tail = 0.5 ** np.arange(np.log2(bins), np.log2(values.size))
+        shares = np.concatenate([np.linspace(0, 1, bins + 1), tail, 1 - tail])
+        edges = np.quantile(values, np.sort(shares))
         # A value that many samples share would make an infinitely narrow bin.
-        narrow = (high - low) * 1e-4
+        core = np.quantile(values, [0.05, 0.95])
+        narrow = 1e-4 * (core[1] - core[0] or high - low)
         kept = [low]
         for edge in edges[1:-1]:
             if edge - kept[-1] >= narrow and high - edge >= narrow:

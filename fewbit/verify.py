@@ -84,10 +84,10 @@ def _stretches(table, f, weight):
     """Points between which f', q and w are all smooth."""
     low, high = table.domain
     knots = table.knots.points if table.knots is not None else []
-    points = np.concatenate([table.breaks, f.kinks, weight.edges(), knots])
+    points = np.concatenate([table.breaks, f.kinks, weight.edges(table.domain), knots])
     inside = points[(points > low) & (points < high)]
     # Adaptive quadrature alone could step over a narrow density.
-    hints = weight.mesh()[::20]
+    hints = weight.mesh(table.domain)[::20]
     hints = hints[(hints > low) & (hints < high)]
     return np.unique(np.concatenate([[low, high], inside, hints, np.linspace(low, high, 41)]))
 

@@ -64,7 +64,10 @@ class Landscape:
     extrema: np.ndarray
 
     def cells(self, count):
-        """About ``count`` cells, denser where w f''**2 is large: there a step function errs most."""
+        """About ``count`` cells, denser where w f''**2 is large: there a step function errs most.
+
+        Raises SolveError where w has no mass on the domain.
+        """
         forced = np.unique(
             np.concatenate([self.domain, self.kinks, self.weight_edges, self.extrema])
         )
@@ -75,6 +78,9 @@ class Landscape:
         share = np.cbrt(weight * (right - left) ** 2)
         share = share / share.sum() if share.sum() > 0 else share
         even = np.where(weight > 0, width, 0.0)
+        if not even.any():
+            low, high = self.domain
+            raise SolveError(f"weight: expected some mass on the domain [{low:g}, {high:g}], got none")
         share = (1 - _EVEN_SHARE) * share + _EVEN_SHARE * even / even.sum()
         cumulative = np.concatenate([[0.0], np.cumsum(share)])
         wanted = np.interp(np.linspace(0, cumulative[-1], count + 1)[1:-1], cumulative, mesh)
@@ -131,7 +137,7 @@ class Landscape:
 def survey(derivative, kinks, weight, domain, name="f'"):
     """The :class:`Landscape` of a problem: checks finiteness, locates the extrema of f'.
 
-    Raises FunctionError where f' is not finite on the domain, SolveError where w has no mass there.
+    Raises FunctionError where f' is not finite on the domain.
     """
     low, high = domain
 
@@ -146,15 +152,12 @@ def survey(derivative, kinks, weight, domain, name="f'"):
         return value
 
     inner = np.asarray(sorted(k for k in kinks if low < k < high), dtype=np.float64)
-    edges = weight.edges()
+    edges = weight.edges(domain)
     edges = edges[(edges > low) & (edges < high)]
-    mesh = _mesh(low, high, weight.mesh())
+    mesh = _mesh(low, high, weight.mesh(domain))
     mesh = np.union1d(mesh, np.concatenate([inner, edges]))
     extrema = _extrema(checked, mesh, inner)
-    scape = Landscape(checked, weight.density, (low, high), inner, edges, mesh, extrema)
-    if not (weight.density(mesh) > 0).any():
-        raise SolveError(f"weight: expected some mass on the domain [{low:g}, {high:g}], got none")
-    return scape
+    return Landscape(checked, weight.density, (low, high), inner, edges, mesh, extrema)
 
 
 def _mesh(low, high, hints):

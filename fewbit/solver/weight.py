@@ -18,6 +18,7 @@ from fewbit.errors import FewbitError, WeightError
 # Enough for a density's shape; a sample is cut into equally likely bins of at least so many values.
 _MOST_BINS = 512
 _SAMPLES_PER_BIN = 32
+_STEEP = 32
 
 
 class Uniform:
@@ -28,10 +29,10 @@ class Uniform:
     def density(self, x):
         return np.ones_like(x)
 
-    def edges(self):
+    def edges(self, _domain):
         return np.empty(0)
 
-    def mesh(self):
+    def mesh(self, _domain):
         return np.empty(0)
 
     def document(self):
@@ -54,10 +55,10 @@ class Normal:
         z = (x - self.mean) / self.std
         return np.exp(-0.5 * z * z) / (self.std * math.sqrt(2 * math.pi))
 
-    def edges(self):
+    def edges(self, _domain):
         return np.empty(0)
 
-    def mesh(self):
+    def mesh(self, _domain):
         return self.mean + self.std * np.linspace(-9, 9, 721)
 
     def document(self):
@@ -68,8 +69,7 @@ class Histogram:
     """A piecewise constant density: ``edges`` (n+1,) ascending, ``density`` (n,) >= 0, normalised to 1."""
 
     def __init__(self, edges, density):
-        edges = np.asarray(edges, dtype=np.float64)
-        density = np.asarray(density, dtype=np.float64)
+        edges, density = _floats("histogram edges", edges), _floats("histogram heights", density)
         if edges.ndim != 1 or len(edges) < 2 or density.shape != (len(edges) - 1,):
             raise WeightError(
                 f"histogram: expected n+1 edges and n heights, got shapes {edges.shape} and {density.shape}"
@@ -79,14 +79,16 @@ class Histogram:
         if not (np.isfinite(density).all() and (density >= 0).all() and density.any()):
             raise WeightError("histogram: expected finite heights >= 0 that are not all 0")
         self._edges = edges
-        self._density = density / (density * np.diff(edges)).sum()
+        total = math.fsum(density * np.diff(edges))
+        # A density that is normalised already keeps its digits, so that documents round-trip.
+        self._density = density if abs(total - 1) < 1e-12 else density / total
         used = np.flatnonzero(density)
         self.domain = (float(edges[used[0]]), float(edges[used[-1] + 1]))
 
     @classmethod
     def from_samples(cls, samples):
         """The histogram of raw values, any shape: up to 512 equally likely bins, finer at the ends."""
-        values = np.asarray(samples, dtype=np.float64).ravel()
+        values = _floats("samples", samples).ravel()
         if values.size < 2:
             raise WeightError(f"samples: expected at least 2 values, got {values.size}")
         if not np.isfinite(values).all():
@@ -117,10 +119,10 @@ class Histogram:
         inside = (bin_of >= 0) & (bin_of < len(self._density))
         return np.where(inside, self._density[np.clip(bin_of, 0, len(self._density) - 1)], 0.0)
 
-    def edges(self):
+    def edges(self, _domain):
         return self._edges
 
-    def mesh(self):
+    def mesh(self, _domain):
         return self._edges
 
     def document(self):
@@ -140,7 +142,8 @@ class Density:
         self._function, self._name = function, name
 
     def density(self, x):
-        values = np.asarray(self._function(x), dtype=np.float64)
+        with np.errstate(all="ignore"):  # what is not finite is reported here, once
+            values = _floats(f"density {self._name}", self._function(x))
         if values.shape != x.shape:
             raise WeightError(
                 f"density {self._name}: expected an array of shape {x.shape}, got {values.shape}"
@@ -152,11 +155,27 @@ class Density:
             )
         return values
 
-    def edges(self):
-        return np.empty(0)
+    def edges(self, domain):
+        """Where the density jumps by more than 1/32 of its largest value, to the float."""
+        mesh = self.mesh(domain)
+        value = self.density(mesh)
+        steep = np.abs(np.diff(value)) > value.max() / _STEEP
+        return mesh[1:][steep & (np.nextafter(mesh[:-1], np.inf) >= mesh[1:])]
 
-    def mesh(self):
-        return np.empty(0)
+    def mesh(self, domain):
+        """Points between which the density changes by at most 1/32 of its largest value, or jumps."""
+        mesh = np.linspace(*domain, 4097)
+        value = self.density(mesh)
+        for _ in range(64):
+            middle = 0.5 * (mesh[:-1] + mesh[1:])
+            steep = np.abs(np.diff(value)) > value.max() / _STEEP
+            steep &= (mesh[:-1] < middle) & (middle < mesh[1:])
+            if not steep.any():
+                break
+            at = np.flatnonzero(steep) + 1
+            mesh = np.insert(mesh, at, middle[steep])
+            value = np.insert(value, at, self.density(middle[steep]))
+        return mesh
 
     def document(self):
         return {"kind": "callable", "name": self._name}
@@ -208,12 +227,11 @@ def _from_text(text):
 
 def _from_file(path):
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return Histogram.from_samples(loaded)
-        with loaded:
-            arrays = {name: loaded[name] for name in loaded.files}
-        return _from_arrays(arrays)
+        with open(path, "rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return Histogram.from_samples(loaded)
+            return _from_arrays({name: loaded[name] for name in loaded.files})
     except FewbitError as error:
         raise WeightError(f"{path}: {error}") from None
     except Exception as error:  # whatever NumPy makes of a damaged file
@@ -225,8 +243,7 @@ def _from_file(path):
 
 def _from_arrays(arrays):
     if "edges" in arrays and "counts" in arrays:
-        edges = np.asarray(arrays["edges"], dtype=np.float64)
-        counts = np.asarray(arrays["counts"], dtype=np.float64)
+        edges, counts = _floats("edges", arrays["edges"]), _floats("counts", arrays["counts"])
         if counts.shape != (len(edges) - 1,):
             raise WeightError(f"expected {len(edges) - 1} counts, got shape {counts.shape}")
         return Histogram(edges, counts / np.diff(edges))
@@ -242,14 +259,33 @@ def _from_arrays(arrays):
 
 def _from_document(document):
     kind = document.get("kind")
-    if kind == "uniform":
-        return Uniform()
-    if kind == "normal":
-        return Normal(document.get("mean", 0.0), document.get("std", 1.0))
-    if kind == "histogram":
-        return Histogram(document["edges"], document["density"])
-    if kind == "callable":
-        from fewbit.callables import import_callable
+    try:
+        if kind == "uniform":
+            return Uniform()
+        if kind == "normal":
+            return Normal(float(document.get("mean", 0.0)), float(document.get("std", 1.0)))
+        if kind == "histogram":
+            return Histogram(document["edges"], document["density"])
+        if kind == "callable":
+            from fewbit.callables import import_callable
 
-        return Density(import_callable(document["name"]), document["name"])
+            return Density(import_callable(document["name"]), document["name"])
+    except KeyError as missing:
+        raise WeightError(f"weight {kind}: expected a field {missing}, got none") from None
+    except FewbitError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise WeightError(f"weight {kind}: {error}") from None
     raise WeightError(f"weight: expected kind uniform, normal, histogram or callable, got {kind!r}")
+
+
+def _floats(what, values):
+    try:
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise WeightError(f"{what}: expected numbers, got {_shorten(values)}") from None
+
+
+def _shorten(value):
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

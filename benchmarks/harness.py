@@ -19,7 +19,9 @@ def machine(*packages):
     """Processor, cores, Python and the versions of ``packages``, as they go into every result."""
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},

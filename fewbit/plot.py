@@ -210,7 +210,7 @@ def _matplotlib():
     try:
         import matplotlib
     except ImportError:
-        raise FewbitError('plotting needs matplotlib: pip install matplotlib') from None
+        raise FewbitError("plotting needs matplotlib: pip install matplotlib") from None
     return matplotlib
 
 

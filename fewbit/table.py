@@ -52,8 +52,11 @@ def round_breaks(breaks, closed: Sequence[str]) -> np.ndarray:
     """
     breaks = np.asarray(breaks, np.float64)
     nearest = _to_float32(breaks)
-    down = np.where(nearest > breaks, np.nextafter(nearest, np.float32(-np.inf)), nearest)
-    up = np.where(nearest < breaks, np.nextafter(nearest, np.float32(np.inf)), nearest)
+    with np.errstate(over="ignore"):  # beyond the largest float32 lies infinity, where it belongs
+        below = np.nextafter(nearest, np.float32(-np.inf))
+        above = np.nextafter(nearest, np.float32(np.inf))
+    down = np.where(nearest > breaks, below, nearest)
+    up = np.where(nearest < breaks, above, nearest)
     return np.where(_is_left(closed), up, down)
 
 

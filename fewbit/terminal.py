@@ -32,10 +32,14 @@ def sketch(table: Table, width: int = 72, height: int = 16) -> str:
         pieces = steps(table, low, high)
     bottom, top = value_limits(table, curve)
     canvas = np.full((rows, columns), " ")
+    limits = (low, high), (bottom, top)
+    # With many levels the curve would hide the steps; full-width bars would hide the curve.
+    if table.objective == "unbiased":
+        _draw_bars(canvas, pieces, *limits)
     if curve is not None:
-        _draw_dots(canvas, curve, (low, high), (bottom, top))
-    # Bars last: with many levels the curve would hide them.
-    _draw_bars(canvas, pieces, (low, high), (bottom, top))
+        _draw_dots(canvas, curve, *limits)
+    if table.objective != "unbiased":
+        _draw_bars(canvas, pieces, *limits)
     return "\n".join(
         [*_with_labels(canvas, bottom, top), *_axis(columns, low, high), _legend(table, curve)]
     )

@@ -111,7 +111,7 @@ def _integral(integrand, ends):
 
     left, right = ends[:-1], ends[1:]
     # A break beside a kink leaves a stretch of a few floats, too narrow for the rule's points.
-    wide = right - left > 1e-9 * (ends[-1] - ends[0])
+    wide = right - left > 1e-9 * (1 + np.abs(left))
     thin = ~wide
     rest = np.sum(integrand(0.5 * (left[thin] + right[thin])) * (right[thin] - left[thin]))
     left, right = left[wide], right[wide]

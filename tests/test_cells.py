@@ -41,7 +41,9 @@ def test_extrema_are_the_sign_changes_of_the_second_derivative(name):
 
 
 @pytest.mark.parametrize("name", functions.names())
-@pytest.mark.parametrize("weight", [Uniform(), Normal(0.3, 0.7), Histogram([-2, 0, 1, 4], [1, 3, 1])])
+@pytest.mark.parametrize(
+    "weight", [Uniform(), Normal(0.3, 0.7), Histogram([-2, 0, 1, 4], [1, 3, 1])]
+)
 def test_moments_against_adaptive_quadrature(name, weight):
     f = functions.get(name)
     scape = scape_of(name, weight)
@@ -53,7 +55,10 @@ def test_moments_against_adaptive_quadrature(name, weight):
         a, b = cells.left[i], cells.right[i]
         mass = quad(lambda x: weight.density(np.array([x]))[0], a, b, epsabs=0)[0]
         first = quad(
-            lambda x: f.derivative(np.array([x]))[0] * weight.density(np.array([x]))[0], a, b, epsabs=0
+            lambda x: f.derivative(np.array([x]))[0] * weight.density(np.array([x]))[0],
+            a,
+            b,
+            epsabs=0,
         )[0]
         assert cells.mass[i] == pytest.approx(mass, rel=1e-10)
         assert cells.mean[i] * mass == pytest.approx(first, rel=1e-9, abs=1e-13 * mass)

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from high_precision import ORACLE, oracle
+from high_precision import oracle
 
 from fewbit import functions
 from fewbit.errors import FunctionError

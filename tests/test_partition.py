@@ -24,7 +24,7 @@ from fewbit.solver.layers import RANDOM_CHOICE, Costs, run_layer
 from fewbit.solver.partition import Effort, LayeredSearch, partition, surviving_breaks
 from fewbit.solver.segments import Items
 
-STEADY = settings(derandomize=True, deadline=None, database=None, max_examples=60)
+STEADY = settings(max_examples=60)
 FORMS = ["levels", "intervals"]
 
 

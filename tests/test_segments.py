@@ -12,7 +12,7 @@ from problems import PROBLEMS, tagged
 
 from fewbit.solver.segments import Items
 
-STEADY = settings(derandomize=True, deadline=None, database=None, max_examples=150)
+STEADY = settings(max_examples=150)
 TOLERANCE = Fraction(1, 10**9)
 
 finite = st.floats(-1e6, 1e6, allow_nan=False).map(lambda x: 0.0 if abs(x) < 1e-9 else x)

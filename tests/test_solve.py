@@ -328,10 +328,15 @@ def test_pinned_tails_are_the_slopes(name, form):
 def test_bounds_of_coarse_grids_hold_for_pinned_tables(name, form):
     for count in (3, 8):
         best = solved(name, levels=count, form=form, tails="pinned")
-        for grid in (16, 64, 256):
+        gaps = []
+        for grid in (64, 256, 1024):
             coarse = solved(name, levels=count, form=form, tails="pinned", grid=grid)
             assert coarse.lower_bound <= best.error * (1 + 1e-12)
             assert coarse.error >= best.lower_bound * (1 - 1e-12)
+            gaps.append(coarse.gap)
+        assert (
+            gaps[0] > 2 * gaps[1] > 4 * gaps[2] > 0
+        )  # a bound that is too high is cut to a gap of 0
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -17,7 +17,8 @@ from fewbit.errors import FunctionError, SolveError
 
 _GAUSS = np.polynomial.legendre.leggauss(8)
 _UNIFORM_MESH = 4096
-# The share of nodes spread evenly over x; the rest goes where a step function errs most.
+_SMALLEST_SCALE = 1e-2
+# The share of nodes spread evenly over the mesh; the rest goes where a step function errs most.
 _EVEN_SHARE = 0.25
 
 
@@ -77,16 +78,18 @@ class Landscape:
         weight = self.density(0.5 * (mesh[:-1] + mesh[1:])) * width
         share = np.cbrt(weight * (right - left) ** 2)
         share = share / share.sum() if share.sum() > 0 else share
-        even = np.where(weight > 0, width, 0.0)
+        even = np.where(weight > 0, 1.0, 0.0)
         if not even.any():
             low, high = self.domain
-            raise SolveError(f"weight: expected some mass on the domain [{low:g}, {high:g}], got none")
+            raise SolveError(
+                f"weight: expected some mass on the domain [{low:g}, {high:g}], got none"
+            )
         share = (1 - _EVEN_SHARE) * share + _EVEN_SHARE * even / even.sum()
         cumulative = np.concatenate([[0.0], np.cumsum(share)])
         wanted = np.interp(np.linspace(0, cumulative[-1], count + 1)[1:-1], cumulative, mesh)
         nearest = np.clip(np.searchsorted(forced, wanted), 1, len(forced) - 1)
         gap = np.minimum(wanted - forced[nearest - 1], forced[nearest] - wanted)
-        nodes = np.union1d(forced, wanted[gap > 1e-12 * (self.domain[1] - self.domain[0])])
+        nodes = np.union1d(forced, wanted[gap > 1e-12 * (1 + np.abs(wanted))])
         cells = self.integrate(nodes[:-1], nodes[1:])
         return cells.take(cells.mass > 0)
 
@@ -151,7 +154,8 @@ def survey(derivative, kinks, weight, domain, name="f'"):
             )
         return value
 
-    inner = np.asarray(sorted(k for k in kinks if low < k < high), dtype=np.float64)
+    # One at an end of the domain counts too: f' there has the value of the other side.
+    inner = np.asarray(sorted(k for k in kinks if low <= k <= high), dtype=np.float64)
     edges = weight.edges(domain)
     edges = edges[(edges > low) & (edges < high)]
     mesh = _mesh(low, high, weight.mesh(domain))
@@ -161,10 +165,10 @@ def survey(derivative, kinks, weight, domain, name="f'"):
 
 
 def _mesh(low, high, hints):
-    """Even over the domain, finer around 0 (where activations bend), and the weight's own points."""
+    """Even over the domain, even in asinh around 0 at every scale, and the weight's own points."""
     even = np.linspace(low, high, _UNIFORM_MESH + 1)
-    scale = (high - low) / np.sinh(12.0)
-    dense = scale * np.sinh(np.linspace(-12, 12, 1001))
+    reach = np.arcsinh(max(abs(low), abs(high)) / _SMALLEST_SCALE)
+    dense = _SMALLEST_SCALE * np.sinh(np.linspace(-reach, reach, _UNIFORM_MESH + 1))
     points = np.concatenate([even, dense, hints])
     return np.unique(points[(points >= low) & (points <= high)])
 
@@ -200,4 +204,4 @@ def _extrema(derivative, mesh, kinks):
     found = 0.5 * (a + b)
     # A turn at a kink is the kink itself.
     near = np.abs(found[:, None] - kinks[None, :]).min(axis=1, initial=np.inf)
-    return np.unique(found[near > 1e-7 * (mesh[-1] - mesh[0])])
+    return np.unique(found[near > 1e-7 * (1 + np.abs(found))])

@@ -25,7 +25,7 @@ from fewbit.solver.steps import Steps, crossing_points, nearest_steps, slope_den
 
 _MOST_STEPS = 200
 RESIDUAL = 1e-10
-_ROUNDING = 1e-15
+ROUNDING = 1e-15
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def refine(pieces, levels, steps, fixed, *, most_steps=_MOST_STEPS):
                 continue
             total = totals(scape, cells, moved, proposal)
             if total.error < best.error or (
-                total.error <= best.error * (1 + _ROUNDING)
+                total.error <= best.error * (1 + ROUNDING)
                 and _residual(proposal, total, free) < _residual(levels, best, free)
             ):
                 levels, steps, best = proposal, moved, total

@@ -154,30 +154,24 @@ def relax_intervals(cells, count, slopes, effort):
     return Relaxed(levels, fixed, max(cost - atoms.excess, 0.0), x)
 
 
-def relax_unbiased(cells, count, pinned, effort):
-    """Best ``count`` levels, the least and greatest value among them, for cells collapsed to means."""
-    low = min([float(cells.lowest.min()), *pinned])
-    high = max([float(cells.highest.max()), *pinned])
-    order = np.argsort(cells.mean, kind="stable")
-    value = np.concatenate([[low], cells.mean[order], pinned, [high]])
-    mass = np.concatenate([[0.0], cells.mass[order], np.zeros(len(pinned)), [0.0]])
+def relax_unbiased(cells, count, fixed, effort):
+    """Best ``count`` levels for cells collapsed to means; ``fixed``: ascending, the end levels too."""
+    value = np.concatenate([cells.mean, fixed])
+    mass = np.concatenate([cells.mass, np.zeros(len(fixed))])
     order = np.argsort(value, kind="stable")
     value, mass = _merge_equal(value[order], mass[order])
-    spread = float(cells.spread.sum())
     n = len(value)
-    inner = [p for p in pinned if low < p < high]
-    fixed = np.array([low, high, *inner])
     if n <= count:
         return Relaxed(value, np.isin(value, fixed), 0.0)
-    search = LayeredSearch(Costs(Items(mass, value), RANDOM_CHOICE, inner), True, effort)
+    search = LayeredSearch(Costs(Items(mass, value), RANDOM_CHOICE, fixed[1:-1]), True, effort)
     nodes = np.arange(n)
     for done in range(1, count - 1):
         search.step(nodes)
         effort.progress("searching", done, count - 1)
     search.step(np.array([n - 1]))
-    chosen = search.trace(0)
-    levels = np.unique(np.concatenate([[low, high], value[chosen]]))
-    return Relaxed(levels, np.isin(levels, fixed), max(search.values[0] - spread, 0.0))
+    levels = np.unique(np.append(value[search.trace(0)], fixed))
+    bound = max(search.values[0] - float(cells.spread.sum()), 0.0)
+    return Relaxed(levels, np.isin(levels, fixed), bound)
 
 
 class Zone:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,7 +26,7 @@ from fewbit.solver.partition import Effort
 from fewbit.solver.refine import RESIDUAL, ContiguousPieces, NearestPieces, Solution, refine
 from fewbit.solver.relaxation import relax_intervals, relax_levels, relax_unbiased
 from fewbit.solver.steps import Steps, nearest_steps, relabel, tidy, totals
-from fewbit.solver.unbiased import build_stand_in, refine_unbiased, variance
+from fewbit.solver.unbiased import build_stand_in, refine_unbiased, variance, with_tails
 from fewbit.solver.weight import make_weight
 from fewbit.table import Knots, Table, lower_pieces
 
@@ -79,6 +80,10 @@ def solve(
     _check_choice("form", form, FORMS)
     _check_choice("objective", objective, OBJECTIVES)
     _check_choice("tails", tails, TAILS)
+    if threads is not None and not (_is_integer(threads) and threads >= 1):
+        raise SolveError(f"threads: expected an integer of at least 1, got {threads!r}")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise SolveError(f"parameters: expected a mapping of names to numbers, got {parameters!r}")
     if objective == "unbiased" and form != "levels":
         raise SolveError("objective unbiased: expected form levels (the draw is between levels)")
     weight = make_weight(weight)
@@ -103,6 +108,10 @@ def solve(
     scape = survey(f.derivative, f.kinks, weight, domain, f.name)
     outcome = _METHODS[objective](scape, request, f)
     error, bound = outcome.error, min(outcome.lower_bound, outcome.error)
+    if outcome.lower_bound > error * (1 + 1e-9) + 1e-28:
+        raise AssertionError(
+            f"the lower bound {outcome.lower_bound!r} exceeds the error {error!r}: a defect of the solver"
+        )
     status = "exact" if error == 0 else outcome.status
     return Table(
         function=f.name,
@@ -183,7 +192,7 @@ def _solve_mse(scape, request, f):
         error=solution.error,
         lower_bound=relaxed.lower_bound,
         relative_error=math.sqrt(solution.error / second) if second > 0 else 0.0,
-        status=_status(request, solution.residual),
+        status=_status(request, solution.residual, levels),
     )
 
 
@@ -220,8 +229,14 @@ def _solve_unbiased(scape, request, f):
         scape, derivative=stand_in, kinks=np.unique(stand_in.points), extrema=np.empty(0)
     )
     coarse, fine = _both_cells(smooth, request.grid)
-    pinned = np.unique(request.slopes) if request.slopes else np.empty(0)
-    relaxed = relax_unbiased(coarse, request.count, pinned, request.effort)
+    values = [stand_in.values.min(), stand_in.values.max(), *(request.slopes or ())]
+    ends = np.unique([min(values), max(values), *(request.slopes or ())])
+    if request.count < len(ends):
+        raise SolveError(
+            f"objective unbiased, tails pinned: expected at least {len(ends)} levels "
+            f"(the least and greatest f' and the slopes between), got {request.count}"
+        )
+    relaxed = relax_unbiased(coarse, request.count, ends, request.effort)
     levels, residual = relaxed.levels, math.inf
     if request.refine:
         levels, residual = refine_unbiased(smooth, fine, levels, relaxed.fixed)
@@ -229,6 +244,8 @@ def _solve_unbiased(scape, request, f):
     bias = apart.integrate(fine.left, fine.right).second_moment
     error = variance(smooth, fine, levels) + bias
     second = scape.integrate(fine.left, fine.right).second_moment
+    if request.slopes is not None:
+        stand_in = with_tails(stand_in, request.slopes)
     knots = Knots(stand_in.points, stand_in.values, _knots_closed(f, stand_in))
     breaks, codes, closed = lower_pieces(levels, knots)
     return _Outcome(
@@ -239,7 +256,7 @@ def _solve_unbiased(scape, request, f):
         error=error,
         lower_bound=relaxed.lower_bound + bias,
         relative_error=math.sqrt(error / second) if second > 0 else 0.0,
-        status=_status(request, residual),
+        status=_status(request, residual, levels),
         knots=knots,
         knots_error=stand_in.error,
     )
@@ -313,25 +330,31 @@ def _silent(_stage, _done, _total):
     pass
 
 
-def _status(request, residual):
+def _status(request, residual, levels):
     if not request.refine:
         return "unrefined"
-    return "stationary" if residual < RESIDUAL else "stalled"
+    # The gradient scales with f'.
+    scale = max(1.0, float(np.abs(levels).max()))
+    return "stationary" if residual < RESIDUAL * scale else "stalled"
 
 
 def _count_levels(bits, levels):
     if bits is None and levels is None:
         raise SolveError("bits: expected 1 to 8, got nothing")
-    if bits is not None and not (isinstance(bits, int | np.integer) and 1 <= bits <= 8):
+    if bits is not None and not (_is_integer(bits) and 1 <= bits <= 8):
         raise SolveError(f"bits: expected an integer from 1 to 8, got {bits!r}")
     if levels is None:
         return 2**bits, int(bits)
-    if not (isinstance(levels, int | np.integer) and 2 <= levels <= 256):
+    if not (_is_integer(levels) and 2 <= levels <= 256):
         raise SolveError(f"levels: expected an integer from 2 to 256, got {levels!r}")
     needed = int(levels - 1).bit_length()
     if bits is not None and bits < needed:
         raise SolveError(f"levels: expected at most {2**bits} with {bits} bits, got {levels}")
     return int(levels), int(bits) if bits is not None else needed
+
+
+def _is_integer(value):
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _check_choice(name, value, choices):
@@ -380,6 +403,6 @@ def _pinned_slopes(f, tails, count, form):
 def _grid(grid, count):
     if grid is None:
         return max(4096, 256 * count)
-    if not (isinstance(grid, int | np.integer) and grid >= 16):
+    if not (_is_integer(grid) and grid >= 16):
         raise SolveError(f"grid: expected an integer of at least 16, got {grid!r}")
     return int(grid)

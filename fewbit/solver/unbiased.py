@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fewbit.solver.refine import RESIDUAL
+from fewbit.solver.refine import RESIDUAL, ROUNDING
 from fewbit.solver.steps import threshold_steps
 
 # The stand-in's largest error as a share of an average gap between levels.
@@ -47,6 +47,18 @@ class StandIn:
         return np.clip(np.where(width > 0, inner, self.values[i + 1]), low, high)
 
 
+def with_tails(stand_in, slopes):
+    """The stand-in with a jump to the asymptotic slopes at the ends of the domain."""
+    points, values = list(stand_in.points), list(stand_in.values)
+    if values[0] != slopes[0]:
+        points.insert(0, points[0])
+        values.insert(0, slopes[0])
+    if values[-1] != slopes[1]:
+        points.append(points[-1])
+        values.append(slopes[1])
+    return StandIn(np.array(points), np.array(values), stand_in.error)
+
+
 def build_stand_in(scape, count):
     """Knots at kinks, extrema and domain ends, then halving until the error is small enough."""
     derivative = scape.derivative
@@ -63,7 +75,7 @@ def build_stand_in(scape, count):
         value = derivative(x)
         line = value_left[:, None] + (value_right - value_left)[:, None] * probe
         gap = np.abs(value - line).max(axis=1)
-        narrow = right - left < 1e-9 * (scape.domain[1] - scape.domain[0])
+        narrow = right - left < 1e-9 * (1 + np.abs(left))
         finished = (gap <= tolerance) | narrow
         parts = (left, right, value_left, value_right)
         done.extend(zip(*(part[finished] for part in parts), strict=True))
@@ -113,17 +125,18 @@ def refine_unbiased(scape, cells, levels, fixed, most_steps=100):
         if state.residual(levels, free) < 1e-3 * RESIDUAL:
             break
         step = np.zeros_like(levels)
-        try:
-            step[free] = np.linalg.solve(state.hessian[np.ix_(free, free)], -state.gradient[free])
-        except np.linalg.LinAlgError:
-            break
+        # The error need not be convex: along an axis of negative curvature the step is reversed.
+        curvature, axes = np.linalg.eigh(state.hessian[np.ix_(free, free)])
+        curvature = np.maximum(np.abs(curvature), 1e-12 * np.abs(curvature).max(initial=1e-300))
+        step[free] = -axes @ ((axes.T @ state.gradient[free]) / curvature)
         for share in (1.0, 0.5, 0.1, 0.01):
             moved = levels + share * step
             if (np.diff(moved) <= 0).any():
                 continue
             tried = _evaluate(scape, cells, moved)
             calmer = tried.residual(moved, free) < state.residual(levels, free)
-            if tried.error < state.error or (tried.error == state.error and calmer):
+            unchanged = tried.error <= state.error * (1 + ROUNDING)
+            if tried.error < state.error or (unchanged and calmer):
                 levels, state = moved, tried
                 break
         else:

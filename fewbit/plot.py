@@ -170,28 +170,29 @@ def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, for
 
 
 def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, force: bool = False):
-    """Small multiples: a row per function, a column per number of bits. Returns the matplotlib Figure.
+    """Small multiples: a row per function, a column per form and bits. Returns the matplotlib Figure.
 
-    Of several tables with the same function and bits the last one is drawn. `path`, `force` and the errors
-    are those of plot_table; FewbitError also if there is no table.
+    Of several tables with the same function, form and bits the last one is drawn. `path`, `force` and the
+    errors are those of plot_table; FewbitError also if there is no table.
     """
     _check_suffix(path)
-    cells = {(describe_function(table), table.bits): table for table in tables}
+    cells = {(describe_function(table), (table.form, table.bits)): table for table in tables}
     if not cells:
         raise FewbitError("tables: expected at least one table to plot, got none")
     rows = list(dict.fromkeys(name for name, _ in cells))
-    columns = sorted({bits for _, bits in cells})
+    columns = sorted({column for _, column in cells})
+    forms = {form for form, _ in columns}
     with _style():
         figure = _new_figure(0.6 + 2.7 * len(columns), 0.4 + 1.9 * len(rows))
         axes = figure.subplots(len(rows), len(columns), squeeze=False)
         for i, name in enumerate(rows):
-            for j, bits in enumerate(columns):
+            for j, column in enumerate(columns):
                 _draw_cell(
                     axes[i, j],
-                    cells.get((name, bits)),
-                    first_row=i == 0,
-                    first_column=j == 0,
-                    name=name,
+                    cells.get((name, column)),
+                    legend=i == 0 and j == 0,
+                    label=name if j == 0 else None,
+                    form=column[0] if len(forms) > 1 else None,
                 )
     return _finish(figure, path, force)
 
@@ -223,9 +224,8 @@ def _new_figure(width: float, height: float):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    figure._repr_png_ = partial(
-        render, figure
-    )  # a Figure made without pyplot does not show in a notebook
+    # A Figure made without pyplot does not show in a notebook by itself.
+    figure._repr_png_ = partial(render, figure, dpi=80)
     return figure
 
 
@@ -366,18 +366,21 @@ def _between(edges: list[float], n: int = 2400) -> np.ndarray:
     return np.concatenate(parts[:-1])
 
 
-def _draw_cell(axes, table: Table | None, first_row: bool, first_column: bool, name: str) -> None:
+def _draw_cell(axes, table: Table | None, legend: bool, label: str | None, form: str | None):
     if table is None:
         axes.set_axis_off()
         return
-    _draw_values(axes, table, legend=first_row and first_column, wide=1.9)
+    _draw_values(axes, table, legend=legend, wide=1.9)
     quality = "exact" if table.exact else f"error {table.error:.3g}"
-    axes.set_title(
-        f"{table.bits} bit{'s' * (table.bits > 1)}: {quality}", loc="left", fontsize=9, color=MUTED
-    )
+    title = f"{table.bits} bit{'s' * (table.bits > 1)}{f', {form}' if form else ''}: {quality}"
+    axes.set_title(title, loc="left", fontsize=9, color=MUTED)
     axes.tick_params(labelsize=8)
-    if first_column:
-        axes.set_ylabel(name, fontsize=10, color=INK, fontweight="bold")
+    if label:
+        # Parameters on lines of their own: in one line they would run into the rows beside.
+        name, _, parameters = label.rstrip(")").partition("(")
+        lines = "\n".join([name, *filter(None, parameters.split(", "))])
+        size = 10 if "\n" not in lines else 8
+        axes.set_ylabel(lines, fontsize=size, color=INK, fontweight="bold")
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def from_callable(
 
     kinks = _all_kinks(name, value, slope, given, domain)
     if slope is None:
-        slope = _numerical(value, kinks, domain)
+        slope = _with_flat_pieces(_numerical(value, kinks, domain), kinks, domain)
         _check_with_mpmath(name, f, slope, kinks, domain)
     inside = [kink for kink in kinks if low <= kink <= high]
     _check_finite(f"the derivative of {name}", slope, np.union1d(mesh, inside))
@@ -664,6 +664,32 @@ def _numerical(f: Flat, kinks: list[float], domain: tuple[float, float]) -> Flat
         return found.df
 
     return slope
+
+
+def _with_flat_pieces(slope: Flat, kinks: list[float], domain: tuple[float, float]) -> Flat:
+    """slope, free of rounding on every piece between kinks where f is a straight line.
+
+    Without this the noise of numerical differentiation would be taken for a shape of f', and a
+    function like max(0, x) would have no exact table.
+    """
+    flat = []
+    for left, right in _segments(domain, kinks):
+        sample = slope(left + (right - left) * np.linspace(0.01, 0.99, 65))
+        level = float(np.median(sample))
+        if np.abs(sample - level).max() <= 1e-10 * max(1.0, abs(level)):
+            flat.append((left, right, _short(level)))
+    if not flat:
+        return slope
+
+    def cleaned(x: np.ndarray) -> np.ndarray:
+        found = slope(x)
+        for left, right, level in flat:
+            # A piece ends one float before its kink, and has the kink itself.
+            end = right if right == domain[1] else math.nextafter(right, math.inf)
+            found = np.where((x >= left) & (x <= end), level, found)
+        return found
+
+    return cleaned
 
 
 # --- what else a solver wants to know -----------------------------------------------------------

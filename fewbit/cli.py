@@ -20,7 +20,7 @@ import click
 from fewbit._version import __version__
 from fewbit.errors import FewbitError, FunctionError, OutputExistsError, TableError
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, BAD_INPUT, INTERRUPTED, READER_GONE = 1, 2, 130, 141
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -46,6 +46,8 @@ class App(click.Group):
             code = BAD_INPUT
         except click.Abort:
             code = INTERRUPTED
+        except SystemExit:  # click's answer to a closed pipe, as in `fewbit list | head -1`
+            code = READER_GONE
         sys.exit(code if isinstance(code, int) else 0)
 
     def resolve_command(self, ctx, args):
@@ -329,6 +331,8 @@ def solve(name, no_refine, threads, output, force, as_json, **problem):
       fewbit solve elu --param alpha=2 --bits 2 --domain -5 5 -o elu.json
       fewbit solve numpy:arctan --bits 3 --json
     """
+    if output is not None and Path(output).suffix.lower() != ".json":
+        raise FewbitError(f"{output}: expected a file name that ends in .json")
     _check_output(output, force)
     from fewbit.solver.solve import solve
 
@@ -532,7 +536,10 @@ def verify(files, as_json):
     adaptive quadrature; that the lower bound is not above it; that no table is worse than one of
     fewer bits. A function package.module:f is imported.
 
-    Exit code 0 if everything holds, 1 if a claim does not, 2 if a FILE cannot be read.
+    The bound itself is not proved again; solving the table anew does that.
+
+    Exit code 0 if everything holds, 1 if a claim does not, 2 if a FILE or its function cannot be
+    read.
 
     \b
     Examples:
@@ -560,6 +567,8 @@ def verify(files, as_json):
         click.get_current_context().exit(BAD_INPUT)
     if any(finding.problems for finding in findings):
         click.get_current_context().exit(FAILED)
+    if any(finding.unchecked for finding in findings):
+        click.get_current_context().exit(BAD_INPUT)
 
 
 def _shipped_files():
@@ -580,8 +589,9 @@ def _finding_record(finding):
         "form": finding.table.form,
         "error": finding.table.error,
         "recomputed": finding.recomputed,
-        "holds": not finding.problems,
+        "holds": None if finding.unchecked else not finding.problems,
         "problems": list(finding.problems),
+        "unchecked": finding.unchecked,
     }
 
 
@@ -603,8 +613,18 @@ def _verification(results):
             for each in findings
             for problem in each.problems
         ]
-        problems += wrong
-        verdict = Text(f"{len(wrong)} wrong", "red") if wrong else Text("holds", "green")
+        unchecked = [
+            f"{path.name}, tables[{each.index}]: {each.unchecked}"
+            for each in findings
+            if each.unchecked
+        ]
+        problems += wrong + unchecked
+        if wrong:
+            verdict = Text(f"{len(wrong)} wrong", "red")
+        elif unchecked:
+            verdict = Text(f"{len(unchecked)} not checked", "yellow")
+        else:
+            verdict = Text("holds", "green")
         grid.add_row(Text(path.name), str(len(findings)), Text(_deviation(findings)), verdict)
     return Group(grid, *([""] if problems else []), *map(Text, problems))
 

@@ -13,6 +13,7 @@ import warnings
 from dataclasses import asdict, dataclass
 
 from fewbit import functions, paper
+from fewbit.callables import resolve
 from fewbit.errors import FewbitError
 from fewbit.files import write_atomic
 from fewbit.table import describe_function, describe_weight
@@ -282,7 +283,10 @@ class Comparison(_Report):
             below = sum(round(row.intervals, paper.DECIMALS) < row.paper for row in printed)
             yield f"Over all breaks, intervals are lower than printed in {below}, higher in {above}."
         worse = sum(row.levels > row.intervals * (1 + 1e-9) for row in self.rows)
-        yield f"Levels are above intervals in {worse} of {len(self.rows)} rows."
+        if worse:
+            yield f"Levels are above intervals in {worse} of {len(self.rows)} rows."
+        else:
+            yield "Levels are nowhere above intervals."
 
     def _legend(self):
         if any(row.paper is not None for row in self.rows):
@@ -291,7 +295,7 @@ class Comparison(_Report):
         yield "intervals, levels: over all breaks; integral of (f' - q)^2, uniform weight."
         yield "lower: intervals / levels. bound: no table of so many levels is below it."
         if any(row.parity for row in self.rows):
-            yield "* f' is even: intervals of |x|, as in the paper; the error of both halves."
+            yield "* f' is even: intervals of |x|, as in the paper's table; the error of both halves."
 
 
 def _printed(value):
@@ -330,8 +334,10 @@ def _compare(name, bits):
     printed = paper.printed_error(name, bits)
     discrete = None if printed is None else paper.discrete_optimum(name, bits)
     levels = solve(name, bits)
-    parity = name in paper.PARITY
-    half = (0.0, paper.DOMAIN[1]) if parity else None
+    f = resolve(name)
+    low, high = f.domain
+    parity = f.even_derivative and low == -high
+    half = (0.0, high) if parity else None
     intervals = solve(name, bits, form="intervals", domain=half)
     halves = 2 if parity else 1
     error, bound = halves * intervals.error, halves * intervals.lower_bound
@@ -404,7 +410,7 @@ _RELATIVE = {
     "minimax": "error / largest |f'|",
 }
 _STATUS = {
-    "exact": "q is f' itself on the domain",
+    "exact": "q is f' wherever the weight counts",
     "stationary": "the gradient vanishes",
     "optimal": "to the last bit",
     "unrefined": "the optimum of the discrete problem",

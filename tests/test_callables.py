@@ -389,3 +389,26 @@ def test_import_is_light():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert callables.__all__ == ["from_callable", "import_callable", "qualified_name", "resolve"]
+
+
+STRAIGHT = {
+    "where": lambda x: np.where(x > 0, x, 0.1 * x),
+    "maximum": lambda x: np.maximum(0.1 * x, x),
+    "clip": lambda x: np.clip(x, 0, 6) / 3,
+    "branch": lambda x: x if x > 0 else 0.1 * x,
+    "max": lambda x: max(0.0, x),
+}
+
+
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_straight_pieces_have_exact_tables(name):
+    """The rounding of numerical differentiation is not taken for a shape of f'."""
+    from fewbit.solver.solve import solve
+
+    levels = {"where": [0.1, 1], "maximum": [0.1, 1], "clip": [0, 1 / 3], "branch": [0.1, 1]}
+    for bits, objective in ((1, "mse"), (3, "mse"), (3, "minimax"), (2, "unbiased")):
+        table = solve(STRAIGHT[name], bits, objective=objective)
+        assert (table.error, table.gap) == (0, 0)
+        assert table.levels == pytest.approx(levels.get(name, [0, 1]), abs=1e-11)
+        if objective != "unbiased":
+            assert table.n_pieces == (3 if name == "clip" else 2)

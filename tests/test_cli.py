@@ -249,7 +249,7 @@ ERRORS = [
     ("solve math:nope --bits 3", "has no attribute 'nope'"),
     ("solve math:pi --bits 3", "callable"),
     ("solve math:log --bits 3", "math:log"),
-    ("solve gelu", "bits: expected 1 to 8, got nothing"),
+    ("solve gelu", "bits: expected 1 to 8 (or levels from 2 to 256), got neither"),
     ("solve gelu --bits 0", "bits: expected an integer from 1 to 8, got 0"),
     ("solve gelu --bits 9", "bits: expected an integer from 1 to 8, got 9"),
     ("solve gelu --bits -1", "bits: expected an integer from 1 to 8, got -1"),

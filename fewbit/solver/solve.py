@@ -340,7 +340,7 @@ def _status(request, residual, levels):
 
 def _count_levels(bits, levels):
     if bits is None and levels is None:
-        raise SolveError("bits: expected 1 to 8, got nothing")
+        raise SolveError("bits: expected 1 to 8 (or levels from 2 to 256), got neither")
     if bits is not None and not (_is_integer(bits) and 1 <= bits <= 8):
         raise SolveError(f"bits: expected an integer from 1 to 8, got {bits!r}")
     if levels is None:

@@ -238,6 +238,8 @@ def _from_file(path):
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, OSError) and error.strerror:
             reason = error.strerror
+        elif "pickle" in reason:  # what NumPy says of anything that is not its own format
+            reason = "expected NumPy's format, numbers only"
         raise WeightError(f"{path}: cannot be read as a weight: {reason}") from None
 
 

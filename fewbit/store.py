@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import warnings
 from functools import cache
@@ -57,6 +58,8 @@ def load_table(
     Arguments as for :func:`fewbit.solve`. A table of a named function that is not shipped (other
     parameters, domain, objective ...) is solved on first use and kept in :func:`cache_directory`.
     """
+    bits = None if bits is None else operator.index(bits)
+    levels = None if levels is None else operator.index(levels)
     request = {
         "bits": bits,
         "form": form,
@@ -90,7 +93,8 @@ def load_table(
         **request,
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return _cached(cache_directory() / f"{resolved.name}-{digest}.json", solved)
+    wanted = (resolved.name, dict(resolved.parameters), document, form, objective, tails)
+    return _cached(cache_directory() / f"{resolved.name}-{digest}.json", solved, wanted)
 
 
 def _find_shipped(function, weight, parameters, request):
@@ -113,11 +117,15 @@ def _find_shipped(function, weight, parameters, request):
     return None
 
 
-def _cached(path, solved):
-    try:
-        return Table.load(path)
-    except TableError:
-        damaged = path.exists()
+def _cached(path, solved, wanted):
+    damaged = path.exists()
+    if damaged:
+        try:
+            t = Table.load(path)
+            if (t.function, t.parameters, t.weight, t.form, t.objective, t.tails) == wanted:
+                return t
+        except TableError:
+            pass
     table = solved()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

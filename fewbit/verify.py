@@ -69,7 +69,7 @@ def recompute_error(table):
     """
     from fewbit.solver.weight import make_weight
 
-    f = resolve(table.function, table.parameters)
+    f = resolve(table.function, table.parameters, domain=table.domain)
     weight = make_weight(table.weight)
     ends = _stretches(table, f, weight)
     if table.objective == "minimax":

@@ -273,7 +273,7 @@ ERRORS = [
     ("solve elu --bits 3 --param beta=2", "elu has no parameter 'beta'; expected: alpha"),
     ("solve elu --bits 3 --param alpha=inf", "finite"),
     ("solve gelu --bits 3 --form steps", "'steps' is not one of 'levels', 'intervals'"),
-    ("solve gelu --bits 3 --grid 2", "grid: expected an integer of at least 16, got 2"),
+    ("solve gelu --bits 3 --grid 2", "grid: expected an integer from 16 to 4194304, got 2"),
     ("solve gelu --bits 3 --threads 0", "0 is not in the range x>=1"),
     ("solve gelu --bits 3 --objective unbiased --form intervals", "expected form levels"),
     ("solve relu_squared --bits 3 --tails pinned", "expected finite asymptotic slopes"),

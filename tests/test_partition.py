@@ -351,3 +351,14 @@ def test_refusals_are_one_line(arguments, message):
 def test_an_unknown_form():
     with pytest.raises(SolveError, match="form"):
         partition([1.0, 2.0], 2, form="trees")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_weights_of_very_different_size(seed):
+    """Columns that rounding cannot tell apart must not narrow the rows to which they matter."""
+    rng = np.random.default_rng(seed)
+    n, count = int(rng.integers(3, 14)), int(rng.integers(2, 7))
+    values = np.sort(rng.standard_normal(n))
+    weights = 10.0 ** rng.uniform(-25, 25, n)
+    exact = float(plain_loop(values, weights, count))
+    assert partition(values, count, weights).cost == pytest.approx(exact, rel=1e-9)

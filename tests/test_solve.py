@@ -274,8 +274,14 @@ def test_as_many_levels_as_values_are_enough(form):
     ],
 )
 def test_a_jump_at_the_end_of_the_domain_is_not_in_it(name, domain, form, objective):
+    """The error does not see it, and the value at the end itself is torch's (values saturate there)."""
     table = solve(name, 2, domain=domain, form=form, objective=objective)
-    assert (table.error, table.lower_bound, len(table.levels)) == (0.0, 0.0, 1)
+    assert (table.error, table.lower_bound) == (0.0, 0.0)
+    slope = functions.get(name).derivative
+    inside = np.linspace(*domain, 101)[1:-1]
+    assert np.unique(table(inside)) == np.unique(slope(inside))
+    ends = np.array(domain, dtype=float)
+    assert np.array_equal(table(ends), slope(ends))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -491,3 +497,68 @@ def test_refusals_are_one_line_that_names_the_argument(options, expected):
 def test_an_unknown_function_is_told_its_neighbours():
     with pytest.raises(FunctionError, match="gelu"):
         solve("gelo", 2)
+
+
+# --- callables on the weight's domain, samples that saturate, masses of every size ---------------
+
+
+@pytest.mark.parametrize("weight", ["normal:20,1", np.linspace(12.0, 18.0, 4001)])
+def test_a_callable_is_searched_where_it_is_used(weight):
+    table = solve(lambda x: np.where(x > 15.3, 3 * (x - 15.3), 0.0), 1, weight=weight)
+    assert (table.error, table.lower_bound) == (0.0, 0.0)
+    assert table.breaks == pytest.approx([15.3], abs=1e-9)
+    assert table.levels == pytest.approx([0.0, 3.0], abs=1e-11)
+
+
+@pytest.mark.parametrize("name", ["relu", "relu6"])
+def test_samples_behind_a_relu(name):
+    """Half of them are 0, where torch's gradient is 0 and the density's left edge lies."""
+    f = functions.get(name)
+    samples = f.value(4 * np.random.default_rng(0).standard_normal(20_000))
+    table = solve(name, 1, weight=samples)
+    assert np.array_equal(table(samples), f.derivative(samples))
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1e6])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_size_of_the_weight_does_not_matter(scale, form):
+    plain = solve("gelu", 3, form=form)
+    scaled = solve("gelu", 3, form=form, weight=lambda x: np.full_like(x, scale), domain=(-10, 10))
+    assert scaled.error == pytest.approx(scale * plain.error, rel=1e-9)
+    assert scaled.levels == pytest.approx(plain.levels, abs=1e-8)
+    assert scaled.solver["status"] == "stationary" or scale > 1
+
+
+@pytest.mark.parametrize("grid", [16, 20, 50, 300])
+@pytest.mark.parametrize("objective", ["mse", "unbiased"])
+@pytest.mark.parametrize("weight", ["uniform", "normal"])
+def test_bounds_hold_on_the_coarsest_grids(grid, objective, weight):
+    for name in ("gelu", "hardswish", "tanh"):
+        for count in (2, 3, 5):
+            coarse = solve(name, levels=count, objective=objective, weight=weight, grid=grid)
+            fine = solve(name, levels=count, objective=objective, weight=weight)
+            assert coarse.lower_bound <= fine.error * (1 + 1e-9)
+
+
+def test_a_derivative_that_turns_too_often_is_refused():
+    with pytest.raises(FunctionError, match="turns more than"):
+        solve(
+            lambda x: np.sin(3000 * x) / 3000,
+            2,
+            derivative=lambda x: np.cos(3000 * x),
+            kinks=[],
+        )
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"domain": (-1e308, 1e308)}, "within 1e\\+30"),
+        ({"grid": 10**9}, "from 16 to 4194304"),
+        ({"threads": 0}, "threads: expected an integer of at least 1"),
+        ({"parameters": 3}, "parameters: expected a mapping"),
+    ],
+)
+def test_requests_out_of_all_proportion(request_, message):
+    with pytest.raises(SolveError, match=message):
+        solve("gelu", 3, **request_)

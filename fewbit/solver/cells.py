@@ -52,6 +52,31 @@ def concatenate(parts):
     return Cells(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Cells)))
 
 
+def merge(cells, nodes):
+    """Larger cells: all cells between two neighbours of ``nodes`` (forced nodes among them) as one."""
+    group = np.searchsorted(nodes, 0.5 * (cells.left + cells.right))
+    starts = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
+    ends = np.append(starts[1:], len(cells)) - 1
+    mass = np.add.reduceat(cells.mass, starts)
+    reference = np.repeat(cells.value_left[starts], ends - starts + 1)
+    shift = np.add.reduceat(cells.mass * (cells.mean - reference), starts) / mass
+    mean = cells.value_left[starts] + shift
+    deviation = cells.mean - np.repeat(mean, ends - starts + 1)
+    lowest = np.minimum.reduceat(cells.lowest, starts)
+    highest = np.maximum.reduceat(cells.highest, starts)
+    return Cells(
+        left=cells.left[starts],
+        right=cells.right[ends],
+        value_left=cells.value_left[starts],
+        value_right=cells.value_right[ends],
+        mass=mass,
+        mean=np.clip(mean, lowest, highest),
+        spread=np.add.reduceat(cells.spread + cells.mass * deviation**2, starts),
+        lowest=lowest,
+        highest=highest,
+    )
+
+
 @dataclass(frozen=True)
 class Landscape:
     """f', w and the domain, with the points at which either is not smooth; makes and splits cells."""
@@ -65,7 +90,13 @@ class Landscape:
     extrema: np.ndarray
 
     def cells(self, count):
-        """About ``count`` cells, denser where w f''**2 is large: there a step function errs most.
+        """About ``count`` cells between :meth:`nodes`; those without mass are left out."""
+        nodes = self.nodes(count)
+        cells = self.integrate(nodes[:-1], nodes[1:])
+        return cells.take(cells.mass > 0)
+
+    def nodes(self, count):
+        """About ``count`` points, denser where w f''**2 is large: there a step function errs most.
 
         Raises SolveError where w has no mass on the domain.
         """
@@ -89,9 +120,7 @@ class Landscape:
         wanted = np.interp(np.linspace(0, cumulative[-1], count + 1)[1:-1], cumulative, mesh)
         nearest = np.clip(np.searchsorted(forced, wanted), 1, len(forced) - 1)
         gap = np.minimum(wanted - forced[nearest - 1], forced[nearest] - wanted)
-        nodes = np.union1d(forced, wanted[gap > 1e-12 * (1 + np.abs(wanted))])
-        cells = self.integrate(nodes[:-1], nodes[1:])
-        return cells.take(cells.mass > 0)
+        return np.union1d(forced, wanted[gap > 1e-12 * (1 + np.abs(wanted))])
 
     def integrate(self, left, right):
         """Cells between given ends, which must not straddle a kink, an extremum or a weight edge."""
@@ -160,7 +189,7 @@ def survey(derivative, kinks, weight, domain, name="f'"):
     edges = edges[(edges > low) & (edges < high)]
     mesh = _mesh(low, high, weight.mesh(domain))
     mesh = np.union1d(mesh, np.concatenate([inner, edges]))
-    extrema = _extrema(checked, mesh, inner)
+    extrema = _extrema(checked, mesh, inner, name)
     return Landscape(checked, weight.density, (low, high), inner, edges, mesh, extrema)
 
 
@@ -173,7 +202,7 @@ def _mesh(low, high, hints):
     return np.unique(points[(points >= low) & (points <= high)])
 
 
-def _extrema(derivative, mesh, kinks):
+def _extrema(derivative, mesh, kinks, name):
     """Local extrema of f' between kinks, by golden section from the mesh; accurate in value."""
     value = derivative(mesh)
     noise = 8 * np.finfo(float).eps * np.max(np.abs(value))
@@ -185,6 +214,11 @@ def _extrema(derivative, mesh, kinks):
     following = moving[1:][sign[moving[:-1]] * sign[moving[1:]] < 0]
     if len(turn) == 0:
         return np.empty(0)
+    if len(turn) > len(mesh) // 16:
+        raise FunctionError(
+            f"{name}: the derivative turns more than {len(mesh) // 16} times on the domain "
+            f"[{mesh[0]:g}, {mesh[-1]:g}]: expected a smaller domain"
+        )
     a, b = mesh[turn], mesh[following + 1]
     direction = -sign[turn]
     ratio = (np.sqrt(5.0) - 1) / 2

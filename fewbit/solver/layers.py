@@ -26,6 +26,7 @@ from numba import njit
 SQUARED_DEVIATION = 0
 RANDOM_CHOICE = 1
 _BLOCK = 32
+_TIE = 1e-14
 # Cost evaluations below which starting threads takes longer than they save (some 3 ns each).
 _SERIAL_WORK = 2_000_000
 
@@ -197,6 +198,8 @@ def _divide(
         valid = low
         least = np.inf
         where = np.int64(-1)
+        tie_first = np.int64(-1)
+        tie_last = np.int64(-1)
         for j0 in range(c0, valid, _BLOCK):
             j1 = min(j0 + _BLOCK, valid)
             _fill_costs(
@@ -205,22 +208,33 @@ def _divide(
             )  # fmt: skip
             for j in range(j0, j1):
                 total = previous[j] + buffer[j - j0]
+                if total < least * (1.0 - _TIE):
+                    tie_first = j
+                if total <= least * (1.0 + _TIE) and total < np.inf:
+                    tie_last = j
                 if total < least:
                     least = total
                     where = j
         out[middle] = least
         best[middle] = where
+        # Columns that rounding cannot tell apart: the best one may be any of them, and it is for rows
+        # whose costs are smaller by many orders to tell. A cost of 0 is exact.
+        if least == 0.0:
+            tie_first = where
+            tie_last = where
         # A row that nothing reaches must not narrow the others.
-        split = where if where >= 0 else max(valid - 1, c0)
+        if where < 0:
+            tie_first = max(valid - 1, c0)
+            tie_last = tie_first
         stack[depth, 0] = middle + 1
         stack[depth, 1] = r1
-        stack[depth, 2] = split
+        stack[depth, 2] = tie_first
         stack[depth, 3] = c1
         depth += 1
         stack[depth, 0] = r0
         stack[depth, 1] = middle
         stack[depth, 2] = c0
-        stack[depth, 3] = split
+        stack[depth, 3] = tie_last
         depth += 1
 
 

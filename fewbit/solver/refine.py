@@ -101,7 +101,7 @@ def refine(pieces, levels, steps, fixed, *, most_steps=_MOST_STEPS):
     free = ~fixed
     best = totals(scape, cells, steps, levels)
     for _ in range(most_steps):
-        if _residual(levels, best, free) < 1e-3 * RESIDUAL:
+        if _residual(levels, best, free) < 1e-3 * RESIDUAL * min(1.0, best.mass.sum()):
             break
         for proposal in _proposals(levels, steps, best, free):
             if not np.isfinite(proposal).all():

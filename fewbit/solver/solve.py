@@ -19,7 +19,7 @@ import numpy as np
 from fewbit._version import __version__
 from fewbit.callables import resolve
 from fewbit.errors import SolveError
-from fewbit.solver.cells import survey
+from fewbit.solver.cells import merge, survey
 from fewbit.solver.layers import thread_count
 from fewbit.solver.minimax import largest_deviation, minimax_intervals, minimax_levels
 from fewbit.solver.partition import Effort
@@ -34,6 +34,8 @@ FORMS = ("levels", "intervals")
 OBJECTIVES = ("mse", "unbiased", "minimax")
 TAILS = ("free", "pinned")
 _FINE = 4096
+_MOST_CELLS = 2**22
+_FARTHEST = 1e30
 
 
 def solve(
@@ -87,10 +89,15 @@ def solve(
     if objective == "unbiased" and form != "levels":
         raise SolveError("objective unbiased: expected form levels (the draw is between levels)")
     weight = make_weight(weight)
-    f = resolve(
-        function, parameters, derivative=derivative, kinks=kinks, domain=_checked_domain(domain)
-    )
+
+    def resolved(on):
+        return resolve(function, parameters, derivative=derivative, kinks=kinks, domain=on)
+
+    f = resolved(_checked_domain(domain) or weight.domain)
     domain = _domain(f, weight, domain)
+    if domain != tuple(f.domain):
+        # A callable is searched for kinks where it will be used.
+        f = resolved(domain)
     slopes = _pinned_slopes(f, tails, count, form)
     if not all(map(math.isfinite, f.slopes)):
         warnings.warn(
@@ -109,8 +116,9 @@ def solve(
     outcome = _METHODS[objective](scape, request, f)
     error, bound = outcome.error, min(outcome.lower_bound, outcome.error)
     if outcome.lower_bound > error * (1 + 1e-9) + 1e-28:
-        raise AssertionError(
-            f"the lower bound {outcome.lower_bound!r} exceeds the error {error!r}: a defect of the solver"
+        raise SolveError(
+            f"{f.name}: the lower bound {outcome.lower_bound!r} exceeds the error {error!r}; "
+            "the quadrature did not resolve f' or w (a finer grid may)"
         )
     status = "exact" if error == 0 else outcome.status
     return Table(
@@ -182,7 +190,7 @@ def _solve_mse(scape, request, f):
         solution = refine(pieces, levels, steps, fixed)
     else:
         solution = Solution(levels, steps, totals(scape, fine, steps, levels).error, math.inf)
-    levels, steps = _finish(solution.levels, solution.steps, request, scape)
+    levels, steps = _finish(solution.levels, solution.steps, request, scape, f)
     second = fine.second_moment
     return _Outcome(
         levels=levels,
@@ -192,7 +200,7 @@ def _solve_mse(scape, request, f):
         error=solution.error,
         lower_bound=relaxed.lower_bound,
         relative_error=math.sqrt(solution.error / second) if second > 0 else 0.0,
-        status=_status(request, solution.residual, levels),
+        status=_status(request, solution.residual, levels, fine),
     )
 
 
@@ -204,7 +212,7 @@ def _solve_minimax(scape, request, f):
     else:
         levels, steps, bound = minimax_intervals(scape, cells, request.count, request.slopes)
     error = largest_deviation(scape, cells, steps, levels)
-    levels, steps = _finish(levels, steps, request, scape)
+    levels, steps = _finish(levels, steps, request, scape, f)
     largest = float(np.max(np.abs([cells.lowest, cells.highest])))
     return _Outcome(
         levels=levels,
@@ -256,7 +264,7 @@ def _solve_unbiased(scape, request, f):
         error=error,
         lower_bound=relaxed.lower_bound + bias,
         relative_error=math.sqrt(error / second) if second > 0 else 0.0,
-        status=_status(request, residual, levels),
+        status=_status(request, residual, levels, fine),
         knots=knots,
         knots_error=stand_in.error,
     )
@@ -267,8 +275,12 @@ _METHODS = {"mse": _solve_mse, "minimax": _solve_minimax, "unbiased": _solve_unb
 
 def _both_cells(scape, grid):
     """The cells of the discrete problem, and cells fine enough to integrate on."""
-    coarse = scape.cells(grid)
-    return coarse, coarse if grid >= _FINE else scape.cells(_FINE)
+    if grid >= _FINE:
+        fine = scape.cells(grid)
+        return fine, fine
+    # The same integrals on both sides of the certificate: coarse cells are unions of fine ones.
+    fine = scape.cells(_FINE)
+    return merge(fine, scape.nodes(grid)), fine
 
 
 def _contiguous_start(relaxed, scape, pinned):
@@ -290,8 +302,12 @@ def _contiguous_start(relaxed, scape, pinned):
     return levels, fixed, steps
 
 
-def _finish(levels, steps, request, scape):
-    """Pinned outermost pieces added where the domain ends without them; unused levels dropped."""
+def _finish(levels, steps, request, scape, f):
+    """Outermost pieces added where the domain ends without them; unused levels dropped.
+
+    Pinned tails are such pieces, and so is the value that f' has at a kink on which the domain ends
+    (values saturate there: ReLU's outputs are 0), if a level has it or another level is allowed.
+    """
     breaks, codes = steps.breaks, steps.codes
     if request.slopes is not None and request.form == "levels":
         first, last = (int(np.argmin(np.abs(levels - s))) for s in request.slopes)
@@ -302,7 +318,33 @@ def _finish(levels, steps, request, scape):
             breaks, codes = np.append(breaks, high), np.append(codes, last)
     steps = Steps(breaks, codes, np.zeros(len(breaks)))
     steps, levels, _ = relabel(steps, levels, np.zeros(len(levels), bool))
+    if request.slopes is None:
+        for end in scape.domain:
+            if end in f.kinks:
+                levels, steps = _with_end(levels, steps, request, end, end == scape.domain[1], f)
     return levels, steps
+
+
+def _with_end(levels, steps, request, end, last, f):
+    """The same with a piece beyond ``end`` that has torch's value there."""
+    value = float(f.derivative(np.array([end]))[0])
+    outer = levels[steps.codes[-1 if last else 0]]
+    if value == outer:
+        return levels, steps
+    own = request.form == "intervals"
+    if own or value not in levels:
+        if len(levels) == request.count:
+            return levels, steps
+        place = (len(levels) if last else 0) if own else int(np.searchsorted(levels, value))
+        levels = np.insert(levels, place, value)
+        codes = steps.codes + (steps.codes >= place)
+    else:
+        place, codes = int(np.flatnonzero(levels == value)[0]), steps.codes
+    if last:
+        breaks, codes = np.append(steps.breaks, end), np.append(codes, place)
+    else:
+        breaks, codes = np.append(end, steps.breaks), np.append(place, codes)
+    return levels, Steps(breaks, codes, np.zeros(len(breaks)))
 
 
 def _closed(f, steps, levels):
@@ -330,11 +372,11 @@ def _silent(_stage, _done, _total):
     pass
 
 
-def _status(request, residual, levels):
+def _status(request, residual, levels, cells):
     if not request.refine:
         return "unrefined"
-    # The gradient scales with f'.
-    scale = max(1.0, float(np.abs(levels).max()))
+    # The gradient scales with f' and with w.
+    scale = max(1.0, float(np.abs(levels).max())) * min(1.0, float(cells.mass.sum()))
     return "stationary" if residual < RESIDUAL * scale else "stalled"
 
 
@@ -371,6 +413,8 @@ def _checked_domain(domain):
         raise SolveError(f"domain: expected two numbers A < B, got {domain!r}") from None
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise SolveError(f"domain: expected two finite numbers A < B, got {low:g} {high:g}")
+    if max(-low, high) > _FARTHEST:
+        raise SolveError(f"domain: expected numbers within {_FARTHEST:g}, got {low:g} {high:g}")
     return low, high
 
 
@@ -403,6 +447,6 @@ def _pinned_slopes(f, tails, count, form):
 def _grid(grid, count):
     if grid is None:
         return max(4096, 256 * count)
-    if not (_is_integer(grid) and grid >= 16):
-        raise SolveError(f"grid: expected an integer of at least 16, got {grid!r}")
+    if not (_is_integer(grid) and 16 <= grid <= _MOST_CELLS):
+        raise SolveError(f"grid: expected an integer from 16 to {_MOST_CELLS}, got {grid!r}")
     return int(grid)

@@ -120,9 +120,10 @@ def refine_unbiased(scape, cells, levels, fixed, most_steps=100):
     positive, is at its optimum and stays.
     """
     state = _evaluate(scape, cells, levels)
+    mass = cells.mass.sum()
     for _ in range(most_steps):
         free = ~fixed & ~state.held
-        if state.residual(levels, free) < 1e-3 * RESIDUAL:
+        if state.residual(levels, free) < 1e-3 * RESIDUAL * min(1.0, mass):
             break
         step = np.zeros_like(levels)
         # The error need not be convex: along an axis of negative curvature the step is reversed.

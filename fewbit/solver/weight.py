@@ -282,6 +282,8 @@ def _from_document(document):
 
 
 def _floats(what, values):
+    if hasattr(values, "detach"):  # a torch tensor, on any device, of any dtype
+        values = values.detach().cpu().double().numpy()
     try:
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):

@@ -16,18 +16,54 @@ _HOME = {
     "error_table": "fewbit.report",
     "compare": "fewbit.report",
     "verify": "fewbit.verify",
+    "saved_bytes": "fewbit.compress.meter",
+    "replace_activations_": "fewbit.compress.replace",
     "FewbitError": "fewbit.errors",
     "FunctionError": "fewbit.errors",
     "WeightError": "fewbit.errors",
     "SolveError": "fewbit.errors",
     "TableError": "fewbit.errors",
+    "InputError": "fewbit.errors",
+    "GradientError": "fewbit.errors",
     "OutputExistsError": "fewbit.errors",
+    "CELU": "fewbit.nn",
+    "ClippedGELU": "fewbit.nn",
+    "ELU": "fewbit.nn",
+    "FastGELU": "fewbit.nn",
+    "GELU": "fewbit.nn",
+    "Hardshrink": "fewbit.nn",
+    "Hardsigmoid": "fewbit.nn",
+    "Hardswish": "fewbit.nn",
+    "Hardtanh": "fewbit.nn",
+    "Laplace": "fewbit.nn",
+    "LeakyReLU": "fewbit.nn",
+    "LogSigmoid": "fewbit.nn",
+    "Mish": "fewbit.nn",
+    "Pointwise": "fewbit.nn",
+    "QuickGELU": "fewbit.nn",
+    "RReLU": "fewbit.nn",
+    "ReLU": "fewbit.nn",
+    "ReLU6": "fewbit.nn",
+    "ReLUSquared": "fewbit.nn",
+    "SELU": "fewbit.nn",
+    "SiLU": "fewbit.nn",
+    "Sigmoid": "fewbit.nn",
+    "Softplus": "fewbit.nn",
+    "Softshrink": "fewbit.nn",
+    "Softsign": "fewbit.nn",
+    "SqrtSoftplus": "fewbit.nn",
+    "Tanh": "fewbit.nn",
+    "Tanhshrink": "fewbit.nn",
+    "Threshold": "fewbit.nn",
 }
+_PACKAGES = {"functional", "nn"}
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = ["__version__", *sorted(_PACKAGES), *sorted(_HOME)]
 
 
 def __getattr__(name):
+    if name in _PACKAGES:
+        return importlib.import_module(f"fewbit.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'fewbit' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
@@ -36,4 +72,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, *_PACKAGES})

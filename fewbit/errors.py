@@ -21,5 +21,13 @@ class TableError(FewbitError):
     """A table document that breaks its schema or its invariants."""
 
 
+class InputError(FewbitError):
+    """A tensor or an argument of a layer that cannot be used."""
+
+
+class GradientError(FewbitError):
+    """A derivative that few-bit codes cannot give."""
+
+
 class OutputExistsError(FewbitError):
     """Refusal to overwrite an existing file."""

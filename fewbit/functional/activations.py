@@ -1,0 +1,312 @@
+"""Activations with torch.nn.functional's signatures plus `bits` and `table`.
+
+Every function takes a float32, float64, float16 or bfloat16 tensor of any shape and strides and returns
+f(input) with its shape, dtype and memory format. For the backward pass it keeps ``4 * b * ceil(n / 32)``
+bytes for n elements, b bits each (fewer where the table has fewer levels), and nothing else; the gradient
+is ``q(input) * grad`` with the step function q of the table (Few-bit Backward, Novikov et al., ICML 2023).
+Where no gradient is needed torch's own function runs.
+
+bits: 1 to 8. table: a `fewbit.Table` of the same function and parameters, in place of the default one.
+inplace: as in torch; the input is overwritten, codes are taken first.
+
+They raise FunctionError, SolveError or TableError for parameters, bits or a table that do not fit,
+InputError for a dtype or an in-place call that is not possible, GradientError for a second derivative.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fewbit.errors import FunctionError
+from fewbit.runtime.activation import apply, apply_callable
+from fewbit.runtime.tables import callable_encoding_text, encoding_text
+from fewbit.table import Table
+
+__all__ = [
+    "celu",
+    "elu",
+    "gelu",
+    "gelu_10",
+    "gelu_fast",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "identity",
+    "laplace",
+    "leaky_relu",
+    "logsigmoid",
+    "mish",
+    "pointwise",
+    "quick_gelu",
+    "relu",
+    "relu6",
+    "relu_squared",
+    "rrelu",
+    "selu",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "softshrink",
+    "softsign",
+    "sqrtsoftplus",
+    "tanh",
+    "tanhshrink",
+    "threshold",
+]
+
+
+def _apply(input, function, parameters, bits, table, inplace=False):
+    parameters = tuple(float(number) for number in parameters)
+    return apply(
+        input, function, parameters, encoding_text(function, parameters, bits, table), inplace
+    )
+
+
+# -- a derivative of two values: 1 bit is exact, and more are never stored -----------------------------------
+
+
+def relu(
+    input: Tensor, inplace: bool = False, *, bits: int = 1, table: Table | None = None
+) -> Tensor:
+    """torch.nn.functional.relu."""
+    return _apply(input, "relu", (), bits, table, inplace)
+
+
+def relu6(
+    input: Tensor, inplace: bool = False, *, bits: int = 1, table: Table | None = None
+) -> Tensor:
+    """torch.nn.functional.relu6."""
+    return _apply(input, "relu6", (), bits, table, inplace)
+
+
+def leaky_relu(
+    input: Tensor,
+    negative_slope: float = 0.01,
+    inplace: bool = False,
+    *,
+    bits: int = 1,
+    table: Table | None = None,
+) -> Tensor:
+    """torch.nn.functional.leaky_relu."""
+    return _apply(input, "leaky_relu", (negative_slope,), bits, table, inplace)
+
+
+def threshold(
+    input: Tensor,
+    threshold: float,
+    value: float,
+    inplace: bool = False,
+    *,
+    bits: int = 1,
+    table: Table | None = None,
+) -> Tensor:
+    """torch.nn.functional.threshold."""
+    return _apply(input, "threshold", (threshold, value), bits, table, inplace)
+
+
+def hardtanh(
+    input: Tensor,
+    min_val: float = -1.0,
+    max_val: float = 1.0,
+    inplace: bool = False,
+    *,
+    bits: int = 1,
+    table: Table | None = None,
+) -> Tensor:
+    """torch.nn.functional.hardtanh."""
+    return _apply(input, "hardtanh", (min_val, max_val), bits, table, inplace)
+
+
+def hardsigmoid(
+    input: Tensor, inplace: bool = False, *, bits: int = 1, table: Table | None = None
+) -> Tensor:
+    """torch.nn.functional.hardsigmoid."""
+    return _apply(input, "hardsigmoid", (), bits, table, inplace)
+
+
+def hardshrink(
+    input: Tensor, lambd: float = 0.5, *, bits: int = 1, table: Table | None = None
+) -> Tensor:
+    """torch.nn.functional.hardshrink."""
+    return _apply(input, "hardshrink", (lambd,), bits, table)
+
+
+def softshrink(
+    input: Tensor, lambd: float = 0.5, *, bits: int = 1, table: Table | None = None
+) -> Tensor:
+    """torch.nn.functional.softshrink."""
+    return _apply(input, "softshrink", (lambd,), bits, table)
+
+
+def rrelu(
+    input: Tensor,
+    lower: float = 1.0 / 8.0,
+    upper: float = 1.0 / 3.0,
+    training: bool = False,
+    inplace: bool = False,
+    *,
+    bits: int = 1,
+    table: Table | None = None,
+) -> Tensor:
+    """torch.nn.functional.rrelu. In training mode its slopes are random and torch's own runs, which keeps them."""
+    if training:
+        return torch.nn.functional.rrelu(input, lower, upper, training=True, inplace=inplace)
+    return _apply(input, "rrelu", (lower, upper), bits, table, inplace)
+
+
+# -- smooth derivatives ---------------------------------------------------------------------------------------
+
+
+def gelu(
+    input: Tensor, approximate: str = "none", *, bits: int = 3, table: Table | None = None
+) -> Tensor:
+    """torch.nn.functional.gelu; approximate: "none" or "tanh"."""
+    if approximate not in ("none", "tanh"):
+        raise FunctionError(f"gelu: expected 'none' or 'tanh' for approximate, got {approximate!r}")
+    function = "gelu" if approximate == "none" else "gelu_tanh"
+    return _apply(input, function, (), bits, table)
+
+
+def elu(
+    input: Tensor,
+    alpha: float = 1.0,
+    inplace: bool = False,
+    *,
+    bits: int = 3,
+    table: Table | None = None,
+) -> Tensor:
+    """torch.nn.functional.elu."""
+    return _apply(input, "elu", (alpha,), bits, table, inplace)
+
+
+def celu(
+    input: Tensor,
+    alpha: float = 1.0,
+    inplace: bool = False,
+    *,
+    bits: int = 3,
+    table: Table | None = None,
+) -> Tensor:
+    """torch.nn.functional.celu."""
+    return _apply(input, "celu", (alpha,), bits, table, inplace)
+
+
+def selu(
+    input: Tensor, inplace: bool = False, *, bits: int = 3, table: Table | None = None
+) -> Tensor:
+    """torch.nn.functional.selu."""
+    return _apply(input, "selu", (), bits, table, inplace)
+
+
+def silu(
+    input: Tensor, inplace: bool = False, *, bits: int = 3, table: Table | None = None
+) -> Tensor:
+    """torch.nn.functional.silu."""
+    return _apply(input, "silu", (), bits, table, inplace)
+
+
+def mish(
+    input: Tensor, inplace: bool = False, *, bits: int = 3, table: Table | None = None
+) -> Tensor:
+    """torch.nn.functional.mish."""
+    return _apply(input, "mish", (), bits, table, inplace)
+
+
+def hardswish(
+    input: Tensor, inplace: bool = False, *, bits: int = 3, table: Table | None = None
+) -> Tensor:
+    """torch.nn.functional.hardswish."""
+    return _apply(input, "hardswish", (), bits, table, inplace)
+
+
+def sigmoid(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+    """torch.sigmoid."""
+    return _apply(input, "sigmoid", (), bits, table)
+
+
+def logsigmoid(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+    """torch.nn.functional.logsigmoid."""
+    return _apply(input, "logsigmoid", (), bits, table)
+
+
+def tanh(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+    """torch.tanh."""
+    return _apply(input, "tanh", (), bits, table)
+
+
+def tanhshrink(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+    """torch.nn.functional.tanhshrink."""
+    return _apply(input, "tanhshrink", (), bits, table)
+
+
+def softsign(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+    """torch.nn.functional.softsign."""
+    return _apply(input, "softsign", (), bits, table)
+
+
+def softplus(
+    input: Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
+    *,
+    bits: int = 3,
+    table: Table | None = None,
+) -> Tensor:
+    """torch.nn.functional.softplus."""
+    return _apply(input, "softplus", (beta, threshold), bits, table)
+
+
+def quick_gelu(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+    """transformers' quick_gelu, x sigmoid(1.702 x)."""
+    return _apply(input, "quick_gelu", (), bits, table)
+
+
+def relu_squared(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+    """transformers' relu2, relu(x)**2; its derivative is unbounded, codes saturate at the table's domain."""
+    return _apply(input, "relu_squared", (), bits, table)
+
+
+def gelu_fast(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+    """transformers' gelu_fast."""
+    return _apply(input, "gelu_fast", (), bits, table)
+
+
+def gelu_10(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+    """transformers' gelu_10: gelu clipped to [-10, 10]."""
+    return _apply(input, "gelu_10", (), bits, table)
+
+
+def sqrtsoftplus(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+    """transformers' sqrtsoftplus."""
+    return _apply(input, "sqrtsoftplus", (), bits, table)
+
+
+def laplace(
+    input: Tensor,
+    mu: float = 0.707107,
+    sigma: float = 0.282095,
+    *,
+    bits: int = 3,
+    table: Table | None = None,
+) -> Tensor:
+    """transformers' laplace, (1 + erf((x - mu) / (sigma sqrt(2)))) / 2."""
+    return _apply(input, "laplace", (mu, sigma), bits, table)
+
+
+def identity(input: Tensor) -> Tensor:
+    """The input itself: its derivative is 1, nothing needs keeping."""
+    return input
+
+
+# -- anything else ---------------------------------------------------------------------------------------------
+
+
+def pointwise(input: Tensor, function, *, bits: int = 3, table: Table | None = None) -> Tensor:
+    """function(input), for a pointwise callable on tensors, with few-bit codes for its derivative.
+
+    Without a table one is solved for the callable, once per process (`fewbit.solve` says what it must
+    be); pass `table=` to choose, or to share one between processes.
+    """
+    return apply_callable(input, function, callable_encoding_text(function, bits, table))

@@ -1,0 +1,456 @@
+"""Activation modules with torch.nn's signatures plus `bits` and `table`.
+
+Each is a subclass of torch's own module, has no parameters, no buffers and no `state_dict` keys, and is
+otherwise what `fewbit.functional` says.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fewbit import functional as F
+from fewbit.runtime.tables import check_choice
+from fewbit.table import Table
+
+__all__ = [
+    "CELU",
+    "ClippedGELU",
+    "ELU",
+    "FastGELU",
+    "GELU",
+    "Hardshrink",
+    "Hardsigmoid",
+    "Hardswish",
+    "Hardtanh",
+    "Laplace",
+    "LeakyReLU",
+    "LogSigmoid",
+    "Mish",
+    "Pointwise",
+    "QuickGELU",
+    "RReLU",
+    "ReLU",
+    "ReLU6",
+    "ReLUSquared",
+    "SELU",
+    "SiLU",
+    "Sigmoid",
+    "Softplus",
+    "Softshrink",
+    "Softsign",
+    "SqrtSoftplus",
+    "Tanh",
+    "Tanhshrink",
+    "Threshold",
+]
+
+
+class _FewBit:
+    """What every module here has besides torch's: `bits`, `table`, and both in its repr."""
+
+    bits: int
+    table: Table | None
+
+    def _keep(self, bits: int, table: Table | None) -> None:
+        check_choice(bits, table)
+        self.bits = bits
+        self.table = table
+
+    def extra_repr(self) -> str:
+        ours = f"bits={self.bits}" if self.table is None else f"table={self.table!r}"
+        return ", ".join(filter(None, [super().extra_repr(), ours]))
+
+
+class ReLU(_FewBit, nn.ReLU):
+    """torch.nn.ReLU; 1 bit is exact."""
+
+    def __init__(self, inplace: bool = False, *, bits: int = 1, table: Table | None = None):
+        super().__init__(inplace)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(input, self.inplace, bits=self.bits, table=self.table)
+
+
+class ReLU6(_FewBit, nn.ReLU6):
+    """torch.nn.ReLU6; 1 bit is exact."""
+
+    def __init__(self, inplace: bool = False, *, bits: int = 1, table: Table | None = None):
+        super().__init__(inplace)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu6(input, self.inplace, bits=self.bits, table=self.table)
+
+
+class LeakyReLU(_FewBit, nn.LeakyReLU):
+    """torch.nn.LeakyReLU; 1 bit is exact."""
+
+    def __init__(
+        self,
+        negative_slope: float = 0.01,
+        inplace: bool = False,
+        *,
+        bits: int = 1,
+        table: Table | None = None,
+    ):
+        super().__init__(negative_slope, inplace)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.leaky_relu(
+            input, self.negative_slope, self.inplace, bits=self.bits, table=self.table
+        )
+
+
+class Threshold(_FewBit, nn.Threshold):
+    """torch.nn.Threshold; 1 bit is exact."""
+
+    def __init__(
+        self,
+        threshold: float,
+        value: float,
+        inplace: bool = False,
+        *,
+        bits: int = 1,
+        table: Table | None = None,
+    ):
+        super().__init__(threshold, value, inplace)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.threshold(
+            input, self.threshold, self.value, self.inplace, bits=self.bits, table=self.table
+        )
+
+
+class Hardtanh(_FewBit, nn.Hardtanh):
+    """torch.nn.Hardtanh; 1 bit is exact."""
+
+    def __init__(
+        self,
+        min_val: float = -1.0,
+        max_val: float = 1.0,
+        inplace: bool = False,
+        *,
+        bits: int = 1,
+        table: Table | None = None,
+    ):
+        super().__init__(min_val, max_val, inplace)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.hardtanh(
+            input, self.min_val, self.max_val, self.inplace, bits=self.bits, table=self.table
+        )
+
+
+class Hardsigmoid(_FewBit, nn.Hardsigmoid):
+    """torch.nn.Hardsigmoid; 1 bit is exact."""
+
+    def __init__(self, inplace: bool = False, *, bits: int = 1, table: Table | None = None):
+        super().__init__(inplace)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.hardsigmoid(input, self.inplace, bits=self.bits, table=self.table)
+
+
+class Hardshrink(_FewBit, nn.Hardshrink):
+    """torch.nn.Hardshrink; 1 bit is exact."""
+
+    def __init__(self, lambd: float = 0.5, *, bits: int = 1, table: Table | None = None):
+        super().__init__(lambd)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.hardshrink(input, self.lambd, bits=self.bits, table=self.table)
+
+
+class Softshrink(_FewBit, nn.Softshrink):
+    """torch.nn.Softshrink; 1 bit is exact."""
+
+    def __init__(self, lambd: float = 0.5, *, bits: int = 1, table: Table | None = None):
+        super().__init__(lambd)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.softshrink(input, self.lambd, bits=self.bits, table=self.table)
+
+
+class RReLU(_FewBit, nn.RReLU):
+    """torch.nn.RReLU: 1 bit in evaluation mode; in training mode its random slopes are kept in full."""
+
+    def __init__(
+        self,
+        lower: float = 1.0 / 8.0,
+        upper: float = 1.0 / 3.0,
+        inplace: bool = False,
+        *,
+        bits: int = 1,
+        table: Table | None = None,
+    ):
+        super().__init__(lower, upper, inplace)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.rrelu(
+            input,
+            self.lower,
+            self.upper,
+            self.training,
+            self.inplace,
+            bits=self.bits,
+            table=self.table,
+        )
+
+
+class GELU(_FewBit, nn.GELU):
+    """torch.nn.GELU; approximate: "none" or "tanh"."""
+
+    def __init__(self, approximate: str = "none", *, bits: int = 3, table: Table | None = None):
+        super().__init__(approximate)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.gelu(input, self.approximate, bits=self.bits, table=self.table)
+
+
+class ELU(_FewBit, nn.ELU):
+    """torch.nn.ELU."""
+
+    def __init__(
+        self,
+        alpha: float = 1.0,
+        inplace: bool = False,
+        *,
+        bits: int = 3,
+        table: Table | None = None,
+    ):
+        super().__init__(alpha, inplace)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.elu(input, self.alpha, self.inplace, bits=self.bits, table=self.table)
+
+
+class CELU(_FewBit, nn.CELU):
+    """torch.nn.CELU."""
+
+    def __init__(
+        self,
+        alpha: float = 1.0,
+        inplace: bool = False,
+        *,
+        bits: int = 3,
+        table: Table | None = None,
+    ):
+        super().__init__(alpha, inplace)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.celu(input, self.alpha, self.inplace, bits=self.bits, table=self.table)
+
+
+class SELU(_FewBit, nn.SELU):
+    """torch.nn.SELU."""
+
+    def __init__(self, inplace: bool = False, *, bits: int = 3, table: Table | None = None):
+        super().__init__(inplace)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.selu(input, self.inplace, bits=self.bits, table=self.table)
+
+
+class SiLU(_FewBit, nn.SiLU):
+    """torch.nn.SiLU."""
+
+    def __init__(self, inplace: bool = False, *, bits: int = 3, table: Table | None = None):
+        super().__init__(inplace)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.silu(input, self.inplace, bits=self.bits, table=self.table)
+
+
+class Mish(_FewBit, nn.Mish):
+    """torch.nn.Mish."""
+
+    def __init__(self, inplace: bool = False, *, bits: int = 3, table: Table | None = None):
+        super().__init__(inplace)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.mish(input, self.inplace, bits=self.bits, table=self.table)
+
+
+class Hardswish(_FewBit, nn.Hardswish):
+    """torch.nn.Hardswish."""
+
+    def __init__(self, inplace: bool = False, *, bits: int = 3, table: Table | None = None):
+        super().__init__(inplace)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.hardswish(input, self.inplace, bits=self.bits, table=self.table)
+
+
+class Sigmoid(_FewBit, nn.Sigmoid):
+    """torch.nn.Sigmoid."""
+
+    def __init__(self, *, bits: int = 3, table: Table | None = None):
+        super().__init__()
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.sigmoid(input, bits=self.bits, table=self.table)
+
+
+class LogSigmoid(_FewBit, nn.LogSigmoid):
+    """torch.nn.LogSigmoid."""
+
+    def __init__(self, *, bits: int = 3, table: Table | None = None):
+        super().__init__()
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.logsigmoid(input, bits=self.bits, table=self.table)
+
+
+class Tanh(_FewBit, nn.Tanh):
+    """torch.nn.Tanh."""
+
+    def __init__(self, *, bits: int = 3, table: Table | None = None):
+        super().__init__()
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.tanh(input, bits=self.bits, table=self.table)
+
+
+class Tanhshrink(_FewBit, nn.Tanhshrink):
+    """torch.nn.Tanhshrink."""
+
+    def __init__(self, *, bits: int = 3, table: Table | None = None):
+        super().__init__()
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.tanhshrink(input, bits=self.bits, table=self.table)
+
+
+class Softsign(_FewBit, nn.Softsign):
+    """torch.nn.Softsign."""
+
+    def __init__(self, *, bits: int = 3, table: Table | None = None):
+        super().__init__()
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.softsign(input, bits=self.bits, table=self.table)
+
+
+class Softplus(_FewBit, nn.Softplus):
+    """torch.nn.Softplus."""
+
+    def __init__(
+        self,
+        beta: float = 1.0,
+        threshold: float = 20.0,
+        *,
+        bits: int = 3,
+        table: Table | None = None,
+    ):
+        super().__init__(beta, threshold)
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.softplus(input, self.beta, self.threshold, bits=self.bits, table=self.table)
+
+
+class QuickGELU(_FewBit, nn.Module):
+    """transformers' QuickGELUActivation."""
+
+    def __init__(self, *, bits: int = 3, table: Table | None = None):
+        super().__init__()
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.quick_gelu(input, bits=self.bits, table=self.table)
+
+
+class FastGELU(_FewBit, nn.Module):
+    """transformers' FastGELUActivation."""
+
+    def __init__(self, *, bits: int = 3, table: Table | None = None):
+        super().__init__()
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.gelu_fast(input, bits=self.bits, table=self.table)
+
+
+class ClippedGELU(_FewBit, nn.Module):
+    """transformers' gelu_10: GELU clipped to [-10, 10]."""
+
+    def __init__(self, *, bits: int = 3, table: Table | None = None):
+        super().__init__()
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.gelu_10(input, bits=self.bits, table=self.table)
+
+
+class ReLUSquared(_FewBit, nn.Module):
+    """transformers' ReLUSquaredActivation; see `fewbit.functional.relu_squared`."""
+
+    def __init__(self, *, bits: int = 3, table: Table | None = None):
+        super().__init__()
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu_squared(input, bits=self.bits, table=self.table)
+
+
+class SqrtSoftplus(_FewBit, nn.Module):
+    """transformers' sqrtsoftplus."""
+
+    def __init__(self, *, bits: int = 3, table: Table | None = None):
+        super().__init__()
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.sqrtsoftplus(input, bits=self.bits, table=self.table)
+
+
+class Laplace(_FewBit, nn.Module):
+    """transformers' LaplaceActivation."""
+
+    def __init__(
+        self,
+        mu: float = 0.707107,
+        sigma: float = 0.282095,
+        *,
+        bits: int = 3,
+        table: Table | None = None,
+    ):
+        super().__init__()
+        self.mu = mu
+        self.sigma = sigma
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.laplace(input, self.mu, self.sigma, bits=self.bits, table=self.table)
+
+
+class Pointwise(_FewBit, nn.Module):
+    """Any pointwise callable on tensors; see `fewbit.functional.pointwise`."""
+
+    def __init__(self, function, *, bits: int = 3, table: Table | None = None):
+        super().__init__()
+        self.function = function
+        self._keep(bits, table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.pointwise(input, self.function, bits=self.bits, table=self.table)

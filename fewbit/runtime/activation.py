@@ -1,0 +1,113 @@
+"""One call that applies a function with a few-bit derivative, whatever mode torch is in."""
+
+from __future__ import annotations
+
+import torch
+
+from fewbit.errors import GradientError, InputError
+from fewbit.runtime import autograd, layout, ops
+from fewbit.runtime.encoding import Encoding
+from fewbit.runtime.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE
+
+
+def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inplace: bool = False):
+    """f(x), differentiable once, with `Encoding.parse(encoding)` in place of f'.
+
+    x: floating, any shape and strides. function: a name of `fewbit.functions`; parameters in its order.
+    Where no gradient is needed torch's own function runs and nothing is kept. Raises InputError for a
+    dtype that is not float32, float64, float16 or bfloat16, and for an in-place call that torch or the
+    packed codes do not allow; GradientError where a second or a forward-mode derivative is asked for.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return (IN_PLACE if inplace else FORWARD)[function](x, *parameters)
+    _check_dtype(x, function)
+    if torch.is_autocast_enabled(x.device.type):
+        x = _autocast(x, function)
+    if inplace:
+        _check_inplace(x, function)
+    if is_plain(x):
+        return autograd.Activation.apply(x, function, parameters, Encoding.parse(encoding), inplace)
+    if torch.compiler.is_compiling():
+        y, _ = ops.activation_op(x, function, parameters, encoding, seed_for(x, encoding))
+    else:
+        y = _traceable(x, function, parameters, encoding)
+    return x.copy_(y) if inplace else y
+
+
+def apply_callable(x: torch.Tensor, function, encoding: str):
+    """The same for any callable on tensors: its own forward, then the codes of x."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return function(x)
+    _check_dtype(x, getattr(function, "__name__", "the function"))
+    return _traceable(x, function, (), encoding)
+
+
+def _traceable(x, function, parameters, encoding):
+    check_transforms(x)
+    seed = seed_for(x, encoding)
+    return autograd.Traceable.apply(x, function, parameters, encoding, seed)[0]
+
+
+def is_plain(x) -> bool:
+    """Whether x is an ordinary tensor in ordinary eager mode, so that its memory can be read."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in (torch.Tensor, torch.nn.Parameter)
+        and torch._C._functorch.maybe_current_level() is None
+        and not torch._C._len_torch_dispatch_stack()
+        and x.device.type != "meta"
+    )
+
+
+def seed_for(x, encoding: str):
+    """A fresh seed if the encoding draws its codes. (A look at the text, which a compiler can trace.)"""
+    return ops.new_seed(x) if '"knots"' in encoding else None
+
+
+def check_transforms(x) -> None:
+    """GradientError if a transform of torch.func around this call differentiates it a second time.
+
+    Codes are integers, so a second derivative would come out as zero without a word.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+        raise GradientError(ops.NO_FORWARD_MODE)
+    if torch._C._functorch.maybe_current_level() is None:
+        return
+    transforms = torch._C._functorch.TransformType
+    kinds = [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
+    inner = x
+    while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+        inner = torch._C._functorch.get_unwrapped(inner)
+    if kinds.count(transforms.Grad) + inner.requires_grad > 1:
+        raise GradientError(ops.NO_SECOND_DERIVATIVE)
+    if transforms.Jvp in kinds:
+        raise GradientError(ops.NO_FORWARD_MODE)
+
+
+def _check_dtype(x, function: str) -> None:
+    if x.dtype not in ops.FLOATING:
+        raise InputError(
+            f"{function}: expected a float32, float64, float16 or bfloat16 tensor, got {x.dtype}"
+        )
+
+
+def _autocast(x, function: str):
+    """x as torch's autocast would pass it to this function."""
+    float32 = function in AUTOCAST_FLOAT32.get(x.device.type, ())
+    return x.to(torch.float32) if float32 and x.dtype.itemsize == 2 else x
+
+
+def _check_inplace(x, function: str) -> None:
+    """Everything that makes writing to x wrong, found before anything is written."""
+    if x.is_leaf:
+        raise InputError(
+            f"{function}: expected an input that is not a leaf which requires grad for inplace=True, "
+            "got one; its gradient would be lost"
+        )
+    if not torch.compiler.is_compiling() and is_plain(x) and layout.overlaps(x):
+        raise InputError(
+            f"{function}: expected an input whose elements lie apart for inplace=True, got strides "
+            f"{tuple(x.stride())} for shape {tuple(x.shape)}; clone it first"
+        )

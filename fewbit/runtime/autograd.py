@@ -1,0 +1,81 @@
+"""autograd Functions around the implementations of `ops`.
+
+`Activation` is the eager path: it skips the dispatcher, whose cost for an op written in Python is twice
+that of torch's own activation on a small tensor. `Traceable` goes through the ops, where `torch.func` and
+the compiler can follow, and takes any callable for f.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import Function
+
+from fewbit.errors import GradientError
+from fewbit.runtime import layout, ops
+from fewbit.runtime.ops import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
+
+
+class Activation(Function):
+    """f(x) with the packed codes of x kept for the backward pass, and nothing else."""
+
+    @staticmethod
+    def forward(ctx, x, function, parameters, encoding, inplace):
+        seed = ops.new_seed(x) if encoding.unbiased else None
+        ctx.stride = layout.dense_stride(x)
+        ctx.encoding = encoding
+        y, packed = ops.activation(x, function, parameters, encoding, seed, inplace)
+        if inplace:
+            ctx.mark_dirty(x)
+        ctx.save_for_backward(packed)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (packed,) = ctx.saved_tensors
+        grad = ops.decode_mul(grad, packed, ctx.encoding, ctx.stride)
+        if torch.is_grad_enabled():  # create_graph=True: whoever differentiates again is told
+            grad = SecondDerivative.apply(grad, torch.empty(0, requires_grad=True))
+        return grad, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise GradientError(NO_FORWARD_MODE)
+
+
+class Traceable(Function):
+    """(f(x), packed codes of x), for a named function or any callable on tensors."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, function, parameters, encoding, seed):
+        if isinstance(function, str):
+            return ops.activation_op(x, function, parameters, encoding, seed)
+        packed = ops.encode_op(x, encoding, seed)
+        y = function(x)
+        return (y.clone() if y is x else y), packed
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, _, _, ctx.encoding, _ = inputs
+        _, packed = output
+        ctx.stride = layout.dense_stride(x)
+        ctx.save_for_backward(packed)
+        ctx.mark_non_differentiable(packed)
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        (packed,) = ctx.saved_tensors
+        return ops.decode_mul_op(grad, packed, ctx.encoding, ctx.stride), None, None, None, None
+
+
+class SecondDerivative(Function):
+    """The identity, whose derivative is refused."""
+
+    @staticmethod
+    def forward(ctx, grad, _):
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx, _):
+        raise GradientError(NO_SECOND_DERIVATIVE)

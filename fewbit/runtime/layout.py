@@ -1,0 +1,68 @@
+"""Storage order: the one order in which elements are counted, packed and drawn for."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    """Whether x's elements fill a stretch of its storage, each once (channels-last and transposes do)."""
+    # empty_like keeps the strides of a dense tensor and of no other.
+    return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """x if it is dense, else its contiguous copy, whose storage order is x's logical order."""
+    return x if is_dense(x) else x.contiguous()
+
+
+def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
+    """The strides of `dense(x)`."""
+    return x.stride() if is_dense(x) else contiguous_stride(x.shape)
+
+
+def storage_order(x: torch.Tensor) -> torch.Tensor:
+    """A dense x as the 1-D view of its elements in storage order."""
+    return x.view(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
+
+
+def is_broadcast_scalar(x: torch.Tensor) -> bool:
+    """Whether every element of x is one element of storage, as in the gradient of a sum."""
+    return x.numel() > 1 and not any(x.stride())
+
+
+def contiguous_stride(shape) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of that shape (symbolic sizes will do)."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def has_stride(x: torch.Tensor, stride) -> bool:
+    """Whether x's elements lie as those strides say; the stride of a dimension of size 1 says nothing."""
+    return x.stride() == stride or all(
+        size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), stride, strict=True)
+    )
+
+
+def bring_to(x: torch.Tensor, stride) -> torch.Tensor:
+    """x with those strides (of a dense tensor of its shape): itself, or a copy."""
+    if has_stride(x, stride):
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def overlaps(x: torch.Tensor) -> bool:
+    """Whether two elements of x may lie in the same place, so that writing to x has no one meaning."""
+    if x.numel() <= 1 or is_dense(x):
+        return False
+    # Sorted by stride, each dimension must step over all that the smaller ones span.
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False

@@ -1,0 +1,161 @@
+"""The backends that run the compiled kernels of `fewbit._kernels`, on the CPU and on CUDA devices."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import torch
+
+from fewbit import _kernels
+from fewbit.runtime import reference
+from fewbit.runtime.encoding import Encoding, packed_words
+from fewbit.runtime.layout import is_broadcast_scalar
+
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+# Longer tables than this do not fit the kernels' constants; strange user functions have them.
+_MOST_BREAKS = 2048
+
+
+class Kernels:
+    """One set of kernels; `where(tensor)` gives the trailing arguments that say where to run."""
+
+    def __init__(self, kernels, where, name):
+        self._kernels = kernels
+        self._where = where
+        self.name = name
+        self._tables = weakref.WeakKeyDictionary()
+
+    def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
+        """codes: (n,) uint8, contiguous. Returns packed int32 words."""
+        n = codes.numel()
+        packed = _packed(n, bits, codes.device)
+        self._kernels.pack(codes.data_ptr(), n, bits, packed.data_ptr(), *self._where(codes))
+        return packed
+
+    def unpack(self, packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
+        """The n codes of packed, uint8."""
+        codes = torch.empty(n, dtype=torch.uint8, device=packed.device)
+        self._kernels.unpack(packed.data_ptr(), n, bits, codes.data_ptr(), *self._where(packed))
+        return codes
+
+    def encode(self, x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None):
+        """The packed codes of a dense x."""
+        table = self._table(encoding)
+        if table is None:
+            return reference.encode(x, encoding, seed)
+        n = x.numel()
+        packed = _packed(n, encoding.bits, x.device)
+        self._kernels.encode(
+            table,
+            x.data_ptr(),
+            _DTYPES[x.dtype],
+            n,
+            packed.data_ptr(),
+            0 if seed is None else seed.data_ptr(),
+            *self._where(x),
+        )
+        return packed
+
+    def decode_mul(
+        self, grad: torch.Tensor, packed: torch.Tensor, encoding: Encoding, out: torch.Tensor
+    ) -> None:
+        """out = lut[code] * grad in storage order; grad laid out as out, or a broadcast scalar."""
+        table = self._table(encoding)
+        if table is None:
+            return reference.decode_mul(grad, packed, encoding, out)
+        self._kernels.decode_mul(
+            table,
+            grad.data_ptr(),
+            _DTYPES[grad.dtype],
+            grad.numel(),
+            packed.data_ptr(),
+            out.data_ptr(),
+            is_broadcast_scalar(grad),
+            *self._where(grad),
+        )
+
+    def forward(self, x, name, parameters, encoding, seed, out):
+        """f(x) into `out` (laid out as the dense x; x itself will do), and the packed codes.
+
+        None, with nothing done, if this function or dtype has no fused kernel.
+        """
+        number = _kernels.FUNCTIONS.get(name)
+        table = self._table(encoding)
+        if number is None or table is None or x.dtype == torch.float64:
+            return None
+        p0, p1 = (*parameters, 0.0, 0.0)[:2]
+        n = x.numel()
+        packed = _packed(n, encoding.bits, x.device)
+        self._kernels.forward(
+            number[0],
+            p0,
+            p1,
+            table,
+            x.data_ptr(),
+            _DTYPES[x.dtype],
+            n,
+            out.data_ptr(),
+            packed.data_ptr(),
+            0 if seed is None else seed.data_ptr(),
+            *self._where(x),
+        )
+        return packed
+
+    def _table(self, encoding: Encoding):
+        table = self._tables.get(encoding, False)
+        if table is False:
+            table = self._tables[encoding] = _native_table(encoding)
+        return table
+
+
+def _native_table(encoding: Encoding):
+    """The kernels' copy of the constants; None for a table they do not take."""
+    if len(encoding.breaks64) > _MOST_BREAKS:
+        return None
+    return _kernels.Table(
+        encoding.bits,
+        encoding.initial,
+        encoding.breaks32,
+        encoding.flips32,
+        encoding.breaks64,
+        encoding.flips64,
+        encoding.lut32,
+        encoding.lut64,
+        points=encoding.points,
+        origins=encoding.origins,
+        values=encoding.values,
+        slopes=encoding.slopes,
+        levels=encoding.levels32,
+        inverse_gaps=encoding.inverse_gaps,
+    )
+
+
+def _packed(n: int, bits: int, device) -> torch.Tensor:
+    return torch.empty(packed_words(n, bits), dtype=torch.int32, device=device)
+
+
+def cpu(isa: str | None = None) -> Kernels:
+    """The CPU kernels of the best instruction set that this processor has, or of the one named."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    _kernels.use_openmp_of(str(library))
+    isa = isa or _kernels.cpu_isas()[0]
+    return Kernels(_kernels.Cpu(isa), lambda tensor: (torch.get_num_threads(),), isa)
+
+
+def cuda() -> Kernels:
+    """The CUDA kernels; they run on the tensor's device and torch's current stream."""
+
+    def where(tensor):
+        index = tensor.device.index
+        return index, torch.cuda.current_stream(index).cuda_stream
+
+    return Kernels(_kernels.cuda, where, "cuda")
+
+
+def cuda_unusable() -> str:
+    """Why the CUDA kernels cannot run here; empty if they can."""
+    if _kernels.cuda is None:
+        return "fewbit was built without CUDA"
+    usable, reason = _kernels.cuda.available()
+    return "" if usable else reason

@@ -1,0 +1,191 @@
+"""The torch ops of the namespace `fewbit`: schema, implementation, fake, autograd and vmap of each.
+
+`torch.compile`, `torch.export` and `torch.func` go through them; `eager` calls the same
+implementations without the dispatcher. An encoding travels as text (`Encoding.text`), so that an
+exported program needs nothing but these ops.
+
+    activation(x, function, parameters, encoding, seed) -> (f(x), packed codes)
+    encode(x, encoding, seed) -> packed codes
+    decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with those strides
+    pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.library import Library, register_autograd, register_fake, register_vmap
+
+from fewbit.errors import GradientError
+from fewbit.runtime import backends, layout
+from fewbit.runtime.encoding import Encoding, packed_words
+from fewbit.runtime.torch_functions import FORWARD, IN_PLACE
+
+_library = Library("fewbit", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def _define(schema, implementation):
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=_TAGS)
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    return getattr(torch.ops.fewbit, name).default
+
+
+# -- implementations, shared with eager ----------------------------------------------------------------------
+
+
+def activation(x, function, parameters, encoding, seed, inplace=False):
+    """f(x) and the packed codes of x. x: any strides; the result keeps its memory format.
+
+    With `inplace`, f(x) is written to x, which must not overlap itself.
+    """
+    source = layout.dense(x)
+    backend = backends.of(x)
+    # The dense copy of a strided x is ours to overwrite.
+    out = source if inplace or source is not x else torch.empty_like(x)
+    packed = backend.forward(source, function, parameters, encoding, seed, out)
+    if packed is None:
+        packed = backend.encode(source, encoding, seed)
+        if inplace and function in IN_PLACE:
+            return IN_PLACE[function](x, *parameters), packed
+        out = FORWARD[function](x, *parameters)
+    if inplace:
+        return (x if out is x else x.copy_(out)), packed
+    return layout.bring_to(out, torch.empty_like(x, device="meta").stride()), packed
+
+
+def encode(x, encoding, seed):
+    """The packed codes of x, counted in storage order where x is dense, else in logical order."""
+    return backends.of(x).encode(layout.dense(x), encoding, seed)
+
+
+def decode_mul(grad, packed, encoding, stride):
+    """lut[code] * grad; `stride`: those of the dense tensor whose codes were packed."""
+    if not layout.is_broadcast_scalar(grad):
+        grad = layout.bring_to(grad, stride)
+    out = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device)
+    backends.of(grad).decode_mul(grad, packed, encoding, out)
+    return out
+
+
+def new_seed(x) -> torch.Tensor:
+    """A seed for one draw per element: one int64 on x's device, from torch's generator."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+
+
+# -- ops -----------------------------------------------------------------------------------------------------
+
+activation_op = _define(
+    "activation(Tensor x, str function, float[] parameters, str encoding, Tensor? seed=None)"
+    " -> (Tensor, Tensor)",
+    lambda x, function, parameters, encoding, seed=None: activation(
+        x, function, parameters, Encoding.parse(encoding), seed
+    ),
+)
+encode_op = _define(
+    "encode(Tensor x, str encoding, Tensor? seed=None) -> Tensor",
+    lambda x, encoding, seed=None: encode(x, Encoding.parse(encoding), seed),
+)
+decode_mul_op = _define(
+    "decode_mul(Tensor grad, Tensor packed, str encoding, SymInt[] stride) -> Tensor",
+    lambda grad, packed, encoding, stride: decode_mul(
+        grad, packed, Encoding.parse(encoding), stride
+    ),
+)
+pack_op = _define(
+    "pack(Tensor codes, int bits) -> Tensor",
+    lambda codes, bits: backends.of(codes).pack(codes.contiguous().view(-1), bits),
+)
+unpack_op = _define(
+    "unpack(Tensor packed, int bits, SymInt n) -> Tensor",
+    lambda packed, bits, n: backends.of(packed).unpack(packed, bits, n),
+)
+
+
+@register_fake("fewbit::activation")
+def _(x, function, parameters, encoding, seed=None):
+    return torch.empty_like(x), encode_op(x, encoding, seed)
+
+
+@register_fake("fewbit::encode")
+def _(x, encoding, seed=None):
+    return x.new_empty(packed_words(x.numel(), Encoding.parse(encoding).bits), dtype=torch.int32)
+
+
+@register_fake("fewbit::decode_mul")
+def _(grad, packed, encoding, stride):
+    return torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device)
+
+
+@register_fake("fewbit::pack")
+def _(codes, bits):
+    return codes.new_empty(packed_words(codes.numel(), bits), dtype=torch.int32)
+
+
+@register_fake("fewbit::unpack")
+def _(packed, bits, n):
+    return packed.new_empty(n, dtype=torch.uint8)
+
+
+# -- autograd ------------------------------------------------------------------------------------------------
+
+NO_SECOND_DERIVATIVE = (
+    "a few-bit activation has no second derivative: only the codes of its input are kept; "
+    "use torch's own function where you differentiate twice"
+)
+
+
+NO_FORWARD_MODE = (
+    "a few-bit activation has no forward-mode derivative; use torch's own function there"
+)
+
+
+def _keep_codes(ctx, inputs, output):
+    x, _, _, ctx.encoding, _ = inputs
+    _, packed = output
+    ctx.save_for_backward(packed)
+    ctx.mark_non_differentiable(packed)
+    ctx.stride = layout.dense_stride(x)
+
+
+def _activation_backward(ctx, grad, _):
+    (packed,) = ctx.saved_tensors
+    return decode_mul_op(grad, packed, ctx.encoding, ctx.stride), None, None, None, None
+
+
+def _refuse(ctx, grad):
+    raise GradientError(NO_SECOND_DERIVATIVE)
+
+
+register_autograd("fewbit::activation", _activation_backward, setup_context=_keep_codes)
+register_autograd("fewbit::decode_mul", _refuse, setup_context=lambda ctx, inputs, output: None)
+
+
+# -- vmap ----------------------------------------------------------------------------------------------------
+
+
+def _each_example(op):
+    """The vmap rule that runs `op` example by example: words of a packed tensor never mix examples."""
+
+    def rule(info, in_dims, *arguments):
+        batched = [
+            argument.unbind(dim) if isinstance(dim, int) else [argument] * info.batch_size
+            for argument, dim in zip(arguments, _flat(in_dims), strict=True)
+        ]
+        results = [op(*example) for example in zip(*batched, strict=True)]
+        if isinstance(results[0], torch.Tensor):
+            return torch.stack(results), 0
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
+
+    return rule
+
+
+def _flat(in_dims):
+    """One entry an argument: a list argument has a list of Nones, which says no more than None."""
+    return [None if isinstance(dim, list | tuple) else dim for dim in in_dims]
+
+
+for _op in (activation_op, encode_op, decode_mul_op):
+    register_vmap(_op, _each_example(_op))

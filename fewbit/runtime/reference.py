@@ -1,0 +1,132 @@
+"""The reference backend: plain torch, any device, and the oracle of every other backend.
+
+Inputs are dense (see layout). Every function here follows docs/table_schema.md to the letter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fewbit.runtime.encoding import BLOCK, Encoding
+from fewbit.runtime.layout import is_broadcast_scalar, storage_order
+
+_MASK32 = 0xFFFFFFFF
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """codes: (n,) uint8, below 2**bits. Returns (bits * ceil(n / 32),) int32, zero-padded bit-planes."""
+    blocks = -(-codes.numel() // BLOCK)
+    padded = torch.zeros(blocks * BLOCK, dtype=torch.int64, device=codes.device)
+    padded[: codes.numel()] = codes
+    lanes = torch.arange(BLOCK, device=codes.device)
+    planes = torch.arange(bits, device=codes.device)
+    bit = (padded.view(blocks, 1, BLOCK) >> planes.view(1, bits, 1)) & 1  # (blocks, bits, 32)
+    words = (bit << lanes).sum(-1)  # (blocks, bits), in [0, 2**32)
+    return _to_int32(words.reshape(-1))
+
+
+def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
+    """packed: (bits * ceil(n / 32),) int32. Returns the n codes, uint8."""
+    lanes = torch.arange(BLOCK, device=packed.device)
+    planes = torch.arange(bits, device=packed.device)
+    words = packed.view(-1, bits, 1).to(torch.int64) & _MASK32
+    bit = (words >> lanes) & 1  # (blocks, bits, 32)
+    codes = (bit << planes.view(1, bits, 1)).sum(1)
+    return codes.reshape(-1)[:n].to(torch.uint8)
+
+
+def forward(*_) -> None:
+    """Nothing is fused here: the runtime calls torch's own function, then encode."""
+    return None
+
+
+def encode(x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None) -> torch.Tensor:
+    """The packed codes of a dense x of any floating dtype; seed: one int64, for unbiased tables."""
+    flat = storage_order(x.detach())
+    codes = _drawn(flat, encoding, seed) if encoding.unbiased else _located(flat, encoding)
+    return pack(codes, encoding.bits)
+
+
+def decode_mul(
+    grad: torch.Tensor, packed: torch.Tensor, encoding: Encoding, out: torch.Tensor
+) -> None:
+    """out = lut[code] * grad, in storage order.
+
+    grad: laid out as the dense `out`, or a broadcast scalar; one rounding to its dtype, which is out's.
+    """
+    n = grad.numel()
+    flat = grad.reshape(-1) if is_broadcast_scalar(grad) else storage_order(grad)
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    lut = encoding.lut64 if wide == torch.float64 else encoding.lut32
+    codes = unpack(packed, encoding.bits, n).to(torch.int64)
+    product = _constant(lut, grad.device)[codes] * flat.to(wide)
+    storage_order(out).copy_(product.to(grad.dtype))
+
+
+def _located(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    """codes of flat: the initial code with the flips of all breaks below x."""
+    if flat.dtype == torch.float64:
+        breaks, flips = encoding.breaks64, encoding.flips64
+    else:
+        breaks, flips = encoding.breaks32, encoding.flips32
+        flat = flat.to(torch.float32)
+    pieces = [encoding.initial]
+    for flip in flips.tolist():
+        pieces.append(pieces[-1] ^ flip)
+    # bucketize counts the breaks below x, and all of them for NaN.
+    piece = torch.bucketize(flat, _constant(breaks, flat.device))
+    return torch.tensor(pieces, dtype=torch.uint8, device=flat.device)[piece]
+
+
+def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.Tensor:
+    """codes of one draw: docs/table_schema.md, "A draw", operation for operation in float32."""
+    x = flat.to(torch.float32)
+    points, origins, values, slopes, levels, inverse_gaps = (
+        _constant(array, x.device)
+        for array in (
+            encoding.points,
+            encoding.origins,
+            encoding.values,
+            encoding.slopes,
+            encoding.levels32,
+            encoding.inverse_gaps,
+        )
+    )
+    segment = torch.bucketize(x, points)
+    i = (segment - 1).clamp(0, len(slopes) - 1)
+    inside = values[i] + (x - origins[i]) * slopes[i]
+    mean = torch.where(segment == 0, values[0], inside)
+    mean = torch.where(segment == len(points), values[-1], mean)
+    mean = mean.clamp(levels[0], levels[-1])
+    lower = (torch.bucketize(mean, levels, right=True) - 1).clamp(0, len(levels) - 2)
+    probability = (mean - levels[lower]) * inverse_gaps[lower]
+    level = lower + (uniform(seed, x.numel()) < probability)
+    return (level ^ (level >> 1)).to(torch.uint8)
+
+
+def uniform(seed: torch.Tensor, n: int) -> torch.Tensor:
+    """(n,) float32 in [0, 1) on seed's device: fewbit.philox.uniform(seed, arange(n))."""
+    index = torch.arange(n, dtype=torch.int64, device=seed.device)
+    c0, c1 = index & _MASK32, index >> 32
+    c2 = c3 = torch.zeros_like(index)
+    k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32
+    for _ in range(10):
+        # The 64-bit products wrap in int64; their halves are the same bits.
+        p0, p2 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (
+            ((p2 >> 32) & _MASK32) ^ c1 ^ k0,
+            p2 & _MASK32,
+            ((p0 >> 32) & _MASK32) ^ c3 ^ k1,
+            p0 & _MASK32,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    return (c0 >> 8).to(torch.float32) * 2.0**-24
+
+
+def _constant(array, device) -> torch.Tensor:
+    return torch.from_numpy(array.copy()).to(device)
+
+
+def _to_int32(words: torch.Tensor) -> torch.Tensor:
+    """Unsigned 32-bit numbers in int64 as the int32 of the same bits."""
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -1,0 +1,82 @@
+"""Which table a layer uses: the one it was given, or the default for its function and bits."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from fewbit import functions, store
+from fewbit.errors import InputError, TableError
+from fewbit.runtime.encoding import Encoding
+from fewbit.table import Table, describe_function
+
+DEFAULT = {"weight": "uniform", "objective": "mse", "tails": "free", "form": "levels"}
+"""How default tables are designed (docs/decisions/0005)."""
+
+
+@torch.compiler.assume_constant_result
+def encoding_text(function: str, parameters: tuple, bits: int, table: Table | None = None) -> str:
+    """The text of the encoding for a named function; parameters in the order of `fewbit.functions`.
+
+    Raises FunctionError, SolveError or TableError, one line each, if there is no such table.
+    """
+    if table is None:
+        return _default(function, parameters, bits)
+    return _given(function, parameters, table)
+
+
+@torch.compiler.assume_constant_result
+def callable_encoding_text(function, bits: int, table: Table | None = None) -> str:
+    """The same for a callable; without a table it is solved, once per callable and bits."""
+    return Encoding.of(_solved(function, bits) if table is None else _checked(table)).text
+
+
+@lru_cache(maxsize=256)
+def _default(function, parameters, bits) -> str:
+    named = functions.get(function, _named(function, parameters))
+    table = store.load_table(function, bits, parameters=dict(named.parameters), **DEFAULT)
+    return Encoding.of(table).text
+
+
+@lru_cache(maxsize=256)
+def _given(function, parameters, table) -> str:
+    wanted = functions.get(function, _named(function, parameters))
+    _checked(table)
+    if (table.function, table.parameters) != (wanted.name, dict(wanted.parameters)):
+        expected = describe_function_of(wanted)
+        raise TableError(f"expected a table of {expected}, got one of {describe_function(table)}")
+    return Encoding.of(table).text
+
+
+@lru_cache(maxsize=256)
+def _solved(function, bits) -> Table:
+    return store.load_table(function, bits, **DEFAULT)
+
+
+def check_choice(bits, table) -> None:
+    """Raises InputError or TableError if `bits` is not a whole number from 1 to 8, or `table` no table."""
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
+        raise InputError(f"expected a whole number from 1 to 8 for bits, got {bits!r}")
+    if table is not None:
+        _checked(table)
+
+
+def _checked(table) -> Table:
+    if not isinstance(table, Table):
+        raise TableError(
+            f"expected a fewbit.Table for table=, got {type(table).__name__}; "
+            "a table is a constant and takes no gradient"
+        )
+    return table
+
+
+def _named(function, parameters) -> dict[str, float]:
+    names = functions.get(function).parameters
+    return dict(zip(names, parameters, strict=True))
+
+
+def describe_function_of(function) -> str:
+    """`elu(alpha=2)`."""
+    inside = ", ".join(f"{name}={value:g}" for name, value in function.parameters.items())
+    return f"{function.name}({inside})" if inside else function.name

@@ -27,10 +27,7 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
         _check_inplace(x, function)
     if is_plain(x):
         return autograd.Activation.apply(x, function, parameters, Encoding.parse(encoding), inplace)
-    if torch.compiler.is_compiling():
-        y, _ = ops.activation_op(x, function, parameters, encoding, seed_for(x, encoding))
-    else:
-        y = _traceable(x, function, parameters, encoding)
+    y = _traceable(x, _forward(function, parameters), encoding)
     return x.copy_(y) if inplace else y
 
 
@@ -39,13 +36,16 @@ def apply_callable(x: torch.Tensor, function, encoding: str):
     if not (x.requires_grad and torch.is_grad_enabled()):
         return function(x)
     _check_dtype(x, getattr(function, "__name__", "the function"))
-    return _traceable(x, function, (), encoding)
+    return _traceable(x, function, encoding)
 
 
-def _traceable(x, function, parameters, encoding):
+def _traceable(x, function, encoding):
     check_transforms(x)
-    seed = seed_for(x, encoding)
-    return autograd.Traceable.apply(x, function, parameters, encoding, seed)[0]
+    return autograd.Traceable.apply(x, function, encoding, seed_for(x, encoding))[0]
+
+
+def _forward(function, parameters):
+    return lambda x: FORWARD[function](x, *parameters)
 
 
 def is_plain(x) -> bool:

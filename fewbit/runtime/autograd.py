@@ -1,8 +1,8 @@
 """autograd Functions around the implementations of `ops`.
 
-`Activation` is the eager path: it skips the dispatcher, whose cost for an op written in Python is twice
-that of torch's own activation on a small tensor. `Traceable` goes through the ops, where `torch.func` and
-the compiler can follow, and takes any callable for f.
+`Activation` is the eager path of named functions: fused kernels, and no dispatcher, whose cost for an op
+written in Python is twice that of torch's own activation on a small tensor. `Traceable` is for callables,
+and for all functions where the compiler or `torch.func` has to follow.
 """
 
 from __future__ import annotations
@@ -43,21 +43,20 @@ class Activation(Function):
 
 
 class Traceable(Function):
-    """(f(x), packed codes of x), for a named function or any callable on tensors."""
+    """(f(x), packed codes of x) for any callable f on tensors, in ops that can be traced."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, function, parameters, encoding, seed):
-        if isinstance(function, str):
-            return ops.activation_op(x, function, parameters, encoding, seed)
-        packed = ops.encode_op(x, encoding, seed)
-        y = function(x)
-        return (y.clone() if y is x else y), packed
+    def forward(x, function, encoding, seed):
+        # The product makes the forward's result depend on the codes; else the compiler's partitioner
+        # takes them for a matter of the backward pass, and would keep x to make them there.
+        packed, one = ops.encode_kept_op(x, encoding, seed)
+        return function(x) * one, packed
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, _, _, ctx.encoding, _ = inputs
+        x, _, ctx.encoding, _ = inputs
         _, packed = output
         ctx.stride = layout.dense_stride(x)
         ctx.save_for_backward(packed)
@@ -66,7 +65,7 @@ class Traceable(Function):
     @staticmethod
     def backward(ctx, grad, _):
         (packed,) = ctx.saved_tensors
-        return ops.decode_mul_op(grad, packed, ctx.encoding, ctx.stride), None, None, None, None
+        return ops.decode_mul_op(grad, packed, ctx.encoding, ctx.stride), None, None, None
 
 
 class SecondDerivative(Function):

@@ -1,19 +1,26 @@
 """The torch ops of the namespace `fewbit`: schema, implementation, fake, autograd and vmap of each.
 
-`torch.compile`, `torch.export` and `torch.func` go through them; `eager` calls the same
+`torch.compile`, `torch.export` and `torch.func` go through them; eager mode calls the same
 implementations without the dispatcher. An encoding travels as text (`Encoding.text`), so that an
 exported program needs nothing but these ops.
 
-    activation(x, function, parameters, encoding, seed) -> (f(x), packed codes)
     encode(x, encoding, seed) -> packed codes
+    encode_kept(x, encoding, seed) -> packed codes, and a 1 to multiply f(x) with
     decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with those strides
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
+
+f itself is not among them: a compiler fuses torch's own function with its neighbours, and may recompute
+it, which it could not do to an op that yields f(x) and codes at once (docs/decisions/0004).
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import torch
+import torch.fx.traceback
 from torch.library import Library, register_autograd, register_fake, register_vmap
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fewbit.errors import GradientError
 from fewbit.runtime import backends, layout
@@ -77,16 +84,13 @@ def new_seed(x) -> torch.Tensor:
 
 # -- ops -----------------------------------------------------------------------------------------------------
 
-activation_op = _define(
-    "activation(Tensor x, str function, float[] parameters, str encoding, Tensor? seed=None)"
-    " -> (Tensor, Tensor)",
-    lambda x, function, parameters, encoding, seed=None: activation(
-        x, function, parameters, Encoding.parse(encoding), seed
-    ),
-)
 encode_op = _define(
     "encode(Tensor x, str encoding, Tensor? seed=None) -> Tensor",
     lambda x, encoding, seed=None: encode(x, Encoding.parse(encoding), seed),
+)
+encode_kept_op = _define(
+    "encode_kept(Tensor x, str encoding, Tensor? seed=None) -> (Tensor, Tensor)",
+    lambda x, encoding, seed=None: (encode(x, Encoding.parse(encoding), seed), x.new_ones(())),
 )
 decode_mul_op = _define(
     "decode_mul(Tensor grad, Tensor packed, str encoding, SymInt[] stride) -> Tensor",
@@ -104,14 +108,14 @@ unpack_op = _define(
 )
 
 
-@register_fake("fewbit::activation")
-def _(x, function, parameters, encoding, seed=None):
-    return torch.empty_like(x), encode_op(x, encoding, seed)
-
-
 @register_fake("fewbit::encode")
 def _(x, encoding, seed=None):
     return x.new_empty(packed_words(x.numel(), Encoding.parse(encoding).bits), dtype=torch.int32)
+
+
+@register_fake("fewbit::encode_kept")
+def _(x, encoding, seed=None):
+    return encode_op(x, encoding, seed), x.new_empty(())
 
 
 @register_fake("fewbit::decode_mul")
@@ -142,25 +146,36 @@ NO_FORWARD_MODE = (
 )
 
 
-def _keep_codes(ctx, inputs, output):
-    x, _, _, ctx.encoding, _ = inputs
-    _, packed = output
-    ctx.save_for_backward(packed)
-    ctx.mark_non_differentiable(packed)
-    ctx.stride = layout.dense_stride(x)
+@contextmanager
+def _keep_when_partitioned():
+    """What is traced inside is marked to be saved, not recomputed, by the compiler's partitioner.
 
-
-def _activation_backward(ctx, grad, _):
-    (packed,) = ctx.saved_tensors
-    return decode_mul_op(grad, packed, ctx.encoding, ctx.stride), None, None, None, None
+    With an `activation_memory_budget` below 1 it would recompute the codes, which are the smallest tensors
+    around, from the largest. In a checkpointed region all is recomputed, as was asked for.
+    """
+    meta = torch.fx.traceback.current_meta
+    if "recompute" in meta:
+        yield
+        return
+    meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        yield
+    finally:
+        del meta["recompute"]
 
 
 def _refuse(ctx, grad):
     raise GradientError(NO_SECOND_DERIVATIVE)
 
 
-register_autograd("fewbit::activation", _activation_backward, setup_context=_keep_codes)
-register_autograd("fewbit::decode_mul", _refuse, setup_context=lambda ctx, inputs, output: None)
+def _encode_kept(x, encoding, seed=None):
+    """Codes are integers: there is nothing to differentiate, only something to keep."""
+    with torch._C._AutoDispatchBelowAutograd(), _keep_when_partitioned():
+        return encode_kept_op(x, encoding, seed)
+
+
+_library.impl("encode_kept", _encode_kept, "Autograd")
+register_autograd(decode_mul_op, _refuse, setup_context=lambda ctx, inputs, output: None)
 
 
 # -- vmap ----------------------------------------------------------------------------------------------------
@@ -187,5 +202,5 @@ def _flat(in_dims):
     return [None if isinstance(dim, list | tuple) else dim for dim in in_dims]
 
 
-for _op in (activation_op, encode_op, decode_mul_op):
+for _op in (encode_op, encode_kept_op, decode_mul_op):
     register_vmap(_op, _each_example(_op))

@@ -639,6 +639,91 @@ def _deviation(findings):
     return f"{max(relative):.1e}" if relative else "-"
 
 
+@app.command()
+@click.argument("names", nargs=-1, metavar="[MODEL]...")
+@click.option("--all", "every", is_flag=True, help="Every model.")
+@click.option(
+    "--bits",
+    type=int,
+    multiple=True,
+    metavar="B",
+    help="1 to 8; may be repeated.  [default: 1 to 4]",
+)
+@click.option(
+    "--device-memory", metavar="SIZE", default="32GB", show_default=True, help="As 80GB or 11264MB."
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Samples of the forward that is counted.  [default: 1]",
+)
+@click.option("--image-size", type=int, metavar="N", help="Pixels of a side.  [default: 256]")
+@click.option("--sequence-length", type=int, metavar="N", help="Tokens.  [default: 256]")
+@click.option(
+    "--activation",
+    metavar="NAME",
+    default="paper",
+    help="gelu, silu, relu, ...; own is the architecture's.  [default: own, but gelu for relu]",
+)
+@click.option("--dropout", is_flag=True, help="Count with dropout on; the paper has it off.")
+@_json
+def memory(
+    names,
+    every,
+    bits,
+    device_memory,
+    batch,
+    image_size,
+    sequence_length,
+    activation,
+    dropout,
+    as_json,
+):
+    """Count what training a MODEL takes, and the largest batch on a device.
+
+    The paper's appendix B: the model's size, what it keeps for backward, the nonlinearities' part
+    of it, and the largest batch beside four copies of the model, without and with few-bit codes.
+
+    A MODEL is a ResNet, VGG, DenseNet, EfficientNet, RoBERTa or GPT-2 by its usual name, as
+    resnet50 or RoBERTa-base. Weights are random, nothing is downloaded. One MODEL is shown in
+    detail, with the paper's figures.
+
+    \b
+    Examples:
+      fewbit memory resnet18
+      fewbit memory vgg16 densenet121 --bits 2 --device-memory 80GB
+      fewbit memory resnet50 --activation relu --image-size 224 --json
+    """
+    if bool(names) == every:
+        raise click.UsageError(
+            "expected either the name of a model or --all", click.get_current_context()
+        )
+    from fewbit.memory import memory, parse_size
+
+    try:
+        device_bytes = parse_size(device_memory)
+    except FewbitError as error:
+        raise FewbitError(f"--device-memory: {error}") from None
+    with Progress() as progress:
+        report = memory(
+            names,
+            device_bytes=device_bytes,
+            image_size=image_size,
+            sequence_length=sequence_length,
+            batch=batch,
+            activation=None if activation == "own" else activation,
+            dropout=dropout,
+            progress=progress,
+            **_given(bits=bits or None),
+        )
+    if as_json:
+        _print_json(report.records())
+    else:
+        _console().print(report)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Tables in, tables out
 

@@ -58,7 +58,7 @@ __all__ = [
 
 
 def _apply(input, function, parameters, bits, table, inplace=False):
-    parameters = tuple(float(number) for number in parameters)
+    parameters = tuple(map(float, parameters)) if parameters else ()
     return apply(
         input, function, parameters, encoding_text(function, parameters, bits, table), inplace
     )

@@ -18,14 +18,15 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
     dtype that is not float32, float64, float16 or bfloat16, and for an in-place call that torch or the
     packed codes do not allow; GradientError where a second or a forward-mode derivative is asked for.
     """
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    if not needs_grad(x):
         return (IN_PLACE if inplace else FORWARD)[function](x, *parameters)
     _check_dtype(x, function)
-    if torch.is_autocast_enabled(x.device.type):
+    plain = is_plain(x)
+    if not plain or torch._C._is_any_autocast_enabled():
         x = _autocast(x, function)
     if inplace:
         _check_inplace(x, function)
-    if is_plain(x):
+    if plain:
         return autograd.Activation.apply(x, function, parameters, Encoding.parse(encoding), inplace)
     y = _traceable(x, _forward(function, parameters), encoding)
     return x.copy_(y) if inplace else y
@@ -33,7 +34,7 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
 
 def apply_callable(x: torch.Tensor, function, encoding: str):
     """The same for any callable on tensors: its own forward, then the codes of x."""
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    if not needs_grad(x):
         return function(x)
     _check_dtype(x, getattr(function, "__name__", "the function"))
     return _traceable(x, function, encoding)
@@ -46,6 +47,20 @@ def _traceable(x, function, encoding):
 
 def _forward(function, parameters):
     return lambda x: FORWARD[function](x, *parameters)
+
+
+def needs_grad(x) -> bool:
+    """Whether a gradient with respect to x may be asked for, at any level of torch.func's transforms."""
+    if not torch.is_grad_enabled():
+        return False
+    if x.requires_grad or torch.compiler.is_compiling():
+        return x.requires_grad
+    # A batched tensor does not tell that what it wraps is being differentiated.
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+        if x.requires_grad:
+            return True
+    return False
 
 
 def is_plain(x) -> bool:
@@ -95,7 +110,8 @@ def _check_dtype(x, function: str) -> None:
 
 def _autocast(x, function: str):
     """x as torch's autocast would pass it to this function."""
-    float32 = function in AUTOCAST_FLOAT32.get(x.device.type, ())
+    device = x.device.type
+    float32 = function in AUTOCAST_FLOAT32.get(device, ()) and torch.is_autocast_enabled(device)
     return x.to(torch.float32) if float32 and x.dtype.itemsize == 2 else x
 
 

@@ -75,9 +75,8 @@ class Encoding:
 
     @cached_property
     def breaks64(self) -> np.ndarray:
-        """(m,) float64, strict: x is beyond a break if x > break."""
-        left = np.array([side == "left" for side in self.closed], bool)
-        return np.where(left, np.nextafter(self.breaks, -np.inf), self.breaks)
+        """(m,) float64, finite, strict: x is beyond a break if x > break."""
+        return _strict(self.breaks, self.closed)
 
     @cached_property
     def flips64(self) -> np.ndarray:
@@ -88,21 +87,12 @@ class Encoding:
     @cached_property
     def breaks32(self) -> np.ndarray:
         """The breaks for 16- and 32-bit inputs: (m,) float32, finite, strict."""
-        return self._finite32[0]
+        return _strict(round_breaks(self.breaks, self.closed), self.closed)
 
-    @cached_property
+    @property
     def flips32(self) -> np.ndarray:
         """(m,) uint8, for breaks32."""
-        return self._finite32[1]
-
-    @cached_property
-    def _finite32(self) -> tuple[np.ndarray, np.ndarray]:
-        # A break beyond the largest float32 is never crossed.
-        breaks = _strict32(self.breaks, self.closed)
-        kept = breaks < np.inf
-        # One below the lowest moves up to it: breaks stay finite, and no activation lives down there.
-        lowest = -np.finfo(np.float32).max
-        return np.maximum(breaks[kept], lowest), self.flips64[kept]
+        return self.flips64
 
     @cached_property
     def lut64(self) -> np.ndarray:
@@ -126,7 +116,9 @@ class Encoding:
     @cached_property
     def points(self) -> np.ndarray | None:
         """(n,) float32, strict: x is beyond a point if x > point."""
-        return _strict32(self.knots.points, self.knots.closed) if self.unbiased else None
+        if not self.unbiased:
+            return None
+        return _strict(round_breaks(self.knots.points, self.knots.closed), self.knots.closed)
 
     @cached_property
     def origins(self) -> np.ndarray | None:
@@ -149,11 +141,15 @@ class Encoding:
         return (1.0 / np.diff(self.levels)).astype(np.float32) if self.unbiased else None
 
 
-def _strict32(breaks, closed) -> np.ndarray:
-    """float32 limits such that x > limit says for every float32 x what the float64 breaks say."""
-    rounded = round_breaks(breaks, closed)
+def _strict(limits: np.ndarray, closed) -> np.ndarray:
+    """The same limits such that "x > limit" is the one comparison: a closed "left" one moves down a step.
+
+    Limits stay finite: one below the lowest number moves up to it (no activation lives down there).
+    """
     left = np.array([side == "left" for side in closed], bool)
-    return np.where(left, np.nextafter(rounded, np.float32(-np.inf)), rounded)
+    with np.errstate(over="ignore"):
+        below = np.nextafter(limits, limits.dtype.type(-np.inf))
+    return np.maximum(np.where(left, below, limits), np.finfo(limits.dtype).min)
 
 
 def _text(source) -> str:

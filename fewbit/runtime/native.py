@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 
 import torch
@@ -24,7 +23,6 @@ class Kernels:
         self._kernels = kernels
         self._where = where
         self.name = name
-        self._tables = weakref.WeakKeyDictionary()
 
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
         """codes: (n,) uint8, contiguous. Returns packed int32 words."""
@@ -41,7 +39,7 @@ class Kernels:
 
     def encode(self, x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None):
         """The packed codes of a dense x."""
-        table = self._table(encoding)
+        table = _table(encoding)
         if table is None:
             return reference.encode(x, encoding, seed)
         n = x.numel()
@@ -61,7 +59,7 @@ class Kernels:
         self, grad: torch.Tensor, packed: torch.Tensor, encoding: Encoding, out: torch.Tensor
     ) -> None:
         """out = lut[code] * grad in storage order; grad laid out as out, or a broadcast scalar."""
-        table = self._table(encoding)
+        table = _table(encoding)
         if table is None:
             return reference.decode_mul(grad, packed, encoding, out)
         self._kernels.decode_mul(
@@ -81,7 +79,7 @@ class Kernels:
         None, with nothing done, if this function or dtype has no fused kernel.
         """
         number = _kernels.FUNCTIONS.get(name)
-        table = self._table(encoding)
+        table = _table(encoding)
         if number is None or table is None or x.dtype == torch.float64:
             return None
         p0, p1 = (*parameters, 0.0, 0.0)[:2]
@@ -102,15 +100,16 @@ class Kernels:
         )
         return packed
 
-    def _table(self, encoding: Encoding):
-        table = self._tables.get(encoding, False)
-        if table is False:
-            table = self._tables[encoding] = _native_table(encoding)
-        return table
+
+def _table(encoding: Encoding):
+    """The kernels' copy of the constants, kept with the encoding; None for a table they do not take."""
+    kept = vars(encoding)
+    if "native" not in kept:
+        kept["native"] = _native_table(encoding)
+    return kept["native"]
 
 
 def _native_table(encoding: Encoding):
-    """The kernels' copy of the constants; None for a table they do not take."""
     if len(encoding.breaks64) > _MOST_BREAKS:
         return None
     return _kernels.Table(

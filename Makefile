@@ -4,14 +4,17 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # torch first, in a version of its own: later requirements are then satisfied and pull nothing more.
 TORCH  ?= torch==2.13.0
+# What the compiled kernels are made from.
+KERNELS := $(wildcard csrc/*.cpp csrc/common/* csrc/cpu/* csrc/cuda/*)
 
-.PHONY: demo test lint tables benchmarks clean
+.PHONY: demo test lint tables benchmarks sanitize clean
 
-demo: $(VENV)/installed
+demo: $(VENV)/installed $(VENV)/installed-torch
 	$(BIN)/fewbit solve gelu --bits 3
 	$(BIN)/fewbit compare gelu --bits 3
 	@mkdir -p demo
 	$(BIN)/fewbit plot gelu --bits 3 -o demo/gelu_3bit.png --force
+	$(BIN)/fewbit demo --output demo --force
 
 test: $(VENV)/installed-tests lint
 	$(BIN)/python -m pytest
@@ -19,6 +22,10 @@ test: $(VENV)/installed-tests lint
 lint: $(VENV)/installed-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The CPU kernels' own tests under AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize:
+	$(MAKE) --directory csrc/tests
 
 tables: $(VENV)/installed
 	$(BIN)/python -m fewbit.shipping
@@ -29,12 +36,15 @@ benchmarks: $(VENV)/installed-benchmarks
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: pyproject.toml setup.py | $(BIN)/python
+$(VENV)/installed: pyproject.toml setup.py $(KERNELS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-$(VENV)/installed-tests: $(VENV)/installed
+$(VENV)/installed-torch: | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(TORCH)
+	@touch $@
+
+$(VENV)/installed-tests: $(VENV)/installed $(VENV)/installed-torch
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@
 

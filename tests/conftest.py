@@ -1,7 +1,78 @@
-"""Settings that every test shares."""
+"""Settings and fixtures that every test shares."""
 
+from types import SimpleNamespace
+
+import pytest
 from hypothesis import settings
+
+try:
+    from fewbit import _kernels
+except ImportError:
+    _kernels = None
 
 # The same examples in every run: a failure is a change, not luck.
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)
 settings.load_profile("steady")
+
+CUDA = pytest.mark.cuda  # see pytest_collection_modifyitems
+ISAS = () if _kernels is None else _kernels.cpu_isas()
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without a CUDA device the tests marked `cuda` are left out: they share their bodies with others."""
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    if not marked:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    config.hook.pytest_deselected(items=marked)
+    items[:] = [item for item in items if not item.get_closest_marker("cuda")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def table_cache(tmp_path_factory):
+    """Tables solved by tests are kept for the session and nowhere else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEWBIT_CACHE", str(tmp_path_factory.mktemp("tables")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=_kernels is None)
+def choice():
+    """The runtime's choice of backends; without compiled kernels it is made here, without the warning."""
+    from fewbit.runtime import backends, reference
+
+    if _kernels is None:
+        backends._chosen["cpu"] = reference
+    return backends._chosen
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=CUDA)])
+def device(request, choice):
+    """Every device, with the backend that the runtime chooses there."""
+    return request.param
+
+
+@pytest.fixture(
+    params=[
+        "reference",
+        *ISAS,
+        pytest.param("cuda", marks=CUDA),
+        pytest.param("reference-cuda", marks=CUDA),
+    ]
+)
+def backend(request, choice, monkeypatch):
+    """Every backend in turn, put in place of the one that the runtime chose: .name, .kernels, .device."""
+    from fewbit.runtime import reference
+
+    device = "cuda" if "cuda" in request.param else "cpu"
+    if "reference" in request.param:
+        kernels = reference
+    else:
+        from fewbit.runtime import native
+
+        kernels = native.cuda() if device == "cuda" else native.cpu(request.param)
+    monkeypatch.setitem(choice, device, kernels)
+    return SimpleNamespace(name=request.param, kernels=kernels, device=device)

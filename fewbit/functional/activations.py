@@ -15,6 +15,8 @@ InputError for a dtype or an in-place call that is not possible, GradientError f
 
 from __future__ import annotations
 
+from struct import pack, unpack
+
 import torch
 from torch import Tensor
 
@@ -57,11 +59,20 @@ __all__ = [
 ]
 
 
+# torch compares with these functions' parameters in float32 (float64 for float64 inputs) and saturates there.
+_COMPARED = {"threshold", "hardtanh", "hardshrink", "softshrink"}
+
+
 def _apply(input, function, parameters, bits, table, inplace=False):
     parameters = tuple(map(float, parameters)) if parameters else ()
-    return apply(
-        input, function, parameters, encoding_text(function, parameters, bits, table), inplace
-    )
+    designed_for = parameters
+    if function in _COMPARED and table is None and input.dtype != torch.float64:
+        designed_for = tuple(unpack("f", pack("f", number))[0] for number in parameters)
+    if torch.compiler.is_compiling():
+        # A number that the compiler holds as symbolic becomes a constant by comparison with one.
+        bits = next((number for number in range(1, 9) if number == bits), bits)
+    encoding = encoding_text(function, designed_for, bits, table)
+    return apply(input, function, parameters, encoding, inplace)
 
 
 # -- a derivative of two values: 1 bit is exact, and more are never stored -----------------------------------

@@ -6,6 +6,7 @@ import torch
 
 from fewbit.errors import GradientError, InputError
 from fewbit.runtime import autograd, layout, ops
+from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.encoding import Encoding
 from fewbit.runtime.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE
 
@@ -63,17 +64,6 @@ def needs_grad(x) -> bool:
     return False
 
 
-def is_plain(x) -> bool:
-    """Whether x is an ordinary tensor in ordinary eager mode, so that its memory can be read."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) in (torch.Tensor, torch.nn.Parameter)
-        and torch._C._functorch.maybe_current_level() is None
-        and not torch._C._len_torch_dispatch_stack()
-        and x.device.type != "meta"
-    )
-
-
 def seed_for(x, encoding: str):
     """A fresh seed if the encoding draws its codes. (A look at the text, which a compiler can trace.)"""
     return ops.new_seed(x) if '"knots"' in encoding else None
@@ -117,10 +107,10 @@ def _autocast(x, function: str):
 
 def _check_inplace(x, function: str) -> None:
     """Everything that makes writing to x wrong, found before anything is written."""
-    if x.is_leaf:
+    if x.is_leaf or (is_plain(x) and x._is_view() and x._base.is_leaf):
         raise InputError(
             f"{function}: expected an input that is not a leaf which requires grad for inplace=True, "
-            "got one; its gradient would be lost"
+            "got one, or a view of one; its gradient would be lost"
         )
     if not torch.compiler.is_compiling() and is_plain(x) and layout.overlaps(x):
         raise InputError(

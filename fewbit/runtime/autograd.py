@@ -32,9 +32,11 @@ class Activation(Function):
     @staticmethod
     def backward(ctx, grad):
         (packed,) = ctx.saved_tensors
-        grad = ops.decode_mul(grad, packed, ctx.encoding, ctx.stride)
-        if torch.is_grad_enabled():  # create_graph=True: whoever differentiates again is told
-            grad = SecondDerivative.apply(grad, torch.empty(0, requires_grad=True))
+        # create_graph=True or is_grads_batched=True
+        if torch.is_grad_enabled() or not is_plain(grad):
+            grad = _product(grad, packed, ctx.encoding.text, ctx.stride)
+        else:
+            grad = ops.decode_mul(grad, packed, ctx.encoding, ctx.stride)
         return grad, None, None, None, None
 
     @staticmethod
@@ -65,16 +67,43 @@ class Traceable(Function):
     @staticmethod
     def backward(ctx, grad, _):
         (packed,) = ctx.saved_tensors
-        return ops.decode_mul_op(grad, packed, ctx.encoding, ctx.stride), None, None, None
+        return _product(grad, packed, ctx.encoding, ctx.stride), None, None, None
 
 
-class SecondDerivative(Function):
-    """The identity, whose derivative is refused."""
+def _product(grad, packed, encoding, stride):
+    """lut[code] * grad, through the op; whoever differentiates it is told."""
+    if torch.compiler.is_compiling():
+        return ops.decode_mul_op(grad, packed, encoding, stride)
+    # A gradient that is a constant needs something else that asks for a derivative.
+    anchor = torch.empty(0, requires_grad=True) if torch.is_grad_enabled() else None
+    return Product.apply(grad, packed, encoding, stride, anchor)
+
+
+class Product(Function):
+    """lut[code] * grad, whose derivative is refused. (An op's own autograd does not work in torch.func.)"""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx, grad, _):
-        return grad.view_as(grad)
+    def forward(grad, packed, encoding, stride, _):
+        return ops.decode_mul_op(grad, packed, encoding, stride)
 
     @staticmethod
-    def backward(ctx, _):
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
         raise GradientError(NO_SECOND_DERIVATIVE)
+
+
+def is_plain(x) -> bool:
+    """Whether x is an ordinary tensor in ordinary eager mode, so that its memory can be read."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in (torch.Tensor, torch.nn.Parameter)
+        and torch._C._functorch.maybe_current_level() is None
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
+        and not torch._C._len_torch_dispatch_stack()
+        and x.device.type != "meta"
+    )

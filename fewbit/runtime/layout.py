@@ -7,8 +7,19 @@ import torch
 
 def is_dense(x: torch.Tensor) -> bool:
     """Whether x's elements fill a stretch of its storage, each once (channels-last and transposes do)."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return _are_dense(x.shape, x.stride())  # those of one example, not of the batch
     # empty_like keeps the strides of a dense tensor and of no other.
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
+
+
+def _are_dense(shape, stride) -> bool:
+    step = 1
+    for each, size in sorted(zip(stride, shape, strict=True)):
+        if size != 1 and each != step:
+            return False
+        step *= size
+    return True
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,9 @@ from fewbit.runtime.encoding import Encoding, packed_words
 from fewbit.runtime.layout import is_broadcast_scalar
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
-# Longer tables than this do not fit the kernels' constants; strange user functions have them.
+# Longer tables than this do not fit the constants of a CUDA kernel; strange user functions have them.
 _MOST_BREAKS = 2048
+_MOST_POINTS = 1800
 
 
 class Kernels:
@@ -111,6 +112,8 @@ def _table(encoding: Encoding):
 
 def _native_table(encoding: Encoding):
     if len(encoding.breaks64) > _MOST_BREAKS:
+        return None
+    if encoding.unbiased and len(encoding.points) > _MOST_POINTS:
         return None
     return _kernels.Table(
         encoding.bits,

@@ -21,6 +21,7 @@ def encoding_text(function: str, parameters: tuple, bits: int, table: Table | No
 
     Raises FunctionError, SolveError or TableError, one line each, if there is no such table.
     """
+    check_choice(bits, table)
     if table is None:
         return _default(function, parameters, bits)
     return _given(function, parameters, table)
@@ -29,7 +30,8 @@ def encoding_text(function: str, parameters: tuple, bits: int, table: Table | No
 @torch.compiler.assume_constant_result
 def callable_encoding_text(function, bits: int, table: Table | None = None) -> str:
     """The same for a callable; without a table it is solved, once per callable and bits."""
-    return Encoding.of(_solved(function, bits) if table is None else _checked(table)).text
+    check_choice(bits, table)
+    return Encoding.of(_solved(function, bits) if table is None else table).text
 
 
 @lru_cache(maxsize=256)
@@ -42,7 +44,6 @@ def _default(function, parameters, bits) -> str:
 @lru_cache(maxsize=256)
 def _given(function, parameters, table) -> str:
     wanted = functions.get(function, _named(function, parameters))
-    _checked(table)
     if (table.function, table.parameters) != (wanted.name, dict(wanted.parameters)):
         expected = describe_function_of(wanted)
         raise TableError(f"expected a table of {expected}, got one of {describe_function(table)}")
@@ -58,17 +59,11 @@ def check_choice(bits, table) -> None:
     """Raises InputError or TableError if `bits` is not a whole number from 1 to 8, or `table` no table."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
         raise InputError(f"expected a whole number from 1 to 8 for bits, got {bits!r}")
-    if table is not None:
-        _checked(table)
-
-
-def _checked(table) -> Table:
-    if not isinstance(table, Table):
+    if table is not None and not isinstance(table, Table):
         raise TableError(
             f"expected a fewbit.Table for table=, got {type(table).__name__}; "
             "a table is a constant and takes no gradient"
         )
-    return table
 
 
 def _named(function, parameters) -> dict[str, float]:

@@ -1,0 +1,366 @@
+// The Python module fewbit._kernels. Tensors come as addresses: there is no libtorch here.
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "common/dtype.h"
+#include "common/planes.h"
+#include "common/table.h"
+#include "cpu/kernels.h"
+#include "cpu/memory.h"
+#include "cpu/parallel.h"
+
+#ifdef FEWBIT_WITH_CUDA
+#include "cuda/kernels.h"
+#endif
+
+namespace py = pybind11;
+
+namespace {
+
+using fewbit::DType;
+using fewbit::Kernels;
+using fewbit::OwnedTable;
+
+// -- Checks: std::invalid_argument becomes ValueError -------------------------------------------------------
+
+[[noreturn]] void refuse(const char* what, const std::string& expected, const std::string& got) {
+  throw std::invalid_argument(std::string(what) + ": expected " + expected + ", got " + got);
+}
+
+void check_size(int64_t n) {
+  // The packed words of anything above could not be counted.
+  if (n < 0 || n > INT64_MAX / 16) refuse("n", "a number of elements, 0 or more", std::to_string(n));
+}
+
+void check_bits(int bits) {
+  if (bits < 1 || bits > fewbit::kMaxBits) refuse("bits", "1 to 8", std::to_string(bits));
+}
+
+DType dtype_of(int number) {
+  if (number < 0 || number > 3) {
+    refuse("dtype", "0 (float32), 1 (float64), 2 (float16) or 3 (bfloat16)", std::to_string(number));
+  }
+  return static_cast<DType>(number);
+}
+
+DType fused_dtype_of(int number) {
+  const DType dtype = dtype_of(number);
+  if (dtype == DType::float64) refuse("dtype", "0 (float32), 2 (float16) or 3 (bfloat16)", "1 (float64)");
+  return dtype;
+}
+
+void check_threads(int threads) {
+  if (threads < 1) refuse("threads", "1 or more", std::to_string(threads));
+}
+
+void check_function(int function) {
+  const int count = static_cast<int>(fewbit::fused_functions().size());
+  if (function < 0 || function >= count) {
+    refuse("function", "a number below " + std::to_string(count), std::to_string(function));
+  }
+}
+
+void check_seed(const OwnedTable& table, uintptr_t seed) {
+  if (table.get().unbiased() != (seed != 0)) {
+    refuse("seed", seed ? "none, as the table is not unbiased" : "the address of one, as the table is unbiased",
+           seed ? "one" : "none");
+  }
+}
+
+// The address of n > 0 elements.
+template <class T>
+T* pointer(const char* name, uintptr_t address, int64_t n) {
+  if (n > 0 && address == 0) refuse(name, "the address of " + std::to_string(n) + " elements", "0");
+  return reinterpret_cast<T*>(address);
+}
+
+// -- Table ------------------------------------------------------------------------------------------------
+
+template <class T>
+std::vector<T> vector_of(const char* name, const py::object& object, const char* dtype) {
+  if (object.is_none()) return {};
+  if (!py::isinstance<py::array_t<T>>(object) || py::reinterpret_borrow<py::array>(object).ndim() != 1) {
+    std::string got = Py_TYPE(object.ptr())->tp_name;
+    if (py::isinstance<py::array>(object)) {
+      const auto array = py::reinterpret_borrow<py::array>(object);
+      got = std::to_string(array.ndim()) + "-D " + py::str(array.dtype()).cast<std::string>();
+    }
+    refuse(name, std::string("a 1-D ") + dtype + " array", got);
+  }
+  const auto array = py::reinterpret_borrow<py::array_t<T>>(object);
+  const auto items = array.template unchecked<1>();
+  std::vector<T> values(static_cast<size_t>(items.shape(0)));
+  for (size_t i = 0; i < values.size(); ++i) values[i] = items(static_cast<py::ssize_t>(i));
+  return values;
+}
+
+std::unique_ptr<OwnedTable> make_table(int64_t bits, int64_t initial, const py::object& breaks32,
+                                       const py::object& flips32, const py::object& breaks64,
+                                       const py::object& flips64, const py::object& lut32, const py::object& lut64,
+                                       const py::object& points, const py::object& origins,
+                                       const py::object& values, const py::object& slopes,
+                                       const py::object& levels, const py::object& inverse_gaps) {
+  fewbit::TableArrays arrays;
+  arrays.breaks32 = vector_of<float>("breaks32", breaks32, "float32");
+  arrays.flips32 = vector_of<uint8_t>("flips32", flips32, "uint8");
+  arrays.breaks64 = vector_of<double>("breaks64", breaks64, "float64");
+  arrays.flips64 = vector_of<uint8_t>("flips64", flips64, "uint8");
+  arrays.lut32 = vector_of<float>("lut32", lut32, "float32");
+  arrays.lut64 = vector_of<double>("lut64", lut64, "float64");
+  arrays.points = vector_of<float>("points", points, "float32");
+  arrays.origins = vector_of<float>("origins", origins, "float32");
+  arrays.values = vector_of<float>("values", values, "float32");
+  arrays.slopes = vector_of<float>("slopes", slopes, "float32");
+  arrays.levels = vector_of<float>("levels", levels, "float32");
+  arrays.inverse_gaps = vector_of<float>("inverse_gaps", inverse_gaps, "float32");
+  return std::make_unique<OwnedTable>(bits, initial, std::move(arrays));
+}
+
+// -- CPU --------------------------------------------------------------------------------------------------
+
+// The kernels of an instruction set, with threads.
+class Cpu {
+ public:
+  explicit Cpu(const std::string& isa) : kernels_(fewbit::kernels_of(isa)) {
+    if (kernels_) return;
+    std::string names;
+    for (const std::string& name : fewbit::cpu_isas()) names += (names.empty() ? "" : ", ") + name;
+    refuse("isa", "one of " + names, isa);
+  }
+
+  std::string isa() const { return kernels_->isa; }
+
+  void pack(uintptr_t codes, int64_t n, int bits, uintptr_t packed, int threads) const {
+    check_size(n);
+    check_bits(bits);
+    const auto* from = pointer<const uint8_t>("codes_ptr", codes, n);
+    auto* to = pointer<uint32_t>("packed_ptr", packed, n);
+    fewbit::will_write(to, packed_bytes(n, bits));
+    run(n, threads, [=](int64_t begin, int64_t end) { kernels_->pack(from, begin, end, bits, to); });
+  }
+
+  void unpack(uintptr_t packed, int64_t n, int bits, uintptr_t codes, int threads) const {
+    check_size(n);
+    check_bits(bits);
+    const auto* from = pointer<const uint32_t>("packed_ptr", packed, n);
+    auto* to = pointer<uint8_t>("codes_ptr", codes, n);
+    fewbit::will_write(to, n);
+    run(n, threads, [=](int64_t begin, int64_t end) { kernels_->unpack(from, begin, end, bits, to); });
+  }
+
+  void encode(const OwnedTable& table, uintptr_t x, int dtype_number, int64_t n, uintptr_t packed, uintptr_t seed,
+              int threads) const {
+    check_size(n);
+    const DType dtype = dtype_of(dtype_number);
+    check_seed(table, seed);
+    const auto* from = pointer<const void>("x_ptr", x, n);
+    auto* to = pointer<uint32_t>("packed_ptr", packed, n);
+    const uint64_t key = seed_at(seed);
+    fewbit::will_write(to, packed_bytes(n, table.get().bits));
+    run(n, threads, [=, &table](int64_t begin, int64_t end) {
+      kernels_->encode(table.get(), from, dtype, begin, end, to, key);
+    });
+  }
+
+  void decode_mul(const OwnedTable& table, uintptr_t grad, int dtype_number, int64_t n, uintptr_t packed,
+                  uintptr_t out, bool grad_is_scalar, int threads) const {
+    check_size(n);
+    const DType dtype = dtype_of(dtype_number);
+    const auto* from = pointer<const void>("grad_ptr", grad, n);
+    const auto* codes = pointer<const uint32_t>("packed_ptr", packed, n);
+    auto* to = pointer<void>("out_ptr", out, n);
+    fewbit::will_write(to, n * fewbit::item_size(dtype));
+    run(n, threads, [=, &table](int64_t begin, int64_t end) {
+      kernels_->decode_mul(table.get(), from, dtype, begin, end, codes, to, grad_is_scalar);
+    });
+  }
+
+  void forward(int function, double p0, double p1, const OwnedTable& table, uintptr_t x, int dtype_number,
+               int64_t n, uintptr_t y, uintptr_t packed, uintptr_t seed, int threads) const {
+    check_size(n);
+    check_function(function);
+    const DType dtype = fused_dtype_of(dtype_number);
+    check_seed(table, seed);
+    const auto* from = pointer<const void>("x_ptr", x, n);
+    auto* to = pointer<void>("y_ptr", y, n);
+    auto* codes = pointer<uint32_t>("packed_ptr", packed, n);
+    const uint64_t key = seed_at(seed);
+    fewbit::will_write(to, n * fewbit::item_size(dtype));
+    fewbit::will_write(codes, packed_bytes(n, table.get().bits));
+    run(n, threads, [=, &table](int64_t begin, int64_t end) {
+      kernels_->forward(function, p0, p1, table.get(), from, dtype, begin, end, to, codes, key);
+    });
+  }
+
+ private:
+  static int64_t packed_bytes(int64_t n, int bits) {
+    return fewbit::packed_words(n, bits) * static_cast<int64_t>(sizeof(uint32_t));
+  }
+
+  static uint64_t seed_at(uintptr_t address) {
+    return address ? static_cast<uint64_t>(*reinterpret_cast<const int64_t*>(address)) : 0;
+  }
+
+  template <class Work>
+  static void run(int64_t n, int threads, const Work& work) {
+    check_threads(threads);
+    if (n == 0) return;
+    py::gil_scoped_release release;
+    auto share = [&](int index, int count) {
+      const fewbit::Range range = fewbit::share_of(n, index, count);
+      work(range.begin, range.end);
+    };
+    fewbit::run_parallel(fewbit::threads_for(n, threads), share);
+  }
+
+  const Kernels* kernels_;
+};
+
+// -- CUDA -------------------------------------------------------------------------------------------------
+
+#ifdef FEWBIT_WITH_CUDA
+// The kernels for CUDA devices: the same checks, then a launch on the caller's stream.
+struct Cuda {
+  void pack(uintptr_t codes, int64_t n, int bits, uintptr_t packed, int device, uintptr_t stream) const {
+    check_size(n);
+    check_bits(bits);
+    const auto* from = pointer<const uint8_t>("codes_ptr", codes, n);
+    auto* to = pointer<int32_t>("packed_ptr", packed, n);
+    py::gil_scoped_release release;
+    fewbit::cuda::pack(from, n, bits, to, device, stream_at(stream));
+  }
+
+  void unpack(uintptr_t packed, int64_t n, int bits, uintptr_t codes, int device, uintptr_t stream) const {
+    check_size(n);
+    check_bits(bits);
+    const auto* from = pointer<const int32_t>("packed_ptr", packed, n);
+    auto* to = pointer<uint8_t>("codes_ptr", codes, n);
+    py::gil_scoped_release release;
+    fewbit::cuda::unpack(from, n, bits, to, device, stream_at(stream));
+  }
+
+  void encode(const OwnedTable& table, uintptr_t x, int dtype, int64_t n, uintptr_t packed, uintptr_t seed,
+              int device, uintptr_t stream) const {
+    check_size(n);
+    dtype_of(dtype);
+    check_seed(table, seed);
+    const auto* from = pointer<const void>("x_ptr", x, n);
+    auto* to = pointer<int32_t>("packed_ptr", packed, n);
+    py::gil_scoped_release release;
+    fewbit::cuda::encode(table.get(), from, dtype, n, to, reinterpret_cast<const int64_t*>(seed), device,
+                         stream_at(stream));
+  }
+
+  void decode_mul(const OwnedTable& table, uintptr_t grad, int dtype, int64_t n, uintptr_t packed, uintptr_t out,
+                  bool grad_is_scalar, int device, uintptr_t stream) const {
+    check_size(n);
+    dtype_of(dtype);
+    const auto* from = pointer<const void>("grad_ptr", grad, n);
+    const auto* codes = pointer<const int32_t>("packed_ptr", packed, n);
+    auto* to = pointer<void>("out_ptr", out, n);
+    py::gil_scoped_release release;
+    fewbit::cuda::decode_mul(table.get(), from, dtype, n, codes, to, grad_is_scalar, device, stream_at(stream));
+  }
+
+  void forward(int function, double p0, double p1, const OwnedTable& table, uintptr_t x, int dtype, int64_t n,
+               uintptr_t y, uintptr_t packed, uintptr_t seed, int device, uintptr_t stream) const {
+    check_size(n);
+    check_function(function);
+    fused_dtype_of(dtype);
+    check_seed(table, seed);
+    const auto* from = pointer<const void>("x_ptr", x, n);
+    auto* to = pointer<void>("y_ptr", y, n);
+    auto* codes = pointer<int32_t>("packed_ptr", packed, n);
+    py::gil_scoped_release release;
+    fewbit::cuda::forward(function, p0, p1, table.get(), from, dtype, n, to, codes,
+                          reinterpret_cast<const int64_t*>(seed), device, stream_at(stream));
+  }
+
+ private:
+  static void* stream_at(uintptr_t address) { return reinterpret_cast<void*>(address); }
+};
+
+void bind_cuda(py::module_& module) {
+  py::class_<Cuda> cuda(module, "Cuda", "The kernels for CUDA devices. Pointers are addresses on the device.");
+  cuda.def_property_readonly_static("runtime_version", [](const py::object&) { return fewbit::cuda::runtime_version(); })
+      .def_property_readonly_static("architectures",
+                                    [](const py::object&) { return py::tuple(py::cast(fewbit::cuda::architectures())); })
+      .def("available", [](const Cuda&) { return fewbit::cuda::available(); },
+           "(usable, why not): whether the kernels can run here.")
+      .def("pack", &Cuda::pack, py::arg("codes_ptr"), py::arg("n"), py::arg("bits"), py::arg("packed_ptr"),
+           py::arg("device_index"), py::arg("stream_ptr"))
+      .def("unpack", &Cuda::unpack, py::arg("packed_ptr"), py::arg("n"), py::arg("bits"), py::arg("codes_ptr"),
+           py::arg("device_index"), py::arg("stream_ptr"))
+      .def("encode", &Cuda::encode, py::arg("table"), py::arg("x_ptr"), py::arg("dtype"), py::arg("n"),
+           py::arg("packed_ptr"), py::arg("seed_ptr"), py::arg("device_index"), py::arg("stream_ptr"))
+      .def("decode_mul", &Cuda::decode_mul, py::arg("table"), py::arg("grad_ptr"), py::arg("dtype"), py::arg("n"),
+           py::arg("packed_ptr"), py::arg("out_ptr"), py::arg("grad_is_scalar"), py::arg("device_index"),
+           py::arg("stream_ptr"))
+      .def("forward", &Cuda::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"),
+           py::arg("x_ptr"), py::arg("dtype"), py::arg("n"), py::arg("y_ptr"), py::arg("packed_ptr"),
+           py::arg("seed_ptr"), py::arg("device_index"), py::arg("stream_ptr"));
+  module.attr("cuda") = py::cast(Cuda{});
+}
+#endif
+
+py::dict functions() {
+  py::dict result;
+  int number = 0;
+  for (const fewbit::FunctionInfo& each : fewbit::fused_functions()) {
+    result[each.name] = py::make_tuple(number++, each.n_parameters);
+  }
+  return result;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_kernels, module) {
+  module.doc() = "Compiled kernels. Tensors are addresses; dtypes are 0 float32, 1 float64, 2 float16, 3 bfloat16.";
+
+  py::class_<OwnedTable>(module, "Table", "A table's constants, checked and copied (fewbit.runtime.encoding).")
+      .def(py::init(&make_table), py::arg("bits"), py::arg("initial"), py::arg("breaks32"), py::arg("flips32"),
+           py::arg("breaks64"), py::arg("flips64"), py::arg("lut32"), py::arg("lut64"),
+           py::arg("points") = py::none(), py::arg("origins") = py::none(), py::arg("values") = py::none(),
+           py::arg("slopes") = py::none(), py::arg("levels") = py::none(), py::arg("inverse_gaps") = py::none())
+      .def_property_readonly("bits", [](const OwnedTable& table) { return table.get().bits; })
+      .def_property_readonly("unbiased", [](const OwnedTable& table) { return table.get().unbiased(); });
+
+  py::class_<Cpu>(module, "Cpu", "The kernels of one instruction set, one of cpu_isas().")
+      .def(py::init<const std::string&>(), py::arg("isa"))
+      .def_property_readonly("isa", &Cpu::isa)
+      .def("pack", &Cpu::pack, py::arg("codes_ptr"), py::arg("n"), py::arg("bits"), py::arg("packed_ptr"),
+           py::arg("threads"), "n uint8 codes to bits * ceil(n / 32) int32 words.")
+      .def("unpack", &Cpu::unpack, py::arg("packed_ptr"), py::arg("n"), py::arg("bits"), py::arg("codes_ptr"),
+           py::arg("threads"), "Packed words to n uint8 codes.")
+      .def("encode", &Cpu::encode, py::arg("table"), py::arg("x_ptr"), py::arg("dtype"), py::arg("n"),
+           py::arg("packed_ptr"), py::arg("seed_ptr"), py::arg("threads"), "x to the packed codes of its pieces.")
+      .def("decode_mul", &Cpu::decode_mul, py::arg("table"), py::arg("grad_ptr"), py::arg("dtype"), py::arg("n"),
+           py::arg("packed_ptr"), py::arg("out_ptr"), py::arg("grad_is_scalar"), py::arg("threads"),
+           "out = level of the code * grad, rounded once; out may be grad.")
+      .def("forward", &Cpu::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"),
+           py::arg("x_ptr"), py::arg("dtype"), py::arg("n"), py::arg("y_ptr"), py::arg("packed_ptr"),
+           py::arg("seed_ptr"), py::arg("threads"), "y = f(x) and the packed codes of x; y may be x.");
+
+  module.def("cpu_isas", [] { return py::tuple(py::cast(fewbit::cpu_isas())); },
+             "Names of the instruction sets that can be used here, best first.");
+  module.def("packed_words", [](int64_t n, int bits) {
+        check_size(n);
+        check_bits(bits);
+        return fewbit::packed_words(n, bits);
+      }, py::arg("n"), py::arg("bits"), "int32 words that n elements take.");
+  module.def("use_openmp_of", &fewbit::use_openmp_of, py::arg("path"),
+             "Use the OpenMP runtime that the loaded library at path uses; whether there is one.");
+  module.attr("FUNCTIONS") = functions();
+  module.attr("cuda") = py::none();
+#ifdef FEWBIT_WITH_CUDA
+  bind_cuda(module);
+#endif
+}

@@ -1,0 +1,54 @@
+// The CPU kernels: the same functions, compiled once per instruction set.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../common/dtype.h"
+#include "../common/table.h"
+
+namespace fewbit {
+
+// Elements that a kernel handles at a time; threads divide the work at multiples of it.
+constexpr int kChunk = 512;
+
+// Each function does the elements [begin, end) of tensors that start at the pointers given; begin is a
+// multiple of kChunk, and so is end unless the tensor ends there. Pointers are aligned to one element.
+struct Kernels {
+  const char* isa;
+  void (*pack)(const uint8_t* codes, int64_t begin, int64_t end, int bits, uint32_t* packed);
+  void (*unpack)(const uint32_t* packed, int64_t begin, int64_t end, int bits, uint8_t* codes);
+  void (*encode)(const Table& table, const void* x, DType dtype, int64_t begin, int64_t end, uint32_t* packed,
+                 uint64_t seed);
+  // grad_is_scalar: grad is one element, for all.
+  void (*decode_mul)(const Table& table, const void* grad, DType dtype, int64_t begin, int64_t end,
+                     const uint32_t* packed, void* out, bool grad_is_scalar);
+  // Not for float64. y may be x.
+  void (*forward)(int function, double p0, double p1, const Table& table, const void* x, DType dtype,
+                  int64_t begin, int64_t end, void* y, uint32_t* packed, uint64_t seed);
+};
+
+// The instruction sets of this build that this processor has, best first.
+std::vector<std::string> cpu_isas();
+
+// The kernels of one of them; null for any other name.
+const Kernels* kernels_of(const std::string& isa);
+
+// Fused functions, in the order of their numbers.
+struct FunctionInfo {
+  const char* name;
+  int n_parameters;
+};
+const std::vector<FunctionInfo>& fused_functions();
+
+// Threads worth using for n elements when `threads` may be used.
+int threads_for(int64_t n, int threads);
+
+// The part of n elements that share number `index` of `count` does: a range as the kernels want it.
+struct Range {
+  int64_t begin, end;
+};
+Range share_of(int64_t n, int index, int count);
+
+}  // namespace fewbit

@@ -1,0 +1,29 @@
+// From the number of a dtype to a type.
+
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "cuda/number.h"
+
+namespace fewbit::cuda {
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// call(Type<T>) for the element type T of that number.
+template <class Call>
+void with_type(int dtype, Call&& call) {
+  switch (static_cast<DType>(dtype)) {
+    case DType::float32: return call(Type<float>());
+    case DType::float64: return call(Type<double>());
+    case DType::float16: return call(Type<Float16>());
+    case DType::bfloat16: return call(Type<Bfloat16>());
+  }
+  throw std::runtime_error("expected a dtype number from 0 to 3, got " + std::to_string(dtype));
+}
+
+}  // namespace fewbit::cuda

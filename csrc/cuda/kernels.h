@@ -1,0 +1,47 @@
+// The CUDA half as the rest of the program sees it: plain C++, no CUDA header needed.
+//
+// Pointers are device pointers. A call launches on `stream` (a cudaStream_t) of `device` and returns without
+// waiting for it; the calling thread's current device is the same afterwards. Sizes are 64-bit, n = 0 does
+// nothing, dtypes are numbered as in common/dtype.h. Errors are std::runtime_error with CUDA's own text.
+// Tables travel by value as kernel parameters: nothing is cached on a device and a launch can be captured.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/table.h"
+
+namespace fewbit::cuda {
+
+// The CUDA version that the kernels were built with, 1000 * major + 10 * minor.
+int runtime_version();
+
+// The compute capabilities that they were built for, 10 * major + minor, ascending. The newest is also there
+// as PTX, which later devices can run.
+std::vector<int> architectures();
+
+// Whether kernels can run on `device` (-1: on any), and if not, why. Never throws, leaves no CUDA error behind.
+std::pair<bool, std::string> available(int device = -1) noexcept;
+
+// codes (n,) -> packed (bits * ceil(n / 32),), and back.
+void pack(const uint8_t* codes, int64_t n, int bits, int32_t* packed, int device, void* stream);
+void unpack(const int32_t* packed, int64_t n, int bits, uint8_t* codes, int device, void* stream);
+
+// x (n,) -> packed codes. `seed`: one int64 in device memory, for unbiased tables; else null.
+void encode(const Table& table, const void* x, int dtype, int64_t n, int32_t* packed, const int64_t* seed,
+            int device, void* stream);
+
+// out (n,) = lut[code] * grad, in grad's dtype. `grad_is_scalar`: grad is one element, taken for all.
+// `out` may be `grad`.
+void decode_mul(const Table& table, const void* grad, int dtype, int64_t n, const int32_t* packed, void* out,
+                bool grad_is_scalar, int device, void* stream);
+
+// y (n,) = f(x) and the packed codes of x; y may be x. `function` is the position in FEWBIT_FUNCTIONS,
+// p0 and p1 its parameters. float32, float16 and bfloat16.
+void forward(int function, double p0, double p1, const Table& table, const void* x, int dtype, int64_t n,
+             void* y, int32_t* packed, const int64_t* seed, int device, void* stream);
+
+}  // namespace fewbit::cuda

@@ -1,0 +1,145 @@
+// The number types of the kernels, and how two 16-bit floats share a 32-bit register: a "pair", the lower
+// element in the lower half.
+//
+// Pairs use the instructions that the hardware has for them. Without these (sm_75, and the emulation of
+// csrc/tests) the same results come from the bit arithmetic of common/dtype.h.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace fewbit::cuda {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define FEWBIT_PAIR_INSTRUCTIONS 1
+#else
+#define FEWBIT_PAIR_INSTRUCTIONS 0
+#endif
+
+struct Float16 {
+  static constexpr uint32_t kInfinity = 0x7C00;
+  uint16_t bits;
+
+  static __host__ __device__ float widen(uint32_t bits) {
+#ifdef __CUDA_ARCH__
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(bits)));
+    return x;
+#else
+    return widen_float16(static_cast<uint16_t>(bits));
+#endif
+  }
+
+  static __host__ __device__ uint32_t narrow_pair(float low, float high) {
+#if FEWBIT_PAIR_INSTRUCTIONS
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return narrow_float16(low) | static_cast<uint32_t>(narrow_float16(high)) << 16;
+#endif
+  }
+
+#if FEWBIT_PAIR_INSTRUCTIONS
+  static __device__ uint32_t minimum(uint32_t a, uint32_t b) {
+    uint32_t pair;
+    asm("min.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+  }
+  static __device__ uint32_t difference(uint32_t a, uint32_t b) {
+    uint32_t pair;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+  }
+#endif
+};
+
+struct Bfloat16 {
+  static constexpr uint32_t kInfinity = 0x7F80;
+  uint16_t bits;
+
+  static __host__ __device__ float widen(uint32_t bits) { return float_of(bits << 16); }
+
+  static __host__ __device__ uint32_t narrow_pair(float low, float high) {
+#if FEWBIT_PAIR_INSTRUCTIONS
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return narrow_bfloat16(low) | static_cast<uint32_t>(narrow_bfloat16(high)) << 16;
+#endif
+  }
+
+#if FEWBIT_PAIR_INSTRUCTIONS
+  static __device__ uint32_t minimum(uint32_t a, uint32_t b) {
+    uint32_t pair;
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+  }
+  // a - b as a + b * -1: sm_80 has no bfloat16 subtraction, and the product is exact.
+  static __device__ uint32_t difference(uint32_t a, uint32_t b) {
+    uint32_t pair;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(b), "r"(0xBF80BF80u), "r"(a));
+    return pair;
+  }
+#endif
+};
+
+// What comparisons and products are computed in.
+template <class T>
+struct WideOf {
+  using type = float;
+};
+template <>
+struct WideOf<double> {
+  using type = double;
+};
+template <class T>
+using Wide = typename WideOf<T>::type;
+
+template <class T>
+constexpr bool kIsPair = sizeof(T) == 2;
+
+// -- the comparison that encodes -------------------------------------------------------------------------
+//
+// x > b is the sign of b - x: the subtraction never rounds a nonzero difference to zero (subnormals are kept)
+// and breaks are finite and never -0, so equal values give +0. NaN is made +inf first: it is beyond all breaks.
+
+// A register of x with NaN replaced by +inf.
+template <class T>
+__host__ __device__ uint32_t nan_to_infinity(uint32_t x) {
+  if constexpr (kIsPair<T>) {
+#if FEWBIT_PAIR_INSTRUCTIONS
+    return T::minimum(x, T::kInfinity * 0x10001u);
+#else
+    const uint32_t low = x & 0xFFFFu, high = x >> 16;
+    return ((low & 0x7FFFu) > T::kInfinity ? T::kInfinity : low) |
+           ((high & 0x7FFFu) > T::kInfinity ? T::kInfinity : high) << 16;
+#endif
+  } else {
+    return bits_of(fminf(float_of(x), float_of(0x7F800000u)));
+  }
+}
+
+// A register whose sign bits say where x > b. Other bits mean nothing.
+template <class T>
+__host__ __device__ uint32_t beyond_bits(uint32_t x, uint32_t b) {
+  if constexpr (kIsPair<T>) {
+#if FEWBIT_PAIR_INSTRUCTIONS
+    return T::difference(b, x);
+#else
+    const uint32_t low = bits_of(T::widen(b & 0xFFFFu) - T::widen(x & 0xFFFFu));
+    const uint32_t high = bits_of(T::widen(b >> 16) - T::widen(x >> 16));
+    return (high & 0x80000000u) | (low >> 16 & 0x8000u);
+#endif
+  } else {
+    return bits_of(float_of(b) - float_of(x));
+  }
+}
+
+}  // namespace fewbit::cuda

@@ -1,0 +1,107 @@
+// The emulated CUDA kernels behind a C interface, for tests/test_cuda_kernels.py. Functions return null or the
+// text of an error, which stays valid until the next call.
+
+#include <cuda_runtime.h>
+
+#include <exception>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cuda/kernels.h"
+
+namespace {
+
+template <class Call>
+const char* guarded(Call&& call) {
+  static std::string text;
+  try {
+    call();
+    return nullptr;
+  } catch (const std::exception& error) {
+    text = error.what();
+    return text.c_str();
+  }
+}
+
+template <class T>
+std::vector<T> copy(const T* data, int64_t n) {
+  return std::vector<T>(data, data + n);
+}
+
+const fewbit::Table& unwrap(const void* table) { return static_cast<const fewbit::OwnedTable*>(table)->get(); }
+
+}  // namespace
+
+extern "C" {
+
+// Lives until the process ends.
+const void* emulated_table(int bits, int initial, int64_t m32, const float* breaks32, const uint8_t* flips32,
+                           int64_t m64, const double* breaks64, const uint8_t* flips64, const float* lut32,
+                           const double* lut64, int64_t n, const float* points, const float* origins,
+                           const float* values, const float* slopes, int64_t levels_count, const float* levels,
+                           const float* inverse_gaps) {
+  fewbit::TableArrays arrays;
+  arrays.breaks32 = copy(breaks32, m32);
+  arrays.flips32 = copy(flips32, m32);
+  arrays.breaks64 = copy(breaks64, m64);
+  arrays.flips64 = copy(flips64, m64);
+  arrays.lut32 = copy(lut32, int64_t{1} << bits);
+  arrays.lut64 = copy(lut64, int64_t{1} << bits);
+  if (n > 0) {
+    arrays.points = copy(points, n);
+    arrays.origins = copy(origins, n);
+    arrays.values = copy(values, n);
+    arrays.slopes = copy(slopes, n - 1);
+    arrays.levels = copy(levels, levels_count);
+    arrays.inverse_gaps = copy(inverse_gaps, levels_count - 1);
+  }
+  return new fewbit::OwnedTable(bits, initial, std::move(arrays));
+}
+
+// The multiprocessors of the device, and the first block of every grid that runs.
+void emulated_device(int multiprocessors, unsigned first_block) {
+  cuda_emulation::multiprocessors = multiprocessors;
+  cuda_emulation::first_block = first_block;
+}
+
+// Why kernels cannot run on such a device; null if they can.
+const char* emulated_obstacle(int driver, int capability) {
+  cuda_emulation::driver = driver;
+  cuda_emulation::capability = capability;
+  return guarded([] {
+    const auto [possible, reason] = fewbit::cuda::available();
+    if (!possible) throw std::runtime_error(reason);
+  });
+}
+
+int emulated_current_device() { return cuda_emulation::device; }
+
+const char* emulated_pack(const uint8_t* codes, int64_t n, int bits, int32_t* packed) {
+  return guarded([&] { fewbit::cuda::pack(codes, n, bits, packed, 1, nullptr); });
+}
+
+const char* emulated_unpack(const int32_t* packed, int64_t n, int bits, uint8_t* codes) {
+  return guarded([&] { fewbit::cuda::unpack(packed, n, bits, codes, 1, nullptr); });
+}
+
+const char* emulated_encode(const void* table, const void* x, int dtype, int64_t n, int32_t* packed,
+                            const int64_t* seed) {
+  return guarded([&] { fewbit::cuda::encode(unwrap(table), x, dtype, n, packed, seed, 1, nullptr); });
+}
+
+const char* emulated_decode_mul(const void* table, const void* grad, int dtype, int64_t n, const int32_t* packed,
+                                void* out, int grad_is_scalar) {
+  return guarded([&] {
+    fewbit::cuda::decode_mul(unwrap(table), grad, dtype, n, packed, out, grad_is_scalar != 0, 1, nullptr);
+  });
+}
+
+const char* emulated_forward(int function, double p0, double p1, const void* table, const void* x, int dtype, int64_t n,
+                             void* y, int32_t* packed, const int64_t* seed) {
+  return guarded([&] {
+    fewbit::cuda::forward(function, p0, p1, unwrap(table), x, dtype, n, y, packed, seed, 1, nullptr);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,229 @@
+// As much of CUDA as csrc/cuda uses, on the CPU: the .cu files compile with a host compiler where this
+// directory comes first in the include path. Slow, and exact about what threads may assume of each other.
+//
+// Threads of a block are fibers. A fiber runs until it shuffles, synchronises or ends. All lanes of a warp must
+// then have stopped at a shuffle with the same lane mask: a lane that misses one ends the program.
+
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(threads)
+#define __CUDA_ARCH_LIST__ 800, 900
+#define CUDART_VERSION 13000
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+// -- fibers ----------------------------------------------------------------------------------------------
+
+namespace cuda_emulation {
+
+enum class State { ready, at_shuffle, at_barrier, done };
+
+struct Fiber {
+  static constexpr size_t kStack = 128 * 1024;
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStack]};
+  State state = State::done;
+  int shuffles = 0;
+  uint32_t slots[2] = {};  // what the lane offers, alternately: a slow reader still finds the last one
+};
+
+inline std::vector<Fiber> fibers;
+inline ucontext_t scheduler;
+inline unsigned current = 0;
+inline std::function<void()> body;
+
+// Settings: the multiprocessors, driver and capability that the device claims, and the blocks that run.
+inline int multiprocessors = 4;
+inline int driver = 13000, capability = 90;
+inline unsigned first_block = 0, last_block = ~0u;
+
+[[noreturn]] inline void fail(const char* what) {
+  std::fprintf(stderr, "CUDA emulation: %s (block %u, thread %u)\n", what, blockIdx.x, current);
+  std::abort();
+}
+
+inline void pause(State state) {
+  fibers[current].state = state;
+  swapcontext(&fibers[current].context, &scheduler);
+}
+
+inline void enter() {
+  body();
+  fibers[current].state = State::done;
+}
+
+inline void resume(unsigned thread) {
+  current = thread;
+  threadIdx.x = thread;
+  swapcontext(&scheduler, &fibers[thread].context);
+}
+
+// Runs a warp until all its lanes wait at a barrier, or are done.
+inline void run_warp(unsigned first) {
+  for (;;) {
+    for (unsigned lane = first; lane < first + 32; ++lane) {
+      if (fibers[lane].state != State::done) resume(lane);
+    }
+    const Fiber& reference = fibers[first];
+    for (unsigned lane = first; lane < first + 32; ++lane) {
+      if (fibers[lane].state != reference.state || fibers[lane].shuffles != reference.shuffles) {
+        current = lane;
+        fail("lanes of a warp stopped at different places");
+      }
+    }
+    if (reference.state != State::at_shuffle) return;
+  }
+}
+
+inline void run_block(unsigned threads) {
+  if (fibers.size() < threads) fibers = std::vector<Fiber>(threads);
+  for (unsigned thread = 0; thread < threads; ++thread) {
+    Fiber& fiber = fibers[thread];
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = Fiber::kStack;
+    fiber.context.uc_link = &scheduler;
+    makecontext(&fiber.context, enter, 0);
+    fiber.state = State::ready;
+    fiber.shuffles = 0;
+  }
+  do {
+    for (unsigned warp = 0; warp < threads; warp += 32) run_warp(warp);
+    for (unsigned warp = 0; warp < threads; warp += 32) {
+      if (fibers[warp].state != fibers[0].state) fail("a warp missed a barrier");
+    }
+  } while (fibers[0].state != State::done);
+}
+
+}  // namespace cuda_emulation
+
+// -- in kernels ------------------------------------------------------------------------------------------
+
+inline void __syncthreads() { cuda_emulation::pause(cuda_emulation::State::at_barrier); }
+
+inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int lane_mask) {
+  using namespace cuda_emulation;
+  if (mask != 0xFFFFFFFFu) fail("expected a shuffle of all lanes");
+  const unsigned self = current;
+  const int slot = fibers[self].shuffles++ & 1;
+  fibers[self].slots[slot] = value;
+  pause(State::at_shuffle);
+  return fibers[self ^ static_cast<unsigned>(lane_mask)].slots[slot];
+}
+
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    if (selector >> (4 * i) & 8) cuda_emulation::fail("byte_perm with a sign is not emulated");
+    result |= static_cast<uint32_t>(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xFF) << (8 * i);
+  }
+  return result;
+}
+
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
+  const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
+  return static_cast<uint32_t>(both << (shift & 31) >> 32);
+}
+
+template <class T>
+T __ldcs(const T* address) {
+  if (reinterpret_cast<uintptr_t>(address) % sizeof(T) != 0) cuda_emulation::fail("misaligned load");
+  return *address;
+}
+template <class T>
+void __stcs(T* address, T value) {
+  if (reinterpret_cast<uintptr_t>(address) % sizeof(T) != 0) cuda_emulation::fail("misaligned store");
+  *address = value;
+}
+
+// -- the host's side -------------------------------------------------------------------------------------
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidDevice = 101 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76
+};
+using cudaStream_t = struct CUstream_st*;
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+};
+
+namespace cuda_emulation {
+inline int device = 0;
+}
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = cuda_emulation::device;
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device > 1) return cudaErrorInvalidDevice;
+  cuda_emulation::device = device;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : "invalid device ordinal";
+}
+inline cudaError_t cudaDriverGetVersion(int* version) {
+  *version = cuda_emulation::driver;
+  return cudaSuccess;
+}
+inline cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 2;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount        ? cuda_emulation::multiprocessors
+           : attribute == cudaDevAttrComputeCapabilityMajor ? cuda_emulation::capability / 10
+                                                              : cuda_emulation::capability % 10;
+  return cudaSuccess;
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  using namespace cuda_emulation;
+  if (config->gridDim.x == 0 || config->blockDim.x % 32 != 0) fail("invalid launch configuration");
+  gridDim = config->gridDim;
+  blockDim = config->blockDim;
+  body = [&] { kernel(arguments...); };
+  const unsigned end = last_block < gridDim.x - 1 ? last_block : gridDim.x - 1;
+  for (blockIdx.x = first_block; blockIdx.x <= end; ++blockIdx.x) run_block(blockDim.x);
+  return cudaSuccess;
+}

@@ -1,0 +1,270 @@
+"""Inputs that every test of the runtime shares: dtypes, layouts, activations, and the NumPy oracles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+import torch
+from torch.nn import functional as torch_f
+
+import fewbit
+import fewbit.functional as F
+from fewbit import functions
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+SIZES = (*range(66), 127, 1000, 4097)
+LARGE = (
+    2**15 + 2**16 + 37
+)  # beyond the size from which the CPU kernels use threads, no multiple of 32
+SEED = 20240607
+
+
+def name_of(dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def normal(shape, dtype=torch.float32, device="cpu", scale=3.0, seed=SEED) -> torch.Tensor:
+    """The same normal numbers of any dtype on any device."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(device, dtype)
+
+
+def adversarial(table, dtype, device="cpu") -> torch.Tensor:
+    """Every break and knot of the table with its neighbours in dtype, zeros, extremes, infinities, NaN."""
+    points = list(table.breaks) + ([] if table.knots is None else list(table.knots.points))
+    points += [0.0, -0.0, 1.0, -1.0, 6.0, 3.0, -3.0, 0.5, -0.5, 20.0, -20.0]
+    exact = torch.tensor(points, dtype=torch.float64).to(dtype)
+    up, down = torch.tensor(math.inf, dtype=dtype), torch.tensor(-math.inf, dtype=dtype)
+    limits = torch.finfo(dtype)
+    ends = [limits.max, limits.min, limits.tiny, -limits.tiny, limits.smallest_normal / 2]
+    ends += [math.inf, -math.inf, math.nan]
+    near = [exact, exact.nextafter(up), exact.nextafter(down), torch.tensor(ends, dtype=dtype)]
+    return torch.cat(near).to(device)
+
+
+# -- layouts -------------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, Callable[[Callable], torch.Tensor]] = {
+    # each takes `make(shape)`, a contiguous tensor of that shape, and returns a view of one
+    "empty": lambda make: make((0,)),
+    "empty inside": lambda make: make((3, 0, 2)),
+    "empty transposed": lambda make: make((3, 0)).t(),
+    "scalar": lambda make: make(()),
+    "scalar of a slice": lambda make: make((5,))[3],
+    "one": lambda make: make((1,)),
+    "vector": lambda make: make((37,)),
+    "matrix": lambda make: make((5, 7)),
+    "transposed": lambda make: make((5, 7)).t(),
+    "permuted": lambda make: make((2, 3, 4, 5)).permute(3, 1, 0, 2),
+    "channels last": lambda make: make((2, 3, 4, 5)).to(memory_format=torch.channels_last),
+    "channels last, one channel": lambda make: make((2, 1, 4, 5)).to(
+        memory_format=torch.channels_last
+    ),
+    "channels last, one pixel": lambda make: make((2, 3, 1, 1)).to(
+        memory_format=torch.channels_last
+    ),
+    "channels last 3d": lambda make: make((2, 3, 2, 2, 3)).to(memory_format=torch.channels_last_3d),
+    "stepped": lambda make: make((70,))[::2],
+    "offset": lambda make: make((70,))[3:],
+    "columns": lambda make: make((5, 9))[:, 2:7],
+    "rows": lambda make: make((9, 5))[2:7],
+    "stepped and transposed": lambda make: make((6, 8))[::2, ::2].t(),
+    "expanded": lambda make: make((5, 1)).expand(5, 7),
+    "expanded scalar": lambda make: make(()).expand(4, 9),
+    "expanded in front": lambda make: make((7,)).expand(3, 7),
+    "overlapping": lambda make: make((40,)).as_strided((5, 7), (3, 2)),
+    "size 1, odd strides": lambda make: make((40,)).as_strided((1, 5, 1, 7), (100, 7, 3, 1)),
+    "size 1 at the end, odd strides": lambda make: make((35,)).as_strided((5, 7, 1), (7, 1, 11)),
+    "one element, odd strides": lambda make: make((3,)).as_strided((1, 1), (9, 5)),
+    "column of a matrix": lambda make: make((5, 7))[:, 3:4],
+    "one expanded": lambda make: make((1,)).expand(1, 1),
+    "swapped, size 1": lambda make: make((5, 1, 3)).transpose(0, 2),
+}
+
+
+def laid_out(layout: str, dtype=torch.float32, device="cpu", seed=SEED) -> torch.Tensor:
+    return LAYOUTS[layout](lambda shape: normal(shape, dtype, device, seed=seed))
+
+
+def offsets(x) -> np.ndarray:
+    """Where each element of x lies, counted in elements from its first, in logical order."""
+    place = np.zeros(tuple(x.shape), np.int64)
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        shape = [1] * x.dim()
+        shape[dim] = size
+        place = place + (np.arange(size) * stride).reshape(shape)
+    return place.reshape(-1)
+
+
+def is_dense(x) -> bool:
+    return np.array_equal(np.sort(offsets(x)), np.arange(x.numel()))
+
+
+def in_storage_order(x) -> torch.Tensor:
+    """x's elements in the order in which the packed format counts them (design.md, section 3)."""
+    flat = x.detach().reshape(-1)
+    return flat[torch.from_numpy(np.argsort(offsets(x))).to(x.device)] if is_dense(x) else flat
+
+
+# -- activations ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An activation with parameters: ours, torch's (written out where torch has none), and its tables."""
+
+    function: str  # as in fewbit.functions
+    ours: Callable = field(repr=False)
+    theirs: Callable = field(repr=False)
+    parameters: tuple[float, ...] = ()
+    inplace: bool = False  # whether torch's takes inplace=
+    exact: bool = False  # whether one bit is exact
+
+    @property
+    def id(self) -> str:
+        return self.function + "".join(f" {number:g}" for number in self.parameters)
+
+    @property
+    def bits(self) -> int:
+        """The default of bits=."""
+        return 1 if self.exact else 3
+
+    def __call__(self, x, **options):
+        return self.ours(x, *self.parameters, **options)
+
+    def torch(self, x, **options):
+        return self.theirs(x, *self.parameters, **options)
+
+    def table(self, bits=None, **request):
+        """The table of those parameters; request: as in fewbit.load_table."""
+        names = functions.get(self.function).parameters
+        parameters = dict(zip(names, self.parameters, strict=False))
+        return load_table(self.function, bits or self.bits, tuple(parameters.items()), **request)
+
+
+@cache
+def load_table(function, bits, parameters=(), **request):
+    return fewbit.load_table(function, bits, parameters=dict(parameters), **request)
+
+
+def _gelu_fast(x):
+    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+
+def _laplace(x, mu=0.707107, sigma=0.282095):
+    return 0.5 * (1.0 + torch.erf((x - mu).div(sigma * math.sqrt(2.0))))
+
+
+def _gelu_tanh(x, **options):
+    return F.gelu(x, "tanh", **options)
+
+
+SMOOTH = [
+    Sample("gelu", F.gelu, torch_f.gelu),
+    Sample("gelu_tanh", _gelu_tanh, lambda x: torch_f.gelu(x, approximate="tanh")),
+    Sample("gelu_fast", F.gelu_fast, _gelu_fast),
+    Sample("gelu_10", F.gelu_10, lambda x: torch_f.gelu(x).clip(-10, 10)),
+    Sample("quick_gelu", F.quick_gelu, lambda x: x * torch.sigmoid(1.702 * x)),
+    Sample("silu", F.silu, torch_f.silu, inplace=True),
+    Sample("mish", F.mish, torch_f.mish, inplace=True),
+    Sample("hardswish", F.hardswish, torch_f.hardswish, inplace=True),
+    Sample("elu", F.elu, torch_f.elu, inplace=True),
+    Sample("elu", F.elu, torch_f.elu, (1.7,), inplace=True),
+    Sample("celu", F.celu, torch_f.celu, inplace=True),
+    Sample("celu", F.celu, torch_f.celu, (0.6,), inplace=True),
+    Sample("selu", F.selu, torch_f.selu, inplace=True),
+    Sample("sigmoid", F.sigmoid, torch.sigmoid),
+    Sample("logsigmoid", F.logsigmoid, torch_f.logsigmoid),
+    Sample("tanh", F.tanh, torch.tanh),
+    Sample("tanhshrink", F.tanhshrink, torch_f.tanhshrink),
+    Sample("softsign", F.softsign, torch_f.softsign),
+    Sample("softplus", F.softplus, torch_f.softplus),
+    Sample("softplus", F.softplus, torch_f.softplus, (2.5, 4.0)),
+    Sample("sqrtsoftplus", F.sqrtsoftplus, lambda x: torch.sqrt(torch_f.softplus(x))),
+    Sample("relu_squared", F.relu_squared, lambda x: torch.square(torch_f.relu(x))),
+    Sample("laplace", F.laplace, _laplace),
+    Sample("laplace", F.laplace, _laplace, (0.2, 0.7)),
+]
+EXACT = [
+    Sample("relu", F.relu, torch_f.relu, inplace=True, exact=True),
+    Sample("relu6", F.relu6, torch_f.relu6, inplace=True, exact=True),
+    Sample("leaky_relu", F.leaky_relu, torch_f.leaky_relu, inplace=True, exact=True),
+    Sample("leaky_relu", F.leaky_relu, torch_f.leaky_relu, (0.2,), inplace=True, exact=True),
+    Sample("threshold", F.threshold, torch_f.threshold, (0.0, 0.0), inplace=True, exact=True),
+    Sample("threshold", F.threshold, torch_f.threshold, (0.1, 20.0), inplace=True, exact=True),
+    Sample("hardtanh", F.hardtanh, torch_f.hardtanh, inplace=True, exact=True),
+    Sample("hardtanh", F.hardtanh, torch_f.hardtanh, (-0.3, 2.0), inplace=True, exact=True),
+    Sample("hardsigmoid", F.hardsigmoid, torch_f.hardsigmoid, inplace=True, exact=True),
+    Sample("hardshrink", F.hardshrink, torch_f.hardshrink, exact=True),
+    Sample("hardshrink", F.hardshrink, torch_f.hardshrink, (0.3,), exact=True),
+    Sample("softshrink", F.softshrink, torch_f.softshrink, exact=True),
+    Sample("softshrink", F.softshrink, torch_f.softshrink, (1.25,), exact=True),
+    Sample("rrelu", F.rrelu, torch_f.rrelu, inplace=True, exact=True),
+    Sample("rrelu", F.rrelu, torch_f.rrelu, (0.2, 0.4), inplace=True, exact=True),
+]
+ACTIVATIONS = SMOOTH + EXACT
+GELU = SMOOTH[0]
+RELU = EXACT[0]
+
+
+def ids(samples) -> dict:
+    """Arguments of pytest.mark.parametrize after the name."""
+    return {"argvalues": samples, "ids": [sample.id for sample in samples]}
+
+
+# -- oracles, in NumPy ---------------------------------------------------------------------------------------
+
+
+def kept_bits(table) -> int:
+    """Planes that the table's codes take: as many as its levels need."""
+    return max(1, (len(table.levels) - 1).bit_length())
+
+
+def packed_of(codes, bits: int) -> np.ndarray:
+    """The packed int32 words of codes: np.packbits on each plane, little-endian."""
+    codes = np.asarray(codes, np.uint8).reshape(-1)
+    blocks = -(-len(codes) // 32)
+    padded = np.zeros(blocks * 32, np.uint8)
+    padded[: len(codes)] = codes
+    planes = [
+        np.packbits(padded >> p & 1, bitorder="little").view("<u4").reshape(blocks)
+        for p in range(bits)
+    ]
+    return np.stack(planes, axis=1).reshape(-1).view(np.int32)
+
+
+def levels_of(table, x, seed=None) -> np.ndarray:
+    """The level number of each element of x in storage order."""
+    flat = in_storage_order(x).cpu().to(torch.float64).numpy()
+    return table.code(flat) if seed is None else table.sample_code(flat, seed)
+
+
+def encoded(table, x, seed=None) -> np.ndarray:
+    """The packed words that every backend must make of x."""
+    level = levels_of(table, x, seed)
+    return packed_of(level ^ level >> 1, kept_bits(table))
+
+
+def scaled(table, level, grad) -> torch.Tensor:
+    """levels[level] * grad by the rule of design.md, section 4; level: NumPy, of grad's shape."""
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    q = torch.tensor(table.levels[np.asarray(level)]).to(wide)
+    return (q * grad.cpu().to(wide)).to(grad.dtype).to(grad.device)
+
+
+def gradient(table, x, grad) -> torch.Tensor:
+    """table(x) * grad by that rule, in x's shape."""
+    return scaled(table, table.code(x.detach().cpu().to(torch.float64).numpy()), grad)
+
+
+def same(a, b) -> bool:
+    """Equal bit for bit but for the payload of NaNs."""
+    a, b = a.detach(), b.detach()
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    both = a.isnan() & b.isnan()
+    return bool((both | ((a == b) & (a.signbit() == b.signbit()))).all())

@@ -1,0 +1,450 @@
+"""Few-bit activations in autograd: what must work as torch's own do, and what must be refused aloud."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+from samples import (
+    ACTIVATIONS,
+    GELU,
+    RELU,
+    SMOOTH,
+    adversarial,
+    gradient,
+    ids,
+    load_table,
+    normal,
+    same,
+    scaled,
+)
+from torch import nn
+from torch.nn import functional as torch_f
+from torch.utils.checkpoint import checkpoint
+
+import fewbit
+import fewbit.functional as F
+from fewbit.errors import GradientError, InputError, TableError
+
+SOME = [GELU, RELU, *[sample for sample in SMOOTH if sample.function in ("silu", "elu")]]
+INPLACE = [sample for sample in ACTIVATIONS if sample.inplace]
+DRAWN = load_table("gelu", 2, objective="unbiased")
+some = pytest.mark.parametrize("sample", **ids(SOME))
+
+
+def leaf(shape, device="cpu", seed=1, dtype=torch.float32):
+    return normal(shape, dtype, device, seed=seed).requires_grad_()
+
+
+# -- checkpoints, repeated and combined use ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@some
+def test_checkpoint(sample, use_reentrant, device):
+    x = leaf((33, 7), device)
+
+    def body(x):
+        with torch.no_grad():
+            sample(x)  # torch's own, inside a checkpoint
+        return sample(x * 2.0) * 3.0
+
+    (expected,) = torch.autograd.grad(body(x).sum(), x)
+    checkpoint(body, x, use_reentrant=use_reentrant).sum().backward()
+    assert same(x.grad, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_draws_the_same_codes_again(use_reentrant, device):
+    """The outputs of the recomputation do not tell; the gradient of a region with two draws does."""
+    x = leaf((300,), device)
+    torch.manual_seed(4)
+    (expected,) = torch.autograd.grad((F.gelu(x, table=DRAWN) * 2).sum(), x)
+    torch.manual_seed(4)
+    checkpoint(
+        lambda x: F.gelu(x, table=DRAWN) * 2, x, use_reentrant=use_reentrant
+    ).sum().backward()
+    assert same(x.grad, expected)
+
+
+@some
+def test_backward_twice_and_inputs_used_twice(sample, device):
+    x = leaf((65,), device)
+    grad = normal((65,), device=device, seed=3)
+    y = sample(x)
+    (first,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+    (second,) = torch.autograd.grad(y, x, grad)
+    assert same(first, second) and same(first, gradient(sample.table(), x, grad))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(y, x, grad)
+    sample(x).backward(grad)
+    sample(x).backward(grad)
+    assert same(x.grad, first + first)
+    x.grad = None
+    (sample(x) + sample(x)).backward(grad)
+    assert same(x.grad, first + first)
+
+
+def test_tensor_hooks(device):
+    x, seen = leaf((40,), device), []
+    y = F.gelu(x)
+    y.register_hook(lambda grad: seen.append("y") or grad * 2)
+    x.register_hook(lambda grad: seen.append("x") or grad * 3)
+    y.grad_fn.register_prehook(lambda grads: seen.append("pre"))
+    y.sum().backward()
+    expected = gradient(load_table("gelu", 3), x, torch.full_like(x, 2.0)) * 3
+    assert same(x.grad, expected) and seen.index("y") < seen.index("x")
+
+
+def test_saved_tensor_hooks_carry_the_codes(device):
+    x = leaf((400,), device)
+    with torch.autograd.graph.save_on_cpu():
+        y = F.gelu(x)
+    y.sum().backward()
+    assert same(x.grad, gradient(load_table("gelu", 3), x, torch.ones_like(x)))
+
+
+def test_codes_that_were_overwritten_are_noticed(device):
+    x = leaf((40,), device)
+    y = F.gelu(x)
+    y.grad_fn.saved_tensors[0].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_another_gradients_thread(device):
+    x = leaf((4000,), device)
+    y = F.gelu(x)
+    thread = threading.Thread(target=lambda: y.sum().backward())
+    thread.start()
+    thread.join()
+    assert same(x.grad, gradient(load_table("gelu", 3), x, torch.ones_like(x)))
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+@some
+def test_double_backward_is_refused(sample, device):
+    x = leaf((10,), device)
+    (grad,) = torch.autograd.grad(sample(x).square().sum(), x, create_graph=True)
+    with pytest.raises(GradientError, match="no second derivative"):
+        torch.autograd.grad(grad.sum(), x)
+    linear = leaf((10,), device)
+    (grad,) = torch.autograd.grad((sample(x) * linear).sum(), x, create_graph=True)
+    with pytest.raises(GradientError, match="no second derivative"):
+        grad.sum().backward()
+
+
+@some
+def test_create_graph_alone_is_harmless(sample, device):
+    x = leaf((10,), device)
+    (grad,) = torch.autograd.grad(sample(x).sum(), x, create_graph=True)
+    assert same(grad, gradient(sample.table(), x, torch.ones_like(x)))
+
+
+def load_forward_mode():
+    """torch's forward mode loads decompositions on first use, with a deprecation warning of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.func.jvp(torch.sin, (torch.ones(1),), (torch.ones(1),))
+
+
+@some
+def test_nested_transforms_are_refused(sample, device):
+    from torch.func import grad, hessian, jacrev
+
+    x = normal((6,), device=device)
+    load_forward_mode()
+    with pytest.raises(GradientError, match="no (second|forward-mode) derivative"):
+        hessian(lambda x: sample(x).sum())(x)
+    for transform in (
+        grad(lambda x: grad(lambda x: sample(x).sum())(x).sum()),
+        jacrev(grad(lambda x: sample(x).sum())),
+    ):
+        with pytest.raises(GradientError, match="no second derivative"):
+            transform(x)
+    around = x.clone().requires_grad_()
+    with pytest.raises(GradientError, match="no second derivative"):
+        grad(lambda x: sample(x).sum())(around).sum().backward()
+
+
+@some
+def test_forward_mode_is_refused(sample, device):
+    import torch.autograd.forward_ad as forward_ad
+
+    load_forward_mode()
+    x = normal((6,), device=device)
+    with pytest.raises(GradientError, match="no forward-mode derivative"):
+        torch.func.jvp(sample, (x.requires_grad_(),), (torch.ones_like(x),))
+    with forward_ad.dual_level(), pytest.raises(GradientError, match="no forward-mode derivative"):
+        sample(forward_ad.make_dual(leaf((6,), device), torch.ones(6, device=device)))
+
+
+def test_a_tensor_is_no_table(device):
+    with pytest.raises(TableError, match="takes no gradient"):
+        F.gelu(leaf((4,), device), table=torch.ones(8, requires_grad=True))
+
+
+# -- torch.func ----------------------------------------------------------------------------------------------
+
+
+@some
+def test_transforms(sample, device):
+    from torch.func import grad, jacrev, vjp, vmap
+
+    x = normal((5, 9), device=device)
+    cotangent = normal((5, 9), device=device, seed=2)
+    table = sample.table()
+    ones = gradient(table, x, torch.ones_like(x))
+    assert same(grad(lambda x: sample(x).sum())(x), ones)
+    y, pull = vjp(sample, x)
+    torch.testing.assert_close(y, sample.torch(x))
+    assert same(pull(cotangent)[0], gradient(table, x, cotangent))
+    assert same(vmap(grad(lambda x: sample(x).sum()))(x), ones)
+    assert same(vmap(grad(lambda x: sample(x).sum()), in_dims=1, out_dims=1)(x), ones)
+    assert same(grad(lambda x: vmap(sample)(x).sum())(x), ones)
+    row = x[0]
+    expected = torch.diag(gradient(table, row, torch.ones_like(row)))
+    assert (jacrev(sample)(row) == expected).all()
+    assert same(vmap(sample)(x), sample.torch(x))
+    twice = vmap(vmap(grad(lambda x: sample(x).sum())))(x)
+    assert same(twice, ones)
+
+
+def test_vmap_over_a_tensor_that_needs_gradients(device):
+    x = leaf((5, 9), device)
+    torch.func.vmap(F.gelu)(x).sum().backward()
+    assert same(x.grad, gradient(load_table("gelu", 3), x, torch.ones_like(x)))
+
+
+def test_batched_gradients(device):
+    x = leaf((7,), device)
+    y = F.gelu(x)
+    grads = torch.eye(7, device=device)
+    (batched,) = torch.autograd.grad(y, x, grads, is_grads_batched=True)
+    expected = torch.diag(gradient(load_table("gelu", 3), x, torch.ones_like(x)))
+    assert (batched == expected).all()
+
+
+def test_functional_call_with_parameters(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), fewbit.GELU(), nn.Linear(8, 1)).to(device)
+    parameters = {key: value.detach() for key, value in model.named_parameters()}
+    x = normal((6, 4), device=device)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x[None],)).sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for i in range(6):
+        model.zero_grad()
+        model(x[i : i + 1]).sum().backward()
+        for key, parameter in model.named_parameters():
+            torch.testing.assert_close(each[key][i], parameter.grad)
+
+
+# -- autocast ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sample", **ids(ACTIVATIONS))
+def test_autocast_gives_torchs_dtype(sample, device):
+    for autocast in (torch.bfloat16, torch.float16):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x, theirs = (leaf((40,), device, dtype=dtype) for _ in range(2))
+            with torch.autocast(device, dtype=autocast):
+                y, expected = sample(x), sample.torch(theirs)
+            assert y.dtype == expected.dtype, (autocast, dtype)
+            y.float().sum().backward()
+            expected.float().sum().backward()
+            assert x.grad.dtype == theirs.grad.dtype == dtype
+
+
+# -- in place ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sample", **ids(INPLACE))
+def test_inplace(sample, device):
+    x = leaf((5, 33), device)
+    for change in (
+        lambda x: x * 1.0,
+        lambda x: (x * 1.0).t(),
+        lambda x: torch.cat([x, x], 1)[:, ::2],
+    ):
+        inner = change(x)
+        before, version = inner.detach().clone(), inner._version
+        y = sample(inner, inplace=True)
+        assert y.data_ptr() == inner.data_ptr() and inner._version > version
+        torch.testing.assert_close(y.detach(), sample.torch(before))
+        torch.testing.assert_close(y, sample(before.requires_grad_()))
+        weight = normal(y.shape, device=device, seed=4)
+        (grad,) = torch.autograd.grad(y, inner if inner is y else x, weight, allow_unused=True)
+        copy = change(x)
+        (expected,) = torch.autograd.grad(sample(copy), x, weight)
+        (ours,) = torch.autograd.grad(sample(change(x), inplace=True), x, weight)
+        assert same(ours, expected)
+
+
+@pytest.mark.parametrize("sample", **ids(INPLACE))
+def test_inplace_refusals_come_before_anything_is_written(sample, device):
+    x = leaf((9,), device)
+    before = x.detach().clone()
+    for wrong in (x, x[2:], x.view(3, 3)):
+        if wrong is x:
+            with pytest.raises(InputError, match="not a leaf which requires grad for inplace=True"):
+                sample(wrong, inplace=True)
+        else:
+            with pytest.raises((InputError, RuntimeError), match="leaf"):
+                sample(wrong, inplace=True)
+        assert same(x, before) and x._version == 0
+    overlapping = (x * 1.0).expand(4, 9)
+    start = overlapping.detach().clone()
+    with pytest.raises(InputError, match="elements lie apart for inplace=True"):
+        sample(overlapping, inplace=True)
+    assert same(overlapping, start)
+
+
+def test_inplace_on_a_view_updates_its_base(device):
+    x, theirs = leaf((6, 8), device), leaf((6, 8), device)
+    weight = normal((6, 8), device=device, seed=6)
+    for each, relu in ((x, F.relu), (theirs, torch_f.relu)):
+        base = each * 2.0
+        relu(base[1:4, ::2], inplace=True)
+        (base * weight).sum().backward()
+    assert (x.grad == theirs.grad).all()  # 0 * -1 is -0 here, 0 in torch's
+
+
+def test_inplace_on_one_of_several_views_is_refused(device):
+    halves = (leaf((6, 8), device) * 1.0).chunk(2)
+    with pytest.raises(RuntimeError):
+        F.relu(halves[0], inplace=True).sum().backward()
+
+
+def test_an_earlier_op_that_needs_the_old_value_notices(device):
+    x = leaf((20,), device)
+    inner = x * 1.0
+    square = inner.square()
+    F.relu(inner, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()
+
+
+def test_our_own_input_may_be_overwritten(device):
+    """The codes are all that is needed."""
+    x = leaf((20,), device)
+    inner = x * 1.0
+    y = F.gelu(inner)
+    inner.detach().zero_()
+    y.sum().backward()
+    assert same(x.grad, gradient(load_table("gelu", 3), x, torch.ones_like(x)))
+
+
+def test_inplace_chain(device):
+    x = leaf((50,), device)
+    y = F.leaky_relu(F.elu(F.relu6(x * 1.0, inplace=True), inplace=True), 0.2, inplace=True)
+    z = F.leaky_relu(F.elu(F.relu6(x * 1.0)), 0.2)
+    assert same(y, z)
+    assert same(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(z.sum(), x)[0])
+
+
+def test_inplace_under_transforms(device):
+    x = normal((4, 9), device=device)
+    ours = torch.func.grad(lambda x: F.relu(x * 1.0, inplace=True).sum())(x)
+    assert same(ours, (x > 0).float())
+
+
+# -- unbiased tables -----------------------------------------------------------------------------------------
+
+
+def test_seeds_come_from_torchs_generator(device):
+    x = leaf((300,), device)
+
+    def draw():
+        return torch.autograd.grad(F.gelu(x, table=DRAWN).sum(), x)[0]
+
+    torch.manual_seed(7)
+    first, second = draw(), draw()
+    torch.manual_seed(7)
+    assert same(draw(), first) and same(draw(), second) and not same(first, second)
+
+
+def test_draws_are_unbiased(device):
+    """One pooled z statistic: the mean of many draws against the table's mean, in its own deviation."""
+    torch.manual_seed(11)
+    x = leaf((500,), device)
+    mean = torch.from_numpy(DRAWN(x.detach().cpu().double().numpy()))
+    draws = torch.stack(
+        [torch.autograd.grad(F.gelu(x, table=DRAWN).sum(), x)[0].cpu().double() for _ in range(200)]
+    )
+    levels = torch.tensor(DRAWN.levels)
+    lower = torch.from_numpy(DRAWN.code(x.detach().cpu().double().numpy()))
+    variance = (mean - levels[lower]) * (levels[lower + 1] - mean)
+    z = (draws - mean).sum() / (200 * variance.sum()).sqrt()
+    assert abs(z) < 4
+    moving = variance > 1e-4
+    squares = ((draws.mean(0) - mean)[moving] ** 2 / variance[moving] * 200).sum()
+    n = int(moving.sum())
+    assert abs(squares - n) < 5 * (2 * n) ** 0.5
+
+
+def test_the_same_seed_on_every_layout(device):
+    """Draws go by storage order: a transposed tensor draws what its storage draws."""
+    x = leaf((20, 30), device)
+    torch.manual_seed(3)
+    (plain,) = torch.autograd.grad(F.gelu(x, table=DRAWN).sum(), x)
+    torch.manual_seed(3)
+    (turned,) = torch.autograd.grad(F.gelu(x.t(), table=DRAWN).sum(), x)
+    assert same(plain, turned)
+
+
+# -- values that are not finite ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sample", **ids(ACTIVATIONS))
+def test_nan_is_in_the_last_piece(sample, device):
+    table = sample.table()
+    x = torch.full((40,), torch.nan, device=device).requires_grad_()
+    y = sample(x)
+    assert (y.isnan() == sample.torch(x.detach()).isnan()).all()
+    y.backward(torch.ones_like(y))
+    last = scaled(table, [table.codes[-1]] * 40, torch.ones(40))
+    assert same(x.grad.cpu(), last)
+
+
+def test_gradients_that_are_not_finite_stay_so(device):
+    """Level 0 times infinity is NaN: nothing that a GradScaler looks for is lost."""
+    for sample in (GELU, RELU):
+        x = adversarial(sample.table(), torch.float32, device).nan_to_num().requires_grad_()
+        for bad in (float("inf"), float("-inf"), float("nan")):
+            (grad,) = torch.autograd.grad(sample(x), x, torch.full_like(x, bad))
+            assert not grad.isfinite().any()
+
+
+def scaled_step(activation, device, x, poison):
+    """Whether one step of a small fp16 model with a GradScaler is taken."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 1)).to(device, torch.float16)
+    if poison is not None:
+        model[1].register_full_backward_hook(lambda module, grads, _: (grads[0] * poison,))
+    # 16-bit gradients are what a scaler may not unscale: the master copy is float32, as usual.
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+    scaler = torch.amp.GradScaler(device, init_scale=8.0)
+    scaler.scale(model(x).float().square().mean()).backward()
+    for master, parameter in zip(masters, model.parameters(), strict=True):
+        master.grad = parameter.grad.float()
+    before = [master.detach().clone() for master in masters]
+    scaler.step(optimizer)
+    scaler.update()
+    moved = any(not same(a, b) for a, b in zip(before, masters, strict=True))
+    return moved, scaler.get_scale()
+
+
+@pytest.mark.parametrize("bad", [1.0, 6e4, float("inf"), float("nan")])
+@pytest.mark.parametrize("poison", [None, float("inf"), float("nan")])
+def test_a_grad_scaler_skips_the_step_as_with_torchs_own(device, bad, poison):
+    x = normal((8, 4), torch.float16, device, scale=1.0)
+    x[0] *= bad
+    ours = scaled_step(fewbit.GELU(), device, x, poison)
+    assert ours == scaled_step(nn.GELU(), device, x, poison)
+    assert ours[0] == (bad == 1.0 and poison is None)

@@ -1,0 +1,225 @@
+"""torch.compile and torch.export: the eager numbers, and only packed codes kept."""
+
+import io
+
+import pytest
+import torch
+from samples import GELU, gradient, laid_out, load_table, normal, same
+from torch import nn
+
+import fewbit
+import fewbit.functional as F
+from fewbit.runtime.encoding import packed_words
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch.*", "ignore:.*isinstance.*treespec"
+)
+DRAWN = load_table("gelu", 2, objective="unbiased")
+TANH = load_table("tanh", 3)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+
+
+def compiled(function, backend="aot_eager", **options):
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def step(function, x, weight):
+    x = x.detach().requires_grad_()
+    y = function(x)
+    return y, torch.autograd.grad(y, x, weight)[0]
+
+
+def check(function, x, backend="aot_eager", **options):
+    weight = torch.empty_like(x).copy_(normal(x.shape, x.dtype, x.device, seed=6))
+    ours = step(compiled(function, backend, **options), x, weight)
+    theirs = step(function, x, weight)
+    torch.testing.assert_close(ours[0], theirs[0])
+    if backend == "inductor":  # it may add up in another order
+        torch.testing.assert_close(ours[1], theirs[1])
+    else:
+        assert (ours[1] == theirs[1]).all()
+    assert ours[0].stride() == theirs[0].stride()
+
+
+@pytest.mark.parametrize("layout", ["matrix", "channels last", "stepped", "transposed", "scalar"])
+def test_gelu(device, layout):
+    check(lambda x: F.gelu(x * 1.0), laid_out(layout, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes(device, dtype):
+    check(F.gelu, normal((40,), dtype, device))
+
+
+def test_inplace(device):
+    check(lambda x: F.relu(x * 2.0, inplace=True) + 1.0, normal((5, 9), device=device))
+
+
+def test_a_callable(device):
+    check(lambda x: F.pointwise(x, torch.tanh, table=TANH), normal((50,), device=device))
+
+
+def test_parameters_and_modules(device):
+    model = nn.Sequential(fewbit.ELU(1.7, bits=2), fewbit.GELU("tanh"), fewbit.LeakyReLU(0.2))
+    check(model, normal((50,), device=device))
+
+
+def test_dynamic_shapes(device):
+    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    function = torch.compile(F.gelu, backend=count, fullgraph=True, dynamic=True)
+    for shape in ((4, 9), (7, 33), (16, 2)):
+        x = normal(shape, device=device)
+        weight = normal(shape, device=device, seed=6)
+        assert same(step(function, x, weight)[1], gradient(load_table("gelu", 3), x, weight))
+    assert count.frame_count == 1
+
+
+def test_inductor(device):
+    x = normal((6, 50), device=device)
+    check(lambda x: F.gelu(x * 2.0).sin() + F.relu(x), x, backend="inductor")
+
+
+def test_draws(device):
+    """A draw takes one of the two levels next to the mean, anew in every call."""
+    x = normal((2000,), device=device)
+    torch.manual_seed(5)
+    function = compiled(lambda x: F.gelu(x, table=DRAWN))
+    ones = torch.ones_like(x)
+    first, second = step(function, x, ones)[1], step(function, x, ones)[1]
+    assert not same(first, second)
+    torch.manual_seed(5)
+    assert same(step(function, x, ones)[1], first)
+    levels = torch.tensor(DRAWN.levels).float()
+    assert torch.isin(first.cpu(), levels).all()
+    mean = torch.from_numpy(DRAWN(x.cpu().double().numpy()))
+    assert abs((first.cpu().double() - mean).mean()) < 0.05
+
+
+def kept_by(function, x):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        y = function(x)
+    return y, {tensor.untyped_storage().data_ptr(): tensor for tensor in saved}.values()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+def test_a_compiled_forward_keeps_codes_and_nothing_else(device, backend):
+    x = normal((40, 32), device=device).requires_grad_()
+    weight = normal((32, 32), device=device)  # its gradient is not asked for
+
+    def function(x):
+        return F.gelu((x @ weight) + 1.0, bits=3)
+
+    y, saved = kept_by(compiled(function, backend), x)
+    own = [tensor for tensor in saved if tensor.data_ptr() != weight.data_ptr()]
+    assert sum(tensor.nbytes for tensor in own) == 4 * packed_words(40 * 32, 3)
+    assert all(tensor.dtype == torch.int32 for tensor in own)
+    (ours,) = torch.autograd.grad(y.sum(), x)
+    (theirs,) = torch.autograd.grad(function(x).sum(), x)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_bits_that_change_between_calls(device):
+    x, weight = normal((50,), device=device), normal((50,), device=device, seed=6)
+    function = compiled(lambda x, bits: F.gelu(x, bits=bits))
+    module = fewbit.GELU()
+    of_module = compiled(module)
+    for bits in (1, 3, 4):
+        expected = gradient(load_table("gelu", bits), x, weight)
+        assert same(step(lambda x, bits=bits: function(x, bits), x, weight)[1], expected)
+        module.bits = bits
+        assert same(step(of_module, x, weight)[1], expected)
+
+
+def test_without_a_gradient_no_codes_are_made(device):
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    function = torch.compile(F.gelu, backend=backend, fullgraph=True)
+    x = normal((40,), device=device)
+    assert same(function(x), torch.nn.functional.gelu(x))
+    assert not any("fewbit" in target for target in seen)
+
+
+def test_export(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 8), fewbit.GELU(bits=2), fewbit.ReLU(True), nn.Linear(8, 2)
+    ).to(device)
+    model.eval()
+    x = normal((3, 6), device=device)
+    batch = torch.export.Dim("batch")
+    with torch.no_grad():
+        program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    again = torch.export.load(buffer).module()
+    for rows in (3, 5):
+        x = normal((rows, 6), device=device, seed=rows)
+        torch.testing.assert_close(again(x), model(x).detach())
+
+
+def test_compiled_errors_are_the_eager_ones():
+    x = normal((4,)).requires_grad_()
+    with pytest.raises(Exception, match="whole number from 1 to 8"):
+        compiled(lambda x: F.gelu(x, bits=9))(x)
+
+
+def test_compiled_checkpoint(device):
+    from torch.utils.checkpoint import checkpoint
+
+    def function(x):
+        return checkpoint(lambda x: F.gelu(x * 2.0), x, use_reentrant=False)
+
+    x = normal((40,), device=device)
+    weight = normal((40,), device=device, seed=6)
+    ours = step(compiled(function), x, weight)[1]
+    assert same(ours, step(function, x, weight)[1])
+    assert same(ours, gradient(GELU.table(), x * 2.0, weight) * 2.0)
+
+
+class Feedforward(nn.Module):
+    """The block whose large tensors a memory budget is about; its activation's input is of no one else's."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.act = fewbit.GELU(bits=3)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.2])
+def test_codes_are_kept_under_a_memory_budget(device, budget):
+    """The partitioner recomputes what it likes, but never the codes; without them there is more to keep."""
+    from torch._functorch import config
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Feedforward(), Feedforward()).to(device)
+    x = normal((32, 64), device=device)
+    with config.patch(activation_memory_budget=budget):
+        y, saved = kept_by(compiled(model, "aot_eager_decomp_partition"), x)
+        y.sum().backward()
+    ours = [grad.clone() for grad in (parameter.grad for parameter in model.parameters())]
+    codes = [tensor for tensor in saved if tensor.dtype == torch.int32]
+    assert [tensor.numel() for tensor in codes] == [packed_words(32 * 256, 3)] * 2
+    wide = [tensor for tensor in saved if tensor.shape == (32, 256)]
+    # Beside the codes, each block keeps at most one large tensor (for the next layer's weight), fewer below 1.
+    assert len(wide) <= {1.0: 2, 0.5: 1, 0.2: 0}[budget]
+    model.zero_grad()
+    model(x).sum().backward()
+    for mine, parameter in zip(ours, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad)

@@ -319,11 +319,11 @@ void decode_mul(const Table& table, const void* grad, DType dtype, int64_t begin
 
 // -- forward ----------------------------------------------------------------------------------------------
 
-// f of a chunk; y may be x.
+// f of a chunk. x and y are apart: vectors of several iterations then overlap, as each one is a long chain of
+// dependent operations (the .flags files ask for that).
 template <class Function>
-void apply(double p0, double p1, const float* x, float* y) {
+void apply(double p0, double p1, const float* __restrict__ x, float* __restrict__ y) {
   const Function f(p0, p1);
-#pragma GCC ivdep
   for (int i = 0; i < kChunk; ++i) y[i] = f(x[i]);
 }
 
@@ -335,17 +335,19 @@ constexpr Apply kApply[] = {FEWBIT_FUNCTIONS(FEWBIT_APPLY)};
 
 void forward_float32(Apply f, double p0, double p1, const Table& table, const float* x, int64_t begin,
                      int64_t end, float* y, uint32_t* packed, uint64_t seed) {
-  float buffer[kChunk];
+  float buffer[kChunk], last[kChunk];
   for (int64_t i = begin; i < end; i += kChunk) {
     const int m = chunk_size(i, end);
-    // The codes first: y may be x.
     const float* in = whole(x + i, m, buffer);
     put_codes(table, in, m, seed, i, packed);
-    if (m == kChunk) {
-      f(p0, p1, in, y + i);
+    if (m < kChunk) {
+      f(p0, p1, in, last);
+      memcpy(y + i, last, m * sizeof(float));
+    } else if (in == y + i) {
+      memcpy(buffer, in, sizeof buffer);
+      f(p0, p1, buffer, y + i);
     } else {
-      f(p0, p1, in, buffer);
-      memcpy(y + i, buffer, m * sizeof(float));
+      f(p0, p1, in, y + i);
     }
   }
 }
@@ -354,16 +356,16 @@ template <class Half>
 void forward_half(Apply f, double p0, double p1, const Table& table, const uint16_t* x, int64_t begin,
                   int64_t end, uint16_t* y, uint32_t* packed, uint64_t seed) {
   uint16_t buffer[kChunk];
-  float wide[kChunk];
+  float wide[kChunk], result[kChunk];
   for (int64_t i = begin; i < end; i += kChunk) {
     const int m = chunk_size(i, end);
     Half::widen(whole(x + i, m, buffer), wide);
     put_codes(table, wide, m, seed, i, packed);
-    f(p0, p1, wide, wide);
+    f(p0, p1, wide, result);
     if (m == kChunk) {
-      Half::narrow(wide, y + i);
+      Half::narrow(result, y + i);
     } else {
-      Half::narrow(wide, buffer);
+      Half::narrow(result, buffer);
       memcpy(y + i, buffer, m * sizeof(uint16_t));
     }
   }

@@ -85,6 +85,7 @@ struct Limits<double, COUNT> {
 template <class T, int COUNT>
 inline void flip_plane(const T* values, const T* x, uint32_t* words, int stride) {
   const Limits<T, COUNT> limits(values);
+#pragma GCC unroll 1
   for (int block = 0; block < kChunk / kBlock; ++block) words[block * stride] ^= limits.word(x + block * kBlock);
 }
 

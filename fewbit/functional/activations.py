@@ -64,8 +64,7 @@ _COMPARED = {"threshold", "hardtanh", "hardshrink", "softshrink"}
 
 
 def _apply(input, function, parameters, bits, table, inplace=False):
-    parameters = tuple(map(float, parameters)) if parameters else ()
-    designed_for = parameters
+    designed_for = parameters = tuple(map(float, parameters)) if parameters else ()
     if function in _COMPARED and table is None and input.dtype != torch.float64:
         designed_for = tuple(unpack("f", pack("f", number))[0] for number in parameters)
     if torch.compiler.is_compiling():

@@ -21,7 +21,7 @@ class Activation(Function):
     @staticmethod
     def forward(ctx, x, function, parameters, encoding, inplace):
         seed = ops.new_seed(x) if encoding.unbiased else None
-        ctx.stride = layout.dense_stride(x)
+        ctx.stride = x.stride() if x.is_contiguous() else layout.dense_stride(x)
         ctx.encoding = encoding
         y, packed = ops.activation(x, function, parameters, encoding, seed, inplace)
         if inplace:
@@ -105,5 +105,5 @@ def is_plain(x) -> bool:
         and torch._C._functorch.maybe_current_level() is None
         and not torch._C._functorch.is_legacy_batchedtensor(x)
         and not torch._C._len_torch_dispatch_stack()
-        and x.device.type != "meta"
+        and not x.is_meta
     )

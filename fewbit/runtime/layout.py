@@ -39,7 +39,7 @@ def storage_order(x: torch.Tensor) -> torch.Tensor:
 
 def is_broadcast_scalar(x: torch.Tensor) -> bool:
     """Whether every element of x is one element of storage, as in the gradient of a sum."""
-    return x.numel() > 1 and not any(x.stride())
+    return not x.is_contiguous() and not any(x.stride())
 
 
 def contiguous_stride(shape) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ class Kernels:
         table = _table(encoding)
         if number is None or table is None or x.dtype == torch.float64:
             return None
-        p0, p1 = (*parameters, 0.0, 0.0)[:2]
+        p0, p1 = (*parameters, 0.0, 0.0)[:2] if parameters else (0.0, 0.0)
         n = x.numel()
         packed = _packed(n, encoding.bits, x.device)
         self._kernels.forward(

@@ -43,13 +43,13 @@ def _define(schema, implementation):
 # -- implementations, shared with eager ----------------------------------------------------------------------
 
 
-def activation(x, function, parameters, encoding, seed, inplace=False):
+def activation(x, function, parameters, encoding, seed, inplace):
     """f(x) and the packed codes of x. x: any strides; the result keeps its memory format.
 
     With `inplace`, f(x) is written to x, which must not overlap itself.
     """
-    source = layout.dense(x)
     backend = backends.of(x)
+    source = x if x.is_contiguous() else layout.dense(x)
     # The dense copy of a strided x is ours to overwrite.
     out = source if inplace or source is not x else torch.empty_like(x)
     packed = backend.forward(source, function, parameters, encoding, seed, out)
@@ -60,7 +60,9 @@ def activation(x, function, parameters, encoding, seed, inplace=False):
         out = FORWARD[function](x, *parameters)
     if inplace:
         return (x if out is x else x.copy_(out)), packed
-    return layout.bring_to(out, torch.empty_like(x, device="meta").stride()), packed
+    if not (out.is_contiguous() and x.is_contiguous()):
+        out = layout.bring_to(out, torch.empty_like(x, device="meta").stride())
+    return out, packed
 
 
 def encode(x, encoding, seed):
@@ -70,9 +72,12 @@ def encode(x, encoding, seed):
 
 def decode_mul(grad, packed, encoding, stride):
     """lut[code] * grad; `stride`: those of the dense tensor whose codes were packed."""
-    if not layout.is_broadcast_scalar(grad):
-        grad = layout.bring_to(grad, stride)
-    out = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device)
+    if grad.is_contiguous() and grad.stride() == stride:
+        out = torch.empty_like(grad)
+    else:
+        if not layout.is_broadcast_scalar(grad):
+            grad = layout.bring_to(grad, stride)
+        out = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device)
     backends.of(grad).decode_mul(grad, packed, encoding, out)
     return out
 

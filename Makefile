@@ -6,8 +6,10 @@ BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.0
 # What the compiled kernels are made from.
 KERNELS := $(wildcard csrc/*.cpp csrc/common/* csrc/cpu/* csrc/cuda/*)
+# The tests that run on every device.
+CUDA_TESTS := $(addprefix tests/test_,backends.py ops.py functional.py autograd.py compile.py modules.py)
 
-.PHONY: demo test lint tables benchmarks sanitize clean
+.PHONY: demo test lint tables benchmarks gpu sanitize clean
 
 demo: $(VENV)/installed $(VENV)/installed-torch
 	$(BIN)/fewbit solve gelu --bits 3
@@ -30,8 +32,18 @@ sanitize:
 tables: $(VENV)/installed
 	$(BIN)/python -m fewbit.shipping
 
-benchmarks: $(VENV)/installed-benchmarks
+benchmarks: $(VENV)/installed-tests $(VENV)/installed-benchmarks
 	$(BIN)/python benchmarks/solver.py
+	$(BIN)/python benchmarks/activations.py cpu
+	$(BIN)/python benchmarks/memory.py
+
+# On a machine with a GPU, in an environment that has torch for CUDA and fewbit's requirements already: builds for
+# that GPU, runs the tests on it, measures. JSON goes to $$OUT if set, else to benchmarks/results.
+gpu:
+	FEWBIT_CUDA=1 FEWBIT_CUDA_ARCHITECTURES="$$($(PYTHON) -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')" \
+		$(PYTHON) -m pip install --no-build-isolation --no-deps --editable .
+	$(PYTHON) -m pytest -m cuda -W default $(CUDA_TESTS)
+	$(PYTHON) benchmarks/activations.py cuda
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -11,7 +11,8 @@ import statistics
 import time
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+# $OUT, for a machine whose working copy is thrown away.
+RESULTS = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 
 
@@ -61,7 +62,7 @@ def show(value):
 
 def save(name, about, rows):
     """``results/<name>.json`` (machine and rows) and ``.csv`` (rows)."""
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     document = {"machine": about, "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     fields = list(dict.fromkeys(key for row in rows for key in row))

@@ -539,6 +539,17 @@ def test_threads_give_the_same(isa, n):
         assert same(y, np.where(x < 0, np.float32(0), x), "float32")
 
 
+def test_buffers_large_enough_for_huge_pages():
+    n = (1 << 20) + 77
+    constants = synthetic(3, 9, seed=10)
+    x = numbers(constants, n, "float64")
+    codes = constants.codes(x)
+    packed = run_encode(ISAS[0], constants.native, 3, x, "float64", None, 2)
+    assert np.array_equal(packed, pack(codes, 3))
+    out = run_decode(ISAS[0], constants, x, "float64", packed, n, 2)
+    assert same(out, constants.product(codes, x, "float64"), "float64")
+
+
 SCRIPT = """
 import os, sys
 import numpy as np

@@ -65,9 +65,9 @@ struct QuickGelu {
 struct Silu {
   static constexpr const char* name = "silu";
   static constexpr int n_parameters = 0;
-  Decay decay;
-  FEWBIT_HD Silu(double, double) : decay(kLog2E) {}
-  FEWBIT_HD float operator()(float x) const { return times_sigmoid(x, decay(-magnitude(x))); }
+  Gate gate;
+  FEWBIT_HD Silu(double, double) : gate(kLog2E) {}
+  FEWBIT_HD float operator()(float x) const { return gate(x); }
 };
 
 struct Mish {

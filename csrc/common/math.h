@@ -276,6 +276,46 @@ FEWBIT_HD inline float over_1_plus(float a, float e) {
 
 FEWBIT_HD inline float over_1_plus(double a, double e) { return static_cast<float>(divide(a, 1.0 + e)); }
 
+// --- x sigmoid(z) ---
+
+// x / (1 + 2^(-x rate)) in few operations. The power overflows about where torch's does, so that infinities come
+// out the same.
+struct Gate {
+  Decay decay;
+#if FEWBIT_FUSED_MULTIPLY_ADD && !FEWBIT_DEVICE_MATH
+  float last;          // beyond, 2^(-x rate) is nothing beside 1
+  float first, infinite;  // before, it is taken at a place where it is infinite
+
+  FEWBIT_HD explicit Gate(double rate)
+      : decay(rate),
+        last(static_cast<float>(62.0 / rate)),
+        first(static_cast<float>(-127.4 / rate)),
+        infinite(static_cast<float>(-128.25 / rate)) {}
+
+  FEWBIT_HD float operator()(float x) const {
+    const float below = x > last ? last : x;
+    const float inside = below < first ? infinite : below;
+    const Split& rate = decay.exponent.rate;
+    const Reduced p = reduce(-inside, rate.high);
+    const float q = exp2_minus_1(multiply_add(-inside, rate.low, p.fraction));
+    // 1 + 2^n (1 + q); near 0, where it matters most, 1 + 2^n is exact.
+    const float power = power_of_two(p.shifted, -64) * 0x1p64f;
+    const float sum = multiply_add(power, q, 1.0f + power);
+    const float y = x / sum;
+    // What the sum lost shows for x in (1, 65): it is close to 1 there, and beyond nothing is lost.
+    const float lost = multiply_add(power, q, 1.0f - sum + power);
+    return __builtin_fabsf(x - 33.0f) < 32.0f ? multiply_add(-y, lost, y) : y;
+  }
+#else
+  FEWBIT_HD explicit Gate(double rate) : decay(rate) {}
+
+  FEWBIT_HD float operator()(float x) const {
+    const Power e = decay(-__builtin_fabsf(x));
+    return over_1_plus(x * (x < 0.0f ? e : Power{1}), e);
+  }
+#endif
+};
+
 // --- logarithm ---
 
 // log(1 + e) for 0 <= e <= 1, to a relative 1e-7

@@ -724,6 +724,86 @@ def memory(
         _console().print(report)
 
 
+@app.command()
+@click.option(
+    "--steps",
+    type=click.IntRange(1, 100_000),
+    metavar="N",
+    help="Training steps of each run.  [default: 600]",
+)
+@click.option(
+    "--seeds",
+    type=click.IntRange(1, 100),
+    default=1,
+    metavar="N",
+    help="Repeat everything from N seeds, for means and standard deviations.  [default: 1]",
+)
+@click.option(
+    "--bits",
+    type=click.IntRange(1, 8),
+    multiple=True,
+    metavar="B",
+    help="1 to 8; may be repeated.  [default: 1 to 4]",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False),
+    default="demo",
+    metavar="DIR",
+    help="Write demo_losses.png and demo.json here.  [default: demo]",
+)
+@_force
+@_json
+def demo(steps, seeds, bits, output, force, as_json):
+    """Train a small transformer with exact and with few-bit GELU.
+
+    A character-level transformer learns the help texts that Python ships, with torch's own GELU
+    and with few-bit ones, from the same seeds. Shows the bytes that GELU keeps for the backward
+    pass beside the final losses, and draws the losses. About a minute; needs torch.
+
+    \b
+    Examples:
+      fewbit demo --steps 20
+      fewbit demo --steps 20 --seeds 2 --bits 3 --output two-seeds --json
+    """
+    directory = Path(output)
+    paths = directory / "demo_losses.png", directory / "demo.json"
+    for path in paths:
+        if path.exists() and not force:
+            raise OutputExistsError(f"{path} exists; pass --force to overwrite it")
+    try:
+        from fewbit.demo.experiment import run_demo
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise FewbitError("demo needs torch: pip install torch") from None
+    from fewbit.demo.report import DemoReport, picture
+    from fewbit.demo.training import Settings
+    from fewbit.files import write_atomic
+    from fewbit.plot import render
+
+    try:  # before the work: a directory that cannot be made is better known now
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FewbitError(
+            f"{directory}: expected a directory or a place for one: {error.strerror}"
+        ) from None
+    with Progress() as progress:
+        result = run_demo(
+            seeds=seeds,
+            settings=Settings(**_given(steps=steps)),
+            progress=progress,
+            **_given(bits=bits or None),
+        )
+    write_atomic(paths[0], render(picture(result)), force=force)
+    write_atomic(paths[1], json.dumps(result.to_dict(), indent=1) + "\n", force=force)
+    if as_json:
+        _print_json(result.to_dict())
+        return
+    _console().print(DemoReport(result))
+    click.echo(f"\nsaved to {paths[0]} and {paths[1]}")
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Tables in, tables out
 

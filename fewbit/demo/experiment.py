@@ -1,0 +1,234 @@
+"""The demo itself: the same training with exact and few-bit GELU, and what it shows, as plain data."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fewbit._version import __version__
+from fewbit.compress.meter import saved_bytes
+from fewbit.demo import training
+from fewbit.demo.text import Corpus, python_topics
+from fewbit.errors import FewbitError
+from fewbit.nn import GELU
+from fewbit.runtime import backends
+
+STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
+"""What `fewbit demo --seeds 5` gave; it is part of a checkout, not of the package."""
+CURVE_POINTS = 30
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One configuration. bits: None for torch.nn.GELU. Runs are in the order of the seeds.
+
+    activation_bytes, model_bytes: kept for backward in one step by the GELUs, and by the whole model
+    (counted by :func:`fewbit.saved_bytes`). seconds: of all its runs.
+    """
+
+    bits: int | None
+    activation_bytes: int
+    model_bytes: int
+    runs: tuple[training.Run, ...]
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        if self.bits is None:
+            return "exact"
+        return f"{self.bits} bit{'s' * (self.bits > 1)}"
+
+    @property
+    def finals(self) -> list[float]:
+        return [run.final for run in self.runs]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.finals)
+
+    @property
+    def std(self) -> float | None:
+        """The sample standard deviation over seeds; None for one seed."""
+        return statistics.stdev(self.finals) if len(self.runs) > 1 else None
+
+    def differences(self, exact: Arm) -> list[float]:
+        """Of the final losses, seed by seed."""
+        return [ours - theirs for ours, theirs in zip(self.finals, exact.finals, strict=True)]
+
+    def curve(self) -> tuple[list[float], list[float]]:
+        """(steps, mean training losses of the blocks of steps around them), over all seeds."""
+        losses = [
+            statistics.fmean(each) for each in zip(*(r.train for r in self.runs), strict=True)
+        ]
+        size = max(1, len(losses) // CURVE_POINTS)
+        blocks = [losses[i : i + size] for i in range(0, len(losses), size)]
+        middles = [i * size + (len(block) + 1) / 2 for i, block in enumerate(blocks)]
+        return middles, [statistics.fmean(block) for block in blocks]
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """The standard deviation of exact's final loss over seeds, and where it comes from."""
+
+    std: float
+    seeds: int
+    stored: bool
+
+
+@dataclass(frozen=True)
+class Demo:
+    """``arms``: the exact one first. ``stored``: the document at STORED if it is of these settings."""
+
+    settings: training.Settings
+    characters: int
+    backend: str
+    arms: tuple[Arm, ...]
+    stored: dict | None = None
+
+    @property
+    def exact(self) -> Arm:
+        return self.arms[0]
+
+    @property
+    def seeds(self) -> int:
+        return len(self.exact.runs)
+
+    @property
+    def seconds(self) -> float:
+        return sum(arm.seconds for arm in self.arms)
+
+    @property
+    def yardstick(self) -> Yardstick | None:
+        """From these runs if they have several seeds, else from the stored ones."""
+        if self.exact.std is not None:
+            return Yardstick(self.exact.std, self.seeds, stored=False)
+        if self.stored is None:
+            return None
+        return Yardstick(self.stored["arms"][0]["std"], self.stored["seeds"], stored=True)
+
+    def distance(self, arm: Arm) -> float | None:
+        """The mean difference to exact in standard deviations; None without a yardstick."""
+        if self.yardstick is None or self.yardstick.std == 0:
+            return None
+        return statistics.fmean(arm.differences(self.exact)) / self.yardstick.std
+
+    def to_dict(self) -> dict:
+        """Everything as JSON-able values; losses in nats per character."""
+        return {
+            "machine": {
+                "system": platform.platform(terse=True),
+                "cores": os.cpu_count(),
+                "instructions": torch.backends.cpu.get_cpu_capability(),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "fewbit": __version__,
+                "backend": self.backend,
+            },
+            "settings": asdict(self.settings),
+            "characters": self.characters,
+            "seeds": self.seeds,
+            "arms": [self._arm_record(arm) for arm in self.arms],
+        }
+
+    def _arm_record(self, arm: Arm) -> dict:
+        differences = arm.differences(self.exact)
+        distance = self.distance(arm)
+        steps, losses = arm.curve()
+        return {
+            "name": arm.name,
+            "bits": arm.bits,
+            "activation_bytes": arm.activation_bytes,
+            "model_bytes": arm.model_bytes,
+            "seconds": round(arm.seconds, 2),
+            "finals": arm.finals,
+            "mean": arm.mean,
+            "std": arm.std,
+            "difference": statistics.fmean(differences),
+            "difference_std": statistics.stdev(differences) if len(differences) > 1 else None,
+            "within_one_std": None if distance is None else abs(distance) <= 1,
+            "curve": {"steps": steps, "losses": [round(loss, 5) for loss in losses]},
+        }
+
+
+def run_demo(
+    bits: Sequence[int] = (1, 2, 3, 4),
+    seeds: int = 1,
+    settings: training.Settings | None = None,
+    corpus: Corpus | None = None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Demo:
+    """Trains the transformer with exact GELU and with each number of bits, from the same seeds 0, 1, ...
+
+    progress: called as ``progress(what, steps done, steps in all)``. Runs on one thread: tensors are
+    small, and the same seed then gives the same losses on any number of cores.
+    """
+    settings = settings or training.Settings()
+    corpus = corpus or python_topics()
+    choices = [None, *dict.fromkeys(bits)]
+    if len(corpus.train) <= settings.context or len(corpus.held_out) <= settings.context:
+        raise FewbitError(f"corpus: expected more than {10 * settings.context} characters")
+    arms = []
+    with one_thread():
+        for i, each in enumerate(choices):
+            activation = nn.GELU if each is None else partial(GELU, bits=each)
+            done = i * seeds * settings.steps
+            report = partial(progress, total=len(choices) * seeds * settings.steps)
+            arms.append(_arm(each, activation, seeds, settings, corpus, done, report))
+        backend = getattr(backends.of(torch.empty(0)), "name", "reference")
+    return Demo(settings, len(corpus.train), backend, tuple(arms), _stored(settings))
+
+
+def _arm(bits, activation, seeds, settings, corpus, done, progress) -> Arm:
+    empty = Arm(bits, *_counted(activation, settings, corpus), (), 0.0)
+    runs, start = [], time.perf_counter()
+    for seed in range(seeds):
+        what = f"GELU, {empty.name}" + (f", seed {seed}" if seeds > 1 else "")
+        before = done + seed * settings.steps
+
+        def step(number, what=what, before=before):
+            progress(what, before + number)
+
+        model = training.build(corpus, settings, activation, seed)
+        runs.append(training.train(model, corpus, settings, seed, step))
+    return replace(empty, runs=tuple(runs), seconds=time.perf_counter() - start)
+
+
+def _counted(activation, settings, corpus) -> tuple[int, int]:
+    """(bytes that the GELUs keep for backward in one step, bytes that the whole model keeps)."""
+    model = training.build(corpus, settings, activation, 0)
+    characters, _ = corpus.held_out_batch(settings.batch, settings.context)
+    kept = saved_bytes(model, characters)
+    names = {name for name, module in model.named_modules() if isinstance(module, nn.GELU)}
+    return sum(size for name, size in kept.by_module().items() if name in names), kept.total
+
+
+def _stored(settings) -> dict | None:
+    """The stored runs, if there are any of several seeds and these settings."""
+    try:
+        document = json.loads(STORED.read_text(encoding="utf-8"))
+        fits = document["settings"] == asdict(settings) and document["arms"][0]["std"] is not None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return document if fits else None
+
+
+@contextmanager
+def one_thread():
+    """torch computes on one thread inside, and on as many as before afterwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

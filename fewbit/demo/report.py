@@ -1,0 +1,150 @@
+"""What `fewbit demo` shows: its table for the terminal and the picture of its losses."""
+
+from __future__ import annotations
+
+import statistics
+
+from fewbit import plot
+from fewbit.compress.meter_report import amount, share
+from fewbit.demo.experiment import Arm, Demo
+from fewbit.report import new_grid
+
+VERDICT = "within 1 std"
+
+
+class DemoReport:
+    """A Demo that rich shows: saved bytes and final losses side by side, and what the verdict rests on."""
+
+    def __init__(self, demo: Demo):
+        self.demo = demo
+
+    def __rich__(self):
+        from rich.console import Group
+        from rich.text import Text
+
+        demo = self.demo
+        grid = new_grid()
+        for i, name in enumerate(self._header()):
+            grid.add_column(name, justify="right" if i else "left", no_wrap=True)
+        for arm in demo.arms:
+            grid.add_row(*map(Text, self._cells(arm)))
+        title = (
+            f"A character transformer with {len(self.demo.arms)} kinds of GELU, "
+            f"{demo.settings.steps} steps each"
+        )
+        notes = [Text(note, style="dim") for note in self.notes()]
+        return Group(Text(title, style="bold"), "", grid, "", *notes)
+
+    def _header(self):
+        head = ("GELU", "its bytes", "of exact", "model's", "final loss", "difference", VERDICT)
+        # Eighty columns hold either the shares or the standard deviations.
+        return head if self.demo.seeds == 1 else (*head[:2], *head[3:])
+
+    def _cells(self, arm: Arm):
+        demo, kept = self.demo, amount(arm.activation_bytes)
+        if arm is demo.exact:
+            difference = verdict = ""
+        else:
+            difference = _with_spread(arm.differences(demo.exact), "+.4f")
+            verdict = self._verdict(arm)
+        last = (amount(arm.model_bytes), _with_spread(arm.finals, ".4f"), difference, verdict)
+        if demo.seeds > 1:
+            return (arm.name, kept, *last)
+        return (arm.name, kept, share(arm.activation_bytes, demo.exact.activation_bytes), *last)
+
+    def _verdict(self, arm: Arm) -> str:
+        distance = self.demo.distance(arm)
+        if distance is None:
+            return "unknown"
+        return f"{'yes' if abs(distance) <= 1 else 'no'} ({distance:+.1f})"
+
+    def notes(self) -> list[str]:
+        """How to read the table, as lines of text."""
+        demo, settings = self.demo, self.demo.settings
+        lines = [
+            "bytes: what one step keeps for the backward pass "
+            f"({settings.batch} x {settings.context} characters).",
+            "loss: nats per character of held-out text; equal seeds start and draw alike.",
+        ]
+        if demo.seeds > 1:
+            lines.append(f"means of {demo.seeds} seeds ± standard deviation; differences in pairs.")
+        yardstick = demo.yardstick
+        if yardstick is None:
+            lines.append(f"{VERDICT}: unknown from one seed; --seeds 5 measures it.")
+        else:
+            lines.append(
+                f"{VERDICT}: of exact's loss over seeds; in brackets the difference in stds."
+            )
+            source = "these runs"
+            if yardstick.stored:
+                source = f"{yardstick.seeds} seeds in benchmarks/results/demo.json"
+            lines.append(f"std: {yardstick.std:.4f}, from {source}.")
+            lines += self._stored_verdict() if yardstick.stored else []
+        lines.append(f"{demo.seconds:.0f} s of training on one thread, backend {demo.backend}.")
+        return lines
+
+    def _stored_verdict(self):
+        """The stored runs' own means: a single seed's difference is mostly chance."""
+        stored = self.demo.stored
+        yield f"mean differences of those {stored['seeds']} seeds:"
+        for arm in stored["arms"][1:]:
+            verdict = "within" if arm["within_one_std"] else "not within"
+            yield f"  {arm['name']:7} {arm['difference']:+.4f}, {verdict} one std"
+
+
+def _with_spread(values: list[float], form: str) -> str:
+    """The mean, and the standard deviation if there is one."""
+    mean = format(statistics.fmean(values), form)
+    return f"{mean} ± {statistics.stdev(values):.4f}" if len(values) > 1 else mean
+
+
+def picture(demo: Demo):
+    """Training curves, and how far each final loss is from exact's. Returns the matplotlib Figure."""
+    with plot._style():
+        figure = plot._new_figure(9.2, 3.9)
+        left, right = figure.subplots(1, 2, width_ratios=[1.7, 1])
+        colours = _colours(demo)
+        _draw_curves(left, demo, colours)
+        _draw_differences(right, demo, colours)
+    return figure
+
+
+def _colours(demo: Demo) -> list:
+    few = plot._matplotlib().colormaps["viridis"]
+    count = max(1, len(demo.arms) - 2)
+    return [plot.INK, *(few(0.86 - 0.86 * i / count) for i in range(len(demo.arms) - 1))]
+
+
+def _draw_curves(axes, demo: Demo, colours) -> None:
+    for arm, colour in zip(demo.arms, colours, strict=True):
+        exact = arm is demo.exact
+        axes.plot(
+            *arm.curve(),
+            color=colour,
+            linewidth=2.4 if exact else 1.3,
+            label=f"{arm.name}, {amount(arm.activation_bytes)}",
+            zorder=2 if exact else 3,
+            alpha=0.45 if exact else 1,
+        )
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss, nats per character")
+    seeds = f", mean of {demo.seeds} seeds" if demo.seeds > 1 else ""
+    axes.set_title(f"Training with few-bit GELU{seeds}", loc="left", fontweight="bold")
+    axes.legend(title="GELU, bytes it keeps", alignment="left")
+
+
+def _draw_differences(axes, demo: Demo, colours) -> None:
+    if demo.yardstick is not None:
+        std = demo.yardstick.std
+        source = "stored seeds" if demo.yardstick.stored else "seeds"
+        axes.axhspan(-std, std, color=plot.GRID, zorder=0)
+        axes.set_xlabel(f"shaded: ± 1 std of exact over {demo.yardstick.seeds} {source}")
+    axes.axhline(0, color=plot.INK, linewidth=1)
+    for i, (arm, colour) in enumerate(zip(demo.arms[1:], colours[1:], strict=True)):
+        differences = arm.differences(demo.exact)
+        axes.plot([i] * len(differences), differences, "o", color=colour, markersize=4, alpha=0.5)
+        axes.plot(i, statistics.fmean(differences), "D", color=colour, markersize=7)
+    axes.set_xticks(range(len(demo.arms) - 1), [arm.name for arm in demo.arms[1:]])
+    axes.set_xlim(-0.6, max(1, len(demo.arms) - 1) - 0.4)
+    axes.set_ylabel("held-out loss minus exact's")
+    axes.set_title("Final loss", loc="left", fontweight="bold")

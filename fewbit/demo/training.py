@@ -1,0 +1,116 @@
+"""One training run of the demo's transformer: what the demo, the study of tables and the tests share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fewbit.demo.text import Corpus
+from fewbit.demo.transformer import CharTransformer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything about a run but its activation and seed. Windows of ``context`` characters."""
+
+    steps: int = 600
+    batch: int = 32
+    context: int = 64
+    width: int = 64
+    depth: int = 2
+    heads: int = 4
+    learning_rate: float = 1e-2
+    weight_decay: float = 0.01
+    warmup: float = 0.1
+    clip: float = 1.0
+    held_out_windows: int = 256
+
+
+@dataclass(frozen=True)
+class Run:
+    """``train``: mean cross-entropy per character (nats) of each step's batch, before the step.
+
+    ``final``: the same on the held-out windows, after the last step.
+    """
+
+    seed: int
+    train: tuple[float, ...]
+    final: float
+
+
+def build(corpus: Corpus, settings: Settings, activation: Callable[[], nn.Module], seed: int):
+    """A fresh model: the same parameters for the same seed, whatever the activation."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return CharTransformer(
+            len(corpus.alphabet),
+            settings.context,
+            settings.width,
+            settings.depth,
+            settings.heads,
+            activation,
+        )
+
+
+def loss(model: nn.Module, characters, following) -> torch.Tensor:
+    """Mean cross-entropy per character, in nats."""
+    return cross_entropy(model(characters).flatten(0, 1), following.flatten())
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, corpus: Corpus, settings: Settings) -> float:
+    """The mean loss over the fixed held-out windows."""
+    model.eval()
+    pairs = corpus.held_out_batch(settings.held_out_windows, settings.context)
+    chunks = zip(*(each.split(64) for each in pairs), strict=True)
+    total = sum(loss(model, x, y).item() * len(x) for x, y in chunks)
+    model.train()
+    return total / settings.held_out_windows
+
+
+def train(
+    model: nn.Module,
+    corpus: Corpus,
+    settings: Settings,
+    seed: int,
+    progress: Callable[[int], None] = lambda step: None,
+) -> Run:
+    """Trains in place with AdamW, a linear warm-up and a cosine to zero. progress: told each step done.
+
+    The batches, and the draws of unbiased tables, depend on the seed alone. torch's random state is
+    left as it was.
+    """
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings))
+    batches = torch.Generator().manual_seed(seed)
+    losses = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for step in range(settings.steps):
+            value = loss(model, *corpus.batch(settings.batch, settings.context, batches))
+            optimizer.zero_grad()
+            value.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+            optimizer.step()
+            schedule.step()
+            losses.append(value.item())
+            progress(step + 1)
+    return Run(seed, tuple(losses), held_out_loss(model, corpus, settings))
+
+
+def _rate(step: int, settings: Settings) -> float:
+    """The learning rate of a step, as a share of its largest."""
+    done = (step + 1) / settings.steps
+    if done < settings.warmup:
+        return done / settings.warmup
+    return 0.5 * (1 + math.cos(math.pi * (done - settings.warmup) / (1 - settings.warmup)))

@@ -539,6 +539,42 @@ def test_threads_give_the_same(isa, n):
         assert same(y, np.where(x < 0, np.float32(0), x), "float32")
 
 
+def aligned(n, dtype, offset):
+    """An array whose address is `offset` items behind a multiple of 64."""
+    dtype = np.dtype(dtype)
+    memory = np.full(n * dtype.itemsize + 128, CANARY, np.uint8)
+    start = -memory.ctypes.data % 64 + offset * dtype.itemsize
+    return memory, memory[start : start + n * dtype.itemsize].view(dtype)
+
+
+@isas
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_results_past_the_caches(isa, dtype):
+    """Large aligned results are written past the caches: the same numbers, and nothing beyond them."""
+    n = (8 << 20) // storage(dtype).itemsize + 256 + 77
+    constants = synthetic(3, 9, seed=11)
+    x = numbers(constants, n, dtype)
+    cpu, number = kernels.Cpu(isa), kernels.FUNCTIONS["silu"][0]
+    results = []
+    for offset in (0, 1):  # past the caches, and through them
+        memory, out = aligned(n, storage(dtype), offset)
+        packed = np.zeros(packed_words(n, 3), np.uint32)
+        x_at, out_at, packed_at = (a.ctypes.data for a in (x, out, packed))
+        cpu.forward(
+            number, 0.0, 0.0, constants.native, x_at, NUMBER[dtype], n, out_at, packed_at, 0, 1
+        )
+        y = out.copy()
+        cpu.decode_mul(constants.native, x_at, NUMBER[dtype], n, packed_at, out_at, False, 1)
+        results.append((y, out.copy(), packed))
+        end = out_at - memory.ctypes.data + out.nbytes
+        assert (memory[end:] == CANARY).all()
+    for past, through in zip(*results, strict=True):
+        assert np.array_equal(past.view(np.uint8), through.view(np.uint8))
+    codes = constants.codes(to_float(x, dtype))
+    assert np.array_equal(results[0][2], pack(codes, 3))
+    assert same(results[0][1], constants.product(codes, x, dtype), dtype)
+
+
 def test_buffers_large_enough_for_huge_pages():
     n = (1 << 20) + 77
     constants = synthetic(3, 9, seed=10)

@@ -59,6 +59,33 @@ inline void keep_words(uint32_t* buffer, int m, int bits, uint32_t* out) {
   memcpy(out, buffer, packed_words(m, bits) * sizeof(uint32_t));
 }
 
+// Where results go: into memory, or past the caches where there are so many that the caches would be of no use to
+// whoever reads them. Then memory need not be read before it is written either.
+class Results {
+ public:
+  Results(const void* out, int64_t bytes)
+      : past_caches_(bytes >= kPastCaches && reinterpret_cast<uintptr_t>(out) % kLine == 0) {}
+  ~Results() {
+    if (past_caches_) finish_streaming();
+  }
+
+  // Where to compute a whole chunk for `out`: there, or in the buffer.
+  template <class T>
+  T* chunk(T* out, T* buffer) const {
+    return past_caches_ ? buffer : out;
+  }
+
+  template <class T>
+  void put(const T* chunk, T* out) const {
+    if (past_caches_) stream(chunk, out, kChunk * sizeof(T));
+  }
+
+ private:
+  static constexpr int64_t kPastCaches = int64_t{8} << 20;  // of one thread
+  static constexpr uintptr_t kLine = 64;
+  bool past_caches_;
+};
+
 // -- 16-bit floats ----------------------------------------------------------------------------------------
 
 struct Float16 {
@@ -241,15 +268,18 @@ void decode_float32(const Table& table, const float* grad, int64_t begin, int64_
   const LocalLut lut(table, grad_is_scalar ? *grad : 1.0f);
   const auto look_up = with(table.bits).look_up;
   uint32_t words[kChunkBlocks * kMaxBits];
-  float levels[kChunk];
+  alignas(64) float levels[kChunk];
+  const Results results(out + begin, (end - begin) * sizeof(float));
   for (int64_t i = begin; i < end; i += kChunk) {
     const int m = chunk_size(i, end);
     look_up(words_at(packed, i, m, table.bits, words), lut.values, levels);
     if (grad_is_scalar) {
       memcpy(out + i, levels, m * sizeof(float));
     } else if (m == kChunk) {
+      float* product = results.chunk(out + i, levels);
 #pragma GCC ivdep
-      for (int k = 0; k < kChunk; ++k) out[i + k] = levels[k] * grad[i + k];
+      for (int k = 0; k < kChunk; ++k) product[k] = levels[k] * grad[i + k];
+      results.put(product, out + i);
     } else {
       for (int k = 0; k < m; ++k) out[i + k] = levels[k] * grad[i + k];
     }
@@ -259,8 +289,9 @@ void decode_float32(const Table& table, const float* grad, int64_t begin, int64_
 template <class Half>
 void decode_half(const Table& table, const uint16_t* grad, int64_t begin, int64_t end, const uint32_t* packed,
                  uint16_t* out, bool grad_is_scalar) {
-  uint16_t buffer[kChunk] = {};
+  alignas(64) uint16_t buffer[kChunk] = {};
   float levels[kChunk], wide[kChunk];
+  const Results results(out + begin, (end - begin) * sizeof(uint16_t));
   if (grad_is_scalar) buffer[0] = *grad;
   Half::widen(buffer, wide);
   const LocalLut lut(table, grad_is_scalar ? wide[0] : 1.0f);
@@ -274,7 +305,9 @@ void decode_half(const Table& table, const uint16_t* grad, int64_t begin, int64_
       for (int k = 0; k < kChunk; ++k) levels[k] *= wide[k];
     }
     if (m == kChunk) {
-      Half::narrow(levels, out + i);
+      uint16_t* product = results.chunk(out + i, buffer);
+      Half::narrow(levels, product);
+      results.put(product, out + i);
     } else {
       Half::narrow(levels, buffer);
       memcpy(out + i, buffer, m * sizeof(uint16_t));

@@ -141,5 +141,16 @@ inline void narrow(const float* in, uint16_t* out) {
   }
 }
 
+// Copies whole lines of 64 bytes past the caches; `to` is aligned to them.
+inline void stream(const void* from, void* to, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 32) {
+    const __m256i half_line =
+        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const char*>(from) + i));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(static_cast<char*>(to) + i), half_line);
+  }
+}
+
+inline void finish_streaming() { _mm_sfence(); }
+
 }  // namespace FEWBIT_NAMESPACE
 }  // namespace fewbit

@@ -265,5 +265,15 @@ inline void narrow(const float* in, uint16_t* out) {
   }
 }
 
+// Copies whole lines of 64 bytes past the caches; `to` is aligned to them.
+inline void stream(const void* from, void* to, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) {
+    const __m512i line = _mm512_loadu_si512(static_cast<const char*>(from) + i);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(static_cast<char*>(to) + i), line);
+  }
+}
+
+inline void finish_streaming() { _mm_sfence(); }
+
 }  // namespace FEWBIT_NAMESPACE
 }  // namespace fewbit

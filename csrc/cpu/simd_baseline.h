@@ -117,5 +117,10 @@ inline void narrow(const float* in, uint16_t* out) {
   for (int i = 0; i < kChunk; ++i) out[i] = narrow_float16(in[i]);
 }
 
+// There is no portable way past the caches.
+inline void stream(const void* from, void* to, int64_t bytes) { memcpy(to, from, bytes); }
+
+inline void finish_streaming() {}
+
 }  // namespace FEWBIT_NAMESPACE
 }  // namespace fewbit

@@ -69,19 +69,19 @@ class Results {
     if (past_caches_) finish_streaming();
   }
 
-  // Where to compute a whole chunk for `out`: there, or in the buffer.
-  template <class T>
-  T* chunk(T* out, T* buffer) const {
-    return past_caches_ ? buffer : out;
-  }
-
-  template <class T>
-  void put(const T* chunk, T* out) const {
-    if (past_caches_) stream(chunk, out, kChunk * sizeof(T));
+  // compute(T*) writes a whole chunk: to `out`, or to the buffer and from there past the caches.
+  template <class T, class Compute>
+  void put(T* out, T* buffer, const Compute& compute) const {
+    if (past_caches_) {
+      compute(buffer);
+      stream(buffer, out, kChunk * sizeof(T));
+    } else {
+      compute(out);
+    }
   }
 
  private:
-  static constexpr int64_t kPastCaches = int64_t{8} << 20;  // of one thread
+  static constexpr int64_t kPastCaches = int64_t{24} << 20;  // of one thread
   static constexpr uintptr_t kLine = 64;
   bool past_caches_;
 };
@@ -276,10 +276,10 @@ void decode_float32(const Table& table, const float* grad, int64_t begin, int64_
     if (grad_is_scalar) {
       memcpy(out + i, levels, m * sizeof(float));
     } else if (m == kChunk) {
-      float* product = results.chunk(out + i, levels);
+      results.put(out + i, levels, [&](float* product) {
 #pragma GCC ivdep
-      for (int k = 0; k < kChunk; ++k) product[k] = levels[k] * grad[i + k];
-      results.put(product, out + i);
+        for (int k = 0; k < kChunk; ++k) product[k] = levels[k] * grad[i + k];
+      });
     } else {
       for (int k = 0; k < m; ++k) out[i + k] = levels[k] * grad[i + k];
     }
@@ -305,9 +305,7 @@ void decode_half(const Table& table, const uint16_t* grad, int64_t begin, int64_
       for (int k = 0; k < kChunk; ++k) levels[k] *= wide[k];
     }
     if (m == kChunk) {
-      uint16_t* product = results.chunk(out + i, buffer);
-      Half::narrow(levels, product);
-      results.put(product, out + i);
+      results.put(out + i, buffer, [&](uint16_t* product) { Half::narrow(levels, product); });
     } else {
       Half::narrow(levels, buffer);
       memcpy(out + i, buffer, m * sizeof(uint16_t));

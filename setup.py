@@ -59,8 +59,20 @@ class BuildKernels(build_ext):
                 "the slower reference backend is used",
                 file=sys.stderr,
             )
-            self.extensions = []
+            self.left_out, self.extensions = self.extensions, []
+            self.remove_left_out()
         super().build_extensions()
+
+    def copy_extensions_to_source(self):
+        super().copy_extensions_to_source()
+        self.remove_left_out()
+
+    left_out = ()
+
+    def remove_left_out(self):
+        """No kernels of an earlier build either: they would be packed, or imported from the source tree."""
+        for extension in self.left_out:
+            Path(self.get_ext_fullpath(extension.name)).unlink(missing_ok=True)
 
     def build_extension(self, extension):
         try:

@@ -104,6 +104,18 @@ def test_saved_tensor_hooks_carry_the_codes(device):
     assert same(x.grad, gradient(load_table("gelu", 3), x, torch.ones_like(x)))
 
 
+def test_negations_that_are_only_noted(device):
+    """The imaginary part of a conjugate: its memory holds the other sign."""
+    x, theirs = leaf((9,), device), leaf((9,), device)
+    for each, relu in ((x, F.relu), (theirs, torch_f.relu)):
+        y = relu(torch._neg_view(each * 1.0))
+        y.backward(torch._neg_view(normal((9,), device=device, seed=6)))
+    assert (x.grad == theirs.grad).all()
+    one = leaf((1,), device)
+    torch.complex(one * 0.0, F.relu(one * one)).conj().imag.backward(torch.ones(1, device=device))
+    assert one.grad.item() == -2 * one.item()
+
+
 def test_codes_that_were_overwritten_are_noticed(device):
     x = leaf((40,), device)
     y = F.gelu(x)
@@ -134,6 +146,24 @@ def test_double_backward_is_refused(sample, device):
     (grad,) = torch.autograd.grad((sample(x) * linear).sum(), x, create_graph=True)
     with pytest.raises(GradientError, match="no second derivative"):
         grad.sum().backward()
+
+
+@some
+def test_second_derivatives_that_may_be_missing_are_refused(sample, device):
+    """Where torch takes a graph that does not lead to x for a derivative that is zero."""
+    functional = torch.autograd.functional
+    for function in (lambda x: sample(x).sum(), lambda x: sample(2.0 * x).sum()):
+        x = normal((4,), device=device)
+        for refused in (
+            lambda x, f=function: functional.hvp(f, x, torch.ones_like(x)),
+            lambda x, f=function: functional.hessian(f, x),
+        ):
+            with pytest.raises(GradientError, match="no second derivative"):
+                refused(x)
+        x = leaf((4,), device)
+        (grad,) = torch.autograd.grad(function(x), x, create_graph=True)
+        with pytest.raises(GradientError, match="no second derivative"):
+            torch.autograd.grad(grad.sum(), x, allow_unused=True)
 
 
 @some
@@ -316,8 +346,10 @@ def test_inplace_on_a_view_updates_its_base(device):
 
 def test_inplace_on_one_of_several_views_is_refused(device):
     halves = (leaf((6, 8), device) * 1.0).chunk(2)
-    with pytest.raises(RuntimeError):
-        F.relu(halves[0], inplace=True).sum().backward()
+    start = halves[0].detach().clone()
+    with pytest.raises(InputError, match="expected an input that autograd lets be overwritten"):
+        F.relu(halves[0], inplace=True)
+    assert same(halves[0], start)
 
 
 def test_an_earlier_op_that_needs_the_old_value_notices(device):

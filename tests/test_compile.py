@@ -137,6 +137,33 @@ def test_bits_that_change_between_calls(device):
         assert same(step(of_module, x, weight)[1], expected)
 
 
+def test_parameters_that_change_between_calls(device):
+    x, weight = normal((50,), device=device), normal((50,), device=device, seed=6)
+    function = compiled(F.leaky_relu)
+    module = fewbit.LeakyReLU()
+    of_module = compiled(module)
+    for slope in (0.25, 0.5, 0.125, 2):
+        expected = step(lambda x, slope=slope: F.leaky_relu(x, slope), x, weight)
+        module.negative_slope = slope
+        for ours in (lambda x, slope=slope: function(x, slope), of_module):
+            assert all(map(same, step(ours, x, weight), expected))
+
+
+def test_callables_that_enclose_other_numbers(device):
+    """The compiler takes an enclosed number for a variable at the second value it sees."""
+
+    def scaled_tanh(scale):
+        return lambda x: torch.tanh(scale * x)
+
+    x, weight = normal((50,), device=device), normal((50,), device=device, seed=6)
+    module = fewbit.Pointwise(torch.tanh, bits=1)
+    of_module = compiled(module)
+    for scale in (1.0, 2.0, 4.0, 8.0):
+        module.function = scaled_tanh(scale)
+        ours, expected = step(of_module, x, weight)[1], step(module, x, weight)[1]
+        assert same(ours, expected)
+
+
 def test_without_a_gradient_no_codes_are_made(device):
     seen = []
 
@@ -167,6 +194,14 @@ def test_export(device):
     for rows in (3, 5):
         x = normal((rows, 6), device=device, seed=rows)
         torch.testing.assert_close(again(x), model(x).detach())
+
+
+def test_trace_records_torchs_own_function():
+    model = nn.Sequential(nn.Linear(4, 4), fewbit.GELU(), fewbit.Pointwise(torch.tanh, table=TANH))
+    traced = torch.jit.trace(model, normal((3, 4)))
+    torch.jit.save(traced, io.BytesIO())
+    x = normal((5, 4), seed=6)
+    torch.testing.assert_close(traced(x), model(x))
 
 
 def test_compiled_errors_are_the_eager_ones():

@@ -401,6 +401,15 @@ def test_complex_inputs_are_refused(dtype):
         F.tanh(x)
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_layouts_without_strides_are_refused():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True)
+    sparse = torch.eye(3).to_sparse().requires_grad_()
+    for x, got in ((nested, "a nested tensor"), (sparse, "layout torch.sparse_coo")):
+        with pytest.raises(InputError, match=f"relu: expected a strided tensor, got {got}"):
+            F.relu(x)
+
+
 def test_integers_go_where_torch_sends_them():
     x = torch.arange(-3, 4)
     assert F.relu(x).tolist() == [0, 0, 0, 0, 1, 2, 3]

@@ -509,6 +509,12 @@ def test_replaced_buffers_come_back():
     assert model.count == 0
 
 
+def test_sparse_buffers_are_no_obstacle():
+    model = nn.Linear(3, 3)
+    model.register_buffer("mask", torch.eye(3).to_sparse())
+    assert saved_bytes(model, torch.ones(2, 3)).total == 24
+
+
 def test_gradients_may_be_switched_off_outside():
     x = torch.randn(5, 4)
     with torch.no_grad():

@@ -479,6 +479,8 @@ def _unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
 def _copy(buffer):
     if buffer is None or buffer.is_meta or isinstance(buffer, FakeTensor):
         return None
+    if buffer.layout != torch.strided:  # cannot be compared, and no layer writes to one
+        return None
     return buffer.detach().clone()
 
 

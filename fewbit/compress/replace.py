@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.nn import functional as F
 
@@ -73,7 +74,7 @@ FUNCTION_ATTRIBUTES = {
     nn.TransformerEncoderLayer: "activation",
     nn.TransformerDecoderLayer: "activation",
 }
-FUNCTIONS = {F.relu: nn.ReLU, F.gelu: nn.GELU}
+FUNCTIONS = {F.relu: nn.ReLU, torch.relu: nn.ReLU, F.gelu: nn.GELU}
 
 LEFT_ALONE = {
     nn.PReLU: "its slope is learned, which takes the input itself",
@@ -82,6 +83,7 @@ LEFT_ALONE = {
     nn.LogSoftmax: "not pointwise",
     nn.Softmin: "not pointwise",
 }
+OWN_FORWARD = "its forward was replaced on the instance, so its class does not say what it computes"
 
 
 class Replacement(NamedTuple):
@@ -148,7 +150,7 @@ def replace_activations_(
     two values keep 1 bit, which is exact. Activations that a forward calls as functions are not seen.
 
     bits: 1 to 8. include, exclude: globs over dotted module paths ("encoder.*.act", "" is the model
-    itself); exclude wins. verbose: print the report. Returns the report.
+    itself; each path of a shared module counts); exclude wins. verbose: print the report. Returns the report.
 
     Raises InputError, with nothing changed, for bad bits, a model that is not a module, or a glob that no
     activation matches.
@@ -159,15 +161,18 @@ def replace_activations_(
     found = _activations(model)
     include, exclude = _globs(include), _globs(exclude)
     for glob in (*include, *exclude):
-        if glob != "*" and not any(fnmatchcase(path, glob) for path, _, _ in found):
+        if glob != "*" and not any(_matches(paths, (glob,)) for paths, _, _ in found):
             raise InputError(f"expected a glob that matches an activation module, got {glob!r}")
     replaced, skipped = [], []
-    for path, module, attribute in found:
+    for paths, module, attribute in found:
+        path = paths[0]
         name = type(module).__name__ if attribute is None else getattr(module, attribute).__name__
-        if not _matches(path, include) or _matches(path, exclude):
+        if not _matches(paths, include) or _matches(paths, exclude):
             skipped.append(Skipped(path, name, "excluded"))
         elif type(module) in LEFT_ALONE:
             skipped.append(Skipped(path, name, LEFT_ALONE[type(module)]))
+        elif attribute is None and "forward" in vars(module):
+            skipped.append(Skipped(path, name, OWN_FORWARD))
         else:
             replaced.append(_replace(path, module, attribute, bits))
     report = Report(tuple(replaced), tuple(skipped))
@@ -178,16 +183,20 @@ def replace_activations_(
     return report
 
 
-def _activations(model: nn.Module) -> list[tuple[str, nn.Module, str | None]]:
-    """(path, module, None) for activation modules, (path, owner, attribute) for plain functions."""
-    found = []
-    for path, module in model.named_modules():
+def _activations(model: nn.Module) -> list[tuple[list[str], nn.Module, str | None]]:
+    """(paths, module, None) for activation modules, (paths, owner, attribute) for plain functions.
+
+    A module that is shared has several paths.
+    """
+    found = {}
+    for path, module in model.named_modules(remove_duplicate=False):
         if _kind(module) is not None or type(module) in LEFT_ALONE:
-            found.append((path, module, None))
+            found.setdefault((id(module), None), ([], module, None))[0].append(path)
         attribute = FUNCTION_ATTRIBUTES.get(type(module))
         if attribute is not None and getattr(module, attribute, None) in FUNCTIONS:
-            found.append((f"{path}.{attribute}".lstrip("."), module, attribute))
-    return found
+            of_owner = found.setdefault((id(module), attribute), ([], module, attribute))
+            of_owner[0].append(f"{path}.{attribute}".lstrip("."))
+    return list(found.values())
 
 
 def _kind(module: nn.Module) -> Kind | None:
@@ -221,5 +230,5 @@ def _globs(globs: str | Iterable[str]) -> tuple[str, ...]:
     return (globs,) if isinstance(globs, str) else tuple(globs)
 
 
-def _matches(path: str, globs: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(path, glob) for glob in globs)
+def _matches(paths: list[str], globs: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(path, glob) for path in paths for glob in globs)

@@ -64,12 +64,13 @@ _COMPARED = {"threshold", "hardtanh", "hardshrink", "softshrink"}
 
 
 def _apply(input, function, parameters, bits, table, inplace=False):
-    designed_for = parameters = tuple(map(float, parameters)) if parameters else ()
-    if function in _COMPARED and table is None and input.dtype != torch.float64:
-        designed_for = tuple(unpack("f", pack("f", number))[0] for number in parameters)
     if torch.compiler.is_compiling():
-        # A number that the compiler holds as symbolic becomes a constant by comparison with one.
+        # Numbers that the compiler holds as symbolic become constants: the table depends on them.
+        parameters = tuple(map(torch.fx.experimental.symbolic_shapes.guard_scalar, parameters))
         bits = next((number for number in range(1, 9) if number == bits), bits)
+    designed_for = parameters = tuple(map(float, parameters)) if parameters else ()
+    if parameters and function in _COMPARED and table is None and input.dtype != torch.float64:
+        designed_for = tuple(unpack("f", pack("f", number))[0] for number in parameters)
     encoding = encoding_text(function, designed_for, bits, table)
     return apply(input, function, parameters, encoding, inplace)
 
@@ -319,4 +320,8 @@ def pointwise(input: Tensor, function, *, bits: int = 3, table: Table | None = N
     Without a table one is solved for the callable, once per process (`fewbit.solve` says what it must
     be); pass `table=` to choose, or to share one between processes.
     """
+    if torch.compiler.is_compiling():
+        # The compiler takes functions with the same code for the same one, whatever they enclose; by its
+        # identity it compiles each by itself, with the table that was solved for it.
+        id(function)
     return apply_callable(input, function, callable_encoding_text(function, bits, table))

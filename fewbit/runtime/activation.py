@@ -10,6 +10,11 @@ from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.encoding import Encoding
 from fewbit.runtime.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE
 
+_creation_meta, _ANY_VIEW = (
+    torch._C._autograd._get_creation_meta,
+    torch._C._autograd.CreationMeta.DEFAULT,
+)
+
 
 def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inplace: bool = False):
     """f(x), differentiable once, with `Encoding.parse(encoding)` in place of f'.
@@ -21,7 +26,7 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
     """
     if not needs_grad(x):
         return (IN_PLACE if inplace else FORWARD)[function](x, *parameters)
-    _check_dtype(x, function)
+    _check_input(x, function)
     plain = is_plain(x)
     if not plain or torch._C._is_any_autocast_enabled():
         x = _autocast(x, function)
@@ -37,7 +42,7 @@ def apply_callable(x: torch.Tensor, function, encoding: str):
     """The same for any callable on tensors: its own forward, then the codes of x."""
     if not needs_grad(x):
         return function(x)
-    _check_dtype(x, getattr(function, "__name__", "the function"))
+    _check_input(x, getattr(function, "__name__", "the function"))
     return _traceable(x, function, encoding)
 
 
@@ -51,8 +56,11 @@ def _forward(function, parameters):
 
 
 def needs_grad(x) -> bool:
-    """Whether a gradient with respect to x may be asked for, at any level of torch.func's transforms."""
-    if not torch.is_grad_enabled():
+    """Whether a gradient with respect to x may be asked for, at any level of torch.func's transforms.
+
+    torch.jit.trace is to see torch's own function, as torch.export does: ours could not be saved.
+    """
+    if not torch.is_grad_enabled() or torch.jit.is_tracing():
         return False
     if x.requires_grad or torch.compiler.is_compiling():
         return x.requires_grad
@@ -91,11 +99,14 @@ def check_transforms(x) -> None:
         raise GradientError(ops.NO_FORWARD_MODE)
 
 
-def _check_dtype(x, function: str) -> None:
+def _check_input(x, function: str) -> None:
     if x.dtype not in ops.FLOATING:
         raise InputError(
             f"{function}: expected a float32, float64, float16 or bfloat16 tensor, got {x.dtype}"
         )
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+        raise InputError(f"{function}: expected a strided tensor, got {kind}")
 
 
 def _autocast(x, function: str):
@@ -111,6 +122,11 @@ def _check_inplace(x, function: str) -> None:
         raise InputError(
             f"{function}: expected an input that is not a leaf which requires grad for inplace=True, "
             "got one, or a view of one; its gradient would be lost"
+        )
+    if is_plain(x) and x._is_view() and _creation_meta(x) != _ANY_VIEW:
+        raise InputError(
+            f"{function}: expected an input that autograd lets be overwritten for inplace=True, got one "
+            "of several views (chunk, split, unbind ...) or a view made without gradients; clone it first"
         )
     if not torch.compiler.is_compiling() and is_plain(x) and layout.overlaps(x):
         raise InputError(

@@ -34,7 +34,7 @@ class Activation(Function):
         (packed,) = ctx.saved_tensors
         # create_graph=True or is_grads_batched=True
         if torch.is_grad_enabled() or not is_plain(grad):
-            grad = _product(grad, packed, ctx.encoding.text, ctx.stride)
+            grad = _product(ctx, grad, packed, ctx.encoding.text)
         else:
             grad = ops.decode_mul(grad, packed, ctx.encoding, ctx.stride)
         return grad, None, None, None, None
@@ -67,16 +67,35 @@ class Traceable(Function):
     @staticmethod
     def backward(ctx, grad, _):
         (packed,) = ctx.saved_tensors
-        return _product(grad, packed, ctx.encoding, ctx.stride), None, None, None
+        return _product(ctx, grad, packed, ctx.encoding), None, None, None
 
 
-def _product(grad, packed, encoding, stride):
+def _product(ctx, grad, packed, encoding):
     """lut[code] * grad, through the op; whoever differentiates it is told."""
     if torch.compiler.is_compiling():
-        return ops.decode_mul_op(grad, packed, encoding, stride)
-    # A gradient that is a constant needs something else that asks for a derivative.
-    anchor = torch.empty(0, requires_grad=True) if torch.is_grad_enabled() else None
-    return Product.apply(grad, packed, encoding, stride, anchor)
+        return ops.decode_mul_op(grad, packed, encoding, ctx.stride)
+    anchors = ()
+    if torch.is_grad_enabled():
+        # It depends on x by the codes. x is gone, but what x was made from is there to be asked for a
+        # derivative; and something must be, as a gradient may be a constant.
+        anchors = torch.empty(0, requires_grad=True), *_leaves(ctx)
+    return Product.apply(grad, packed, encoding, ctx.stride, *anchors)
+
+
+def _leaves(node) -> list[torch.Tensor]:
+    """The leaves of the graph that the input of an autograd node was computed from."""
+    leaves, seen, waiting = [], set(), [node]
+    while waiting:
+        # (Within torch.func a context is no node; a second derivative is refused in the forward there.)
+        for following, _ in getattr(waiting.pop(), "next_functions", ()):
+            if following is None or following in seen:
+                continue
+            seen.add(following)
+            if hasattr(following, "variable"):
+                leaves.append(following.variable)
+            else:
+                waiting.append(following)
+    return leaves
 
 
 class Product(Function):
@@ -85,7 +104,7 @@ class Product(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad, packed, encoding, stride, _):
+    def forward(grad, packed, encoding, stride, *_):
         return ops.decode_mul_op(grad, packed, encoding, stride)
 
     @staticmethod
@@ -106,4 +125,5 @@ def is_plain(x) -> bool:
         and not torch._C._functorch.is_legacy_batchedtensor(x)
         and not torch._C._len_torch_dispatch_stack()
         and not x.is_meta
+        and not x.is_neg()
     )

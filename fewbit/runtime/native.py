@@ -12,6 +12,7 @@ from fewbit.runtime.encoding import Encoding, packed_words
 from fewbit.runtime.layout import is_broadcast_scalar
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+_NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
 # Longer tables than this do not fit the constants of a CUDA kernel; strange user functions have them.
 _MOST_BREAKS = 2048
 _MOST_POINTS = 1800
@@ -79,15 +80,15 @@ class Kernels:
 
         None, with nothing done, if this function or dtype has no fused kernel.
         """
-        number = _kernels.FUNCTIONS.get(name)
+        number = _NUMBERS.get(name)
         table = _table(encoding)
         if number is None or table is None or x.dtype == torch.float64:
             return None
         p0, p1 = (*parameters, 0.0, 0.0)[:2] if parameters else (0.0, 0.0)
         n = x.numel()
-        packed = _packed(n, encoding.bits, x.device)
+        packed = x.new_empty(packed_words(n, encoding.bits), dtype=torch.int32)
         self._kernels.forward(
-            number[0],
+            number,
             p0,
             p1,
             table,
@@ -104,10 +105,11 @@ class Kernels:
 
 def _table(encoding: Encoding):
     """The kernels' copy of the constants, kept with the encoding; None for a table they do not take."""
-    kept = vars(encoding)
-    if "native" not in kept:
-        kept["native"] = _native_table(encoding)
-    return kept["native"]
+    try:
+        return encoding.native
+    except AttributeError:
+        vars(encoding)["native"] = table = _native_table(encoding)
+        return table
 
 
 def _native_table(encoding: Encoding):

@@ -33,7 +33,8 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
     if inplace:
         _check_inplace(x, function)
     if plain:
-        return autograd.Activation.apply(x, function, parameters, Encoding.parse(encoding), inplace)
+        encoded = Encoding.parse(encoding)
+        return autograd.Activation.of_plain(x, function, parameters, encoded, inplace)
     y = _traceable(x, _forward(function, parameters), encoding)
     return x.copy_(y) if inplace else y
 

@@ -293,7 +293,8 @@ void bind_cuda(py::module_& module) {
   cuda.def_property_readonly_static("runtime_version", [](const py::object&) { return fewbit::cuda::runtime_version(); })
       .def_property_readonly_static("architectures",
                                     [](const py::object&) { return py::tuple(py::cast(fewbit::cuda::architectures())); })
-      .def("available", [](const Cuda&) { return fewbit::cuda::available(); },
+      .def("available", [](const Cuda&, int device) { return fewbit::cuda::available(device); },
+           py::arg("device") = -1,
            "(usable, why not): whether the kernels can run here.")
       .def("pack", &Cuda::pack, py::arg("codes_ptr"), py::arg("n"), py::arg("bits"), py::arg("packed_ptr"),
            py::arg("device_index"), py::arg("stream_ptr"))

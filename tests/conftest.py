@@ -42,10 +42,12 @@ def table_cache(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=_kernels is None)
 def choice():
     """The runtime's choice of backends; without compiled kernels it is made here, without the warning."""
+    import torch
+
     from fewbit.runtime import backends, reference
 
     if _kernels is None:
-        backends._chosen["cpu"] = reference
+        backends._chosen[torch.device("cpu")] = reference
     return backends._chosen
 
 
@@ -65,6 +67,8 @@ def device(request, choice):
 )
 def backend(request, choice, monkeypatch):
     """Every backend in turn, put in place of the one that the runtime chose: .name, .kernels, .device."""
+    import torch
+
     from fewbit.runtime import reference
 
     device = "cuda" if "cuda" in request.param else "cpu"
@@ -74,5 +78,5 @@ def backend(request, choice, monkeypatch):
         from fewbit.runtime import native
 
         kernels = native.cuda() if device == "cuda" else native.cpu(request.param)
-    monkeypatch.setitem(choice, device, kernels)
+    monkeypatch.setitem(choice, torch.zeros(0, device=device).device, kernels)
     return SimpleNamespace(name=request.param, kernels=kernels, device=device)

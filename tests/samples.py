@@ -105,7 +105,7 @@ def is_dense(x) -> bool:
 
 
 def in_storage_order(x) -> torch.Tensor:
-    """x's elements in the order in which the packed format counts them (design.md, section 3)."""
+    """x's elements in the order in which the packed format counts them (docs/runtime.md)."""
     flat = x.detach().reshape(-1)
     return flat[torch.from_numpy(np.argsort(offsets(x))).to(x.device)] if is_dense(x) else flat
 
@@ -250,7 +250,7 @@ def encoded(table, x, seed=None) -> np.ndarray:
 
 
 def scaled(table, level, grad) -> torch.Tensor:
-    """levels[level] * grad by the rule of design.md, section 4; level: NumPy, of grad's shape."""
+    """levels[level] * grad by the rule of docs/table_schema.md; level: NumPy, of grad's shape."""
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     q = torch.tensor(table.levels[np.asarray(level)]).to(wide)
     return (q * grad.cpu().to(wide)).to(grad.dtype).to(grad.device)

@@ -1,5 +1,6 @@
-"""Every backend against NumPy: the packed format, the codes, the products, the draws (design.md 3, 4, 6)."""
+"""Every backend against NumPy: the packed format, the codes, the products, the draws."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +31,7 @@ from samples import (
 )
 
 from fewbit.errors import TableError
-from fewbit.runtime import layout, ops, reference
+from fewbit.runtime import backends, layout, ops, reference
 from fewbit.runtime.encoding import Encoding, gray, packed_words
 from fewbit.table import Knots, Table
 
@@ -446,3 +447,48 @@ def kernels(choice):
     from fewbit.runtime import native
 
     return [reference, *map(native.cpu, ISAS)]
+
+
+# -- Which backend ---------------------------------------------------------------------------------------------
+
+
+class On:
+    """A tensor, as far as the choice of a backend looks at it."""
+
+    def __init__(self, *device):
+        self.device = torch.device(*device)
+
+
+def test_an_old_driver_means_the_reference_backend_and_one_warning(monkeypatch, choice):
+    native = pytest.importorskip("fewbit.runtime.native")
+    reason = "the driver supports CUDA 12.4, these kernels need 13.0"
+    monkeypatch.setattr(native, "cuda_unusable", lambda device: reason)
+    monkeypatch.delitem(choice, torch.device("cuda", 0), raising=False)
+    with pytest.warns(
+        RuntimeWarning, match="^fewbit uses its slower reference .* on cuda:0: the driver"
+    ):
+        assert backends.of(On("cuda", 0)) is reference
+    assert backends.of(On("cuda", 0)) is reference  # and no second warning, which would be an error
+    monkeypatch.delitem(choice, torch.device("cuda", 0))
+
+
+def test_without_cuda_kernels_the_reason_is_said():
+    native = pytest.importorskip("fewbit.runtime.native")
+    if native._kernels.cuda is None:
+        assert native.cuda_unusable(torch.device("cuda", 0)) == "fewbit was built without CUDA"
+    elif not torch.cuda.is_available():
+        assert native.cuda_unusable(torch.device("cuda", 0)) == "no CUDA driver was found"
+
+
+def test_without_kernels_the_reference_backend_and_one_warning(monkeypatch, choice):
+    monkeypatch.setitem(sys.modules, "fewbit.runtime.native", None)  # an import of it now fails
+    monkeypatch.delattr(sys.modules["fewbit.runtime"], "native", raising=False)
+    monkeypatch.delitem(choice, torch.device("cpu"), raising=False)
+    with pytest.warns(
+        RuntimeWarning, match="^fewbit uses its slower reference backend on cpu: its compiled"
+    ):
+        assert backends.of(On("cpu")) is reference
+
+
+def test_other_devices_have_the_reference_backend():
+    assert backends._choose(torch.device("mps")) is reference

@@ -78,7 +78,7 @@ def spacing(y, dtype):
 
 @pytest.mark.parametrize("sample", **ids(ACTIVATIONS))
 def test_forward_is_torchs(backend, sample):
-    """Bit-equal to torch, or within 2 ulp of f(x) plus ulp(1) |x| / 4 (design.md, section 6)."""
+    """Bit-equal to torch, or within 2 ulp of f(x) plus ulp(1) |x| / 4 (docs/runtime.md)."""
     for dtype in DTYPES:
         x = inputs(sample, dtype, backend.device)
         y, theirs = sample(leaf(x)), sample.torch(x)

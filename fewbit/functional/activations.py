@@ -59,7 +59,8 @@ __all__ = [
 ]
 
 
-# torch compares with these functions' parameters in float32 (float64 for float64 inputs) and saturates there.
+# torch compares with these functions' parameters in float32 (float64 for float64 inputs) and saturates there. (The
+# two shrinks: in the input's own type, which differs at one value of a 16-bit type if it cannot hold lambd.)
 _COMPARED = {"threshold", "hardtanh", "hardshrink", "softshrink"}
 
 

@@ -11,34 +11,34 @@ import torch
 
 from fewbit.runtime import reference
 
-_chosen: dict[str, object] = {}
+_chosen: dict[torch.device, object] = {}
 
 
 def of(tensor: torch.Tensor):
     """The backend of the tensor's device: compiled kernels, or the reference backend and one warning."""
-    kind = tensor.device.type
-    backend = _chosen.get(kind)
+    device = tensor.device
+    backend = _chosen.get(device)
     if backend is None:
-        backend = _chosen[kind] = _choose(kind)
+        backend = _chosen[device] = _choose(device)
     return backend
 
 
-def _choose(kind: str):
-    if kind not in ("cpu", "cuda"):
+def _choose(device: torch.device):
+    if device.type not in ("cpu", "cuda"):
         return reference
     try:
         from fewbit.runtime import native
     except ImportError as error:
-        return _fall_back(kind, f"its compiled kernels cannot be imported ({error})")
-    if kind == "cpu":
+        return _fall_back(device, f"its compiled kernels cannot be imported ({error})")
+    if device.type == "cpu":
         return native.cpu()
-    reason = native.cuda_unusable()
-    return _fall_back(kind, reason) if reason else native.cuda()
+    reason = native.cuda_unusable(device)
+    return _fall_back(device, reason) if reason else native.cuda()
 
 
-def _fall_back(kind: str, reason: str):
+def _fall_back(device: torch.device, reason: str):
     warnings.warn(
-        f"fewbit uses its slower reference backend on {kind}: {reason}",
+        f"fewbit uses its slower reference backend on {device}: {reason}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -16,7 +16,7 @@ BLOCK = 32
 
 
 def packed_words(n: int, bits: int) -> int:
-    """int32 words that n elements take at that many bits (design: bit-planes over blocks of 32)."""
+    """int32 words that n elements take at that many bits: bit-planes over blocks of 32."""
     return bits * ((n + BLOCK - 1) // BLOCK)
 
 

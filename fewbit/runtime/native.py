@@ -157,9 +157,9 @@ def cuda() -> Kernels:
     return Kernels(_kernels.cuda, where, "cuda")
 
 
-def cuda_unusable() -> str:
-    """Why the CUDA kernels cannot run here; empty if they can."""
+def cuda_unusable(device: torch.device) -> str:
+    """Why the CUDA kernels cannot run on that device; empty if they can."""
     if _kernels.cuda is None:
         return "fewbit was built without CUDA"
-    usable, reason = _kernels.cuda.available()
+    usable, reason = _kernels.cuda.available(device.index)
     return "" if usable else reason

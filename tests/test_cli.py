@@ -355,6 +355,8 @@ def test_ctrl_c_is_one_line_exit_code_130_and_no_file():
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts what it runs in the background with the signal ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     time.sleep(2.5)
     assert process.poll() is None

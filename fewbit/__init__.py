@@ -62,11 +62,16 @@ __all__ = ["__version__", *sorted(_PACKAGES), *sorted(_HOME)]
 
 
 def __getattr__(name):
-    if name in _PACKAGES:
-        return importlib.import_module(f"fewbit.{name}")
-    if name not in _HOME:
+    if name not in _HOME and name not in _PACKAGES:
         raise AttributeError(f"module 'fewbit' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    try:
+        if name in _PACKAGES:
+            return importlib.import_module(f"fewbit.{name}")
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"fewbit.{name} needs torch: pip install torch") from None
     globals()[name] = value
     return value
 

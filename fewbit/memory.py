@@ -19,7 +19,7 @@ IMAGE_SIZE = 256
 SEQUENCE_LENGTH = 256
 DEVICE_BYTES = 32 * GB
 BITS = (1, 2, 3, 4)
-_UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": MB, "GB": GB, "TB": 2**40}
+_UNITS = {"B": 1, "KB": 2**10, "MB": MB, "GB": GB, "TB": 2**40}
 _SMALLEST_IMAGE, _LARGEST_IMAGE = 64, 8192
 
 # Appendix B, as printed: MB of the model, of all activations and of the nonlinearities' per sample,
@@ -307,6 +307,9 @@ class MemoryReport(_Report):
             yield ""
             yield "kept, batch: the paper's arithmetic, the nonlinear part at b of 32 bits."
             yield "fewbit's: the batch with the bytes that fewbit's layers keep."
+            stand_in = each.activation
+            if stand_in is not None and stand_in == paper_activation(each.model):
+                yield f"{stand_in} in place of relu, as in the paper; --activation own: as it is."
         else:
             yield "kept: for backward; nonl.: the part kept by nothing but nonlinearities."
             yield "batch: the largest, beside four copies of the model; then at 1, 2, ... bits."

@@ -108,6 +108,20 @@ print("done")
     assert run(code).stdout == "done\n"
 
 
+@pytest.mark.parametrize("name", ["GELU", "functional", "saved_bytes"])
+def test_what_needs_torch_says_so(name):
+    code = f"""
+import sys
+sys.modules["torch"] = None
+import fewbit
+try:
+    fewbit.{name}
+except ImportError as error:
+    print(error)
+"""
+    assert run(code).stdout == f"fewbit.{name} needs torch: pip install torch\n"
+
+
 def test_unknown_attribute():
     import fewbit
 

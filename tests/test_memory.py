@@ -272,13 +272,13 @@ def test_torch_missing_is_said_in_a_line(monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("32GB", 32 * GB), ("24GiB", 24 * GB), ("11264 mb", 11 * GB), (".5tb", 512 * GB), ("7", 7)],
+    [("32GB", 32 * GB), ("24GiB", 24 * GB), ("11264 mb", 11 * GB), (".5tb", 512 * GB), ("7b", 7)],
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0GB", "1 XB", "1e3GB", "nan"])
+@pytest.mark.parametrize("text", ["", "7", "GB", "-1GB", "0GB", "1 XB", "1e3GB", "nan"])
 def test_bad_sizes(text):
     with pytest.raises(FewbitError, match="^expected a size such as 32GB"):
         parse_size(text)

@@ -110,7 +110,9 @@ def test_a_whole_model(model):
     assert fewbit.saved_bytes(model, tokens).total < kept
     again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     torch.testing.assert_close(again(tokens).last_hidden_state, before, atol=1e-5, rtol=1e-5)
-    assert not quiet(model).replaced  # what is few-bit already stays
+    report = quiet(model)  # what is few-bit already stays, and that is said
+    assert not report.replaced
+    assert report.skipped[0].reason.startswith("few-bit already: GELU(")
 
 
 def test_the_object_stays():
@@ -210,6 +212,7 @@ def test_the_printed_report(capsys):
             {"include": "decoder.*"},
             "expected a glob that matches an activation module, got 'decoder.*'",
         ),
+        ({"include": 5}, "expected a glob or a list of globs, got 5"),
         ({"exclude": ["1", "x"]}, "expected a glob that matches an activation module, got 'x'"),
     ],
 )

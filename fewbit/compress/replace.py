@@ -128,9 +128,9 @@ class Report:
             for row in self.replaced:
                 table.add_row(row.path or "(the model)", row.before, row.after, str(row.bits))
             yield table
-            yield f"{len(self.replaced)} activation modules replaced"
+            yield f"{len(self.replaced)} activation module{'s' * (len(self.replaced) != 1)} replaced"
         else:
-            yield "no activation module replaced"
+            yield "no activation module replaced; a function that a forward calls (F.gelu) is not seen"
         for row in self.skipped:
             yield f"left alone: {row.path or '(the model)'} ({row.kind}): {row.reason}"
 
@@ -171,6 +171,8 @@ def replace_activations_(
             skipped.append(Skipped(path, name, "excluded"))
         elif type(module) in LEFT_ALONE:
             skipped.append(Skipped(path, name, LEFT_ALONE[type(module)]))
+        elif type(module).__module__ == few.GELU.__module__:
+            skipped.append(Skipped(path, name, f"few-bit already: {module!r}"))
         elif attribute is None and "forward" in vars(module):
             skipped.append(Skipped(path, name, OWN_FORWARD))
         else:
@@ -190,7 +192,8 @@ def _activations(model: nn.Module) -> list[tuple[list[str], nn.Module, str | Non
     """
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if _kind(module) is not None or type(module) in LEFT_ALONE:
+        known = _kind(module) is not None or type(module) in LEFT_ALONE
+        if known or type(module).__module__ == few.GELU.__module__:
             found.setdefault((id(module), None), ([], module, None))[0].append(path)
         attribute = FUNCTION_ATTRIBUTES.get(type(module))
         if attribute is not None and getattr(module, attribute, None) in FUNCTIONS:
@@ -227,7 +230,10 @@ def _replace(path, module, attribute, bits) -> Replacement:
 
 
 def _globs(globs: str | Iterable[str]) -> tuple[str, ...]:
-    return (globs,) if isinstance(globs, str) else tuple(globs)
+    globs = (globs,) if isinstance(globs, str) else globs
+    if not isinstance(globs, Iterable) or not all(isinstance(glob, str) for glob in globs):
+        raise InputError(f"expected a glob or a list of globs, got {globs!r}")
+    return tuple(globs)
 
 
 def _matches(paths: list[str], globs: tuple[str, ...]) -> bool:

@@ -11,6 +11,7 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -410,6 +411,10 @@ class Table:
         )
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a layer looks its table up at every call
         return hash(
             (self.function, self.bits, tuple(self.levels.tolist()), tuple(self.breaks.tolist()))
         )
@@ -458,8 +463,13 @@ def _comparable(table: Table) -> dict:
 
 def describe_function(table: Table) -> str:
     """`gelu`, or `leaky_relu(negative_slope=0.01)`."""
-    parameters = ", ".join(f"{name}={value:g}" for name, value in table.parameters.items())
-    return f"{table.function}({parameters})" if parameters else table.function
+    return describe(table.function, table.parameters)
+
+
+def describe(function: str, parameters: Mapping[str, float]) -> str:
+    """A function's name, with its parameters if it has any."""
+    inside = ", ".join(f"{name}={value:g}" for name, value in parameters.items())
+    return f"{function}({inside})" if inside else function
 
 
 def describe_weight(table: Table) -> str:

@@ -10,10 +10,8 @@ from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.encoding import Encoding
 from fewbit.runtime.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE
 
-_creation_meta, _ANY_VIEW = (
-    torch._C._autograd._get_creation_meta,
-    torch._C._autograd.CreationMeta.DEFAULT,
-)
+_creation_meta = torch._C._autograd._get_creation_meta
+_ANY_VIEW = torch._C._autograd.CreationMeta.DEFAULT
 
 
 def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inplace: bool = False):
@@ -31,7 +29,7 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
     if not plain or torch._C._is_any_autocast_enabled():
         x = _autocast(x, function)
     if inplace:
-        _check_inplace(x, function)
+        _check_inplace(x, function, plain)
     if plain:
         encoded = Encoding.parse(encoding)
         return autograd.Activation.of_plain(x, function, parameters, encoded, inplace)
@@ -117,19 +115,20 @@ def _autocast(x, function: str):
     return x.to(torch.float32) if float32 and x.dtype.itemsize == 2 else x
 
 
-def _check_inplace(x, function: str) -> None:
+def _check_inplace(x, function: str, plain: bool) -> None:
     """Everything that makes writing to x wrong, found before anything is written."""
-    if x.is_leaf or (is_plain(x) and x._is_view() and x._base.is_leaf):
+    view = plain and x._is_view()
+    if x.is_leaf or (view and x._base.is_leaf):
         raise InputError(
             f"{function}: expected an input that is not a leaf which requires grad for inplace=True, "
             "got one, or a view of one; its gradient would be lost"
         )
-    if is_plain(x) and x._is_view() and _creation_meta(x) != _ANY_VIEW:
+    if view and _creation_meta(x) != _ANY_VIEW:
         raise InputError(
             f"{function}: expected an input that autograd lets be overwritten for inplace=True, got one "
             "of several views (chunk, split, unbind ...) or a view made without gradients; clone it first"
         )
-    if not torch.compiler.is_compiling() and is_plain(x) and layout.overlaps(x):
+    if plain and layout.overlaps(x):
         raise InputError(
             f"{function}: expected an input whose elements lie apart for inplace=True, got strides "
             f"{tuple(x.stride())} for shape {tuple(x.shape)}; clone it first"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from fewbit.runtime.encoding import BLOCK, Encoding
+from fewbit import philox
+from fewbit.runtime.encoding import BLOCK, Encoding, gray
 from fewbit.runtime.layout import is_broadcast_scalar, storage_order
 
 _MASK32 = 0xFFFFFFFF
@@ -101,7 +102,7 @@ def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.
     lower = (torch.bucketize(mean, levels, right=True) - 1).clamp(0, len(levels) - 2)
     probability = (mean - levels[lower]) * inverse_gaps[lower]
     level = lower + (uniform(seed, x.numel()) < probability)
-    return (level ^ (level >> 1)).to(torch.uint8)
+    return gray(level).to(torch.uint8)
 
 
 def uniform(seed: torch.Tensor, n: int) -> torch.Tensor:
@@ -110,16 +111,17 @@ def uniform(seed: torch.Tensor, n: int) -> torch.Tensor:
     c0, c1 = index & _MASK32, index >> 32
     c2 = c3 = torch.zeros_like(index)
     k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32
-    for _ in range(10):
+    m0, m2, w0, w1 = map(int, (*philox.MULTIPLIERS, *philox.WEYL))
+    for _ in range(philox.ROUNDS):
         # The 64-bit products wrap in int64; their halves are the same bits.
-        p0, p2 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        p0, p2 = m0 * c0, m2 * c2
         c0, c1, c2, c3 = (
             ((p2 >> 32) & _MASK32) ^ c1 ^ k0,
             p2 & _MASK32,
             ((p0 >> 32) & _MASK32) ^ c3 ^ k1,
             p0 & _MASK32,
         )
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+        k0, k1 = (k0 + w0) & _MASK32, (k1 + w1) & _MASK32
     return (c0 >> 8).to(torch.float32) * 2.0**-24
 
 

@@ -9,7 +9,7 @@ import torch
 from fewbit import functions, store
 from fewbit.errors import InputError, TableError
 from fewbit.runtime.encoding import Encoding
-from fewbit.table import Table, describe_function
+from fewbit.table import Table, describe, describe_function
 
 DEFAULT = {"weight": "uniform", "objective": "mse", "tails": "free", "form": "levels"}
 """How default tables are designed (docs/decisions/0005)."""
@@ -31,28 +31,32 @@ def encoding_text(function: str, parameters: tuple, bits: int, table: Table | No
 def callable_encoding_text(function, bits: int, table: Table | None = None) -> str:
     """The same for a callable; without a table it is solved, once per callable and bits."""
     check_choice(bits, table)
-    return Encoding.of(_solved(function, bits) if table is None else table).text
+    return _text(_solved(function, bits) if table is None else table)
 
 
 @lru_cache(maxsize=256)
 def _default(function, parameters, bits) -> str:
-    named = functions.get(function, _named(function, parameters))
-    table = store.load_table(function, bits, parameters=dict(named.parameters), **DEFAULT)
-    return Encoding.of(table).text
+    named = _function(function, parameters)
+    return _text(store.load_table(function, bits, parameters=dict(named.parameters), **DEFAULT))
 
 
 @lru_cache(maxsize=256)
 def _given(function, parameters, table) -> str:
-    wanted = functions.get(function, _named(function, parameters))
+    wanted = _function(function, parameters)
     if (table.function, table.parameters) != (wanted.name, dict(wanted.parameters)):
-        expected = describe_function_of(wanted)
+        expected = describe(wanted.name, wanted.parameters)
         raise TableError(f"expected a table of {expected}, got one of {describe_function(table)}")
-    return Encoding.of(table).text
+    return _text(table)
 
 
 @lru_cache(maxsize=256)
 def _solved(function, bits) -> Table:
     return store.load_table(function, bits, **DEFAULT)
+
+
+@lru_cache(maxsize=256)
+def _text(table) -> str:
+    return Encoding.of(table).text
 
 
 def check_choice(bits, table) -> None:
@@ -66,12 +70,6 @@ def check_choice(bits, table) -> None:
         )
 
 
-def _named(function, parameters) -> dict[str, float]:
+def _function(function, parameters) -> functions.Function:
     names = functions.get(function).parameters
-    return dict(zip(names, parameters, strict=True))
-
-
-def describe_function_of(function) -> str:
-    """`elu(alpha=2)`."""
-    inside = ", ".join(f"{name}={value:g}" for name, value in function.parameters.items())
-    return f"{function.name}({inside})" if inside else function.name
+    return functions.get(function, dict(zip(names, parameters, strict=True)))

@@ -255,6 +255,13 @@ _PROBLEM = (
         help="A parameter of the function, by torch's name; may be repeated.",
     ),
 )
+_several_bits = click.option(
+    "--bits",
+    type=int,
+    multiple=True,
+    metavar="B",
+    help="1 to 8; may be repeated.  [default: 1 to 4]",
+)
 _force = click.option("--force", is_flag=True, help="Overwrite an existing output file.")
 _json = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON on standard output, and nothing else."
@@ -484,13 +491,7 @@ def plot(source, output, force, **problem):
 
 @app.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option(
-    "--bits",
-    type=int,
-    multiple=True,
-    metavar="B",
-    help="1 to 8; may be repeated.  [default: 1 to 4]",
-)
+@_several_bits
 @_output(what="the rows, CSV or JSON by its ending,")
 @_force
 @_json
@@ -642,13 +643,7 @@ def _deviation(findings):
 @app.command()
 @click.argument("names", nargs=-1, metavar="[MODEL]...")
 @click.option("--all", "every", is_flag=True, help="Every model.")
-@click.option(
-    "--bits",
-    type=int,
-    multiple=True,
-    metavar="B",
-    help="1 to 8; may be repeated.  [default: 1 to 4]",
-)
+@_several_bits
 @click.option(
     "--device-memory", metavar="SIZE", default="32GB", show_default=True, help="As 80GB or 11264MB."
 )

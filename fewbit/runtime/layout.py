@@ -32,6 +32,20 @@ def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
     return x.stride() if is_dense(x) else contiguous_stride(x.shape)
 
 
+def is_by_sample(x: torch.Tensor) -> bool:
+    """Whether x is dense and its samples (dimension 0) are outermost in storage."""
+    if x.is_contiguous():
+        return True
+    if not is_dense(x):
+        return False
+    return x.shape[0] <= 1 or x.stride(0) * x.shape[0] == x.numel()
+
+
+def by_sample_stride(x: torch.Tensor) -> tuple[int, ...]:
+    """The strides of x where `is_by_sample`, else those of its contiguous copy."""
+    return x.stride() if is_by_sample(x) else contiguous_stride(x.shape)
+
+
 def storage_order(x: torch.Tensor) -> torch.Tensor:
     """A dense x as the 1-D view of its elements in storage order."""
     return x.view(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))

@@ -27,16 +27,16 @@ from fewbit.runtime import backends, layout
 from fewbit.runtime.encoding import Encoding, packed_words
 from fewbit.runtime.torch_functions import FORWARD, IN_PLACE
 
-_library = Library("fewbit", "DEF")
+library = Library("fewbit", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def _define(schema, implementation):
+def define(schema, implementation):
     name = schema.partition("(")[0]
-    _library.define(schema, tags=_TAGS)
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    library.define(schema, tags=_TAGS)
+    library.impl(name, implementation, "CompositeExplicitAutograd")
     return getattr(torch.ops.fewbit, name).default
 
 
@@ -89,25 +89,25 @@ def new_seed(x) -> torch.Tensor:
 
 # -- ops -----------------------------------------------------------------------------------------------------
 
-encode_op = _define(
+encode_op = define(
     "encode(Tensor x, str encoding, Tensor? seed=None) -> Tensor",
     lambda x, encoding, seed=None: encode(x, Encoding.parse(encoding), seed),
 )
-encode_kept_op = _define(
+encode_kept_op = define(
     "encode_kept(Tensor x, str encoding, Tensor? seed=None) -> (Tensor, Tensor)",
     lambda x, encoding, seed=None: (encode(x, Encoding.parse(encoding), seed), x.new_ones(())),
 )
-decode_mul_op = _define(
+decode_mul_op = define(
     "decode_mul(Tensor grad, Tensor packed, str encoding, SymInt[] stride) -> Tensor",
     lambda grad, packed, encoding, stride: decode_mul(
         grad, packed, Encoding.parse(encoding), stride
     ),
 )
-pack_op = _define(
+pack_op = define(
     "pack(Tensor codes, int bits) -> Tensor",
     lambda codes, bits: backends.of(codes).pack(codes.contiguous().view(-1), bits),
 )
-unpack_op = _define(
+unpack_op = define(
     "unpack(Tensor packed, int bits, SymInt n) -> Tensor",
     lambda packed, bits, n: backends.of(packed).unpack(packed, bits, n),
 )
@@ -152,7 +152,7 @@ NO_FORWARD_MODE = (
 
 
 @contextmanager
-def _keep_when_partitioned():
+def keep_when_partitioned():
     """What is traced inside is marked to be saved, not recomputed, by the compiler's partitioner.
 
     With an `activation_memory_budget` below 1 it would recompute the codes, which are the smallest tensors
@@ -175,11 +175,11 @@ def _refuse(ctx, grad):
 
 def _encode_kept(x, encoding, seed=None):
     """Codes are integers: there is nothing to differentiate, only something to keep."""
-    with torch._C._AutoDispatchBelowAutograd(), _keep_when_partitioned():
+    with torch._C._AutoDispatchBelowAutograd(), keep_when_partitioned():
         return encode_kept_op(x, encoding, seed)
 
 
-_library.impl("encode_kept", _encode_kept, "Autograd")
+library.impl("encode_kept", _encode_kept, "Autograd")
 register_autograd(decode_mul_op, _refuse, setup_context=lambda ctx, inputs, output: None)
 
 

@@ -1,0 +1,70 @@
+"""`linear` and `bilinear` with quantised inputs kept for the weight's gradient."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as torch_functional
+
+from fewbit.runtime.casts import as_torch_casts
+from fewbit.runtime.groups import GROUP_SIZE
+from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
+
+__all__ = ["linear"]
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantiser: Quantiser | None = None,
+) -> Tensor:
+    """torch.nn.functional.linear; the input is kept in `bits` bits an element, for the weight's gradient.
+
+    input: (*, in_features), float32, float64, float16 or bfloat16. weight: (out_features, in_features).
+    bias: (out_features,). Returns (*, out_features). quantiser: in place of bits and group_size.
+
+    The gradients of the input and the bias are exact; that of the weight is exact in expectation (ActNN,
+    section 3.3). Nothing of the input is kept where the weight needs no gradient. Raises InputError for bits or group_size
+    that there are not.
+    """
+    quantiser = quantiser or quantiser_of(bits, group_size)
+    if not is_differentiated(input, weight, bias):
+        return torch_functional.linear(input, weight, bias)
+    return _Linear.apply(input, weight, bias, quantiser)
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, quantiser):
+        with as_torch_casts():
+            y = torch_functional.linear(x, weight, bias)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        kept = ()
+        if needs_weight:
+            keep = quantiser.keep(x)
+            kept, ctx.recipe, y = keep.tensors, keep.recipe, keep.mark(y)
+        ctx.save_for_backward(weight if needs_x else None, *kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        weight, *kept = ctx.saved_tensors
+        dtype_x, dtype_weight, dtype_bias = ctx.dtypes
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if needs_x:
+            grad_x = (grad @ weight.to(grad.dtype)).to(dtype_x)
+        rows = grad.reshape(-1, grad.shape[-1])
+        if needs_weight:
+            x = ctx.recipe.restore(kept, grad.dtype)
+            grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(dtype_weight)
+        if needs_bias:
+            grad_bias = rows.sum(0).to(dtype_bias)
+        return grad_x, grad_weight, grad_bias, None

@@ -1,0 +1,457 @@
+"""Normalisation with the input kept quantised.
+
+The backward pass multiplies two things made from the restored input x^, so it is not linear in it, and
+exact in expectation only for weight and bias. For the input's gradient, with x~ the normalised input, s its
+standard deviation, N what a mean is taken over, and g the gradient times the weight (ActNN, long version,
+appendix B.2):
+
+    grad = (g - mean(g) - x~ mean(x~ g)) / s       E[grad^] - grad = -g Var[x^] / (N s^3)
+
+elementwise, where Var[x^] is what rounding adds: f (1 - f) step^2 for an element that lies the fraction f
+of a step above a level. `copies=2` keeps two independent copies, which makes the product exact in
+expectation at twice the memory.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as torch_functional
+
+from fewbit.errors import InputError
+from fewbit.runtime.casts import in_float32
+from fewbit.runtime.groups import GROUP_SIZE
+from fewbit.runtime.normalised import offer
+from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
+
+__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantiser: Quantiser | None = None,
+) -> Tensor:
+    """torch.nn.functional.layer_norm; kept: the input in `bits` bits an element, a mean and a deviation a row.
+
+    input: (*, *normalized_shape), floating; weight, bias: normalized_shape. copies: 2 for an input gradient
+    that is exact in expectation. quantiser: in place of bits and group_size. The gradients of weight and
+    bias are exact in expectation, that of the input as the module says. Raises InputError for bits, group_size or
+    copies that there are not.
+    """
+    quantiser = _checked(quantiser, bits, group_size, copies)
+    if not is_differentiated(input, weight, bias):
+        return torch_functional.layer_norm(input, normalized_shape, weight, bias, eps)
+    shape = _shape(normalized_shape)
+    return _LayerNorm.apply(input, shape, weight, bias, eps, copies, quantiser)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantiser: Quantiser | None = None,
+) -> Tensor:
+    """torch.nn.functional.rms_norm; kept as in `layer_norm`, without the mean.
+
+    The bias of the input's gradient is the module's formula with the root mean square in place of s.
+    """
+    quantiser = _checked(quantiser, bits, group_size, copies)
+    if not is_differentiated(input, weight):
+        return torch_functional.rms_norm(input, normalized_shape, weight, eps)
+    return _RMSNorm.apply(input, _shape(normalized_shape), weight, eps, copies, quantiser)
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantiser: Quantiser | None = None,
+) -> Tensor:
+    """torch.nn.functional.group_norm; kept as in `layer_norm`. input: (N, C, *); weight, bias: (C,)."""
+    quantiser = _checked(quantiser, bits, group_size, copies)
+    if not is_differentiated(input, weight, bias) or input.dim() < 2 or not input.numel():
+        return torch_functional.group_norm(input, num_groups, weight, bias, eps)
+    if num_groups <= 0 or input.shape[1] % num_groups:
+        return torch_functional.group_norm(input, num_groups, weight, bias, eps)  # torch refuses
+    x = in_float32(input)
+    return _GroupNorm.apply(x, num_groups, weight, bias, eps, copies, quantiser)
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantiser: Quantiser | None = None,
+) -> Tensor:
+    """torch.nn.functional.batch_norm; kept as in `layer_norm`, with a mean and a deviation a channel.
+
+    input: (N, C, *); the vectors: (C,). With training=False nothing is quantised, and nothing of the input is
+    kept unless weight needs a gradient.
+    """
+    quantiser = _checked(quantiser, bits, group_size, copies)
+    vectors = running_mean, running_var, weight, bias
+    if not is_differentiated(input, weight, bias):
+        return torch_functional.batch_norm(input, *vectors, training, momentum, eps)
+    if not training:
+        if weight is not None and weight.requires_grad:
+            return torch_functional.batch_norm(input, *vectors, False, momentum, eps)
+        return _FrozenBatchNorm.apply(input, *vectors, eps)
+    torch_functional._verify_batch_size(input.size())
+    return _train_batch_norm(input, input.shape, *vectors, momentum, eps, copies, quantiser)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantiser: Quantiser | None = None,
+) -> Tensor:
+    """torch.nn.functional.instance_norm; kept as in `layer_norm`, with statistics a sample and channel.
+
+    input: (N, C, *). As in torch it is the batch norm of one sample with N C channels.
+    """
+    quantiser = _checked(quantiser, bits, group_size, copies)
+    vectors = running_mean, running_var, weight, bias
+    if not use_input_stats or not is_differentiated(input, weight, bias) or input.dim() < 3:
+        return torch_functional.instance_norm(input, *vectors, use_input_stats, momentum, eps)
+    torch_functional._verify_spatial_size(input.size())
+    n, c = input.shape[:2]
+    mean, var, weight, bias = (None if each is None else each.repeat(n) for each in vectors)
+    x = input.contiguous()
+    view = 1, n * c, *x.shape[2:]
+    y = _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantiser)
+    for running, repeated in ((running_mean, mean), (running_var, var)):
+        if running is not None:
+            running.detach().copy_(repeated.view(n, c).mean(0))
+    return y.view(input.shape)
+
+
+def check_copies(copies) -> None:
+    """InputError unless 1 or 2."""
+    if copies not in (1, 2) or isinstance(copies, bool):
+        raise InputError(f"expected 1 or 2 for copies, got {copies!r}")
+
+
+def _checked(quantiser, bits, group_size, copies) -> Quantiser:
+    check_copies(copies)
+    return quantiser or quantiser_of(bits, group_size)
+
+
+def _shape(normalized_shape) -> tuple[int, ...]:
+    whole = isinstance(normalized_shape, int)
+    return (normalized_shape,) if whole else tuple(normalized_shape)
+
+
+def _keep(ctx, x, copies, quantiser):
+    """What is kept of x, and the tensors to save: of one copy, which may be shared, or of two."""
+    first = quantiser.keep(x)
+    parts = (first,) if copies == 1 else (first, quantiser.keep_own(x))
+    ctx.parts = tuple((part.recipe, len(part.tensors)) for part in parts)
+    return first, [tensor for part in parts for tensor in part.tensors]
+
+
+def _restored(ctx, kept, dtype=None):
+    """The two factors of the backward pass: twice the same copy, or two independent ones."""
+    copies = []
+    for recipe, count in ctx.parts:
+        copies.append(recipe.restore(kept[:count], dtype))
+        kept = kept[count:]
+    return copies[0], copies[-1]
+
+
+def _input_gradient(grad, first, second, mean, rstd, dims):
+    """(g - mean(g) - x~1 mean(x~2 g)) rstd in float32 or better; mean None: without the first mean.
+
+    grad: g; first, second: restored inputs; mean, rstd: broadcast over `dims`, which means are taken over.
+    """
+    if mean is not None:
+        first, second = first - mean, second - mean
+    first, second = first * rstd, second * rstd
+    inner = grad - first * (second * grad).mean(dims, keepdim=True)
+    if mean is not None:
+        inner = inner - grad.mean(dims, keepdim=True)
+    return inner * rstd
+
+
+def _weighted(grad, weight):
+    return grad if weight is None else grad * weight
+
+
+class _LayerNorm(Function):
+    @staticmethod
+    def forward(ctx, x, shape, weight, bias, eps, copies, quantiser):
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.shape, ctx.dtype = shape, x.dtype
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        ctx.bias_dtype = bias.dtype if needs_bias else None
+        kept = ()
+        if needs_x or needs_weight:
+            keep, tensors = _keep(ctx, x, copies, quantiser)
+            offer(quantiser, y, keep, mean, rstd, weight, bias)
+            y, kept = keep.mark(y), (mean, rstd, weight, *tensors)
+        ctx.save_for_backward(*kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if needs_x or needs_weight:
+            mean, rstd, weight, *kept = ctx.saved_tensors
+            first, second = _restored(ctx, kept, grad.dtype)
+            mask = needs_x and first is second, needs_weight, False
+            grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
+                grad, first, ctx.shape, mean, rstd, weight, None, mask
+            )
+            if needs_x and first is not second:
+                dims = tuple(range(-len(ctx.shape), 0))
+                g = _weighted(grad, weight).to(rstd.dtype)
+                grad_x = _input_gradient(g, first, second, mean, rstd, dims)
+            grad_x = None if grad_x is None else grad_x.to(ctx.dtype)
+            grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        if needs_bias:
+            rows = grad.reshape(-1, math.prod(ctx.shape))
+            grad_bias = rows.sum(0).view(ctx.shape).to(ctx.bias_dtype)
+        return grad_x, None, grad_weight, grad_bias, None, None, None
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx, x, shape, weight, eps, copies, quantiser):
+        y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+        ctx.shape, ctx.dtype = shape, x.dtype
+        keep, kept = _keep(ctx, x, copies, quantiser)
+        offer(quantiser, y, keep, None, rstd, weight, None)
+        ctx.save_for_backward(rstd, weight, *kept)
+        return keep.mark(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        rstd, weight, *kept = ctx.saved_tensors
+        needs_x, _, needs_weight, *_ = ctx.needs_input_grad
+        first, second = _restored(ctx, kept, rstd.dtype)
+        grad = grad.to(rstd.dtype)
+        grad_x = grad_weight = None
+        if needs_x:
+            dims = tuple(range(-len(ctx.shape), 0))
+            g = _weighted(grad, weight)
+            grad_x = _input_gradient(g, first, second, None, rstd, dims).to(ctx.dtype)
+        if needs_weight:
+            each = (grad * (first * rstd)).reshape(-1, math.prod(ctx.shape))
+            grad_weight = each.sum(0).view(ctx.shape).to(weight.dtype)
+        return grad_x, None, grad_weight, None, None, None
+
+
+class _GroupNorm(Function):
+    @staticmethod
+    def forward(ctx, x, num_groups, weight, bias, eps, copies, quantiser):
+        n, c = x.shape[:2]
+        ctx.sizes = n, c, x.numel() // (n * c), num_groups
+        # As torch's own function calls it, channels-last inputs included.
+        format = torch.channels_last if _is_channels_last(x) else torch.contiguous_format
+        y, mean, rstd = torch.native_group_norm(
+            x.contiguous(memory_format=format), weight, bias, *ctx.sizes, eps
+        )
+        ctx.format, ctx.dtype = format, x.dtype
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        ctx.bias_dtype = bias.dtype if needs_bias else None
+        kept = ()
+        if needs_x or needs_weight:
+            keep, tensors = _keep(ctx, x, copies, quantiser)
+            y, kept = keep.mark(y), (mean, rstd, weight, *tensors)
+        ctx.save_for_backward(*kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if needs_x or needs_weight:
+            mean, rstd, weight, *kept = ctx.saved_tensors
+            first, second = _restored(ctx, kept, grad.dtype)
+            mask = needs_x and first is second, needs_weight, False
+            grad_x, grad_weight, _ = torch.ops.aten.native_group_norm_backward(
+                grad.contiguous(memory_format=ctx.format),
+                first.contiguous(memory_format=ctx.format),
+                mean,
+                rstd,
+                weight,
+                *ctx.sizes,
+                mask,
+            )
+            if needs_x and first is not second:
+                grad_x = _group_gradient(ctx.sizes, grad, first, second, mean, rstd, weight)
+            grad_x = None if grad_x is None else grad_x.to(ctx.dtype)
+            grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        if needs_bias:
+            others = [dim for dim in range(grad.dim()) if dim != 1]
+            grad_bias = grad.sum(others).to(ctx.bias_dtype)
+        return grad_x, None, grad_weight, grad_bias, None, None, None
+
+
+def _is_channels_last(x) -> bool:
+    return (
+        x.dim() == 4
+        and not x.is_contiguous()
+        and x.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def _group_gradient(sizes, grad, first, second, mean, rstd, weight):
+    n, c, spatial, num_groups = sizes
+    if weight is not None:
+        grad = grad * weight.view(1, -1, *[1] * (grad.dim() - 2))
+    shape = n, num_groups, (c // num_groups) * spatial
+    g, first, second = (each.reshape(shape).to(rstd.dtype) for each in (grad, first, second))
+    statistics = mean.view(n, num_groups, 1), rstd.view(n, num_groups, 1)
+    return _input_gradient(g, first, second, *statistics, (2,)).view(grad.shape)
+
+
+def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantiser):
+    """batch_norm of x seen as `view`, with the statistics of that; x is quantised as it comes."""
+    if not torch.compiler.is_compiling():
+        arguments = view, mean, var, weight, bias, momentum, eps, copies, quantiser
+        return _BatchNorm.apply(x, *arguments)[0].view(x.shape)
+    # A compiler follows no in-place change inside a Function.
+    arguments = view, None, None, weight, bias, momentum, eps, copies, quantiser
+    y, batch_mean, rstd = _BatchNorm.apply(x, *arguments)
+    if mean is not None:
+        count = x.numel() / batch_mean.numel()
+        batch_var = (1.0 / rstd.square() - eps) * (count / (count - 1))
+        mean.lerp_(batch_mean.to(mean.dtype), momentum)
+        var.lerp_(batch_var.to(var.dtype), momentum)
+    return y.view(x.shape)
+
+
+class _BatchNorm(Function):
+    """(y, mean, 1 / deviation)."""
+
+    @staticmethod
+    def forward(
+        ctx, x, view, running_mean, running_var, weight, bias, momentum, eps, copies, quantiser
+    ):
+        vectors = weight, bias, running_mean, running_var
+        seen = x.view(view)
+        reserve, ctx.implementation = None, None
+        if torch.compiler.is_compiling():
+            y, mean, rstd = torch.native_batch_norm(seen, *vectors, True, momentum, eps)
+        else:
+            cudnn = torch.backends.cudnn.enabled
+            y, mean, rstd, reserve, ctx.implementation = torch._batch_norm_impl_index(
+                seen, *vectors, True, momentum, eps, cudnn
+            )
+        ctx.view, ctx.eps, ctx.dtype = view, eps, x.dtype
+        needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
+        ctx.bias_dtype = bias.dtype if needs_bias else None
+        kept = ()
+        if needs_x or needs_weight:
+            keep, tensors = _keep(ctx, x, copies, quantiser)
+            if view == x.shape:
+                channels = (1, -1, *[1] * (x.dim() - 2))
+                offer(quantiser, y, keep, mean, rstd, weight, bias, channels)
+            y, kept = keep.mark(y), (mean, rstd, weight, reserve, *tensors)
+        ctx.save_for_backward(*kept)
+        ctx.mark_non_differentiable(mean, rstd)
+        return y, mean, rstd
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, *_):
+        needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
+        grad_x = grad_weight = grad_bias = None
+        if needs_x or needs_weight:
+            mean, rstd, weight, reserve, *kept = ctx.saved_tensors
+            first, second = _restored(ctx, kept)
+            size = first.shape
+            first, second = first.view(ctx.view), second.view(ctx.view)
+            mask = [needs_x and len(ctx.parts) == 1, needs_weight, False]
+            statistics = weight, None, None, mean, rstd, True, ctx.eps, mask
+            if ctx.implementation is None:
+                grads = torch.ops.aten.native_batch_norm_backward(grad, first, *statistics)
+            else:
+                grads = torch.ops.aten._batch_norm_impl_index_backward(
+                    ctx.implementation, first, grad, *statistics, reserve
+                )
+            grad_x, grad_weight, _ = grads
+            if needs_x and len(ctx.parts) == 2:
+                shape = 1, -1, *[1] * (grad.dim() - 2)
+                g = grad if weight is None else grad * weight.view(shape)
+                dims = [dim for dim in range(grad.dim()) if dim != 1]
+                placed = mean.view(shape), rstd.view(shape)
+                grad_x = _input_gradient(g, first, second, *placed, dims)
+            grad_x = grad_x.to(ctx.dtype).reshape(size) if needs_x else None
+            grad_weight = grad_weight.to(weight.dtype) if needs_weight else None
+        if needs_bias:
+            others = [dim for dim in range(grad.dim()) if dim != 1]
+            grad_bias = grad.sum(others).to(ctx.bias_dtype)
+        return grad_x, None, None, None, grad_weight, grad_bias, None, None, None, None
+
+
+class _FrozenBatchNorm(Function):
+    """Batch norm with running statistics and a frozen weight: the gradient needs nothing of the input."""
+
+    @staticmethod
+    def forward(ctx, x, running_mean, running_var, weight, bias, eps):
+        ctx.eps = eps
+        ctx.bias_dtype = bias.dtype if ctx.needs_input_grad[4] else None
+        ctx.save_for_backward(*((running_var, weight) if ctx.needs_input_grad[0] else ()))
+        vectors = running_mean, running_var, weight, bias
+        return torch_functional.batch_norm(x, *vectors, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            running_var, weight = ctx.saved_tensors
+            factor = _weighted(torch.rsqrt(running_var + ctx.eps), weight)
+            shape = 1, -1, *[1] * (grad.dim() - 2)
+            grad_x = grad * factor.view(shape).to(grad.dtype)
+        if ctx.needs_input_grad[4]:
+            others = [dim for dim in range(grad.dim()) if dim != 1]
+            grad_bias = grad.sum(others).to(ctx.bias_dtype)
+        return grad_x, None, None, None, grad_bias, None

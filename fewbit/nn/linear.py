@@ -1,0 +1,19 @@
+"""Linear layers that keep quantised inputs."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fewbit import functional as F
+from fewbit.nn.quantised import Quantised
+
+__all__ = ["Linear"]
+
+
+class Linear(Quantised, nn.Linear):
+    """torch.nn.Linear; see `fewbit.functional.linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        return F.linear(input, self.weight, self.bias, quantiser=self.quantiser)

@@ -1,0 +1,127 @@
+"""Normalisation that keeps quantised inputs."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fewbit import functional as F
+from fewbit.functional.normalization import check_copies
+from fewbit.nn.quantised import Quantised
+
+__all__ = [
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
+    "LayerNorm",
+    "RMSNorm",
+]
+
+
+class _Norm(Quantised):
+    """`copies`: 2 for an input gradient that is exact in expectation (see `fewbit.functional`)."""
+
+    copies = 1
+
+    def __init__(self, *args, copies: int = 1, **kwargs):
+        check_copies(copies)
+        super().__init__(*args, **kwargs)
+        self.copies = copies
+
+    @property
+    def _kept(self) -> dict:
+        return {"copies": self.copies, "quantiser": self.quantiser}
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ", copies=2" * (self.copies == 2)
+
+
+class LayerNorm(_Norm, nn.LayerNorm):
+    """torch.nn.LayerNorm; see `fewbit.functional.layer_norm`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        vectors = self.weight, self.bias
+        return F.layer_norm(input, self.normalized_shape, *vectors, self.eps, **self._kept)
+
+
+class RMSNorm(_Norm, nn.RMSNorm):
+    """torch.nn.RMSNorm; see `fewbit.functional.rms_norm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps, **self._kept)
+
+
+class GroupNorm(_Norm, nn.GroupNorm):
+    """torch.nn.GroupNorm; see `fewbit.functional.group_norm`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        vectors = self.weight, self.bias
+        return F.group_norm(input, self.num_groups, *vectors, self.eps, **self._kept)
+
+
+class _BatchNorm(_Norm):
+    """The forward of torch's batch norms in training."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # the average over all batches
+                momentum = 1.0 / float(self.num_batches_tracked)
+        # Without running statistics those of the batch are used in eval mode too.
+        by_batch = self.training or (self.running_mean is None and self.running_var is None)
+        tracked = not self.training or self.track_running_stats
+        vectors = (
+            self.running_mean if tracked else None,
+            self.running_var if tracked else None,
+            self.weight,
+            self.bias,
+        )
+        if by_batch and not self.training:
+            return nn.functional.batch_norm(input, *vectors, True, momentum, self.eps)
+        return F.batch_norm(input, *vectors, by_batch, momentum, self.eps, **self._kept)
+
+
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    """torch.nn.BatchNorm1d; see `fewbit.functional.batch_norm`."""
+
+
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    """torch.nn.BatchNorm2d; see `fewbit.functional.batch_norm`."""
+
+
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+    """torch.nn.BatchNorm3d; see `fewbit.functional.batch_norm`."""
+
+
+class _InstanceNorm(_Norm):
+    """The call that torch's instance norms make, in training."""
+
+    def _apply_instance_norm(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super()._apply_instance_norm(input)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        vectors = self.running_mean, self.running_var, self.weight, self.bias
+        return F.instance_norm(input, *vectors, True, momentum, self.eps, **self._kept)
+
+
+class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
+    """torch.nn.InstanceNorm1d; see `fewbit.functional.instance_norm`."""
+
+
+class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
+    """torch.nn.InstanceNorm2d; see `fewbit.functional.instance_norm`."""
+
+
+class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
+    """torch.nn.InstanceNorm3d; see `fewbit.functional.instance_norm`."""

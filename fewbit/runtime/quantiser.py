@@ -1,0 +1,144 @@
+"""What a layer keeps of a tensor: `Quantiser.keep` in forward, `Recipe.restore` in backward."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from fewbit.errors import InputError
+from fewbit.runtime import groups, layout, ops, quantiser_ops
+from fewbit.runtime.autograd import is_plain
+from fewbit.runtime.sharing import Session
+from fewbit.runtime.tables import check_choice
+
+DEFAULT_BITS = 2
+
+
+class Recipe(NamedTuple):
+    """How kept tensors become values again: everything but the tensors."""
+
+    bits: int
+    group_size: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def restore(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values in the size and strides of what was kept; dtype: its own unless given."""
+        packed, ranges = tensors
+        restore = quantiser_ops.dequantise if is_plain(packed) else quantiser_ops.dequantise_op
+        return restore(
+            packed, ranges, self.bits, self.group_size, self.size, self.stride, dtype or self.dtype
+        )
+
+
+class Kept(NamedTuple):
+    """Tensors for `save_for_backward`, and how to restore from them.
+
+    one: where a compiler traces, a 1 that the layer's result is to be multiplied with (docs/decisions/0004).
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    recipe: Recipe
+    one: torch.Tensor | None = None
+
+    def mark(self, y: torch.Tensor) -> torch.Tensor:
+        """y, as a compiler must see it so that what is kept is made in the forward pass."""
+        return y if self.one is None else y * self.one.to(y.dtype)
+
+
+class Quantiser:
+    """How a layer quantises what it keeps; one object a layer, or shared by layers.
+
+    bits: 1 to 8. group_size: a multiple of 32. minimum: "auto" (float32 where a tensor's offset asks for
+    it), "bfloat16" or "float32". session: what the layers of a converted model share, or None.
+    Raises InputError for anything else.
+    """
+
+    def __init__(
+        self,
+        bits: int = DEFAULT_BITS,
+        group_size: int = groups.GROUP_SIZE,
+        minimum: str = "auto",
+        session: Session | None = None,
+    ):
+        check_choice(bits, None)
+        groups.check_group_size(group_size)
+        if minimum not in ("auto", "bfloat16", "float32"):
+            raise InputError(f"expected auto, bfloat16 or float32 for minimum, got {minimum!r}")
+        self.bits = bits
+        self.group_size = group_size
+        self.minimum = minimum
+        self.session = session
+
+    def keep(self, x: torch.Tensor) -> Kept:
+        """A quantised copy of x, floating, any shape and strides; one copy for all who ask in a forward."""
+        if not is_plain(x):
+            return self._traced(x)
+        if self.session is None:
+            return self.keep_own(x)
+        kept = self.session.find(x, self.key)
+        if kept is None:
+            kept = self.keep_own(x)
+            self.session.add(x, self.key, kept)
+        return kept
+
+    def keep_own(self, x: torch.Tensor) -> Kept:
+        """The same, shared with nobody, for layers that multiply two restored values."""
+        if not is_plain(x):
+            return self._traced(x)
+        packed, ranges = quantiser_ops.quantise(
+            x, self._seed(x), self.bits, self.group_size, self._wide()
+        )
+        return Kept((packed, ranges), self._recipe(x))
+
+    @property
+    def key(self) -> tuple:
+        """Layers with equal keys can share what they keep."""
+        return self.bits, self.group_size, self.minimum
+
+    def _traced(self, x) -> Kept:
+        packed, ranges, one = quantiser_ops.quantise_op(
+            x, ops.new_seed(x), self.bits, self.group_size, bool(self._wide())
+        )
+        return Kept((packed, ranges), self._recipe(x), one)
+
+    def _recipe(self, x) -> Recipe:
+        stride = layout.by_sample_stride(x)
+        return Recipe(self.bits, self.group_size, tuple(x.shape), tuple(stride), x.dtype)
+
+    def _seed(self, x):
+        return ops.new_seed(x) if self.session is None else self.session.seed(x)
+
+    def _wide(self) -> bool | None:
+        return None if self.minimum == "auto" else self.minimum == "float32"
+
+    def __repr__(self) -> str:
+        parts = [f"bits={self.bits}"]
+        if self.group_size != groups.GROUP_SIZE:
+            parts.append(f"group_size={self.group_size}")
+        if self.minimum != "auto":
+            parts.append(f"minimum={self.minimum!r}")
+        return ", ".join(parts)
+
+
+@lru_cache(maxsize=256)
+def quantiser_of(bits: int, group_size: int) -> Quantiser:
+    """The Quantiser of a functional call. Raises InputError for bad bits or group_size."""
+    return Quantiser(bits, group_size)
+
+
+def is_differentiated(*tensors) -> bool:
+    """Whether a layer of those inputs has anything to keep, in a mode in which ours can run.
+
+    torch.func's transforms and torch.jit.trace see torch's own layer.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._functorch.maybe_current_level() is None and not torch.jit.is_tracing()

@@ -1,0 +1,86 @@
+"""The torch ops of the group quantiser, and their implementations, which eager mode calls directly.
+
+quantise(x, seed, bits, group_size, wide) -> packed, ranges, and a 1 to multiply the layer's result with
+dequantise(packed, ranges, bits, group_size, size, stride, dtype) -> the values, with those strides
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.library import register_fake
+
+from fewbit.runtime import backends, groups, layout
+from fewbit.runtime.encoding import packed_words
+from fewbit.runtime.ops import define, keep_when_partitioned, library
+
+
+def quantise(x, seed, bits, group_size, wide=None, widths=None, words=None):
+    """(packed, ranges) of x (docs/quantiser.md).
+
+    x: floating, any strides. seed: (1,) int64 on x's device. bits: 1 to 8, for all samples; or widths: (N,)
+    uint8, for each, with the int32 words to allocate (`groups.mixed_words`, or more). wide: whether
+    minimums are float32; None: where the tensor's offset asks for it (never on CUDA, where only a
+    synchronisation could tell).
+    """
+    x = x.detach()
+    source = x if layout.is_by_sample(x) else x.contiguous()
+    backend = backends.of(x)
+    packed, ranges, spread = backend.quantise(
+        source, seed, bits, group_size, bool(wide), widths, words
+    )
+    if wide is None and x.device.type == "cpu" and is_offset(*map(float, spread)):
+        packed, ranges, _ = backend.quantise(source, seed, bits, group_size, True, widths, words)
+    return packed, ranges
+
+
+def dequantise(packed, ranges, bits, group_size, size, stride, dtype, widths=None):
+    """The quantised values, of that size and dtype; stride: `layout.by_sample_stride` of what was quantised."""
+    out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+    backends.of(packed).dequantise(packed, ranges, bits, group_size, out, widths)
+    return out
+
+
+def is_offset(least: float, greatest: float) -> bool:
+    """Whether the range of a tensor is below 8 bfloat16 steps of its minimum."""
+    if not (math.isfinite(least) and math.isfinite(greatest)) or least == 0:
+        return False
+    step = math.ldexp(1.0, math.frexp(least)[1] - 1 - 7)
+    return greatest - least < groups.STEPS * step
+
+
+def _quantise(x, seed, bits, group_size, wide):
+    return *quantise(x, seed, bits, group_size, wide), x.new_ones(())
+
+
+quantise_op = define(
+    "quantise(Tensor x, Tensor seed, int bits, int group_size, bool wide) -> (Tensor, Tensor, Tensor)",
+    _quantise,
+)
+dequantise_op = define(
+    "dequantise(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, SymInt[] stride, "
+    "ScalarType dtype) -> Tensor",
+    dequantise,
+)
+
+
+@register_fake("fewbit::quantise")
+def _(x, seed, bits, group_size, wide):
+    samples, features = groups.samples_of(x.shape)
+    packed = x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
+    shape = (groups.group_count(samples, features, group_size), 3 if wide else 2)
+    return packed, x.new_empty(shape, dtype=torch.bfloat16), x.new_empty(())
+
+
+@register_fake("fewbit::dequantise")
+def _(packed, ranges, bits, group_size, size, stride, dtype):
+    return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+
+
+def _quantise_kept(x, seed, bits, group_size, wide):
+    with torch._C._AutoDispatchBelowAutograd(), keep_when_partitioned():
+        return quantise_op(x, seed, bits, group_size, wide)
+
+
+library.impl("quantise", _quantise_kept, "Autograd")

@@ -1,0 +1,161 @@
+"""The group quantiser in plain torch: any device, and the oracle of the kernels (docs/quantiser.md)."""
+
+from __future__ import annotations
+
+import torch
+
+from fewbit.runtime import groups
+from fewbit.runtime.encoding import packed_words
+from fewbit.runtime.layout import storage_order
+from fewbit.runtime.reference_bits import pack, philox_words, unpack
+
+_MASK32 = 0xFFFFFFFF
+_BLOCK = 256  # elements whose draws come from 32 counters, 8 each
+
+
+def quantise(x, seed, bits, group_size, wide, widths=None, words=None):
+    """(packed, ranges, spread) of a dense x with samples outermost.
+
+    seed: (1,) int64. bits: one width for all; or widths: (N,) uint8, one a sample, and words: int32 words to
+    allocate for all codes. wide: minimums in float32. packed: int32 words; ranges: (groups, 2) bfloat16,
+    minimum and range, or (groups, 3) where wide. spread: (least, greatest) element of all, 0-D float32.
+    """
+    samples, features = groups.samples_of(x.shape)
+    rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
+    if widths is None:
+        packed, ranges = _stream(rows, seed, bits, group_size, wide, 0)
+    else:
+        packed = torch.zeros(words, dtype=torch.int32, device=x.device)
+        most = groups.most_groups(samples, features, group_size)
+        ranges = torch.zeros(most, 3 if wide else 2, dtype=torch.bfloat16, device=x.device)
+        word = group = 0
+        for each in range(1, 9):
+            stream = rows[widths == each]
+            codes, limits = _stream(stream, seed, each, group_size, wide, group)
+            packed[word : word + len(codes)] = codes
+            ranges[group : group + len(limits)] = limits
+            word, group = word + len(codes), group + len(limits)
+    spread = tuple(rows.aminmax()) if rows.numel() else (rows.new_zeros(()),) * 2
+    return packed, ranges, spread
+
+
+def dequantise(packed, ranges, bits, group_size, out, widths=None) -> None:
+    """The quantised values into a dense `out` with samples outermost, rounded once to its dtype."""
+    samples, features = groups.samples_of(out.shape)
+    if widths is None:
+        rows = _restored(packed, ranges, bits, group_size, samples, features)
+    else:
+        rows = torch.empty(samples, features, dtype=torch.float32, device=out.device)
+        word = group = 0
+        for each in range(1, 9):
+            chosen = widths == each
+            count = int(chosen.sum())
+            n_words = packed_words(count * features, each)
+            n_groups = groups.group_count(count, features, group_size)
+            rows[chosen] = _restored(
+                packed[word : word + n_words],
+                ranges[group : group + n_groups],
+                each,
+                group_size,
+                count,
+                features,
+            )
+            word, group = word + n_words, group + n_groups
+    storage_order(out).copy_(rows.reshape(-1).to(out.dtype))
+
+
+def _stream(rows, seed, bits, group_size, wide, first_group):
+    """(packed, ranges) of rows that all have one width; groups are numbered from first_group on."""
+    top = 2**bits - 1
+    cut, exists = _cut(rows, group_size)  # (groups, group_size)
+    low = torch.where(exists, cut, torch.inf).amin(1) if len(cut) else cut.new_zeros(0)
+    high = torch.where(exists, cut, -torch.inf).amax(1) if len(cut) else cut.new_zeros(0)
+    minimum = low if wide else toward(low, -torch.inf)
+    extent = toward(high - minimum, torch.inf)
+    # Of a group with a non-finite element, or a range beyond bfloat16, nothing is left.
+    finite = (torch.isfinite(cut) | ~exists).all(1) & minimum.isfinite() & extent.isfinite()
+    minimum = torch.where(finite, minimum, torch.nan)
+    extent = torch.where(finite, extent, torch.nan)
+    # The limit is for ranges below 1e-31, whose quotient could overflow.
+    scale = torch.where(extent > 0, (top / extent).clamp(max=2.0**111), 0.0) * 65536.0
+    fixed = ((cut - minimum[:, None]) * scale[:, None]).round().clamp(0, top * 65536.0)
+    fixed = torch.where(finite[:, None], fixed, 0.0).to(torch.int64)
+    group = torch.arange(first_group, first_group + len(cut), device=rows.device)
+    codes = (fixed + draws(seed, group, group_size)) >> 16
+    packed = pack(codes[exists].to(torch.uint8), bits)
+    columns = [_upper(minimum), _upper(extent)]
+    if wide:
+        columns.append(_lower(minimum))
+    return packed, torch.stack(columns, 1).view(torch.bfloat16)
+
+
+def _restored(packed, ranges, bits, group_size, samples, features):
+    """(samples, features) float32: minimum + range * (code * (1 / (2**bits - 1)))."""
+    codes = unpack(packed, bits, samples * features).view(samples, features)
+    cut, exists = _cut(codes.to(torch.float32), group_size)
+    minimum, extent = limits_of(ranges)
+    part = cut * torch.tensor(1.0 / (2**bits - 1), dtype=torch.float32, device=cut.device)
+    values = minimum[:, None] + extent[:, None] * part
+    return values[exists].view(samples, features)
+
+
+def limits_of(ranges):
+    """(minimum, range) of each group, float32."""
+    bits = ranges.view(torch.int16).to(torch.int64) & 0xFFFF
+    minimum = bits[:, 0] << 16
+    if ranges.shape[1] == groups.WIDE:
+        minimum = minimum | bits[:, 2]
+    return _float(minimum), _float(bits[:, 1] << 16)
+
+
+def draws(seed, group, group_size):
+    """(groups, group_size) int64 in [0, 2**16): element i of group g has draw number g * padded + i.
+
+    Eight draws come from one Philox counter: of draw number e, counter 32 (e div 256) + e mod 32, half
+    word (e div 32) mod 8, lower halves first.
+    """
+    blocks = -(-group_size // _BLOCK)
+    counter = 32 * (group[:, None] * blocks + torch.arange(blocks, device=group.device))
+    counter = counter[:, :, None] + torch.arange(32, device=group.device)  # (groups, blocks, 32)
+    words = torch.stack(philox_words(seed, counter), -1)  # (groups, blocks, 32, 4)
+    halves = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-2)  # (groups, blocks, 32, 8)
+    return halves.transpose(2, 3).reshape(len(group), blocks * _BLOCK)[:, :group_size]
+
+
+def _cut(rows, group_size):
+    """(groups, group_size) of rows' elements with zeros where a group is shorter, and which exist."""
+    samples, features = rows.shape
+    if features < groups.LEAST_FEATURES:
+        rows = rows.reshape(1, -1)
+        if not rows.numel():
+            rows = rows.reshape(0, 1)
+    length = rows.shape[1]
+    per_row = -(-length // group_size)
+    cut = torch.nn.functional.pad(rows, (0, per_row * group_size - length))
+    exists = torch.arange(per_row * group_size, device=rows.device) < length
+    shape = (rows.shape[0] * per_row, group_size)
+    return cut.reshape(shape), exists.expand(len(rows), -1).reshape(shape)
+
+
+def toward(x, limit):
+    """float32 x as the next bfloat16 toward -inf or +inf, still in float32."""
+    bits = x.view(torch.int32).to(torch.int64) & _MASK32
+    cut = bits & 0xFFFF0000
+    away = (x < 0) if limit < 0 else (x > 0)  # truncation brings these to the wrong side
+    moved = torch.where(away & (bits != cut), cut + 0x10000, cut)
+    return torch.where(x.isnan(), x, _float(moved))
+
+
+def _float(bits):
+    signed = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
+    return signed.to(torch.int32).view(torch.float32)
+
+
+def _upper(x):
+    """The upper half of each float32, as int16."""
+    return (x.contiguous().view(torch.int32) >> 16).to(torch.int16)
+
+
+def _lower(x):
+    half = x.contiguous().view(torch.int32) & 0xFFFF
+    return torch.where(half >= 1 << 15, half - (1 << 16), half).to(torch.int16)

@@ -19,7 +19,7 @@ import fewbit.nn
 from fewbit.errors import FewbitError, InputError, TableError
 
 ARGUMENTS = {"Threshold": (0.1, -2.0), "Pointwise": (torch.sin,)}
-NAMES = [name for name in fewbit.nn.__all__ if name != "Pointwise"]
+NAMES = [name for name in fewbit.nn.activations.__all__ if name != "Pointwise"]
 INPLACE = [
     name
     for name in NAMES
@@ -46,7 +46,7 @@ def model(**options):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_module(device, name):
-    module = make(name).eval()  # RReLU draws in training
+    module = make(name).train(name != "RReLU")  # which draws in training
     x = normal((40,), device=device)
     y, grad = gradient_of(module, x)
     assert module.bits in (1, 3) and module.table is None
@@ -84,11 +84,11 @@ def test_signatures_are_torchs(name):
 
 
 def test_every_torch_name_is_exported_at_the_top():
-    for name in fewbit.nn.__all__:
+    for name in fewbit.nn.activations.__all__:
         assert getattr(fewbit, name) is getattr(fewbit.nn, name)
 
 
-@pytest.mark.parametrize("name", fewbit.nn.__all__)
+@pytest.mark.parametrize("name", fewbit.nn.activations.__all__)
 def test_bad_choices_are_refused_at_construction(name):
     for bits in (0, 9, 2.5, "3", None, True):
         with pytest.raises(InputError, match="expected a whole number from 1 to 8 for bits, got"):
@@ -110,9 +110,17 @@ def test_a_table_travels_with_its_module():
     assert same(gradient_of(module, x)[1], gradient(table, x, torch.ones_like(x)))
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if hasattr(nn, name)])
+def test_evaluation_mode_is_torchs_own(name):
+    x = normal((40,))
+    y, grad = gradient_of(make(name).eval(), x)
+    expected, exact = gradient_of(getattr(nn, name)(*ARGUMENTS.get(name, ())).eval(), x)
+    assert same(y, expected) and same(grad, exact)
+
+
 @pytest.mark.parametrize("name", INPLACE)
 def test_inplace(device, name):
-    module = make(name).eval()
+    module = make(name).train(name != "RReLU")
     x = normal((33,), device=device)
     y, grad = gradient_of(module, x)
     module.inplace = True

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from fewbit.compress.meter_report import SavedBytesReport
 from fewbit.errors import FewbitError
 from fewbit.files import write_atomic
+from fewbit.runtime.groups import WIDE
 
 STATE = (
     "parameter",
@@ -56,8 +57,8 @@ class Entry:
     """One storage as one module saved it.
 
     module: dotted path of the innermost module that was running, "" for the model itself and what
-    runs outside of modules. kind: activation, input, integer, mask, packed, cast, parameter or
-    buffer (docs/meter.md). shape, dtype: of the first saved tensor with this storage. bytes: of the
+    runs outside of modules. kind: activation, input, integer, mask, packed, range, statistic, cast,
+    parameter or buffer (docs/meter.md). shape, dtype: of the first saved tensor with this storage. bytes: of the
     whole storage; 0 where an earlier module saved it, which is then ``first_saver``.
     viewed_bytes: the part of the storage that saved tensors, anyone's, reach (at most).
     saves: how many tensors of this module. shared_with: modules that saved it later.
@@ -602,14 +603,23 @@ def _known(roots: dict[str, nn.Module], inputs) -> dict[object, str]:
     }
 
 
+def _are_ranges(tensor) -> bool:
+    """Whether it looks like the minimums and ranges of groups (docs/quantiser.md)."""
+    return tensor.dtype == torch.bfloat16 and tensor.ndim == 2 and tensor.shape[1] in (2, WIDE)
+
+
 def _kind(tensor, token: _Token) -> str:
     """The kind of a storage that is none of the known ones."""
     if token.origin:
         return {"leaf": "parameter", "cast": "cast"}[token.origin]
     # The packed format is 1-D int32; a compiled node does not tell whose payload it holds.
-    if tensor.dtype == torch.int32 and tensor.ndim == 1:
-        if token.place.fewbit or token.fewbit_node or "CompiledFunction" in token.node:
+    if token.place.fewbit or token.fewbit_node or "CompiledFunction" in token.node:
+        if tensor.dtype == torch.int32 and tensor.ndim == 1:
             return "packed"
+        if _are_ranges(tensor):
+            return "range"
+    if token.fewbit_node and "Norm" in token.node and tensor.dtype.is_floating_point:
+        return "statistic"
     if tensor.dtype in MASKS:
         return "mask"
     if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from fewbit import plot
 from fewbit.errors import FewbitError
 from fewbit.report import new_grid, render_plain
+from fewbit.runtime.groups import WIDE
 
 MOST_ROWS, MOST_ROWS_HTML, MOST_BARS = 20, 60, 14
 PLAIN_WIDTH = 100
@@ -26,6 +27,8 @@ COLOURS = {
     "integer": "#ccbb44",
     "mask": "#ee6677",
     "packed": "#228833",
+    "range": "#88bb66",
+    "statistic": "#bbbbbb",
     "cast": "#aa3377",
     "parameter": "#8c959f",
     "buffer": "#c9ced4",
@@ -120,6 +123,13 @@ class SavedBytesReport:
         if shared:
             lines.append(
                 f"{shared} more saved tensors share a storage with an earlier module: 0 bytes"
+            )
+        wide = [e for e in self.kept if e.kind == "range" and e.shape[1] == WIDE and e.bytes]
+        if wide:
+            names = ", ".join(sorted({entry.module or "(the model)" for entry in wide})[:3])
+            lines.append(
+                f"{len(wide)} quantised with float32 minimums, as their offset is large against "
+                f"their range: {names}{', ...' * (len(wide) > 3)}"
             )
         idle = sum(entry.bytes - entry.viewed_bytes for entry in self.kept if entry.bytes)
         if idle:

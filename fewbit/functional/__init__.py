@@ -19,6 +19,8 @@ from fewbit.functional.normalization import (
     layer_norm,
     rms_norm,
 )
+from fewbit.functional.padding import pad
+from fewbit.functional.products import matmul, mul
 
 __all__ = [
     *activations.__all__,
@@ -33,5 +35,8 @@ __all__ = [
     "instance_norm",
     "layer_norm",
     "linear",
+    "matmul",
+    "mul",
+    "pad",
     "rms_norm",
 ]

@@ -6,7 +6,7 @@ bytes for n elements, b bits each (fewer where the table has fewer levels), and 
 is ``q(input) * grad`` with the step function q of the table (Few-bit Backward, Novikov et al., ICML 2023).
 Where no gradient is needed torch's own function runs.
 
-bits: 1 to 8. table: a `fewbit.Table` of the same function and parameters, in place of the default one.
+bits: 1 to 8, or None for torch's own function and derivative. table: a `fewbit.Table` of the same function and parameters, in place of the default one.
 inplace: as in torch; the input is overwritten, codes are taken first.
 
 They raise FunctionError, SolveError or TableError for parameters, bits or a table that do not fit,
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fewbit.errors import FunctionError
-from fewbit.runtime.activation import apply, apply_callable
+from fewbit.runtime.activation import apply, apply_callable, torchs_own
 from fewbit.runtime.tables import callable_encoding_text, encoding_text
 from fewbit.table import Table
 
@@ -65,6 +65,8 @@ _COMPARED = {"threshold", "hardtanh", "hardshrink", "softshrink"}
 
 
 def _apply(input, function, parameters, bits, table, inplace=False):
+    if bits is None:
+        return torchs_own(input, function, tuple(parameters), inplace)
     if torch.compiler.is_compiling():
         # Numbers that the compiler holds as symbolic become constants: the table depends on them.
         parameters = tuple(map(torch.fx.experimental.symbolic_shapes.guard_scalar, parameters))
@@ -80,14 +82,14 @@ def _apply(input, function, parameters, bits, table, inplace=False):
 
 
 def relu(
-    input: Tensor, inplace: bool = False, *, bits: int = 1, table: Table | None = None
+    input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
     """torch.nn.functional.relu."""
     return _apply(input, "relu", (), bits, table, inplace)
 
 
 def relu6(
-    input: Tensor, inplace: bool = False, *, bits: int = 1, table: Table | None = None
+    input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
     """torch.nn.functional.relu6."""
     return _apply(input, "relu6", (), bits, table, inplace)
@@ -98,7 +100,7 @@ def leaky_relu(
     negative_slope: float = 0.01,
     inplace: bool = False,
     *,
-    bits: int = 1,
+    bits: int | None = 1,
     table: Table | None = None,
 ) -> Tensor:
     """torch.nn.functional.leaky_relu."""
@@ -111,7 +113,7 @@ def threshold(
     value: float,
     inplace: bool = False,
     *,
-    bits: int = 1,
+    bits: int | None = 1,
     table: Table | None = None,
 ) -> Tensor:
     """torch.nn.functional.threshold."""
@@ -124,7 +126,7 @@ def hardtanh(
     max_val: float = 1.0,
     inplace: bool = False,
     *,
-    bits: int = 1,
+    bits: int | None = 1,
     table: Table | None = None,
 ) -> Tensor:
     """torch.nn.functional.hardtanh."""
@@ -132,21 +134,21 @@ def hardtanh(
 
 
 def hardsigmoid(
-    input: Tensor, inplace: bool = False, *, bits: int = 1, table: Table | None = None
+    input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
     """torch.nn.functional.hardsigmoid."""
     return _apply(input, "hardsigmoid", (), bits, table, inplace)
 
 
 def hardshrink(
-    input: Tensor, lambd: float = 0.5, *, bits: int = 1, table: Table | None = None
+    input: Tensor, lambd: float = 0.5, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
     """torch.nn.functional.hardshrink."""
     return _apply(input, "hardshrink", (lambd,), bits, table)
 
 
 def softshrink(
-    input: Tensor, lambd: float = 0.5, *, bits: int = 1, table: Table | None = None
+    input: Tensor, lambd: float = 0.5, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
     """torch.nn.functional.softshrink."""
     return _apply(input, "softshrink", (lambd,), bits, table)
@@ -159,7 +161,7 @@ def rrelu(
     training: bool = False,
     inplace: bool = False,
     *,
-    bits: int = 1,
+    bits: int | None = 1,
     table: Table | None = None,
 ) -> Tensor:
     """torch.nn.functional.rrelu. In training mode its slopes are random and torch's own runs, which keeps them."""
@@ -172,7 +174,7 @@ def rrelu(
 
 
 def gelu(
-    input: Tensor, approximate: str = "none", *, bits: int = 3, table: Table | None = None
+    input: Tensor, approximate: str = "none", *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
     """torch.nn.functional.gelu; approximate: "none" or "tanh"."""
     if approximate not in ("none", "tanh"):
@@ -186,7 +188,7 @@ def elu(
     alpha: float = 1.0,
     inplace: bool = False,
     *,
-    bits: int = 3,
+    bits: int | None = 3,
     table: Table | None = None,
 ) -> Tensor:
     """torch.nn.functional.elu."""
@@ -198,7 +200,7 @@ def celu(
     alpha: float = 1.0,
     inplace: bool = False,
     *,
-    bits: int = 3,
+    bits: int | None = 3,
     table: Table | None = None,
 ) -> Tensor:
     """torch.nn.functional.celu."""
@@ -206,54 +208,54 @@ def celu(
 
 
 def selu(
-    input: Tensor, inplace: bool = False, *, bits: int = 3, table: Table | None = None
+    input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
     """torch.nn.functional.selu."""
     return _apply(input, "selu", (), bits, table, inplace)
 
 
 def silu(
-    input: Tensor, inplace: bool = False, *, bits: int = 3, table: Table | None = None
+    input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
     """torch.nn.functional.silu."""
     return _apply(input, "silu", (), bits, table, inplace)
 
 
 def mish(
-    input: Tensor, inplace: bool = False, *, bits: int = 3, table: Table | None = None
+    input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
     """torch.nn.functional.mish."""
     return _apply(input, "mish", (), bits, table, inplace)
 
 
 def hardswish(
-    input: Tensor, inplace: bool = False, *, bits: int = 3, table: Table | None = None
+    input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
     """torch.nn.functional.hardswish."""
     return _apply(input, "hardswish", (), bits, table, inplace)
 
 
-def sigmoid(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+def sigmoid(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
     """torch.sigmoid."""
     return _apply(input, "sigmoid", (), bits, table)
 
 
-def logsigmoid(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+def logsigmoid(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
     """torch.nn.functional.logsigmoid."""
     return _apply(input, "logsigmoid", (), bits, table)
 
 
-def tanh(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+def tanh(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
     """torch.tanh."""
     return _apply(input, "tanh", (), bits, table)
 
 
-def tanhshrink(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+def tanhshrink(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
     """torch.nn.functional.tanhshrink."""
     return _apply(input, "tanhshrink", (), bits, table)
 
 
-def softsign(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+def softsign(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
     """torch.nn.functional.softsign."""
     return _apply(input, "softsign", (), bits, table)
 
@@ -263,34 +265,34 @@ def softplus(
     beta: float = 1.0,
     threshold: float = 20.0,
     *,
-    bits: int = 3,
+    bits: int | None = 3,
     table: Table | None = None,
 ) -> Tensor:
     """torch.nn.functional.softplus."""
     return _apply(input, "softplus", (beta, threshold), bits, table)
 
 
-def quick_gelu(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+def quick_gelu(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
     """transformers' quick_gelu, x sigmoid(1.702 x)."""
     return _apply(input, "quick_gelu", (), bits, table)
 
 
-def relu_squared(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+def relu_squared(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
     """transformers' relu2, relu(x)**2; its derivative is unbounded, codes saturate at the table's domain."""
     return _apply(input, "relu_squared", (), bits, table)
 
 
-def gelu_fast(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+def gelu_fast(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
     """transformers' gelu_fast."""
     return _apply(input, "gelu_fast", (), bits, table)
 
 
-def gelu_10(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+def gelu_10(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
     """transformers' gelu_10: gelu clipped to [-10, 10]."""
     return _apply(input, "gelu_10", (), bits, table)
 
 
-def sqrtsoftplus(input: Tensor, *, bits: int = 3, table: Table | None = None) -> Tensor:
+def sqrtsoftplus(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
     """transformers' sqrtsoftplus."""
     return _apply(input, "sqrtsoftplus", (), bits, table)
 
@@ -300,7 +302,7 @@ def laplace(
     mu: float = 0.707107,
     sigma: float = 0.282095,
     *,
-    bits: int = 3,
+    bits: int | None = 3,
     table: Table | None = None,
 ) -> Tensor:
     """transformers' laplace, (1 + erf((x - mu) / (sigma sqrt(2)))) / 2."""
@@ -315,7 +317,9 @@ def identity(input: Tensor) -> Tensor:
 # -- anything else ---------------------------------------------------------------------------------------------
 
 
-def pointwise(input: Tensor, function, *, bits: int = 3, table: Table | None = None) -> Tensor:
+def pointwise(
+    input: Tensor, function, *, bits: int | None = 3, table: Table | None = None
+) -> Tensor:
     """function(input), for a pointwise callable on tensors, with few-bit codes for its derivative.
 
     Without a table one is solved for the callable, once per process (`fewbit.solve` says what it must
@@ -325,4 +329,6 @@ def pointwise(input: Tensor, function, *, bits: int = 3, table: Table | None = N
         # The compiler takes functions with the same code for the same one, whatever they enclose; by its
         # identity it compiles each by itself, with the table that was solved for it.
         id(function)
+    if bits is None:
+        return function(input)
     return apply_callable(input, function, callable_encoding_text(function, bits, table))

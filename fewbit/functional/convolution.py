@@ -198,11 +198,20 @@ def _padded(x, weight, padding: str, dilation):
     return x, front
 
 
+def _torchs_own(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+    """By the functions that autocast knows, not by torch.convolution."""
+    dims = weight.dim() - 2
+    if transposed:
+        others = stride, padding, output_padding, groups, dilation
+        return _CONV_TRANSPOSE[dims](x, weight, bias, *others)
+    return _CONV[dims](x, weight, bias, stride, padding, dilation, groups)
+
+
 class _Convolution(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, settings, quantiser):
         with as_torch_casts():
-            y = torch.convolution(x, weight, bias, *settings)
+            y = _torchs_own(x, weight, bias, *settings)
         ctx.settings = settings
         ctx.size = tuple(x.shape)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -219,6 +228,9 @@ class _Convolution(Function):
     def backward(ctx, grad):
         weight, *kept = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
+        if not (needs[0] or needs[1]):
+            others = [dim for dim in range(grad.dim()) if dim != 1]
+            return None, None, grad.sum(others).to(ctx.dtypes[2]), None, None
         if needs[1]:
             x = ctx.recipe.restore(kept, grad.dtype)
         else:

@@ -313,7 +313,8 @@ class _GroupNorm(Function):
         if needs_x or needs_weight:
             mean, rstd, weight, *kept = ctx.saved_tensors
             first, second = _restored(ctx, kept, grad.dtype)
-            mask = needs_x and first is second, needs_weight, False
+            # Without the input's gradient torch's channels-last kernel writes to address 0.
+            mask = True, needs_weight, False
             grad_x, grad_weight, _ = torch.ops.aten.native_group_norm_backward(
                 grad.contiguous(memory_format=ctx.format),
                 first.contiguous(memory_format=ctx.format),
@@ -325,7 +326,7 @@ class _GroupNorm(Function):
             )
             if needs_x and first is not second:
                 grad_x = _group_gradient(ctx.sizes, grad, first, second, mean, rstd, weight)
-            grad_x = None if grad_x is None else grad_x.to(ctx.dtype)
+            grad_x = grad_x.to(ctx.dtype) if needs_x else None
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         if needs_bias:
             others = [dim for dim in range(grad.dim()) if dim != 1]

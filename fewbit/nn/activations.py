@@ -1,7 +1,7 @@
 """Activation modules with torch.nn's signatures plus `bits` and `table`.
 
 Each is a subclass of torch's own module, has no parameters, no buffers and no `state_dict` keys, and is
-otherwise what `fewbit.functional` says.
+otherwise what `fewbit.functional` says. In evaluation mode torch's own function runs.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ class _FewBit:
         self.bits = bits
         self.table = table
 
+    @property
+    def _kept_bits(self) -> int | None:
+        """None, torch's own function, in evaluation mode: gradients asked for there are to be exact."""
+        return self.bits if self.training else None
+
     def extra_repr(self) -> str:
         ours = f"bits={self.bits}" if self.table is None else f"table={self.table!r}"
         return ", ".join(filter(None, [super().extra_repr(), ours]))
@@ -69,7 +74,7 @@ class ReLU(_FewBit, nn.ReLU):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.relu(input, self.inplace, bits=self.bits, table=self.table)
+        return F.relu(input, self.inplace, bits=self._kept_bits, table=self.table)
 
 
 class ReLU6(_FewBit, nn.ReLU6):
@@ -80,7 +85,7 @@ class ReLU6(_FewBit, nn.ReLU6):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.relu6(input, self.inplace, bits=self.bits, table=self.table)
+        return F.relu6(input, self.inplace, bits=self._kept_bits, table=self.table)
 
 
 class LeakyReLU(_FewBit, nn.LeakyReLU):
@@ -99,7 +104,7 @@ class LeakyReLU(_FewBit, nn.LeakyReLU):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.leaky_relu(
-            input, self.negative_slope, self.inplace, bits=self.bits, table=self.table
+            input, self.negative_slope, self.inplace, bits=self._kept_bits, table=self.table
         )
 
 
@@ -120,7 +125,7 @@ class Threshold(_FewBit, nn.Threshold):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.threshold(
-            input, self.threshold, self.value, self.inplace, bits=self.bits, table=self.table
+            input, self.threshold, self.value, self.inplace, bits=self._kept_bits, table=self.table
         )
 
 
@@ -141,7 +146,7 @@ class Hardtanh(_FewBit, nn.Hardtanh):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hardtanh(
-            input, self.min_val, self.max_val, self.inplace, bits=self.bits, table=self.table
+            input, self.min_val, self.max_val, self.inplace, bits=self._kept_bits, table=self.table
         )
 
 
@@ -153,7 +158,7 @@ class Hardsigmoid(_FewBit, nn.Hardsigmoid):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.hardsigmoid(input, self.inplace, bits=self.bits, table=self.table)
+        return F.hardsigmoid(input, self.inplace, bits=self._kept_bits, table=self.table)
 
 
 class Hardshrink(_FewBit, nn.Hardshrink):
@@ -164,7 +169,7 @@ class Hardshrink(_FewBit, nn.Hardshrink):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.hardshrink(input, self.lambd, bits=self.bits, table=self.table)
+        return F.hardshrink(input, self.lambd, bits=self._kept_bits, table=self.table)
 
 
 class Softshrink(_FewBit, nn.Softshrink):
@@ -175,7 +180,7 @@ class Softshrink(_FewBit, nn.Softshrink):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.softshrink(input, self.lambd, bits=self.bits, table=self.table)
+        return F.softshrink(input, self.lambd, bits=self._kept_bits, table=self.table)
 
 
 class RReLU(_FewBit, nn.RReLU):
@@ -213,7 +218,7 @@ class GELU(_FewBit, nn.GELU):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.gelu(input, self.approximate, bits=self.bits, table=self.table)
+        return F.gelu(input, self.approximate, bits=self._kept_bits, table=self.table)
 
 
 class ELU(_FewBit, nn.ELU):
@@ -231,7 +236,7 @@ class ELU(_FewBit, nn.ELU):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.elu(input, self.alpha, self.inplace, bits=self.bits, table=self.table)
+        return F.elu(input, self.alpha, self.inplace, bits=self._kept_bits, table=self.table)
 
 
 class CELU(_FewBit, nn.CELU):
@@ -249,7 +254,7 @@ class CELU(_FewBit, nn.CELU):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.celu(input, self.alpha, self.inplace, bits=self.bits, table=self.table)
+        return F.celu(input, self.alpha, self.inplace, bits=self._kept_bits, table=self.table)
 
 
 class SELU(_FewBit, nn.SELU):
@@ -260,7 +265,7 @@ class SELU(_FewBit, nn.SELU):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.selu(input, self.inplace, bits=self.bits, table=self.table)
+        return F.selu(input, self.inplace, bits=self._kept_bits, table=self.table)
 
 
 class SiLU(_FewBit, nn.SiLU):
@@ -271,7 +276,7 @@ class SiLU(_FewBit, nn.SiLU):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.silu(input, self.inplace, bits=self.bits, table=self.table)
+        return F.silu(input, self.inplace, bits=self._kept_bits, table=self.table)
 
 
 class Mish(_FewBit, nn.Mish):
@@ -282,7 +287,7 @@ class Mish(_FewBit, nn.Mish):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.mish(input, self.inplace, bits=self.bits, table=self.table)
+        return F.mish(input, self.inplace, bits=self._kept_bits, table=self.table)
 
 
 class Hardswish(_FewBit, nn.Hardswish):
@@ -293,7 +298,7 @@ class Hardswish(_FewBit, nn.Hardswish):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.hardswish(input, self.inplace, bits=self.bits, table=self.table)
+        return F.hardswish(input, self.inplace, bits=self._kept_bits, table=self.table)
 
 
 class Sigmoid(_FewBit, nn.Sigmoid):
@@ -304,7 +309,7 @@ class Sigmoid(_FewBit, nn.Sigmoid):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.sigmoid(input, bits=self.bits, table=self.table)
+        return F.sigmoid(input, bits=self._kept_bits, table=self.table)
 
 
 class LogSigmoid(_FewBit, nn.LogSigmoid):
@@ -315,7 +320,7 @@ class LogSigmoid(_FewBit, nn.LogSigmoid):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.logsigmoid(input, bits=self.bits, table=self.table)
+        return F.logsigmoid(input, bits=self._kept_bits, table=self.table)
 
 
 class Tanh(_FewBit, nn.Tanh):
@@ -326,7 +331,7 @@ class Tanh(_FewBit, nn.Tanh):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.tanh(input, bits=self.bits, table=self.table)
+        return F.tanh(input, bits=self._kept_bits, table=self.table)
 
 
 class Tanhshrink(_FewBit, nn.Tanhshrink):
@@ -337,7 +342,7 @@ class Tanhshrink(_FewBit, nn.Tanhshrink):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.tanhshrink(input, bits=self.bits, table=self.table)
+        return F.tanhshrink(input, bits=self._kept_bits, table=self.table)
 
 
 class Softsign(_FewBit, nn.Softsign):
@@ -348,7 +353,7 @@ class Softsign(_FewBit, nn.Softsign):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.softsign(input, bits=self.bits, table=self.table)
+        return F.softsign(input, bits=self._kept_bits, table=self.table)
 
 
 class Softplus(_FewBit, nn.Softplus):
@@ -366,7 +371,7 @@ class Softplus(_FewBit, nn.Softplus):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.softplus(input, self.beta, self.threshold, bits=self.bits, table=self.table)
+        return F.softplus(input, self.beta, self.threshold, bits=self._kept_bits, table=self.table)
 
 
 class QuickGELU(_FewBit, nn.Module):
@@ -377,7 +382,7 @@ class QuickGELU(_FewBit, nn.Module):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.quick_gelu(input, bits=self.bits, table=self.table)
+        return F.quick_gelu(input, bits=self._kept_bits, table=self.table)
 
 
 class FastGELU(_FewBit, nn.Module):
@@ -388,7 +393,7 @@ class FastGELU(_FewBit, nn.Module):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.gelu_fast(input, bits=self.bits, table=self.table)
+        return F.gelu_fast(input, bits=self._kept_bits, table=self.table)
 
 
 class ClippedGELU(_FewBit, nn.Module):
@@ -399,7 +404,7 @@ class ClippedGELU(_FewBit, nn.Module):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.gelu_10(input, bits=self.bits, table=self.table)
+        return F.gelu_10(input, bits=self._kept_bits, table=self.table)
 
 
 class ReLUSquared(_FewBit, nn.Module):
@@ -410,7 +415,7 @@ class ReLUSquared(_FewBit, nn.Module):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.relu_squared(input, bits=self.bits, table=self.table)
+        return F.relu_squared(input, bits=self._kept_bits, table=self.table)
 
 
 class SqrtSoftplus(_FewBit, nn.Module):
@@ -421,7 +426,7 @@ class SqrtSoftplus(_FewBit, nn.Module):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.sqrtsoftplus(input, bits=self.bits, table=self.table)
+        return F.sqrtsoftplus(input, bits=self._kept_bits, table=self.table)
 
 
 class Laplace(_FewBit, nn.Module):
@@ -441,7 +446,7 @@ class Laplace(_FewBit, nn.Module):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.laplace(input, self.mu, self.sigma, bits=self.bits, table=self.table)
+        return F.laplace(input, self.mu, self.sigma, bits=self._kept_bits, table=self.table)
 
 
 class Pointwise(_FewBit, nn.Module):
@@ -453,4 +458,4 @@ class Pointwise(_FewBit, nn.Module):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.pointwise(input, self.function, bits=self.bits, table=self.table)
+        return F.pointwise(input, self.function, bits=self._kept_bits, table=self.table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional as torch_functional
 
 from fewbit import functional as F
 from fewbit.nn.quantised import Quantised
@@ -24,10 +23,8 @@ class _Conv(Quantised):
     def _convolve(self, function, input: Tensor) -> Tensor:
         padding = self.padding
         if self.padding_mode != "zeros":
-            # Padding keeps nothing for backward; the padded input is what is quantised.
-            input = torch_functional.pad(
-                input, self._reversed_padding_repeated_twice, mode=self.padding_mode
-            )
+            # The padded input is what is quantised.
+            input = F.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             padding = 0
         arguments = self.stride, padding, self.dilation, self.groups
         return function(input, self.weight, self.bias, *arguments, quantiser=self.quantiser)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from fewbit import functional as F
 from fewbit.functional.normalization import check_copies
+from fewbit.functional.sync_batch_norm import sync_batch_norm
 from fewbit.nn.quantised import Quantised
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "InstanceNorm3d",
     "LayerNorm",
     "RMSNorm",
+    "SyncBatchNorm",
 ]
 
 
@@ -89,6 +92,9 @@ class _BatchNorm(_Norm):
         )
         if by_batch and not self.training:
             return nn.functional.batch_norm(input, *vectors, True, momentum, self.eps)
+        return self._normalise(input, vectors, by_batch, momentum)
+
+    def _normalise(self, input, vectors, by_batch, momentum) -> Tensor:
         return F.batch_norm(input, *vectors, by_batch, momentum, self.eps, **self._kept)
 
 
@@ -102,6 +108,25 @@ class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """torch.nn.BatchNorm3d; see `fewbit.functional.batch_norm`."""
+
+
+class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
+    """torch.nn.SyncBatchNorm; one copy only. `convert_sync_batchnorm` makes torch's own: convert first."""
+
+    def _normalise(self, input, vectors, by_batch, momentum) -> Tensor:
+        group = self._group() if by_batch and torch.is_grad_enabled() else None
+        if group is None:
+            return super()._normalise(input, vectors, by_batch, momentum)
+        mean, var, weight, bias = vectors
+        statistics = mean, var, self.eps, momentum, group
+        return sync_batch_norm(input, weight, bias, *statistics, quantiser=self.quantiser)
+
+    def _group(self):
+        """The processes to synchronise with, or None."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return None
+        group = self.process_group or torch.distributed.group.WORLD
+        return group if group.size() > 1 else None
 
 
 class _InstanceNorm(_Norm):

@@ -23,7 +23,7 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
     packed codes do not allow; GradientError where a second or a forward-mode derivative is asked for.
     """
     if not needs_grad(x):
-        return (IN_PLACE if inplace else FORWARD)[function](x, *parameters)
+        return torchs_own(x, function, parameters, inplace)
     _check_input(x, function)
     plain = is_plain(x)
     if not plain or torch._C._is_any_autocast_enabled():
@@ -35,6 +35,11 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
         return autograd.Activation.of_plain(x, function, parameters, encoded, inplace)
     y = _traceable(x, _forward(function, parameters), encoding)
     return x.copy_(y) if inplace else y
+
+
+def torchs_own(x: torch.Tensor, function: str, parameters: tuple, inplace: bool = False):
+    """f(x) by torch, with torch's derivative. Takes what `apply` takes."""
+    return (IN_PLACE if inplace else FORWARD)[function](x, *parameters)
 
 
 def apply_callable(x: torch.Tensor, function, encoding: str):

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from fewbit import _kernels
-from fewbit.runtime import reference
+from fewbit.runtime import groups, reference
 from fewbit.runtime.encoding import Encoding, packed_words
 from fewbit.runtime.layout import is_broadcast_scalar
 
@@ -19,11 +19,16 @@ _MOST_POINTS = 1800
 
 
 class Kernels:
-    """One set of kernels; `where(tensor)` gives the trailing arguments that say where to run."""
+    """One set of kernels; `where(tensor)` gives the trailing arguments that say where to run.
 
-    def __init__(self, kernels, where, name):
+    streams(widths) gives tensors to keep alive during a call of the group quantiser, and the arguments that
+    say which samples have which width.
+    """
+
+    def __init__(self, kernels, where, streams, name):
         self._kernels = kernels
         self._where = where
+        self._streams = streams
         self.name = name
 
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -102,6 +107,56 @@ class Kernels:
         )
         return packed
 
+    def quantise(self, x, seed, bits, group_size, wide, widths=None, words=None):
+        """As `reference.quantise`; the spread as Python floats, (None, None) on CUDA."""
+        samples, features = groups.samples_of(x.shape)
+        if widths is None:
+            words = packed_words(x.numel(), bits)
+            rows = groups.group_count(samples, features, group_size)
+        else:
+            rows = groups.most_groups(samples, features, group_size)
+        packed = torch.empty(words, dtype=torch.int32, device=x.device)
+        columns = groups.WIDE if wide else groups.WIDE - 1
+        ranges = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.device)
+        kept, streams = self._streams(widths)
+        spread = self._kernels.quantise(
+            x.data_ptr(),
+            _DTYPES[x.dtype],
+            samples,
+            features,
+            group_size,
+            bits,
+            *streams,
+            wide,
+            seed.data_ptr(),
+            packed.data_ptr(),
+            words,
+            ranges.data_ptr(),
+            rows,
+            *self._where(x),
+        )
+        return packed, ranges, spread
+
+    def dequantise(self, packed, ranges, bits, group_size, out, widths=None) -> None:
+        """As `reference.dequantise`."""
+        samples, features = groups.samples_of(out.shape)
+        kept, streams = self._streams(widths)
+        self._kernels.dequantise(
+            packed.data_ptr(),
+            packed.numel(),
+            ranges.data_ptr(),
+            len(ranges),
+            bits,
+            *streams,
+            ranges.shape[1] == groups.WIDE,
+            samples,
+            features,
+            group_size,
+            out.data_ptr(),
+            _DTYPES[out.dtype],
+            *self._where(out),
+        )
+
 
 def _table(encoding: Encoding):
     """The kernels' copy of the constants, kept with the encoding; None for a table they do not take."""
@@ -144,7 +199,15 @@ def cpu(isa: str | None = None) -> Kernels:
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     _kernels.use_openmp_of(str(library))
     isa = isa or _kernels.cpu_isas()[0]
-    return Kernels(_kernels.Cpu(isa), lambda tensor: (torch.get_num_threads(),), isa)
+    return Kernels(_kernels.Cpu(isa), lambda tensor: (torch.get_num_threads(),), _widths, isa)
+
+
+def _widths(widths):
+    """The widths as the CPU's kernels take them: a byte a sample."""
+    if widths is None:
+        return None, (0,)
+    kept = widths.contiguous()
+    return kept, (kept.data_ptr(),)
 
 
 def cuda() -> Kernels:
@@ -154,7 +217,17 @@ def cuda() -> Kernels:
         index = tensor.device.index
         return index, torch.cuda.current_stream(index).cuda_stream
 
-    return Kernels(_kernels.cuda, where, "cuda")
+    return Kernels(_kernels.cuda, where, _order, "cuda")
+
+
+def _order(widths):
+    """The widths as the CUDA kernels take them: samples in the order of streams, and how many have each width."""
+    if widths is None:
+        return None, (0, 0)
+    order = torch.argsort(widths, stable=True)
+    each = torch.arange(9, dtype=widths.dtype, device=widths.device)
+    counts = (widths[None, :] == each[:, None]).sum(1)
+    return (order, counts), (order.data_ptr(), counts.data_ptr())
 
 
 def cuda_unusable(device: torch.device) -> str:

@@ -70,14 +70,17 @@ def _stream(rows, seed, bits, group_size, wide, first_group):
     cut, exists = _cut(rows, group_size)  # (groups, group_size)
     low = torch.where(exists, cut, torch.inf).amin(1) if len(cut) else cut.new_zeros(0)
     high = torch.where(exists, cut, -torch.inf).amax(1) if len(cut) else cut.new_zeros(0)
-    minimum = low if wide else toward(low, -torch.inf)
-    extent = toward(high - minimum, torch.inf)
+    # Adding 0 makes zeros +0: which of two zeros amin finds is not defined.
+    minimum = (low if wide else toward(low, -torch.inf)) + 0.0
+    extent = toward(high - minimum, torch.inf) + 0.0
     # Of a group with a non-finite element, or a range beyond bfloat16, nothing is left.
     finite = (torch.isfinite(cut) | ~exists).all(1) & minimum.isfinite() & extent.isfinite()
     minimum = torch.where(finite, minimum, torch.nan)
     extent = torch.where(finite, extent, torch.nan)
     # The limit is for ranges below 1e-31, whose quotient could overflow.
-    scale = torch.where(extent > 0, (top / extent).clamp(max=2.0**111), 0.0) * 65536.0
+    # (torch takes `number / tensor` for a product with the reciprocal, which rounds twice.)
+    steps = torch.full_like(extent, top) / extent
+    scale = torch.where(extent > 0, steps.clamp(max=2.0**111), 0.0) * 65536.0
     fixed = ((cut - minimum[:, None]) * scale[:, None]).round().clamp(0, top * 65536.0)
     fixed = torch.where(finite[:, None], fixed, 0.0).to(torch.int64)
     group = torch.arange(first_group, first_group + len(cut), device=rows.device)

@@ -17,58 +17,55 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fewbit.runtime import ops
 
 
-class _Scope:
-    """The entries of one forward: {key: (weak storage, kept)}, apart for each region of saved-tensor hooks.
-
-    A checkpointed region is made a second time in backward, without what the forward around it had kept:
-    so it may not use that the first time either.
-    """
-
-    def __init__(self):
-        self.plain = {}
-        self.hooked = weakref.WeakKeyDictionary()
-
-    def entries(self, pack) -> dict:
-        return self.plain if pack is None else self.hooked.setdefault(pack, {})
-
-
 class Session:
     """Shared by the layers of one converted model, and by no other model.
 
-    A deep copy, or what pickle restores, is a new session with nothing in it.
+    calls: a context that is entered around each forward in training, or None. A deep copy, or what pickle
+    restores, is a new session with nothing in it.
     """
 
-    def __init__(self):
-        self._local = threading.local()
+    def __init__(self, calls=None):
+        self.calls = calls
+        self._local = _Local()
         self._generators = None
         self._start = 0
 
     def __getstate__(self):
-        return {}
+        return {"calls": self.calls}
 
     def __setstate__(self, state):
-        self.__init__()
+        self.__init__(**state)
 
     # -- Forwards ----------------------------------------------------------------------------------------
 
     def enter(self, module, *_) -> None:
-        """A forward pre-hook of the root module: entries live until `leave`."""
+        """A forward pre-hook of every module with layers inside; the outermost one's call is the forward."""
         if torch.compiler.is_compiling():
             return
         local = self._local
-        local.depth = getattr(local, "depth", 0) + 1
-        if local.depth == 1:
-            local.scope = _Scope()
-            if module.training and torch.is_grad_enabled():
+        local.depth += 1
+        if local.depth > 1:
+            return
+        local.entries = {}
+        if module.training and torch.is_grad_enabled():
+            # Where a checkpoint makes a region again torch's generator is to draw what it drew.
+            if torch._C._current_graph_task_id() == -1:
                 self._start, self._generators = int(torch.randint(2**63 - 1, ())), {}
+            if self.calls is not None:
+                self.calls.__enter__()
+                local.entered = True
 
     def leave(self, *_) -> None:
-        """A forward hook of the root module, called also where the forward raised."""
-        if torch.compiler.is_compiling() or not getattr(self._local, "depth", 0):
+        """A forward hook of the same modules, called also where the forward raised."""
+        local = self._local
+        if torch.compiler.is_compiling() or not local.depth:
             return
-        self._local.depth -= 1
-        if not self._local.depth:
-            self._local.scope = None
+        local.depth -= 1
+        if not local.depth:
+            local.entries = None
+            if local.entered:
+                local.entered = False
+                self.calls.__exit__(None, None, None)
 
     # -- Copies ------------------------------------------------------------------------------------------
 
@@ -86,21 +83,15 @@ class Session:
             entries[_key(x, config)] = StorageWeakRef(x.untyped_storage()), kept
 
     def _entries(self) -> dict | None:
+        """Those of this forward; within a checkpointed region its own, in the first forward and the second.
+
+        The second has nothing of what the forward around the region had kept, so the first may not use it.
+        """
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         pack = hooks and hooks[0]
-        scope = getattr(self._local, "scope", None)
-        if scope is None:
-            # A region that a checkpoint makes again: its hooks live as long as it does.
-            if pack is None or pack.__module__ != "torch.utils.checkpoint":
-                return None
-            scope = self._recomputed()
-        return scope.entries(pack)
-
-    def _recomputed(self) -> _Scope:
-        local = self._local
-        if getattr(local, "recomputed", None) is None:
-            local.recomputed = _Scope()
-        return local.recomputed
+        if pack is None or getattr(pack, "__module__", None) != "torch.utils.checkpoint":
+            return self._local.entries
+        return self._local.regions.setdefault(pack, {})
 
     # -- Seeds -------------------------------------------------------------------------------------------
 
@@ -120,6 +111,16 @@ class Session:
         return torch.randint(
             -(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=x.device, generator=generator
         )
+
+
+class _Local(threading.local):
+    """The forward that runs in a thread. regions: by the hooks of a checkpoint, which live as long as it."""
+
+    def __init__(self):
+        self.depth = 0
+        self.entries = None
+        self.entered = False
+        self.regions = weakref.WeakKeyDictionary()
 
 
 def _key(x, config) -> tuple:

@@ -1,0 +1,330 @@
+"""Converting a model in place, and back: module objects stay, their classes change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from fewbit.compress import kinds
+from fewbit.compress.controller import Controller
+from fewbit.compress.convert_report import Converted, LeftAlone, Report
+from fewbit.compress.meter import saved_bytes
+from fewbit.errors import InputError
+from fewbit.nn.quantised import Quantised
+from fewbit.runtime.groups import GROUP_SIZE
+from fewbit.runtime.quantiser import Quantiser
+from fewbit.runtime.sharing import Session
+from fewbit.runtime.tables import check_choice
+
+LEVELS = ("L0", "L1", "L2")
+LEVEL_BITS = 4
+"""Of the quantised inputs at levels L1 and L2 (ActNN, Table 2)."""
+ACTIVATION_BITS = 3
+OWN_FORWARD = "its forward was replaced on the instance, so its class does not say what it computes"
+_ORIGINAL = "_fewbit_original"
+_FUNCTIONS = "_fewbit_functions"
+
+Filter = str | Iterable[str] | Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one module is to keep. families: those of `kinds` that are converted."""
+
+    bits: int = LEVEL_BITS
+    activation_bits: int = ACTIVATION_BITS
+    group_size: int = GROUP_SIZE
+    minimum: str = "auto"
+    copies: int = 1
+    families: tuple[str, ...] = (kinds.ACTIVATION, kinds.CONVOLUTION, kinds.LAYER, kinds.EXACT)
+
+    def check(self) -> Settings:
+        """InputError for a value that there is not."""
+        check_choice(self.activation_bits, None)
+        Quantiser(self.bits, self.group_size, self.minimum)
+        if self.copies not in (1, 2) or isinstance(self.copies, bool):
+            raise InputError(f"expected 1 or 2 for copies, got {self.copies!r}")
+        return self
+
+
+@dataclass
+class Original:
+    """What a converted module was: kept on it, so that it travels with copies and pickles."""
+
+    cls: type
+    attributes: dict  # those that the conversion replaced
+    added: tuple[str, ...]
+
+
+def compress_(
+    model: nn.Module,
+    bits: int | None = None,
+    *,
+    level: str | None = None,
+    activation_bits: int | None = None,
+    policy: str | None = None,
+    group_size: int = GROUP_SIZE,
+    minimum: str = "auto",
+    copies: int = 1,
+    include: Filter = "*",
+    exclude: Filter = (),
+    overrides: Mapping[str, int | Mapping | None] | None = None,
+    sample=None,
+    verbose: bool = True,
+) -> Controller:
+    """Make a model keep a few bits an element for the backward pass, in place, and report what was done.
+
+    Layers of torch.nn and transformers keep quantised inputs, activations keep few-bit codes, dropout and
+    pooling keep packed masks and positions (exact). Module objects stay, only their classes change, each to
+    a subclass of torch's: parameters, buffers, hooks, tied modules, `state_dict` keys, device, dtype and
+    training flags are as before, and so is the training loop. In eval mode and under no_grad nothing is
+    compressed. A second call applies its settings to the modules that are converted already.
+
+    level: "L0" (nothing; undoes a conversion), "L1" (convolutions only) or "L2" (all layers; the default), of
+    ActNN's Table 2. bits: 1 to 8, of quantised inputs (4). activation_bits: of few-bit activations (3; those
+    with a derivative of two values keep 1, which is exact). policy: "fixed". group_size: features that share a
+    range (256). minimum: "auto", "bfloat16" or "float32", see docs/quantiser.md. copies: 2 for norms that
+    keep two independent copies.
+    include, exclude: globs over dotted module paths ("" is the model itself; any path of a shared module
+    counts; a glob that matches a module matches what is inside), or a function (path, module) -> bool;
+    exclude wins. overrides: {glob: bits, or a mapping of bits,
+    activation_bits, group_size, minimum, copies, or None to leave as it is}; the last glob that matches wins.
+    sample: a tuple of inputs, for which the report counts the bytes kept before and after. verbose: print it.
+
+    Raises InputError, with nothing changed, for settings that there are not, a model that is not a module,
+    or a glob that no module matches.
+    """
+    settings = _settings(level, bits, activation_bits, policy, group_size, minimum, copies)
+    if settings is None:
+        restore_(model)
+        return _reported(model, Report((), ()), Session(), verbose)
+    before = None if sample is None else _by_op(model, sample)
+    controller = convert(model, settings, include, exclude, overrides or {})
+    if before is not None:
+        after = _by_op(model, sample)
+        controller.report = replace(controller.report, kept=(before, after))
+    return _reported(model, controller.report, controller.session, verbose)
+
+
+def restore_(model: nn.Module) -> None:
+    """Undo `compress_`: every converted module has its class back. Modules made as fewbit's own stay.
+
+    Raises InputError for a model that is not a module.
+    """
+    _check_model(model)
+    for module in list(model.modules()):
+        _remove_session(module)
+        original = vars(module).pop(_ORIGINAL, None)
+        if original is not None:
+            for name in original.added:
+                vars(module).pop(name, None)
+            vars(module).update(original.attributes)
+            module.__class__ = original.cls
+        for name, function in vars(module).pop(_FUNCTIONS, {}).items():
+            delattr(module, name)
+            setattr(module, name, function)
+
+
+def convert(model, settings: Settings, include="*", exclude=(), overrides=None) -> Controller:
+    """`compress_` without levels, samples and printing."""
+    settings.check()
+    _check_model(model)
+    found = _found(model)
+    chosen = _chosen(found, include, exclude)
+    each = _overridden(found, settings, overrides or {})
+    session = Session()
+    converted, left_alone = [], []
+    for (paths, module, attribute), is_chosen, own in zip(found, chosen, each, strict=True):
+        row = _convert(paths[0], module, attribute, is_chosen, own, session)
+        if row is not None:
+            (converted if isinstance(row, Converted) else left_alone).append(row)
+    for module in model.modules():
+        _remove_session(module)
+    if any(isinstance(module, Quantised) for module in model.modules()):
+        for module in model.modules():
+            # Of those without a forward, like ModuleList, they are never called.
+            if module is model or next(module.children(), None) is not None:
+                module.register_forward_pre_hook(session.enter, prepend=True)
+                module.register_forward_hook(session.leave, always_call=True)
+    report = Report(tuple(converted), tuple(left_alone))
+    return Controller(model, report, session)
+
+
+def _settings(level, bits, activation_bits, policy, group_size, minimum, copies) -> Settings | None:
+    if level is not None and level not in LEVELS:
+        raise InputError(f"expected one of {', '.join(LEVELS)} for level, got {level!r}")
+    if policy not in (None, "fixed"):
+        raise InputError(f"expected 'fixed' for policy, got {policy!r}")
+    settings = Settings(
+        LEVEL_BITS if bits is None else bits,
+        ACTIVATION_BITS if activation_bits is None else activation_bits,
+        group_size,
+        minimum,
+        copies,
+    ).check()
+    if level == "L0":
+        if bits is not None or activation_bits is not None:
+            raise InputError("expected no bits at level L0, which compresses nothing")
+        return None
+    return replace(settings, families=(kinds.CONVOLUTION,)) if level == "L1" else settings
+
+
+def _reported(model, report, session, verbose) -> Controller:
+    if verbose:
+        from rich.console import Console
+
+        Console().print(report)
+    return Controller(model, report, session)
+
+
+def _by_op(model, sample) -> dict[str, int]:
+    inputs = sample if isinstance(sample, tuple) else (sample,)
+    sums = {}
+    for entry in saved_bytes(model, *inputs).kept:
+        name = entry.node or "unknown"
+        sums[name] = sums.get(name, 0) + entry.bytes
+    return sums
+
+
+def _check_model(model) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
+
+
+# -- Which modules -------------------------------------------------------------------------------------------
+
+
+def _found(model: nn.Module) -> list[tuple[list[str], nn.Module, str | None]]:
+    """(paths, module, None) of every module, (paths, owner, attribute) of activations held as functions."""
+    found = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        found.setdefault((id(module), None), ([], module, None))[0].append(path)
+        attribute = kinds.FUNCTION_ATTRIBUTES.get(type(module))
+        if attribute is not None and getattr(module, attribute, None) in kinds.FUNCTIONS:
+            of_owner = found.setdefault((id(module), attribute), ([], module, attribute))
+            of_owner[0].append(f"{path}.{attribute}".lstrip("."))
+    return list(found.values())
+
+
+def _chosen(found, include: Filter, exclude: Filter) -> list[bool]:
+    included, excluded = _matches(found, include), _matches(found, exclude)
+    return [a and not b for a, b in zip(included, excluded, strict=True)]
+
+
+def _matches(found, which: Filter) -> list[bool]:
+    if callable(which):
+        return [any(which(path, module) for path in paths) for paths, module, _ in found]
+    globs = (which,) if isinstance(which, str) else which
+    if not isinstance(globs, Iterable) or not all(isinstance(each, str) for each in globs):
+        raise InputError(f"expected a glob, a list of globs or a function, got {which!r}")
+    result = [False] * len(found)
+    for glob in tuple(globs):
+        of_glob = [any(_is_within(path, glob) for path in paths) for paths, _, _ in found]
+        if not any(of_glob):
+            raise InputError(f"expected a glob that matches a module, got {glob!r}")
+        result = [a or b for a, b in zip(result, of_glob, strict=True)]
+    return result
+
+
+def _is_within(path: str, glob: str) -> bool:
+    """Whether the glob matches the path, or that of a module around it."""
+    parts = path.split(".")
+    return any(fnmatchcase(".".join(parts[:n]), glob) for n in range(1, len(parts) + 1))
+
+
+_OVERRIDES = ("bits", "activation_bits", "group_size", "minimum", "copies")
+
+
+def _overridden(found, settings: Settings, overrides: Mapping) -> list[Settings | None]:
+    result = [settings] * len(found)
+    for glob, change in overrides.items():
+        if isinstance(change, int) and not isinstance(change, bool):
+            change = {"bits": change, "activation_bits": change}
+        if change is not None and not (
+            isinstance(change, Mapping) and set(change) <= set(_OVERRIDES)
+        ):
+            expected = f"bits, a mapping of {', '.join(_OVERRIDES)}, or None"
+            raise InputError(f"overrides[{glob!r}]: expected {expected}, got {change!r}")
+        own = None if change is None else replace(settings, **change).check()
+        for i, matches in enumerate(_matches(found, glob)):
+            if matches:
+                result[i] = own
+    return result
+
+
+# -- One module ----------------------------------------------------------------------------------------------
+
+
+def _convert(path, module, attribute, chosen, settings, session) -> Converted | LeftAlone | None:
+    """Converts a module, or says why not; None for modules that there is nothing to say of."""
+    name = type(module).__name__ if attribute is None else getattr(module, attribute).__name__
+    if attribute is None and kinds.is_fewbit(module):
+        return _again(path, module, chosen, settings, session)
+    held = kinds.FUNCTIONS[getattr(module, attribute)]() if attribute else module
+    kind = kinds.kind_of(held)
+    if kind is None:
+        reason = kinds.why_not(module)
+        return LeftAlone(path, name, reason) if reason else None
+    if not chosen or settings is None:
+        return LeftAlone(path, name, "excluded")
+    if kind.family not in settings.families:
+        return None
+    if attribute is None and "forward" in vars(module):
+        return LeftAlone(path, name, OWN_FORWARD)
+    if attribute is not None:
+        vars(module).setdefault(_FUNCTIONS, {})[attribute] = getattr(module, attribute)
+        # A function attribute is no submodule: it has to go before a module of its name can come.
+        delattr(module, attribute)
+        setattr(module, attribute, held)
+        name = f"{name} (function)"
+    attributes = kind.attributes(held)
+    names = (*attributes, *_settings_of(kind.becomes))
+    replaced = {each: vars(held)[each] for each in names if each in vars(held)}
+    vars(held)[_ORIGINAL] = Original(type(held), replaced, names)
+    vars(held).update(attributes)
+    held.__class__ = kind.becomes
+    bits = _configure(held, kind.one_bit, settings, session)
+    return Converted(path, name, f"fewbit.{kind.becomes.__name__}", bits)
+
+
+def _again(path, module, chosen, settings, session) -> Converted | LeftAlone:
+    """A module that is few-bit already: converted earlier, or made by hand, which keeps its settings."""
+    name, original = type(module).__name__, vars(module).get(_ORIGINAL)
+    if isinstance(module, Quantised):
+        own = module.quantiser
+        module.quantiser = Quantiser(own.bits, own.group_size, own.minimum, session)
+    if original is None or not chosen or settings is None:
+        return LeftAlone(path, name, f"few-bit already: {module!r}")
+    kind = kinds.TORCH.get(original.cls)
+    bits = _configure(module, kind is not None and kind.one_bit, settings, session)
+    return Converted(path, original.cls.__name__, f"fewbit.{name}", bits)
+
+
+def _settings_of(cls) -> tuple[str, ...]:
+    """The attributes by which a class of ours knows what to keep."""
+    if issubclass(cls, Quantised):
+        return "quantiser", "copies"
+    return ("bits", "table") if kinds.is_activation(cls) else ()
+
+
+def _configure(module, one_bit, settings, session) -> int | None:
+    if isinstance(module, Quantised):
+        module.quantiser = Quantiser(settings.bits, settings.group_size, settings.minimum, session)
+        if hasattr(type(module), "copies"):
+            module.copies = settings.copies
+        return settings.bits
+    if kinds.is_activation(type(module)):
+        module.bits, module.table = 1 if one_bit else settings.activation_bits, None
+        return module.bits
+    return None
+
+
+def _remove_session(module) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), Session):
+                del hooks[number]
+                module._forward_hooks_always_called.pop(number, None)

@@ -1,0 +1,109 @@
+"""What a conversion did, module by module, and how it shows itself."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Converted(NamedTuple):
+    """One module: its dotted path ("" for the model itself), its old and new class, what it keeps now.
+
+    bits: of its quantised input or its codes; None for what keeps less and stays exact.
+    """
+
+    path: str
+    before: str
+    after: str
+    bits: int | None
+
+
+class LeftAlone(NamedTuple):
+    """A module that was left as it is, and why."""
+
+    path: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did; `bytes`: kept for backward (before, after) by op, if a sample was given."""
+
+    converted: tuple[Converted, ...]
+    left_alone: tuple[LeftAlone, ...]
+    kept: tuple[dict[str, int], dict[str, int]] | None = None
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=100, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip()
+
+    def __rich_console__(self, console, options):
+        from rich.text import Text
+
+        if self.converted:
+            yield self._table()
+            yield f"{_counted(len(self.converted), 'module')} converted"
+        else:
+            yield "no module converted; functions that a forward calls (F.gelu) are not seen"
+        for (kind, reason, pattern), count in self._reasons().items():
+            where = f"{_counted(count, 'module')} like {pattern}" if count > 1 else pattern
+            yield Text(f"left alone: {where} ({kind}): {reason}")
+        if self.kept is not None:
+            yield ""
+            yield self._bytes()
+
+    def _table(self):
+        from fewbit.report import new_grid
+
+        table = new_grid()
+        for name in ("modules", "was", "is", "keeps"):
+            table.add_column(name, overflow="fold")
+        table.add_column("count", justify="right")
+        for (pattern, *cells), count in self._rows().items():
+            table.add_row(pattern, *cells, str(count))
+        return table
+
+    def _rows(self) -> Counter:
+        """{(path with numbers as *, was, is, what it keeps): how many}."""
+        return Counter(
+            (_pattern(row.path), row.before, row.after, _bits(row.bits)) for row in self.converted
+        )
+
+    def _reasons(self) -> Counter:
+        return Counter((row.kind, row.reason, _pattern(row.path)) for row in self.left_alone)
+
+    def _bytes(self):
+        from fewbit.compress.meter_report import amount, unit_of
+        from fewbit.report import new_grid
+
+        before, after = self.kept
+        totals = sum(before.values()), sum(after.values())
+        unit = unit_of(max(totals), "MiB")
+        table = new_grid()
+        table.add_column("kept for backward, by op")
+        table.add_column(f"before, {unit[0]}", justify="right")
+        table.add_column(f"now, {unit[0]}", justify="right")
+        for name in sorted({*before, *after}, key=lambda each: -after.get(each, 0)):
+            table.add_row(name, amount(before.get(name, 0), unit), amount(after.get(name, 0), unit))
+        ratio = f" ({totals[0] / totals[1]:.2f}x less)" if totals[1] else ""
+        table.add_row("total" + ratio, *(amount(each, unit) for each in totals), style="bold")
+        return table
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path) or "(the model)"
+
+
+def _bits(bits: int | None) -> str:
+    return "exact" if bits is None else f"{bits} bit{'s' * (bits > 1)}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

@@ -1,0 +1,152 @@
+"""What each class of module becomes when a model is compressed, and what stays as it is, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn import functional as F
+
+from fewbit import nn as few
+
+ACTIVATION, CONVOLUTION, LAYER, EXACT = "activation", "convolution", "layer", "exact"
+"""Families: few-bit codes; quantised inputs, convolutions apart for level L1; what keeps less and stays exact."""
+
+
+class Kind(NamedTuple):
+    """What a module's class becomes. `attributes`: what the new class needs and the old one lacks."""
+
+    becomes: type[nn.Module]
+    family: str = ACTIVATION
+    one_bit: bool = False  # an activation whose derivative has two values, so that 1 bit says all
+    attributes: Callable[[nn.Module], dict] = lambda module: {}
+
+
+_NONE = {"approximate": "none"}
+_TANH = {"approximate": "tanh"}
+
+# By class, exactly: a subclass may compute something else. Each becomes a subclass of itself.
+ACTIVATIONS = {
+    nn.ReLU: Kind(few.ReLU, one_bit=True),
+    nn.ReLU6: Kind(few.ReLU6, one_bit=True),
+    nn.LeakyReLU: Kind(few.LeakyReLU, one_bit=True),
+    nn.RReLU: Kind(few.RReLU, one_bit=True),
+    nn.Threshold: Kind(few.Threshold, one_bit=True),
+    nn.Hardtanh: Kind(few.Hardtanh, one_bit=True),
+    nn.Hardsigmoid: Kind(few.Hardsigmoid, one_bit=True),
+    nn.Hardshrink: Kind(few.Hardshrink, one_bit=True),
+    nn.Softshrink: Kind(few.Softshrink, one_bit=True),
+    nn.ELU: Kind(few.ELU),
+    nn.CELU: Kind(few.CELU),
+    nn.SELU: Kind(few.SELU),
+    nn.GELU: Kind(few.GELU),
+    nn.SiLU: Kind(few.SiLU),
+    nn.Mish: Kind(few.Mish),
+    nn.Hardswish: Kind(few.Hardswish),
+    nn.Sigmoid: Kind(few.Sigmoid),
+    nn.LogSigmoid: Kind(few.LogSigmoid),
+    nn.Tanh: Kind(few.Tanh),
+    nn.Tanhshrink: Kind(few.Tanhshrink),
+    nn.Softsign: Kind(few.Softsign),
+    nn.Softplus: Kind(few.Softplus),
+}
+_CONVOLUTIONS = "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d"
+_LAYERS = (
+    "Linear Bilinear BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm LayerNorm RMSNorm GroupNorm "
+    "InstanceNorm1d InstanceNorm2d InstanceNorm3d PReLU Softmax LogSoftmax MultiheadAttention"
+)
+_EXACT = (
+    "Embedding Dropout Dropout1d Dropout2d Dropout3d MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d "
+    "AvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d "
+    "AdaptiveAvgPool3d Upsample"
+)
+
+
+def _of_torch(names: str, family: str) -> dict[type, Kind]:
+    return {
+        getattr(nn, name): Kind(getattr(few, name), family)
+        for name in names.split()
+        if hasattr(few, name)
+    }
+
+
+TORCH = {
+    **ACTIVATIONS,
+    **_of_torch(_CONVOLUTIONS, CONVOLUTION),
+    **_of_torch(_LAYERS, LAYER),
+    **_of_torch(_EXACT, EXACT),
+}
+# By class name in transformers.activations, so that transformers need not be installed.
+TRANSFORMERS_ACTIVATIONS = {
+    "GELUActivation": Kind(few.GELU, attributes=lambda module: _NONE),
+    "NewGELUActivation": Kind(few.GELU, attributes=lambda module: _TANH),
+    "GELUTanh": Kind(few.GELU, attributes=lambda module: _TANH),
+    "PytorchGELUTanh": Kind(few.GELU, attributes=lambda module: _TANH),
+    "AccurateGELUActivation": Kind(few.GELU, attributes=lambda module: _TANH),
+    "FastGELUActivation": Kind(few.FastGELU),
+    "QuickGELUActivation": Kind(few.QuickGELU),
+    "SiLUActivation": Kind(few.SiLU, attributes=lambda module: {"inplace": False}),
+    "MishActivation": Kind(few.Mish, attributes=lambda module: {"inplace": False}),
+    "LaplaceActivation": Kind(
+        few.Laplace, attributes=lambda module: {"mu": 0.707107, "sigma": 0.282095}
+    ),
+    "ReLUSquaredActivation": Kind(few.ReLUSquared),
+    "SqrtSoftplusActivation": Kind(few.SqrtSoftplus),
+}
+# Modules that hold their activation as a plain function.
+FUNCTION_ATTRIBUTES = {
+    nn.TransformerEncoderLayer: "activation",
+    nn.TransformerDecoderLayer: "activation",
+}
+FUNCTIONS = {F.relu: nn.ReLU, F.gelu: nn.GELU}
+
+LEFT_ALONE = {
+    nn.GLU: "no few-bit version: not pointwise; see fewbit.functional.swiglu and its kin",
+    nn.Softmin: "no few-bit version",
+    nn.Softmax2d: "no few-bit version",
+    nn.EmbeddingBag: "no few-bit version",
+    nn.AlphaDropout: "no few-bit version",
+    nn.FeatureAlphaDropout: "no few-bit version",
+    nn.LocalResponseNorm: "no few-bit version",
+    nn.RNN: "one op over all steps, which keeps its own state",
+    nn.LSTM: "one op over all steps, which keeps its own state",
+    nn.GRU: "one op over all steps, which keeps its own state",
+}
+
+
+_PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """What the module can become, by its class; None for classes that are not known."""
+    cls = type(module)
+    if cls.__module__ == "transformers.activations":
+        if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
+            return Kind(few.ClippedGELU)
+        return TRANSFORMERS_ACTIVATIONS.get(cls.__name__)
+    return TORCH.get(cls)
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why a module of a class that is not known stays as it is; None where there is nothing to say."""
+    cls = type(module)
+    if cls in LEFT_ALONE:
+        return LEFT_ALONE[cls]
+    if cls is _PART_OF_ATTENTION:
+        return None
+    for known in TORCH:
+        if issubclass(cls, known):
+            return f"a subclass of {known.__name__}, which may compute something else"
+    own = next(module.parameters(recurse=False), None)
+    return None if own is None or next(module.children(), None) else "no few-bit version"
+
+
+def is_fewbit(module: nn.Module) -> bool:
+    """Whether the module's class is one of our layers."""
+    return type(module).__module__.startswith("fewbit.nn.")
+
+
+def is_activation(cls: type) -> bool:
+    """Whether it is one of our activation classes."""
+    return cls.__module__ == few.GELU.__module__

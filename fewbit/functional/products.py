@@ -1,0 +1,118 @@
+"""Products of two activations, with both kept quantised."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from fewbit.runtime.casts import as_torch_casts
+from fewbit.runtime.groups import GROUP_SIZE
+from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
+
+__all__ = ["matmul", "mul"]
+
+
+def matmul(
+    input: Tensor,
+    other: Tensor,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantiser: Quantiser | None = None,
+) -> Tensor:
+    """torch.matmul; each factor is kept in `bits` bits an element, for the other's gradient.
+
+    input, other: two dimensions or more, broadcast as in torch; floating. Both gradients are exact in
+    expectation, as each is linear in the other factor. A leaf, such as a parameter, is kept as it is, and
+    where only one factor needs a gradient torch's own runs. quantiser: in place of bits and group_size.
+    """
+    quantiser = quantiser or quantiser_of(bits, group_size)
+    both = input.requires_grad and other.requires_grad
+    if not both or not is_differentiated(input) or min(input.dim(), other.dim()) < 2:
+        return torch.matmul(input, other)
+    return _Matmul.apply(input, other, quantiser)
+
+
+def mul(
+    input: Tensor,
+    other: Tensor,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantiser: Quantiser | None = None,
+) -> Tensor:
+    """input * other; kept as in `matmul`. input, other: floating, broadcast as in torch."""
+    quantiser = quantiser or quantiser_of(bits, group_size)
+    if not (input.requires_grad and other.requires_grad and is_differentiated(input)):
+        return torch.mul(input, other)
+    return _Mul.apply(input, other, quantiser)
+
+
+class _Product(Function):
+    """What both have: the factors, quantised unless they exist anyway."""
+
+    @staticmethod
+    def keep(ctx, y, a, b, quantiser):
+        ctx.sizes = a.shape, b.shape
+        ctx.dtypes = a.dtype, b.dtype
+        ctx.recipes, kept = [], []
+        for factor in (a, b):
+            if factor.is_leaf:
+                ctx.recipes.append((None, 1))
+                kept.append(factor)
+                continue
+            keep = quantiser.keep(factor)
+            ctx.recipes.append((keep.recipe, len(keep.tensors)))
+            y = keep.mark(y)
+            kept.extend(keep.tensors)
+        ctx.save_for_backward(*kept)
+        return y
+
+    @staticmethod
+    def factors(ctx, dtype):
+        kept, factors = ctx.saved_tensors, []
+        for recipe, count in ctx.recipes:
+            factor = kept[0].to(dtype) if recipe is None else recipe.restore(kept[:count], dtype)
+            factors.append(factor)
+            kept = kept[count:]
+        return factors
+
+    @staticmethod
+    def summed(ctx, grad_a, grad_b):
+        """Gradients in the factors' own shapes and dtypes."""
+        grads = []
+        for grad, size, dtype in zip((grad_a, grad_b), ctx.sizes, ctx.dtypes, strict=True):
+            grads.append(grad.sum_to_size(size).to(dtype))
+        return *grads, None
+
+
+class _Matmul(_Product):
+    @staticmethod
+    def forward(ctx, a, b, quantiser):
+        with as_torch_casts():
+            y = torch.matmul(a, b)
+        return _Product.keep(ctx, y, a, b, quantiser)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        a, b = _Product.factors(ctx, grad.dtype)
+        return _Product.summed(
+            ctx,
+            grad @ b.transpose(-2, -1),
+            a.transpose(-2, -1) @ grad,
+        )
+
+
+class _Mul(_Product):
+    @staticmethod
+    def forward(ctx, a, b, quantiser):
+        return _Product.keep(ctx, a * b, a, b, quantiser)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        a, b = _Product.factors(ctx, grad.dtype)
+        return _Product.summed(ctx, grad * b, grad * a)

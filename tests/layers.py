@@ -157,8 +157,8 @@ def saved_by(module, x):
     def pack(tensor):
         place = tensor.untyped_storage().data_ptr()
         if place not in own:
-            saved[place] = tensor
-        return tensor
+            saved[place] = tensor.detach()
+        return tensor.detach()  # the tensor itself would hold its own graph
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = module(x)

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from fewbit.compress import kinds
+from fewbit.compress.calls import Calls
 from fewbit.compress.controller import Controller
 from fewbit.compress.convert_report import Converted, LeftAlone, Report
 from fewbit.compress.meter import saved_bytes
@@ -39,6 +40,7 @@ class Settings:
     group_size: int = GROUP_SIZE
     minimum: str = "auto"
     copies: int = 1
+    functional: bool = False
     families: tuple[str, ...] = (kinds.ACTIVATION, kinds.CONVOLUTION, kinds.LAYER, kinds.EXACT)
 
     def check(self) -> Settings:
@@ -69,6 +71,7 @@ def compress_(
     group_size: int = GROUP_SIZE,
     minimum: str = "auto",
     copies: int = 1,
+    functional: bool = True,
     include: Filter = "*",
     exclude: Filter = (),
     overrides: Mapping[str, int | Mapping | None] | None = None,
@@ -87,7 +90,9 @@ def compress_(
     ActNN's Table 2. bits: 1 to 8, of quantised inputs (4). activation_bits: of few-bit activations (3; those
     with a derivative of two values keep 1, which is exact). policy: "fixed". group_size: features that share a
     range (256). minimum: "auto", "bfloat16" or "float32", see docs/quantiser.md. copies: 2 for norms that
-    keep two independent copies.
+    keep two independent copies. functional: also compress functions of torch and torch.nn.functional that a
+    forward calls (F.gelu, F.scaled_dot_product_attention, a product of two activations ...) while the model
+    trains in eager mode.
     include, exclude: globs over dotted module paths ("" is the model itself; any path of a shared module
     counts; a glob that matches a module matches what is inside), or a function (path, module) -> bool;
     exclude wins. overrides: {glob: bits, or a mapping of bits,
@@ -97,7 +102,9 @@ def compress_(
     Raises InputError, with nothing changed, for settings that there are not, a model that is not a module,
     or a glob that no module matches.
     """
-    settings = _settings(level, bits, activation_bits, policy, group_size, minimum, copies)
+    settings = _settings(
+        level, bits, activation_bits, policy, group_size, minimum, copies, functional
+    )
     if settings is None:
         restore_(model)
         return _reported(model, Report((), ()), Session(), verbose)
@@ -136,6 +143,9 @@ def convert(model, settings: Settings, include="*", exclude=(), overrides=None) 
     chosen = _chosen(found, include, exclude)
     each = _overridden(found, settings, overrides or {})
     session = Session()
+    if settings.functional:
+        quantiser = Quantiser(settings.bits, settings.group_size, settings.minimum, session)
+        session.calls = Calls(quantiser, settings.activation_bits)
     converted, left_alone = [], []
     for (paths, module, attribute), is_chosen, own in zip(found, chosen, each, strict=True):
         row = _convert(paths[0], module, attribute, is_chosen, own, session)
@@ -143,7 +153,7 @@ def convert(model, settings: Settings, include="*", exclude=(), overrides=None) 
             (converted if isinstance(row, Converted) else left_alone).append(row)
     for module in model.modules():
         _remove_session(module)
-    if any(isinstance(module, Quantised) for module in model.modules()):
+    if settings.functional or any(isinstance(each, Quantised) for each in model.modules()):
         for module in model.modules():
             # Of those without a forward, like ModuleList, they are never called.
             if module is model or next(module.children(), None) is not None:
@@ -153,7 +163,9 @@ def convert(model, settings: Settings, include="*", exclude=(), overrides=None) 
     return Controller(model, report, session)
 
 
-def _settings(level, bits, activation_bits, policy, group_size, minimum, copies) -> Settings | None:
+def _settings(
+    level, bits, activation_bits, policy, group_size, minimum, copies, functional
+) -> Settings | None:
     if level is not None and level not in LEVELS:
         raise InputError(f"expected one of {', '.join(LEVELS)} for level, got {level!r}")
     if policy not in (None, "fixed"):
@@ -164,12 +176,17 @@ def _settings(level, bits, activation_bits, policy, group_size, minimum, copies)
         group_size,
         minimum,
         copies,
+        functional,
     ).check()
     if level == "L0":
         if bits is not None or activation_bits is not None:
             raise InputError("expected no bits at level L0, which compresses nothing")
         return None
-    return replace(settings, families=(kinds.CONVOLUTION,)) if level == "L1" else settings
+    return (
+        replace(settings, functional=False, families=(kinds.CONVOLUTION,))
+        if level == "L1"
+        else settings
+    )
 
 
 def _reported(model, report, session, verbose) -> Controller:

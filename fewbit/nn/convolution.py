@@ -34,21 +34,21 @@ class Conv1d(_Conv, nn.Conv1d):
     """torch.nn.Conv1d; see `fewbit.functional.conv1d`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._convolve(F.conv1d, input) if self.training else super().forward(input)
+        return self._convolve(F.conv1d, input) if self.training else self._exact(input)
 
 
 class Conv2d(_Conv, nn.Conv2d):
     """torch.nn.Conv2d; see `fewbit.functional.conv2d`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._convolve(F.conv2d, input) if self.training else super().forward(input)
+        return self._convolve(F.conv2d, input) if self.training else self._exact(input)
 
 
 class Conv3d(_Conv, nn.Conv3d):
     """torch.nn.Conv3d; see `fewbit.functional.conv3d`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._convolve(F.conv3d, input) if self.training else super().forward(input)
+        return self._convolve(F.conv3d, input) if self.training else self._exact(input)
 
 
 class _ConvTranspose(Quantised):
@@ -67,7 +67,7 @@ class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if not self.training:
-            return super().forward(input, output_size)
+            return self._exact(input, output_size)
         return self._convolve(F.conv_transpose1d, 1, input, output_size)
 
 
@@ -76,7 +76,7 @@ class ConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if not self.training:
-            return super().forward(input, output_size)
+            return self._exact(input, output_size)
         return self._convolve(F.conv_transpose2d, 2, input, output_size)
 
 
@@ -85,5 +85,5 @@ class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if not self.training:
-            return super().forward(input, output_size)
+            return self._exact(input, output_size)
         return self._convolve(F.conv_transpose3d, 3, input, output_size)

@@ -9,6 +9,7 @@ from fewbit import functional as F
 from fewbit.functional.normalization import check_copies
 from fewbit.functional.sync_batch_norm import sync_batch_norm
 from fewbit.nn.quantised import Quantised
+from fewbit.runtime.exact import exactly
 
 __all__ = [
     "BatchNorm1d",
@@ -47,7 +48,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
-            return super().forward(input)
+            return self._exact(input)
         vectors = self.weight, self.bias
         return F.layer_norm(input, self.normalized_shape, *vectors, self.eps, **self._kept)
 
@@ -57,7 +58,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
-            return super().forward(x)
+            return self._exact(x)
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps, **self._kept)
 
 
@@ -66,7 +67,7 @@ class GroupNorm(_Norm, nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
-            return super().forward(input)
+            return self._exact(input)
         vectors = self.weight, self.bias
         return F.group_norm(input, self.num_groups, *vectors, self.eps, **self._kept)
 
@@ -91,7 +92,8 @@ class _BatchNorm(_Norm):
             self.bias,
         )
         if by_batch and not self.training:
-            return nn.functional.batch_norm(input, *vectors, True, momentum, self.eps)
+            with exactly():
+                return nn.functional.batch_norm(input, *vectors, True, momentum, self.eps)
         return self._normalise(input, vectors, by_batch, momentum)
 
     def _normalise(self, input, vectors, by_batch, momentum) -> Tensor:
@@ -134,7 +136,8 @@ class _InstanceNorm(_Norm):
 
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
         if not self.training:
-            return super()._apply_instance_norm(input)
+            with exactly():
+                return super()._apply_instance_norm(input)
         momentum = 0.0 if self.momentum is None else self.momentum
         vectors = self.running_mean, self.running_var, self.weight, self.bias
         return F.instance_norm(input, *vectors, True, momentum, self.eps, **self._kept)

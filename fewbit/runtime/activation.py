@@ -8,6 +8,7 @@ from fewbit.errors import GradientError, InputError
 from fewbit.runtime import autograd, layout, ops
 from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.encoding import Encoding
+from fewbit.runtime.exact import exactly
 from fewbit.runtime.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE
 
 _creation_meta = torch._C._autograd._get_creation_meta
@@ -39,7 +40,8 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
 
 def torchs_own(x: torch.Tensor, function: str, parameters: tuple, inplace: bool = False):
     """f(x) by torch, with torch's derivative. Takes what `apply` takes."""
-    return (IN_PLACE if inplace else FORWARD)[function](x, *parameters)
+    with exactly():
+        return (IN_PLACE if inplace else FORWARD)[function](x, *parameters)
 
 
 def apply_callable(x: torch.Tensor, function, encoding: str):

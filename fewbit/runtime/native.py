@@ -125,7 +125,7 @@ class Kernels:
             samples,
             features,
             group_size,
-            bits,
+            1 if widths is not None else bits,  # where it says nothing it need not be valid
             *streams,
             wide,
             seed.data_ptr(),
@@ -135,7 +135,7 @@ class Kernels:
             rows,
             *self._where(x),
         )
-        return packed, ranges, spread
+        return packed, ranges, spread or (None, None)
 
     def dequantise(self, packed, ranges, bits, group_size, out, widths=None) -> None:
         """As `reference.dequantise`."""
@@ -146,7 +146,7 @@ class Kernels:
             packed.numel(),
             ranges.data_ptr(),
             len(ranges),
-            bits,
+            1 if widths is not None else bits,  # where it says nothing it need not be valid
             *streams,
             ranges.shape[1] == groups.WIDE,
             samples,

@@ -1,0 +1,95 @@
+"""Functions that a forward calls, rather than modules: few-bit versions in their place while a model trains."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as torch_functional
+from torch.overrides import TorchFunctionMode
+
+from fewbit import functional as F
+from fewbit.runtime.exact import is_exact
+from fewbit.runtime.quantiser import Quantiser
+
+_ACTIVATIONS = (
+    "celu elu gelu hardsigmoid hardswish leaky_relu logsigmoid mish selu silu softplus softsign tanhshrink "
+    "relu relu6"
+)
+_ONE_BIT = ("relu", "relu6", "leaky_relu", "hardsigmoid")
+_QUANTISED = (
+    "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm "
+    "layer_norm rms_norm group_norm instance_norm prelu softmax log_softmax scaled_dot_product_attention"
+)
+_EXACT = (
+    "embedding dropout dropout1d dropout2d dropout3d max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
+    "avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d "
+    "adaptive_avg_pool2d adaptive_avg_pool3d interpolate pad"
+)
+_ELSEWHERE = {  # other names of the same functions
+    "relu": (torch.relu, torch.Tensor.relu),
+    "softmax": (torch.softmax, torch.Tensor.softmax),
+    "log_softmax": (torch.log_softmax, torch.Tensor.log_softmax),
+    "dropout": (torch.dropout,),
+    "sigmoid": (torch.sigmoid, torch.Tensor.sigmoid),
+    "tanh": (torch.tanh, torch.Tensor.tanh),
+    "matmul": (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__),
+    "mul": (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__),
+}  # fmt: skip
+
+
+def _table() -> dict:
+    """{torch's function: (ours, "activation", "one bit", "quantised" or "exact")}."""
+    table = {}
+    families = {
+        "activation": (*_ACTIVATIONS.split(), "sigmoid", "tanh"),
+        "quantised": (*_QUANTISED.split(), "matmul", "mul"),
+        "exact": _EXACT.split(),
+    }
+    for family, names in families.items():
+        for name in names:
+            if not hasattr(F, name):
+                continue
+            each = "one bit" if name in _ONE_BIT else family
+            theirs = {getattr(torch_functional, name, None), *_ELSEWHERE.get(name, ())} - {None}
+            table.update({function: (getattr(F, name), each) for function in theirs})
+    return table
+
+
+class Calls(TorchFunctionMode):
+    """Within it torch's functions of the table run as fewbit's, on tensors that need a gradient."""
+
+    TABLE = _table()
+
+    def __init__(self, quantiser: Quantiser, activation_bits: int):
+        self.quantiser = quantiser
+        self.activation_bits = activation_bits
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        found = self.TABLE.get(function)
+        if found is None or is_exact() or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        ours, family = found
+        if not all(isinstance(each, torch.Tensor) for each in args[:1]) or "out" in kwargs:
+            return function(*args, **kwargs)
+        return self._call(ours, family, function, args, kwargs)
+
+    def _call(self, ours, family, function, args, kwargs):
+        if family == "quantised":
+            if ours in (F.mul, F.matmul) and not _both_are_made(args, kwargs):
+                return function(*args, **kwargs)
+            return ours(*args, **kwargs, quantiser=self.quantiser)
+        if family == "activation":
+            return ours(*args, **kwargs, bits=self.activation_bits)
+        return ours(*args, **kwargs)
+
+
+def _both_are_made(args, kwargs) -> bool:
+    """Whether both factors come from layers: then torch would keep both."""
+    return (
+        len(args) == 2
+        and not kwargs
+        and all(
+            isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf
+            for each in args
+        )
+    )

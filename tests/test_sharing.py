@@ -1,0 +1,355 @@
+"""An input that several layers keep is quantised once, and only what is the same tensor counts as the same."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from layers import relative, saved_by
+from samples import normal
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import fewbit
+from fewbit.runtime.groups import quantised_bytes
+
+
+class Branches(nn.Module):
+    """`count` linear layers of one input; `between` does something to it before the last one."""
+
+    def __init__(self, count=3, between=lambda x: x, features=96):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(features, 8) for _ in range(count))
+        self.between = between
+
+    def forward(self, x):
+        x = x * 1.0
+        parts = [layer(x) for layer in self.layers[:-1]]
+        return sum(parts) + self.layers[-1](self.between(x))
+
+
+def compressed(model, bits=8, **options):
+    fewbit.compress_(model, bits=bits, verbose=False, functional=False, **options)
+    return model
+
+
+def copies(model, x) -> int:
+    """How many quantised tensors a forward keeps."""
+    return sum(tensor.dtype == torch.int32 for tensor in saved_by(model, x)[1])
+
+
+def check_gradients(model, exact, x, limit=0.02):
+    for each in (model, exact):
+        each.zero_grad()
+        torch.manual_seed(0)
+        each(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        assert relative(ours.grad, theirs.grad) < limit
+
+
+X = normal((5, 96))
+
+
+def test_one_copy_for_all(device):
+    model = Branches().to(device)
+    exact = copy.deepcopy(model)
+    compressed(model)
+    x = X.to(device)
+    _, saved = saved_by(model, x)
+    assert sum(tensor.nbytes for tensor in saved) == quantised_bytes(x.shape, 8)
+    check_gradients(model, exact, x)
+
+
+def double_(x):
+    with torch.no_grad():
+        x.mul_(2.0)
+    return x
+
+
+@pytest.mark.parametrize(
+    "between, expected",
+    [
+        (lambda x: x, 1),
+        (lambda x: x.view(5, 96), 1),  # the same memory, seen the same way
+        (lambda x: x.detach(), 1),
+        (double_, 2),  # changed in place
+        (lambda x: x.clone(), 2),
+        (lambda x: x[:3].repeat(2, 1)[:5], 2),
+    ],
+    ids=["same", "view", "detached", "changed in place", "copy", "part"],
+)
+def test_what_counts_as_the_same(between, expected):
+    model = compressed(Branches(between=between))
+    assert copies(model, X) == expected
+
+
+def test_a_change_in_place_between_two_layers_is_seen():
+    model = Branches(between=double_)
+    exact = copy.deepcopy(model)
+    # torch refuses to go back through a changed input: written out.
+    x = X * 1.0
+    theirs = torch.autograd.grad(exact.layers[-1](2 * x).sum(), exact.layers[-1].weight)[0]
+    ours = torch.autograd.grad(compressed(model)(X).sum(), model.layers[-1].weight)[0]
+    assert relative(ours, theirs) < 0.02
+
+
+def test_an_address_that_is_used_again_is_another_tensor():
+    """Temporaries of a forward, each of which lies where the one before it lay."""
+
+    class Reuse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(96, 2) for _ in range(20))
+            self.places = []
+
+        def forward(self, x):
+            total = 0.0
+            for i, layer in enumerate(self.layers):
+                scaled = x * float(i + 1)
+                self.places.append(scaled.data_ptr())
+                total = total + layer(scaled)
+                del scaled
+            return total
+
+    model = compressed(Reuse())
+    x = normal((5, 96))
+    model(x).sum().backward()
+    assert len(set(model.places)) < 20  # it does happen
+    for i, layer in enumerate(model.layers):
+        expected = (i + 1.0) * x.sum(0).expand(2, -1)
+        assert relative(layer.weight.grad, expected) < 0.02
+
+
+def test_layers_with_other_settings_have_their_own_copy():
+    model = Branches()
+    compressed(model, overrides={"layers.1": 4})
+    assert copies(model, X) == 2
+
+
+def test_strides_count():
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(80, 3), nn.Linear(80, 3)
+
+        def forward(self, x):
+            x = x * 1.0
+            return self.a(x) + self.b(x.transpose(0, 1))
+
+    assert copies(compressed(Transposed()), normal((80, 80))) == 2
+
+
+def test_autocast_shares_as_well():
+    """The copy is made of the tensor before any cast, so that the cast does not matter to it."""
+    model = Branches()
+    exact = copy.deepcopy(model)
+    compressed(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert copies(model, X) == 1
+        check_gradients(model, exact, X, limit=0.05)
+
+
+def test_nothing_outlives_a_forward():
+    model = compressed(Branches())
+    x = X.clone()
+    y = model(x)
+    session = model.layers[0].quantiser.session
+    assert y.requires_grad and session._local.entries is None
+    # The same input again, while the first graph is alive: a copy of its own.
+    a, b = saved_by(model, X)[1], saved_by(model, X)[1]
+    assert {t.data_ptr() for t in a}.isdisjoint(t.data_ptr() for t in b)
+
+
+def test_an_entry_does_not_hold_the_tensor():
+    class Watch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(96, 4)
+
+        def forward(self, x):
+            x = x * 1.0
+            alive = weakref.ref(x.untyped_storage())
+            y = self.layer(x)
+            del x
+            gc.collect()
+            self.alive = alive() is not None
+            return y
+
+    model = compressed(Watch())
+    model(X)
+    assert not model.alive
+
+
+def test_the_copy_is_freed_when_the_last_layer_has_used_it():
+    model = compressed(Branches())
+    alive = []
+
+    def pack(tensor):
+        if tensor.dtype == torch.int32 and not alive:
+            alive.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(X)
+    assert alive[0]() is not None
+    y.sum().backward()
+    gc.collect()
+    assert alive[0]() is None
+
+
+def test_retain_graph():
+    model = compressed(Branches())
+    y = model(X).sum()
+    first = torch.autograd.grad(y, list(model.parameters()), retain_graph=True)
+    again = torch.autograd.grad(y, list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_two_models_share_nothing():
+    a, b = compressed(Branches()), compressed(Branches())
+
+    class Both(nn.Module):
+        def forward(self, x):
+            return a(x) + b(x)
+
+    x = (X * 1.0).requires_grad_()
+    assert copies(Both(), x) == 2
+    twin = copy.deepcopy(a)
+    assert twin.layers[0].quantiser.session is twin.layers[1].quantiser.session
+    assert twin.layers[0].quantiser.session is not a.layers[0].quantiser.session
+    assert (
+        copies(twin, X)
+        == copies(pickle.loads(pickle.dumps(nn.Sequential(nn.Identity(), a.layers[0]))), X)
+        == 1
+    )
+
+
+# -- a norm and what follows it ---------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.q, self.k = norm, nn.Linear(96, 8), nn.Linear(96, 8)
+
+    def forward(self, x):
+        y = self.norm(x * 1.0)
+        return self.q(y) * self.k(y)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(96), nn.LayerNorm(96, bias=False), nn.RMSNorm(96)])
+def test_a_norm_and_the_linear_layers_after_it_keep_one_copy(device, norm):
+    model = Normed(copy.deepcopy(norm)).to(device)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.add_(normal(parameter.shape, device=device, scale=0.3, seed=number))
+    exact = copy.deepcopy(model)
+    compressed(model)
+    x = X.to(device)
+    codes = [tensor for tensor in saved_by(model, x)[1] if tensor.dtype == torch.int32]
+    assert sum(tensor.nbytes for tensor in codes) == 4 * 8 * (5 * 96 // 32)
+    check_gradients(model, exact, x)
+
+
+def test_what_a_norm_offers_is_exact_in_expectation():
+    torch.manual_seed(0)
+    model = Normed(nn.LayerNorm(96)).double()
+    nn.init.normal_(model.norm.weight)
+    nn.init.normal_(model.norm.bias)
+    exact = copy.deepcopy(model)
+    compressed(model, bits=2)
+    x, grad = normal((5, 96), torch.float64) + 10.0, normal((5, 8), torch.float64, seed=3)
+    draws = torch.stack(
+        [torch.autograd.grad(model(x), model.q.weight, grad)[0] for _ in range(300)]
+    )
+    wanted = torch.autograd.grad(exact(x), exact.q.weight, grad)[0]
+    z = (draws.mean(0) - wanted) / (draws.std(0) / 300**0.5)
+    assert abs(float(z.square().mean()) - 1) < 5 * (2 / z.numel()) ** 0.5
+    assert abs(float(z.mean())) < 5 / z.numel() ** 0.5 * 2  # entries of one row are correlated
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """Blocks of a norm, two linear layers of its output, and dropout, each made again in backward."""
+
+    def __init__(self, reentrant, as_function):
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed(nn.LayerNorm(96)) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(8, 96) for _ in range(2))
+        self.dropout = nn.Dropout(0.5)
+        self.reentrant, self.as_function, self.seen = reentrant, as_function, []
+
+    def forward(self, x):
+        x = x * 1.0
+        for block, up in zip(self.blocks, self.up, strict=True):
+
+            def region(x, block=block, up=up):
+                y = block.norm(x)
+                y = block.q(y) * block.k(y) if self.as_function else block(x)
+                y = self.dropout(up(y))
+                self.seen.append((y == 0).detach())
+                return x + y
+
+            x = checkpoint(region, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant, as_function):
+    """The second forward draws the dropout of the first, and gradients are those of the exact model."""
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant, as_function)
+    exact = copy.deepcopy(model)
+    compressed(model)
+    assert copies(model, X.clone().requires_grad_()) == 0  # only the regions' inputs
+    model.seen.clear()
+    torch.manual_seed(1)
+    x = X.clone().requires_grad_()
+    with set_checkpoint_early_stop(False):  # to see the whole second forward
+        model(x).square().sum().backward()
+    first, second = model.seen[:2], model.seen[2:]
+    assert all(torch.equal(a, b) for a, b in zip(first, reversed(second), strict=True))
+    assert model.blocks[0].norm.weight.grad is not None
+    regions = model.blocks[0].q.quantiser.session._local.regions
+    gc.collect()
+    assert not len(regions)
+    # Exact in place of few-bit, with the same masks:
+    masks = iter(first)
+    exact.dropout = type(
+        "Masked", (nn.Module,), {"forward": lambda self, x: x * ~next(masks) * 2}
+    )()
+    exact.reentrant = None
+    for block, up in zip(exact.blocks, exact.up, strict=True):
+        block.up = up
+    y = X.clone().requires_grad_()
+    z = y * 1.0
+    for block in exact.blocks:
+        z = z + exact.dropout(block.up(block(z)))
+    z.square().sum().backward()
+    assert relative(x.grad, y.grad) < 0.02
+
+
+def test_seeds_reproduce_a_run():
+    model = compressed(Branches(), bits=1)
+
+    def run(seed):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        model(X).square().sum().backward()
+        return model.layers[0].weight.grad.clone()
+
+    assert torch.equal(run(3), run(3))
+    assert not torch.equal(run(3), run(4))
+
+
+def test_hooks_of_others_do_not_split_a_copy():
+    """save_on_cpu and the meter around a forward: still one copy, and nothing kept after it."""
+    model = compressed(Branches())
+    with torch.autograd.graph.save_on_cpu():
+        model(X).sum().backward()
+    assert fewbit.saved_bytes(model, X).by_kind()["packed"] == 4 * 8 * (5 * 96 // 32)

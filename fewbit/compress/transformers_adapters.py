@@ -1,0 +1,657 @@
+"""What modules of transformers become, and its attention interface.
+
+transformers has a class of its own for the same few computations in every model. `becomes` knows
+them by what their forward computes: its source, but for the names of variables, is one of those
+written here. So a class that a later version changes is left alone. transformers is not imported
+unless it is already.
+
+Each adapted class is a subclass of the module's own, made when first asked for, for assignment to
+`module.__class__`; the module then needs `quantiser`. It is torch's own in eval mode.
+
+Attention that goes through transformers' interface is reached by `install`, which registers an
+implementation "fewbit" and has the model use it, and `remove`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from fewbit.functional.attention import How, attention
+from fewbit.functional.gated import gated
+from fewbit.functional.linear import linear
+from fewbit.functional.normalization import _input_gradient, _keep, _restored
+from fewbit.nn.quantised import Quantised
+from fewbit.runtime.normalised import offer
+from fewbit.runtime.quantiser import Quantiser, is_differentiated
+
+__all__ = ["becomes", "install", "original", "remove"]
+
+
+def becomes(module: nn.Module) -> type[nn.Module] | None:
+    """The class, a subclass of its own, that the module can be given; None if it is not known.
+
+    Known are transformers' Conv1D, root-mean-square norms and gated units of its models.
+    """
+    adapter = _adapter(type(module))
+    return None if adapter is None else _subclass(type(module))
+
+
+def original(module: nn.Module) -> type[nn.Module] | None:
+    """The class of transformers that a converted module had; None if it is not one of `becomes`."""
+    return type(module).original if isinstance(module, _Adapted) else None
+
+
+# -- classes ---------------------------------------------------------------------------------------
+
+
+class _Adapted(Quantised):
+    """Before the module's own class in a class made by `_subclass`; pickles as that class."""
+
+    original: type[nn.Module]
+
+    def __reduce_ex__(self, protocol):
+        return _blank, (self.original,), self.__getstate__()
+
+
+@cache
+def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
+    names = {"__module__": __name__, "__doc__": f"{cls.__name__} that keeps quantised tensors."}
+    return type(cls.__name__, (_adapter(cls), cls), {**names, "original": cls})
+
+
+def _blank(cls: type[nn.Module]) -> nn.Module:
+    adapted = _subclass(cls)
+    return adapted.__new__(adapted)
+
+
+@cache
+def _adapter(cls: type[nn.Module]) -> type[_Adapted] | None:
+    if cls.__module__ == "transformers.pytorch_utils" and cls.__name__ == "Conv1D":
+        return _Conv1D
+    if not cls.__module__.startswith("transformers.models."):
+        return None
+    return _BY_SOURCE.get(_source(cls))
+
+
+class _Conv1D(_Adapted):
+    """A linear layer with a transposed weight, kept as `fewbit.functional.linear` keeps it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        return linear(x, self.weight.t(), self.bias, quantiser=self.quantiser)
+
+
+# -- root-mean-square norms ------------------------------------------------------------------------
+
+
+class _Form(NamedTuple):
+    """One way to compute the norm: forward(x, weight, eps) -> (y, 1 / root mean square).
+
+    offset: what is added to the weight.
+    """
+
+    source: str
+    forward: Callable
+    offset: float = 0.0
+
+
+class _Norm(_Adapted):
+    """Keeps x quantised and a float32 number a row; `copies` as in `fewbit.functional.rms_norm`.
+
+    The gradient of the weight is exact in expectation, that of x is as
+    `fewbit.functional.normalization` says.
+    """
+
+    form: _Form
+    copies = 1
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = getattr(self, "weight", None)
+        if not self.training or not is_differentiated(hidden_states, weight):
+            return super().forward(hidden_states)
+        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        return _RMSNorm.apply(hidden_states, weight, eps, self.form, self.copies, self.quantiser)
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, form, copies, quantiser):
+        y, rstd = form.forward(x, weight, eps)
+        ctx.dtype, ctx.offset = x.dtype, form.offset
+        keep, kept = _keep(ctx, x, copies, quantiser)
+        offer(quantiser, y, keep, None, rstd, _scale(weight, form.offset), None)
+        ctx.save_for_backward(weight, rstd, *kept)
+        return keep.mark(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        weight, rstd, *kept = ctx.saved_tensors
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        wide = torch.promote_types(ctx.dtype, rstd.dtype)
+        first, second = _restored(ctx, kept, wide)
+        grad, grad_x, grad_weight = grad.to(wide), None, None
+        if needs_x:
+            scaled = grad if weight is None else grad * _scale(weight, ctx.offset).to(wide)
+            grad_x = _input_gradient(scaled, first, second, None, rstd, (-1,)).to(ctx.dtype)
+        if needs_weight:
+            each = (grad * (first * rstd)).reshape(-1, grad.shape[-1])
+            grad_weight = each.sum(0).to(weight.dtype)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _scale(weight, offset):
+    return weight if weight is None or not offset else offset + weight.float()
+
+
+def _normalised(x, eps):
+    """(x over its root mean square, 1 / that), in float32."""
+    x = x.to(torch.float32)
+    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return x * rstd, rstd
+
+
+def _rounded_then_weighted(x, weight, eps):
+    y, rstd = _normalised(x, eps)
+    return weight * y.to(x.dtype), rstd
+
+
+def _weighted_then_rounded(x, weight, eps):
+    y, rstd = _normalised(x, eps)
+    return (weight * y).to(x.dtype), rstd
+
+
+def _weighted_in_float32(x, weight, eps, offset=None):
+    y, rstd = _normalised(x, eps)
+    weight = weight.float() if offset is None else offset + weight.float()
+    return (y * weight).to(x.dtype), rstd
+
+
+def _unweighted(x, weight, eps):
+    y, rstd = _normalised(x, eps)
+    return y.to(x.dtype), rstd
+
+
+def _of_t5(x, weight, eps):
+    rstd = torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
+    y = x * rstd
+    return weight * (y.to(weight.dtype) if weight.dtype.itemsize == 2 else y), rstd
+
+
+_START = """
+def forward(self, x):
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.variance_epsilon)
+"""
+_SHORT = """
+def _norm(self, x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+def forward(self, x):
+"""
+FORMS = {
+    "llama": _Form(
+        _START + "    return self.weight * x.to(dtype)",
+        _rounded_then_weighted,
+    ),
+    "olmo2": _Form(
+        _START + "    return (self.weight * x).to(dtype)",
+        _weighted_then_rounded,
+    ),
+    "helium": _Form(
+        _START + "    return (self.weight.to(torch.float32) * x).to(dtype)",
+        _weighted_in_float32,
+    ),
+    "gemma": _Form(
+        _SHORT
+        + """
+    y = self._norm(x.float())
+    y = y * (1.0 + self.weight.float())
+    return y.type_as(x)
+""",
+        partial(_weighted_in_float32, offset=1.0),
+        offset=1.0,
+    ),
+    "moshi": _Form(
+        _SHORT
+        + """
+    y = self._norm(x.float())
+    y = y * self.weight.float()
+    return y.type_as(x)
+""",
+        _weighted_in_float32,
+    ),
+    "llama4": _Form(
+        _SHORT
+        + """
+    y = self._norm(x.float()).type_as(x)
+    return y * self.weight
+""",
+        _rounded_then_weighted,
+    ),
+    "unweighted": _Form(
+        _SHORT + "    return self._norm(x.float()).type_as(x)",
+        _unweighted,
+    ),
+    "t5": _Form(
+        """
+def forward(self, x):
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.variance_epsilon)
+    if self.weight.dtype in [torch.float16, torch.bfloat16]:
+        x = x.to(self.weight.dtype)
+    return self.weight * x
+""",
+        _of_t5,
+    ),
+}
+
+
+# -- gated units -----------------------------------------------------------------------------------
+
+
+class _Unit(NamedTuple):
+    """One way to write a gated unit: forward(module, x, product).
+
+    act: the attribute that holds the activation. product(gate, up) -> act(gate) up.
+    """
+
+    act: str
+    source: str
+    forward: Callable
+
+
+class _Gated(_Adapted):
+    """Keeps gate and up as `fewbit.functional.swiglu` and its kin do; linear layers are their own.
+
+    With an activation other than SiLU, GELU and ReLU it is the original.
+    """
+
+    unit: _Unit
+
+    def forward(self, x: Tensor) -> Tensor:
+        act = getattr(self, self.unit.act)
+        name, function = _activation(act)
+        if not self.training or name is None:
+            return super().forward(x)
+        product = partial(gated, activation=name, function=function, quantiser=self.quantiser)
+        return self.unit.forward(self, x, product)
+
+
+_NAMES = {
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "NewGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "AccurateGELUActivation": "gelu_tanh",
+}
+
+
+def _activation(act) -> tuple[str | None, Callable | None]:
+    """The activation's name for `gated`, or None, and what computes it where torch's differs."""
+    if isinstance(act, nn.Module) and (act._forward_hooks or act._forward_pre_hooks):
+        return None, None
+    if isinstance(act, nn.SiLU):
+        return "silu", None
+    if isinstance(act, nn.GELU):
+        return ("gelu" if act.approximate == "none" else "gelu_tanh"), None
+    if isinstance(act, nn.ReLU):
+        return "relu", None
+    cls = type(act)
+    name = _NAMES.get(cls.__name__) if cls.__module__ == "transformers.activations" else None
+    function = getattr(act, "act", None)
+    if name == "silu" or getattr(function, "func", function) is nn.functional.gelu:
+        return name, None
+    return name, act
+
+
+def _simple(self, x, product):
+    return self.down_proj(product(self.gate_proj(x), self.up_proj(x)))
+
+
+def _with_dropout(self, x, product):
+    return self.down_proj(self.dropout(product(self.gate_proj(x), self.up_proj(x))))
+
+
+def _joint(self, x, product):
+    gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+    return self.down_proj(product(gate, up))
+
+
+def _t5(self, x, product):
+    x = self.dropout(product(self.wi_0(x), self.wi_1(x)))
+    weight = self.wo.weight
+    if isinstance(weight, Tensor) and x.dtype != weight.dtype and weight.dtype != torch.int8:
+        x = x.to(weight.dtype)
+    return self.wo(x)
+
+
+def _long_t5(self, x, product):
+    return self.wo(self.dropout(product(self.wi_0(x), self.wi_1(x))))
+
+
+def _modernbert(self, x, product):
+    gate, up = self.Wi(x).chunk(2, dim=-1)
+    return self.Wo(self.drop(product(gate, up)))
+
+
+UNITS = {
+    "llama": _Unit(
+        "act_fn",
+        """
+def forward(self, x):
+    y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return y
+""",
+        _simple,
+    ),
+    "qwen2.5": _Unit(
+        "act_fn",
+        """
+def forward(self, x):
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+""",
+        _simple,
+    ),
+    "llama4": _Unit(
+        "activation_fn",
+        """
+def forward(self, x):
+    y = self.activation_fn(self.gate_proj(x)) * self.up_proj(x)
+    return self.down_proj(y)
+""",
+        _simple,
+    ),
+    "t5gemma": _Unit(
+        "act_fn",
+        """
+def forward(self, x):
+    y = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+    y = self.dropout(y)
+    z = self.down_proj(y)
+    return z
+""",
+        _with_dropout,
+    ),
+    "phi3": _Unit(
+        "activation_fn",
+        """
+def forward(self, x):
+    up = self.gate_up_proj(x)
+    gate, up = up.chunk(2, dim=-1)
+    up = up * self.activation_fn(gate)
+    return self.down_proj(up)
+""",
+        _joint,
+    ),
+    "t5": _Unit(
+        "act",
+        """
+def forward(self, x):
+    gate = self.act(self.wi_0(x))
+    up = self.wi_1(x)
+    x = gate * up
+    x = self.dropout(x)
+    if (
+        isinstance(self.wo.weight, torch.Tensor)
+        and x.dtype != self.wo.weight.dtype
+        and self.wo.weight.dtype != torch.int8
+    ):
+        x = x.to(self.wo.weight.dtype)
+    x = self.wo(x)
+    return x
+""",
+        _t5,
+    ),
+    "longt5": _Unit(
+        "act",
+        """
+def forward(self, x):
+    gate = self.act(self.wi_0(x))
+    up = self.wi_1(x)
+    x = gate * up
+    x = self.dropout(x)
+    x = self.wo(x)
+    return x
+""",
+        _long_t5,
+    ),
+    "modernbert": _Unit(
+        "act",
+        """
+def forward(self, x):
+    gate, up = self.Wi(x).chunk(2, dim=-1)
+    return self.Wo(self.drop(self.act(gate) * up))
+""",
+        _modernbert,
+    ),
+}
+
+
+# -- recognising -----------------------------------------------------------------------------------
+
+
+def _source(cls: type[nn.Module]) -> str | None:
+    """The canonical source of what the class computes; None if Python does not have it."""
+    try:
+        methods = [cls.forward, *([cls._norm] if hasattr(cls, "_norm") else [])]
+        sources = [textwrap.dedent(inspect.getsource(method)) for method in methods]
+    except (OSError, TypeError, AttributeError):
+        return None
+    return _canonical("\n".join(reversed(sources)))
+
+
+def _canonical(source: str) -> str:
+    """Functions without docstrings and annotations, variables renamed in order of appearance."""
+    functions = []
+    for function in ast.parse(source).body:
+        names = {}
+        arguments = function.args.posonlyargs + function.args.args
+        for argument in arguments:
+            argument.annotation = None
+            names[argument.arg] = f"v{len(names)}"
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.setdefault(node.id, f"v{len(names)}")
+        for node in (*arguments, *ast.walk(function)):
+            if isinstance(node, ast.Name):
+                node.id = names.get(node.id, node.id)
+            elif isinstance(node, ast.arg):
+                node.arg = names.get(node.arg, node.arg)
+        function.returns = None
+        if ast.get_docstring(function) is not None:
+            function.body = function.body[1:]
+        functions.append(ast.unparse(function))
+    return "\n".join(functions)
+
+
+_BY_SOURCE = {
+    _canonical(each.source): type(kind.__name__, (kind,), {"__module__": __name__, field: each})
+    for kind, field, table in ((_Norm, "form", FORMS), (_Gated, "unit", UNITS))
+    for each in table.values()
+}
+
+
+# -- the attention interface -----------------------------------------------------------------------
+
+NAME = "fewbit"
+_ATTACHED = "_fewbit_attention"
+_BEFORE = "_fewbit_attention_before"
+_OTHERS_DECIDE = re.compile(
+    r"""_attn_implementation\s*(?:[!=]=\s*["']sdpa["']|(?:not\s+)?in\b)""",
+)
+
+
+@dataclass
+class _Attached:
+    """What attention of a converted model has; a process that unpickles it registers NAME."""
+
+    quantiser: Quantiser
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        _register()
+
+
+def install(
+    model: nn.Module,
+    quantiser: Quantiser | Callable[[str, nn.Module], Quantiser | None],
+) -> tuple[list[str], dict[str, str]]:
+    """Have the models of transformers within `model` keep q, k and v of attention quantised.
+
+    quantiser: for all, or a function (path, module) -> quantiser, or None to leave the module.
+    Their configuration's attention implementation becomes "fewbit" where it was "sdpa" or "eager";
+    it computes what "sdpa" does, by its masks, in eval mode too. `config` objects are changed:
+    models that share one share the implementation, and one that was not converted then runs "sdpa".
+
+    Returns the paths of the attention modules that use it, and of the models that do not, with why.
+    A second call replaces the quantisers.
+    """
+    reached, left = [], {}
+    configs = {}
+    for path, inner in _models(model):
+        config = inner.config
+        if id(config) not in configs:
+            reason = _why_not(type(inner), config)
+            configs[id(config)] = config._attn_implementation, reason
+        before, reason = configs[id(config)]
+        if reason is not None:
+            left[path] = reason
+            continue
+        _register()
+        if before != NAME:
+            vars(inner)[_BEFORE] = before
+            _set(config, NAME)
+    using = {each for each, (_, reason) in configs.items() if reason is None}
+    for path, module in model.named_modules():
+        if id(getattr(module, "config", None)) not in using or not _is_attention(module):
+            continue
+        own = quantiser if isinstance(quantiser, Quantiser) else quantiser(path, module)
+        vars(module).pop(_ATTACHED, None)
+        if own is not None:
+            vars(module)[_ATTACHED] = _Attached(own)
+            reached.append(path)
+    return reached, left
+
+
+def remove(model: nn.Module) -> None:
+    """Undo `install`."""
+    for module in model.modules():
+        vars(module).pop(_ATTACHED, None)
+    for _, inner in _models(model):
+        before = vars(inner).pop(_BEFORE, None)
+        if before is not None and inner.config._attn_implementation == NAME:
+            _set(inner.config, before)
+
+
+def _models(model):
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is None:
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            yield path, module
+
+
+def _is_attention(module) -> bool:
+    return (
+        type(module).__module__.startswith("transformers.") and "Attention" in type(module).__name__
+    )
+
+
+def _set(config, name: str) -> None:
+    # Not the property, which sets the configurations of other models within this one too.
+    config._attn_implementation_internal = name
+
+
+def _why_not(cls, config) -> str | None:
+    """Why a model cannot use our attention; None if it can."""
+    if config._attn_implementation == NAME:
+        return None
+    if config._attn_implementation not in ("sdpa", "eager"):
+        return f"it uses {config._attn_implementation}"
+    if config.output_attentions:
+        return "it returns attention weights"
+    if not getattr(cls, "_supports_sdpa", False):
+        return "it does not support torch's attention"
+    return _why_not_by_source(cls.__module__)
+
+
+@cache
+def _why_not_by_source(name: str) -> str | None:
+    try:
+        source = inspect.getsource(sys.modules[name])
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: F401
+    except (OSError, TypeError, KeyError, ImportError):
+        return "transformers' attention interface is not there"
+    if "ALL_ATTENTION_FUNCTIONS" not in source:
+        return "its attention does not go through transformers' interface"
+    if _OTHERS_DECIDE.search(source):
+        return "it does otherwise for attention that is not called sdpa"
+    return None
+
+
+def _register() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """transformers' sdpa_attention_forward; key and value are kept before heads are repeated."""
+    from transformers.integrations import sdpa_attention as theirs
+
+    attached = getattr(module, _ATTACHED, None)
+    inputs = query, key, value, attention_mask, position_bias
+    unusual = any(kwargs.get(name) is not None for name in ("softcap", "cache"))
+    unusual = unusual or kwargs.get("output_attentions", False)
+    repeats = getattr(module, "num_key_value_groups", 1)
+    length = query.shape[2]
+    if attached is None or not module.training or unusual or (repeats > 1 and length == 1):
+        quantiser = None
+    else:
+        quantiser = attached.quantiser
+    if quantiser is None or not is_differentiated(*inputs):
+        arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        if position_bias is not None:
+            arguments["position_bias"] = position_bias
+        return theirs.sdpa_attention_forward(module, *inputs[:4], **arguments)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_causal = length > 1 and attention_mask is None and is_causal
+    enable_gqa = repeats > 1 and theirs.use_gqa_in_sdpa(attention_mask, key, value)
+    if is_causal and key.shape[2] > length:
+        key, value = key[:, :, :length], value[:, :, :length]
+        if position_bias is not None:
+            position_bias = position_bias[:, :, :, :length]
+    how = How(dropout, is_causal, scaling, enable_gqa, 1 if enable_gqa else repeats)
+    y = attention(query, key, value, attention_mask, position_bias, how, quantiser)
+    return y.transpose(1, 2).contiguous(), None

@@ -1,0 +1,141 @@
+"""One of two processes that train a compressed model together: run by test_distributed.py."""
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fewbit
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(96, 64),
+        nn.LayerNorm(64),
+        nn.GELU(),
+        nn.Linear(64, 64),
+        nn.GELU(),
+        nn.Linear(64, 3),
+    )
+
+
+def compress(module):
+    fewbit.compress_(module, bits=8, activation_bits=8, verbose=False)
+    return module
+
+
+def inputs(rank):
+    return torch.randn(16, 96, generator=torch.Generator().manual_seed(rank))
+
+
+def expected():
+    """Gradients of the exact model, averaged over both processes' inputs."""
+    exact = model()
+    for rank in range(2):
+        (exact(inputs(rank)).square().mean() / 2).backward()
+    return [each.grad for each in exact.parameters()]
+
+
+def check(gradients):
+    for ours, exact in zip(gradients, expected(), strict=True):
+        error = float((ours - exact).norm() / exact.norm())
+        assert error < 0.02, error
+
+
+def ddp(rank):
+    wrapped = DistributedDataParallel(compress(model()))
+    for _ in range(2):  # the second forward uses buckets made anew
+        wrapped.zero_grad()
+        wrapped(inputs(rank)).square().mean().backward()
+    check([each.grad for each in wrapped.parameters()])
+
+
+def sharded(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    wrapped = compress(model())
+    for layer in wrapped:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(wrapped)
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(inputs(rank)).square().mean().backward()
+    check([each.grad.full_tensor() for each in wrapped.parameters()])
+    assert all(isinstance(layer, fewbit.nn.Linear) for layer in wrapped[::3])
+
+
+def sync_batch_norm(rank):
+    """torch's own kernels for it are on GPUs only: written out here for the CPU."""
+    from fewbit.functional.sync_batch_norm import sync_batch_norm
+    from fewbit.runtime.quantiser import Quantiser
+
+    def stats(x, eps):
+        flat = x.transpose(0, 1).flatten(1)
+        return flat.mean(1), (flat.var(1, unbiased=False) + eps).rsqrt()
+
+    def gather(x, mean, invstd, running_mean, running_var, momentum, eps, counts):
+        weights = (counts / counts.sum())[:, None]
+        total = (weights * mean).sum(0)
+        var = (weights * (invstd**-2 - eps + (mean - total) ** 2)).sum(0)
+        n = counts.sum()
+        running_mean.lerp_(total, momentum)
+        running_var.lerp_(var * n / (n - 1), momentum)
+        return total, (var + eps).rsqrt()
+
+    def place(v):
+        return v[None, :, None]
+
+    def elemt(x, weight, bias, mean, invstd, eps):
+        return (x - place(mean)) * place(invstd * weight) + place(bias)
+
+    def reduce(grad, x, mean, invstd, weight, *needs):
+        centred = x - place(mean)
+        dy, dy_x = grad.sum((0, 2)), (grad * centred).sum((0, 2))
+        return dy, dy_x, dy_x * invstd, dy
+
+    def backward(grad, x, mean, invstd, weight, dy, dy_x, count):
+        n = count.sum()
+        inner = grad - place(dy / n) - (x - place(mean)) * place(invstd**2 * dy_x / n)
+        return inner * place(invstd * weight)
+
+    torch.batch_norm_stats, torch.batch_norm_gather_stats_with_counts = stats, gather
+    torch.batch_norm_elemt = elemt
+    torch.batch_norm_backward_reduce, torch.batch_norm_backward_elemt = reduce, backward
+    x = [torch.randn(4, 5, 40, generator=torch.Generator().manual_seed(i)) * 2 + 1 for i in (0, 1)]
+    grad = [torch.randn(4, 5, 40, generator=torch.Generator().manual_seed(i)) for i in (2, 3)]
+    own = nn.BatchNorm1d(5)
+    nn.init.normal_(own.weight, generator=torch.Generator().manual_seed(4))
+    both = copy.deepcopy(own)
+    all_x = torch.cat(x).requires_grad_()
+    both(all_x).backward(torch.cat(grad))
+    mine = x[rank].clone().requires_grad_()
+    vectors = own.weight, own.bias, own.running_mean, own.running_var
+    quantiser = Quantiser(8)
+    y = sync_batch_norm(mine, *vectors, 1e-5, 0.1, dist.group.WORLD, quantiser=quantiser)
+    y.backward(grad[rank])
+    torch.testing.assert_close(
+        y, copy.deepcopy(both)(all_x).detach().chunk(2)[rank], rtol=1e-4, atol=1e-4
+    )
+    wanted = all_x.grad.chunk(2)[rank]
+    assert float((mine.grad - wanted).norm() / wanted.norm()) < 0.02
+    for each in (own.weight, own.bias):
+        dist.all_reduce(each.grad)
+    assert float((own.weight.grad - both.weight.grad).norm() / both.weight.grad.norm()) < 0.02
+    torch.testing.assert_close(own.bias.grad, both.bias.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(own.running_var, both.running_var, rtol=1e-4, atol=1e-4)
+
+
+def main(name, rank, rendezvous):
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    {"ddp": ddp, "sharded": sharded, "sync_batch_norm": sync_batch_norm}[name](rank)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,434 @@
+"""compress_ and restore_: what changes in a model, what does not, and that it trains."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from layers import relative, saved_by
+from samples import normal
+from torch import nn
+from torch.nn import functional as TF
+
+import fewbit
+from fewbit.compress import kinds
+from fewbit.demo.transformer import CharTransformer
+from fewbit.errors import InputError
+from fewbit.models.resnet import ResNet
+from fewbit.runtime.groups import quantised_bytes
+
+
+def transformer():
+    torch.manual_seed(0)
+    return CharTransformer(30, 16, width=32, depth=2, heads=2)
+
+
+class ConvNet(nn.Module):
+    """Tied, shared, in-place and functional parts in one small network."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.act = nn.ReLU(inplace=True)
+        self.pool = nn.MaxPool2d(2)
+        self.mix = nn.Conv2d(8, 8, 1)
+        self.drop = nn.Dropout(0.1)
+        self.head, self.tied = nn.Linear(8 * 16, 5), nn.Linear(8 * 16, 5)
+        self.tied.weight = self.head.weight
+
+    def forward(self, x):
+        x = self.pool(self.act(self.norm(self.stem(x))))
+        x = TF.gelu(self.mix(x) + self.mix(x * 2.0))
+        x = self.drop(x.flatten(1))
+        return self.head(x) + self.tied(x)
+
+
+def convnet():
+    torch.manual_seed(0)
+    return ConvNet()
+
+
+MODELS = {
+    "transformer": (transformer, lambda: torch.arange(64).reshape(4, 16) % 30),
+    "convnet": (convnet, lambda: normal((4, 3, 8, 8))),
+}
+
+
+@pytest.fixture(params=MODELS)
+def case(request):
+    make, inputs = MODELS[request.param]
+    return make(), inputs()
+
+
+def quiet(model, *arguments, **options):
+    return fewbit.compress_(model, *arguments, verbose=False, **options)
+
+
+def gradients(model, x, seed=5):
+    torch.manual_seed(seed)
+    if not any(kinds.is_fewbit(each) for each in model.modules()) and model.training:
+        torch.randint(2**63 - 1, ())  # what a compressed model draws before its forward
+    y = model(x)
+    loss = (y * normal(y.shape, y.dtype, seed=9)).sum()
+    return y, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+def test_the_same_model(case):
+    """Parameters, buffers, keys, flags, hooks, classes' ancestry and outputs are as before."""
+    model, x = case
+    exact = copy.deepcopy(model)
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    keys, flags = list(model.state_dict()), [each.training for each in model.modules()]
+    seen = []
+    leaf = next(each for each in model.modules() if isinstance(each, nn.Linear))
+    leaf.register_forward_hook(lambda *_: seen.append(1))
+    quiet(model, bits=8, activation_bits=8)
+    assert all(module is modules[name] for name, module in model.named_modules())
+    assert all(each is parameters[name] for name, each in model.named_parameters())
+    assert list(model.state_dict()) == keys
+    assert [each.training for each in model.modules()] == flags
+    for module, before in zip(model.modules(), exact.modules(), strict=True):
+        assert isinstance(module, type(before))
+    y, ours = gradients(model, x)
+    expected, theirs = gradients(exact, x)
+    assert seen
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(ours, theirs, strict=True):
+        assert relative(a, b) < 0.05
+    for a, b in zip(model.buffers(), exact.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_restored(case):
+    """Class for class and attribute for attribute what it was; state_dict loads both ways."""
+    model, x = case
+    before = copy.deepcopy(model)
+    controller = quiet(model, bits=2)
+    assert controller.report.converted
+    state = model.state_dict()
+    fewbit.restore_(model)
+    for module, other in zip(model.modules(), before.modules(), strict=True):
+        assert type(module) is type(other) and vars(module).keys() == vars(other).keys()
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert model.load_state_dict(state) and before.load_state_dict(model.state_dict())
+    a, b = gradients(model, x), gradients(before, x)
+    assert torch.equal(a[0], b[0])
+    assert all(torch.equal(p, q) for p, q in zip(a[1], b[1], strict=True))
+    fewbit.restore_(model)  # nothing to do
+
+
+def test_again_with_the_same_and_with_other_settings(case):
+    model, x = case
+    first = quiet(model, bits=4).report
+    classes = [type(each) for each in model.modules()]
+    assert quiet(model, bits=4).report == first
+    assert [type(each) for each in model.modules()] == classes
+    assert sum(len(each._forward_hooks) for each in model.modules()) == sum(
+        next(each.children(), None) is not None or each is model for each in model.modules()
+    )
+    kept = fewbit.saved_bytes(model, x).total
+    quiet(model, bits=2)
+    assert fewbit.saved_bytes(model, x).total < kept
+    fewbit.restore_(model)
+    assert not any(kinds.is_fewbit(each) for each in model.modules())
+
+
+def test_evaluation_and_no_grad_compress_nothing(case):
+    model, x = case
+    exact = copy.deepcopy(model).eval()
+    quiet(model, bits=1, activation_bits=1)
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        _, saved = saved_by(model.train(), x)
+    assert not saved
+    torch.set_rng_state(state)
+    model.eval()
+    for module, other in zip(model.modules(), exact.modules(), strict=True):
+        if isinstance(module, nn.BatchNorm2d):
+            module.load_state_dict(other.state_dict())
+    y, ours = gradients(model, x)
+    expected, theirs = gradients(exact, x)
+    assert torch.equal(y, expected)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("travel", ["deepcopy", "pickle", "torch.save"])
+def test_copies_and_pickles(case, travel):
+    model, x = case
+    quiet(model, bits=3)
+    if travel == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif travel == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        twin = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    a, b = gradients(model, x), gradients(twin, x)
+    assert torch.equal(a[0], b[0])
+    assert all(torch.equal(p, q) for p, q in zip(a[1], b[1], strict=True))
+    assert fewbit.saved_bytes(twin, x).total == fewbit.saved_bytes(model, x).total
+    fewbit.restore_(twin)
+    assert any(kinds.is_fewbit(each) for each in model.modules())
+    assert not any(kinds.is_fewbit(each) for each in twin.modules())
+
+
+def test_moves_and_casts(case):
+    model, x = case
+    quiet(model, bits=8, activation_bits=8)
+    model.double()
+    x = x.double() if x.is_floating_point() else x
+    assert all(grad.dtype == torch.float64 for grad in gradients(model, x)[1])
+
+
+def test_levels():
+    model = convnet()
+    assert quiet(model, level="L1").report.converted[0].bits == 4
+    assert type(model.stem) is fewbit.nn.Conv2d and type(model.norm) is nn.BatchNorm2d
+    assert type(model.act) is nn.ReLU
+    quiet(model, level="L2")
+    assert type(model.norm) is fewbit.nn.BatchNorm2d and model.norm.quantiser.bits == 4
+    assert model.act.bits == 1
+    report = quiet(model, level="L0").report
+    assert not report.converted and type(model.stem) is nn.Conv2d
+
+
+def test_settings_of_single_modules():
+    model = quiet_model = transformer()
+    overrides = {"blocks.0": 8, "blocks.0.mlp.*": {"bits": 3, "activation_bits": 1}, "head": None}
+    report = quiet(quiet_model, bits=2, overrides=overrides, group_size=64, copies=2).report
+    bits = {row.path: row.bits for row in report.converted}
+    assert bits["blocks.0.qkv"] == bits["blocks.0.norm1"] == 8
+    assert bits["blocks.0.mlp.0"] == 3 and bits["blocks.0.mlp.1"] == 1
+    assert bits["blocks.1.qkv"] == 2 and bits["blocks.1.mlp.1"] == 3
+    assert "head" not in bits and type(model.head) is nn.Linear
+    assert model.blocks[1].qkv.quantiser.group_size == 64 and model.blocks[1].norm1.copies == 2
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"include": "blocks.0"}, {"blocks.0.qkv", "blocks.0.proj"}),
+        ({"include": "blocks", "exclude": ["*.proj", "blocks.1"]}, {"blocks.0.qkv"}),
+        ({"include": lambda path, module: path.endswith("qkv")}, {"blocks.0.qkv", "blocks.1.qkv"}),
+        ({"exclude": lambda path, module: isinstance(module, nn.Linear)}, set()),
+    ],
+)
+def test_which_modules(options, expected):
+    report = quiet(transformer(), **options).report
+    names = {
+        row.path for row in report.converted if row.before == "Linear" and "mlp" not in row.path
+    }
+    assert names - {"head"} == expected
+    excluded = {row.path for row in report.left_alone if row.reason == "excluded"}
+    assert excluded and not excluded & names
+
+
+def test_every_path_of_a_shared_module_counts():
+    shared = nn.Linear(4, 4)
+    model = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
+    assert not quiet(model, exclude="b").report.converted
+    (row,) = quiet(model, include="b").report.converted
+    assert row.path == "a.0"
+
+
+def test_what_is_left_alone_and_why():
+    class Own(nn.Linear):
+        pass
+
+    class Raw(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    model = nn.ModuleList([Own(3, 3), Raw(), nn.LSTM(3, 3), nn.Linear(3, 3), nn.Identity()])
+    model[3].forward = lambda x: x
+    reasons = {row.path: row.reason for row in quiet(model).report.left_alone}
+    assert reasons == {
+        "0": "a subclass of Linear, which may compute something else",
+        "1": "no few-bit version",
+        "2": "one op over all steps, which keeps its own state",
+        "3": "its forward was replaced on the instance, so its class does not say what it computes",
+    }
+
+
+def test_modules_made_by_hand_keep_their_settings():
+    model = nn.Sequential(fewbit.nn.Linear(96, 96, bits=5), nn.Linear(96, 96))
+    report = quiet(model, bits=2).report
+    assert model[0].quantiser.bits == 5 and model[1].quantiser.bits == 2
+    assert model[0].quantiser.session is model[1].quantiser.session
+    assert [row.path for row in report.converted] == ["1"]
+    fewbit.restore_(model)
+    assert type(model[0]) is fewbit.nn.Linear and type(model[1]) is nn.Linear
+
+
+def test_the_root_itself():
+    model = nn.Linear(70, 3)
+    (row,) = quiet(model, bits=3).report.converted
+    assert row == ("", "Linear", "fewbit.Linear", 3)
+    _, saved = saved_by(model, normal((4, 70)))
+    assert sum(each.nbytes for each in saved) == quantised_bytes((4, 70), 3)
+
+
+def test_the_report(capsys):
+    model = convnet()
+    controller = fewbit.compress_(model, bits=2, sample=normal((4, 3, 8, 8)))
+    out = capsys.readouterr().out
+    assert str(controller.report) in out.replace("\n\n\n", "\n\n")
+    lines = [line.split() for line in out.splitlines()]
+    assert ["stem", "Conv2d", "fewbit.Conv2d", "2", "bits", "1"] in lines
+    assert ["act", "ReLU", "fewbit.ReLU", "1", "bit", "1"] in lines
+    assert ["9", "modules", "converted"] in lines
+    before, after = controller.report.kept
+    assert sum(after.values()) == fewbit.saved_bytes(model, normal((4, 3, 8, 8))).total
+    assert sum(before.values()) > 5 * sum(after.values())
+    assert "Controller(ConvNet, 9 modules converted)" == repr(controller)
+    assert controller.model is model
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"bits": 0}, "expected a whole number from 1 to 8 for bits, got 0"),
+        ({"activation_bits": 9}, "expected a whole number from 1 to 8 for bits, got 9"),
+        ({"level": "L9"}, "expected one of L0, L1, L2 for level, got 'L9'"),
+        ({"level": "L0", "bits": 2}, "expected no bits at level L0, which compresses nothing"),
+        ({"policy": "magic"}, "expected 'fixed' for policy, got 'magic'"),
+        ({"group_size": 33}, "expected a multiple of 32 from 32 to 65536 for group_size, got 33"),
+        ({"minimum": "int8"}, "expected auto, bfloat16 or float32 for minimum, got 'int8'"),
+        ({"copies": 0}, "expected 1 or 2 for copies, got 0"),
+        ({"include": "decoder"}, "expected a glob that matches a module, got 'decoder'"),
+        ({"exclude": 5}, "expected a glob, a list of globs or a function, got 5"),
+        ({"overrides": {"nobody": 2}}, "expected a glob that matches a module, got 'nobody'"),
+        ({"overrides": {"stem": 9}}, "expected a whole number from 1 to 8 for bits, got 9"),
+        (
+            {"overrides": {"stem": {"bit": 2}}},
+            "overrides['stem']: expected bits, a mapping of bits, activation_bits, group_size, "
+            "minimum, copies, or None, got {'bit': 2}",
+        ),
+    ],
+)
+def test_refused_with_nothing_changed(options, message):
+    model = convnet()
+    with pytest.raises(InputError) as caught:
+        quiet(model, **options)
+    assert str(caught.value) == message
+    assert not any(kinds.is_fewbit(each) or each._forward_hooks for each in model.modules())
+
+
+def test_a_model_is_a_module():
+    for function in (quiet, fewbit.restore_):
+        with pytest.raises(InputError, match="^expected a torch.nn.Module, got str$"):
+            function("model")
+
+
+def test_an_error_in_a_forward_leaves_nothing_behind():
+    model = quiet(convnet()).model if False else convnet()
+    quiet(model)
+    session = model.stem.quantiser.session
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 2, 8, 8))
+    assert session._local.depth == 0 and session._local.entries is None
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+# -- functions that a forward calls ---------------------------------------------------------------------------
+
+
+def calls(x, w):
+    """Functions rather than modules: a linear map, attention, a gate, a softmax."""
+    h = TF.linear(x, w)
+    q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in h.chunk(3, -1))
+    a = TF.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    g = TF.silu(a) * torch.sigmoid(x)
+    return TF.dropout(torch.softmax(g @ g.transpose(1, 2), -1), 0.1, True) @ TF.relu(g)
+
+
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(normal((96, 32), scale=0.2))
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return calls(self.inner(x), self.w)
+
+
+def test_functions_are_compressed_too():
+    model = Functional()
+    exact = copy.deepcopy(model)
+    x = normal((3, 20, 32))
+    quiet(model, bits=8, activation_bits=8)
+    y, ours = gradients(model, x)
+    expected, theirs = gradients(exact, x)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(ours, theirs, strict=True):
+        assert relative(a, b) < 0.05
+    before = fewbit.saved_bytes(exact, x)
+    quiet(model, bits=2)
+    after = fewbit.saved_bytes(model, x)
+    assert before.total > 8 * after.total
+    assert "activation" not in {each.kind for each in after.kept if each.bytes > 500}
+    quiet(model, bits=2, functional=False)
+    assert fewbit.saved_bytes(model, x).total > 3 * after.total
+
+
+def test_functions_of_modules_in_evaluation_mode_stay_exact():
+    model = nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.Softmax(-1))
+    exact = copy.deepcopy(model)
+    quiet(model, bits=1, activation_bits=1)
+    for each in model:
+        each.eval()
+    x = normal((5, 96))
+    for a, b in zip(gradients(model, x)[1], gradients(exact, x)[1], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# -- training ----------------------------------------------------------------------------------------------------
+
+
+def test_a_resnet_trains_and_keeps_a_twelfth(capsys):
+    torch.manual_seed(0)
+    model = ResNet("resnet18", nn.ReLU, classes=4)
+    x, labels = normal((8, 3, 32, 32), scale=1.0), torch.arange(8) % 4
+    exact = fewbit.saved_bytes(model, x).total
+    quiet(model, bits=2)
+    assert exact > 9 * fewbit.saved_bytes(model, x).total  # small images: vectors weigh more
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    losses = []
+    for _ in range(12):
+        loss = TF.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_gradient_accumulation_and_several_forwards_before_a_backward():
+    model = transformer()
+    exact = copy.deepcopy(model)
+    quiet(model, bits=8, activation_bits=8)
+    x = torch.arange(64).reshape(4, 16) % 30
+    for each in (model, exact):
+        first, second = each(x[:2]), each(x[2:])
+        (second.square().sum() + first.square().sum()).backward()
+        each(x).square().sum().backward()
+    for a, b in zip(model.parameters(), exact.parameters(), strict=True):
+        assert relative(a.grad, b.grad) < 0.05
+
+
+def test_frozen_parts_keep_nothing():
+    model = transformer()
+    x = torch.arange(64).reshape(4, 16) % 30
+    quiet(model, bits=2)
+    model.requires_grad_(False)
+    assert fewbit.saved_bytes(model, x).total == 0
+    model.head.requires_grad_(True)
+    kept = fewbit.saved_bytes(model, x)
+    assert set(kept.by_module()) <= {"head", "norm"}
+    # Of the norm's input only its own output's copy, for the head: nothing needs the norm's gradient.
+    assert kept.total == quantised_bytes((4, 16, 32), 2)

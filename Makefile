@@ -7,7 +7,7 @@ TORCH  ?= torch==2.13.0
 # What the compiled kernels are made from.
 KERNELS := $(wildcard csrc/*.cpp csrc/common/* csrc/cpu/* csrc/cuda/*)
 # The tests that run on every device.
-CUDA_TESTS := $(addprefix tests/test_,backends.py ops.py functional.py autograd.py compile.py modules.py)
+CUDA_TESTS := $(addprefix tests/test_,backends.py ops.py functional.py autograd.py compile.py modules.py quantiser.py)
 
 .PHONY: demo test lint tables benchmarks gpu sanitize clean
 

@@ -39,9 +39,10 @@ COMMON_FLAGS = [
     "-fno-trapping-math",
     "-ffp-contract=off",
 ]
-# csrc/cpu/kernels.cpp is compiled once for each, with the flags in csrc/cpu/<name>.flags;
+# Each of PER_ISA in csrc/cpu is compiled once for each, with the flags in csrc/cpu/<name>.flags;
 # csrc/cpu/dispatch.cpp asks the processor which of them it can run.
 X86_ISAS = ("avx512", "avx2", "baseline")
+PER_ISA = ("kernels", "quantise")
 CUDA_ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 
@@ -134,13 +135,18 @@ def find_nvcc():
 
 
 def cpu_jobs(compiler, includes, with_cuda):
-    """(command, source, object) for each host source, kernels.cpp once per instruction set."""
+    """(command, source, object) for each host source, PER_ISA once per instruction set."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     command = [*compiler, *COMMON_FLAGS, *includes, *(["-DFEWBIT_HAVE_X86"] if x86 else [])]
     for isa in X86_ISAS if x86 else ("baseline",):
         flags = (CSRC / "cpu" / f"{isa}.flags").read_text().split()
-        target = object_of(f"cpu/kernels_{isa}")
-        yield [*command, f"-DFEWBIT_NAMESPACE={isa}", *flags], CSRC / "cpu/kernels.cpp", target
+        for source in PER_ISA:
+            target = object_of(f"cpu/{source}_{isa}")
+            yield (
+                [*command, f"-DFEWBIT_NAMESPACE={isa}", *flags],
+                CSRC / f"cpu/{source}.cpp",
+                target,
+            )
     if with_cuda:
         command = [*command, "-DFEWBIT_WITH_CUDA"]
     sources = (
@@ -149,6 +155,7 @@ def cpu_jobs(compiler, includes, with_cuda):
         "cpu/dispatch.cpp",
         "cpu/memory.cpp",
         "cpu/parallel.cpp",
+        "cpu/quantiser.cpp",
     )
     for source in sources:
         yield command, CSRC / source, object_of(source)

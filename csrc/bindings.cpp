@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <stdexcept>
@@ -16,6 +17,7 @@
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
+#include "cpu/quantiser.h"
 
 #ifdef FEWBIT_WITH_CUDA
 #include "cuda/kernels.h"
@@ -55,6 +57,33 @@ DType fused_dtype_of(int number) {
   const DType dtype = dtype_of(number);
   if (dtype == DType::float64) refuse("dtype", "0 (float32), 2 (float16) or 3 (bfloat16)", "1 (float64)");
   return dtype;
+}
+
+// What a quantised tensor is.
+struct QuantisedShape {
+  int64_t samples, features;
+  int group_size;
+  bool wide;
+
+  int64_t elements() const { return samples * features; }
+};
+
+QuantisedShape quantised_shape(int64_t samples, int64_t features, int group_size, bool wide) {
+  if (samples < 0) refuse("samples", "0 or more", std::to_string(samples));
+  if (features < 0) refuse("features", "0 or more", std::to_string(features));
+  if (features > 0 && samples > INT64_MAX / 16 / features) {
+    refuse("samples", "a number of elements that can be counted",
+           std::to_string(samples) + " samples of " + std::to_string(features));
+  }
+  if (group_size < fewbit::kBlock || group_size > fewbit::kMostGroupSize || group_size % fewbit::kBlock != 0) {
+    refuse("group_size", "a multiple of 32 from 32 to 65536", std::to_string(group_size));
+  }
+  return {samples, features, group_size, wide};
+}
+
+void check_room(const fewbit::Streams& streams, int64_t words, int64_t groups) {
+  if (words < streams.words) refuse("words", std::to_string(streams.words) + " or more", std::to_string(words));
+  if (groups < streams.groups) refuse("groups", std::to_string(streams.groups) + " or more", std::to_string(groups));
 }
 
 void check_threads(int threads) {
@@ -200,7 +229,57 @@ class Cpu {
     });
   }
 
+  std::pair<float, float> quantise(uintptr_t x, int dtype_number, int64_t samples, int64_t features, int group_size,
+                                   int bits, uintptr_t widths, bool wide, uintptr_t seed, uintptr_t packed,
+                                   int64_t words, uintptr_t ranges, int64_t groups, int threads) const {
+    const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
+    const DType dtype = dtype_of(dtype_number);
+    const auto* from = pointer<const void>("x_ptr", x, shape.elements());
+    if (seed == 0) refuse("seed", "the address of one", "none");
+    check_threads(threads);
+    const fewbit::StreamPlan plan = plan_of(shape, bits, widths, words, groups);
+    auto* codes = pointer<uint32_t>("packed_ptr", packed, words);
+    auto* rows = pointer<uint16_t>("ranges_ptr", ranges, groups);
+    const uint64_t key = seed_at(seed);
+    py::gil_scoped_release release;
+    const fewbit::Extent extent = fewbit::quantise(*kernels_, plan, from, dtype, key, codes, rows, threads);
+    // More was allocated than is taken where only a bound was known.
+    std::fill(codes + plan.streams.words, codes + words, 0u);
+    const int columns = fewbit::columns(wide);
+    std::fill(rows + plan.streams.groups * columns, rows + groups * columns, uint16_t{0});
+    return {extent.least, extent.greatest};
+  }
+
+  void dequantise(uintptr_t packed, int64_t words, uintptr_t ranges, int64_t groups, int bits, uintptr_t widths,
+                  bool wide, int64_t samples, int64_t features, int group_size, uintptr_t out, int dtype_number,
+                  int threads) const {
+    const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
+    const DType dtype = dtype_of(dtype_number);
+    auto* to = pointer<void>("out_ptr", out, shape.elements());
+    check_threads(threads);
+    const fewbit::StreamPlan plan = plan_of(shape, bits, widths, words, groups);
+    const auto* codes = pointer<const uint32_t>("packed_ptr", packed, words);
+    const auto* rows = pointer<const uint16_t>("ranges_ptr", ranges, groups);
+    py::gil_scoped_release release;
+    fewbit::dequantise(*kernels_, plan, codes, rows, to, dtype, threads);
+  }
+
  private:
+  // The streams of a tensor whose codes have `words` words and whose ranges `groups` rows.
+  static fewbit::StreamPlan plan_of(const QuantisedShape& shape, int bits, uintptr_t widths, int64_t words,
+                                    int64_t groups) {
+    const uint8_t* widths_of = reinterpret_cast<const uint8_t*>(widths);
+    if (widths_of) {
+      for (int64_t i = 0; i < shape.samples; ++i) check_bits(widths_of[i]);
+    } else {
+      check_bits(bits);
+    }
+    const fewbit::StreamPlan plan =
+        fewbit::plan_streams(shape.samples, shape.features, shape.group_size, shape.wide, bits, widths_of);
+    check_room(plan.streams, words, groups);
+    return plan;
+  }
+
   static int64_t packed_bytes(int64_t n, int bits) {
     return fewbit::packed_words(n, bits) * static_cast<int64_t>(sizeof(uint32_t));
   }
@@ -284,7 +363,52 @@ struct Cuda {
                           reinterpret_cast<const int64_t*>(seed), device, stream_at(stream));
   }
 
+  void quantise(uintptr_t x, int dtype, int64_t samples, int64_t features, int group_size, int bits, uintptr_t order,
+                uintptr_t counts, bool wide, uintptr_t seed, uintptr_t packed, int64_t words, uintptr_t ranges,
+                int64_t groups, int device, uintptr_t stream) const {
+    const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
+    const auto of = quantised(shape, bits, order, counts, words, groups);
+    dtype_of(dtype);
+    const auto* from = pointer<const void>("x_ptr", x, shape.elements());
+    if (seed == 0) refuse("seed", "the address of one", "none");
+    auto* codes = pointer<int32_t>("packed_ptr", packed, words);
+    auto* rows = pointer<uint16_t>("ranges_ptr", ranges, groups);
+    py::gil_scoped_release release;
+    fewbit::cuda::quantise(of, from, dtype, reinterpret_cast<const int64_t*>(seed), codes, words, rows, groups, device,
+                           stream_at(stream));
+  }
+
+  void dequantise(uintptr_t packed, int64_t words, uintptr_t ranges, int64_t groups, int bits, uintptr_t order,
+                  uintptr_t counts, bool wide, int64_t samples, int64_t features, int group_size, uintptr_t out,
+                  int dtype, int device, uintptr_t stream) const {
+    const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
+    const auto of = quantised(shape, bits, order, counts, words, groups);
+    dtype_of(dtype);
+    auto* to = pointer<void>("out_ptr", out, shape.elements());
+    const auto* codes = pointer<const int32_t>("packed_ptr", packed, words);
+    const auto* rows = pointer<const uint16_t>("ranges_ptr", ranges, groups);
+    py::gil_scoped_release release;
+    fewbit::cuda::dequantise(of, codes, rows, groups, to, dtype, device, stream_at(stream));
+  }
+
  private:
+  // Widths are only known on the device: then the caller answers for `words` and `groups`.
+  static fewbit::cuda::Quantised quantised(const QuantisedShape& shape, int bits, uintptr_t order, uintptr_t counts,
+                                           int64_t words, int64_t groups) {
+    check_bits(bits);
+    if ((order == 0) != (counts == 0)) refuse("order_ptr", "one where there is counts_ptr, and only there", "one");
+    if (counts == 0) {
+      check_room(fewbit::one_stream(shape.samples, shape.features, shape.group_size, shape.wide, bits), words, groups);
+    }
+    return {shape.samples,
+            shape.features,
+            shape.group_size,
+            shape.wide,
+            bits,
+            reinterpret_cast<const int64_t*>(order),
+            reinterpret_cast<const int64_t*>(counts)};
+  }
+
   static void* stream_at(uintptr_t address) { return reinterpret_cast<void*>(address); }
 };
 
@@ -307,7 +431,15 @@ void bind_cuda(py::module_& module) {
            py::arg("stream_ptr"))
       .def("forward", &Cuda::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"),
            py::arg("x_ptr"), py::arg("dtype"), py::arg("n"), py::arg("y_ptr"), py::arg("packed_ptr"),
-           py::arg("seed_ptr"), py::arg("device_index"), py::arg("stream_ptr"));
+           py::arg("seed_ptr"), py::arg("device_index"), py::arg("stream_ptr"))
+      .def("quantise", &Cuda::quantise, py::arg("x_ptr"), py::arg("dtype"), py::arg("samples"), py::arg("features"),
+           py::arg("group_size"), py::arg("bits"), py::arg("order_ptr"), py::arg("counts_ptr"), py::arg("wide"),
+           py::arg("seed_ptr"), py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"), py::arg("groups"),
+           py::arg("device_index"), py::arg("stream_ptr"))
+      .def("dequantise", &Cuda::dequantise, py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"),
+           py::arg("groups"), py::arg("bits"), py::arg("order_ptr"), py::arg("counts_ptr"), py::arg("wide"),
+           py::arg("samples"), py::arg("features"), py::arg("group_size"), py::arg("out_ptr"), py::arg("dtype"),
+           py::arg("device_index"), py::arg("stream_ptr"));
   module.attr("cuda") = py::cast(Cuda{});
 }
 #endif
@@ -348,7 +480,15 @@ PYBIND11_MODULE(_kernels, module) {
            "out = level of the code * grad, rounded once; out may be grad.")
       .def("forward", &Cpu::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"),
            py::arg("x_ptr"), py::arg("dtype"), py::arg("n"), py::arg("y_ptr"), py::arg("packed_ptr"),
-           py::arg("seed_ptr"), py::arg("threads"), "y = f(x) and the packed codes of x; y may be x.");
+           py::arg("seed_ptr"), py::arg("threads"), "y = f(x) and the packed codes of x; y may be x.")
+      .def("quantise", &Cpu::quantise, py::arg("x_ptr"), py::arg("dtype"), py::arg("samples"), py::arg("features"),
+           py::arg("group_size"), py::arg("bits"), py::arg("widths_ptr"), py::arg("wide"), py::arg("seed_ptr"),
+           py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"), py::arg("groups"), py::arg("threads"),
+           "x to packed codes and ranges; (least, greatest) element. widths: a uint8 a sample, or 0: bits for all.")
+      .def("dequantise", &Cpu::dequantise, py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"),
+           py::arg("groups"), py::arg("bits"), py::arg("widths_ptr"), py::arg("wide"), py::arg("samples"),
+           py::arg("features"), py::arg("group_size"), py::arg("out_ptr"), py::arg("dtype"), py::arg("threads"),
+           "Packed codes and ranges to values, rounded once.");
 
   module.def("cpu_isas", [] { return py::tuple(py::cast(fewbit::cpu_isas())); },
              "Names of the instruction sets that can be used here, best first.");

@@ -134,6 +134,7 @@ def main(name, rank, rendezvous):
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     torch.set_num_threads(1)
     {"ddp": ddp, "sharded": sharded, "sync_batch_norm": sync_batch_norm}[name](rank)
+    dist.barrier()  # whoever leaves first takes the connection with it
     dist.destroy_process_group()
 
 

@@ -98,35 +98,35 @@ LINEAR = [
     Layer("ConvTranspose3d", (2, 4, 2), (2, 2, 4, 5, 6)),
 ]
 NORMS = [
-    Layer("LayerNorm", (96,), (5, 96), linear=False, vectors=2 * 5),
-    Layer("LayerNorm", ((6, 16),), (3, 2, 6, 16), linear=False, vectors=2 * 6),
-    Layer("LayerNorm", (96,), (5, 96), {"elementwise_affine": False}, linear=False, vectors=10),
-    Layer("LayerNorm", (96,), (5, 96), {"bias": False}, linear=False, vectors=2 * 5),
+    Layer("LayerNorm", (96,), (5, 96), linear=False, vectors=5),
+    Layer("LayerNorm", ((6, 16),), (3, 2, 6, 16), linear=False, vectors=6),
+    Layer("LayerNorm", (96,), (5, 96), {"elementwise_affine": False}, linear=False, vectors=5),
+    Layer("LayerNorm", (96,), (5, 96), {"bias": False}, linear=False, vectors=5),
     Layer("RMSNorm", (96,), (5, 7, 96), linear=False, vectors=35),
     Layer("RMSNorm", ((6, 16),), (3, 6, 16), {"eps": 1e-3}, linear=False, vectors=3),
-    Layer("GroupNorm", (4, 8), (3, 8, 5, 6), linear=False, vectors=2 * 12),
-    Layer("GroupNorm", (4, 8), (3, 8, 5, 6), linear=False, vectors=2 * 12, format=LAST),
-    Layer("GroupNorm", (2, 6), (5, 6, 40), {"affine": False}, linear=False, vectors=2 * 10),
-    Layer("BatchNorm1d", (70,), (9, 70), linear=False, vectors=2 * 70),
-    Layer("BatchNorm1d", (7,), (5, 7, 20), {"momentum": None}, linear=False, vectors=2 * 7),
-    Layer("BatchNorm2d", (5,), (4, 5, 6, 7), linear=False, vectors=2 * 5),
-    Layer("BatchNorm2d", (5,), (4, 5, 6, 7), linear=False, vectors=2 * 5, format=LAST),
+    Layer("GroupNorm", (4, 8), (3, 8, 5, 6), linear=False, vectors=12),
+    Layer("GroupNorm", (4, 8), (3, 8, 5, 6), linear=False, vectors=12, format=LAST),
+    Layer("GroupNorm", (2, 6), (5, 6, 40), {"affine": False}, linear=False, vectors=10),
+    Layer("BatchNorm1d", (70,), (9, 70), linear=False, vectors=70),
+    Layer("BatchNorm1d", (7,), (5, 7, 20), {"momentum": None}, linear=False, vectors=7),
+    Layer("BatchNorm2d", (5,), (4, 5, 6, 7), linear=False, vectors=5),
+    Layer("BatchNorm2d", (5,), (4, 5, 6, 7), linear=False, vectors=5, format=LAST),
     Layer(
-        "BatchNorm2d", (5,), (4, 5, 6, 7), {"track_running_stats": False}, linear=False, vectors=10
+        "BatchNorm2d", (5,), (4, 5, 6, 7), {"track_running_stats": False}, linear=False, vectors=5
     ),
-    Layer("BatchNorm2d", (5,), (4, 5, 6, 7), {"affine": False}, linear=False, vectors=2 * 5),
-    Layer("BatchNorm3d", (3,), (2, 3, 4, 5, 6), linear=False, vectors=2 * 3),
-    Layer("InstanceNorm1d", (3,), (4, 3, 40), linear=False, vectors=2 * 12),
-    Layer("InstanceNorm1d", (3,), (3, 40), linear=False, kept_shape=(1, 3, 40), vectors=2 * 3),
+    Layer("BatchNorm2d", (5,), (4, 5, 6, 7), {"affine": False}, linear=False, vectors=5),
+    Layer("BatchNorm3d", (3,), (2, 3, 4, 5, 6), linear=False, vectors=3),
+    Layer("InstanceNorm1d", (3,), (4, 3, 40), linear=False, vectors=12),
+    Layer("InstanceNorm1d", (3,), (3, 40), linear=False, kept_shape=(1, 3, 40), vectors=3),
     Layer(
         "InstanceNorm2d",
         (3,),
         (4, 3, 6, 7),
         {"affine": True, "track_running_stats": True},
         linear=False,
-        vectors=3 * 12,  # the weight too, once a sample
+        vectors=2 * 12,  # the weight too, once a sample
     ),
-    Layer("InstanceNorm3d", (3,), (2, 3, 4, 3, 5), {"affine": True}, linear=False, vectors=3 * 6),
+    Layer("InstanceNorm3d", (3,), (2, 3, 4, 3, 5), {"affine": True}, linear=False, vectors=2 * 6),
 ]
 LAYERS = LINEAR + NORMS
 

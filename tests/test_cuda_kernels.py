@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fewbit import functions
-from fewbit.runtime import reference
+from fewbit.runtime import groups, reference
 from fewbit.runtime.encoding import Encoding, packed_words
 from fewbit.table import Knots
 
@@ -34,7 +34,8 @@ class Emulation:
 
     def __init__(self, library):
         self.library = library
-        for name in ("pack", "unpack", "encode", "decode_mul", "forward", "obstacle"):
+        names = "pack unpack encode decode_mul forward quantise dequantise obstacle"
+        for name in names.split():
             getattr(library, f"emulated_{name}").restype = ctypes.c_char_p
         library.emulated_table.restype = ctypes.c_void_p
         self.tables = {}
@@ -131,6 +132,55 @@ class Emulation:
         )
         return y.checked(), packed.checked()
 
+    def quantise(self, x, seed, bits, group_size, wide, widths=None, words=None, offset=0):
+        """packed and ranges, of an x of (samples, features)."""
+        samples, features = x.shape
+        if widths is None:
+            words = packed_words(x.numel(), bits)
+            rows = groups.group_count(samples, features, group_size)
+        else:
+            rows = groups.most_groups(samples, features, group_size)
+        columns = 3 if wide else 2
+        packed = Guarded(words, torch.int32)
+        ranges = Guarded(rows * columns, torch.bfloat16, offset)
+        kept, streams = _streams(widths)
+        self.call(
+            "quantise",
+            x,
+            DTYPES.index(x.dtype),
+            _long(samples),
+            _long(features),
+            group_size,
+            bits,
+            *streams,
+            int(wide),
+            seed,
+            packed.data,
+            _long(words),
+            ranges.data,
+            _long(rows),
+        )
+        return packed.checked(), ranges.checked().view(rows, columns)
+
+    def dequantise(self, packed, ranges, bits, group_size, shape, dtype, widths=None, offset=0):
+        out = Guarded(shape[0] * shape[1], dtype, offset)
+        kept, streams = _streams(widths)
+        self.call(
+            "dequantise",
+            packed,
+            ranges,
+            _long(len(ranges)),
+            bits,
+            *streams,
+            int(ranges.shape[1] == 3),
+            _long(shape[0]),
+            _long(shape[1]),
+            group_size,
+            out.data,
+            DTYPES.index(dtype),
+        )
+        return out.checked().view(shape)
+
 
 class Guarded:
     """n elements to be written, the memory around them watched; `offset` elements off alignment."""
@@ -161,6 +211,17 @@ def _long(n):
 
 def _or_null(seed):
     return ctypes.c_void_p(0) if seed is None else seed
+
+
+def _streams(widths):
+    """What keeps the arrays alive, and order and counts, as fewbit.runtime.native makes them."""
+    return native_streams(widths) if widths is not None else (None, (_or_null(None),) * 2)
+
+
+def native_streams(widths):
+    order = torch.argsort(widths, stable=True)
+    counts = torch.bincount(widths, minlength=9)
+    return None, (order, counts)
 
 
 @pytest.fixture(scope="module")
@@ -386,6 +447,58 @@ def test_forward_of_every_function(cuda):
         assert torch.equal(packed, reference.encode(x, encoding, None))
     with pytest.raises(RuntimeError, match="function number from 0 to 19, got 20"):
         cuda.forward(20, (), x, encoding)
+
+
+QUANTISED = [
+    (shape, group_size)
+    for group_size in (32, 64, 256, 320)
+    for shape in ((3, 70), (2, 300), (1, 513), (5, 64), (9, 31), (40, 7), (0, 5), (4, 0), (2, 641))
+]
+
+
+def compare_quantiser(cuda, x, bits, group_size, wide, widths=None, words=None, offset=0):
+    seed = torch.tensor([-(2**62) + bits])
+    arguments = seed, bits, group_size, wide, widths, words
+    packed, ranges = cuda.quantise(x, *arguments, offset=offset)
+    expected = reference.quantise(x, *arguments)
+    what = tuple(x.shape), bits, group_size, wide
+    assert torch.equal(packed, expected[0]), what
+    assert torch.equal(ranges.view(torch.int16), expected[1].view(torch.int16)), what
+    restored = torch.empty_like(x)
+    reference.dequantise(packed, ranges, bits, group_size, restored, widths)
+    out = cuda.dequantise(packed, ranges, bits, group_size, x.shape, x.dtype, widths, offset)
+    same(out, restored)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_quantiser(cuda, bits, dtype):
+    for i, (shape, group_size) in enumerate(QUANTISED[(bits + DTYPES.index(dtype)) % 2 :: 2]):
+        x = inputs(shape[0] * shape[1], dtype, random_encoding(2, 3), seed=i, offset=i % 3)
+        # Specials in some groups only: they lose theirs.
+        x = torch.where(
+            torch.arange(len(x)) % 97 < 90 - 3 * i, x.nan_to_num(0, 9, -9).clamp(-9, 9), x
+        )
+        compare_quantiser(cuda, x.view(shape), bits, group_size, i % 2 == 1, offset=i % 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantiser_of_several_widths(cuda, dtype):
+    rng = np.random.default_rng(DTYPES.index(dtype))
+    for i, (shape, group_size) in enumerate(QUANTISED):
+        x = torch.from_numpy(rng.normal(10 * (i % 2), 1, shape)).to(dtype)
+        widths = torch.from_numpy(rng.integers(1, 9, shape[0], np.uint8))
+        words = groups.mixed_words(widths.tolist(), shape[1]) + i % 4
+        compare_quantiser(cuda, x, 1, group_size, i % 2 == 0, widths, words, offset=i % 3)
+
+
+def test_quantiser_warps_take_several_groups(cuda):
+    x = torch.from_numpy(np.random.default_rng(0).normal(0, 1, (600, 65)))
+    cuda.library.emulated_device(1, 0)
+    try:
+        compare_quantiser(cuda, x.to(torch.bfloat16), 2, 64, False)
+    finally:
+        cuda.library.emulated_device(4, 0)
 
 
 def test_warps_take_several_tiles(cuda):

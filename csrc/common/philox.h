@@ -8,25 +8,36 @@
 namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
-// The first of the four words for the counter (e mod 2^32, e div 2^32, 0, 0), key (seed mod, div 2^32).
-FEWBIT_HD inline uint32_t philox_word(uint64_t seed, uint64_t element) {
+constexpr int kPhiloxRounds = 10;
+constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier2 = 0xCD9E8D57u;  // of words 0 and 2
+constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9u, kPhiloxWeyl1 = 0xBB67AE85u;              // of the key's halves
+
+struct PhiloxWords {
+  uint32_t words[4];
+};
+
+// The four words for the counter (e mod 2^32, e div 2^32, 0, 0), key (seed mod, div 2^32).
+FEWBIT_HD inline PhiloxWords philox_words(uint64_t seed, uint64_t element) {
   uint32_t c0 = static_cast<uint32_t>(element), c1 = static_cast<uint32_t>(element >> 32);
   uint32_t c2 = 0, c3 = 0;
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
 #ifndef __CUDACC__  // nvcc warns of it, and unrolls anyway
 #pragma GCC unroll 10
 #endif
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t{0xD2511F53u} * c0, product2 = uint64_t{0xCD9E8D57u} * c2;
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const uint64_t product0 = uint64_t{kPhiloxMultiplier0} * c0, product2 = uint64_t{kPhiloxMultiplier2} * c2;
     c0 = static_cast<uint32_t>(product2 >> 32) ^ c1 ^ k0;
     c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ k1;
     c1 = static_cast<uint32_t>(product2);
     c3 = static_cast<uint32_t>(product0);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+    k0 += kPhiloxWeyl0;
+    k1 += kPhiloxWeyl1;
   }
-  return c0;
+  return {{c0, c1, c2, c3}};
 }
+
+// The first of them.
+FEWBIT_HD inline uint32_t philox_word(uint64_t seed, uint64_t element) { return philox_words(seed, element).words[0]; }
 
 // Uniform in [0, 1): the top 24 bits of the word, times 2^-24. Through int32, which vectorises.
 FEWBIT_HD inline float philox_uniform(uint64_t seed, uint64_t element) {

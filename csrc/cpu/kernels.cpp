@@ -25,6 +25,7 @@ namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
 extern const Kernels kernels;
+extern const QuantiserKernels quantiser_kernels;  // quantise.cpp
 
 namespace {
 
@@ -445,7 +446,8 @@ void unpack(const uint32_t* packed, int64_t begin, int64_t end, int bits, uint8_
 
 }  // namespace
 
-const Kernels kernels = {FEWBIT_STRING(FEWBIT_NAMESPACE), pack, unpack, encode, decode_mul, forward};
+const Kernels kernels = {FEWBIT_STRING(FEWBIT_NAMESPACE), pack, unpack, encode, decode_mul, forward,
+                         &quantiser_kernels};
 
 }  // namespace FEWBIT_NAMESPACE
 }  // namespace fewbit

@@ -6,12 +6,30 @@
 #include <vector>
 
 #include "../common/dtype.h"
+#include "../common/streams.h"
 #include "../common/table.h"
 
 namespace fewbit {
 
 // Elements that a kernel handles at a time; threads divide the work at multiples of it.
 constexpr int kChunk = 512;
+
+// What groups of a tensor span: the least and greatest of its elements, apart from NaN, and whether there is one.
+struct Spread {
+  float least, greatest;
+  bool nan;
+};
+
+// The group quantiser (docs/quantiser.md). Each function does the groups [begin, end) of all streams. order: the
+// samples by stream, null where they are in order already. Pointers are aligned to one element.
+struct QuantiserKernels {
+  // The words of groups may share blocks with those of other calls (word_writer.h). Adds to `spread`.
+  void (*quantise)(const Streams& streams, const int64_t* order, const void* x, DType dtype, uint64_t seed,
+                   int64_t begin, int64_t end, uint32_t* packed, uint16_t* ranges, Spread& spread);
+  // past_caches: nobody is going to find `out` in the caches.
+  void (*dequantise)(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
+                     int64_t begin, int64_t end, void* out, DType dtype, bool past_caches);
+};
 
 // Each function does the elements [begin, end) of tensors that start at the pointers given; begin is a
 // multiple of kChunk, and so is end unless the tensor ends there. Pointers are aligned to one element.
@@ -27,6 +45,7 @@ struct Kernels {
   // Not for float64. y may be x.
   void (*forward)(int function, double p0, double p1, const Table& table, const void* x, DType dtype,
                   int64_t begin, int64_t end, void* y, uint32_t* packed, uint64_t seed);
+  const QuantiserKernels* quantiser;
 };
 
 // The instruction sets of this build that this processor has, best first.

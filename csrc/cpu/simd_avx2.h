@@ -127,15 +127,16 @@ inline void look_up(const uint32_t* words, const float* lut, float* levels) {
   }
 }
 
-inline void widen(const uint16_t* in, float* out) {
-  for (int i = 0; i < kChunk; i += 8) {
+// n: a multiple of 16.
+inline void widen(const uint16_t* in, float* out, int n = kChunk) {
+  for (int i = 0; i < n; i += 8) {
     const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
     _mm256_storeu_ps(out + i, _mm256_cvtph_ps(half));
   }
 }
 
-inline void narrow(const float* in, uint16_t* out) {
-  for (int i = 0; i < kChunk; i += 8) {
+inline void narrow(const float* in, uint16_t* out, int n = kChunk) {
+  for (int i = 0; i < n; i += 8) {
     const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), half);
   }

@@ -251,15 +251,16 @@ inline void look_up(const uint32_t* words, const float* lut, float* levels) {
   }
 }
 
-inline void widen(const uint16_t* in, float* out) {
-  for (int i = 0; i < kChunk; i += 16) {
+// n: a multiple of 16.
+inline void widen(const uint16_t* in, float* out, int n = kChunk) {
+  for (int i = 0; i < n; i += 16) {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
     _mm512_storeu_ps(out + i, _mm512_cvtph_ps(half));
   }
 }
 
-inline void narrow(const float* in, uint16_t* out) {
-  for (int i = 0; i < kChunk; i += 16) {
+inline void narrow(const float* in, uint16_t* out, int n = kChunk) {
+  for (int i = 0; i < n; i += 16) {
     const __m256i half = _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), half);
   }

@@ -109,12 +109,13 @@ inline void look_up(const uint32_t* words, const float* lut, float* levels) {
   }
 }
 
-inline void widen(const uint16_t* in, float* out) {
-  for (int i = 0; i < kChunk; ++i) out[i] = widen_float16(in[i]);
+// n: a multiple of 16.
+inline void widen(const uint16_t* in, float* out, int n = kChunk) {
+  for (int i = 0; i < n; ++i) out[i] = widen_float16(in[i]);
 }
 
-inline void narrow(const float* in, uint16_t* out) {
-  for (int i = 0; i < kChunk; ++i) out[i] = narrow_float16(in[i]);
+inline void narrow(const float* in, uint16_t* out, int n = kChunk) {
+  for (int i = 0; i < n; ++i) out[i] = narrow_float16(in[i]);
 }
 
 // There is no portable way past the caches.

@@ -44,4 +44,25 @@ void decode_mul(const Table& table, const void* grad, int dtype, int64_t n, cons
 void forward(int function, double p0, double p1, const Table& table, const void* x, int dtype, int64_t n,
              void* y, int32_t* packed, const int64_t* seed, int device, void* stream);
 
+// What a quantised tensor is (docs/quantiser.md): samples of `features`, all of `bits`; or each of a width of its
+// own, in device memory: order, the samples in ascending width, equal ones in order, and counts, how many samples
+// have each width from 0 to 8. Those two are null where there is one width.
+struct Quantised {
+  int64_t samples, features;
+  int group_size;
+  bool wide;
+  int bits;
+  const int64_t* order;
+  const int64_t* counts;
+};
+
+// x -> packed codes, `words` words, and ranges, `groups` rows: at least as many as there are, the others become
+// zeros. `seed`: one int64 in device memory.
+void quantise(const Quantised& of, const void* x, int dtype, const int64_t* seed, int32_t* packed, int64_t words,
+              uint16_t* ranges, int64_t groups, int device, void* stream);
+
+// The values, rounded once to their dtype. groups: rows of the ranges.
+void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, int64_t groups, void* out,
+                int dtype, int device, void* stream);
+
 }  // namespace fewbit::cuda

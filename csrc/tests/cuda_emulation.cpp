@@ -104,4 +104,18 @@ const char* emulated_forward(int function, double p0, double p1, const void* tab
   });
 }
 
+const char* emulated_quantise(const void* x, int dtype, int64_t samples, int64_t features, int group_size, int bits,
+                              const int64_t* order, const int64_t* counts, int wide, const int64_t* seed,
+                              int32_t* packed, int64_t words, uint16_t* ranges, int64_t groups) {
+  const fewbit::cuda::Quantised of{samples, features, group_size, wide != 0, bits, order, counts};
+  return guarded([&] { fewbit::cuda::quantise(of, x, dtype, seed, packed, words, ranges, groups, 1, nullptr); });
+}
+
+const char* emulated_dequantise(const int32_t* packed, const uint16_t* ranges, int64_t groups, int bits,
+                                const int64_t* order, const int64_t* counts, int wide, int64_t samples,
+                                int64_t features, int group_size, void* out, int dtype) {
+  const fewbit::cuda::Quantised of{samples, features, group_size, wide != 0, bits, order, counts};
+  return guarded([&] { fewbit::cuda::dequantise(of, packed, ranges, groups, out, dtype, 1, nullptr); });
+}
+
 }  // extern "C"

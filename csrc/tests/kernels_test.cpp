@@ -18,40 +18,15 @@
 #include "../common/table.h"
 #include "../cpu/kernels.h"
 #include "../cpu/parallel.h"
+#include "checks.h"
 
 using namespace fewbit;
 
-#define CHECK(condition)                                                        \
-  do {                                                                          \
-    if (!(condition)) {                                                         \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);      \
-      std::abort();                                                             \
-    }                                                                           \
-  } while (false)
+void test_quantiser(const Kernels& kernels);  // quantiser_test.cpp
 
 namespace {
 
 std::mt19937_64 generator(20240607);
-
-// n elements that end where their memory ends, aligned to one element and no more.
-template <class T>
-class Exact {
- public:
-  explicit Exact(int64_t n) : memory_(static_cast<char*>(std::malloc((n + 1) * sizeof(T)))), n_(n) {}
-  explicit Exact(const std::vector<T>& values) : Exact(static_cast<int64_t>(values.size())) {
-    if (n_ > 0) std::memcpy(data(), values.data(), n_ * sizeof(T));
-  }
-  ~Exact() { std::free(memory_); }
-  Exact(const Exact&) = delete;
-
-  T* data() { return reinterpret_cast<T*>(memory_) + 1; }
-  T& operator[](int64_t i) { return data()[i]; }
-  std::vector<T> values() { return std::vector<T>(data(), data() + n_); }
-
- private:
-  char* memory_;
-  int64_t n_;
-};
 
 TableArrays random_arrays(int bits, int breaks, bool unbiased) {
   std::normal_distribution<float> normal(0.0f, 3.0f);
@@ -86,35 +61,6 @@ uint32_t code_of(const Table& table, const Breaks<T>& breaks, T x) {
     if (!(x <= breaks.values[j])) code ^= breaks.flips[j];
   }
   return code;
-}
-
-// One element of any dtype, as number and as stored.
-template <class T, DType DTYPE>
-struct Number;
-template <>
-struct Number<float, DType::float32> {
-  static float wide(float x) { return x; }
-  static float narrow(float x) { return x; }
-};
-template <>
-struct Number<double, DType::float64> {
-  static double wide(double x) { return x; }
-  static double narrow(double x) { return x; }
-};
-template <>
-struct Number<uint16_t, DType::float16> {
-  static float wide(uint16_t x) { return widen_float16(x); }
-  static uint16_t narrow(float x) { return narrow_float16(x); }
-};
-template <>
-struct Number<uint16_t, DType::bfloat16> {
-  static float wide(uint16_t x) { return widen_bfloat16(x); }
-  static uint16_t narrow(float x) { return narrow_bfloat16(x); }
-};
-
-template <class T>
-bool equal(T a, T b) {
-  return std::memcmp(&a, &b, sizeof a) == 0 || (a != a && b != b);
 }
 
 const Breaks<float>& breaks_for(const Table& table, float) { return table.breaks32; }
@@ -296,6 +242,7 @@ int main() {
   test_refusals();
   for (const std::string& isa : cpu_isas()) {
     test_kernels(*kernels_of(isa));
+    test_quantiser(*kernels_of(isa));
     std::printf("%s: passed\n", isa.c_str());
   }
 }

@@ -20,7 +20,7 @@ _QUANTISED = (
     "layer_norm rms_norm group_norm instance_norm prelu softmax log_softmax scaled_dot_product_attention"
 )
 _EXACT = (
-    "embedding dropout dropout1d dropout2d dropout3d max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
+    "embedding dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
     "avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d "
     "adaptive_avg_pool2d adaptive_avg_pool3d interpolate pad"
 )
@@ -46,8 +46,6 @@ def _table() -> dict:
     }
     for family, names in families.items():
         for name in names:
-            if not hasattr(F, name):
-                continue
             each = "one bit" if name in _ONE_BIT else family
             theirs = {getattr(torch_functional, name, None), *_ELSEWHERE.get(name, ())} - {None}
             table.update({function: (getattr(F, name), each) for function in theirs})

@@ -57,18 +57,14 @@ _LAYERS = (
     "InstanceNorm1d InstanceNorm2d InstanceNorm3d PReLU Softmax LogSoftmax MultiheadAttention"
 )
 _EXACT = (
-    "Embedding Dropout Dropout1d Dropout2d Dropout3d MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d "
+    "Embedding Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d "
     "AvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d "
-    "AdaptiveAvgPool3d Upsample"
+    "AdaptiveAvgPool3d Upsample UpsamplingNearest2d UpsamplingBilinear2d"
 )
 
 
 def _of_torch(names: str, family: str) -> dict[type, Kind]:
-    return {
-        getattr(nn, name): Kind(getattr(few, name), family)
-        for name in names.split()
-        if hasattr(few, name)
-    }
+    return {getattr(nn, name): Kind(getattr(few, name), family) for name in names.split()}
 
 
 TORCH = {
@@ -106,8 +102,6 @@ LEFT_ALONE = {
     nn.Softmin: "no few-bit version",
     nn.Softmax2d: "no few-bit version",
     nn.EmbeddingBag: "no few-bit version",
-    nn.AlphaDropout: "no few-bit version",
-    nn.FeatureAlphaDropout: "no few-bit version",
     nn.LocalResponseNorm: "no few-bit version",
     nn.RNN: "one op over all steps, which keeps its own state",
     nn.LSTM: "one op over all steps, which keeps its own state",

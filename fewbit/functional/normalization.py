@@ -1,15 +1,19 @@
-"""Normalisation with the input kept quantised.
+"""Normalisation with the normalised input kept quantised.
 
-The backward pass multiplies two things made from the restored input x^, so it is not linear in it, and
-exact in expectation only for weight and bias. For the input's gradient, with x~ the normalised input, s its
-standard deviation, N what a mean is taken over, and g the gradient times the weight (ActNN, long version,
-appendix B.2):
+x~ = (x - mean) / s is what is quantised, s being the deviation, not x itself: all channels or rows then have
+the same scale and share the ranges of groups well, whatever their offset (docs/decisions/0007). With g the
+gradient times the weight and N what a mean is taken over (ActNN, long version, appendix B.2):
 
-    grad = (g - mean(g) - x~ mean(x~ g)) / s       E[grad^] - grad = -g Var[x^] / (N s^3)
+    grad = (g - mean(g) - x~ mean(x~ g)) / s
 
-elementwise, where Var[x^] is what rounding adds: f (1 - f) step^2 for an element that lies the fraction f
-of a step above a level. `copies=2` keeps two independent copies, which makes the product exact in
-expectation at twice the memory.
+This multiplies two things made from the restored x~^, so it is not linear in it: weight and bias have
+gradients that are exact in expectation, the input's is off by
+
+    E[grad^] - grad = -g Var[x~^] / (N s)
+
+elementwise, where Var[x~^] is what rounding adds: f (1 - f) step^2 for an element that lies the fraction f of a
+step above a level. `copies=2` keeps two independent copies, which makes the product exact in expectation
+at twice the memory.
 """
 
 from __future__ import annotations
@@ -183,34 +187,36 @@ def _shape(normalized_shape) -> tuple[int, ...]:
     return (normalized_shape,) if whole else tuple(normalized_shape)
 
 
-def _keep(ctx, x, copies, quantiser):
-    """What is kept of x, and the tensors to save: of one copy, which may be shared, or of two."""
-    first = quantiser.keep(x)
-    parts = (first,) if copies == 1 else (first, quantiser.keep_own(x))
-    ctx.parts = tuple((part.recipe, len(part.tensors)) for part in parts)
-    return first, [tensor for part in parts for tensor in part.tensors]
+def _keep(ctx, x, mean, rstd, inner, copies, quantiser):
+    """What is kept of x, and the tensors to save: of one copy, or of two.
 
-
-def _restored(ctx, kept, dtype=None):
-    """The two factors of the backward pass: twice the same copy, or two independent ones."""
-    copies = []
-    for recipe, count in ctx.parts:
-        copies.append(recipe.restore(kept[:count], dtype))
-        kept = kept[count:]
-    return copies[0], copies[-1]
-
-
-def _input_gradient(grad, first, second, mean, rstd, dims):
-    """(g - mean(g) - x~1 mean(x~2 g)) rstd in float32 or better; mean None: without the first mean.
-
-    grad: g; first, second: restored inputs; mean, rstd: broadcast over `dims`, which means are taken over.
+    mean, rstd, inner: as for `Quantiser.keep_normalised`.
     """
-    if mean is not None:
-        first, second = first - mean, second - mean
-    first, second = first * rstd, second * rstd
-    inner = grad - first * (second * grad).mean(dims, keepdim=True)
-    if mean is not None:
-        inner = inner - grad.mean(dims, keepdim=True)
+    parts = [quantiser.keep_normalised(x, mean, rstd, inner) for _ in range(copies)]
+    ctx.recipe = parts[0].recipe
+    return parts[0], [tensor for part in parts for tensor in part.tensors]
+
+
+def _restored(ctx, kept):
+    """The two factors x~^ of the backward pass: twice the same copy, or two independent ones."""
+    first = ctx.recipe.restore(kept[:2])
+    return first, first if len(kept) == 2 else ctx.recipe.restore(kept[2:])
+
+
+def _scaled_back(ctx, kept, rstd, dtype):
+    """s x~^ of the first copy: an input of mean 0 for torch's own backward functions."""
+    return ctx.recipe.restore(kept[:2]).div_(rstd).to(dtype)
+
+
+def _input_gradient(g, first, second, rstd, dims, centred=True):
+    """(g - mean(g) - x~1 mean(x~2 g)) rstd; without the first mean unless centred.
+
+    g: the gradient times the weight; first, second: restored x~; rstd: broadcast over `dims`, which means are
+    taken over.
+    """
+    inner = g - first * (second * g).mean(dims, keepdim=True)
+    if centred:
+        inner = inner - g.mean(dims, keepdim=True)
     return inner * rstd
 
 
@@ -227,9 +233,12 @@ class _LayerNorm(Function):
         ctx.bias_dtype = bias.dtype if needs_bias else None
         kept = ()
         if needs_x or needs_weight:
-            keep, tensors = _keep(ctx, x, copies, quantiser)
-            offer(quantiser, y, keep, mean, rstd, weight, bias)
-            y, kept = keep.mark(y), (mean, rstd, weight, *tensors)
+            inner = math.prod(shape) if x.is_contiguous() else None
+            keep, tensors = _keep(ctx, x, mean, rstd, inner, copies, quantiser)
+            # Statistics of 16 bits shift x~ by more than y's own rounding.
+            if rstd.dtype.itemsize > 2:
+                offer(quantiser, y, keep, weight, bias)
+            y, kept = keep.mark(y), (rstd, weight, *tensors)
         ctx.save_for_backward(*kept)
         return y
 
@@ -239,16 +248,16 @@ class _LayerNorm(Function):
         needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
-            mean, rstd, weight, *kept = ctx.saved_tensors
-            first, second = _restored(ctx, kept, grad.dtype)
-            mask = needs_x and first is second, needs_weight, False
+            rstd, weight, *kept = ctx.saved_tensors
+            mask = needs_x and len(kept) == 2, needs_weight, False
+            x = _scaled_back(ctx, kept, rstd, grad.dtype)
             grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-                grad, first, ctx.shape, mean, rstd, weight, None, mask
+                grad, x, ctx.shape, torch.zeros_like(rstd), rstd, weight, None, mask
             )
-            if needs_x and first is not second:
+            if needs_x and len(kept) > 2:
                 dims = tuple(range(-len(ctx.shape), 0))
                 g = _weighted(grad, weight).to(rstd.dtype)
-                grad_x = _input_gradient(g, first, second, mean, rstd, dims)
+                grad_x = _input_gradient(g, *_restored(ctx, kept), rstd, dims)
             grad_x = None if grad_x is None else grad_x.to(ctx.dtype)
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         if needs_bias:
@@ -262,8 +271,9 @@ class _RMSNorm(Function):
     def forward(ctx, x, shape, weight, eps, copies, quantiser):
         y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
         ctx.shape, ctx.dtype = shape, x.dtype
-        keep, kept = _keep(ctx, x, copies, quantiser)
-        offer(quantiser, y, keep, None, rstd, weight, None)
+        inner = math.prod(shape) if x.is_contiguous() else None
+        keep, kept = _keep(ctx, x, None, rstd, inner, copies, quantiser)
+        offer(quantiser, y, keep, weight, None)
         ctx.save_for_backward(rstd, weight, *kept)
         return keep.mark(y)
 
@@ -272,15 +282,15 @@ class _RMSNorm(Function):
     def backward(ctx, grad):
         rstd, weight, *kept = ctx.saved_tensors
         needs_x, _, needs_weight, *_ = ctx.needs_input_grad
-        first, second = _restored(ctx, kept, rstd.dtype)
+        first, second = _restored(ctx, kept)
         grad = grad.to(rstd.dtype)
         grad_x = grad_weight = None
         if needs_x:
             dims = tuple(range(-len(ctx.shape), 0))
             g = _weighted(grad, weight)
-            grad_x = _input_gradient(g, first, second, None, rstd, dims).to(ctx.dtype)
+            grad_x = _input_gradient(g, first, second, rstd, dims, centred=False).to(ctx.dtype)
         if needs_weight:
-            each = (grad * (first * rstd)).reshape(-1, math.prod(ctx.shape))
+            each = (grad * first).reshape(-1, math.prod(ctx.shape))
             grad_weight = each.sum(0).view(ctx.shape).to(weight.dtype)
         return grad_x, None, grad_weight, None, None, None
 
@@ -300,8 +310,10 @@ class _GroupNorm(Function):
         ctx.bias_dtype = bias.dtype if needs_bias else None
         kept = ()
         if needs_x or needs_weight:
-            keep, tensors = _keep(ctx, x, copies, quantiser)
-            y, kept = keep.mark(y), (mean, rstd, weight, *tensors)
+            placed = [_of_groups(each, ctx.sizes, x.dim()) for each in (mean, rstd)]
+            inner = x.numel() // rstd.numel() if x.is_contiguous() else None
+            keep, tensors = _keep(ctx, x, *placed, inner, copies, quantiser)
+            y, kept = keep.mark(y), (rstd, weight, *tensors)
         ctx.save_for_backward(*kept)
         return y
 
@@ -311,21 +323,22 @@ class _GroupNorm(Function):
         needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
-            mean, rstd, weight, *kept = ctx.saved_tensors
-            first, second = _restored(ctx, kept, grad.dtype)
+            rstd, weight, *kept = ctx.saved_tensors
+            placed = _of_groups(rstd, ctx.sizes, grad.dim())
+            x = _scaled_back(ctx, kept, placed, grad.dtype)
             # Without the input's gradient torch's channels-last kernel writes to address 0.
             mask = True, needs_weight, False
             grad_x, grad_weight, _ = torch.ops.aten.native_group_norm_backward(
                 grad.contiguous(memory_format=ctx.format),
-                first.contiguous(memory_format=ctx.format),
-                mean,
+                x.contiguous(memory_format=ctx.format),
+                torch.zeros_like(rstd),
                 rstd,
                 weight,
                 *ctx.sizes,
                 mask,
             )
-            if needs_x and first is not second:
-                grad_x = _group_gradient(ctx.sizes, grad, first, second, mean, rstd, weight)
+            if needs_x and len(kept) > 2:
+                grad_x = _group_gradient(ctx.sizes, grad, *_restored(ctx, kept), rstd, weight)
             grad_x = grad_x.to(ctx.dtype) if needs_x else None
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         if needs_bias:
@@ -342,14 +355,20 @@ def _is_channels_last(x) -> bool:
     )
 
 
-def _group_gradient(sizes, grad, first, second, mean, rstd, weight):
+def _of_groups(statistic, sizes, dims):
+    """(N, groups) as a value for each channel, of a shape that broadcasts to an input of `dims` dimensions."""
+    n, c, _, num_groups = sizes
+    each = statistic.view(n, num_groups, 1).expand(n, num_groups, c // num_groups)
+    return each.reshape(n, c, *[1] * (dims - 2))
+
+
+def _group_gradient(sizes, grad, first, second, rstd, weight):
     n, c, spatial, num_groups = sizes
     if weight is not None:
         grad = grad * weight.view(1, -1, *[1] * (grad.dim() - 2))
     shape = n, num_groups, (c // num_groups) * spatial
     g, first, second = (each.reshape(shape).to(rstd.dtype) for each in (grad, first, second))
-    statistics = mean.view(n, num_groups, 1), rstd.view(n, num_groups, 1)
-    return _input_gradient(g, first, second, *statistics, (2,)).view(grad.shape)
+    return _input_gradient(g, first, second, rstd.view(n, num_groups, 1), (2,)).view(grad.shape)
 
 
 def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantiser):
@@ -390,11 +409,12 @@ class _BatchNorm(Function):
         ctx.bias_dtype = bias.dtype if needs_bias else None
         kept = ()
         if needs_x or needs_weight:
-            keep, tensors = _keep(ctx, x, copies, quantiser)
-            if view == x.shape:
-                channels = (1, -1, *[1] * (x.dim() - 2))
-                offer(quantiser, y, keep, mean, rstd, weight, bias, channels)
-            y, kept = keep.mark(y), (mean, rstd, weight, reserve, *tensors)
+            placed = [_of_channels(each, view, x.shape) for each in (mean, rstd)]
+            inner = _channel_stride(x) if view == x.shape else math.prod(x.shape[2:])
+            keep, tensors = _keep(ctx, x, *placed, inner, copies, quantiser)
+            if view == x.shape and rstd.dtype.itemsize > 2:
+                offer(quantiser, y, keep, weight, bias, (1, -1, *[1] * (x.dim() - 2)))
+            y, kept = keep.mark(y), (rstd, weight, reserve, *tensors)
         ctx.save_for_backward(*kept)
         ctx.mark_non_differentiable(mean, rstd)
         return y, mean, rstd
@@ -405,31 +425,46 @@ class _BatchNorm(Function):
         needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
-            mean, rstd, weight, reserve, *kept = ctx.saved_tensors
-            first, second = _restored(ctx, kept)
-            size = first.shape
-            first, second = first.view(ctx.view), second.view(ctx.view)
-            mask = [needs_x and len(ctx.parts) == 1, needs_weight, False]
-            statistics = weight, None, None, mean, rstd, True, ctx.eps, mask
+            rstd, weight, reserve, *kept = ctx.saved_tensors
+            size = ctx.recipe.size
+            x = _scaled_back(ctx, kept, _of_channels(rstd, ctx.view, size), ctx.dtype)
+            mask = [needs_x and len(kept) == 2, needs_weight, False]
+            means = torch.zeros_like(rstd)
+            statistics = weight, None, None, means, rstd, True, ctx.eps, mask
             if ctx.implementation is None:
-                grads = torch.ops.aten.native_batch_norm_backward(grad, first, *statistics)
+                grads = torch.ops.aten.native_batch_norm_backward(
+                    grad, x.view(ctx.view), *statistics
+                )
             else:
                 grads = torch.ops.aten._batch_norm_impl_index_backward(
-                    ctx.implementation, first, grad, *statistics, reserve
+                    ctx.implementation, x.view(ctx.view), grad, *statistics, reserve
                 )
             grad_x, grad_weight, _ = grads
-            if needs_x and len(ctx.parts) == 2:
+            if needs_x and len(kept) > 2:
                 shape = 1, -1, *[1] * (grad.dim() - 2)
                 g = grad if weight is None else grad * weight.view(shape)
                 dims = [dim for dim in range(grad.dim()) if dim != 1]
-                placed = mean.view(shape), rstd.view(shape)
-                grad_x = _input_gradient(g, first, second, *placed, dims)
+                first, second = (each.view(ctx.view) for each in _restored(ctx, kept))
+                grad_x = _input_gradient(g, first, second, rstd.view(shape), dims)
             grad_x = grad_x.to(ctx.dtype).reshape(size) if needs_x else None
             grad_weight = grad_weight.to(weight.dtype) if needs_weight else None
         if needs_bias:
             others = [dim for dim in range(grad.dim()) if dim != 1]
             grad_bias = grad.sum(others).to(ctx.bias_dtype)
         return grad_x, None, None, None, grad_weight, grad_bias, None, None, None, None
+
+
+def _of_channels(statistic, view, shape):
+    """A value a channel of `view`, of a shape that broadcasts to `shape`, of which view is a view."""
+    placed = (1, -1) if view == shape else shape[:2]
+    return statistic.view(*placed, *[1] * (len(shape) - 2))
+
+
+def _channel_stride(x) -> int | None:
+    """How many elements in storage order have the same channel in a row; None for other layouts."""
+    if x.is_contiguous():
+        return math.prod(x.shape[2:])
+    return 1 if _is_channels_last(x) else None
 
 
 class _FrozenBatchNorm(Function):

@@ -31,8 +31,8 @@ def sync_batch_norm(
 ) -> Tensor:
     """What torch.nn.SyncBatchNorm computes in training, in a group of two processes or more.
 
-    input: (N, C, *) on a device for which torch has it; the vectors: (C,). Kept: the input quantised, and for each channel a
-    mean, a deviation and a count a process. Bias of the input's gradient: as in `batch_norm`.
+    input: (N, C, *) on a device for which torch has it; the vectors: (C,). Kept: the normalised input quantised, a
+    deviation a channel, and a count a process. Bias of the input's gradient: as in `batch_norm`.
     """
     vectors = weight, bias, running_mean, running_var
     return _SyncBatchNorm.apply(input, *vectors, eps, momentum, process_group, quantiser)
@@ -53,25 +53,28 @@ class _SyncBatchNorm(Function):
         context = _Context()
         vectors = weight, bias, running_mean, running_var
         y = Torch.forward(context, x, *vectors, eps, momentum, process_group, process_group.size())
-        _, weight, *statistics = context.saved_tensors
-        ctx.process_group, ctx.count = process_group, len(statistics)
+        _, weight, mean, rstd, count = context.saved_tensors
+        ctx.process_group = process_group
         kept = ()
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            keep = quantiser.keep(x)
+            placed = (each.view(1, -1, *[1] * (x.dim() - 2)) for each in (mean, rstd))
+            keep = quantiser.keep_normalised(x, *placed, None)
             kept, ctx.recipe = keep.tensors, keep.recipe
-        ctx.size = tuple(x.shape)
-        ctx.save_for_backward(weight, *statistics, *kept)
+        ctx.size, ctx.dtype = tuple(x.shape), x.dtype
+        ctx.save_for_backward(weight, rstd, count, *kept)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        weight, *others = ctx.saved_tensors
-        statistics, kept = others[: ctx.count], others[ctx.count :]
+        weight, rstd, count, *kept = ctx.saved_tensors
         context = _Context()
         # For the bias alone only the input's shape matters.
-        x = ctx.recipe.restore(kept) if kept else grad.new_zeros(()).expand(ctx.size)
-        context.saved_tensors = _in_torch_format(x) if kept else x, weight, *statistics
+        x = grad.new_zeros(()).expand(ctx.size)
+        if kept:
+            x = ctx.recipe.restore(kept).div_(rstd.view(1, -1, *[1] * (grad.dim() - 2)))
+            x = _in_torch_format(x.to(ctx.dtype))
+        context.saved_tensors = x, weight, torch.zeros_like(rstd), rstd, count
         context.process_group, context.needs_input_grad = ctx.process_group, ctx.needs_input_grad
         return Torch.backward(context, grad)
 

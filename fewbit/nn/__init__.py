@@ -1,14 +1,46 @@
 """Modules with torch.nn's signatures that keep a few bits for the backward pass."""
 
-from fewbit.nn import activations, convolution, linear, normalization
+from fewbit.nn import (
+    activations,
+    attention,
+    bilinear,
+    convolution,
+    dropout,
+    gated,
+    linear,
+    normalization,
+    pooling,
+    prelu,
+    softmax,
+    sparse,
+    upsampling,
+)
 from fewbit.nn.activations import *  # noqa: F403
+from fewbit.nn.attention import *  # noqa: F403
+from fewbit.nn.bilinear import *  # noqa: F403
 from fewbit.nn.convolution import *  # noqa: F403
+from fewbit.nn.dropout import *  # noqa: F403
+from fewbit.nn.gated import *  # noqa: F403
 from fewbit.nn.linear import *  # noqa: F403
 from fewbit.nn.normalization import *  # noqa: F403
+from fewbit.nn.pooling import *  # noqa: F403
+from fewbit.nn.prelu import *  # noqa: F403
+from fewbit.nn.softmax import *  # noqa: F403
+from fewbit.nn.sparse import *  # noqa: F403
+from fewbit.nn.upsampling import *  # noqa: F403
 
 __all__ = [
     *activations.__all__,
+    *attention.__all__,
+    *bilinear.__all__,
     *convolution.__all__,
+    *dropout.__all__,
+    *gated.__all__,
     *linear.__all__,
     *normalization.__all__,
+    *pooling.__all__,
+    *prelu.__all__,
+    *softmax.__all__,
+    *sparse.__all__,
+    *upsampling.__all__,
 ]

@@ -1,7 +1,7 @@
-"""Small integers kept for the backward pass: in bit-planes, or in the narrowest dtype that holds them.
+"""Small integers kept for the backward pass: in bit-planes, or in the narrowest dtype.
 
-`pack` and `narrow` return what `Quantiser.keep` does: tensors for `save_for_backward`, a recipe that
-restores the values, and the 1 by which a compiler sees that they are made in the forward pass.
+`pack` and `narrow` return what `Quantiser.keep` does: tensors for `save_for_backward`, a recipe
+that restores the values, and the 1 by which a compiler sees that they are made in the forward pass.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Narrow(NamedTuple):
 
 
 def pack(values: torch.Tensor, count: int) -> Kept:
-    """values: integers or bools in [0, count), any shape and strides, in as many bits as count asks for.
+    """values: integers or bools in [0, count), any strides, in as many bits as count asks for.
 
     Up to 8 bits: ``4 * bits * ceil(n / 32)`` bytes; beyond: n of the narrowest of int16 and int32.
     """
@@ -91,7 +91,7 @@ def narrow(values: torch.Tensor, count: int) -> Kept:
     return Kept((kept,), Narrow(values.dtype), one)
 
 
-# -- ops -----------------------------------------------------------------------------------------------------
+# -- ops -------------------------------------------------------------------------------------------
 
 
 def _pack(values, bits, count):

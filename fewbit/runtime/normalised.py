@@ -1,7 +1,7 @@
-"""A normalised tensor restored from the quantised copy of what was normalised.
+"""A norm's result restored from the quantised copy of what the norm made of its input.
 
-y = (x - mean) rstd weight + bias is linear in x, so that with x^ exact in expectation y^ is as well. A
-layer that keeps y for the gradient of its weight can therefore keep the copy that the norm before it
+y = x~ weight + bias is linear in the normalised input x~, so that with x~^ exact in expectation y^ is as
+well. A layer that keeps y for the gradient of its weight can therefore keep the copy that the norm before it
 keeps anyway, and two vectors that exist already.
 """
 
@@ -14,23 +14,20 @@ import torch
 from fewbit.runtime.quantiser import Kept, Recipe
 
 
-class Normalised(NamedTuple):
-    """How y is restored from (packed, ranges, mean, rstd, weight, bias), of which the last may be None.
+class Affine(NamedTuple):
+    """How y is restored from (packed, ranges, weight, bias), of which the last may be None.
 
-    channels: where weight and bias go; None: the last dimensions.
+    channels: the shape in which weight and bias broadcast to y; None: as they are.
     """
 
-    input: Recipe
+    normalised: Recipe
     dtype: torch.dtype
     channels: tuple[int, ...] | None = None
 
     def restore(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """y in the size of x; dtype: that of y unless given."""
-        packed, ranges, mean, rstd, weight, bias = tensors
-        y = self.input.restore((packed, ranges), torch.float32)
-        if mean is not None:
-            y.sub_(self._placed(mean))
-        y.mul_(self._placed(rstd))
+        packed, ranges, weight, bias = tensors
+        y = self.normalised.restore((packed, ranges))
         if weight is not None:
             y.mul_(self._placed(weight))
         if bias is not None:
@@ -41,12 +38,9 @@ class Normalised(NamedTuple):
         return vector if self.channels is None else vector.view(self.channels)
 
 
-def offer(quantiser, y, kept: Kept, mean, rstd, weight, bias, channels=None) -> None:
-    """Layers of the same model that are about to keep y find what the norm kept of its input."""
-    session = quantiser.session
-    # Statistics of 16 bits would shift the values by more than y's own rounding.
-    exact = rstd.dtype in (torch.float32, torch.float64)
-    if session is None or kept.one is not None or not exact or type(kept.recipe) is not Recipe:
+def offer(quantiser, y, kept: Kept, weight, bias, channels=None) -> None:
+    """Layers of the same model that are about to keep y find what the norm has kept."""
+    if quantiser.session is None or kept.one is not None:
         return
-    recipe = Normalised(kept.recipe, y.dtype, channels)
-    session.add(y, quantiser.key, Kept((*kept.tensors, mean, rstd, weight, bias), recipe))
+    recipe = Affine(kept.recipe, y.dtype, channels)
+    quantiser.session.add(y, quantiser.key, Kept((*kept.tensors, weight, bias), recipe))

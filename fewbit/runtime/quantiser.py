@@ -10,6 +10,7 @@ import torch
 from fewbit.errors import InputError
 from fewbit.runtime import groups, layout, ops, quantiser_ops
 from fewbit.runtime.autograd import is_plain
+from fewbit.runtime.offset import Offset
 from fewbit.runtime.sharing import Session
 from fewbit.runtime.tables import check_choice
 
@@ -72,6 +73,7 @@ class Quantiser:
         self.group_size = group_size
         self.minimum = minimum
         self.session = session
+        self._offset = Offset()
 
     def keep(self, x: torch.Tensor) -> Kept:
         """A quantised copy of x, floating, any shape and strides; one copy for all who ask in a forward."""
@@ -85,13 +87,27 @@ class Quantiser:
             self.session.add(x, self.key, kept)
         return kept
 
+    def keep_normalised(self, x, mean, rstd, inner: int | None) -> Kept:
+        """A quantised copy, shared with nobody, of (x - mean) rstd, in float32 or better.
+
+        mean (or None), rstd: of shapes that broadcast to x's. inner: if x's element number e in storage order,
+        samples outermost, has statistics number (e div inner) mod how many there are; else None.
+        """
+        if mean is not None:
+            x = x.to(rstd.dtype) - mean
+        return self.keep_own((x * rstd).to(torch.promote_types(rstd.dtype, torch.float32)))
+
     def keep_own(self, x: torch.Tensor) -> Kept:
         """The same, shared with nobody, for layers that multiply two restored values."""
         if not is_plain(x):
             return self._traced(x)
-        packed, ranges = quantiser_ops.quantise(
-            x, self._seed(x), self.bits, self.group_size, self._wide()
-        )
+        wide = self._wide()
+        ask = wide is None and x.is_cuda
+        if ask:
+            wide = self._offset.poll()
+        packed, ranges = quantiser_ops.quantise(x, self._seed(x), self.bits, self.group_size, wide)
+        if ask:
+            self._offset.ask(ranges)
         return Kept((packed, ranges), self._recipe(x))
 
     @property

@@ -22,7 +22,7 @@ def quantise(x, seed, bits, group_size, wide=None, widths=None, words=None):
     x: floating, any strides. seed: (1,) int64 on x's device. bits: 1 to 8, for all samples; or widths: (N,)
     uint8, for each, with the int32 words to allocate (`groups.mixed_words`, or more). wide: whether
     minimums are float32; None: where the tensor's offset asks for it (never on CUDA, where only a
-    synchronisation could tell).
+    synchronisation could tell: see `offset`).
     """
     x = x.detach()
     source = x if layout.is_by_sample(x) else x.contiguous()

@@ -1,11 +1,12 @@
 """Where the windows of a pooling lie, and where in its window an element does.
 
-torch's max-pooling returns the flat index of each maximum in its plane, an int64. The same index is the
-number of the window, which its place in the result says, and the position within it, a number below the
-window's size: that is what is kept.
+torch's max-pooling returns the flat index of each maximum in its plane, an int64. The same index is
+the number of the window, which its place in the result says, and the position within it, a number
+below the window's size: that is what is kept.
 
-Some of torch's kernels for channels-last tensors return an index outside a window that is all -inf. No
-position is that, so both directions clamp: the index of such a window comes out somewhere in the plane.
+Some of torch's kernels for channels-last tensors return an index outside a window that is all -inf.
+No position is that, so both directions clamp: the index of such a window comes out somewhere in the
+plane.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 class Windows(NamedTuple):
     """The windows of one plane; every field has one entry a spatial dimension.
 
-    size: of the plane. out: of the result. stride, padding: of fixed windows; None for adaptive ones,
-    which start at floor(o * size / out). extent: the (longest) window's elements. dilation: their distance.
+    size: of the plane. out: of the result. stride, padding: of fixed windows; None for adaptive
+    ones, which start at floor(o * size / out). extent: the (longest) window's elements. dilation:
+    their distance.
     """
 
     size: tuple[int, ...]
@@ -64,7 +66,7 @@ class Windows(NamedTuple):
         return position.clamp_(0, self.count - 1)
 
     def indices(self, positions: torch.Tensor, size, stride) -> torch.Tensor:
-        """torch's indices, int64, of that size and (dense) stride; positions: (n,), in storage order."""
+        """torch's indices, int64, of that size and stride; positions: (n,), in storage order."""
         table, first = self._tables(positions)
         found = table.index_select(0, positions.to(torch.int32))
         return found.as_strided(size, stride).add_(first).clamp_(0, prod(self.size) - 1)
@@ -85,7 +87,7 @@ class Windows(NamedTuple):
         return starts.to(like.dtype).view(-1, *[1] * after)
 
     def _tables(self, like) -> tuple[torch.Tensor, torch.Tensor]:
-        """(count,) what a position adds to an index, and (*out) the index where each window starts."""
+        """(count,) what a position adds to an index; (*out) the index where each window starts."""
         table = first = torch.zeros((), dtype=torch.int64, device=like.device)
         for dim in range(len(self.size)):
             after = len(self.size) - 1 - dim

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -21,7 +22,7 @@
 #define __host__
 #define __shared__ static
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __CUDA_ARCH_LIST__ 800, 900
 #define CUDART_VERSION 13000
 
@@ -137,6 +138,19 @@ inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int lane_mask) {
   return fibers[self ^ static_cast<unsigned>(lane_mask)].slots[slot];
 }
 
+// A vote is a shuffle in which every lane looks at all.
+inline uint32_t __ballot_sync(unsigned mask, int predicate) {
+  using namespace cuda_emulation;
+  if (mask != 0xFFFFFFFFu) fail("expected a vote of all lanes");
+  const unsigned self = current;
+  const int slot = fibers[self].shuffles++ & 1;
+  fibers[self].slots[slot] = predicate != 0;
+  pause(State::at_shuffle);
+  uint32_t votes = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) votes |= fibers[self / 32 * 32 + lane].slots[slot] << lane;
+  return votes;
+}
+
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
   uint32_t result = 0;
@@ -161,6 +175,12 @@ template <class T>
 void __stcs(T* address, T value) {
   if (reinterpret_cast<uintptr_t>(address) % sizeof(T) != 0) cuda_emulation::fail("misaligned store");
   *address = value;
+}
+
+inline uint32_t atomicOr(uint32_t* address, uint32_t value) {
+  const uint32_t old = *address;
+  *address |= value;
+  return old;
 }
 
 // -- the host's side -------------------------------------------------------------------------------------
@@ -190,6 +210,10 @@ inline cudaError_t cudaGetDevice(int* device) {
 inline cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device > 1) return cudaErrorInvalidDevice;
   cuda_emulation::device = device;
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t) {
+  if (bytes > 0) std::memset(address, value, bytes);
   return cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }

@@ -1,0 +1,143 @@
+"""Whole models compressed at fixed bits: final losses beside exact ones, several seeds, and the bytes kept.
+
+    python benchmarks/compressed_training.py            # about 25 minutes on 2 cores
+    python benchmarks/compressed_training.py --quick    # one seed, a few steps, to see that it works
+
+The demo's transformer and a ResNet on 8 by 8 digits, built in plain torch.nn and converted by
+`fewbit.compress_` with 8, 4, 3 and 2 bits for quantised inputs; activations keep 3 bits (1 for ReLU). The same seed
+gives the same parameters and batches, so runs compare in pairs. What is in the results already is not run again.
+
+Writes results/compressed_training.* (a row a run) and compressed_training_summary.*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+import digits_resnet
+import harness
+import torch
+from torch import nn
+
+import fewbit
+from fewbit.demo import text, training
+
+BITS = (None, 8, 4, 3, 2)
+SEEDS = {"transformer": 5, "resnet": 10}
+
+
+def build(network, seed, settings):
+    if network == "resnet":
+        return digits_resnet.build(nn.ReLU, seed)
+    return training.build(text.python_topics(), settings, nn.GELU, seed)
+
+
+def sample(network, settings):
+    """The inputs of one training step."""
+    if network == "resnet":
+        return digits_resnet.digits()[0][: digits_resnet.BATCH]
+    return text.python_topics().held_out_batch(settings.batch, settings.context)[0]
+
+
+def run(network, bits, seed, quick):
+    """One training run in a process of its own thread."""
+    torch.set_num_threads(1)
+    settings = training.Settings(steps=20) if quick else training.Settings()
+    model = build(network, seed, settings)
+    if bits is not None:
+        fewbit.compress_(model, bits=bits, verbose=False)
+    kept = fewbit.saved_bytes(model, sample(network, settings))
+    if network == "resnet":
+        result = digits_resnet.train(model, seed)
+    else:
+        done = training.train(model, text.python_topics(), settings, seed)
+        result = {"final": done.final, "train": statistics.fmean(done.train[-20:])}
+    return {"saved_bytes": kept.total, **result}
+
+
+def summary(rows):
+    """Per network and bits: bytes, the mean final loss, and paired differences to exact."""
+    for network in SEEDS:
+        exact = {row["seed"]: row for row in rows if (row["network"], row["bits"]) == (network, 0)}
+        for bits in BITS:
+            own = [r for r in rows if (r["network"], r["bits"]) == (network, bits or 0)]
+            own = [row for row in own if row["seed"] in exact]
+            if not own:
+                continue
+            finals = [row["final"] for row in own]
+            differences = [row["final"] - exact[row["seed"]]["final"] for row in own]
+            several = len(own) > 1
+            record = {
+                "network": network,
+                "bits": bits or "exact",
+                "seeds": len(own),
+                "saved_bytes": own[0]["saved_bytes"],
+                "times_less": exact[own[0]["seed"]]["saved_bytes"] / own[0]["saved_bytes"],
+                "final": statistics.fmean(finals),
+                "final_std": statistics.stdev(finals) if several else None,
+                "difference": statistics.fmean(differences),
+                "difference_std": statistics.stdev(differences) if several else None,
+            }
+            if network == "resnet":
+                record["accuracy"] = statistics.fmean(row["accuracy"] for row in own)
+            yield record
+
+
+def show(records):
+    form = "{:12} {:>5} {:>5} {:>10} {:>6} {:>18} {:>20} {:>9}"
+    head = "network", "bits", "seeds", "bytes", "less", "final loss", "minus exact", "accuracy"
+    print(form.format(*head))
+    for r in records:
+        spread = f" ± {r['final_std']:.4f}" if r["final_std"] is not None else ""
+        paired = f" ± {r['difference_std']:.4f}" if r["difference_std"] is not None else ""
+        print(
+            form.format(
+                r["network"],
+                str(r["bits"]),
+                r["seeds"],
+                r["saved_bytes"],
+                f"{r['times_less']:.1f}x",
+                f"{r['final']:.4f}{spread}",
+                f"{r['difference']:+.4f}{paired}",
+                f"{r['accuracy']:.4f}" if "accuracy" in r else "",
+            )
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
+    arguments = parser.parse_args()
+    name = "compressed_training" + "_quick" * arguments.quick
+    path = harness.RESULTS / f"{name}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    done = {(row["network"], row["bits"], row["seed"]) for row in rows}
+    todo = [
+        (network, bits, seed)
+        for seed in range(1 if arguments.quick else max(SEEDS.values()))
+        for network in SEEDS
+        if seed < SEEDS[network]
+        for bits in BITS
+        if (network, bits or 0, seed) not in done
+    ]
+    about = harness.machine("torch", "scikit-learn") | {"fewbit": fewbit.__version__}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
+        running = {pool.submit(run, *each, arguments.quick): each for each in todo}
+        for number, future in enumerate(as_completed(running), 1):
+            network, bits, seed = running[future]
+            rows.append({"network": network, "bits": bits or 0, "seed": seed, **future.result()})
+            print(f"{number}/{len(todo)}", rows[-1], flush=True)
+            harness.save(name, about, rows)
+    records = list(summary(rows))
+    harness.save(name + "_summary", about, records)
+    show(records)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Step time and peak memory of training compressed models against exact ones, on the CPU.
+
+    python benchmarks/step_time.py              # about 5 minutes on 2 cores
+    python benchmarks/step_time.py --quick
+
+Forward, backward and optimiser step of a character transformer (the demo's, wider) and of ResNet-18. Arms take turns
+step by step, so that a slow moment of the machine meets all of them; ratios are of medians. Gradients at 8 bits are
+checked against exact ones first. Peak resident memory is that of a fresh process per arm that takes two steps,
+less what it had before the first.
+
+Writes results/step_time.*, results/step_breakdown.* and results/peak_memory.*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import statistics
+import threading
+import time
+from pathlib import Path
+
+import harness
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import fewbit
+from fewbit.demo.transformer import CharTransformer
+from fewbit.models.resnet import ResNet
+
+ARMS = ("exact", 2, 4, 8)
+CASES = {
+    # batch, and the settings of a model large enough that a step is not all overhead
+    "transformer": {"batch": 32, "context": 128, "width": 256, "depth": 4, "heads": 8},
+    "resnet18": {"batch": 16, "size": 112},
+}
+QUICK = {
+    "transformer": {"batch": 8, "context": 64, "width": 64, "depth": 2, "heads": 4},
+    "resnet18": {"batch": 4, "size": 64},
+}
+
+
+def build(case, settings, arm):
+    torch.manual_seed(0)
+    if case == "transformer":
+        names = ("context", "width", "depth", "heads")
+        model = CharTransformer(96, *(settings[name] for name in names))
+    else:
+        model = ResNet("resnet18", nn.ReLU, classes=10)
+    if arm != "exact":
+        # At 8 bits for the check; a few-bit GELU is what the model is timed with.
+        fewbit.compress_(model, bits=arm, activation_bits=8 if arm == 8 else 3, verbose=False)
+    return model
+
+
+def batch(case, settings):
+    torch.manual_seed(1)
+    if case == "transformer":
+        x = torch.randint(96, (settings["batch"], settings["context"]))
+        return x, torch.randint(96, x.shape)
+    size = settings["size"]
+    return torch.randn(settings["batch"], 3, size, size), torch.randint(10, (settings["batch"],))
+
+
+def loss(model, x, y):
+    logits = model(x)
+    return cross_entropy(logits.flatten(0, -2), y.flatten())
+
+
+def check(case, settings):
+    """Relative error of the whole gradient at 8 bits."""
+    flat = []
+    for arm in ("exact", 8):
+        model = build(case, settings, arm)
+        loss(model, *batch(case, settings)).backward()
+        flat.append(torch.cat([each.grad.flatten() for each in model.parameters()]).double())
+    error = float((flat[1] - flat[0]).norm() / flat[0].norm())
+    assert error < 0.05, f"{case}: gradient error {error} at 8 bits"
+    return error
+
+
+def times(case, settings, steps):
+    """{arm: {part: seconds of each step}}."""
+    models = {arm: build(case, settings, arm) for arm in ARMS}
+    optimizers = {
+        arm: torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+        for arm, model in models.items()
+    }
+    x, y = batch(case, settings)
+    result = {arm: {"forward": [], "backward": [], "optimiser": [], "step": []} for arm in ARMS}
+    for step in range(steps + 2):
+        for arm, model in models.items():
+            optimizers[arm].zero_grad()
+            marks = [time.perf_counter()]
+            value = loss(model, x, y)
+            marks.append(time.perf_counter())
+            value.backward()
+            marks.append(time.perf_counter())
+            optimizers[arm].step()
+            marks.append(time.perf_counter())
+            if step < 2:
+                continue
+            for part, (a, b) in zip(result[arm], zip(marks, marks[1:], strict=False), strict=False):
+                result[arm][part].append(b - a)
+            result[arm]["step"].append(marks[-1] - marks[0])
+    return result
+
+
+def breakdown(case, settings, arm):
+    """{operation: milliseconds of one step}, the largest, from torch's profiler."""
+    model = build(case, settings, arm)
+    x, y = batch(case, settings)
+    loss(model, x, y).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss(model, x, y).backward()
+    own = {each.key: each.self_cpu_time_total / 1e3 for each in profile.key_averages()}
+    return dict(sorted(own.items(), key=lambda item: -item[1])[:16])
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak(case, settings, arm, queue):
+    """Bytes by which two training steps raise resident memory at most, in this process of their own."""
+    model = build(case, settings, arm)
+    x, y = batch(case, settings)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    # Gradients exist before, so that what is seen is activations.
+    loss(model, x[:1], y[:1]).backward()
+    start, most, done = resident(), [0], threading.Event()
+
+    def watch():
+        while not done.wait(0.001):
+            most[0] = max(most[0], resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        loss(model, x, y).backward()
+        optimizer.step()
+    done.set()
+    watcher.join()
+    kept = fewbit.saved_bytes(lambda: loss(model, x, y)).total
+    queue.put((most[0] - start, kept))
+
+
+def in_process(function, *arguments):
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=function, args=(*arguments, queue))
+    process.start()
+    result = queue.get(timeout=600)
+    process.join()
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--steps", type=int, default=15)
+    arguments = parser.parse_args()
+    about = harness.machine("torch") | {
+        "fewbit": fewbit.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    print(json.dumps(about))
+    time_rows, part_rows, peak_rows = [], [], []
+    for case, settings in (QUICK if arguments.quick else CASES).items():
+        print(f"{case} {settings}: gradient at 8 bits off by {check(case, settings):.4f}")
+        measured = times(case, settings, 3 if arguments.quick else arguments.steps)
+        exact = {part: statistics.median(own) for part, own in measured["exact"].items()}
+        for arm, parts in measured.items():
+            row = {"case": case, "arm": arm, **settings}
+            for part, own in parts.items():
+                middle = statistics.median(own)
+                row |= {f"{part}_ms": middle * 1e3, f"{part}_ratio": middle / exact[part]}
+            # The same step of all arms lies within a second: ratios step by step show the spread.
+            ratios = [a / b for a, b in zip(parts["step"], measured["exact"]["step"], strict=True)]
+            row |= {"least": min(ratios), "most": max(ratios)}
+            time_rows.append(row)
+            print(
+                f"  {arm!s:>6}: step {row['step_ms']:8.1f} ms, {row['step_ratio']:.3f} of exact "
+                f"({row['least']:.2f} .. {row['most']:.2f}); forward {row['forward_ratio']:.3f}, "
+                f"backward {row['backward_ratio']:.3f}"
+            )
+        for arm in ("exact", 2):
+            for name, ms in breakdown(case, settings, arm).items():
+                part_rows.append({"case": case, "arm": arm, "operation": name, "ms": ms})
+        for arm in ARMS:
+            grown, kept = in_process(peak, case, settings, arm)
+            peak_rows.append(
+                {"case": case, "arm": arm, "peak_bytes": grown, "saved_bytes": kept, **settings}
+            )
+            print(f"  {arm!s:>6}: peak {grown / 2**20:8.1f} MiB, of which kept {kept / 2**20:.1f}")
+    if not arguments.quick:
+        harness.save("step_time", about, time_rows)
+        harness.save("step_breakdown", about, part_rows)
+        harness.save("peak_memory", about, peak_rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+// The arithmetic of the group quantiser, operation for operation in float32: docs/quantiser.md.
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+#include "host_device.h"
+#include "streams.h"
+
+namespace fewbit {
+
+constexpr int kDrawBlock = 256;  // elements whose draws come from kDrawCounters counters, 8 each
+constexpr int kDrawCounters = 32;
+
+// What quantises a group, and what restores it.
+struct GroupLimits {
+  float minimum, range;  // both NaN where nothing of the group is left
+  float scale;
+};
+
+inline namespace FEWBIT_NAMESPACE {
+
+FEWBIT_HD constexpr int top_of(int bits) { return (1 << bits) - 1; }
+
+FEWBIT_HD inline bool is_finite(float x) { return (bits_of(x) & 0x7F800000u) != 0x7F800000u; }
+
+// The next bfloat16 toward -inf (`up` false) or +inf, in float32.
+FEWBIT_HD inline float toward_bfloat16(float x, bool up) {
+  const uint32_t bits = bits_of(x), cut = bits & 0xFFFF0000u;
+  const bool away = up ? x > 0.0f : x < 0.0f;  // truncation brings these to the wrong side
+  return float_of(away && bits != cut ? cut + 0x10000u : cut);
+}
+
+// Of a group with these extremes; clean: all its elements are finite. A zero is stored as +0, as which of two
+// zeros is the lesser is nobody's rule.
+FEWBIT_HD inline GroupLimits limits_of(float least, float greatest, bool clean, int bits, bool wide) {
+  GroupLimits limits;
+  const float low = (wide ? least : toward_bfloat16(least, false)) + 0.0f;
+  const float range = toward_bfloat16(greatest - low, true) + 0.0f;
+  const bool kept = clean && is_finite(low) && is_finite(range);
+  const float nan = float_of(0x7FC00000u);
+  // The bound is for ranges below 1e-31, whose quotient could overflow.
+  const float steps = static_cast<float>(top_of(bits)) / range;
+  limits.minimum = kept ? low : nan;
+  limits.range = kept ? range : nan;
+  limits.scale = kept && range > 0.0f ? (steps < 0x1p111f ? steps : 0x1p111f) * 65536.0f : 0.0f;
+  return limits;
+}
+
+FEWBIT_HD inline bool is_kept(const GroupLimits& limits) { return limits.range == limits.range; }
+
+// A value >= 0, at most 2^24, to the nearest integer, ties to the even one. The sum rounds below 2^23.
+FEWBIT_HD inline int32_t nearest(float value) {
+#ifdef __CUDA_ARCH__
+  return __float2int_rn(value);
+#else
+  const int32_t rounded = static_cast<int32_t>(bits_of(value + 0x1p23f) - 0x4B000000u);
+  return value < 0x1p23f ? rounded : static_cast<int32_t>(value);
+#endif
+}
+
+// The code of x, of a group whose limits are finite. most: top * 65536.
+FEWBIT_HD inline int32_t code_of(float x, const GroupLimits& limits, float most, uint32_t draw) {
+  const float steps = (x - limits.minimum) * limits.scale;
+  return (nearest(steps < most ? steps : most) + static_cast<int32_t>(draw)) >> 16;
+}
+
+FEWBIT_HD inline float most_of(int bits) { return static_cast<float>(top_of(bits)) * 65536.0f; }
+
+// x back from its code; unit: 1 / top.
+FEWBIT_HD inline float restored(int32_t code, float minimum, float range, float unit) {
+  return minimum + range * (static_cast<float>(code) * unit);
+}
+
+FEWBIT_HD inline float unit_of(int bits) { return 1.0f / static_cast<float>(top_of(bits)); }
+
+FEWBIT_HD inline void store_limits(const GroupLimits& limits, bool wide, int64_t group, uint16_t* ranges) {
+  uint16_t* row = ranges + group * columns(wide);
+  const uint32_t minimum = bits_of(limits.minimum);
+  row[0] = static_cast<uint16_t>(minimum >> 16);
+  row[1] = static_cast<uint16_t>(bits_of(limits.range) >> 16);
+  if (wide) row[2] = static_cast<uint16_t>(minimum);
+}
+
+// minimum and range alone.
+FEWBIT_HD inline GroupLimits load_limits(const uint16_t* ranges, bool wide, int64_t group) {
+  const uint16_t* row = ranges + group * columns(wide);
+  GroupLimits limits;
+  limits.minimum = float_of(static_cast<uint32_t>(row[0]) << 16 | (wide ? row[2] : 0u));
+  limits.range = float_of(static_cast<uint32_t>(row[1]) << 16);
+  limits.scale = 0.0f;
+  return limits;
+}
+
+// The first of the kDrawCounters counters that serve a block of a group: elements kDrawBlock * block and on.
+FEWBIT_HD constexpr uint64_t first_counter(int64_t group, int block, int group_size) {
+  const int64_t blocks = (group_size + kDrawBlock - 1) / kDrawBlock;
+  return static_cast<uint64_t>(kDrawCounters * (group * blocks + block));
+}
+
+}  // namespace FEWBIT_NAMESPACE
+}  // namespace fewbit

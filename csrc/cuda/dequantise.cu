@@ -1,0 +1,127 @@
+// Quantised values back: a warp a group, 256 elements of it at a time.
+
+#include "common/quantise.h"
+#include "cuda/dispatch.h"
+#include "cuda/groups.h"
+#include "cuda/kernels.h"
+#include "cuda/launch.h"
+#include "cuda/tile.h"
+
+namespace fewbit::cuda {
+namespace {
+
+// A lane has 8 elements of a part, in runs of neighbours that fill vectors of 16 bytes (float64: several).
+template <class T>
+struct Runs {
+  static constexpr int kLength = sizeof(T) == 4 ? 4 : 8;
+  static constexpr int kCount = 8 / kLength;
+
+  // The place of the first element of a run within the part.
+  __device__ static int start(int run, int lane) { return run * (kDrawBlock / kCount) + lane * kLength; }
+};
+
+// `length` bits of each plane from element `first` of a stream on, of which `exist` exist, in the bytes of an octet
+// from bit `to` on. Nothing is read beyond the block of the last one.
+__device__ inline void add_planes(Octet& octet, const uint32_t* words, int64_t first, int length, int exist, int bits,
+                                  int to) {
+  words += word_index(block_of(first), 0, bits);
+  const int shift = lane_of(first);
+  const bool two = shift + (exist < length ? exist : length) > kBlock;
+  const uint32_t mask = (1u << length) - 1;
+#pragma unroll
+  for (int plane = 0; plane < kMaxBits; ++plane) {
+    if (plane >= bits) break;
+    uint32_t planes = words[plane] >> shift;
+    if (two) planes |= words[plane + bits] << (kBlock - shift);
+    (plane < 4 ? octet.low : octet.high) |= (planes & mask) << (plane % 4 * 8 + to);
+  }
+}
+
+// A run of values to memory, as vectors where they are aligned.
+template <class T>
+__device__ void store_run(const float* values, T* out, bool vectors, int exist) {
+  constexpr int kWords = Runs<T>::kLength * sizeof(T) / 4;
+  uint32_t words[kWords];
+#pragma unroll
+  for (int i = 0; i < Runs<T>::kLength; i += 2) {
+    set_pair<T>(words, i, static_cast<Wide<T>>(values[i]), static_cast<Wide<T>>(values[i + 1]));
+  }
+  if (vectors) {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      uint4 vector;
+      vector.x = words[i], vector.y = words[i + 1], vector.z = words[i + 2], vector.w = words[i + 3];
+      reinterpret_cast<uint4*>(out)[i / 4] = vector;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < Runs<T>::kLength; ++i) {
+    if (i < exist) reinterpret_cast<Bits<T>*>(out)[i] = get<T>(words, i);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 4)
+    dequantise_kernel(const __grid_constant__ Streams uniform, const int64_t* order, const int64_t* counts,
+                      const uint32_t* packed, const uint16_t* ranges, T* out) {
+  __shared__ Streams streams;
+  share_streams(streams, uniform, counts);
+  const int lane = threadIdx.x % 32;
+  for (int64_t number = first_group_of_warp(); number < streams.groups; number += groups_apart()) {
+    const Stream& stream = stream_of(streams, number);
+    const Group group = group_at(streams, stream, number - stream.first_group);
+    const GroupPlace place(streams, stream, order, group);
+    const GroupLimits limits = load_limits(ranges, streams.wide, number);
+    const uint32_t* words = packed + stream.first_word;
+    const float unit = unit_of(stream.bits);
+    for (int begin = 0; begin < group.length; begin += kDrawBlock) {
+      Octet planes = {0, 0};
+#pragma unroll
+      for (int run = 0; run < Runs<T>::kCount; ++run) {
+        const int i = begin + Runs<T>::start(run, lane), exist = group.length - i;
+        if (exist > 0) {
+          add_planes(planes, words, group.first + i, Runs<T>::kLength, exist, stream.bits, run * Runs<T>::kLength);
+        }
+      }
+      const Octet codes = transposed(planes);
+#pragma unroll
+      for (int run = 0; run < Runs<T>::kCount; ++run) {
+        const int first = begin + Runs<T>::start(run, lane), exist = group.length - first;
+        if (exist <= 0) continue;
+        float values[Runs<T>::kLength];
+#pragma unroll
+        for (int i = 0; i < Runs<T>::kLength; ++i) {
+          const int of_lane = run * Runs<T>::kLength + i;
+          const uint32_t code = (of_lane < 4 ? codes.low : codes.high) >> (of_lane % 4 * 8) & 0xFFu;
+          values[i] = restored(static_cast<int32_t>(code), limits.minimum, limits.range, unit);
+        }
+        if (place.contiguous()) {
+          T* to = out + place.of(first);
+          const bool vectors = exist >= Runs<T>::kLength && reinterpret_cast<uintptr_t>(to) % sizeof(uint4) == 0;
+          store_run<T>(values, to, vectors, exist);
+        } else {
+#pragma unroll
+          for (int i = 0; i < Runs<T>::kLength; ++i) {
+            if (i < exist) store_one(values[i], out + place.of(first + i));
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, int64_t groups, void* out,
+                int dtype, int device, void* stream) {
+  if (groups <= 0) return;
+  const DeviceScope scope(device);
+  with_type(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    launch(dequantise_kernel<T>, device, stream, groups, kWaves, uniform_streams(of), of.order, of.counts,
+           reinterpret_cast<const uint32_t*>(packed), ranges, static_cast<T*>(out));
+  });
+}
+
+}  // namespace fewbit::cuda

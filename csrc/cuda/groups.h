@@ -1,0 +1,91 @@
+// Groups of a quantised tensor, as warps see them.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/streams.h"
+#include "cuda/kernels.h"
+#include "cuda/launch.h"
+#include "cuda/number.h"
+#include "cuda/tile.h"
+
+namespace fewbit::cuda {
+
+// The streams where all samples have one width; else only what does not depend on the widths.
+inline Streams uniform_streams(const Quantised& of) {
+  return one_stream(of.samples, of.features, of.group_size, of.wide, of.bits);
+}
+
+// The streams of a launch, into shared memory: those given, or those of counts that only the device knows. Every
+// thread of a block calls it.
+__device__ inline void share_streams(Streams& shared, const Streams& uniform, const int64_t* counts) {
+  if (threadIdx.x == 0) {
+    if (counts) {
+      clear(shared, uniform.features, uniform.group_size, uniform.wide);
+      append_mixed(shared, counts);
+    } else {
+      shared = uniform;
+    }
+  }
+  __syncthreads();
+}
+
+// A warp takes every groups_apart()-th group.
+__device__ inline int64_t first_group_of_warp() {
+  return static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+}
+__device__ inline int64_t groups_apart() { return static_cast<int64_t>(gridDim.x) * (blockDim.x / 32); }
+
+// Where a group's elements lie in the tensor.
+class GroupPlace {
+ public:
+  // order: the samples by stream; null where they are in order already.
+  __device__ GroupPlace(const Streams& streams, const Stream& stream, const int64_t* order, const Group& group)
+      : base_(group.first), order_(nullptr), features_(static_cast<int>(streams.features)), inside_(0) {
+    if (!order) return;
+    order += stream.first_sample;
+    if (by_sample(streams)) {
+      base_ = order[group.sample] * streams.features + (group.first - group.sample * streams.features);
+    } else {
+      const int64_t sample = group.first / streams.features;
+      order_ = order + sample;
+      inside_ = static_cast<int>(group.first - sample * streams.features);
+    }
+  }
+
+  // Whether elements lie side by side, from of(0) on.
+  __device__ bool contiguous() const { return !order_; }
+
+  // Of the group's i-th element.
+  __device__ int64_t of(int i) const {
+    if (!order_) return base_ + i;
+    const int from = inside_ + i, sample = from / features_;
+    return order_[sample] * features_ + (from - sample * features_);
+  }
+
+ private:
+  int64_t base_;
+  const int64_t* order_;  // from the sample on that has the first element; null where elements are contiguous
+  int features_, inside_;
+};
+
+// -- elements --------------------------------------------------------------------------------------------
+
+__host__ __device__ inline float as_float(float x) { return x; }
+__host__ __device__ inline float as_float(double x) { return static_cast<float>(x); }
+__host__ __device__ inline float as_float(Float16 x) { return Float16::widen(x.bits); }
+__host__ __device__ inline float as_float(Bfloat16 x) { return Bfloat16::widen(x.bits); }
+
+__host__ __device__ inline void store_one(float x, float* to) { *to = x; }
+__host__ __device__ inline void store_one(float x, double* to) { *to = x; }
+__host__ __device__ inline void store_one(float x, Float16* to) {
+  to->bits = static_cast<uint16_t>(Float16::narrow_pair(x, x));
+}
+__host__ __device__ inline void store_one(float x, Bfloat16* to) {
+  to->bits = static_cast<uint16_t>(Bfloat16::narrow_pair(x, x));
+}
+
+}  // namespace fewbit::cuda

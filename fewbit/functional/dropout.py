@@ -1,0 +1,214 @@
+"""Dropout with its mask kept in 1 bit an element.
+
+Every function has the signature of torch.nn.functional's, and for the same state of torch's
+generator its result, which it leaves in the same state. Their gradients are torch's, to the bit:
+the mask times the factor as torch rounds it. (A compiled graph draws by its compiler's rules, as it
+does for torch's own.)
+
+For the backward pass they keep ``4 * ceil(n / 32)`` bytes for the n elements of the mask: as many
+as the input has, or one a channel of each sample (`dropout1d` to `dropout3d`,
+`feature_alpha_dropout`). torch keeps 1 to 8 bytes an element. Where p is 0 or 1 torch's own runs,
+which keeps nothing of size.
+
+input: float32, float64, float16 or bfloat16, any strides. inplace: as in torch. What torch refuses,
+torch refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as torch_functional
+
+from fewbit.runtime import layout, ops
+from fewbit.runtime.autograd import is_plain
+from fewbit.runtime.encoding import Encoding
+from fewbit.runtime.quantiser import is_differentiated
+
+__all__ = [
+    "alpha_dropout",
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "feature_alpha_dropout",
+]
+
+_ALPHA = 1.7580993408473766  # as in torch: minus the limit of selu at -inf
+# Where torch runs one kernel for the mask and the product; else a Bernoulli draw and a product.
+_FUSED = ("cuda", "xpu")
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """torch.nn.functional.dropout. input: any shape."""
+    if not _keeps(input, p, training, inplace):
+        return torch_functional.dropout(input, p, training, inplace)
+    return _apply(input, p, "plain", None, inplace)
+
+
+def dropout1d(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """torch.nn.functional.dropout1d. input: (N, C, L) or (C, L)."""
+    if input.dim() not in (2, 3) or not _keeps(input, p, training, inplace):
+        return torch_functional.dropout1d(input, p, training, inplace)
+    return _apply(input, p, "plain", input.dim() - 1, inplace)
+
+
+def dropout2d(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """torch.nn.functional.dropout2d. input: (N, C, H, W); of others torch warns; its own runs."""
+    if input.dim() != 4 or not _keeps(input, p, training, inplace):
+        return torch_functional.dropout2d(input, p, training, inplace)
+    return _apply(input, p, "plain", 2, inplace)
+
+
+def dropout3d(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """torch.nn.functional.dropout3d. input: (N, C, D, H, W) or (C, D, H, W)."""
+    if input.dim() not in (4, 5) or not _keeps(input, p, training, inplace):
+        return torch_functional.dropout3d(input, p, training, inplace)
+    return _apply(input, p, "plain", input.dim() - 3, inplace)
+
+
+def alpha_dropout(
+    input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """torch.nn.functional.alpha_dropout. input: any shape."""
+    if not _keeps(input, p, training, inplace):
+        return torch_functional.alpha_dropout(input, p, training, inplace)
+    return _apply(input, p, "alpha", None, inplace)
+
+
+def feature_alpha_dropout(
+    input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """torch.nn.functional.feature_alpha_dropout. input: (N, C, ...)."""
+    if input.dim() < 2 or not _keeps(input, p, training, inplace):
+        return torch_functional.feature_alpha_dropout(input, p, training, inplace)
+    return _apply(input, p, "alpha", 2, inplace)
+
+
+def _keeps(x, p, training, inplace) -> bool:
+    """Whether there is a mask to keep, of a call that torch allows."""
+    if not training or not 0 < p < 1 or not is_differentiated(x):
+        return False
+    if x.dtype not in ops.FLOATING or x.layout is not torch.strided or not x.numel():
+        return False
+    return not inplace or _may_overwrite(x)
+
+
+def _may_overwrite(x) -> bool:
+    """Whether autograd lets x be written to; where not, torch's own call says why."""
+    if torch.compiler.is_compiling():
+        return True
+    if x.is_leaf or layout.overlaps(x):
+        return False
+    if not x._is_view():
+        return True
+    allowed = torch._C._autograd.CreationMeta.DEFAULT
+    return not x._base.is_leaf and torch._C._autograd._get_creation_meta(x) == allowed
+
+
+def _apply(x, p, kind, features, inplace):
+    """features: None, or the leading dimensions that the mask has; the rest share."""
+    if torch.compiler.is_compiling():
+        # A p that the compiler holds as symbolic becomes a constant: the levels depend on it.
+        p = torch.fx.experimental.symbolic_shapes.guard_scalar(p)
+        y = _Dropout.apply(x, float(p), kind, features, False)
+        return x.copy_(y) if inplace else y
+    return _Dropout.apply(x, float(p), kind, features, inplace)
+
+
+class _Dropout(Function):
+    @staticmethod
+    def forward(ctx, x, p, kind, features, inplace):
+        plain = is_plain(x)
+        fused = plain and kind == "plain" and features is None and not inplace
+        if fused and x.device.type in _FUSED:
+            y, mask = torch.native_dropout(x, p, True)
+            ctx.encoding = _encoding(1.0 / (1.0 - p))
+            packed = ops.pack_op(layout.storage_order(mask.view(torch.uint8)), 1)
+        else:
+            y, mask, packed = _drawn(x, p, kind, features, inplace, plain)
+            ctx.encoding = _encoding(_factor(p, kind, x.dtype))
+        if inplace:
+            ctx.mark_dirty(x)
+        ctx.stride = tuple(mask.stride())
+        ctx.shape = None if features is None else tuple(mask.shape)
+        ctx.save_for_backward(packed)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (packed,) = ctx.saved_tensors
+        if ctx.shape is not None:
+            ones = torch.ones(ctx.shape, dtype=grad.dtype, device=grad.device)
+            grad = grad * _decode_mul(ones, packed, ctx)
+        else:
+            grad = _decode_mul(grad, packed, ctx)
+        return grad, None, None, None, None
+
+
+def _drawn(x, p, kind, features, inplace, plain):
+    """(result, mask, packed mask), step for step as torch's composite dropout."""
+    if features is None:
+        noise = torch.empty_like(x)
+    else:
+        noise = x.new_empty((*x.shape[:features], *[1] * (x.dim() - features)))
+    noise.bernoulli_(1 - p)
+    one = None
+    if plain:
+        packed = ops.encode(noise, Encoding.parse(_encoding(1.0)), None)
+    else:
+        packed, one = ops.encode_kept_op(noise, _encoding(1.0), None)
+    shift = None
+    if kind == "alpha":
+        a = _slope(p)
+        shift = noise.add(-1).mul_(_ALPHA * a).add_(_ALPHA * a * p)
+        noise.mul_(a)
+    else:
+        noise.div_(1 - p)
+    y = x.mul_(noise) if inplace else x * noise
+    if shift is not None:
+        y.add_(shift)
+    return (y if one is None else y * one), noise, packed
+
+
+def _decode_mul(grad, packed, ctx):
+    if is_plain(grad):
+        return ops.decode_mul(grad, packed, Encoding.parse(ctx.encoding), ctx.stride)
+    return ops.decode_mul_op(grad, packed, ctx.encoding, ctx.stride)
+
+
+def _slope(p: float) -> float:
+    """What alpha dropout multiplies with, to keep the variance."""
+    return 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
+
+
+@torch.compiler.assume_constant_result
+def _factor(p: float, kind: str, dtype: torch.dtype) -> float:
+    """What torch multiplies an element with that stays, rounded as torch rounds it."""
+    return _rounded_factor(p, kind, dtype)
+
+
+@lru_cache(maxsize=1024)
+def _rounded_factor(p, kind, dtype):
+    one = torch.ones((), dtype=dtype)
+    return (one.mul_(_slope(p)) if kind == "alpha" else one.div_(1 - p)).item()
+
+
+@torch.compiler.assume_constant_result
+def _encoding(factor: float) -> str:
+    """The encoding of a mask of zeros and ones, with the factor for the ones."""
+    document = {"bits": 1, "levels": [0.0, factor], "breaks": [0.5], "codes": [0, 1]}
+    return json.dumps(document, separators=(",", ":"))

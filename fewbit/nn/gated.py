@@ -1,0 +1,52 @@
+"""Gated units that keep quantised factors; they have no parameters."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as torch_functional
+
+from fewbit.errors import InputError
+from fewbit.functional.gated import geglu, reglu, swiglu
+from fewbit.nn.quantised import Quantised
+from fewbit.runtime.exact import exactly
+
+__all__ = ["GEGLU", "ReGLU", "SwiGLU"]
+
+
+class SwiGLU(Quantised, nn.Module):
+    """silu(gate) * up; see `fewbit.functional.swiglu`."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        if not self.training:
+            with exactly():
+                return torch_functional.silu(gate) * up
+        return swiglu(gate, up, quantiser=self.quantiser)
+
+
+class GEGLU(Quantised, nn.Module):
+    """gelu(gate, approximate) * up; see `fewbit.functional.geglu`."""
+
+    def __init__(self, approximate: str = "none", **kwargs):
+        if approximate not in ("none", "tanh"):
+            raise InputError(f"expected none or tanh for approximate, got {approximate!r}")
+        super().__init__(**kwargs)
+        self.approximate = approximate
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        if not self.training:
+            with exactly():
+                return torch_functional.gelu(gate, approximate=self.approximate) * up
+        return geglu(gate, up, self.approximate, quantiser=self.quantiser)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}, {super().extra_repr()}"
+
+
+class ReGLU(Quantised, nn.Module):
+    """relu(gate) * up; see `fewbit.functional.reglu`."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        if not self.training:
+            with exactly():
+                return torch_functional.relu(gate) * up
+        return reglu(gate, up, quantiser=self.quantiser)

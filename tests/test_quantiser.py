@@ -1,0 +1,503 @@
+"""The group quantiser of every backend, bit for bit against NumPy, and what docs/quantiser.md promises of it."""
+
+import functools
+import math
+import mmap
+
+import naive_quantiser as naive
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fewbit.runtime import groups, reference
+from fewbit.runtime.encoding import packed_words
+
+try:
+    from fewbit import _kernels
+    from fewbit.runtime import native
+except ImportError:
+    _kernels = None
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+compiled = pytest.mark.skipif(_kernels is None, reason="fewbit was installed without kernels")
+KINDS = ("normal", "offset", "scales", "specials", "zeros")
+SEED = -(2**63) + 12345
+
+
+# -- inputs and calls --------------------------------------------------------------------------------------
+
+
+def inputs(shape, dtype, kind="normal", seed=0):
+    """Numbers of a kind, on the CPU."""
+    rng = np.random.default_rng([seed, *shape])
+    x = rng.normal(0, 1, shape)
+    if kind == "offset":
+        x = 10 + 1e-3 * x
+    elif kind == "scales":  # from subnormal ones to those whose range overflows
+        x = x * 10.0 ** rng.integers(-45, 39, shape)
+    elif kind == "specials":
+        special = rng.choice([np.nan, np.inf, -np.inf, 3.4e38, -3.4e38, 65504.0, -0.0], shape)
+        x = np.where(rng.random(shape) < 2 / (1 + shape[-1]), special, x)
+    elif kind == "zeros":
+        x = np.where(rng.random(shape) < 0.5, -0.0, 0.0)
+    return torch.from_numpy(x).to(dtype)
+
+
+def mixed(samples, seed=0):
+    return torch.from_numpy(
+        np.random.default_rng([seed, samples]).integers(1, 9, samples, np.uint8)
+    )
+
+
+def quantise(kernels, x, bits=2, group_size=256, wide=False, widths=None, seed=SEED, device="cpu"):
+    """(packed, ranges, spread): uint32 and uint16 arrays, floats."""
+    words = None
+    if widths is not None:
+        words = groups.mixed_words(widths.tolist(), groups.samples_of(x.shape)[1])
+        widths = widths.to(device)
+    seed = torch.tensor([seed], device=device)
+    packed, ranges, spread = kernels.quantise(
+        x.to(device), seed, bits, group_size, wide, widths, words
+    )
+    spread = None if spread[0] is None else tuple(map(float, spread))
+    ranges = ranges.cpu().view(torch.int16).numpy().view(np.uint16)
+    return packed.cpu().numpy().view(np.uint32), ranges, spread
+
+
+def dequantise(kernels, packed, ranges, out, bits=2, group_size=256, widths=None, device="cpu"):
+    result = out.to(device)
+    kernels.dequantise(
+        torch.from_numpy(packed.view(np.int32)).to(device),
+        torch.from_numpy(ranges.view(np.int16)).view(torch.bfloat16).to(device),
+        bits,
+        group_size,
+        result,
+        None if widths is None else widths.to(device),
+    )
+    return result.cpu()
+
+
+def same(a, b):
+    """Equal bits, any NaN for any NaN."""
+    nan = a.isnan()
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    a, b, other = a.view(integer), b.view(integer), b.isnan()
+    return torch.equal(nan, other) and torch.equal(a[~nan], b[~nan])
+
+
+def check(kernels, x, bits, group_size, wide, widths=None, device="cpu"):
+    """Codes, ranges, spread and what is restored, against the oracle; returns what was kept."""
+    each = [bits] * len(x) if widths is None else widths.tolist()
+    rows = x.to(torch.float32).numpy()
+    expected = naive.quantise(rows, SEED, each, group_size, wide)
+    packed, ranges, spread = quantise(kernels, x, bits, group_size, wide, widths, SEED, device)
+    what = (tuple(x.shape), x.dtype, bits, group_size, wide)
+    assert np.array_equal(packed, expected[0]), what
+    kept = len(expected[1])  # with several widths there may be room for more
+    assert np.array_equal(ranges[:kept], expected[1]) and not ranges[kept:].any(), what
+    if spread is not None:
+        least_greatest = (rows.min(), rows.max()) if rows.size else (0.0, 0.0)
+        np.testing.assert_array_equal(spread, least_greatest)
+    restored = naive.dequantise(packed, ranges, x.shape, each, group_size)
+    out = dequantise(kernels, packed, ranges, torch.empty_like(x), bits, group_size, widths, device)
+    assert same(out, torch.from_numpy(restored).to(x.dtype)), what
+    return packed, ranges
+
+
+# -- bits for bits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_every_small_size(backend, samples):
+    for features in range(71):
+        x = inputs((samples, features), DTYPES[features % 4], KINDS[features % 5])
+        bits, group_size, wide = 1 + features % 8, (32, 64, 256)[features % 3], features % 2 == 1
+        check(backend.kernels, x, bits, group_size, wide, device=backend.device)
+        check(backend.kernels, x, 0, group_size, wide, mixed(samples), backend.device)
+
+
+@dtypes
+@pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "wide"])
+def test_every_width(backend, dtype, wide):
+    for bits in range(1, 9):
+        for kind in KINDS:
+            x = inputs((2, 321), dtype, kind, seed=bits)
+            check(backend.kernels, x, bits, 256, wide, device=backend.device)
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 96, 256, 288, 1024])
+def test_group_sizes(backend, group_size):
+    for shape in ((2, 1321), (1, 2048), (40, 31), (0, 70), (5, 0), (3, group_size + 1)):
+        for dtype in DTYPES:
+            x = inputs(shape, dtype, seed=group_size)
+            check(backend.kernels, x, 3, group_size, False, device=backend.device)
+            check(backend.kernels, x, 0, group_size, True, mixed(shape[0]), backend.device)
+
+
+def test_the_largest_group(backend):
+    x = inputs((1, 65536 + 100), torch.float32)
+    check(backend.kernels, x, 2, 65536, False, device=backend.device)
+
+
+def test_shapes(backend):
+    """Samples are along dimension 0; a scalar is one of one feature."""
+    for shape in ((), (5,), (3, 4, 5), (2, 3, 7, 11), (0, 3), (3, 0, 2)):
+        x = inputs((math.prod(shape),), torch.float32).reshape(shape)
+        packed, ranges, _ = quantise(backend.kernels, x, device=backend.device)
+        expected = quantise(reference, x)
+        assert np.array_equal(packed, expected[0]) and np.array_equal(ranges, expected[1])
+        out = dequantise(
+            backend.kernels, packed, ranges, torch.empty_like(x), device=backend.device
+        )
+        assert same(out, dequantise(reference, packed, ranges, torch.empty_like(x)))
+
+
+def test_channels_last(backend):
+    """A dense tensor whose samples are outermost is taken, and restored, in storage order."""
+    x = inputs((2, 3, 8, 9), torch.float32).to(memory_format=torch.channels_last)
+    flat = x.permute(0, 2, 3, 1).reshape(2, -1)
+    kept = check(backend.kernels, flat, 2, 64, False, device=backend.device)
+    packed, ranges, _ = quantise(backend.kernels, x, 2, 64, device=backend.device)
+    assert np.array_equal(packed, kept[0]) and np.array_equal(ranges, kept[1])
+    out = dequantise(
+        backend.kernels, packed, ranges, torch.empty_like(x), 2, 64, device=backend.device
+    )
+    assert out.stride() == x.stride()
+    restored = naive.dequantise(packed, ranges, (2, 216), [2, 2], 64)
+    assert torch.equal(out.permute(0, 2, 3, 1).reshape(2, -1), torch.from_numpy(restored))
+
+
+@functools.cache
+def shared_words(shape, dtype, several):
+    """Groups that begin inside of a word, enough of them for several threads; what the reference makes of them."""
+    x, widths = inputs(shape, dtype, "specials"), mixed(shape[0]) if several else None
+    kept = quantise(reference, x, 3, 256, False, widths)
+    return x, widths, kept, dequantise(reference, *kept[:2], torch.empty_like(x), 3, 256, widths)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@compiled
+@pytest.mark.parametrize("shape", [(1201, 67), (1, 150_001), (2, 65_537), (7001, 11)], ids=str)
+def test_threads_that_share_words(backend, shape, threads):
+    for several in (False, True):
+        x, widths, kept, restored = shared_words(shape, DTYPES[shape[1] % 4], several)
+        made = quantise(backend.kernels, x, 3, 256, False, widths, device=backend.device)
+        assert np.array_equal(made[0], kept[0]) and np.array_equal(made[1], kept[1])
+        if made[2] is not None:
+            np.testing.assert_array_equal(made[2], kept[2])
+        out = torch.empty_like(x)
+        out = dequantise(backend.kernels, *kept[:2], out, 3, 256, widths, device=backend.device)
+        assert same(out, restored)
+
+
+def cpu_backends():
+    return [reference, *(native.cpu(isa) for isa in (_kernels.cpu_isas() if _kernels else ()))]
+
+
+@settings(max_examples=40)
+@given(
+    samples=st.integers(0, 9),
+    features=st.integers(0, 330),
+    group_size=st.sampled_from([32, 64, 96, 256, 320]),
+    bits=st.integers(0, 8),
+    wide=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 2**32),
+)
+def test_anything(samples, features, group_size, bits, wide, dtype, kind, seed):
+    x = inputs((samples, features), dtype, kind, seed)
+    widths = None if bits else mixed(samples, seed)
+    for kernels in cpu_backends():
+        check(kernels, x, bits, group_size, wide, widths)
+
+
+def test_room_beyond_the_codes_is_zero(backend):
+    x, widths = inputs((6, 70), torch.float32), mixed(6)
+    exact, ranges, _ = quantise(backend.kernels, x, 0, widths=widths, device=backend.device)
+    seed = torch.tensor([SEED], device=backend.device)
+    packed, again, _ = backend.kernels.quantise(
+        x.to(backend.device), seed, 0, 256, False, widths.to(backend.device), len(exact) + 9
+    )
+    packed = packed.cpu().numpy().view(np.uint32)
+    assert np.array_equal(packed[: len(exact)], exact) and not packed[len(exact) :].any()
+    assert np.array_equal(again.cpu().view(torch.int16).numpy().view(np.uint16), ranges)
+
+
+@compiled
+def test_more_elements_than_an_int_counts():
+    """The last groups of 2**31 elements and some, in memory that exists only where it is touched."""
+    features, samples = 256, (1 << 23) + 5
+    n = samples * features
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        space = mmap.mmap(-1, 2 * n, flags=flags)
+    except OSError:
+        pytest.skip("no address space for 4 GB")
+    x = torch.frombuffer(space, dtype=torch.bfloat16).view(samples, features)
+    x[-9:] = inputs((9, features), torch.bfloat16)
+    kernels = native.cpu()
+    packed, ranges, _ = quantise(kernels, x, 1)
+    words = packed[-9 * features // 32 :]
+    for i in range(9):
+        codes, row = naive._group(
+            x[i - 9].to(torch.float32).numpy(), SEED, samples - 9 + i, 1, 256, False
+        )
+        assert np.array_equal(naive._planes(codes, 1), words[8 * i : 8 * i + 8])
+        assert ranges[i - 9].tolist() == row
+    assert not packed[: -9 * features // 32].any() and not ranges[:-9].any()
+
+
+# -- what is promised --------------------------------------------------------------------------------------
+
+
+def test_bytes(backend):
+    for shape in ((7, 100), (1, 1000), (50, 3), (4, 8, 9), (0, 5), ()):
+        for bits in range(1, 9):
+            for wide in (False, True):
+                x = torch.zeros(shape)
+                packed, ranges, _ = quantise(
+                    backend.kernels, x, bits, 64, wide, None, 1, backend.device
+                )
+                assert packed.nbytes + ranges.nbytes == groups.quantised_bytes(
+                    shape, bits, 64, wide
+                )
+
+
+def test_top_is_restored_exactly():
+    for bits in range(1, 9):
+        top = np.float32(2**bits - 1)
+        assert top * (np.float32(1) / top) == 1
+
+
+@dtypes
+@pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "wide"])
+def test_nothing_is_clipped(backend, dtype, wide):
+    """All elements lie in [minimum, minimum + range], and come back within a step."""
+    for bits in (1, 3, 8):
+        for kind in ("normal", "offset", "scales"):
+            limit = 3e4 if dtype == torch.float16 else 1e38
+            x = inputs((12, 256), torch.float64, kind, seed=bits).clamp(-limit, limit).to(dtype)
+            packed, ranges, _ = quantise(backend.kernels, x, bits, 256, wide, device=backend.device)
+            limits = np.array([naive._limits(row) for row in ranges], np.float64)
+            minimum, extent = limits[:, :1], limits[:, 1:]
+            assert np.isfinite(limits).all()
+            exact = x.to(torch.float32).double().numpy()
+            assert (exact >= minimum).all()
+            # The range is that of the difference rounded to float32.
+            assert (exact - minimum <= extent * (1 + 2.0**-24)).all()
+            out = torch.empty(x.shape)
+            out = dequantise(
+                backend.kernels, packed, ranges, out, bits, device=backend.device
+            ).double()
+            step = extent / (2**bits - 1)
+            rounding = (np.abs(minimum) + extent) * 2.0**-22 + 1e-44
+            assert (np.abs(out.numpy() - exact) <= step * (1 + 2.0**-16) + rounding).all()
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -2.5, 1e-39, -3e38])
+def test_a_range_of_zero_is_exact(backend, value):
+    x = torch.full((3, 100), value).to(torch.bfloat16)
+    for bits in (1, 8):
+        packed, ranges, _ = quantise(backend.kernels, x, bits, device=backend.device)
+        out = dequantise(
+            backend.kernels, packed, ranges, torch.empty_like(x), bits, device=backend.device
+        )
+        assert torch.equal(out, x) and not packed.any() and not ranges[:, 1].any()
+
+
+def test_wide_minimums_are_exact(backend):
+    x = torch.full((3, 100), 1.0 + 2.0**-20)
+    packed, ranges, _ = quantise(backend.kernels, x, 2, 256, True, device=backend.device)
+    out = dequantise(backend.kernels, packed, ranges, torch.empty_like(x), device=backend.device)
+    assert torch.equal(out, x)
+
+
+def test_a_group_that_is_not_finite(backend):
+    """It is lost, and no other."""
+    for value in (math.nan, math.inf, -math.inf):
+        x = inputs((4, 256), torch.float32)
+        whole = quantise(backend.kernels, x, device=backend.device)
+        x[2, 100] = value
+        packed, ranges, spread = quantise(backend.kernels, x, device=backend.device)
+        assert (ranges[2] == naive.NAN16).all() and not packed[32:48].any()
+        others = [0, 1, 3]
+        assert np.array_equal(ranges[others], whole[1][others])
+        assert np.array_equal(packed.reshape(4, -1)[others], whole[0].reshape(4, -1)[others])
+        out = dequantise(
+            backend.kernels, packed, ranges, torch.empty_like(x), device=backend.device
+        )
+        assert out[2].isnan().all() and out[others].isfinite().all()
+        if spread is not None:
+            np.testing.assert_array_equal(spread, (x.amin(), x.amax()))
+
+
+def test_a_range_beyond_bfloat16(backend):
+    x = torch.tensor([[-3e38, 3e38] * 32])  # finite, but their difference is not
+    _, ranges, spread = quantise(backend.kernels, x, device=backend.device)
+    assert (ranges == naive.NAN16).all()
+    if spread is not None:
+        assert spread == (float(x.min()), float(x.max()))
+
+
+def test_the_seed_alone_decides(backend):
+    x = inputs((4, 512), torch.float32)
+    kept = [
+        quantise(backend.kernels, x, seed=s, device=backend.device)[0] for s in (1, 1, 2, 1 << 32)
+    ]
+    assert np.array_equal(kept[0], kept[1])
+    assert (kept[0] != kept[2]).mean() > 0.9 and (kept[0] != kept[3]).mean() > 0.9
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "wide"])
+@pytest.mark.parametrize("offset", [0, 10, 1000])
+def test_unbiased(backend, offset, wide):
+    """Over seeds, the mean error over its standard deviation is standard normal: pooled, and element by element."""
+    seeds, bits = 50, 2
+    x = offset + inputs((4, 512), torch.float32, seed=offset)
+    exact = x.double()
+    total = torch.zeros_like(exact)
+    for seed in range(seeds):
+        packed, ranges, _ = quantise(
+            backend.kernels, x, bits, 256, wide, seed=1000 * offset + seed, device=backend.device
+        )
+        out = dequantise(
+            backend.kernels, packed, ranges, torch.empty_like(x), device=backend.device
+        )
+        total += out.double() - exact
+    limits = torch.tensor(np.array([naive._limits(row) for row in ranges]), dtype=torch.float64)
+    limits = limits.repeat_interleave(256, 0).view(4, 512, 2)
+    step = limits[..., 1] / (2**bits - 1)
+    place = (exact - limits[..., 0]) / step % 1
+    variance = seeds * step**2 * place * (1 - place)
+    pooled = float(total.sum() / variance.sum().sqrt())
+    assert abs(pooled) < 3.5, pooled
+    certain = variance < 1e-3 * seeds * step**2
+    each = (total**2 / variance)[~certain].mean()
+    assert abs(float(each) - 1) < 5 * math.sqrt(2 / x.numel()), each
+
+
+# -- refusals ----------------------------------------------------------------------------------------------
+
+
+@compiled
+def test_refusals():
+    cpu = _kernels.Cpu(_kernels.cpu_isas()[0])
+    x, out = np.zeros(200, np.float32), np.zeros(200, np.float32)
+    seed, widths = np.zeros(1, np.int64), np.array([1, 2], np.uint8)
+    packed, ranges = np.zeros(packed_words(200, 8), np.int32), np.zeros((2, 3), np.uint16)
+    good = {
+        "x_ptr": x.ctypes.data,
+        "dtype": 0,
+        "samples": 2,
+        "features": 100,
+        "group_size": 256,
+        "bits": 2,
+        "widths_ptr": 0,
+        "wide": False,
+        "seed_ptr": seed.ctypes.data,
+        "packed_ptr": packed.ctypes.data,
+        "words": 14,
+        "ranges_ptr": ranges.ctypes.data,
+        "groups": 2,
+        "threads": 1,
+    }
+    bad = [
+        ({"x_ptr": 0}, "x_ptr: expected the address of 200 elements, got 0"),
+        ({"dtype": 4}, "dtype: expected 0"),
+        ({"samples": -1}, "samples: expected 0 or more, got -1"),
+        ({"features": -1}, "features: expected 0 or more, got -1"),
+        ({"samples": 1 << 40, "features": 1 << 40}, "can be counted"),
+        ({"group_size": 48}, "group_size: expected a multiple of 32 from 32 to 65536, got 48"),
+        ({"group_size": 0}, "group_size: expected"),
+        ({"group_size": 65568}, "group_size: expected"),
+        ({"bits": 0}, "bits: expected 1 to 8, got 0"),
+        ({"bits": 9}, "bits: expected 1 to 8, got 9"),
+        ({"packed_ptr": 0}, "packed_ptr: expected the address of 14 elements"),
+        ({"words": 13}, "words: expected 14 or more, got 13"),
+        ({"ranges_ptr": 0}, "ranges_ptr: expected"),
+        ({"groups": 1}, "groups: expected 2 or more, got 1"),
+        ({"threads": 0}, "threads: expected 1 or more, got 0"),
+    ]
+    assert cpu.quantise(**good) == (0.0, 0.0)
+    for change, message in [*bad, ({"seed_ptr": 0}, "seed: expected the address of one, got none")]:
+        with pytest.raises(ValueError, match=message):
+            cpu.quantise(**{**good, **change})
+    restore = {**good, "out_ptr": out.ctypes.data}
+    del restore["x_ptr"], restore["seed_ptr"]
+    cpu.dequantise(**restore)
+    for change, message in [*bad[1:], ({"out_ptr": 0}, "out_ptr: expected the address of 200")]:
+        with pytest.raises(ValueError, match=message):
+            cpu.dequantise(**{**restore, **change})
+    for width in (0, 9):  # of the second sample
+        widths[1] = width
+        change = {"widths_ptr": widths.ctypes.data}
+        for call, arguments in ((cpu.quantise, good), (cpu.dequantise, restore)):
+            with pytest.raises(ValueError, match=f"bits: expected 1 to 8, got {width}"):
+                call(**{**arguments, **change})
+
+
+@compiled
+def test_widths_for_cuda():
+    """What the CUDA kernels take in place of widths, made without looking at them on the host."""
+    widths = mixed(50)
+    (order, counts), addresses = native._order(widths)
+    assert order.tolist() == sorted(range(50), key=lambda i: widths[i])  # stable
+    assert counts.tolist() == [int((widths == bits).sum()) for bits in range(9)]
+    assert order.dtype == counts.dtype == torch.int64
+    assert addresses == (order.data_ptr(), counts.data_ptr())
+
+
+@pytest.mark.skipif(not (_kernels and _kernels.cuda), reason="fewbit was built without CUDA")
+def test_refusals_of_cuda():
+    """Before anything is launched."""
+    good = {
+        "x_ptr": 16,
+        "dtype": 0,
+        "samples": 2,
+        "features": 100,
+        "group_size": 256,
+        "bits": 2,
+        "order_ptr": 0,
+        "counts_ptr": 0,
+        "wide": False,
+        "seed_ptr": 16,
+        "packed_ptr": 16,
+        "words": 14,
+        "ranges_ptr": 16,
+        "groups": 2,
+        "device_index": 0,
+        "stream_ptr": 0,
+    }
+    for change, message in (
+        ({"x_ptr": 0}, "x_ptr: expected"),
+        ({"dtype": 5}, "dtype: expected"),
+        ({"group_size": 33}, "group_size: expected"),
+        ({"bits": 9}, "bits: expected 1 to 8, got 9"),
+        ({"order_ptr": 16}, "order_ptr: expected"),
+        ({"counts_ptr": 16}, "order_ptr: expected"),
+        ({"words": 13}, "words: expected 14 or more, got 13"),
+        ({"groups": 1}, "groups: expected 2 or more, got 1"),
+        ({"seed_ptr": 0}, "seed: expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _kernels.cuda.quantise(**{**good, **change})
+    restore = {**good, "out_ptr": 16}
+    del restore["x_ptr"], restore["seed_ptr"]
+    for change, message in (
+        ({"out_ptr": 0}, "out_ptr: expected"),
+        ({"packed_ptr": 0}, "packed_ptr: expected"),
+        ({"groups": 1}, "groups: expected 2 or more, got 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _kernels.cuda.dequantise(**{**restore, **change})

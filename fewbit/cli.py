@@ -738,7 +738,14 @@ def memory(
     type=click.IntRange(1, 8),
     multiple=True,
     metavar="B",
-    help="1 to 8; may be repeated.  [default: 1 to 4]",
+    help="Of few-bit GELUs, 1 to 8; may be repeated.  [default: 1 to 4]",
+)
+@click.option(
+    "--everything",
+    type=click.IntRange(1, 8),
+    multiple=True,
+    metavar="B",
+    help="Of whole models that are compressed, 1 to 8; may be repeated.  [default: 2]",
 )
 @click.option(
     "--output",
@@ -749,12 +756,13 @@ def memory(
 )
 @_force
 @_json
-def demo(steps, seeds, bits, output, force, as_json):
-    """Train a small transformer with exact and with few-bit GELU.
+def demo(steps, seeds, bits, everything, output, force, as_json):
+    """Train a small transformer exactly, with few-bit GELU, and compressed as a whole.
 
-    A character-level transformer learns the help texts that Python ships, with torch's own GELU
-    and with few-bit ones, from the same seeds. Shows the bytes that GELU keeps for the backward
-    pass beside the final losses, and draws the losses. About a minute; needs torch.
+    A character-level transformer learns the help texts that Python ships, with torch's own GELU,
+    with few-bit ones, and with everything that it keeps compressed, from the same seeds. Shows the
+    bytes kept for the backward pass beside the final losses, and draws the losses. Two minutes at
+    most; needs torch.
 
     \b
     Examples:
@@ -788,7 +796,7 @@ def demo(steps, seeds, bits, output, force, as_json):
             seeds=seeds,
             settings=Settings(**_given(steps=steps)),
             progress=progress,
-            **_given(bits=bits or None),
+            **_given(bits=bits or None, everything=everything or None),
         )
     write_atomic(paths[0], render(picture(result)), force=force)
     write_atomic(paths[1], json.dumps(result.to_dict(), indent=1) + "\n", force=force)

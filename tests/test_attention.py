@@ -137,16 +137,18 @@ def test_autocast(device, options):
     )
 
 
-def test_the_backward_pass_is_that_of_the_restored_tensors(device, options):
-    """Exactly torch's, of what the quantiser restores; dropout draws the same mask again."""
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_backward_pass_is_that_of_the_restored_tensors(device, options, autocast):
+    """Exactly torch's, in the dtype of the forward pass; dropout draws the same mask again."""
     tensors = inputs(device)
     quantiser = Remembering(4)
-    torch.manual_seed(3)
-    y = scaled_dot_product_attention(*tensors, quantiser=quantiser, **options)
-    grad = normal(y.shape, device=device, scale=1.0, seed=7)
-    restored = [kept.recipe.restore(kept.tensors).requires_grad_() for kept in quantiser.kept]
-    torch.manual_seed(3)
-    expected = torch_f.scaled_dot_product_attention(*restored, **options)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        torch.manual_seed(3)
+        y = scaled_dot_product_attention(*tensors, quantiser=quantiser, **options)
+        restored = [kept.recipe.restore(kept.tensors).requires_grad_() for kept in quantiser.kept]
+        torch.manual_seed(3)
+        expected = torch_f.scaled_dot_product_attention(*restored, **options)
+    grad = normal(y.shape, y.dtype, device, scale=1.0, seed=7)
     ours = torch.autograd.grad(y, tensors, grad)
     theirs = torch.autograd.grad(expected, restored, grad)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -692,9 +694,8 @@ def test_module_kept_bytes(device, shared, need_weights, in_session):
     keys = tensors[1].shape[0]
     inputs = {"all": [L], "keys": [L, S], "none": [L, S, S]}[shared]
     expected = sum(quantised_bytes((length, N, E), bits) for length in inputs)
-    shape = (N * H, -1, E // H) if need_weights else (N, H, -1, E // H)
-    for length in (L, keys, keys):
-        expected += quantised_bytes([length if n == -1 else n for n in shape], bits)
+    for length in (L, keys, keys):  # as they lie in memory, sequences first
+        expected += quantised_bytes((length, N, E), bits)
     expected += quantised_bytes((L * N, E), bits)  # the output projection's input
     assert found == expected
 
@@ -719,7 +720,7 @@ def test_frozen_modules():
     _, storages, _ = kept_by(lambda: layer(*tensors, need_weights=False))
     own = {x.untyped_storage()._cdata for x in layer.parameters()}
     found = sum(size for storage, size in storages.items() if storage not in own)
-    expected = sum(quantised_bytes((N, H, n, E // H), 2) for n in (L, S, S))
+    expected = sum(quantised_bytes((n, N, E), 2) for n in (L, S, S))
     assert found == expected
     y, storages, _ = kept_by(lambda: layer(*(x.detach() for x in tensors))[0])
     assert not storages and not y.requires_grad

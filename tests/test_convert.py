@@ -280,8 +280,8 @@ def test_the_report(capsys):
     out = capsys.readouterr().out
     assert str(controller.report) in out.replace("\n\n\n", "\n\n")
     lines = [line.split() for line in out.splitlines()]
-    assert ["stem", "Conv2d", "fewbit.Conv2d", "2", "bits", "1"] in lines
-    assert ["act", "ReLU", "fewbit.ReLU", "1", "bit", "1"] in lines
+    assert ["stem", "Conv2d", "fewbit's", "2", "bits", "1"] in lines
+    assert ["act", "ReLU", "fewbit's", "1", "bit", "1"] in lines
     assert ["8", "modules", "converted"] in lines
     before, after = controller.report.kept
     assert sum(after.values()) == fewbit.saved_bytes(model, normal((4, 3, 8, 8))).total
@@ -307,8 +307,8 @@ def test_the_report(capsys):
         ({"overrides": {"stem": 9}}, "expected a whole number from 1 to 8 for bits, got 9"),
         (
             {"overrides": {"stem": {"bit": 2}}},
-            "overrides['stem']: expected bits, a mapping of bits, activation_bits, group_size, "
-            "minimum, copies, or None, got {'bit': 2}",
+            "overrides['stem']: expected bits, a mapping of bits, activation_bits, "
+            "attention_bits, group_size, minimum, copies, or None, got {'bit': 2}",
         ),
     ],
 )

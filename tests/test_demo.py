@@ -40,8 +40,8 @@ def corpus():
 
 @pytest.fixture(scope="module")
 def demo(corpus):
-    """Exact, 4 and 1 bits from two seeds."""
-    return run_demo((4, 1), seeds=2, settings=SMALL, corpus=corpus)
+    """Exact, GELUs of 4 and 1 bits, and everything at 2 bits, from two seeds."""
+    return run_demo((4, 1), (2,), seeds=2, settings=SMALL, corpus=corpus)
 
 
 # --- text ---------------------------------------------------------------------------------------------
@@ -143,8 +143,11 @@ def test_the_learning_rate_warms_up_and_ends_at_zero():
 
 def test_saved_bytes_are_the_promise(demo):
     elements = SMALL.batch * SMALL.context * 4 * SMALL.width  # of each of `depth` GELUs
-    exact, four, one = demo.arms
-    assert [arm.bits for arm in demo.arms] == [None, 4, 1]
+    exact, four, one, everything = demo.arms
+    assert [arm.bits for arm in demo.arms] == [None, 4, 1, 3]
+    assert [arm.everything for arm in demo.arms] == [None, None, None, 2]
+    assert everything.activation_bytes == SMALL.depth * 4 * 3 * math.ceil(elements / 32)
+    assert exact.model_bytes > 10 * everything.model_bytes
     assert exact.activation_bytes == SMALL.depth * 4 * elements
     for arm in (four, one):
         assert arm.activation_bytes == SMALL.depth * 4 * arm.bits * math.ceil(elements / 32)
@@ -153,12 +156,13 @@ def test_saved_bytes_are_the_promise(demo):
 
 
 def test_runs_compare_in_pairs(demo):
-    exact, four, one = demo.arms
+    exact, four, one, everything = demo.arms
     assert [run.seed for run in four.runs] == [0, 1]
-    for ours, theirs in zip(four.runs, exact.runs, strict=True):
-        assert ours.train[0] == pytest.approx(theirs.train[0], abs=1e-5)  # the forward is exact
-        assert ours.final == pytest.approx(theirs.final, abs=0.02)
-        assert ours.final != theirs.final
+    for arm, limit in ((four, 0.02), (everything, 0.1)):
+        for ours, theirs in zip(arm.runs, exact.runs, strict=True):
+            assert ours.train[0] == pytest.approx(theirs.train[0], abs=1e-5)  # the forward is exact
+            assert ours.final == pytest.approx(theirs.final, abs=limit)
+            assert ours.final != theirs.final
     assert one.runs != four.runs
 
 
@@ -166,7 +170,7 @@ def test_the_demo_leaves_threads_and_random_numbers_alone(corpus):
     state = torch.random.get_rng_state()
     torch.set_num_threads(2)
     try:
-        run_demo((3,), settings=replace(SMALL, steps=1), corpus=corpus)
+        run_demo((3,), (2,), settings=replace(SMALL, steps=1), corpus=corpus)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
@@ -176,10 +180,13 @@ def test_the_demo_leaves_threads_and_random_numbers_alone(corpus):
 def test_progress_counts_every_step(corpus):
     seen = []
     settings = replace(SMALL, steps=3)
-    run_demo((2,), 2, settings, corpus, lambda what, done, total: seen.append((what, done, total)))
-    assert [done for _, done, _ in seen] == list(range(1, 13))
-    assert {total for *_, total in seen} == {12}
-    assert seen[0][0] == "GELU, exact, seed 0" and seen[-1][0] == "GELU, 2 bits, seed 1"
+    run_demo(
+        (2,), (4,), 2, settings, corpus, lambda what, done, total: seen.append((what, done, total))
+    )
+    assert [done for _, done, _ in seen] == list(range(1, 19))
+    assert {total for *_, total in seen} == {18}
+    assert seen[0][0] == "GELU, exact, seed 0" and seen[9][0] == "GELU, 2 bits, seed 1"
+    assert seen[-1][0] == "all 4 bits, seed 1"
 
 
 def test_a_text_too_short_is_refused():
@@ -263,8 +270,9 @@ def test_the_curve_is_the_mean_of_blocks():
 
 def test_the_picture_shows_every_arm(demo):
     left, right = picture(demo).axes
-    assert len(left.get_lines()) == 3
-    assert [tick.get_text() for tick in right.get_xticklabels()] == ["4 bits", "1 bit"]
+    assert len(left.get_lines()) == 4
+    names = [tick.get_text() for tick in right.get_xticklabels()]
+    assert names == ["4 bits", "1 bit", "all 2 bits"]
 
 
 # --- the command --------------------------------------------------------------------------------------
@@ -297,12 +305,19 @@ def test_command_writes_both_files_and_refuses_to_overwrite(tmp_path, small):
     document = json.loads(forced.stdout)
     assert document == json.loads((out / "demo.json").read_text())
     assert document["settings"]["steps"] == 3
-    assert [arm["bits"] for arm in document["arms"]] == [None, 2]
+    assert [arm["bits"] for arm in document["arms"]] == [None, 2, 3]
+    assert [arm["everything"] for arm in document["arms"]] == [None, None, 2]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--bits", "0"), ("--bits", "9"), ("--steps", "0"), ("--seeds", "0"), ("--output", __file__)],
+    [
+        ("--bits", "0"),
+        ("--everything", "9"),
+        ("--steps", "0"),
+        ("--seeds", "0"),
+        ("--output", __file__),
+    ],
 )
 def test_bad_options_are_one_line(arguments):
     result = run(*arguments)

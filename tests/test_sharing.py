@@ -128,17 +128,33 @@ def test_layers_with_other_settings_have_their_own_copy():
     assert copies(model, X) == 2
 
 
-def test_strides_count():
-    class Transposed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(80, 3), nn.Linear(80, 3)
+class Transposed(nn.Module):
+    """Two layers, of a tensor and of the same memory seen another way."""
 
-        def forward(self, x):
-            x = x * 1.0
-            return self.a(x) + self.b(x.transpose(0, 1))
+    def __init__(self, seen):
+        super().__init__()
+        self.a, self.b, self.seen = nn.Linear(80, 3), nn.Linear(80, 3), seen
 
-    assert copies(compressed(Transposed()), normal((80, 80))) == 2
+    def forward(self, x):
+        x = x * 1.0
+        return self.a(x).square() + self.b(self.seen(x)).square()
+
+
+@pytest.mark.parametrize(
+    "seen, expected",
+    [
+        (lambda x: x.transpose(0, 1), 1),  # the tensor as it lies in memory is one
+        (lambda x: x.transpose(0, 1).contiguous(), 2),
+        (lambda x: x.as_strided((80, 80), (0, 1)), 2),
+    ],
+    ids=["transposed", "transposed copy", "repeated row"],
+)
+def test_strides(seen, expected):
+    model = Transposed(seen)
+    exact = copy.deepcopy(model)
+    x = normal((80, 80))
+    assert copies(compressed(model), x) == expected
+    check_gradients(model, exact, x)
 
 
 def test_autocast_shares_as_well():

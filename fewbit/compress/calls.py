@@ -36,6 +36,9 @@ _ELSEWHERE = {  # other names of the same functions
 }  # fmt: skip
 
 
+_OF_ATTENTION = (F.scaled_dot_product_attention, F.matmul, F.softmax)
+
+
 def _table() -> dict:
     """{torch's function: (ours, "activation", "one bit", "quantised" or "exact")}."""
     table = {}
@@ -57,9 +60,15 @@ class Calls(TorchFunctionMode):
 
     TABLE = _table()
 
-    def __init__(self, quantiser: Quantiser, activation_bits: int):
+    def __init__(
+        self,
+        quantiser: Quantiser,
+        activation_bits: int,
+        attention_quantiser: Quantiser | None = None,
+    ):
         self.quantiser = quantiser
         self.activation_bits = activation_bits
+        self.attention_quantiser = attention_quantiser or quantiser
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -75,7 +84,8 @@ class Calls(TorchFunctionMode):
         if family == "quantised":
             if ours in (F.mul, F.matmul) and not _both_are_made(args, kwargs):
                 return function(*args, **kwargs)
-            return ours(*args, **kwargs, quantiser=self.quantiser)
+            quantiser = self.attention_quantiser if ours in _OF_ATTENTION else self.quantiser
+            return ours(*args, **kwargs, quantiser=quantiser)
         if family == "activation":
             return ours(*args, **kwargs, bits=self.activation_bits)
         return ours(*args, **kwargs)

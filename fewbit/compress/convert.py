@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from fewbit.compress import kinds
+from fewbit.compress import kinds, transformers_attention
 from fewbit.compress.calls import Calls
 from fewbit.compress.controller import Controller
 from fewbit.compress.convert_report import Converted, LeftAlone, Report
@@ -24,6 +24,9 @@ LEVELS = ("L0", "L1", "L2")
 LEVEL_BITS = 4
 """Of the quantised inputs at levels L1 and L2 (ActNN, Table 2)."""
 ACTIVATION_BITS = 3
+ATTENTION_BITS = 4
+"""At least, of q, k and v: their gradient goes through the exponential of their products, and at 2 bits is
+mostly noise (docs/decisions/0008)."""
 OWN_FORWARD = "its forward was replaced on the instance, so its class does not say what it computes"
 _ORIGINAL = "_fewbit_original"
 _FUNCTIONS = "_fewbit_functions"
@@ -37,6 +40,7 @@ class Settings:
 
     bits: int = LEVEL_BITS
     activation_bits: int = ACTIVATION_BITS
+    attention_bits: int | None = None  # None: as many as bits, and at least ATTENTION_BITS
     group_size: int = GROUP_SIZE
     minimum: str = "auto"
     copies: int = 1
@@ -46,10 +50,23 @@ class Settings:
     def check(self) -> Settings:
         """InputError for a value that there is not."""
         check_choice(self.activation_bits, None)
+        if self.attention_bits is not None:
+            check_choice(self.attention_bits, None)
         Quantiser(self.bits, self.group_size, self.minimum)
         if self.copies not in (1, 2) or isinstance(self.copies, bool):
             raise InputError(f"expected 1 or 2 for copies, got {self.copies!r}")
         return self
+
+    def quantiser(self, session: Session) -> Quantiser:
+        """For the inputs of layers."""
+        return Quantiser(self.bits, self.group_size, self.minimum, session)
+
+    def attention_quantiser(self, session: Session) -> Quantiser:
+        """For q, k and v."""
+        bits = self.attention_bits
+        if bits is None:
+            bits = max(self.bits, ATTENTION_BITS)
+        return Quantiser(bits, self.group_size, self.minimum, session)
 
 
 @dataclass
@@ -67,6 +84,7 @@ def compress_(
     *,
     level: str | None = None,
     activation_bits: int | None = None,
+    attention_bits: int | None = None,
     policy: str | None = None,
     group_size: int = GROUP_SIZE,
     minimum: str = "auto",
@@ -88,7 +106,8 @@ def compress_(
 
     level: "L0" (nothing; undoes a conversion), "L1" (convolutions only) or "L2" (all layers; the default), of
     ActNN's Table 2. bits: 1 to 8, of quantised inputs (4). activation_bits: of few-bit activations (3; those
-    with a derivative of two values keep 1, which is exact). policy: "fixed". group_size: features that share a
+    with a derivative of two values keep 1, which is exact). attention_bits: of q, k and v (as bits, but 4 at
+    least). policy: "fixed". group_size: features that share a
     range (256). minimum: "auto", "bfloat16" or "float32", see docs/quantiser.md. copies: 2 for norms that
     keep two independent copies. functional: also compress functions of torch and torch.nn.functional that a
     forward calls (F.gelu, F.scaled_dot_product_attention, a product of two activations ...) while the model
@@ -96,15 +115,22 @@ def compress_(
     include, exclude: globs over dotted module paths ("" is the model itself; any path of a shared module
     counts; a glob that matches a module matches what is inside), or a function (path, module) -> bool;
     exclude wins. overrides: {glob: bits, or a mapping of bits,
-    activation_bits, group_size, minimum, copies, or None to leave as it is}; the last glob that matches wins.
+    activation_bits, attention_bits, group_size, minimum, copies, or None to leave as it is}; the last glob that matches wins.
     sample: a tuple of inputs, for which the report counts the bytes kept before and after. verbose: print it.
 
     Raises InputError, with nothing changed, for settings that there are not, a model that is not a module,
     or a glob that no module matches.
     """
-    settings = _settings(
-        level, bits, activation_bits, policy, group_size, minimum, copies, functional
-    )
+    settings = Settings(
+        LEVEL_BITS if bits is None else bits,
+        ACTIVATION_BITS if activation_bits is None else activation_bits,
+        attention_bits,
+        group_size,
+        minimum,
+        copies,
+        functional,
+    ).check()
+    settings = _at_level(settings, level, policy, bits, activation_bits, attention_bits)
     if settings is None:
         restore_(model)
         return _reported(model, Report((), ()), Session(), verbose)
@@ -122,6 +148,7 @@ def restore_(model: nn.Module) -> None:
     Raises InputError for a model that is not a module.
     """
     _check_model(model)
+    transformers_attention.remove(model)
     for module in list(model.modules()):
         _remove_session(module)
         original = vars(module).pop(_ORIGINAL, None)
@@ -144,13 +171,20 @@ def convert(model, settings: Settings, include="*", exclude=(), overrides=None) 
     each = _overridden(found, settings, overrides or {})
     session = Session()
     if settings.functional:
-        quantiser = Quantiser(settings.bits, settings.group_size, settings.minimum, session)
-        session.calls = Calls(quantiser, settings.activation_bits)
+        session.calls = Calls(
+            settings.quantiser(session),
+            settings.activation_bits,
+            settings.attention_quantiser(session),
+        )
     converted, left_alone = [], []
     for (paths, module, attribute), is_chosen, own in zip(found, chosen, each, strict=True):
         row = _convert(paths[0], module, attribute, is_chosen, own, session)
         if row is not None:
             (converted if isinstance(row, Converted) else left_alone).append(row)
+    if kinds.LAYER in settings.families:
+        rows = _convert_attention(model, found, chosen, each, session)
+        converted += [row for row in rows if isinstance(row, Converted)]
+        left_alone += [row for row in rows if isinstance(row, LeftAlone)]
     for module in model.modules():
         _remove_session(module)
     if settings.functional or any(isinstance(each, Quantised) for each in model.modules()):
@@ -163,30 +197,19 @@ def convert(model, settings: Settings, include="*", exclude=(), overrides=None) 
     return Controller(model, report, session)
 
 
-def _settings(
-    level, bits, activation_bits, policy, group_size, minimum, copies, functional
-) -> Settings | None:
+def _at_level(settings, level, policy, *bits) -> Settings | None:
+    """The settings at that level; None for L0. bits: those that were asked for."""
     if level is not None and level not in LEVELS:
         raise InputError(f"expected one of {', '.join(LEVELS)} for level, got {level!r}")
     if policy not in (None, "fixed"):
         raise InputError(f"expected 'fixed' for policy, got {policy!r}")
-    settings = Settings(
-        LEVEL_BITS if bits is None else bits,
-        ACTIVATION_BITS if activation_bits is None else activation_bits,
-        group_size,
-        minimum,
-        copies,
-        functional,
-    ).check()
     if level == "L0":
-        if bits is not None or activation_bits is not None:
+        if bits != (None,) * len(bits):
             raise InputError("expected no bits at level L0, which compresses nothing")
         return None
-    return (
-        replace(settings, functional=False, families=(kinds.CONVOLUTION,))
-        if level == "L1"
-        else settings
-    )
+    if level == "L1":
+        return replace(settings, functional=False, families=(kinds.CONVOLUTION,))
+    return settings
 
 
 def _reported(model, report, session, verbose) -> Controller:
@@ -252,14 +275,14 @@ def _is_within(path: str, glob: str) -> bool:
     return any(fnmatchcase(".".join(parts[:n]), glob) for n in range(1, len(parts) + 1))
 
 
-_OVERRIDES = ("bits", "activation_bits", "group_size", "minimum", "copies")
+_OVERRIDES = ("bits", "activation_bits", "attention_bits", "group_size", "minimum", "copies")
 
 
 def _overridden(found, settings: Settings, overrides: Mapping) -> list[Settings | None]:
     result = [settings] * len(found)
     for glob, change in overrides.items():
         if isinstance(change, int) and not isinstance(change, bool):
-            change = {"bits": change, "activation_bits": change}
+            change = {"bits": change, "activation_bits": change, "attention_bits": change}
         if change is not None and not (
             isinstance(change, Mapping) and set(change) <= set(_OVERRIDES)
         ):
@@ -307,6 +330,29 @@ def _convert(path, module, attribute, chosen, settings, session) -> Converted | 
     return Converted(path, name, f"fewbit.{kind.becomes.__name__}", bits)
 
 
+def _convert_attention(model, found, chosen, each, session) -> list[Converted | LeftAlone]:
+    """Attention of transformers' models, which no module of its own computes."""
+    own = {
+        id(module): settings
+        for (_, module, attribute), is_chosen, settings in zip(found, chosen, each, strict=True)
+        if attribute is None and is_chosen and settings is not None
+    }
+
+    def quantiser(path, module):
+        settings = own.get(id(module))
+        return None if settings is None else settings.attention_quantiser(session)
+
+    reached, left = transformers_attention.install(model, quantiser)
+    rows = []
+    for path in reached:
+        module = model.get_submodule(path)
+        bits = quantiser(path, module).bits
+        rows.append(Converted(path, type(module).__name__, "fewbit attention", bits))
+    for path, reason in left.items():
+        rows.append(LeftAlone(path, "attention", reason))
+    return rows
+
+
 def _again(path, module, chosen, settings, session) -> Converted | LeftAlone:
     """A module that is few-bit already: converted earlier, or made by hand, which keeps its settings."""
     name, original = type(module).__name__, vars(module).get(_ORIGINAL)
@@ -323,7 +369,7 @@ def _again(path, module, chosen, settings, session) -> Converted | LeftAlone:
 def _settings_of(cls) -> tuple[str, ...]:
     """The attributes by which a class of ours knows what to keep."""
     if issubclass(cls, Quantised):
-        return "quantiser", "copies"
+        return "quantiser", "copies", "attention_quantiser"
     return ("bits", "table") if kinds.is_activation(cls) else ()
 
 

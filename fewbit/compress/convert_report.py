@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+GAP = 2  # between columns
+
+
 class Converted(NamedTuple):
     """One module: its dotted path ("" for the model itself), its old and new class, what it keeps now.
 
@@ -48,7 +51,7 @@ class Report:
         from rich.text import Text
 
         if self.converted:
-            yield self._table()
+            yield self._table(options.max_width)
             yield f"{_counted(len(self.converted), 'module')} converted"
         else:
             yield "no module converted; functions that a forward calls (F.gelu) are not seen"
@@ -59,21 +62,25 @@ class Report:
             yield ""
             yield self._bytes()
 
-    def _table(self):
+    def _table(self, width: int):
         from fewbit.report import new_grid
 
+        rows = [(*key, str(count)) for key, count in self._rows().items()]
+        names = ("modules", "was", "is", "keeps", "count")
+        others = [max(len(row[i]) for row in (names, *rows)) for i in range(1, 5)]
+        room = max(16, width - sum(others) - GAP * 5)
         table = new_grid()
-        for name in ("modules", "was", "is", "keeps"):
-            table.add_column(name, overflow="fold")
-        table.add_column("count", justify="right")
-        for (pattern, *cells), count in self._rows().items():
-            table.add_row(pattern, *cells, str(count))
+        for name in names:
+            table.add_column(name, no_wrap=True, justify="right" if name == "count" else "left")
+        for path, *cells in rows:
+            # The end of a path says more than its beginning.
+            table.add_row(path if len(path) <= room else "…" + path[len(path) - room + 1 :], *cells)
         return table
 
     def _rows(self) -> Counter:
         """{(path with numbers as *, was, is, what it keeps): how many}."""
         return Counter(
-            (_pattern(row.path), row.before, row.after, _bits(row.bits)) for row in self.converted
+            (_pattern(row.path), row.before, _is(row), _bits(row.bits)) for row in self.converted
         )
 
     def _reasons(self) -> Counter:
@@ -95,6 +102,11 @@ class Report:
         ratio = f" ({totals[0] / totals[1]:.2f}x less)" if totals[1] else ""
         table.add_row("total" + ratio, *(amount(each, unit) for each in totals), style="bold")
         return table
+
+
+def _is(row: Converted) -> str:
+    """The new class, shortly where it has the old one's name."""
+    return "fewbit's" if row.after == f"fewbit.{row.before}" else row.after
 
 
 def _pattern(path: str) -> str:

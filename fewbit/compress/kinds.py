@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fewbit import nn as few
+from fewbit.compress import transformers_modules
+from fewbit.nn.quantised import Quantised
 
 ACTIVATION, CONVOLUTION, LAYER, EXACT = "activation", "convolution", "layer", "exact"
 """Families: few-bit codes; quantised inputs, convolutions apart for level L1; what keeps less and stays exact."""
@@ -119,6 +121,9 @@ def kind_of(module: nn.Module) -> Kind | None:
         if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
             return Kind(few.ClippedGELU)
         return TRANSFORMERS_ACTIVATIONS.get(cls.__name__)
+    if cls.__module__.startswith("transformers."):
+        adapted = transformers_modules.becomes(module)
+        return None if adapted is None else Kind(adapted, LAYER)
     return TORCH.get(cls)
 
 
@@ -138,7 +143,8 @@ def why_not(module: nn.Module) -> str | None:
 
 def is_fewbit(module: nn.Module) -> bool:
     """Whether the module's class is one of our layers."""
-    return type(module).__module__.startswith("fewbit.nn.")
+    of_ours = isinstance(module, Quantised)
+    return of_ours or type(module).__module__.startswith("fewbit.nn.")
 
 
 def is_activation(cls: type) -> bool:

@@ -278,6 +278,8 @@ class _Recorder:
                 while self.running.pop() is not place:
                     pass
 
+        # For layers that call a submodule's function themselves unless somebody listens to it.
+        enter.only_watches = leave.only_watches = True
         before = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         try:
             after = module.register_forward_hook(leave, with_kwargs=True, always_call=True)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fewbit._version import __version__
+from fewbit.compress.convert import compress_
 from fewbit.compress.meter import saved_bytes
 from fewbit.demo import training
 from fewbit.demo.text import Corpus, python_topics
@@ -33,7 +34,7 @@ CURVE_POINTS = 30
 class Arm:
     """One configuration. bits: None for torch.nn.GELU. Runs are in the order of the seeds.
 
-    activation_bytes, model_bytes: kept for backward in one step by the GELUs, and by the whole model
+    everything: the whole model is compressed, with so many bits for quantised inputs (None: not). activation_bytes, model_bytes: kept for backward in one step by the GELUs, and by the whole model
     (counted by :func:`fewbit.saved_bytes`). seconds: of all its runs.
     """
 
@@ -42,9 +43,12 @@ class Arm:
     model_bytes: int
     runs: tuple[training.Run, ...]
     seconds: float
+    everything: int | None = None
 
     @property
     def name(self) -> str:
+        if self.everything is not None:
+            return f"all {self.everything} bit{'s' * (self.everything > 1)}"
         if self.bits is None:
             return "exact"
         return f"{self.bits} bit{'s' * (self.bits > 1)}"
@@ -148,6 +152,7 @@ class Demo:
         return {
             "name": arm.name,
             "bits": arm.bits,
+            "everything": arm.everything,
             "activation_bytes": arm.activation_bytes,
             "model_bytes": arm.model_bytes,
             "seconds": round(arm.seconds, 2),
@@ -161,8 +166,13 @@ class Demo:
         }
 
 
+ACTIVATION_BITS = 3
+"""Of GELU where everything is compressed."""
+
+
 def run_demo(
     bits: Sequence[int] = (1, 2, 3, 4),
+    everything: Sequence[int] = (2,),
     seeds: int = 1,
     settings: training.Settings | None = None,
     corpus: Corpus | None = None,
@@ -170,43 +180,63 @@ def run_demo(
 ) -> Demo:
     """Trains the transformer with exact GELU and with each number of bits, from the same seeds 0, 1, ...
 
+    bits: of few-bit GELUs, an arm each. everything: of the quantised inputs of models that `compress_` has
+    converted, an arm each, whose GELUs keep 3 bits.
     progress: called as ``progress(what, steps done, steps in all)``. Runs on one thread: tensors are
     small, and the same seed then gives the same losses on any number of cores.
     """
     settings = settings or training.Settings()
     corpus = corpus or python_topics()
-    choices = [None, *dict.fromkeys(bits)]
+    choices = [(None, None), *((each, None) for each in dict.fromkeys(bits))]
+    choices += [(ACTIVATION_BITS, each) for each in dict.fromkeys(everything)]
     if len(corpus.train) <= settings.context or len(corpus.held_out) <= settings.context:
         raise FewbitError(f"corpus: expected more than {10 * settings.context} characters")
     arms = []
     with one_thread():
-        for i, each in enumerate(choices):
-            activation = nn.GELU if each is None else partial(GELU, bits=each)
+        for i, (gelu_bits, all_bits) in enumerate(choices):
+            empty = Arm(gelu_bits, 0, 0, (), 0.0, all_bits)
             done = i * seeds * settings.steps
             report = partial(progress, total=len(choices) * seeds * settings.steps)
-            arms.append(_arm(each, activation, seeds, settings, corpus, done, report))
+            arms.append(_run(empty, seeds, settings, corpus, done, report))
         backend = getattr(backends.of(torch.empty(0)), "name", "reference")
     return Demo(settings, len(corpus.train), backend, tuple(arms), _stored(settings))
 
 
-def _arm(bits, activation, seeds, settings, corpus, done, progress) -> Arm:
-    empty = Arm(bits, *_counted(activation, settings, corpus), (), 0.0)
+def _build(arm: Arm, settings, corpus, seed):
+    exact = arm.bits is None or arm.everything is not None
+    model = training.build(
+        corpus, settings, nn.GELU if exact else partial(GELU, bits=arm.bits), seed
+    )
+    if arm.everything is not None:
+        compress_(model, arm.everything, activation_bits=arm.bits, verbose=False)
+    return model
+
+
+def _run(empty: Arm, seeds, settings, corpus, done, progress) -> Arm:
+    activation_bytes, model_bytes = _counted(_build(empty, settings, corpus, 0), settings, corpus)
+    what = empty.name if empty.everything is not None else f"GELU, {empty.name}"
     runs, start = [], time.perf_counter()
     for seed in range(seeds):
-        what = f"GELU, {empty.name}" + (f", seed {seed}" if seeds > 1 else "")
+        this = what + (f", seed {seed}" if seeds > 1 else "")
         before = done + seed * settings.steps
 
-        def step(number, what=what, before=before):
-            progress(what, before + number)
+        def step(number, this=this, before=before):
+            progress(this, before + number)
 
-        model = training.build(corpus, settings, activation, seed)
+        model = _build(empty, settings, corpus, seed)
         runs.append(training.train(model, corpus, settings, seed, step))
-    return replace(empty, runs=tuple(runs), seconds=time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return replace(
+        empty,
+        activation_bytes=activation_bytes,
+        model_bytes=model_bytes,
+        runs=tuple(runs),
+        seconds=seconds,
+    )
 
 
-def _counted(activation, settings, corpus) -> tuple[int, int]:
+def _counted(model, settings, corpus) -> tuple[int, int]:
     """(bytes that the GELUs keep for backward in one step, bytes that the whole model keeps)."""
-    model = training.build(corpus, settings, activation, 0)
     characters, _ = corpus.held_out_batch(settings.batch, settings.context)
     kept = saved_bytes(model, characters)
     names = {name for name, module in model.named_modules() if isinstance(module, nn.GELU)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from fewbit import plot
-from fewbit.compress.meter_report import amount, share
+from fewbit.compress.meter_report import amount
 from fewbit.demo.experiment import Arm, Demo
 from fewbit.report import new_grid
 
@@ -29,16 +29,14 @@ class DemoReport:
         for arm in demo.arms:
             grid.add_row(*map(Text, self._cells(arm)))
         title = (
-            f"A character transformer with {len(self.demo.arms)} kinds of GELU, "
+            f"A character transformer, exact, with few-bit GELU and compressed, "
             f"{demo.settings.steps} steps each"
         )
         notes = [Text(note, style="dim") for note in self.notes()]
         return Group(Text(title, style="bold"), "", grid, "", *notes)
 
     def _header(self):
-        head = ("GELU", "its bytes", "of exact", "model's", "final loss", "difference", VERDICT)
-        # Eighty columns hold either the shares or the standard deviations.
-        return head if self.demo.seeds == 1 else (*head[:2], *head[3:])
+        return ("GELU", "its bytes", "model's", "final loss", "difference", VERDICT)
 
     def _cells(self, arm: Arm):
         demo, kept = self.demo, amount(arm.activation_bytes)
@@ -47,10 +45,8 @@ class DemoReport:
         else:
             difference = _with_spread(arm.differences(demo.exact), "+.4f")
             verdict = self._verdict(arm)
-        last = (amount(arm.model_bytes), _with_spread(arm.finals, ".4f"), difference, verdict)
-        if demo.seeds > 1:
-            return (arm.name, kept, *last)
-        return (arm.name, kept, share(arm.activation_bytes, demo.exact.activation_bytes), *last)
+        losses = _with_spread(arm.finals, ".4f")
+        return (arm.name, kept, amount(arm.model_bytes), losses, difference, verdict)
 
     def _verdict(self, arm: Arm) -> str:
         distance = self.demo.distance(arm)
@@ -66,6 +62,8 @@ class DemoReport:
             f"({settings.batch} x {settings.context} characters).",
             "loss: nats per character of held-out text; equal seeds start and draw alike.",
         ]
+        if any(arm.everything is not None for arm in demo.arms):
+            lines.append("all: every layer's input quantised to those bits, GELU at 3 (compress_).")
         if demo.seeds > 1:
             lines.append(f"means of {demo.seeds} seeds ± standard deviation; differences in pairs.")
         yardstick = demo.yardstick
@@ -122,15 +120,15 @@ def _draw_curves(axes, demo: Demo, colours) -> None:
             *arm.curve(),
             color=colour,
             linewidth=2.4 if exact else 1.3,
-            label=f"{arm.name}, {amount(arm.activation_bytes)}",
+            label=f"{arm.name}, {amount(arm.model_bytes)}",
             zorder=2 if exact else 3,
             alpha=0.45 if exact else 1,
         )
     axes.set_xlabel("step")
     axes.set_ylabel("training loss, nats per character")
     seeds = f", mean of {demo.seeds} seeds" if demo.seeds > 1 else ""
-    axes.set_title(f"Training with few-bit GELU{seeds}", loc="left", fontweight="bold")
-    axes.legend(title="GELU, bytes it keeps", alignment="left")
+    axes.set_title(f"Training in fewer bytes{seeds}", loc="left", fontweight="bold")
+    axes.legend(title="GELU, bytes the model keeps", alignment="left")
 
 
 def _draw_differences(axes, demo: Demo, colours) -> None:

@@ -193,7 +193,7 @@ def _keep(ctx, x, mean, rstd, inner, copies, quantiser):
     mean, rstd, inner: as for `Quantiser.keep_normalised`.
     """
     parts = [quantiser.keep_normalised(x, mean, rstd, inner) for _ in range(copies)]
-    ctx.recipe = parts[0].recipe
+    ctx.recipe, ctx.inner = parts[0].recipe, inner
     return parts[0], [tensor for part in parts for tensor in part.tensors]
 
 
@@ -205,7 +205,8 @@ def _restored(ctx, kept):
 
 def _scaled_back(ctx, kept, rstd, dtype):
     """s x~^ of the first copy: an input of mean 0 for torch's own backward functions."""
-    return ctx.recipe.restore(kept[:2]).div_(rstd).to(dtype)
+    deviation = rstd.to(ctx.recipe.dtype).reciprocal()
+    return ctx.recipe.restore(kept[:2], dtype, (deviation, None, ctx.inner))
 
 
 def _input_gradient(g, first, second, rstd, dims, centred=True):
@@ -311,7 +312,7 @@ class _GroupNorm(Function):
         kept = ()
         if needs_x or needs_weight:
             placed = [_of_groups(each, ctx.sizes, x.dim()) for each in (mean, rstd)]
-            inner = x.numel() // rstd.numel() if x.is_contiguous() else None
+            inner = ctx.sizes[2] if x.is_contiguous() else None
             keep, tensors = _keep(ctx, x, *placed, inner, copies, quantiser)
             y, kept = keep.mark(y), (rstd, weight, *tensors)
         ctx.save_for_backward(*kept)

@@ -9,7 +9,7 @@ from torch.nn import functional as torch_functional
 from fewbit.functional.attention import How, attention
 from fewbit.functional.linear import linear
 from fewbit.nn.quantised import Quantised
-from fewbit.runtime.quantiser import is_differentiated
+from fewbit.runtime.quantiser import Quantiser, is_differentiated
 
 __all__ = ["MultiheadAttention"]
 
@@ -21,7 +21,11 @@ class MultiheadAttention(Quantised, nn.MultiheadAttention):
     (one where query, key and value are one tensor, two where key and value are), q, k and v as in
     `fewbit.functional.scaled_dot_product_attention`, and the input of the output projection. The
     attention probabilities are computed again also where need_weights asks for them.
+
+    attention_quantiser: for q, k and v, if not `quantiser`.
     """
+
+    attention_quantiser: Quantiser | None = None
 
     def forward(
         self,
@@ -36,8 +40,7 @@ class MultiheadAttention(Quantised, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         inputs = query, key, value, attn_mask, key_padding_mask
-        unusual = any(x is not None and x.is_nested for x in inputs)
-        unusual = unusual or torch.overrides.has_torch_function(inputs)
+        unusual = any(x is not None and (x.is_nested or not _is_ordinary(x)) for x in inputs)
         if unusual or not self.training or not is_differentiated(*inputs, *self.parameters()):
             return self._exact(query, key, value, *masks)
         if not (self.batch_first and query.dim() == 3):
@@ -124,7 +127,7 @@ class MultiheadAttention(Quantised, nn.MultiheadAttention):
                 padding = padding.expand(-1, self.num_heads, -1, -1).reshape(heads, 1, -1)
             masks = (padding, None) if mask is None else (mask, padding)
             how = How(self.dropout, weighed=True)
-            y, weights = attention(q, k, v, *masks, how, self.quantiser)
+            y, weights = attention(q, k, v, *masks, how, self.attention_quantiser or self.quantiser)
             y = y.transpose(0, 1).reshape(length * batch, self.embed_dim)
             weights = weights.view(batch, self.num_heads, length, k.shape[1])
             if average_attn_weights:
@@ -137,7 +140,7 @@ class MultiheadAttention(Quantised, nn.MultiheadAttention):
             masks = (padding, None) if mask is None else (mask, padding)
             how = How(self.dropout, is_causal)
             q, k, v = (x.view(batch, self.num_heads, -1, self.head_dim) for x in (q, k, v))
-            y = attention(q, k, v, *masks, how, self.quantiser)
+            y = attention(q, k, v, *masks, how, self.attention_quantiser or self.quantiser)
             y = y.permute(2, 0, 1, 3).reshape(batch * length, self.embed_dim)
         y = self._linear(y, self.out_proj.weight, self.out_proj.bias)
         y = y.view(length, batch, y.shape[1])
@@ -177,6 +180,10 @@ class MultiheadAttention(Quantised, nn.MultiheadAttention):
             return q, *_parts(self._linear(key, others, biases[1]), 2)
         biases = (None,) * 3 if bias is None else bias.chunk(3)
         return tuple(map(self._linear, (query, key, value), weights, biases))
+
+
+def _is_ordinary(x) -> bool:
+    return type(x) in (Tensor, nn.Parameter)
 
 
 def _parts(projected, count: int):

@@ -41,6 +41,13 @@ def is_by_sample(x: torch.Tensor) -> bool:
     return x.shape[0] <= 1 or x.stride(0) * x.shape[0] == x.numel()
 
 
+def storage_permutation(x: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of dimensions in which a dense x is contiguous; None if x is not dense, or by sample."""
+    if is_by_sample(x) or not is_dense(x):
+        return None
+    return tuple(sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), -x.shape[dim])))
+
+
 def by_sample_stride(x: torch.Tensor) -> tuple[int, ...]:
     """The strides of x where `is_by_sample`, else those of its contiguous copy."""
     return x.stride() if is_by_sample(x) else contiguous_stride(x.shape)
@@ -49,6 +56,29 @@ def by_sample_stride(x: torch.Tensor) -> tuple[int, ...]:
 def storage_order(x: torch.Tensor) -> torch.Tensor:
     """A dense x as the 1-D view of its elements in storage order."""
     return x.view(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
+
+
+def check_vectors(vectors, inner: int, n: int) -> int:
+    """How many entries vectors have that n elements in storage order share: element e has entry (e div inner) mod that.
+
+    ValueError unless those that are not None, one at least, are 1-D contiguous float32 of one length, and
+    length * inner divides n.
+    """
+    given = [each for each in vectors if each is not None]
+    for each in given:
+        if each.dtype != torch.float32 or each.dim() != 1 or not each.is_contiguous():
+            raise ValueError(
+                f"expected 1-D contiguous float32 vectors, got {each.dim()}-D {each.dtype}"
+            )
+    lengths = {len(each) for each in given}
+    if len(lengths) != 1:
+        raise ValueError(f"expected vectors of one length, got lengths {sorted(lengths)}")
+    (entries,) = lengths
+    if n and (inner < 1 or not entries or n % (entries * inner)):
+        raise ValueError(
+            f"expected entries * inner to divide the number of elements, {n}, got {entries} * {inner}"
+        )
+    return entries
 
 
 def is_broadcast_scalar(x: torch.Tensor) -> bool:

@@ -7,10 +7,12 @@ keeps anyway, and two vectors that exist already.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
+from fewbit.runtime import layout
 from fewbit.runtime.quantiser import Kept, Recipe
 
 
@@ -27,15 +29,20 @@ class Affine(NamedTuple):
     def restore(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """y in the size of x; dtype: that of y unless given."""
         packed, ranges, weight, bias = tensors
-        y = self.normalised.restore((packed, ranges))
-        if weight is not None:
-            y.mul_(self._placed(weight))
-        if bias is not None:
-            y.add_(self._placed(bias))
-        return y.to(dtype or self.dtype)
+        affine = self._placed(weight), self._placed(bias), self._inner()
+        return self.normalised.restore((packed, ranges), dtype or self.dtype, affine)
+
+    def _inner(self) -> int | None:
+        """How many elements in storage order have the same entry in a row; None for other layouts."""
+        size, stride = self.normalised.size, self.normalised.stride
+        if self.channels is not None and stride[1] == 1:
+            return 1
+        if stride != layout.contiguous_stride(size):
+            return None
+        return 1 if self.channels is None else math.prod(size[2:])
 
     def _placed(self, vector):
-        return vector if self.channels is None else vector.view(self.channels)
+        return vector if vector is None or self.channels is None else vector.view(self.channels)
 
 
 def offer(quantiser, y, kept: Kept, weight, bias, channels=None) -> None:

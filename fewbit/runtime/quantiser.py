@@ -26,13 +26,42 @@ class Recipe(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def restore(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values in the size and strides of what was kept; dtype: its own unless given."""
+    def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """The values in the size and strides of what was kept; dtype: its own unless given.
+
+        affine: (scale, shift, inner), either of which may be None, for values * scale + shift before they are
+        rounded to dtype: of shapes that broadcast to the values; inner: as for `Quantiser.keep_normalised`.
+        """
         packed, ranges = tensors
-        restore = quantiser_ops.dequantise if is_plain(packed) else quantiser_ops.dequantise_op
-        return restore(
-            packed, ranges, self.bits, self.group_size, self.size, self.stride, dtype or self.dtype
-        )
+        place = self.bits, self.group_size, self.size, self.stride
+        *vectors, inner = affine or (None, None)
+        if all(each is None for each in vectors):
+            restore = quantiser_ops.dequantise if is_plain(packed) else quantiser_ops.dequantise_op
+            return restore(packed, ranges, *place, dtype or self.dtype)
+        plain = all(each is None or is_plain(each) for each in (packed, *vectors))
+        if plain and inner is not None and self.dtype == torch.float32:
+            affine = *map(_flat, vectors), inner
+            return quantiser_ops.dequantise(
+                packed, ranges, *place, dtype or self.dtype, affine=affine
+            )
+        scale, shift = vectors
+        values = self.restore(tensors)
+        if scale is not None:
+            values.mul_(scale)
+        if shift is not None:
+            values.add_(shift)
+        return values.to(dtype or self.dtype)
+
+
+class Permuted(NamedTuple):
+    """How a tensor with its dimensions in another order is restored."""
+
+    inner: Recipe
+    order: tuple[int, ...]
+
+    def restore(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values of `inner` with dimension order[i] as dimension i."""
+        return self.inner.restore(tensors, dtype).permute(self.order)
 
 
 class Kept(NamedTuple):
@@ -76,7 +105,15 @@ class Quantiser:
         self._offset = Offset()
 
     def keep(self, x: torch.Tensor) -> Kept:
-        """A quantised copy of x, floating, any shape and strides; one copy for all who ask in a forward."""
+        """A quantised copy of x, floating, any shape and strides; one copy for all who ask in a forward.
+
+        Of a transposed view, that of the tensor as it lies in memory.
+        """
+        order = layout.storage_permutation(x)
+        if order is not None:
+            kept = self.keep(x.permute(order))
+            back = tuple(order.index(dim) for dim in range(x.dim()))
+            return kept._replace(recipe=Permuted(kept.recipe, back))
         if not is_plain(x):
             return self._traced(x)
         if self.session is None:
@@ -93,22 +130,29 @@ class Quantiser:
         mean (or None), rstd: of shapes that broadcast to x's. inner: if x's element number e in storage order,
         samples outermost, has statistics number (e div inner) mod how many there are; else None.
         """
+        fits = inner is not None and layout.is_by_sample(x)
+        if fits and is_plain(x) and rstd.dtype == torch.float32 and x.dtype != torch.float64:
+            return self._keep(x, torch.float32, (_flat(mean), _flat(rstd), inner))
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         return self.keep_own((x * rstd).to(torch.promote_types(rstd.dtype, torch.float32)))
 
     def keep_own(self, x: torch.Tensor) -> Kept:
         """The same, shared with nobody, for layers that multiply two restored values."""
-        if not is_plain(x):
-            return self._traced(x)
+        return self._keep(x, x.dtype) if is_plain(x) else self._traced(x)
+
+    def _keep(self, x, dtype, normalise=None) -> Kept:
+        """x, or what `normalise` makes of it, to be restored in dtype."""
         wide = self._wide()
         ask = wide is None and x.is_cuda
         if ask:
             wide = self._offset.poll()
-        packed, ranges = quantiser_ops.quantise(x, self._seed(x), self.bits, self.group_size, wide)
+        packed, ranges = quantiser_ops.quantise(
+            x, self._seed(x), self.bits, self.group_size, wide, normalise=normalise
+        )
         if ask:
             self._offset.ask(ranges)
-        return Kept((packed, ranges), self._recipe(x))
+        return Kept((packed, ranges), self._recipe(x, dtype))
 
     @property
     def key(self) -> tuple:
@@ -119,11 +163,11 @@ class Quantiser:
         packed, ranges, one = quantiser_ops.quantise_op(
             x, ops.new_seed(x), self.bits, self.group_size, bool(self._wide())
         )
-        return Kept((packed, ranges), self._recipe(x), one)
+        return Kept((packed, ranges), self._recipe(x, x.dtype), one)
 
-    def _recipe(self, x) -> Recipe:
+    def _recipe(self, x, dtype) -> Recipe:
         stride = layout.by_sample_stride(x)
-        return Recipe(self.bits, self.group_size, tuple(x.shape), tuple(stride), x.dtype)
+        return Recipe(self.bits, self.group_size, tuple(x.shape), tuple(stride), dtype)
 
     def _seed(self, x):
         return ops.new_seed(x) if self.session is None else self.session.seed(x)
@@ -140,7 +184,12 @@ class Quantiser:
         return ", ".join(parts)
 
 
-@lru_cache(maxsize=256)
+def _flat(vector):
+    """Its entries as the kernels take them."""
+    return None if vector is None else vector.detach().reshape(-1).to(torch.float32)
+
+
+@lru_cache(maxsize=256, typed=True)  # 2.0 is not 2, and True is not 1
 def quantiser_of(bits: int, group_size: int) -> Quantiser:
     """The Quantiser of a functional call. Raises InputError for bad bits or group_size."""
     return Quantiser(bits, group_size)

@@ -16,29 +16,32 @@ from fewbit.runtime.encoding import packed_words
 from fewbit.runtime.ops import define, keep_when_partitioned, library
 
 
-def quantise(x, seed, bits, group_size, wide=None, widths=None, words=None):
+def quantise(x, seed, bits, group_size, wide=None, widths=None, words=None, normalise=None):
     """(packed, ranges) of x (docs/quantiser.md).
 
     x: floating, any strides. seed: (1,) int64 on x's device. bits: 1 to 8, for all samples; or widths: (N,)
     uint8, for each, with the int32 words to allocate (`groups.mixed_words`, or more). wide: whether
     minimums are float32; None: where the tensor's offset asks for it (never on CUDA, where only a
-    synchronisation could tell: see `offset`).
+    synchronisation could tell: see `offset`). normalise: as in `reference.quantise`, for an x that is
+    `layout.is_by_sample`.
     """
     x = x.detach()
     source = x if layout.is_by_sample(x) else x.contiguous()
     backend = backends.of(x)
-    packed, ranges, spread = backend.quantise(
-        source, seed, bits, group_size, bool(wide), widths, words
-    )
+    rest = widths, words, normalise
+    packed, ranges, spread = backend.quantise(source, seed, bits, group_size, bool(wide), *rest)
     if wide is None and x.device.type == "cpu" and is_offset(*map(float, spread)):
-        packed, ranges, _ = backend.quantise(source, seed, bits, group_size, True, widths, words)
+        packed, ranges, _ = backend.quantise(source, seed, bits, group_size, True, *rest)
     return packed, ranges
 
 
-def dequantise(packed, ranges, bits, group_size, size, stride, dtype, widths=None):
-    """The quantised values, of that size and dtype; stride: `layout.by_sample_stride` of what was quantised."""
+def dequantise(packed, ranges, bits, group_size, size, stride, dtype, widths=None, affine=None):
+    """The quantised values, of that size and dtype; stride: `layout.by_sample_stride` of what was quantised.
+
+    affine: as in `reference.dequantise`.
+    """
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
-    backends.of(packed).dequantise(packed, ranges, bits, group_size, out, widths)
+    backends.of(packed).dequantise(packed, ranges, bits, group_size, out, widths, affine)
     return out
 
 

@@ -1,4 +1,4 @@
-"""What modules of transformers become, and its attention interface.
+"""What modules of transformers become.
 
 transformers has a class of its own for the same few computations in every model. `becomes` knows
 them by what their forward computes: its source, but for the names of variables, is one of those
@@ -7,20 +7,14 @@ unless it is already.
 
 Each adapted class is a subclass of the module's own, made when first asked for, for assignment to
 `module.__class__`; the module then needs `quantiser`. It is torch's own in eval mode.
-
-Attention that goes through transformers' interface is reached by `install`, which registers an
-implementation "fewbit" and has the model use it, and `remove`.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import re
-import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -29,15 +23,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fewbit.functional.attention import How, attention
 from fewbit.functional.gated import gated
 from fewbit.functional.linear import linear
-from fewbit.functional.normalization import _input_gradient, _keep, _restored
 from fewbit.nn.quantised import Quantised
 from fewbit.runtime.normalised import offer
-from fewbit.runtime.quantiser import Quantiser, is_differentiated
+from fewbit.runtime.quantiser import is_differentiated
 
-__all__ = ["becomes", "install", "original", "remove"]
+__all__ = ["becomes", "original"]
 
 
 def becomes(module: nn.Module) -> type[nn.Module] | None:
@@ -91,7 +83,7 @@ class _Conv1D(_Adapted):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
-            return super().forward(x)
+            return self._exact(x)
         return linear(x, self.weight.t(), self.bias, quantiser=self.quantiser)
 
 
@@ -110,10 +102,10 @@ class _Form(NamedTuple):
 
 
 class _Norm(_Adapted):
-    """Keeps x quantised and a float32 number a row; `copies` as in `fewbit.functional.rms_norm`.
+    """Keeps normalised x quantised, and a float32 number a row where x needs a gradient.
 
     The gradient of the weight is exact in expectation, that of x is as
-    `fewbit.functional.normalization` says.
+    `fewbit.functional.normalization` says; `copies` as in `fewbit.functional.rms_norm`.
     """
 
     form: _Form
@@ -122,7 +114,7 @@ class _Norm(_Adapted):
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = getattr(self, "weight", None)
         if not self.training or not is_differentiated(hidden_states, weight):
-            return super().forward(hidden_states)
+            return self._exact(hidden_states)
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         return _RMSNorm.apply(hidden_states, weight, eps, self.form, self.copies, self.quantiser)
 
@@ -131,26 +123,33 @@ class _RMSNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, eps, form, copies, quantiser):
         y, rstd = form.forward(x, weight, eps)
+        needs_x = ctx.needs_input_grad[0]
         ctx.dtype, ctx.offset = x.dtype, form.offset
-        keep, kept = _keep(ctx, x, copies, quantiser)
-        offer(quantiser, y, keep, None, rstd, _scale(weight, form.offset), None)
-        ctx.save_for_backward(weight, rstd, *kept)
-        return keep.mark(y)
+        inner = x.shape[-1] if x.is_contiguous() else None
+        parts = [quantiser.keep_normalised(x, None, rstd, inner) for _ in range(copies)]
+        offer(quantiser, y, parts[0], _scale(weight, form.offset), None)
+        ctx.recipe = parts[0].recipe
+        kept = [tensor for part in parts for tensor in part.tensors]
+        ctx.save_for_backward(*((weight, rstd) if needs_x else (None, None)), *kept)
+        ctx.weight_dtype = None if weight is None else weight.dtype
+        return parts[0].mark(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         weight, rstd, *kept = ctx.saved_tensors
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        wide = torch.promote_types(ctx.dtype, rstd.dtype)
-        first, second = _restored(ctx, kept, wide)
-        grad, grad_x, grad_weight = grad.to(wide), None, None
+        # The normalised input: twice the same copy, or two independent ones.
+        first = ctx.recipe.restore(kept[:2])
+        second = ctx.recipe.restore(kept[2:]) if len(kept) > 2 else first
+        grad, grad_x, grad_weight = grad.to(first.dtype), None, None
         if needs_x:
-            scaled = grad if weight is None else grad * _scale(weight, ctx.offset).to(wide)
-            grad_x = _input_gradient(scaled, first, second, None, rstd, (-1,)).to(ctx.dtype)
+            scaled = grad if weight is None else grad * _scale(weight, ctx.offset).to(first.dtype)
+            inner = (second * scaled).mean(-1, keepdim=True)
+            grad_x = ((scaled - first * inner) * rstd).to(ctx.dtype)
         if needs_weight:
-            each = (grad * (first * rstd)).reshape(-1, grad.shape[-1])
-            grad_weight = each.sum(0).to(weight.dtype)
+            each = (grad * first).reshape(-1, grad.shape[-1])
+            grad_weight = each.sum(0).to(ctx.weight_dtype)
         return grad_x, grad_weight, None, None, None, None
 
 
@@ -285,9 +284,10 @@ class _Gated(_Adapted):
     unit: _Unit
 
     def forward(self, x: Tensor) -> Tensor:
-        act = getattr(self, self.unit.act)
-        name, function = _activation(act)
-        if not self.training or name is None:
+        if not self.training:
+            return self._exact(x)
+        name, function = _activation(getattr(self, self.unit.act))
+        if name is None:
             return super().forward(x)
         product = partial(gated, activation=name, function=function, quantiser=self.quantiser)
         return self.unit.forward(self, x, product)
@@ -305,7 +305,7 @@ _NAMES = {
 
 def _activation(act) -> tuple[str | None, Callable | None]:
     """The activation's name for `gated`, or None, and what computes it where torch's differs."""
-    if isinstance(act, nn.Module) and (act._forward_hooks or act._forward_pre_hooks):
+    if isinstance(act, nn.Module) and _is_listened_to(act):
         return None, None
     if isinstance(act, nn.SiLU):
         return "silu", None
@@ -319,6 +319,12 @@ def _activation(act) -> tuple[str | None, Callable | None]:
     if name == "silu" or getattr(function, "func", function) is nn.functional.gelu:
         return name, None
     return name, act
+
+
+def _is_listened_to(module) -> bool:
+    """Whether it has hooks other than the meter's."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return not all(getattr(hook, "only_watches", False) for hook in hooks)
 
 
 def _simple(self, x, product):
@@ -486,172 +492,3 @@ _BY_SOURCE = {
     for kind, field, table in ((_Norm, "form", FORMS), (_Gated, "unit", UNITS))
     for each in table.values()
 }
-
-
-# -- the attention interface -----------------------------------------------------------------------
-
-NAME = "fewbit"
-_ATTACHED = "_fewbit_attention"
-_BEFORE = "_fewbit_attention_before"
-_OTHERS_DECIDE = re.compile(
-    r"""_attn_implementation\s*(?:[!=]=\s*["']sdpa["']|(?:not\s+)?in\b)""",
-)
-
-
-@dataclass
-class _Attached:
-    """What attention of a converted model has; a process that unpickles it registers NAME."""
-
-    quantiser: Quantiser
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        _register()
-
-
-def install(
-    model: nn.Module,
-    quantiser: Quantiser | Callable[[str, nn.Module], Quantiser | None],
-) -> tuple[list[str], dict[str, str]]:
-    """Have the models of transformers within `model` keep q, k and v of attention quantised.
-
-    quantiser: for all, or a function (path, module) -> quantiser, or None to leave the module.
-    Their configuration's attention implementation becomes "fewbit" where it was "sdpa" or "eager";
-    it computes what "sdpa" does, by its masks, in eval mode too. `config` objects are changed:
-    models that share one share the implementation, and one that was not converted then runs "sdpa".
-
-    Returns the paths of the attention modules that use it, and of the models that do not, with why.
-    A second call replaces the quantisers.
-    """
-    reached, left = [], {}
-    configs = {}
-    for path, inner in _models(model):
-        config = inner.config
-        if id(config) not in configs:
-            reason = _why_not(type(inner), config)
-            configs[id(config)] = config._attn_implementation, reason
-        before, reason = configs[id(config)]
-        if reason is not None:
-            left[path] = reason
-            continue
-        _register()
-        if before != NAME:
-            vars(inner)[_BEFORE] = before
-            _set(config, NAME)
-    using = {each for each, (_, reason) in configs.items() if reason is None}
-    for path, module in model.named_modules():
-        if id(getattr(module, "config", None)) not in using or not _is_attention(module):
-            continue
-        own = quantiser if isinstance(quantiser, Quantiser) else quantiser(path, module)
-        vars(module).pop(_ATTACHED, None)
-        if own is not None:
-            vars(module)[_ATTACHED] = _Attached(own)
-            reached.append(path)
-    return reached, left
-
-
-def remove(model: nn.Module) -> None:
-    """Undo `install`."""
-    for module in model.modules():
-        vars(module).pop(_ATTACHED, None)
-    for _, inner in _models(model):
-        before = vars(inner).pop(_BEFORE, None)
-        if before is not None and inner.config._attn_implementation == NAME:
-            _set(inner.config, before)
-
-
-def _models(model):
-    transformers = sys.modules.get("transformers.modeling_utils")
-    if transformers is None:
-        return
-    for path, module in model.named_modules():
-        if isinstance(module, transformers.PreTrainedModel):
-            yield path, module
-
-
-def _is_attention(module) -> bool:
-    return (
-        type(module).__module__.startswith("transformers.") and "Attention" in type(module).__name__
-    )
-
-
-def _set(config, name: str) -> None:
-    # Not the property, which sets the configurations of other models within this one too.
-    config._attn_implementation_internal = name
-
-
-def _why_not(cls, config) -> str | None:
-    """Why a model cannot use our attention; None if it can."""
-    if config._attn_implementation == NAME:
-        return None
-    if config._attn_implementation not in ("sdpa", "eager"):
-        return f"it uses {config._attn_implementation}"
-    if config.output_attentions:
-        return "it returns attention weights"
-    if not getattr(cls, "_supports_sdpa", False):
-        return "it does not support torch's attention"
-    return _why_not_by_source(cls.__module__)
-
-
-@cache
-def _why_not_by_source(name: str) -> str | None:
-    try:
-        source = inspect.getsource(sys.modules[name])
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: F401
-    except (OSError, TypeError, KeyError, ImportError):
-        return "transformers' attention interface is not there"
-    if "ALL_ATTENTION_FUNCTIONS" not in source:
-        return "its attention does not go through transformers' interface"
-    if _OTHERS_DECIDE.search(source):
-        return "it does otherwise for attention that is not called sdpa"
-    return None
-
-
-def _register() -> None:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention_forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
-
-
-def _attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs,
-) -> tuple[Tensor, None]:
-    """transformers' sdpa_attention_forward; key and value are kept before heads are repeated."""
-    from transformers.integrations import sdpa_attention as theirs
-
-    attached = getattr(module, _ATTACHED, None)
-    inputs = query, key, value, attention_mask, position_bias
-    unusual = any(kwargs.get(name) is not None for name in ("softcap", "cache"))
-    unusual = unusual or kwargs.get("output_attentions", False)
-    repeats = getattr(module, "num_key_value_groups", 1)
-    length = query.shape[2]
-    if attached is None or not module.training or unusual or (repeats > 1 and length == 1):
-        quantiser = None
-    else:
-        quantiser = attached.quantiser
-    if quantiser is None or not is_differentiated(*inputs):
-        arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-        if position_bias is not None:
-            arguments["position_bias"] = position_bias
-        return theirs.sdpa_attention_forward(module, *inputs[:4], **arguments)
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    is_causal = length > 1 and attention_mask is None and is_causal
-    enable_gqa = repeats > 1 and theirs.use_gqa_in_sdpa(attention_mask, key, value)
-    if is_causal and key.shape[2] > length:
-        key, value = key[:, :, :length], value[:, :, :length]
-        if position_bias is not None:
-            position_bias = position_bias[:, :, :, :length]
-    how = How(dropout, is_causal, scaling, enable_gqa, 1 if enable_gqa else repeats)
-    y = attention(query, key, value, attention_mask, position_bias, how, quantiser)
-    return y.transpose(1, 2).contiguous(), None

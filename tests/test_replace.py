@@ -12,7 +12,9 @@ from transformers.activations import ACT2CLS
 
 import fewbit
 from fewbit import replace_activations_
-from fewbit.compress import replace
+from fewbit.compress import kinds
+from fewbit.compress.convert import OWN_FORWARD
+from fewbit.compress.convert_report import Converted, LeftAlone
 
 TORCH = [
     nn.ReLU(True),
@@ -66,21 +68,21 @@ def check(module, before):
 @pytest.mark.parametrize("module", TORCH, ids=lambda module: type(module).__name__)
 def test_torch_modules(module):
     module, before = copy.deepcopy(module), copy.deepcopy(module)
-    (row,) = quiet(module, 8).replaced
+    (row,) = quiet(module, 8).converted
     assert row.before == type(before).__name__ and row.after == f"fewbit.{row.before}"
     assert type(module) is getattr(fewbit, row.before) and isinstance(module, type(before))
-    assert row.bits == module.bits == (1 if replace.TORCH[type(before)].exact else 8)
+    assert row.bits == module.bits == (1 if kinds.ACTIVATIONS[type(before)].one_bit else 8)
     check(module, before)
 
 
 def test_every_torch_kind_is_tested():
-    assert {type(module) for module in TORCH} == set(replace.TORCH)
+    assert {type(module) for module in TORCH} == set(kinds.ACTIVATIONS)
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers_modules(name):
     module, before = from_transformers(name), from_transformers(name)
-    assert len(quiet(module, 8).replaced) == 1
+    assert len(quiet(module, 8).converted) == 1
     assert type(module).__module__ == "fewbit.nn.activations"
     check(module, before)
 
@@ -101,18 +103,35 @@ def test_a_whole_model(model):
     tokens = torch.arange(20).reshape(2, 10)
     model.eval()
     before, keys = model(tokens).last_hidden_state, list(model.state_dict())
-    kept = fewbit.saved_bytes(model, tokens).total
+    kept = fewbit.saved_bytes(model.train(), tokens).total
     report = quiet(model)
-    gelus = [row for row in report.replaced if row.after == "fewbit.GELU"]
+    gelus = [row for row in report.converted if row.after == "fewbit.GELU"]
     assert len(gelus) == 2
     assert list(model.state_dict()) == keys
-    torch.testing.assert_close(model(tokens).last_hidden_state, before, atol=1e-5, rtol=1e-5)
     assert fewbit.saved_bytes(model, tokens).total < kept
+    model.eval()
+    torch.testing.assert_close(model(tokens).last_hidden_state, before, atol=1e-5, rtol=1e-5)
     again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     torch.testing.assert_close(again(tokens).last_hidden_state, before, atol=1e-5, rtol=1e-5)
-    report = quiet(model)  # what is few-bit already stays, and that is said
-    assert not report.replaced
-    assert report.skipped[0].reason.startswith("few-bit already: GELU(")
+    report = quiet(model, 2)  # another number of bits for what was converted
+    assert {row.bits for row in report.converted if row.after == "fewbit.GELU"} == {2}
+
+
+def test_modules_made_by_hand_keep_their_settings():
+    model = nn.Sequential(fewbit.GELU(bits=5), nn.GELU())
+    report = quiet(model)
+    assert [row.path for row in report.converted] == ["1"] and model[0].bits == 5
+    assert report.left_alone[0].reason.startswith("few-bit already: GELU(")
+
+
+def test_beside_compress_():
+    """Activations alone: layers that compress_ has converted stay as they are."""
+    model = nn.Sequential(nn.Linear(96, 96), nn.GELU())
+    fewbit.compress_(model, bits=2, verbose=False)
+    session = model[0].quantiser.session
+    assert [row.path for row in quiet(model, 4).converted] == ["1"]
+    assert model[0].quantiser.bits == 2 and model[0].quantiser.session is session
+    assert model._forward_hooks and model[1].bits == 4
 
 
 def test_the_object_stays():
@@ -121,7 +140,7 @@ def test_the_object_stays():
     seen = []
     shared.register_forward_hook(lambda *arguments: seen.append(1))
     model = nn.Sequential(nn.Linear(3, 3), shared, nn.Linear(3, 3), shared)
-    (row,) = quiet(model).replaced
+    (row,) = quiet(model).converted
     assert row.path == "1" and model[1] is shared is model[3]
     model(torch.randn(2, 3))
     assert seen == [1, 1]
@@ -129,7 +148,7 @@ def test_the_object_stays():
 
 def test_the_root_itself():
     model = nn.SiLU()
-    assert quiet(model, bits=2).replaced == (replace.Replacement("", "SiLU", "fewbit.SiLU", 2),)
+    assert quiet(model, bits=2).converted == (Converted("", "SiLU", "fewbit.SiLU", 2),)
     assert "bits=2" in repr(model)
 
 
@@ -142,7 +161,7 @@ def test_functions_held_by_transformer_layers(function, name):
     x, keys = torch.randn(2, 3, 8), list(model.state_dict())
     before = model(x)
     report = quiet(model)
-    assert [row.path for row in report.replaced] == ["layers.0.activation", "layers.1.activation"]
+    assert [row.path for row in report.converted] == ["layers.0.activation", "layers.1.activation"]
     assert type(model.layers[0].activation) is getattr(fewbit, name)
     assert list(model.state_dict()) == keys
     torch.testing.assert_close(model(x), before)
@@ -153,53 +172,55 @@ def test_globs():
         return nn.ModuleDict({"encoder": nn.Sequential(nn.GELU(), nn.GELU()), "head": nn.Tanh()})
 
     def paths(**options):
-        return [row.path for row in quiet(model(), **options).replaced]
+        return [row.path for row in quiet(model(), **options).converted]
 
     assert paths() == ["encoder.0", "encoder.1", "head"]
     assert paths(include="encoder.*") == ["encoder.0", "encoder.1"]
     assert paths(exclude=["encoder.1", "head"]) == ["encoder.0"]
     assert paths(include="*.1", exclude="head") == ["encoder.1"]
-    excluded = quiet(model(), exclude="head").skipped
-    assert excluded == (replace.Skipped("head", "Tanh", "excluded"),)
+    excluded = quiet(model(), exclude="head").left_alone
+    assert excluded == (LeftAlone("head", "Tanh", "excluded"),)
 
 
 def test_what_is_left_alone_is_said():
     class Own(nn.GELU):
         """A subclass may compute anything."""
 
-    model = nn.Sequential(nn.PReLU(), nn.Softmax(-1), Own(), nn.Identity())
+    model = nn.Sequential(nn.Linear(3, 3), Own(), nn.Identity())
     report = quiet(model)
-    assert not report.replaced
-    assert [row.kind for row in report.skipped] == ["PReLU", "Softmax"]
-    assert type(model[2]) is Own
-    assert "no activation module replaced" in str(report)
-    assert "left alone: 0 (PReLU): its slope is learned" in str(report)
+    assert not report.converted
+    assert [row.kind for row in report.left_alone] == ["Own"]
+    assert type(model[1]) is Own
+    assert "no module converted" in str(report)
+    assert "left alone: 1 (Own): a subclass of GELU, which may compute something else" in str(
+        report
+    )
 
 
 def test_a_forward_of_its_own_is_left_alone():
     model = nn.Sequential(nn.GELU(), nn.GELU())
     model[0].forward = lambda x: 2.0 * x
     report = quiet(model)
-    assert [row.path for row in report.replaced] == ["1"]
-    assert report.skipped == (replace.Skipped("0", "GELU", replace.OWN_FORWARD),)
+    assert [row.path for row in report.converted] == ["1"]
+    assert report.left_alone == (LeftAlone("0", "GELU", OWN_FORWARD),)
     assert torch.equal(model[0](torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_every_path_of_a_shared_module_counts():
     shared = nn.GELU()
     model = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
-    assert quiet(model, exclude="b.*").replaced == ()
-    assert [row.path for row in quiet(model, include="b.*").replaced] == ["a.0"]
+    assert quiet(model, exclude="b.*").converted == ()
+    assert [row.path for row in quiet(model, include="b.*").converted] == ["a.0"]
 
 
 def test_the_printed_report(capsys):
     replace_activations_(nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.ReLU()), bits=2)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "─" not in line]
     assert lines == [
-        ["module", "was", "is", "bits"],
-        ["1", "GELU", "fewbit.GELU", "2"],
-        ["2", "ReLU", "fewbit.ReLU", "1"],
-        ["2", "activation", "modules", "replaced"],
+        ["modules", "was", "is", "keeps", "count"],
+        ["1", "GELU", "fewbit's", "2", "bits", "1"],
+        ["2", "ReLU", "fewbit's", "1", "bit", "1"],
+        ["2", "modules", "converted"],
     ]
 
 
@@ -210,10 +231,10 @@ def test_the_printed_report(capsys):
         ({"bits": True}, "expected a whole number from 1 to 8 for bits, got True"),
         (
             {"include": "decoder.*"},
-            "expected a glob that matches an activation module, got 'decoder.*'",
+            "expected a glob that matches a module, got 'decoder.*'",
         ),
-        ({"include": 5}, "expected a glob or a list of globs, got 5"),
-        ({"exclude": ["1", "x"]}, "expected a glob that matches an activation module, got 'x'"),
+        ({"include": 5}, "expected a glob, a list of globs or a function, got 5"),
+        ({"exclude": ["1", "x"]}, "expected a glob that matches a module, got 'x'"),
     ],
 )
 def test_refused_with_nothing_changed(arguments, message):

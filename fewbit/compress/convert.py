@@ -163,38 +163,46 @@ def restore_(model: nn.Module) -> None:
 
 
 def convert(model, settings: Settings, include="*", exclude=(), overrides=None) -> Controller:
-    """`compress_` without levels, samples and printing."""
+    """`compress_` without levels, samples and printing; of activations alone if settings say so.
+
+    With other families too an earlier conversion is undone first, so that the new settings are all there is.
+    """
     settings.check()
     _check_model(model)
-    found = _found(model)
-    chosen = _chosen(found, include, exclude)
-    each = _overridden(found, settings, overrides or {})
+    selection = include, exclude, overrides or {}
+    found, chosen, each = _selected(model, settings, *selection)
+    whole = settings.families != (kinds.ACTIVATION,)
+    if whole:
+        restore_(model)
+        found, chosen, each = _selected(model, settings, *selection)
     session = Session()
+    rows = []
+    for (paths, module, attribute), is_chosen, own in zip(found, chosen, each, strict=True):
+        rows.append(_convert(paths[0], module, attribute, is_chosen, own, session, whole))
+    if kinds.LAYER in settings.families:
+        rows += _convert_attention(model, found, chosen, each, session)
+    if whole:
+        _attach(model, settings, session)
+    converted = tuple(row for row in rows if isinstance(row, Converted))
+    left_alone = tuple(row for row in rows if isinstance(row, LeftAlone))
+    return Controller(model, Report(converted, left_alone), session)
+
+
+def _attach(model, settings: Settings, session: Session) -> None:
+    """Tells the session of the model's forwards."""
     if settings.functional:
         session.calls = Calls(
             settings.quantiser(session),
             settings.activation_bits,
             settings.attention_quantiser(session),
         )
-    converted, left_alone = [], []
-    for (paths, module, attribute), is_chosen, own in zip(found, chosen, each, strict=True):
-        row = _convert(paths[0], module, attribute, is_chosen, own, session)
-        if row is not None:
-            (converted if isinstance(row, Converted) else left_alone).append(row)
-    if kinds.LAYER in settings.families:
-        rows = _convert_attention(model, found, chosen, each, session)
-        converted += [row for row in rows if isinstance(row, Converted)]
-        left_alone += [row for row in rows if isinstance(row, LeftAlone)]
+    elif not any(isinstance(each, Quantised) for each in model.modules()):
+        return
     for module in model.modules():
-        _remove_session(module)
-    if settings.functional or any(isinstance(each, Quantised) for each in model.modules()):
-        for module in model.modules():
-            # Of those without a forward, like ModuleList, they are never called.
-            if module is model or next(module.children(), None) is not None:
-                module.register_forward_pre_hook(session.enter, prepend=True)
-                module.register_forward_hook(session.leave, always_call=True)
-    report = Report(tuple(converted), tuple(left_alone))
-    return Controller(model, report, session)
+        # Of those without a forward, like ModuleList, they are never called.
+        if module is model or next(module.children(), None) is not None:
+            module.register_forward_pre_hook(session.enter, prepend=True)
+            module.register_forward_hook(session.leave, always_call=True)
 
 
 def _at_level(settings, level, policy, *bits) -> Settings | None:
@@ -235,6 +243,12 @@ def _check_model(model) -> None:
 
 
 # -- Which modules -------------------------------------------------------------------------------------------
+
+
+def _selected(model, settings, include, exclude, overrides):
+    """(modules, whether each is to be converted, its settings or None). Raises for what there is not."""
+    found = _found(model)
+    return found, _chosen(found, include, exclude), _overridden(found, settings, overrides)
 
 
 def _found(model: nn.Module) -> list[tuple[list[str], nn.Module, str | None]]:
@@ -298,15 +312,17 @@ def _overridden(found, settings: Settings, overrides: Mapping) -> list[Settings 
 # -- One module ----------------------------------------------------------------------------------------------
 
 
-def _convert(path, module, attribute, chosen, settings, session) -> Converted | LeftAlone | None:
+def _convert(
+    path, module, attribute, chosen, settings, session, whole
+) -> Converted | LeftAlone | None:
     """Converts a module, or says why not; None for modules that there is nothing to say of."""
     name = type(module).__name__ if attribute is None else getattr(module, attribute).__name__
     if attribute is None and kinds.is_fewbit(module):
-        return _again(path, module, chosen, settings, session)
+        return _again(path, module, chosen, settings, session, whole)
     held = kinds.FUNCTIONS[getattr(module, attribute)]() if attribute else module
     kind = kinds.kind_of(held)
     if kind is None:
-        reason = kinds.why_not(module)
+        reason = kinds.why_not(module) if whole or kinds.is_like_an_activation(module) else None
         return LeftAlone(path, name, reason) if reason else None
     if not chosen or settings is None:
         return LeftAlone(path, name, "excluded")
@@ -353,16 +369,18 @@ def _convert_attention(model, found, chosen, each, session) -> list[Converted | 
     return rows
 
 
-def _again(path, module, chosen, settings, session) -> Converted | LeftAlone:
-    """A module that is few-bit already: converted earlier, or made by hand, which keeps its settings."""
-    name, original = type(module).__name__, vars(module).get(_ORIGINAL)
+def _again(path, module, chosen, settings, session, whole) -> Converted | LeftAlone | None:
+    """A module that is few-bit already: made so by hand, or an activation converted earlier."""
     if isinstance(module, Quantised):
+        if not whole:
+            return None
         own = module.quantiser
         module.quantiser = Quantiser(own.bits, own.group_size, own.minimum, session)
+    name, original = type(module).__name__, vars(module).get(_ORIGINAL)
     if original is None or not chosen or settings is None:
         return LeftAlone(path, name, f"few-bit already: {module!r}")
-    kind = kinds.TORCH.get(original.cls)
-    bits = _configure(module, kind is not None and kind.one_bit, settings, session)
+    kind = kinds.of_class(original.cls)
+    bits = _configure(module, kind.one_bit, settings, session)
     return Converted(path, original.cls.__name__, f"fewbit.{name}", bits)
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-
 GAP = 2  # between columns
 
 
@@ -55,7 +54,7 @@ class Report:
             yield f"{_counted(len(self.converted), 'module')} converted"
         else:
             yield "no module converted; functions that a forward calls (F.gelu) are not seen"
-        for (kind, reason, pattern), count in self._reasons().items():
+        for (pattern, kind, reason), count in self._reasons().items():
             where = f"{_counted(count, 'module')} like {pattern}" if count > 1 else pattern
             yield Text(f"left alone: {where} ({kind}): {reason}")
         if self.kept is not None:
@@ -77,14 +76,14 @@ class Report:
             table.add_row(path if len(path) <= room else "…" + path[len(path) - room + 1 :], *cells)
         return table
 
-    def _rows(self) -> Counter:
-        """{(path with numbers as *, was, is, what it keeps): how many}."""
-        return Counter(
-            (_pattern(row.path), row.before, _is(row), _bits(row.bits)) for row in self.converted
+    def _rows(self) -> dict:
+        """{(path, was, is, what it keeps): how many}; of several alike modules with numbers as *."""
+        return _grouped(
+            (row.path, (row.before, _is(row), _bits(row.bits))) for row in self.converted
         )
 
-    def _reasons(self) -> Counter:
-        return Counter((row.kind, row.reason, _pattern(row.path)) for row in self.left_alone)
+    def _reasons(self) -> dict:
+        return _grouped((row.path, (row.kind, row.reason)) for row in self.left_alone)
 
     def _bytes(self):
         from fewbit.compress.meter_report import amount, unit_of
@@ -107,6 +106,20 @@ class Report:
 def _is(row: Converted) -> str:
     """The new class, shortly where it has the old one's name."""
     return "fewbit's" if row.after == f"fewbit.{row.before}" else row.after
+
+
+def _grouped(rows) -> dict[tuple, int]:
+    """{(path, *cells): how many}, in the order in which each was first seen."""
+    rows = list(rows)
+    counts = Counter((_pattern(path), *cells) for path, cells in rows)
+    result = {}
+    for path, cells in rows:
+        key = _pattern(path), *cells
+        if counts[key] == 1:
+            result[path or "(the model)", *cells] = 1
+        else:
+            result[key] = counts[key]
+    return result
 
 
 def _pattern(path: str) -> str:

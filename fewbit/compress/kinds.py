@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.nn import functional as F
 
@@ -97,7 +98,7 @@ FUNCTION_ATTRIBUTES = {
     nn.TransformerEncoderLayer: "activation",
     nn.TransformerDecoderLayer: "activation",
 }
-FUNCTIONS = {F.relu: nn.ReLU, F.gelu: nn.GELU}
+FUNCTIONS = {F.relu: nn.ReLU, torch.relu: nn.ReLU, F.gelu: nn.GELU}
 
 LEFT_ALONE = {
     nn.GLU: "no few-bit version: not pointwise; see fewbit.functional.swiglu and its kin",
@@ -127,6 +128,13 @@ def kind_of(module: nn.Module) -> Kind | None:
     return TORCH.get(cls)
 
 
+def of_class(cls: type) -> Kind:
+    """The kind of an activation class that was converted."""
+    if cls.__name__ == "ClippedGELUActivation":
+        return Kind(few.ClippedGELU)
+    return ACTIVATIONS.get(cls) or TRANSFORMERS_ACTIVATIONS[cls.__name__]
+
+
 def why_not(module: nn.Module) -> str | None:
     """Why a module of a class that is not known stays as it is; None where there is nothing to say."""
     cls = type(module)
@@ -139,6 +147,11 @@ def why_not(module: nn.Module) -> str | None:
             return f"a subclass of {known.__name__}, which may compute something else"
     own = next(module.parameters(recurse=False), None)
     return None if own is None or next(module.children(), None) else "no few-bit version"
+
+
+def is_like_an_activation(module: nn.Module) -> bool:
+    """Whether its class is a subclass of an activation of torch."""
+    return isinstance(module, tuple(ACTIVATIONS))
 
 
 def is_fewbit(module: nn.Module) -> bool:

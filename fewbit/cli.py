@@ -757,7 +757,7 @@ def memory(
 @_force
 @_json
 def demo(steps, seeds, bits, everything, output, force, as_json):
-    """Train a small transformer exactly, with few-bit GELU, and compressed as a whole.
+    """Train a small transformer exactly and in fewer bits.
 
     A character-level transformer learns the help texts that Python ships, with torch's own GELU,
     with few-bit ones, and with everything that it keeps compressed, from the same seeds. Shows the

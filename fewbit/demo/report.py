@@ -36,7 +36,9 @@ class DemoReport:
         return Group(Text(title, style="bold"), "", grid, "", *notes)
 
     def _header(self):
-        return ("GELU", "its bytes", "model's", "final loss", "difference", VERDICT)
+        head = ("GELU", "its bytes", "model's", "final loss", "difference", VERDICT)
+        # Eighty columns hold either GELU's bytes or the standard deviations.
+        return head if self.demo.seeds == 1 else (head[0], *head[2:])
 
     def _cells(self, arm: Arm):
         demo, kept = self.demo, amount(arm.activation_bytes)
@@ -46,7 +48,8 @@ class DemoReport:
             difference = _with_spread(arm.differences(demo.exact), "+.4f")
             verdict = self._verdict(arm)
         losses = _with_spread(arm.finals, ".4f")
-        return (arm.name, kept, amount(arm.model_bytes), losses, difference, verdict)
+        rest = (amount(arm.model_bytes), losses, difference, verdict)
+        return (arm.name, kept, *rest) if demo.seeds == 1 else (arm.name, *rest)
 
     def _verdict(self, arm: Arm) -> str:
         distance = self.demo.distance(arm)

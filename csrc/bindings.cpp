@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -109,6 +110,30 @@ template <class T>
 T* pointer(const char* name, uintptr_t address, int64_t n) {
   if (n > 0 && address == 0) refuse(name, "the address of " + std::to_string(n) + " elements", "0");
   return reinterpret_cast<T*>(address);
+}
+
+// The index of vectors over n elements.
+fewbit::VectorIndex vector_index(int64_t count, int64_t inner, int64_t n) {
+  if (n > 0 && (count < 1 || inner < 1 || count > n / inner || n % (count * inner) != 0)) {
+    refuse("entries", "entries * inner to divide the number of elements, " + std::to_string(n),
+           std::to_string(count) + " * " + std::to_string(inner));
+  }
+  return {count, inner};
+}
+
+// None where both addresses are 0.
+fewbit::Normalisation normalisation_at(uintptr_t mean, uintptr_t rstd, int64_t entries, int64_t inner, int64_t n) {
+  if (mean == 0 && rstd == 0) return {};
+  const auto* scales = pointer<const float>("rstd_ptr", rstd, n);
+  return {reinterpret_cast<const float*>(mean), scales, vector_index(entries, inner, n)};
+}
+
+// None where both addresses are 0. mixed: samples have several widths.
+fewbit::Affine affine_at(uintptr_t scale, uintptr_t shift, int64_t entries, int64_t inner, int64_t n, bool mixed) {
+  if (scale == 0 && shift == 0) return {};
+  if (mixed) refuse("scale_ptr, shift_ptr", "none for samples of several widths", "one");
+  return {reinterpret_cast<const float*>(scale), reinterpret_cast<const float*>(shift),
+          vector_index(entries, inner, n)};
 }
 
 // -- Table ------------------------------------------------------------------------------------------------
@@ -231,10 +256,12 @@ class Cpu {
 
   std::pair<float, float> quantise(uintptr_t x, int dtype_number, int64_t samples, int64_t features, int group_size,
                                    int bits, uintptr_t widths, bool wide, uintptr_t seed, uintptr_t packed,
-                                   int64_t words, uintptr_t ranges, int64_t groups, int threads) const {
+                                   int64_t words, uintptr_t ranges, int64_t groups, int threads, uintptr_t mean,
+                                   uintptr_t rstd, int64_t entries, int64_t inner) const {
     const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
     const DType dtype = dtype_of(dtype_number);
     const auto* from = pointer<const void>("x_ptr", x, shape.elements());
+    const auto normalisation = normalisation_at(mean, rstd, entries, inner, shape.elements());
     if (seed == 0) refuse("seed", "the address of one", "none");
     check_threads(threads);
     const fewbit::StreamPlan plan = plan_of(shape, bits, widths, words, groups);
@@ -242,7 +269,8 @@ class Cpu {
     auto* rows = pointer<uint16_t>("ranges_ptr", ranges, groups);
     const uint64_t key = seed_at(seed);
     py::gil_scoped_release release;
-    const fewbit::Extent extent = fewbit::quantise(*kernels_, plan, from, dtype, key, codes, rows, threads);
+    const fewbit::Extent extent =
+        fewbit::quantise(*kernels_, plan, from, dtype, normalisation, key, codes, rows, threads);
     // More was allocated than is taken where only a bound was known.
     std::fill(codes + plan.streams.words, codes + words, 0u);
     const int columns = fewbit::columns(wide);
@@ -250,18 +278,51 @@ class Cpu {
     return {extent.least, extent.greatest};
   }
 
+  // None, with nothing done, where the threads' shares would cut a group.
+  std::optional<std::pair<float, float>> forward_quantised(
+      int function, double p0, double p1, const OwnedTable& table, uintptr_t x, int dtype_number, int64_t samples,
+      int64_t features, uintptr_t y, uintptr_t codes, uintptr_t seed, int group_size, int bits, bool wide,
+      uintptr_t quantiser_seed, uintptr_t packed, int64_t words, uintptr_t ranges, int64_t groups, int threads) const {
+    const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
+    const int64_t n = shape.elements();
+    check_function(function);
+    const DType dtype = fused_dtype_of(dtype_number);
+    check_seed(table, seed);
+    if (quantiser_seed == 0) refuse("quantiser_seed", "the address of one", "none");
+    check_threads(threads);
+    const fewbit::StreamPlan plan = plan_of(shape, bits, 0, words, groups);
+    const fewbit::Forward forward{function,
+                                  p0,
+                                  p1,
+                                  &table.get(),
+                                  pointer<const void>("x_ptr", x, n),
+                                  dtype,
+                                  pointer<void>("y_ptr", y, n),
+                                  pointer<uint32_t>("codes_ptr", codes, n),
+                                  seed_at(seed)};
+    auto* to = pointer<uint32_t>("packed_ptr", packed, words);
+    auto* rows = pointer<uint16_t>("ranges_ptr", ranges, groups);
+    if (fewbit::threads_of_forward(plan.streams, threads) < fewbit::threads_for(n, threads)) return std::nullopt;
+    const uint64_t key = seed_at(quantiser_seed);
+    py::gil_scoped_release release;
+    const fewbit::Extent extent =
+        fewbit::forward_quantised(*kernels_, plan.streams, forward, key, to, rows, threads);
+    return std::pair(extent.least, extent.greatest);
+  }
+
   void dequantise(uintptr_t packed, int64_t words, uintptr_t ranges, int64_t groups, int bits, uintptr_t widths,
                   bool wide, int64_t samples, int64_t features, int group_size, uintptr_t out, int dtype_number,
-                  int threads) const {
+                  int threads, uintptr_t scale, uintptr_t shift, int64_t entries, int64_t inner) const {
     const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
     const DType dtype = dtype_of(dtype_number);
     auto* to = pointer<void>("out_ptr", out, shape.elements());
+    const auto affine = affine_at(scale, shift, entries, inner, shape.elements(), widths != 0);
     check_threads(threads);
     const fewbit::StreamPlan plan = plan_of(shape, bits, widths, words, groups);
     const auto* codes = pointer<const uint32_t>("packed_ptr", packed, words);
     const auto* rows = pointer<const uint16_t>("ranges_ptr", ranges, groups);
     py::gil_scoped_release release;
-    fewbit::dequantise(*kernels_, plan, codes, rows, to, dtype, threads);
+    fewbit::dequantise(*kernels_, plan, codes, rows, affine, to, dtype, threads);
   }
 
  private:
@@ -365,30 +426,34 @@ struct Cuda {
 
   void quantise(uintptr_t x, int dtype, int64_t samples, int64_t features, int group_size, int bits, uintptr_t order,
                 uintptr_t counts, bool wide, uintptr_t seed, uintptr_t packed, int64_t words, uintptr_t ranges,
-                int64_t groups, int device, uintptr_t stream) const {
+                int64_t groups, int device, uintptr_t stream, uintptr_t mean, uintptr_t rstd, int64_t entries,
+                int64_t inner) const {
     const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
     const auto of = quantised(shape, bits, order, counts, words, groups);
+    const auto normalisation = normalisation_at(mean, rstd, entries, inner, shape.elements());
     dtype_of(dtype);
     const auto* from = pointer<const void>("x_ptr", x, shape.elements());
     if (seed == 0) refuse("seed", "the address of one", "none");
     auto* codes = pointer<int32_t>("packed_ptr", packed, words);
     auto* rows = pointer<uint16_t>("ranges_ptr", ranges, groups);
     py::gil_scoped_release release;
-    fewbit::cuda::quantise(of, from, dtype, reinterpret_cast<const int64_t*>(seed), codes, words, rows, groups, device,
-                           stream_at(stream));
+    fewbit::cuda::quantise(of, from, dtype, normalisation, reinterpret_cast<const int64_t*>(seed), codes, words, rows,
+                           groups, device, stream_at(stream));
   }
 
   void dequantise(uintptr_t packed, int64_t words, uintptr_t ranges, int64_t groups, int bits, uintptr_t order,
                   uintptr_t counts, bool wide, int64_t samples, int64_t features, int group_size, uintptr_t out,
-                  int dtype, int device, uintptr_t stream) const {
+                  int dtype, int device, uintptr_t stream, uintptr_t scale, uintptr_t shift, int64_t entries,
+                  int64_t inner) const {
     const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
     const auto of = quantised(shape, bits, order, counts, words, groups);
+    const auto affine = affine_at(scale, shift, entries, inner, shape.elements(), counts != 0);
     dtype_of(dtype);
     auto* to = pointer<void>("out_ptr", out, shape.elements());
     const auto* codes = pointer<const int32_t>("packed_ptr", packed, words);
     const auto* rows = pointer<const uint16_t>("ranges_ptr", ranges, groups);
     py::gil_scoped_release release;
-    fewbit::cuda::dequantise(of, codes, rows, groups, to, dtype, device, stream_at(stream));
+    fewbit::cuda::dequantise(of, codes, rows, groups, affine, to, dtype, device, stream_at(stream));
   }
 
  private:
@@ -435,11 +500,13 @@ void bind_cuda(py::module_& module) {
       .def("quantise", &Cuda::quantise, py::arg("x_ptr"), py::arg("dtype"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("bits"), py::arg("order_ptr"), py::arg("counts_ptr"), py::arg("wide"),
            py::arg("seed_ptr"), py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"), py::arg("groups"),
-           py::arg("device_index"), py::arg("stream_ptr"))
+           py::arg("device_index"), py::arg("stream_ptr"), py::arg("mean_ptr") = 0, py::arg("rstd_ptr") = 0,
+           py::arg("entries") = 0, py::arg("inner") = 1)
       .def("dequantise", &Cuda::dequantise, py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"),
            py::arg("groups"), py::arg("bits"), py::arg("order_ptr"), py::arg("counts_ptr"), py::arg("wide"),
            py::arg("samples"), py::arg("features"), py::arg("group_size"), py::arg("out_ptr"), py::arg("dtype"),
-           py::arg("device_index"), py::arg("stream_ptr"));
+           py::arg("device_index"), py::arg("stream_ptr"), py::arg("scale_ptr") = 0, py::arg("shift_ptr") = 0,
+           py::arg("entries") = 0, py::arg("inner") = 1);
   module.attr("cuda") = py::cast(Cuda{});
 }
 #endif
@@ -481,14 +548,25 @@ PYBIND11_MODULE(_kernels, module) {
       .def("forward", &Cpu::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"),
            py::arg("x_ptr"), py::arg("dtype"), py::arg("n"), py::arg("y_ptr"), py::arg("packed_ptr"),
            py::arg("seed_ptr"), py::arg("threads"), "y = f(x) and the packed codes of x; y may be x.")
+      .def("forward_quantised", &Cpu::forward_quantised, py::arg("function"), py::arg("p0"), py::arg("p1"),
+           py::arg("table"), py::arg("x_ptr"), py::arg("dtype"), py::arg("samples"), py::arg("features"),
+           py::arg("y_ptr"), py::arg("codes_ptr"), py::arg("seed_ptr"), py::arg("group_size"), py::arg("bits"),
+           py::arg("wide"), py::arg("quantiser_seed_ptr"), py::arg("packed_ptr"), py::arg("words"),
+           py::arg("ranges_ptr"), py::arg("groups"), py::arg("threads"),
+           "forward, with codes in codes_ptr, and quantise of y, in one pass; None, with nothing done, where threads "
+           "would have to share groups.")
       .def("quantise", &Cpu::quantise, py::arg("x_ptr"), py::arg("dtype"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("bits"), py::arg("widths_ptr"), py::arg("wide"), py::arg("seed_ptr"),
            py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"), py::arg("groups"), py::arg("threads"),
-           "x to packed codes and ranges; (least, greatest) element. widths: a uint8 a sample, or 0: bits for all.")
+           py::arg("mean_ptr") = 0, py::arg("rstd_ptr") = 0, py::arg("entries") = 0, py::arg("inner") = 1,
+           "x to packed codes and ranges; (least, greatest) element. widths: a uint8 a sample, or 0: bits for all. "
+           "mean, rstd: of `entries` float32, or 0; element e is (x - mean[i]) rstd[i], i = e / inner % entries.")
       .def("dequantise", &Cpu::dequantise, py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"),
            py::arg("groups"), py::arg("bits"), py::arg("widths_ptr"), py::arg("wide"), py::arg("samples"),
            py::arg("features"), py::arg("group_size"), py::arg("out_ptr"), py::arg("dtype"), py::arg("threads"),
-           "Packed codes and ranges to values, rounded once.");
+           py::arg("scale_ptr") = 0, py::arg("shift_ptr") = 0, py::arg("entries") = 0, py::arg("inner") = 1,
+           "Packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantise; element e is "
+           "value scale[i] + shift[i].");
 
   module.def("cpu_isas", [] { return py::tuple(py::cast(fewbit::cpu_isas())); },
              "Names of the instruction sets that can be used here, best first.");

@@ -27,6 +27,29 @@ def streams(shape, widths, group_size):
         yield bits, chosen, cuts
 
 
+def normalised(rows, mean, rstd, inner):
+    """(x - mean[i]) rstd[i] in float32, element by element; mean may be None."""
+    rows = np.asarray(rows, np.float32)
+    result = np.empty_like(rows)
+    with np.errstate(all="ignore"):
+        for e, x in enumerate(rows.reshape(-1)):
+            i = e // inner % len(rstd)
+            result.flat[e] = (x if mean is None else x - mean[i]) * rstd[i]
+    return result
+
+
+def mapped(values, scale, shift, inner):
+    """value scale[i] + shift[i] in float32, element by element; one of the two may be None."""
+    result = np.empty_like(values)
+    count = len(shift if scale is None else scale)
+    with np.errstate(all="ignore"):
+        for e, value in enumerate(values.reshape(-1)):
+            i = e // inner % count
+            product = value if scale is None else value * scale[i]
+            result.flat[e] = product if shift is None else product + shift[i]
+    return result
+
+
 def quantise(rows, seed, widths, group_size, wide):
     """(packed, ranges): uint32 words, (groups, 2 or 3) uint16."""
     rows = np.asarray(rows)

@@ -433,3 +433,35 @@ def test_frozen_parts_keep_nothing():
     assert set(kept.by_module()) <= {"head", "norm"}
     # Of the norm's input only its own output's copy, for the head: nothing needs the norm's gradient.
     assert kept.total == quantised_bytes((4, 16, 32), 2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_model_keeps_quantised_inputs(name):
+    """Traced whole, hooks included; what no layer of ours keeps (attention's q, k, v) stays as in torch."""
+    torch.compiler.reset()
+    make, inputs = MODELS[name]
+    model, exact, x = make(), make(), inputs()
+    model.apply(
+        lambda module: setattr(module, "p", 0.0) if isinstance(module, nn.Dropout) else None
+    )
+    exact.apply(
+        lambda module: setattr(module, "p", 0.0) if isinstance(module, nn.Dropout) else None
+    )
+    quiet(model, bits=8, activation_bits=8)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
+    y, saved = saved_by(compiled, x)
+    expected = exact(x)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    grad = normal(y.shape, seed=3)
+    ours = torch.autograd.grad(y, list(model.parameters()), grad)
+    theirs = torch.autograd.grad(expected, list(exact.parameters()), grad)
+    scale = max(float(each.norm()) for each in theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert float((a - b).norm()) < 0.05 * float(b.norm()) + 1e-3 * scale
+    layers = [each for each in saved if each.dtype == torch.int32]
+    inputs = sum(
+        isinstance(each, (nn.Linear, nn.Conv2d, nn.LayerNorm, nn.BatchNorm2d))
+        for each in model.modules()
+    )
+    assert len(layers) >= inputs

@@ -132,7 +132,9 @@ class Emulation:
         )
         return y.checked(), packed.checked()
 
-    def quantise(self, x, seed, bits, group_size, wide, widths=None, words=None, offset=0):
+    def quantise(
+        self, x, seed, bits, group_size, wide, widths=None, words=None, normalise=None, offset=0
+    ):
         """packed and ranges, of an x of (samples, features)."""
         samples, features = x.shape
         if widths is None:
@@ -159,10 +161,13 @@ class Emulation:
             _long(words),
             ranges.data,
             _long(rows),
+            *_vectors(normalise),
         )
         return packed.checked(), ranges.checked().view(rows, columns)
 
-    def dequantise(self, packed, ranges, bits, group_size, shape, dtype, widths=None, offset=0):
+    def dequantise(
+        self, packed, ranges, bits, group_size, shape, dtype, widths=None, affine=None, offset=0
+    ):
         out = Guarded(shape[0] * shape[1], dtype, offset)
         kept, streams = _streams(widths)
         self.call(
@@ -178,6 +183,7 @@ class Emulation:
             group_size,
             out.data,
             DTYPES.index(dtype),
+            *_vectors(affine),
         )
         return out.checked().view(shape)
 
@@ -211,6 +217,12 @@ def _long(n):
 
 def _or_null(seed):
     return ctypes.c_void_p(0) if seed is None else seed
+
+
+def _vectors(given):
+    *vectors, inner = given or (None, None, 1)
+    lengths = [len(each) for each in vectors if each is not None] or [1]
+    return *map(_or_null, vectors), _long(lengths[0]), _long(inner)
 
 
 def _streams(widths):
@@ -466,7 +478,7 @@ def compare_quantiser(cuda, x, bits, group_size, wide, widths=None, words=None, 
     assert torch.equal(ranges.view(torch.int16), expected[1].view(torch.int16)), what
     restored = torch.empty_like(x)
     reference.dequantise(packed, ranges, bits, group_size, restored, widths)
-    out = cuda.dequantise(packed, ranges, bits, group_size, x.shape, x.dtype, widths, offset)
+    out = cuda.dequantise(packed, ranges, bits, group_size, x.shape, x.dtype, widths, None, offset)
     same(out, restored)
 
 
@@ -490,6 +502,39 @@ def test_quantiser_of_several_widths(cuda, dtype):
         widths = torch.from_numpy(rng.integers(1, 9, shape[0], np.uint8))
         words = groups.mixed_words(widths.tolist(), shape[1]) + i % 4
         compare_quantiser(cuda, x, 1, group_size, i % 2 == 0, widths, words, offset=i % 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_normalised_and_mapped(cuda, dtype):
+    rng = np.random.default_rng(DTYPES.index(dtype))
+    for (samples, features), group_size in QUANTISED:
+        n = samples * features
+        x = torch.from_numpy(rng.normal(3, 2, (samples, features))).to(dtype)
+        seed, widths = torch.tensor([n]), torch.from_numpy(rng.integers(1, 9, samples, np.uint8))
+        words = groups.mixed_words(widths.tolist(), features)
+        packed, ranges, _ = reference.quantise(x, seed, 3, group_size, True)
+        for inner, entries in indices(n):
+            a, b = (torch.from_numpy(rng.normal(1, 1, entries)).float() for _ in range(2))
+            for mean in (None, a):
+                for several in ((), (widths, words)):
+                    arguments = seed, 3, group_size, False, *(several or (None, None))
+                    made = cuda.quantise(x, *arguments, normalise=(mean, b, inner))
+                    expected = reference.quantise(x, *arguments, normalise=(mean, b, inner))
+                    assert torch.equal(made[0], expected[0]), (n, inner, entries)
+                    assert torch.equal(made[1].view(torch.int16), expected[1].view(torch.int16))
+            for vectors in ((a, b), (None, b), (a, None)):
+                affine = *vectors, inner
+                out = cuda.dequantise(packed, ranges, 3, group_size, x.shape, dtype, None, affine)
+                expected = torch.empty_like(x)
+                reference.dequantise(packed, ranges, 3, group_size, expected, affine=affine)
+                same(out, expected)
+
+
+def indices(n):
+    """Some (inner, entries) whose product divides n."""
+    divisors = [each for each in range(1, n + 1) if n % each == 0]
+    pairs = [(inner, each) for inner in divisors for each in divisors if n // inner % each == 0]
+    return pairs[:: max(1, len(pairs) // 7)]
 
 
 def test_quantiser_warps_take_several_groups(cuda):

@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fewbit
 from fewbit.runtime import groups, reference
-from fewbit.runtime.encoding import packed_words
+from fewbit.runtime.encoding import Encoding, packed_words
+from fewbit.runtime.quantiser import Quantiser
 
 try:
     from fewbit import _kernels
@@ -20,6 +22,7 @@ try:
 except ImportError:
     _kernels = None
 
+ISAS = _kernels.cpu_isas() if _kernels else ()
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 compiled = pytest.mark.skipif(_kernels is None, reason="fewbit was installed without kernels")
@@ -52,7 +55,17 @@ def mixed(samples, seed=0):
     )
 
 
-def quantise(kernels, x, bits=2, group_size=256, wide=False, widths=None, seed=SEED, device="cpu"):
+def quantise(
+    kernels,
+    x,
+    bits=2,
+    group_size=256,
+    wide=False,
+    widths=None,
+    seed=SEED,
+    device="cpu",
+    normalise=None,
+):
     """(packed, ranges, spread): uint32 and uint16 arrays, floats."""
     words = None
     if widths is not None:
@@ -60,14 +73,16 @@ def quantise(kernels, x, bits=2, group_size=256, wide=False, widths=None, seed=S
         widths = widths.to(device)
     seed = torch.tensor([seed], device=device)
     packed, ranges, spread = kernels.quantise(
-        x.to(device), seed, bits, group_size, wide, widths, words
+        x.to(device), seed, bits, group_size, wide, widths, words, to_device(normalise, device)
     )
     spread = None if spread[0] is None else tuple(map(float, spread))
     ranges = ranges.cpu().view(torch.int16).numpy().view(np.uint16)
     return packed.cpu().numpy().view(np.uint32), ranges, spread
 
 
-def dequantise(kernels, packed, ranges, out, bits=2, group_size=256, widths=None, device="cpu"):
+def dequantise(
+    kernels, packed, ranges, out, bits=2, group_size=256, widths=None, device="cpu", affine=None
+):
     result = out.to(device)
     kernels.dequantise(
         torch.from_numpy(packed.view(np.int32)).to(device),
@@ -76,8 +91,17 @@ def dequantise(kernels, packed, ranges, out, bits=2, group_size=256, widths=None
         group_size,
         result,
         None if widths is None else widths.to(device),
+        to_device(affine, device),
     )
     return result.cpu()
+
+
+def to_device(given, device):
+    """normalise or affine, with its vectors there."""
+    if given is None:
+        return None
+    *vectors, inner = given
+    return *(None if each is None else each.to(device) for each in vectors), inner
 
 
 def same(a, b):
@@ -201,7 +225,7 @@ def test_threads_that_share_words(backend, shape, threads):
 
 
 def cpu_backends():
-    return [reference, *(native.cpu(isa) for isa in (_kernels.cpu_isas() if _kernels else ()))]
+    return [reference, *(native.cpu(isa) for isa in ISAS)]
 
 
 @settings(max_examples=40)
@@ -256,6 +280,278 @@ def test_more_elements_than_an_int_counts():
         assert np.array_equal(naive._planes(codes, 1), words[8 * i : 8 * i + 8])
         assert ranges[i - 9].tolist() == row
     assert not packed[: -9 * features // 32].any() and not ranges[:-9].any()
+
+
+# -- what layers before and after do to elements -----------------------------------------------------------
+
+
+SHAPES = [
+    (3, 70),
+    (2, 3, 49),
+    (4, 5, 4),
+    (2, 300),
+    (1, 513),
+    (6, 256),
+    (9, 31),
+    (40, 7),
+    (0, 5),
+    (4, 0),
+    (2, 96),
+]
+
+
+def vectors(n, seed):
+    """Pairs of vectors that n elements can share, and inner: 1, n, and what lies between."""
+    rng = np.random.default_rng([n, seed])
+    divisors = [each for each in range(1, n + 1) if n % each == 0] or [1]
+    pairs = [(inner, each) for inner in divisors for each in divisors if n // inner % each == 0]
+    for inner, count in (pairs[i] for i in {0, len(pairs) - 1, *rng.integers(0, len(pairs), 5)}):
+        yield *(torch.from_numpy(rng.normal(1, 1, count)).float() for _ in range(2)), inner
+
+
+def or_none(vector):
+    return None if vector is None else vector.numpy()
+
+
+@dtypes
+def test_normalised_on_load(backend, dtype):
+    for shape in SHAPES:
+        x = inputs(shape, dtype, "specials" if shape[0] == 6 else "offset")
+        rows = x.to(torch.float32).numpy().reshape(groups.samples_of(shape))
+        for i, (mean, rstd, inner) in enumerate(vectors(x.numel(), 0)):
+            mean = None if i % 3 == 0 else mean
+            widths = mixed(shape[0]) if i % 2 else None
+            each = [3] * shape[0] if widths is None else widths.tolist()
+            group_size, wide = (32, 256, 320)[i % 3], i % 4 == 0
+            expected = naive.normalised(rows, or_none(mean), rstd.numpy(), inner)
+            packed, ranges = naive.quantise(expected, SEED, each, group_size, wide)
+            made = quantise(
+                backend.kernels,
+                x,
+                3,
+                group_size,
+                wide,
+                widths,
+                device=backend.device,
+                normalise=(mean, rstd, inner),
+            )
+            what = shape, inner, len(rstd)
+            assert np.array_equal(made[0], packed), what
+            kept = len(ranges)
+            assert np.array_equal(made[1][:kept], ranges) and not made[1][kept:].any(), what
+            if made[2] is not None and x.numel():
+                np.testing.assert_array_equal(made[2], (expected.min(), expected.max()))
+
+
+@dtypes
+def test_mapped_on_store(backend, dtype):
+    for shape in SHAPES:
+        x = inputs(shape, torch.float32)
+        packed, ranges, _ = quantise(reference, x, 3)
+        values = naive.dequantise(packed, ranges, groups.samples_of(shape), [3] * shape[0], 256)
+        for i, (scale, shift, inner) in enumerate(vectors(x.numel(), 1)):
+            scale, shift = ((scale, shift), (None, shift), (scale, None))[i % 3]
+            expected = naive.mapped(values, or_none(scale), or_none(shift), inner).reshape(shape)
+            out = torch.empty(shape, dtype=dtype)
+            affine = scale, shift, inner
+            made = dequantise(
+                backend.kernels, packed, ranges, out, 3, device=backend.device, affine=affine
+            )
+            assert same(made, torch.from_numpy(expected).to(dtype)), (shape, inner)
+
+
+@compiled
+@pytest.mark.parametrize("inner", [1, 7, 49, 67 * 8])
+def test_threads_that_share_vectors(backend, threads, inner):
+    x = inputs((20, 67 * 49 * 8), torch.bfloat16)
+    count = x.shape[1] // inner * (20 if inner > 100 else 1)
+    rng = np.random.default_rng(inner)
+    mean, rstd = (torch.from_numpy(rng.normal(1, 1, count)).float() for _ in range(2))
+    given, device = (mean, rstd, inner), backend.device
+    packed, ranges, _ = quantise(reference, x, normalise=given)
+    made = quantise(backend.kernels, x, device=device, normalise=given)
+    assert np.array_equal(made[0], packed) and np.array_equal(made[1], ranges)
+    out = torch.empty_like(x)
+    expected = dequantise(reference, packed, ranges, out, affine=given)
+    made = dequantise(backend.kernels, packed, ranges, out, device=device, affine=given)
+    assert same(made, expected)
+
+
+def test_channels_last_normalised(backend):
+    """The index is that of storage order: with channels last each has a neighbour's entry."""
+    x = inputs((2, 3, 8, 9), torch.float32).to(memory_format=torch.channels_last)
+    mean, rstd = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([0.5, 2.0, 3.0])
+    expected = quantise(reference, (x - mean.view(1, 3, 1, 1)) * rstd.view(1, 3, 1, 1))
+    made = quantise(backend.kernels, x, device=backend.device, normalise=(mean, rstd, 1))
+    assert np.array_equal(made[0], expected[0]) and np.array_equal(made[1], expected[1])
+
+
+def test_vectors_that_do_not_fit(backend):
+    x, one, device = inputs((4, 6), torch.float32), torch.ones(1), backend.device
+    packed, ranges, _ = quantise(reference, x)
+    for vectors, inner, message in (
+        ((one, one.double()), 1, "1-D contiguous float32"),
+        ((None, torch.ones(2, 2)), 1, "1-D contiguous float32"),
+        ((None, torch.ones(4)[::2]), 1, "1-D contiguous float32"),
+        ((one, torch.ones(2)), 1, "one length"),
+        ((None, None), 1, "expected"),
+        ((None, torch.ones(5)), 1, r"divide the number of elements, 24, got 5 \* 1"),
+        ((None, torch.ones(4)), 12, "divide"),
+        ((None, one), 0, "divide"),
+        ((None, torch.ones(0)), 1, "divide"),
+    ):
+        given = *vectors, inner
+        with pytest.raises(ValueError, match=message):
+            quantise(backend.kernels, x, device=device, normalise=given)
+        with pytest.raises(ValueError, match=message):
+            dequantise(
+                backend.kernels, packed, ranges, torch.empty_like(x), device=device, affine=given
+            )
+    with pytest.raises(ValueError, match="expected"):
+        quantise(backend.kernels, x, device=device, normalise=(one, None, 1))
+    widths = torch.full((4,), 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="several widths"):
+        dequantise(
+            backend.kernels, packed, ranges, x, 0, 256, widths, device, affine=(one, None, 1)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("statistics", [(6, 1, 1, 1), (1, 70, 1, 1), (6, 70, 1, 1)], ids=str)
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+def test_kept_and_restored_by_kernels(backend, dtype, statistics, last):
+    """Quantiser and Recipe make the same in a kernel as with torch's operations, where there is an index."""
+    format = torch.channels_last if last else torch.contiguous_format
+    x = inputs((6, 70, 3, 3), dtype).to(backend.device, memory_format=format)
+    of_sample, of_channel = statistics[0] > 1, statistics[1] > 1
+    inner = 9 if of_channel else 630
+    if last:
+        inner = None if of_sample and of_channel else 1 if of_channel else 630
+    wide = torch.promote_types(dtype, torch.float32)
+    mean, rstd = (inputs(statistics, wide, seed=i).to(backend.device) for i in (1, 2))
+    quantiser = Quantiser(3)
+    made = []
+    for index in (inner, None):
+        torch.manual_seed(5)
+        kept = quantiser.keep_normalised(x, mean, rstd, index)
+        restored = [
+            kept.recipe.restore(kept.tensors, torch.bfloat16, (scale, shift, index))
+            for scale, shift in ((rstd, mean), (None, mean), (rstd, None), (None, None))
+        ]
+        made.append((kept, restored))
+    (fused, values), (plain, expected) = made
+    assert fused.recipe == plain.recipe and fused.recipe.stride == x.stride()
+    for a, b in zip(fused.tensors, plain.tensors, strict=True):
+        assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+    for a, b in zip(values, expected, strict=True):
+        assert a.stride() == x.stride() and same(a.cpu(), b.cpu())
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+def test_a_norm_needs_no_other_pass(backend, last, monkeypatch):
+    """The norm's statistics, and its weight and bias, get to the kernels."""
+    indices = []
+
+    def spy(name, place):
+        real = getattr(backend.kernels, name)
+
+        def call(*arguments):
+            indices.append(arguments[place] and arguments[place][2])
+            return real(*arguments)
+
+        monkeypatch.setattr(backend.kernels, name, call)
+
+    spy("quantise", 7)
+    spy("dequantise", 6)
+    format = torch.channels_last if last else torch.contiguous_format
+    x = inputs((4, 8, 5, 5), torch.float32).to(backend.device, memory_format=format)
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(8), torch.nn.Conv2d(8, 2, 1))
+    fewbit.compress_(model.to(backend.device), verbose=False)
+    model(x.requires_grad_()).sum().backward()
+    assert indices == [1 if last else 25] * 3  # the norm's input; the convolution's, the norm's
+    if not last:
+        del indices[:]
+        model = torch.nn.Sequential(torch.nn.LayerNorm(70), torch.nn.Linear(70, 3))
+        fewbit.compress_(model.to(backend.device), verbose=False)
+        model(inputs((9, 70), torch.float32).to(backend.device)).sum().backward()
+        assert indices == [70, 1, 70]
+
+
+# -- an activation and the layer after it, in one pass -------------------------------------------------------
+
+
+ENCODING = Encoding(2, np.arange(4.0), np.array([-1.0, 0.0, 1.0]), np.arange(4), ("right",) * 3)
+
+
+def compare_forward_quantised(kernels, x, bits, group_size, wide=False, in_place=False):
+    """Bit-equal to forward and then quantise; False where the kernels decline."""
+    seed, y = torch.tensor([SEED]), torch.empty_like(x)
+    codes = kernels.forward(x, "silu", (), ENCODING, None, y)
+    expected = kernels.quantise(y, seed, bits, group_size, wide)
+    before = x.clone()
+    out = before if in_place else torch.empty_like(x)
+    made = kernels.forward_quantised(
+        before, "silu", (), ENCODING, None, out, seed, bits, group_size, wide
+    )
+    if made is None:
+        assert in_place or same(before, x)
+        return False
+    assert same(out, y) and torch.equal(made[0], codes)
+    packed, ranges, spread = made[1]
+    assert torch.equal(packed, expected[0])
+    assert torch.equal(ranges.view(torch.int16), expected[1].view(torch.int16))
+    np.testing.assert_array_equal(spread, expected[2])
+    return True
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_forward_quantised(dtype):
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for isa in ISAS:
+            kernels = native.cpu(isa)
+            for i, shape in enumerate([*SHAPES, (), (3, 40_001), (900, 257), (70, 1024)]):
+                x = inputs(shape, dtype, "specials" if i % 3 == 0 and shape else "normal")
+                for group_size in (32, 96, 512, 65536):
+                    bits, wide, in_place = 1 + i % 8, i % 2 == 0, i % 3 == 1
+                    assert compare_forward_quantised(kernels, x, bits, group_size, wide, in_place)
+    finally:
+        torch.set_num_threads(torch_threads)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("shape", "group_size", "taken"),
+    [
+        ((300, 1024), 256, True),
+        ((9000, 33), 96, True),
+        ((1, 1 << 17), 256, True),
+        ((2048, 65), 256, True),  # 512 samples are whole chunks
+        ((600, 257), 256, False),
+        ((1, 100_003), 256, False),
+    ],
+    ids=str,
+)
+def test_forward_quantised_on_threads(shape, group_size, taken):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        x = inputs(shape, torch.float32, "specials")
+        assert compare_forward_quantised(native.cpu(), x, 3, group_size) == taken
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_forward_quantised_where_nothing_is_fused(backend):
+    x, seed = torch.ones(3, 100, device=backend.device), torch.tensor([1], device=backend.device)
+    rest = seed, 2, 256
+    assert backend.kernels.forward_quantised(x, "strange", (), ENCODING, None, x, *rest) is None
+    wide = x.double()
+    assert backend.kernels.forward_quantised(wide, "silu", (), ENCODING, None, wide, *rest) is None
+    if backend.name not in ISAS:
+        assert backend.kernels.forward_quantised(x, "silu", (), ENCODING, None, x, *rest) is None
 
 
 # -- what is promised --------------------------------------------------------------------------------------

@@ -18,7 +18,36 @@ struct GroupLimits {
   float scale;
 };
 
+// Vectors over a tensor: its element number e, in storage order with samples outermost, has entry number
+// (e div inner) mod count of each. inner * count divides the number of elements.
+struct VectorIndex {
+  int64_t count = 1, inner = 1;
+};
+
+// What is done to elements before they are quantised: less the mean, times rstd. No rstd: nothing; no mean: 0.
+struct Normalisation {
+  const float* mean;
+  const float* rstd;
+  VectorIndex index;
+
+  FEWBIT_HD bool exists() const { return rstd != nullptr; }
+};
+
+// What is done to values before they are rounded to their dtype: times scale, plus shift, each unless null.
+struct Affine {
+  const float* scale;
+  const float* shift;
+  VectorIndex index;
+
+  FEWBIT_HD bool exists() const { return scale != nullptr || shift != nullptr; }
+};
+
 inline namespace FEWBIT_NAMESPACE {
+
+// Where there is no vector a number that changes nothing, not even the sign of a zero, stands in for its entry.
+FEWBIT_HD inline float mean_at(const Normalisation& by, int64_t entry) { return by.mean ? by.mean[entry] : 0.0f; }
+FEWBIT_HD inline float scale_at(const Affine& by, int64_t entry) { return by.scale ? by.scale[entry] : 1.0f; }
+FEWBIT_HD inline float shift_at(const Affine& by, int64_t entry) { return by.shift ? by.shift[entry] : -0.0f; }
 
 FEWBIT_HD constexpr int top_of(int bits) { return (1 << bits) - 1; }
 

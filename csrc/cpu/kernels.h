@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../common/dtype.h"
+#include "../common/quantise.h"
 #include "../common/streams.h"
 #include "../common/table.h"
 
@@ -23,12 +24,14 @@ struct Spread {
 // The group quantiser (docs/quantiser.md). Each function does the groups [begin, end) of all streams. order: the
 // samples by stream, null where they are in order already. Pointers are aligned to one element.
 struct QuantiserKernels {
-  // The words of groups may share blocks with those of other calls (word_writer.h). Adds to `spread`.
-  void (*quantise)(const Streams& streams, const int64_t* order, const void* x, DType dtype, uint64_t seed,
-                   int64_t begin, int64_t end, uint32_t* packed, uint16_t* ranges, Spread& spread);
-  // past_caches: nobody is going to find `out` in the caches.
+  // The words of groups may share blocks with those of other calls (word_writer.h). Adds to `spread`, which is that of
+  // what is quantised.
+  void (*quantise)(const Streams& streams, const int64_t* order, const void* x, DType dtype,
+                   const Normalisation& normalisation, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
+                   uint16_t* ranges, Spread& spread);
+  // affine: none where there is an order. past_caches: nobody is going to find `out` in the caches.
   void (*dequantise)(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                     int64_t begin, int64_t end, void* out, DType dtype, bool past_caches);
+                     const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype, bool past_caches);
 };
 
 // Each function does the elements [begin, end) of tensors that start at the pointers given; begin is a

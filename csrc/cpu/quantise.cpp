@@ -19,6 +19,7 @@
 #endif
 
 #include "draws.h"
+#include "entries.h"
 #include "word_writer.h"
 
 namespace fewbit {
@@ -185,6 +186,21 @@ inline const float* read(const Cursor& cursor, const typename Number::Type* x, i
 
 // -- quantise --------------------------------------------------------------------------------------------------
 
+// What `read` returned of m elements, normalised, with copies of the first one behind them again.
+inline const float* normalised(Normaliser& normaliser, const Cursor& cursor, int begin, int m, const float* values,
+                               float* out) {
+  if (!normaliser.exists()) return values;
+  if (cursor.contiguous()) {
+    normaliser.apply(cursor.place() + begin, m, values, out);
+  } else {
+    cursor.pieces(cursor.group().first + begin, m, [&](int64_t place, int at, int count) {
+      normaliser.apply(place, count, values + at, out + at);
+    });
+  }
+  for (int i = m; i % kBlock != 0; ++i) out[i] = out[0];
+  return out;
+}
+
 inline bool has_nan(const float* x, int n) {
   for (int i = 0; i < n; ++i) {
     if (x[i] != x[i]) return true;
@@ -193,13 +209,15 @@ inline bool has_nan(const float* x, int n) {
 }
 
 template <class Number>
-void quantise_groups(const Streams& streams, const int64_t* order, const typename Number::Type* x, uint64_t seed,
-                     int64_t begin, int64_t end, uint32_t* packed, uint16_t* ranges, Spread& spread) {
+void quantise_groups(const Streams& streams, const int64_t* order, const typename Number::Type* x,
+                     const Normalisation& normalisation, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
+                     uint16_t* ranges, Spread& spread) {
   alignas(64) typename Number::Type copy[kPart];
   alignas(64) float wide[kPart];
   alignas(64) uint32_t draws[4 * kDrawCounters];
   uint32_t words[kPartBlocks * kMaxBits];
   const DrawKeys keys(seed);
+  Normaliser normaliser(normalisation);
   const float infinity = __builtin_inff();
   while (begin < end) {
     const Stream& stream = stream_of(streams, begin);
@@ -215,7 +233,7 @@ void quantise_groups(const Streams& streams, const int64_t* order, const typenam
       const float* values = wide;
       for (int at = 0; at < group.length; at += kPart) {
         const int m = part_size(group, at);
-        values = read<Number>(cursor, x, at, m, copy, wide);
+        values = normalised(normaliser, cursor, at, m, read<Number>(cursor, x, at, m, copy, wide), wide);
         const bool finite = extremes(values, blocks_of(m) * kBlock, least, greatest);
         clean &= finite;
         if (!finite) spread.nan |= has_nan(values, m);
@@ -229,7 +247,9 @@ void quantise_groups(const Streams& streams, const int64_t* order, const typenam
         uint32_t* direct = writer.direct(m);
         uint32_t* to = direct ? direct : words;
         if (is_kept(limits)) {
-          if (group.length > kPart) values = read<Number>(cursor, x, at, m, copy, wide);
+          if (group.length > kPart) {
+            values = normalised(normaliser, cursor, at, m, read<Number>(cursor, x, at, m, copy, wide), wide);
+          }
           draw_words(keys, first_counter(cursor.number(), at / kPart, streams.group_size), draws);
           quantise_part(values, blocks_of(m), limits, draws, to);
         } else {
@@ -243,21 +263,22 @@ void quantise_groups(const Streams& streams, const int64_t* order, const typenam
   }
 }
 
-void quantise(const Streams& streams, const int64_t* order, const void* x, DType dtype, uint64_t seed, int64_t begin,
-              int64_t end, uint32_t* packed, uint16_t* ranges, Spread& spread) {
+void quantise(const Streams& streams, const int64_t* order, const void* x, DType dtype,
+              const Normalisation& normalisation, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
+              uint16_t* ranges, Spread& spread) {
   switch (dtype) {
     case DType::float32:
-      return quantise_groups<Float32>(streams, order, static_cast<const float*>(x), seed, begin, end, packed,
-                                      ranges, spread);
+      return quantise_groups<Float32>(streams, order, static_cast<const float*>(x), normalisation, seed, begin, end,
+                                      packed, ranges, spread);
     case DType::float64:
-      return quantise_groups<Float64>(streams, order, static_cast<const double*>(x), seed, begin, end, packed,
-                                      ranges, spread);
+      return quantise_groups<Float64>(streams, order, static_cast<const double*>(x), normalisation, seed, begin, end,
+                                      packed, ranges, spread);
     case DType::float16:
-      return quantise_groups<Float16>(streams, order, static_cast<const uint16_t*>(x), seed, begin, end, packed,
-                                      ranges, spread);
+      return quantise_groups<Float16>(streams, order, static_cast<const uint16_t*>(x), normalisation, seed, begin,
+                                      end, packed, ranges, spread);
     case DType::bfloat16:
-      return quantise_groups<BFloat16>(streams, order, static_cast<const uint16_t*>(x), seed, begin, end, packed,
-                                       ranges, spread);
+      return quantise_groups<BFloat16>(streams, order, static_cast<const uint16_t*>(x), normalisation, seed, begin,
+                                       end, packed, ranges, spread);
   }
 }
 
@@ -278,12 +299,14 @@ inline const uint32_t* words_from(const uint32_t* words, int64_t first, int m, i
 
 template <class Number>
 void dequantise_groups(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                       int64_t begin, int64_t end, typename Number::Type* out, bool past_caches) {
+                       const Affine& affine, int64_t begin, int64_t end, typename Number::Type* out,
+                       bool past_caches) {
   typedef typename Number::Type T;
   constexpr bool as_is = sizeof(T) == sizeof(float);
   alignas(64) float values[kPart];
   alignas(64) T narrow[kPart];
   uint32_t buffer[(kPartBlocks + 1) * kMaxBits];
+  Mapper mapper(affine);
   while (begin < end) {
     const Stream& stream = stream_of(streams, begin);
     const int64_t last = stream.first_group + stream.groups < end ? stream.first_group + stream.groups : end;
@@ -307,11 +330,14 @@ void dequantise_groups(const Streams& streams, const int64_t* order, const uint3
         T* to = out + cursor.place() + at;
         const bool streamed = past_caches && reinterpret_cast<uintptr_t>(to) % 64 == 0 && m == n;
         if (m == n && !streamed) {
-          restore_part(words, blocks_of(m), limits, as_is ? reinterpret_cast<float*>(to) : values);
+          float* there = as_is ? reinterpret_cast<float*>(to) : values;
+          restore_part(words, blocks_of(m), limits, there);
+          if (mapper.exists()) mapper.apply(cursor.place() + at, m, there);
           if (!as_is) Number::narrow(values, to, n);
           continue;
         }
         restore_part(words, blocks_of(m), limits, values);
+        if (mapper.exists()) mapper.apply(cursor.place() + at, m, values);
         const T* from = Number::narrow(values, narrow, n);
         if (streamed) {
           FEWBIT_NAMESPACE::stream(from, to, n * sizeof(T));
@@ -326,20 +352,20 @@ void dequantise_groups(const Streams& streams, const int64_t* order, const uint3
 }
 
 void dequantise(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                int64_t begin, int64_t end, void* out, DType dtype, bool past_caches) {
+                const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype, bool past_caches) {
   switch (dtype) {
     case DType::float32:
-      return dequantise_groups<Float32>(streams, order, packed, ranges, begin, end, static_cast<float*>(out),
+      return dequantise_groups<Float32>(streams, order, packed, ranges, affine, begin, end, static_cast<float*>(out),
                                         past_caches);
     case DType::float64:
-      return dequantise_groups<Float64>(streams, order, packed, ranges, begin, end, static_cast<double*>(out),
-                                        past_caches);
+      return dequantise_groups<Float64>(streams, order, packed, ranges, affine, begin, end,
+                                        static_cast<double*>(out), past_caches);
     case DType::float16:
-      return dequantise_groups<Float16>(streams, order, packed, ranges, begin, end, static_cast<uint16_t*>(out),
-                                        past_caches);
+      return dequantise_groups<Float16>(streams, order, packed, ranges, affine, begin, end,
+                                        static_cast<uint16_t*>(out), past_caches);
     case DType::bfloat16:
-      return dequantise_groups<BFloat16>(streams, order, packed, ranges, begin, end, static_cast<uint16_t*>(out),
-                                         past_caches);
+      return dequantise_groups<BFloat16>(streams, order, packed, ranges, affine, begin, end,
+                                         static_cast<uint16_t*>(out), past_caches);
   }
 }
 

@@ -1,6 +1,8 @@
 #include "quantiser.h"
 
+#include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "../common/planes.h"
 #include "memory.h"
@@ -9,12 +11,25 @@
 namespace fewbit {
 namespace {
 
+constexpr Spread kNothing{std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(), false};
+constexpr int64_t kInCache = 64 * kChunk;  // elements that stay in the caches from `forward` to `quantise`
 constexpr int64_t kPastCaches = int64_t{24} << 20;  // bytes of one thread; kernels.cpp has the same
 
 int64_t element_count(const Streams& streams) {
   int64_t n = 0;
   for (int i = 0; i < streams.count; ++i) n += elements(streams, streams.of[i]);
   return n;
+}
+
+// The group that element number `element` of a stream is of.
+int64_t first_unfinished(const Streams& streams, const Stream& stream, int64_t element) {
+  int64_t group = element / streams.group_size;
+  if (by_sample(streams)) {
+    const int64_t sample = element / streams.features;
+    group = sample * quotient_up(streams.features, streams.group_size) +
+            (element - sample * streams.features) / streams.group_size;
+  }
+  return stream.first_group + group;
 }
 
 // The first group of share number `index` of `count`.
@@ -43,6 +58,31 @@ void clear_edge(const Streams& streams, int64_t group, uint32_t* packed) {
   for (int plane = 0; plane < stream.bits; ++plane) words[plane] = 0;
 }
 
+// Of the parts' spreads.
+Extent extent_of(const std::vector<Spread>& spreads) {
+  Extent extent{kNothing.least, kNothing.greatest};
+  for (const Spread& spread : spreads) {
+    const float nan = std::numeric_limits<float>::quiet_NaN();
+    if (spread.nan) return {nan, nan};
+    extent.least = spread.least < extent.least ? spread.least : extent.least;
+    extent.greatest = spread.greatest > extent.greatest ? spread.greatest : extent.greatest;
+  }
+  return extent;
+}
+
+// What both `forward` and groups can be divided at: the elements of a unit, a multiple of kChunk that begins and
+// ends with a group (or ends with the tensor), and its groups.
+struct Unit {
+  int64_t elements, groups;
+};
+
+Unit unit_of_forward(const Streams& streams) {
+  const bool aligned = !by_sample(streams) || streams.features % streams.group_size == 0;
+  const int64_t step = aligned ? streams.group_size : streams.features;
+  const int64_t elements = std::lcm(step, int64_t{kChunk});
+  return {elements, elements / step * (aligned ? 1 : quotient_up(step, streams.group_size))};
+}
+
 }  // namespace
 
 StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool wide, int bits,
@@ -57,36 +97,69 @@ StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool 
   return plan;
 }
 
-Extent quantise(const Kernels& kernels, const StreamPlan& plan, const void* x, DType dtype, uint64_t seed,
-                uint32_t* packed, uint16_t* ranges, int threads) {
+Extent quantise(const Kernels& kernels, const StreamPlan& plan, const void* x, DType dtype,
+                const Normalisation& normalisation, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads) {
   const Streams& streams = plan.streams;
   if (streams.groups == 0) return {0.0f, 0.0f};
   will_write(packed, streams.words * static_cast<int64_t>(sizeof(uint32_t)));
   will_write(ranges, streams.groups * columns(streams.wide) * static_cast<int64_t>(sizeof(uint16_t)));
-  const float infinity = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
   const int shares = threads_for(element_count(streams), threads);
   for (int share = 1; share < shares; ++share) {
     const int64_t group = share_begin(streams.groups, share, shares);
     if (group < streams.groups) clear_edge(streams, group, packed);
   }
-  std::vector<Spread> spreads(static_cast<size_t>(shares), Spread{infinity, -infinity, false});
+  std::vector<Spread> spreads(static_cast<size_t>(shares), kNothing);
   run_shares(streams.groups, shares, [&](int share, int64_t begin, int64_t end) {
     Spread spread = spreads[static_cast<size_t>(share)];  // a copy: neighbours share a cache line
-    kernels.quantiser->quantise(streams, plan.order_or_null(), x, dtype, seed, begin, end, packed, ranges, spread);
+    kernels.quantiser->quantise(streams, plan.order_or_null(), x, dtype, normalisation, seed, begin, end, packed,
+                                ranges, spread);
     spreads[static_cast<size_t>(share)] = spread;
   });
-  Extent extent{infinity, -infinity};
-  bool any_nan = false;
-  for (const Spread& spread : spreads) {
-    extent.least = spread.least < extent.least ? spread.least : extent.least;
-    extent.greatest = spread.greatest > extent.greatest ? spread.greatest : extent.greatest;
-    any_nan |= spread.nan;
-  }
-  return any_nan ? Extent{nan, nan} : extent;
+  return extent_of(spreads);
+}
+
+int threads_of_forward(const Streams& streams, int threads) {
+  const int64_t n = element_count(streams), units = quotient_up(n, unit_of_forward(streams).elements);
+  const int wanted = threads_for(n, threads);
+  return n > 0 && units < wanted ? static_cast<int>(units) : wanted;
+}
+
+Extent forward_quantised(const Kernels& kernels, const Streams& streams, const Forward& forward, uint64_t seed,
+                         uint32_t* packed, uint16_t* ranges, int threads) {
+  if (streams.groups == 0) return {0.0f, 0.0f};
+  const Stream& stream = streams.of[0];
+  const int64_t n = element_count(streams), word = static_cast<int64_t>(sizeof(uint32_t));
+  will_write(forward.y, n * item_size(forward.dtype));
+  will_write(forward.codes, packed_words(n, forward.table->bits) * word);
+  will_write(packed, streams.words * word);
+  will_write(ranges, streams.groups * columns(streams.wide) * static_cast<int64_t>(sizeof(uint16_t)));
+  const Unit unit = unit_of_forward(streams);
+  const int shares = threads_of_forward(streams, threads);
+  std::vector<Spread> spreads(static_cast<size_t>(shares), kNothing);
+  run_shares(quotient_up(n, unit.elements), shares, [&](int share, int64_t begin, int64_t end) {
+    const int64_t elements_end = std::min(end * unit.elements, n);
+    const int64_t groups_end = std::min(end * unit.groups, streams.groups);
+    Spread spread = kNothing;
+    int64_t done = begin * unit.elements, group = begin * unit.groups;
+    while (done < elements_end) {
+      const int64_t next = std::min(done + kInCache, elements_end);
+      kernels.forward(forward.function, forward.p0, forward.p1, *forward.table, forward.x, forward.dtype, done, next,
+                      forward.y, forward.codes, forward.seed);
+      done = next;
+      const int64_t ready = done == elements_end ? groups_end : first_unfinished(streams, stream, done);
+      if (ready == group) continue;
+      if (ready < groups_end) clear_edge(streams, ready, packed);
+      kernels.quantiser->quantise(streams, nullptr, forward.y, forward.dtype, {}, seed, group, ready, packed, ranges,
+                                  spread);
+      group = ready;
+    }
+    spreads[static_cast<size_t>(share)] = spread;
+  });
+  return extent_of(spreads);
 }
 
 void dequantise(const Kernels& kernels, const StreamPlan& plan, const uint32_t* packed, const uint16_t* ranges,
-                void* out, DType dtype, int threads) {
+                const Affine& affine, void* out, DType dtype, int threads) {
   const Streams& streams = plan.streams;
   if (streams.groups == 0) return;
   const int64_t n = element_count(streams), bytes = n * item_size(dtype);
@@ -94,8 +167,8 @@ void dequantise(const Kernels& kernels, const StreamPlan& plan, const uint32_t* 
   const int shares = threads_for(n, threads);
   const bool past_caches = bytes / shares >= kPastCaches;
   run_shares(streams.groups, shares, [&](int, int64_t begin, int64_t end) {
-    kernels.quantiser->dequantise(streams, plan.order_or_null(), packed, ranges, begin, end, out, dtype,
-                                  past_caches);
+    kernels.quantiser->dequantise(streams, plan.order_or_null(), packed, ranges, affine, begin, end, out,
+                                  dtype, past_caches);
   });
 }
 

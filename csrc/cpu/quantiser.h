@@ -27,11 +27,31 @@ struct Extent {
   float least, greatest;
 };
 
-// Writes all of the streams' words and ranges.
-Extent quantise(const Kernels& kernels, const StreamPlan& plan, const void* x, DType dtype, uint64_t seed,
-                uint32_t* packed, uint16_t* ranges, int threads);
+// Writes all of the streams' words and ranges. The extent is that of what is quantised.
+Extent quantise(const Kernels& kernels, const StreamPlan& plan, const void* x, DType dtype,
+                const Normalisation& normalisation, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads);
 
+// Elements x, of a dtype for which there is `forward`, to y, codes and a seed of that kernel; y may be x.
+struct Forward {
+  int function;
+  double p0, p1;
+  const Table* table;
+  const void* x;
+  DType dtype;
+  void* y;
+  uint32_t* codes;
+  uint64_t seed;
+};
+
+// Threads that can do it in one pass: each does whole chunks and whole groups.
+int threads_of_forward(const Streams& streams, int threads);
+
+// `forward`, and `quantise` of y, of samples that all have one width, in one pass over memory; extent of y.
+Extent forward_quantised(const Kernels& kernels, const Streams& streams, const Forward& forward, uint64_t seed,
+                         uint32_t* packed, uint16_t* ranges, int threads);
+
+// affine: for samples that all have one width.
 void dequantise(const Kernels& kernels, const StreamPlan& plan, const uint32_t* packed, const uint16_t* ranges,
-                void* out, DType dtype, int threads);
+                const Affine& affine, void* out, DType dtype, int threads);
 
 }  // namespace fewbit

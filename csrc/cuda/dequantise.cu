@@ -37,6 +37,17 @@ __device__ inline void add_planes(Octet& octet, const uint32_t* words, int64_t f
   }
 }
 
+// The affine map of a run whose first element is `first` of the part that `entries` are of.
+template <class T>
+__device__ void map_run(float* values, const Affine& affine, const Entries& entries, int first, int exist) {
+#pragma unroll
+  for (int i = 0; i < Runs<T>::kLength; ++i) {
+    if (i >= exist) continue;
+    const int64_t entry = entries.of(first + i);
+    values[i] = values[i] * scale_at(affine, entry) + shift_at(affine, entry);
+  }
+}
+
 // A run of values to memory, as vectors where they are aligned.
 template <class T>
 __device__ void store_run(const float* values, T* out, bool vectors, int exist) {
@@ -61,10 +72,10 @@ __device__ void store_run(const float* values, T* out, bool vectors, int exist) 
   }
 }
 
-template <class T>
+template <class T, bool Mapped>
 __global__ void __launch_bounds__(kThreads, 4)
     dequantise_kernel(const __grid_constant__ Streams uniform, const int64_t* order, const int64_t* counts,
-                      const uint32_t* packed, const uint16_t* ranges, T* out) {
+                      const uint32_t* packed, const uint16_t* ranges, const __grid_constant__ Affine affine, T* out) {
   __shared__ Streams streams;
   share_streams(streams, uniform, counts);
   const int lane = threadIdx.x % 32;
@@ -85,6 +96,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         }
       }
       const Octet codes = transposed(planes);
+      const Entries entries(affine.index, Mapped ? place.of(begin) : 0);
 #pragma unroll
       for (int run = 0; run < Runs<T>::kCount; ++run) {
         const int first = begin + Runs<T>::start(run, lane), exist = group.length - first;
@@ -96,6 +108,7 @@ __global__ void __launch_bounds__(kThreads, 4)
           const uint32_t code = (of_lane < 4 ? codes.low : codes.high) >> (of_lane % 4 * 8) & 0xFFu;
           values[i] = restored(static_cast<int32_t>(code), limits.minimum, limits.range, unit);
         }
+        if (Mapped) map_run<T>(values, affine, entries, first - begin, exist);
         if (place.contiguous()) {
           T* to = out + place.of(first);
           const bool vectors = exist >= Runs<T>::kLength && reinterpret_cast<uintptr_t>(to) % sizeof(uint4) == 0;
@@ -113,14 +126,15 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 }  // namespace
 
-void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, int64_t groups, void* out,
-                int dtype, int device, void* stream) {
+void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, int64_t groups,
+                const Affine& affine, void* out, int dtype, int device, void* stream) {
   if (groups <= 0) return;
   const DeviceScope scope(device);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(dequantise_kernel<T>, device, stream, groups, kWaves, uniform_streams(of), of.order, of.counts,
-           reinterpret_cast<const uint32_t*>(packed), ranges, static_cast<T*>(out));
+    const auto kernel = affine.exists() ? dequantise_kernel<T, true> : dequantise_kernel<T, false>;
+    launch(kernel, device, stream, groups, kWaves, uniform_streams(of), of.order, of.counts,
+           reinterpret_cast<const uint32_t*>(packed), ranges, affine, static_cast<T*>(out));
   });
 }
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/quantise.h"
 #include "common/streams.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
@@ -71,6 +72,36 @@ class GroupPlace {
   const int64_t* order_;  // from the sample on that has the first element; null where elements are contiguous
   int features_, inside_;
 };
+
+// The entries of a part of a group whose elements lie side by side: of its first element with 64-bit divisions, of the
+// others with 32-bit ones.
+class Entries {
+ public:
+  __device__ Entries(const VectorIndex& index, int64_t element) : count_(index.count) {
+    const int64_t number = element / index.inner, left = index.inner - (element - number * index.inner);
+    entry_ = number % index.count;
+    inner_ = index.inner < kDrawBlock ? static_cast<unsigned>(index.inner) : kDrawBlock;
+    left_ = left < kDrawBlock ? static_cast<unsigned>(left) : kDrawBlock;
+  }
+
+  // Of the part's i-th element.
+  __device__ int64_t of(unsigned i) const {
+    if (i < left_) return entry_;
+    const int64_t entry = entry_ + 1 + (inner_ == 1 ? i - left_ : (i - left_) / inner_);
+    if (entry < count_) return entry;
+    const unsigned beyond = static_cast<unsigned>(entry - count_);
+    return beyond < count_ ? beyond : beyond % static_cast<unsigned>(count_);
+  }
+
+ private:
+  int64_t count_, entry_;
+  unsigned inner_, left_;  // no more than a part has
+};
+
+// The same of any element.
+__device__ inline int64_t entry_of(const VectorIndex& index, int64_t element) {
+  return element / index.inner % index.count;
+}
 
 // -- elements --------------------------------------------------------------------------------------------
 

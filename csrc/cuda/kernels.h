@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/quantise.h"
 #include "common/table.h"
 
 namespace fewbit::cuda {
@@ -58,11 +59,11 @@ struct Quantised {
 
 // x -> packed codes, `words` words, and ranges, `groups` rows: at least as many as there are, the others become
 // zeros. `seed`: one int64 in device memory.
-void quantise(const Quantised& of, const void* x, int dtype, const int64_t* seed, int32_t* packed, int64_t words,
-              uint16_t* ranges, int64_t groups, int device, void* stream);
+void quantise(const Quantised& of, const void* x, int dtype, const Normalisation& normalisation, const int64_t* seed,
+              int32_t* packed, int64_t words, uint16_t* ranges, int64_t groups, int device, void* stream);
 
-// The values, rounded once to their dtype. groups: rows of the ranges.
-void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, int64_t groups, void* out,
-                int dtype, int device, void* stream);
+// The values, rounded once to their dtype. groups: rows of the ranges. affine: none where there is an order.
+void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, int64_t groups,
+                const Affine& affine, void* out, int dtype, int device, void* stream);
 
 }  // namespace fewbit::cuda

@@ -24,6 +24,19 @@ __device__ void load_part(float* values, const T* x, const GroupPlace& place, in
   }
 }
 
+// Normalises what load_part loaded.
+__device__ inline void normalise_part(float* values, const Normalisation& by, const GroupPlace& place, int begin, int length,
+                                      int lane) {
+  const Entries entries(by.index, place.contiguous() ? place.of(begin) : 0);
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) {
+    const int i = begin + 32 * j + lane;
+    if (i >= length) continue;
+    const int64_t entry = place.contiguous() ? entries.of(i - begin) : entry_of(by.index, place.of(i));
+    values[j] = (values[j] - mean_at(by, entry)) * by.rstd[entry];
+  }
+}
+
 // Adds a part's elements to what a lane knows of the group; one that is not finite makes `least` -inf for good.
 __device__ inline void add_extremes(const float* values, int begin, int length, int lane, float& least,
                                     float& greatest) {
@@ -75,10 +88,11 @@ __device__ void store_words(const int32_t* codes, int m, int shift, int bits, bo
   }
 }
 
-template <class T>
+template <class T, bool Normalised>
 __global__ void __launch_bounds__(kThreads, 3)
     quantise_kernel(const __grid_constant__ Streams uniform, const int64_t* order, const int64_t* counts, const T* x,
-                    const int64_t* seed_address, bool whole, uint32_t* packed, uint16_t* ranges) {
+                    const __grid_constant__ Normalisation normalisation, const int64_t* seed_address, bool whole,
+                    uint32_t* packed, uint16_t* ranges) {
   __shared__ Streams streams;
   share_streams(streams, uniform, counts);
   const int lane = threadIdx.x % 32;
@@ -93,6 +107,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     float least = float_of(0x7F800000u), greatest = -least;
     for (int begin = 0; begin < length; begin += kDrawBlock) {
       load_part(values, x, place, begin, length, lane);
+      if (Normalised) normalise_part(values, normalisation, place, begin, length, lane);
       add_extremes(values, begin, length, lane, least, greatest);
     }
 #pragma unroll
@@ -106,7 +121,10 @@ __global__ void __launch_bounds__(kThreads, 3)
 
     const float most = most_of(bits);
     for (int begin = 0; begin < length; begin += kDrawBlock) {
-      if (length > kDrawBlock) load_part(values, x, place, begin, length, lane);
+      if (length > kDrawBlock) {
+        load_part(values, x, place, begin, length, lane);
+        if (Normalised) normalise_part(values, normalisation, place, begin, length, lane);
+      }
       const uint64_t counter = first_counter(number, begin / kDrawBlock, streams.group_size) + lane;
       const PhiloxWords draws = philox_words(seed, counter);
       int32_t codes[kPerLane];
@@ -130,8 +148,8 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 }  // namespace
 
-void quantise(const Quantised& of, const void* x, int dtype, const int64_t* seed, int32_t* packed, int64_t words,
-              uint16_t* ranges, int64_t groups, int device, void* stream) {
+void quantise(const Quantised& of, const void* x, int dtype, const Normalisation& normalisation, const int64_t* seed,
+              int32_t* packed, int64_t words, uint16_t* ranges, int64_t groups, int device, void* stream) {
   if (groups <= 0 && words <= 0) return;
   const DeviceScope scope(device);
   const auto on = static_cast<cudaStream_t>(stream);
@@ -148,8 +166,9 @@ void quantise(const Quantised& of, const void* x, int dtype, const int64_t* seed
   if (groups <= 0) return;
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(quantise_kernel<T>, device, stream, groups, kWaves, uniform_streams(of), of.order, of.counts,
-           static_cast<const T*>(x), seed, whole, reinterpret_cast<uint32_t*>(packed), ranges);
+    const auto kernel = normalisation.exists() ? quantise_kernel<T, true> : quantise_kernel<T, false>;
+    launch(kernel, device, stream, groups, kWaves, uniform_streams(of), of.order, of.counts,
+           static_cast<const T*>(x), normalisation, seed, whole, reinterpret_cast<uint32_t*>(packed), ranges);
   });
 }
 

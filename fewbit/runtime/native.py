@@ -9,7 +9,7 @@ import torch
 from fewbit import _kernels
 from fewbit.runtime import groups, reference
 from fewbit.runtime.encoding import Encoding, packed_words
-from fewbit.runtime.layout import is_broadcast_scalar
+from fewbit.runtime.layout import check_vectors, is_broadcast_scalar
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
@@ -91,7 +91,7 @@ class Kernels:
             return None
         p0, p1 = (*parameters, 0.0, 0.0)[:2] if parameters else (0.0, 0.0)
         n = x.numel()
-        packed = x.new_empty(packed_words(n, encoding.bits), dtype=torch.int32)
+        packed = _packed(n, encoding.bits, x.device)
         self._kernels.forward(
             number,
             p0,
@@ -107,7 +107,57 @@ class Kernels:
         )
         return packed
 
-    def quantise(self, x, seed, bits, group_size, wide, widths=None, words=None):
+    def forward_quantised(
+        self,
+        x,
+        name,
+        parameters,
+        encoding,
+        seed,
+        out,
+        qseed,
+        bits,
+        group_size,
+        wide=False,
+    ):
+        """`forward` of an x with samples outermost, and `quantise` of `out` with qseed, in one pass over memory.
+
+        Returns packed codes and (packed, ranges, spread), the same as of the two. None, with nothing done, where
+        there is no fused kernel, on CUDA, or where groups do not lie so that threads can share the work.
+        """
+        number, table = _NUMBERS.get(name), _table(encoding)
+        if x.device.type != "cpu" or number is None or table is None or x.dtype == torch.float64:
+            return None
+        p0, p1 = (*parameters, 0.0, 0.0)[:2] if parameters else (0.0, 0.0)
+        samples, features = groups.samples_of(x.shape)
+        codes = _packed(x.numel(), encoding.bits, x.device)
+        packed = _packed(x.numel(), bits, x.device)
+        ranges = _ranges(groups.group_count(samples, features, group_size), wide, x.device)
+        spread = self._kernels.forward_quantised(
+            number,
+            p0,
+            p1,
+            table,
+            x.data_ptr(),
+            _DTYPES[x.dtype],
+            samples,
+            features,
+            out.data_ptr(),
+            codes.data_ptr(),
+            0 if seed is None else seed.data_ptr(),
+            group_size,
+            bits,
+            wide,
+            qseed.data_ptr(),
+            packed.data_ptr(),
+            packed.numel(),
+            ranges.data_ptr(),
+            len(ranges),
+            *self._where(x),
+        )
+        return None if spread is None else (codes, (packed, ranges, spread))
+
+    def quantise(self, x, seed, bits, group_size, wide, widths=None, words=None, normalise=None):
         """As `reference.quantise`; the spread as Python floats, (None, None) on CUDA."""
         samples, features = groups.samples_of(x.shape)
         if widths is None:
@@ -116,8 +166,7 @@ class Kernels:
         else:
             rows = groups.most_groups(samples, features, group_size)
         packed = torch.empty(words, dtype=torch.int32, device=x.device)
-        columns = groups.WIDE if wide else groups.WIDE - 1
-        ranges = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.device)
+        ranges = _ranges(rows, wide, x.device)
         kept, streams = self._streams(widths)
         spread = self._kernels.quantise(
             x.data_ptr(),
@@ -134,10 +183,11 @@ class Kernels:
             ranges.data_ptr(),
             rows,
             *self._where(x),
+            *_vectors(normalise, x.numel()),
         )
         return packed, ranges, spread or (None, None)
 
-    def dequantise(self, packed, ranges, bits, group_size, out, widths=None) -> None:
+    def dequantise(self, packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
         """As `reference.dequantise`."""
         samples, features = groups.samples_of(out.shape)
         kept, streams = self._streams(widths)
@@ -155,7 +205,17 @@ class Kernels:
             out.data_ptr(),
             _DTYPES[out.dtype],
             *self._where(out),
+            *_vectors(affine, out.numel()),
         )
+
+
+def _vectors(given, n):
+    """The trailing arguments for `normalise` or `affine` of n elements."""
+    if given is None:
+        return ()
+    *vectors, inner = given
+    entries = check_vectors(vectors, inner, n)
+    return *(0 if each is None else each.data_ptr() for each in vectors), entries, inner
 
 
 def _table(encoding: Encoding):
@@ -192,6 +252,11 @@ def _native_table(encoding: Encoding):
 
 def _packed(n: int, bits: int, device) -> torch.Tensor:
     return torch.empty(packed_words(n, bits), dtype=torch.int32, device=device)
+
+
+def _ranges(rows: int, wide: bool, device) -> torch.Tensor:
+    columns = groups.WIDE if wide else groups.WIDE - 1
+    return torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
 
 
 def cpu(isa: str | None = None) -> Kernels:

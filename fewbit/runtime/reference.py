@@ -12,11 +12,25 @@ from fewbit.runtime.layout import is_broadcast_scalar, storage_order
 from fewbit.runtime.reference_bits import pack, philox_words, unpack
 from fewbit.runtime.reference_quantiser import dequantise, quantise
 
-__all__ = ["decode_mul", "dequantise", "encode", "forward", "pack", "quantise", "unpack"]
+__all__ = [
+    "decode_mul",
+    "dequantise",
+    "encode",
+    "forward",
+    "forward_quantised",
+    "pack",
+    "quantise",
+    "unpack",
+]
 
 
 def forward(*_) -> None:
     """Nothing is fused here: the runtime calls torch's own function, then encode."""
+    return None
+
+
+def forward_quantised(*_) -> None:
+    """Nor here."""
     return None
 
 

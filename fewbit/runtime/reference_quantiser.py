@@ -6,22 +6,26 @@ import torch
 
 from fewbit.runtime import groups
 from fewbit.runtime.encoding import packed_words
-from fewbit.runtime.layout import storage_order
+from fewbit.runtime.layout import check_vectors, storage_order
 from fewbit.runtime.reference_bits import pack, philox_words, unpack
 
 _MASK32 = 0xFFFFFFFF
 _BLOCK = 256  # elements whose draws come from 32 counters, 8 each
 
 
-def quantise(x, seed, bits, group_size, wide, widths=None, words=None):
+def quantise(x, seed, bits, group_size, wide, widths=None, words=None, normalise=None):
     """(packed, ranges, spread) of a dense x with samples outermost.
 
     seed: (1,) int64. bits: one width for all; or widths: (N,) uint8, one a sample, and words: int32 words to
     allocate for all codes. wide: minimums in float32. packed: int32 words; ranges: (groups, 2) bfloat16,
     minimum and range, or (groups, 3) where wide. spread: (least, greatest) element of all, 0-D float32.
+    normalise: (mean or None, rstd, inner): element number e, in storage order, is (x - mean[i]) * rstd[i] in
+    float32, i = (e div inner) mod their length; mean and rstd: 1-D contiguous float32.
     """
     samples, features = groups.samples_of(x.shape)
     rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
+    if normalise is not None:
+        rows = _normalised(rows, *normalise)
     if widths is None:
         packed, ranges = _stream(rows, seed, bits, group_size, wide, 0)
     else:
@@ -39,8 +43,14 @@ def quantise(x, seed, bits, group_size, wide, widths=None, words=None):
     return packed, ranges, spread
 
 
-def dequantise(packed, ranges, bits, group_size, out, widths=None) -> None:
-    """The quantised values into a dense `out` with samples outermost, rounded once to its dtype."""
+def dequantise(packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
+    """The quantised values into a dense `out` with samples outermost, rounded once to its dtype.
+
+    affine: (scale or None, shift or None, inner), for one width: values * scale[i] + shift[i] in float32
+    before they are rounded, indexed as in `quantise`.
+    """
+    if affine is not None and widths is not None:
+        raise ValueError("expected no affine map for samples of several widths")
     samples, features = groups.samples_of(out.shape)
     if widths is None:
         rows = _restored(packed, ranges, bits, group_size, samples, features)
@@ -61,7 +71,33 @@ def dequantise(packed, ranges, bits, group_size, out, widths=None) -> None:
                 features,
             )
             word, group = word + n_words, group + n_groups
+    if affine is not None:
+        rows = _mapped(rows, *affine)
     storage_order(out).copy_(rows.reshape(-1).to(out.dtype))
+
+
+def _normalised(rows, mean, rstd, inner):
+    if rstd is None:
+        raise ValueError("expected rstd, got None")
+    mean, rstd = _placed(rows, (mean, rstd), inner)
+    if mean is not None:
+        rows = rows - mean
+    return rows * rstd
+
+
+def _mapped(rows, scale, shift, inner):
+    scale, shift = _placed(rows, (scale, shift), inner)
+    if scale is not None:
+        rows = rows * scale
+    return rows if shift is None else rows + shift
+
+
+def _placed(rows, vectors, inner):
+    """The entry of each vector for each element of rows; None stays."""
+    n = rows.numel()
+    entries = check_vectors(vectors, inner, n)
+    index = torch.arange(n, device=rows.device) // inner % max(entries, 1)
+    return [None if each is None else each[index].view(rows.shape) for each in vectors]
 
 
 def _stream(rows, seed, bits, group_size, wide, first_group):

@@ -1,0 +1,176 @@
+// Normalisation on load and the affine map on store, for a part of a group at a time.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "../common/quantise.h"
+
+namespace fewbit {
+inline namespace FEWBIT_NAMESPACE {
+
+// Walks along the entries of elements. A stretch that begins where the one before it ended costs no division.
+class Entries {
+ public:
+  explicit Entries(const VectorIndex& index) : index_(index) {}
+
+  // Whether elements that are neighbours have entries that are neighbours, up to the last entry.
+  bool neighbours() const { return index_.inner == 1; }
+
+  // Whether a part has several runs of one entry each.
+  bool short_runs() const { return index_.inner < kDrawBlock; }
+
+  // Calls run(entry, at, length) for the runs of m elements from number `element` on; at counts from 0. A run has
+  // one entry, or, of neighbours, `length` from `entry` on.
+  template <class Run>
+  void runs(int64_t element, int m, const Run& run) {
+    if (element != next_) seek(element);
+    next_ = element + m;
+    for (int at = 0; at < m;) {
+      const int length = left_ < m - at ? static_cast<int>(left_) : m - at;
+      run(entry_, at, length);
+      at += length;
+      left_ -= length;
+      if (neighbours()) entry_ += length;
+      if (left_ == 0) advance();
+    }
+  }
+
+ private:
+  void seek(int64_t element) {
+    const int64_t number = element / index_.inner;
+    entry_ = number % index_.count;
+    left_ = neighbours() ? index_.count - entry_ : index_.inner - (element - number * index_.inner);
+  }
+
+  void advance() {
+    if (!neighbours()) ++entry_;
+    if (entry_ == index_.count) entry_ = 0;
+    left_ = neighbours() ? index_.count : index_.inner;
+  }
+
+  const VectorIndex index_;
+  int64_t next_ = -1;  // the element that entry_ and left_, of its run, are for
+  int64_t entry_ = 0, left_ = 0;
+};
+
+// An entry for each element of a part.
+class SpreadOut {
+ public:
+  // n times the same from place `at` on. Whole vectors are written: what comes behind is overwritten next.
+  void put(int at, int n, float value) {
+    const Vector same = Vector{} + value;
+    for (int i = 0; i < n; i += kVector) memcpy(values_ + at + i, &same, sizeof same);
+  }
+
+  const float* values() const { return values_; }
+
+ private:
+  static constexpr int kVector = 16;
+  typedef float Vector __attribute__((vector_size(kVector * sizeof(float))));
+  alignas(64) float values_[kDrawBlock + kVector];
+};
+
+class Normaliser {
+ public:
+  explicit Normaliser(const Normalisation& by) : by_(by), entries_(by.index) {}
+
+  bool exists() const { return by_.exists(); }
+
+  // m elements, at most a part, from number `element` on; out may be x.
+  void apply(int64_t element, int m, const float* x, float* out) {
+    if (entries_.neighbours()) {
+      entries_.runs(element, m, [&](int64_t entry, int at, int length) {
+        if (by_.mean) {
+          each(x + at, length, by_.mean + entry, by_.rstd + entry, out + at);
+        } else {
+          each(x + at, length, by_.rstd + entry, out + at);
+        }
+      });
+    } else if (entries_.short_runs()) {
+      entries_.runs(element, m, [&](int64_t entry, int at, int length) {
+        mean_.put(at, length, mean_at(by_, entry));
+        rstd_.put(at, length, by_.rstd[entry]);
+      });
+      each(x, m, mean_.values(), rstd_.values(), out);
+    } else {
+      entries_.runs(element, m, [&](int64_t entry, int at, int length) {
+        one(x + at, length, mean_at(by_, entry), by_.rstd[entry], out + at);
+      });
+    }
+  }
+
+ private:
+  static void one(const float* x, int n, float mean, float rstd, float* out) {
+#pragma GCC ivdep
+    for (int i = 0; i < n; ++i) out[i] = (x[i] - mean) * rstd;
+  }
+  static void each(const float* x, int n, const float* mean, const float* rstd, float* out) {
+#pragma GCC ivdep
+    for (int i = 0; i < n; ++i) out[i] = (x[i] - mean[i]) * rstd[i];
+  }
+  static void each(const float* x, int n, const float* rstd, float* out) {
+#pragma GCC ivdep
+    for (int i = 0; i < n; ++i) out[i] = x[i] * rstd[i];
+  }
+
+  const Normalisation by_;
+  Entries entries_;
+  SpreadOut mean_, rstd_;
+};
+
+class Mapper {
+ public:
+  explicit Mapper(const Affine& by) : by_(by), entries_(by.index) {}
+
+  bool exists() const { return by_.exists(); }
+
+  // m elements, at most a part, from number `element` on, in place.
+  void apply(int64_t element, int m, float* x) {
+    if (entries_.neighbours()) {
+      entries_.runs(element, m, [&](int64_t entry, int at, int length) {
+        if (!by_.shift) {
+          scale(x + at, length, by_.scale + entry);
+        } else if (!by_.scale) {
+          shift(x + at, length, by_.shift + entry);
+        } else {
+          each(x + at, length, by_.scale + entry, by_.shift + entry);
+        }
+      });
+    } else if (entries_.short_runs()) {
+      entries_.runs(element, m, [&](int64_t entry, int at, int length) {
+        scale_.put(at, length, scale_at(by_, entry));
+        shift_.put(at, length, shift_at(by_, entry));
+      });
+      each(x, m, scale_.values(), shift_.values());
+    } else {
+      entries_.runs(element, m, [&](int64_t entry, int at, int length) {
+        one(x + at, length, scale_at(by_, entry), shift_at(by_, entry));
+      });
+    }
+  }
+
+ private:
+  static void one(float* x, int n, float scale, float shift) {
+    for (int i = 0; i < n; ++i) x[i] = x[i] * scale + shift;
+  }
+  static void each(float* x, int n, const float* scale, const float* shift) {
+#pragma GCC ivdep
+    for (int i = 0; i < n; ++i) x[i] = x[i] * scale[i] + shift[i];
+  }
+  static void scale(float* x, int n, const float* scale) {
+#pragma GCC ivdep
+    for (int i = 0; i < n; ++i) x[i] = x[i] * scale[i];
+  }
+  static void shift(float* x, int n, const float* shift) {
+#pragma GCC ivdep
+    for (int i = 0; i < n; ++i) x[i] = x[i] + shift[i];
+  }
+
+  const Affine by_;
+  Entries entries_;
+  SpreadOut scale_, shift_;
+};
+
+}  // namespace FEWBIT_NAMESPACE
+}  // namespace fewbit

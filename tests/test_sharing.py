@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fewbit
+from fewbit.runtime import backends
 from fewbit.runtime.groups import quantised_bytes
 
 
@@ -369,3 +370,75 @@ def test_hooks_of_others_do_not_split_a_copy():
     with torch.autograd.graph.save_on_cpu():
         model(X).sum().backward()
     assert fewbit.saved_bytes(model, X).by_kind()["packed"] == 4 * 8 * (5 * 96 // 32)
+
+
+# -- an activation and the layer after it ----------------------------------------------------------------------
+
+
+class Followed(nn.Module):
+    def __init__(self, activation, width=256):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, width), activation, nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+@pytest.fixture
+def one_pass(monkeypatch):
+    """How many times an activation quantised its result too."""
+    backend = backends.of(torch.empty(0))
+    if not hasattr(backend, "_kernels"):
+        pytest.skip("the reference backend has no such pass")
+    calls, original = [], type(backend).forward_quantised
+
+    def counted(self, *arguments):
+        made = original(self, *arguments)
+        calls.append(made is not None)
+        return made
+
+    monkeypatch.setattr(type(backend), "forward_quantised", counted)
+    return calls
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), nn.SiLU()])
+def test_an_activation_and_the_layer_after_it_are_one_pass(one_pass, activation):
+    """From the second forward on; with the bytes and the gradients of the first."""
+    model = Followed(copy.deepcopy(activation))
+    exact = copy.deepcopy(model)
+    compressed(model, activation_bits=8)
+    x = normal((6, 8), scale=1.0)
+    first = fewbit.saved_bytes(model, x).total
+    assert not one_pass
+    assert fewbit.saved_bytes(model, x).total == first and one_pass == [True]
+    check_gradients(model, exact, x)
+    assert one_pass == [True, True]
+
+
+def test_an_activation_that_no_layer_follows_any_more(one_pass):
+    model = compressed(Followed(nn.GELU()))
+    x = normal((6, 8))
+    model(x), model(x)
+    assert one_pass == [True]
+    model.down.requires_grad_(False)
+    model(x)  # made in vain
+    model(x)
+    assert one_pass == [True, True]
+
+
+def test_other_shapes_are_learned_anew(one_pass):
+    model = compressed(Followed(nn.GELU()))
+    for rows in (6, 6, 7, 7, 6):
+        model(normal((rows, 8))).sum().backward()
+    assert one_pass == [True, True, True]
+
+
+def test_a_large_offset_is_left_to_the_layer(one_pass):
+    model = compressed(Followed(nn.GELU()))
+    with torch.no_grad():
+        model.up.bias.fill_(1000.0)
+    x = normal((6, 8), scale=0.01)
+    model(x)
+    kept = fewbit.saved_bytes(model, x)
+    assert one_pass == [True]
+    assert {entry.shape[1] for entry in kept.kept if entry.kind == "range"} == {2, 3}

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import Function
 
 from fewbit.errors import GradientError
-from fewbit.runtime import layout, ops
+from fewbit.runtime import layout, ops, sharing
 from fewbit.runtime.ops import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 
 
@@ -23,7 +23,11 @@ class Activation(Function):
         seed = ops.new_seed(x) if encoding.unbiased else None
         ctx.stride = x.stride() if x.is_contiguous() else layout.dense_stride(x)
         ctx.encoding = encoding
-        y, packed = ops.activation(x, function, parameters, encoding, seed, inplace)
+        session = None if inplace else sharing.current()
+        if session is None:
+            y, packed = ops.activation(x, function, parameters, encoding, seed, inplace)
+        else:
+            y, packed = _in_session(session, x, function, parameters, encoding, seed)
         if inplace:
             ctx.mark_dirty(x)
         ctx.save_for_backward(packed)
@@ -47,6 +51,19 @@ class Activation(Function):
     def of_plain(cls, *arguments):
         """`apply` for a plain tensor: Function's own spends a third of its time on torch.func's wrappers."""
         return super(Function, cls).apply(*arguments)
+
+
+def _in_session(session, x, *arguments):
+    """f(x) and packed codes; if a layer will keep f(x), its copy is made in the same pass."""
+    quantiser = session.follower(x) if x.is_contiguous() else None
+    made = quantiser and ops.activation_quantised(x, *arguments, quantiser)
+    if not made:
+        y, packed = ops.activation(x, *arguments, False)
+        session.produced(x, y)
+        return y, packed
+    y, packed, kept = made
+    session.produced(x, y, quantiser, kept)
+    return y, packed
 
 
 class Traceable(Function):

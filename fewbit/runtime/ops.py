@@ -65,6 +65,20 @@ def activation(x, function, parameters, encoding, seed, inplace):
     return out, packed
 
 
+def activation_quantised(x, function, parameters, encoding, seed, quantiser):
+    """f(x), the packed codes of x, and what the quantiser keeps of f(x), or None, in one pass.
+
+    x: contiguous. None where the backend has no such pass.
+    """
+    backend, out = backends.of(x), torch.empty_like(x)
+
+    def run(*settings):
+        return backend.forward_quantised(x, function, parameters, encoding, seed, out, *settings)
+
+    made = quantiser.with_result(run, out)
+    return None if made is None else (out, *made)
+
+
 def encode(x, encoding, seed):
     """The packed codes of x, counted in storage order where x is dense, else in logical order."""
     return backends.of(x).encode(layout.dense(x), encoding, seed)

@@ -119,6 +119,7 @@ class Quantiser:
         if self.session is None:
             return self.keep_own(x)
         kept = self.session.find(x, self.key)
+        self.session.follows(x, self)
         if kept is None:
             kept = self.keep_own(x)
             self.session.add(x, self.key, kept)
@@ -153,6 +154,20 @@ class Quantiser:
         if ask:
             self._offset.ask(ranges)
         return Kept((packed, ranges), self._recipe(x, dtype))
+
+    def with_result(self, run, y) -> tuple | None:
+        """(codes, Kept of y or None) of an activation that makes its result y and quantises it in one pass.
+
+        run(seed, bits, group_size, wide): writes y; returns codes and (packed, ranges, spread), or None where
+        it cannot. y: a plain tensor, samples outermost. Of a tensor with a large offset nothing is kept here.
+        """
+        made = run(self._seed(y), self.bits, self.group_size, self.minimum == "float32")
+        if made is None:
+            return None
+        codes, (packed, ranges, spread) = made
+        if self.minimum == "auto" and quantiser_ops.is_offset(*spread):
+            return codes, None
+        return codes, Kept((packed, ranges), self._recipe(y, y.dtype))
 
     @property
     def key(self) -> tuple:

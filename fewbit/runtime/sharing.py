@@ -4,6 +4,9 @@ A tensor that several layers keep (q, k and v of one input; a residual branch) i
 are found by the tensor's storage, held weakly, so that they never hold the tensor, with its place in there
 and its version, so that neither an in-place change nor a reused address can be taken for the old tensor.
 They are dropped when the forward ends, or the checkpointed region in which they were made.
+
+An activation whose result a layer keeps makes that copy itself from the next forward on, in the pass in which
+it makes the result and its own codes.
 """
 
 from __future__ import annotations
@@ -16,6 +19,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fewbit.runtime import ops
 
+_running = threading.local()
+
+
+def current() -> Session | None:
+    """The session of the model whose forward runs in this thread."""
+    return getattr(_running, "session", None)
+
 
 class Session:
     """Shared by the layers of one converted model, and by no other model.
@@ -27,6 +37,7 @@ class Session:
     def __init__(self, calls=None):
         self.calls = calls
         self._local = _Local()
+        self._followed = {}
         self._generators = None
         self._start = 0
 
@@ -46,7 +57,8 @@ class Session:
         local.depth += 1
         if local.depth > 1:
             return
-        local.entries = {}
+        local.entries, local.results = {}, {}
+        local.around, _running.session = current(), self
         if module.training and torch.is_grad_enabled():
             # Where a checkpoint makes a region again torch's generator is to draw what it drew.
             if torch._C._current_graph_task_id() == -1:
@@ -62,7 +74,8 @@ class Session:
             return
         local.depth -= 1
         if not local.depth:
-            local.entries = None
+            self._forget_unused()
+            local.entries, local.results, _running.session = None, {}, local.around
             if local.entered:
                 local.entered = False
                 self.calls.__exit__(None, None, None)
@@ -82,16 +95,48 @@ class Session:
             # The weak reference keeps the storage's identity, not its memory, from being used again.
             entries[_key(x, config)] = StorageWeakRef(x.untyped_storage()), kept
 
+    # -- Activations that a layer follows ----------------------------------------------------------------
+
+    def follower(self, x):
+        """The quantiser of a layer that took this activation's result in an earlier forward, or None.
+
+        Activations are known by their number in the forward and by their input's shape and dtype.
+        """
+        if self._local.entries is None or _in_checkpoint():
+            return None
+        return self._followed.get((len(self._local.results), x.shape, x.dtype))
+
+    def produced(self, x, y, quantiser=None, kept=None) -> None:
+        """Notes an activation's result, and what a follower is offered of it."""
+        local = self._local
+        if local.entries is None or _in_checkpoint():
+            return
+        number = len(local.results), x.shape, x.dtype
+        local.results[_place(y)] = _Result(number, y, kept is not None)
+        if kept is not None:
+            self.add(y, quantiser.key, kept)
+
+    def follows(self, x, quantiser) -> None:
+        """Notes that a layer keeps x: if that is an activation's result, both are one pass next time."""
+        if self._local.entries is None or _in_checkpoint():
+            return
+        result = self._local.results.get(_place(x))
+        if result is not None:
+            result.used = True
+            self._followed[result.number] = quantiser
+
+    def _forget_unused(self) -> None:
+        for result in self._local.results.values():
+            if result.offered and not result.used:
+                self._followed.pop(result.number, None)
+
     def _entries(self) -> dict | None:
         """Those of this forward; within a checkpointed region its own, in the first forward and the second.
 
         The second has nothing of what the forward around the region had kept, so the first may not use it.
         """
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        pack = hooks and hooks[0]
-        if pack is None or getattr(pack, "__module__", None) != "torch.utils.checkpoint":
-            return self._local.entries
-        return self._local.regions.setdefault(pack, {})
+        pack = _checkpoint()
+        return self._local.entries if pack is None else self._local.regions.setdefault(pack, {})
 
     # -- Seeds -------------------------------------------------------------------------------------------
 
@@ -120,13 +165,37 @@ class _Local(threading.local):
         self.depth = 0
         self.entries = None
         self.entered = False
+        self.results = {}  # those of activations, by place
+        self.around = None
         self.regions = weakref.WeakKeyDictionary()
 
 
-def _key(x, config) -> tuple:
+class _Result:
+    """An activation's result in this forward, and whether a layer kept it."""
+
+    def __init__(self, number, y, offered):
+        self.number, self.offered, self.used = number, offered, False
+        self.storage = StorageWeakRef(y.untyped_storage())  # its address is not used again
+
+
+def _checkpoint():
+    """The hook of the checkpointed region that runs, or None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack = hooks and hooks[0]
+    return pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
+
+
+def _in_checkpoint() -> bool:
+    return _checkpoint() is not None
+
+
+def _place(x) -> tuple:
     storage = x.untyped_storage()
-    place = (storage._cdata, x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x._version)
-    return *place, config
+    return storage._cdata, x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x._version
+
+
+def _key(x, config) -> tuple:
+    return *_place(x), config
 
 
 def _is_capturing(x) -> bool:

@@ -10,6 +10,7 @@ from layers import relative, saved_by
 from samples import normal
 from torch import nn
 from torch.nn import functional as TF
+from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.compress import kinds
@@ -249,7 +250,8 @@ def test_what_is_left_alone_and_why():
     model[3].forward = lambda x: x
     reasons = {row.path: row.reason for row in quiet(model).report.left_alone}
     assert reasons == {
-        "0": "a subclass of Linear, which may compute something else",
+        "0": "a subclass of Linear, which may compute something else; functions that it calls are "
+        "compressed",
         "1": "no few-bit version",
         "2": "one op over all steps, which keeps its own state",
         "3": "its forward was replaced on the instance, so its class does not say what it computes",
@@ -386,6 +388,102 @@ def test_functions_of_modules_in_evaluation_mode_stay_exact():
     x = normal((5, 96))
     for a, b in zip(gradients(model, x)[1], gradients(exact, x)[1], strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_functions_of_excluded_modules_stay_exact():
+    """Also of what an excluded module holds, but for what in there is included."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(96, 96), Functional()
+
+        def forward(self, x):
+            return TF.gelu(self.b(TF.gelu(self.a(x))))
+
+    def packed(**options):
+        model = Outer()
+        model.b.inner = nn.Linear(96, 32)
+        quiet(model, bits=2, **options)
+        kept = fewbit.saved_bytes(model, normal((3, 20, 96)))
+        return {entry.module for entry in kept.kept if entry.kind == "packed" and entry.bytes}
+
+    everywhere = packed(functional=True)
+    assert "b" in everywhere and "a" in everywhere
+    assert "a" not in packed(exclude="a") and "b" in packed(exclude="a")
+    assert packed(exclude=lambda path, module: path.startswith("b")) <= {"", "a"}
+    assert packed(include="b") <= {"b", "b.inner"} and "b" in packed(include="b")
+    model = nn.Sequential(nn.Linear(96, 96))
+    quiet(model, bits=2, overrides={"0": None})
+    assert saved_by(model, normal((4, 96)))[1][0].shape == (4, 96)
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("as_module", [False, True])
+def test_functions_in_checkpoints(reentrant, as_module):
+    """Compressed in a region that is a module; exact in a bare function, which is made again outside of all."""
+
+    class Region(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.region = Functional()
+
+        def forward(self, x):
+            region = (
+                self.region if as_module else (lambda x: calls(self.region.inner(x), self.region.w))
+            )
+            return checkpoint(region, x, use_reentrant=reentrant)
+
+    torch.manual_seed(0)
+    model = Region()
+    quiet(model, bits=8, activation_bits=8)
+    x = normal((3, 20, 32)).requires_grad_()
+    model(x).square().sum().backward()
+    assert x.grad.isfinite().all() and model.region.w.grad.abs().sum() > 0
+
+
+def test_attention_has_its_own_bits():
+    model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
+    quiet(model, bits=2)
+    assert model.self_attn.quantiser.bits == 2 and model.self_attn.attention_quantiser.bits == 4
+    quiet(model, bits=2, attention_bits=3)
+    assert model.self_attn.attention_quantiser.bits == 3
+    fewbit.restore_(model)
+    assert "attention_quantiser" not in vars(model.self_attn)
+
+
+@pytest.mark.parametrize("function", [fewbit.functional.mul, fewbit.functional.matmul])
+def test_products_are_exact_in_expectation(function):
+    a, b = normal((70, 70)).requires_grad_(), normal((70, 70), seed=2).requires_grad_()
+    theirs = torch.mul if function is fewbit.functional.mul else torch.matmul
+    grad = normal((70, 70), seed=3)
+    exact = torch.autograd.grad(theirs(a, b), (a, b), grad)
+    assert torch.equal(function(a * 1.0, b * 1.0, bits=2), theirs(a, b))
+    draws = [
+        torch.autograd.grad(function(a * 1.0, b * 1.0, bits=2), (a, b), grad) for _ in range(100)
+    ]
+    for each, wanted in zip(zip(*draws, strict=True), exact, strict=True):
+        each = torch.stack(each).double()
+        error = each.std(0) / 10
+        known = error > 1e-5 * wanted.abs().max()  # else only one value was drawn, or almost
+        z = (each.mean(0) - wanted)[known] / error[known]
+        assert 0.9 < float(z.square().mean()) < 1.15
+    x = a * 1.0
+    assert torch.equal(function(x, b.detach(), bits=1), theirs(x, b.detach()))  # torch's own
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
+def test_padding_keeps_nothing(mode):
+    x = normal((2, 3, 6, 7)).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = fewbit.functional.pad(x, (1, 2, 3, 1), mode)
+    expected = TF.pad(x, (1, 2, 3, 1), mode)
+    grad = normal(y.shape, seed=4)
+    assert torch.equal(y, expected) and not saved
+    ours, theirs = (torch.autograd.grad(each, x, grad)[0] for each in (y, expected))
+    assert torch.equal(ours, theirs)
 
 
 # -- training ----------------------------------------------------------------------------------------------------

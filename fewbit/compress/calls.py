@@ -75,6 +75,9 @@ class Calls(TorchFunctionMode):
         found = self.TABLE.get(function)
         if found is None or is_exact() or not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        session = self.quantiser.session
+        if session is not None and not session.is_made_again_alike():
+            return function(*args, **kwargs)
         ours, family = found
         if not all(isinstance(each, torch.Tensor) for each in args[:1]) or "out" in kwargs:
             return function(*args, **kwargs)

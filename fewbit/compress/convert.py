@@ -15,6 +15,7 @@ from fewbit.compress.convert_report import Converted, LeftAlone, Report
 from fewbit.compress.meter import saved_bytes
 from fewbit.errors import InputError
 from fewbit.nn.quantised import Quantised
+from fewbit.runtime.exact import Switch
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import Quantiser
 from fewbit.runtime.sharing import Session
@@ -150,7 +151,7 @@ def restore_(model: nn.Module) -> None:
     _check_model(model)
     transformers_attention.remove(model)
     for module in list(model.modules()):
-        _remove_session(module)
+        _remove_hooks(module)
         original = vars(module).pop(_ORIGINAL, None)
         if original is not None:
             for name in original.added:
@@ -183,6 +184,7 @@ def convert(model, settings: Settings, include="*", exclude=(), overrides=None) 
         rows += _convert_attention(model, found, chosen, each, session)
     if whole:
         _attach(model, settings, session)
+        _exclude(model, found, chosen, each)
     converted = tuple(row for row in rows if isinstance(row, Converted))
     left_alone = tuple(row for row in rows if isinstance(row, LeftAlone))
     return Controller(model, Report(converted, left_alone), session)
@@ -203,6 +205,22 @@ def _attach(model, settings: Settings, session: Session) -> None:
         if module is model or next(module.children(), None) is not None:
             module.register_forward_pre_hook(session.enter, prepend=True)
             module.register_forward_hook(session.leave, always_call=True)
+
+
+def _exclude(model, found, chosen, each) -> None:
+    """Keeps the functions exact that excluded modules call."""
+    own = {
+        id(module): is_chosen and settings is not None
+        for (_, module, attribute), is_chosen, settings in zip(found, chosen, each, strict=True)
+        if attribute is None
+    }
+    if all(own.values()):
+        return
+    for module in model.modules():
+        if not own[id(module)] or next(module.children(), None) is not None:
+            switch = Switch(exact=not own[id(module)])
+            module.register_forward_pre_hook(switch.enter, prepend=True)
+            module.register_forward_hook(switch.leave, always_call=True)
 
 
 def _at_level(settings, level, policy, *bits) -> Settings | None:
@@ -323,6 +341,8 @@ def _convert(
     kind = kinds.kind_of(held)
     if kind is None:
         reason = kinds.why_not(module) if whole or kinds.is_like_an_activation(module) else None
+        if reason and settings is not None and settings.functional and "subclass" in reason:
+            reason += "; functions that it calls are compressed"
         return LeftAlone(path, name, reason) if reason else None
     if not chosen or settings is None:
         return LeftAlone(path, name, "excluded")
@@ -393,9 +413,11 @@ def _settings_of(cls) -> tuple[str, ...]:
 
 def _configure(module, one_bit, settings, session) -> int | None:
     if isinstance(module, Quantised):
-        module.quantiser = Quantiser(settings.bits, settings.group_size, settings.minimum, session)
+        module.quantiser = settings.quantiser(session)
         if hasattr(type(module), "copies"):
             module.copies = settings.copies
+        if hasattr(type(module), "attention_quantiser"):
+            module.attention_quantiser = settings.attention_quantiser(session)
         return settings.bits
     if kinds.is_activation(type(module)):
         module.bits, module.table = 1 if one_bit else settings.activation_bits, None
@@ -403,9 +425,9 @@ def _configure(module, one_bit, settings, session) -> int | None:
     return None
 
 
-def _remove_session(module) -> None:
+def _remove_hooks(module) -> None:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), Session):
+            if isinstance(getattr(hook, "__self__", None), Session | Switch):
                 del hooks[number]
                 module._forward_hooks_always_called.pop(number, None)

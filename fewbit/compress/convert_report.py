@@ -53,7 +53,7 @@ class Report:
             yield self._table(options.max_width)
             yield f"{_counted(len(self.converted), 'module')} converted"
         else:
-            yield "no module converted; functions that a forward calls (F.gelu) are not seen"
+            yield "no module converted"
         for (pattern, kind, reason), count in self._reasons().items():
             where = f"{_counted(count, 'module')} like {pattern}" if count > 1 else pattern
             yield Text(f"left alone: {where} ({kind}): {reason}")

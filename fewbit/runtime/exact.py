@@ -1,4 +1,4 @@
-"""Torch's own layer, untouched, where a model's functions are otherwise compressed (compress/calls.py)."""
+"""Torch's own functions, where a model's functions are otherwise compressed (compress/calls.py)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 
-class _Depth(threading.local):
-    value = 0
+class _Stack(threading.local):
+    """Whether functions stay torch's own, as the modules that run say; the innermost one decides."""
+
+    def __init__(self):
+        self.flags = []
 
 
-_depth = _Depth()
+_stack = _Stack()
 
 
 def exactly():
@@ -22,13 +25,30 @@ def exactly():
 
 @contextmanager
 def _exactly():
-    _depth.value += 1
+    _stack.flags.append(True)
     try:
         yield
     finally:
-        _depth.value -= 1
+        _stack.flags.pop()
 
 
 def is_exact() -> bool:
-    """Whether such a context is open in this thread."""
-    return _depth.value > 0
+    """Whether functions that are called in this thread stay torch's own now."""
+    return bool(_stack.flags) and _stack.flags[-1]
+
+
+class Switch:
+    """Forward hooks of a module that was excluded (exact), or of one inside such a module that was not."""
+
+    def __init__(self, exact: bool):
+        self.exact = exact
+
+    def enter(self, *_) -> None:
+        """A forward pre-hook."""
+        if not torch.compiler.is_compiling():
+            _stack.flags.append(self.exact)
+
+    def leave(self, *_) -> None:
+        """A forward hook, called also where the forward raised."""
+        if not torch.compiler.is_compiling() and _stack.flags:
+            _stack.flags.pop()

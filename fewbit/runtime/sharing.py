@@ -55,6 +55,7 @@ class Session:
             return
         local = self._local
         local.depth += 1
+        local.checkpoints.append(_checkpoint())
         if local.depth > 1:
             return
         local.entries, local.results = {}, {}
@@ -73,12 +74,21 @@ class Session:
         if torch.compiler.is_compiling() or not local.depth:
             return
         local.depth -= 1
+        local.checkpoints.pop()
         if not local.depth:
             self._forget_unused()
             local.entries, local.results, _running.session = None, {}, local.around
             if local.entered:
                 local.entered = False
                 self.calls.__exit__(None, None, None)
+
+    def is_made_again_alike(self) -> bool:
+        """Whether a checkpoint that makes this moment again would find this session's `calls` entered.
+
+        It does in a region that is a module, or within one; not in a bare function.
+        """
+        pack = _checkpoint()
+        return pack is None or bool(self._local.checkpoints and self._local.checkpoints[-1] is pack)
 
     # -- Copies ------------------------------------------------------------------------------------------
 
@@ -165,6 +175,7 @@ class _Local(threading.local):
         self.depth = 0
         self.entries = None
         self.entered = False
+        self.checkpoints = []  # in which each of the modules that run was called
         self.results = {}  # those of activations, by place
         self.around = None
         self.regions = weakref.WeakKeyDictionary()

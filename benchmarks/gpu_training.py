@@ -1,0 +1,602 @@
+"""Memory, largest batch and speed of training ResNet-50 and GPT-2-small: exact, recomputed and compressed.
+
+    python benchmarks/gpu_training.py                       # a CUDA device
+    python benchmarks/gpu_training.py --quick               # fewer steps, a smaller cap on memory
+    python benchmarks/gpu_training.py --device cpu --quick  # tiny models: does it run at all
+
+A step is forward, backward and optimiser (SGD with momentum, AdamW; both fused) in bfloat16 autocast, on random
+images of 224x224 in channels-last order, or random sequences of 1024 tokens. Dropout is off. The language model's
+head and loss go over its tokens in checkpointed chunks, in every arm: logits of 50257 words would hide the rest.
+
+Arms: exact; checkpointing of every block; torch.compile with activation_memory_budget 0.5; level L2 at 4 and 2 bits;
+few-bit activations alone. Each has a process of its own, so that no arm finds another's memory. Gradients of L2 at
+8 bits are checked against exact ones first.
+
+The device's memory is capped (--memory), so that the search for the largest batch takes seconds. Peaks include
+parameters, gradients and the optimiser's state. On a CPU resident memory stands for the device's: that of a process,
+less what it had before the model, so it includes what the C library keeps of freed memory.
+
+Writes results/gpu_training.* after every arm; with --device cpu only if $OUT says where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import importlib.util
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+import harness
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fewbit
+from fewbit.models import transformer
+from fewbit.models.activations import FACTORIES
+from fewbit.models.resnet import ResNet
+from fewbit.runtime import backends
+
+GIB = 2**30
+CASES = {
+    # batch: at which arms are compared. most: below the sizes that torch's kernels index with 32 bits.
+    "resnet50": {"model": "resnet50", "size": 224, "classes": 1000, "batch": 64, "most": 2048},
+    "gpt2": {"context": 1024, "depth": 12, "vocabulary": 50257, "batch": 8, "most": 512},
+}
+TINY = {
+    "resnet50": {"model": "resnet18", "size": 64, "classes": 10, "batch": 8, "most": 32},
+    "gpt2": {"context": 64, "depth": 2, "vocabulary": 512, "batch": 4, "most": 16},
+}
+SMALL = {"resnet50": 8, "gpt2": 1}  # the batch of the check
+WIDTH, HEADS = 768, 12
+CHUNK = 2048  # tokens whose logits exist at a time
+TOLERANCE = 0.05
+TRIES = 12
+
+
+# -- Models -----------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(WIDTH)
+        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH)
+        self.attn_proj = nn.Linear(WIDTH, WIDTH)
+        self.ln_2 = nn.LayerNorm(WIDTH)
+        self.c_fc = nn.Linear(WIDTH, 4 * WIDTH)
+        self.act = nn.GELU(approximate="tanh")
+        self.c_proj = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            each.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for each in self.c_attn(self.ln_1(x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn_proj(y.transpose(1, 2).flatten(2))
+        return x + self.c_proj(self.act(self.c_fc(self.ln_2(x))))
+
+
+class GPT2(nn.Module):
+    """Tokens (batch, length) to hidden states, as transformers' GPT2Model, for where that is not installed."""
+
+    def __init__(self, context: int, depth: int, vocabulary: int):
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, WIDTH)
+        self.wpe = nn.Embedding(context, WIDTH)
+        self.h = nn.ModuleList(Block() for _ in range(depth))
+        self.ln_f = nn.LayerNorm(WIDTH)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        for block in self.h:
+            x = block(x)
+        return self.ln_f(x)
+
+
+def build(case, settings, device):
+    torch.manual_seed(0)
+    if case == "resnet50":
+        model = ResNet(settings["model"], classes=settings["classes"])
+        return model.to(device, memory_format=torch.channels_last).train()
+    if importlib.util.find_spec("transformers") is None:
+        sizes = (settings[name] for name in ("context", "depth", "vocabulary"))
+        return GPT2(*sizes).to(device).train()
+    # torch's GELU: transformers' own keeps an intermediate result of every operation, which would flatter the others.
+    model = transformer.build("gpt2", FACTORIES["gelu_tanh"], "sdpa")
+    model.h = model.h[: settings["depth"]]
+    model.config.n_layer = settings["depth"]
+    if settings["vocabulary"] != model.config.vocab_size:
+        model.config.vocab_size = settings["vocabulary"]
+        model.wte = nn.Embedding(settings["vocabulary"], WIDTH)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.to(device).train()
+
+
+def data(case, settings, batch, device):
+    generator = torch.Generator(device).manual_seed(1)
+    if case == "resnet50":
+        size = (batch, 3, settings["size"], settings["size"])
+        x = torch.randn(size, device=device, generator=generator)
+        y = torch.randint(settings["classes"], (batch,), device=device, generator=generator)
+        return x.contiguous(memory_format=torch.channels_last), y
+    size = (batch, settings["context"] + 1)
+    tokens = torch.randint(settings["vocabulary"], size, device=device, generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss(case, forward, embedding, x, y):
+    """forward: the model, or what was compiled of it. embedding: of the language model, tied to its head."""
+    out = forward(x)
+    if case == "resnet50":
+        return F.cross_entropy(out.float(), y)
+    hidden = out if isinstance(out, Tensor) else out.last_hidden_state
+    parts = zip(hidden.flatten(0, 1).split(CHUNK), y.flatten().split(CHUNK), strict=True)
+    sums = (checkpoint(_chunk, *part, embedding, use_reentrant=False) for part in parts)
+    return sum(sums) / y.numel()
+
+
+def _chunk(hidden, y, embedding):
+    return F.cross_entropy(F.linear(hidden, embedding).float(), y, reduction="sum")
+
+
+# -- Arms -------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *inputs, **options):
+        return checkpoint(self.block, *inputs, use_reentrant=False, **options)
+
+
+def checkpointed(model):
+    stages = (
+        [model.h] if hasattr(model, "h") else [getattr(model, f"layer{i}") for i in range(1, 5)]
+    )
+    for stage in stages:
+        for i, block in enumerate(stage):
+            stage[i] = Checkpointed(block)
+    return model
+
+
+def compiled(model):
+    import torch._functorch.config
+
+    torch._functorch.config.activation_memory_budget = 0.5
+    return torch.compile(model)
+
+
+def level_2(bits, **options):
+    def arm(model):
+        fewbit.compress_(model, level="L2", bits=bits, verbose=False, **options)
+        return model
+
+    return arm
+
+
+def activations(model):
+    fewbit.replace_activations_(model, verbose=False)
+    return model
+
+
+# Each takes a model and returns what to call. Compiling is last: it takes longest, should time run out.
+ARMS = {
+    "exact": lambda model: model,
+    "L2 4 bits": level_2(4),
+    "L2 2 bits": level_2(2),
+    "activations": activations,
+    "checkpointing": checkpointed,
+    "budget 0.5": compiled,
+}
+
+
+# -- Devices ----------------------------------------------------------------------------------------
+
+
+class Cuda:
+    def __init__(self, memory):
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total))
+
+    def clear(self):
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def now(self):
+        return torch.cuda.memory_allocated()
+
+    @contextlib.contextmanager
+    def peak(self):
+        """Gives a dictionary that holds the peaks when the block is left."""
+        peaks = {}
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        yield peaks
+        torch.cuda.synchronize()
+        peaks["allocated"] = torch.cuda.max_memory_allocated()
+        peaks["reserved"] = torch.cuda.max_memory_reserved()
+
+    def seconds(self, call, repeats):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            call()
+            mark.record()
+        torch.cuda.synchronize()
+        return sorted(1e-3 * a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
+
+
+class Cpu:
+    """Resident memory in place of a device's, and the cap by looking at it afterwards."""
+
+    def __init__(self, memory):
+        self._memory, self._before = memory, _resident()
+
+    def clear(self):
+        gc.collect()
+        with contextlib.suppress(AttributeError):  # the C library's name for it is glibc's alone
+            ctypes.CDLL(None).malloc_trim(0)
+
+    def now(self):
+        return _resident() - self._before
+
+    @contextlib.contextmanager
+    def peak(self):
+        peaks, done = {"allocated": self.now()}, threading.Event()
+
+        def watch():
+            while not done.wait(0.001):
+                peaks["allocated"] = max(peaks["allocated"], self.now())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            yield peaks
+        finally:
+            done.set()
+            watcher.join()
+        if peaks["allocated"] > self._memory:
+            raise torch.OutOfMemoryError(f"{peaks['allocated']} bytes resident")
+
+    def seconds(self, call, repeats):
+        return harness.seconds(call, repeats, warm=False)
+
+
+DEVICES = {"cuda": Cuda, "cpu": Cpu}
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+# What libraries under torch say when it is memory that they lack.
+_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "unable to find an engine")
+
+
+def is_out_of_memory(error) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(each in str(error) for each in _NO_MEMORY)
+    )
+
+
+# -- What one process does --------------------------------------------------------------------------
+
+
+class Training:
+    """A model, its optimiser and its data; `step` is one step of training."""
+
+    def __init__(self, case, settings, device, arm):
+        self.case, self.settings, self.device = case, settings, device
+        self.model = build(case, settings, device)
+        # Those of the model as it was: checkpointing wraps blocks, the tied embedding stays.
+        self.parameters = list(self.model.parameters())
+        self.embedding = self.model.wte.weight if case == "gpt2" else None
+        self.forward = arm(self.model)
+        if case == "gpt2":
+            self.optimizer = torch.optim.AdamW(self.parameters, 1e-4, fused=True)
+        else:
+            self.optimizer = torch.optim.SGD(self.parameters, 1e-2, momentum=0.9, fused=True)
+        self.x = self.y = None
+
+    def take(self, batch):
+        self.x = self.y = None
+        self.x, self.y = data(self.case, self.settings, batch, self.device)
+        # One graph for every batch, else the compiler makes one for each that is tried.
+        torch._dynamo.maybe_mark_dynamic(self.x, 0)
+
+    def backward(self, autocast=True):
+        with torch.autocast(self.device, torch.bfloat16, enabled=autocast):
+            value = loss(self.case, self.forward, self.embedding, self.x, self.y)
+        value.backward()
+
+    def step(self):
+        self.optimizer.zero_grad(set_to_none=True)
+        self.backward()
+        self.optimizer.step()
+
+    def gradient(self, autocast):
+        self.optimizer.zero_grad(set_to_none=True)
+        self.backward(autocast)
+        return torch.cat([each.grad.flatten() for each in self.parameters]).double()
+
+
+def check(case, settings, options):
+    """Relative error of the whole gradient at 8 bits; the forwards are the same, so that it is the backward's."""
+    batch, device = SMALL[case], options["device"]
+    row = {}
+    for name, autocast in (("float32", False), ("autocast", True)):
+        flat = []
+        for arm in (ARMS["exact"], level_2(8, activation_bits=8)):
+            training = Training(case, settings, device, arm)
+            training.take(batch)
+            flat.append(training.gradient(autocast))
+        row[name] = float((flat[1] - flat[0]).norm() / flat[0].norm())
+    return row
+
+
+def measure(case, settings, options):
+    """The figures of one arm."""
+    device = DEVICES[options["device"]](options["memory"])
+    batch, steps = settings["batch"], options["steps"]
+    start = time.perf_counter()
+    training = Training(case, settings, options["device"], ARMS[options["arm"]])
+    training.take(batch)
+    # The optimiser's state and the libraries' workspaces exist after this; the compiler has run.
+    for _ in range(3):
+        training.step()
+    row = {
+        "batch": batch,
+        "parameters": sum(each.numel() for each in training.parameters),
+        "backend": backends.of(torch.empty(0, device=options["device"])).name,
+    }
+    training.optimizer.zero_grad(set_to_none=True)
+    device.clear()
+    row["before_bytes"] = device.now()
+    row["warm_up_s"] = time.perf_counter() - start
+    with device.peak() as peaks:
+        training.step()
+    row |= {f"{name}_bytes": value for name, value in peaks.items()}
+    row |= speed(device, training, batch, steps)
+    if options["search"]:
+        row |= search(device, training, settings, steps)
+    return row
+
+
+def speed(device, training, batch, steps, prefix=""):
+    training.step()
+    times = device.seconds(training.step, steps)
+    middle = statistics.median(times)
+    return {
+        f"{prefix}step_ms": 1e3 * middle,
+        f"{prefix}step_least_ms": 1e3 * times[0],
+        f"{prefix}step_most_ms": 1e3 * times[-1],
+        f"{prefix}samples_per_s": batch / middle,
+    }
+
+
+def search(device, training, settings, steps):
+    tries = {}
+
+    def attempt(batch, call):
+        """What call returns, or None if memory ran out."""
+        try:
+            training.take(batch)
+            with device.peak():
+                return call()
+        except Exception as error:
+            # Its traceback holds the step's tensors until this block is left.
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            training.x = training.y = None
+            training.optimizer.zero_grad(set_to_none=True)
+            device.clear()
+        return None
+
+    def fits(batch):
+        def twice():
+            # The second step finds memory in the pieces that the first has left.
+            training.step()
+            training.step()
+            return True
+
+        tries[batch] = bool(attempt(batch, twice))
+        return tries[batch]
+
+    batch, bounded = largest(fits, settings["batch"], settings["most"])
+    row = {"tries": len(tries)}
+    timed = None
+    # More steps can still run out of memory in pieces; then a little less is the largest batch.
+    for _ in range(4):
+        if batch == 0:
+            break
+        of_batch = batch
+        timed = attempt(batch, lambda: speed(device, training, of_batch, steps, "largest_"))  # noqa: B023
+        if timed is not None:
+            break
+        batch, bounded = batch - max(1, batch // 32), True
+    return row | {"largest_batch": batch, "largest_is_a_bound": not bounded} | (timed or {})
+
+
+def largest(fits, first, most):
+    """(the largest batch that fits, to a sixteenth; whether a larger one was seen not to fit)."""
+    good, bad, batch = 0, None, first
+    for _ in range(TRIES):
+        if fits(batch):
+            good = batch
+        else:
+            bad = batch
+        if bad is None:
+            if good >= most:
+                break
+            batch = min(2 * good, most)
+        else:
+            if bad - good <= max(1, good // 16):
+                break
+            batch = (good + bad) // 2
+    return good, bad is not None
+
+
+# -- Processes --------------------------------------------------------------------------------------
+
+
+def _child(function, connection, arguments):
+    try:
+        result = function(*arguments)
+    except Exception as error:
+        result = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+    connection.send(result)
+    connection.close()
+
+
+def in_process(function, *arguments, limit):
+    """What the function returns in a process of its own; {"error": ...} if it fails or takes longer than limit."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(function, theirs, arguments))
+    process.start()
+    theirs.close()
+    try:
+        result = ours.recv() if ours.poll(limit) else {"error": f"not done within {limit:.0f} s"}
+    except EOFError:
+        result = {"error": "the process ended without a result"}
+    # A result is all that is wanted of it: what it still holds goes with it.
+    process.join(5)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return result
+
+
+# -- Output -----------------------------------------------------------------------------------------
+
+
+def describe(row, exact):
+    if "error" in row:
+        return row["error"]
+    peak = f"peak {row['allocated_bytes'] / GIB:6.2f} GiB"
+    if exact and exact is not row:
+        peak += f" ({row['allocated_bytes'] / exact['allocated_bytes']:.2f} of exact)"
+    if "reserved_bytes" in row:
+        peak += f", reserved {row['reserved_bytes'] / GIB:.2f}"
+    parts = [peak, _speed(row, row["batch"], exact, "")]
+    if "largest_batch" in row:
+        at_least = "at least " if row["largest_is_a_bound"] else ""
+        parts.append(f"largest batch {at_least}{row['largest_batch']}")
+        if "largest_step_ms" in row:
+            parts.append(_speed(row, row["largest_batch"], exact, "largest_"))
+    return "; ".join(parts)
+
+
+def _speed(row, batch, exact, prefix):
+    text = (
+        f"batch {batch}: {row[prefix + 'samples_per_s']:.4g} samples/s, step {row[prefix + 'step_ms']:.1f} ms "
+        f"({row[prefix + 'step_least_ms']:.1f} .. {row[prefix + 'step_most_ms']:.1f})"
+    )
+    if exact and exact is not row and not prefix:
+        text += f", {row['step_ms'] / exact['step_ms']:.2f} of exact"
+    return text
+
+
+def about(device):
+    own = importlib.util.find_spec("transformers") is None
+    result = harness.machine("torch", "numpy", *([] if own else ["transformers"]))
+    result |= {"fewbit": fewbit.__version__, "threads": torch.get_num_threads(), "device": device}
+    result["gpt2_from"] = "benchmarks/gpu_training.py" if own else "fewbit.models.transformer"
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        result |= {
+            "device": properties.name,
+            "device_memory": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
+    parser.add_argument("--quick", action="store_true", help="fewer steps, a smaller cap")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, help="default: all that the device is for"
+    )
+    parser.add_argument(
+        "--memory", type=float, help="GiB that a process may take (20, quick 8, CPU 2)"
+    )
+    parser.add_argument("--steps", type=int, help="timed steps (20, quick 5)")
+    parser.add_argument("--seconds", type=float, default=280, help="arms start within (280)")
+    parser.add_argument("--no-search", action="store_true", help="without the largest batch")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.seconds
+    device, quick = arguments.device, arguments.quick
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("expected a CUDA device, found none; --device cpu --quick is a smoke run")
+    cases = CASES if device == "cuda" else TINY
+    # Compiling takes longer on a CPU than everything else here, and says nothing about a GPU.
+    arms = arguments.arms or [each for each in ARMS if device == "cuda" or each != "budget 0.5"]
+    memory = arguments.memory or (2 if device == "cpu" else 8 if quick else 20)
+    options = {
+        "device": device,
+        "memory": int(memory * GIB),
+        "steps": arguments.steps or (5 if quick else 20),
+        "search": not arguments.no_search,
+    }
+    machine = about(device) | {"memory_cap": options["memory"], "steps": options["steps"]}
+    print(json.dumps(machine), flush=True)
+
+    keep = device == "cuda" or os.environ.get("OUT")
+    rows, failed = [], []
+    for case in arguments.cases:
+        errors = in_process(check, case, cases[case], options, limit=120)
+        rows.append({"measure": "gradient at 8 bits", "case": case, **errors})
+        print(f"{case} {cases[case]}: gradient at 8 bits off by {errors}", flush=True)
+        if not max(errors.get("float32", 1), errors.get("autocast", 1)) < TOLERANCE:
+            failed.append(case)
+    exact = {}
+    # Arm by arm, so that what time runs out for is the last arms of all cases.
+    for arm in arms:
+        for case in arguments.cases:
+            if case in failed:
+                continue
+            left = deadline - time.monotonic()
+            # Less than this is not enough to start and build.
+            if left < 10:
+                row = {"error": "no time left"}
+            else:
+                row = in_process(measure, case, cases[case], options | {"arm": arm}, limit=left)
+            if arm == "exact" and "error" not in row:
+                exact[case] = row
+            print(f"{case:9} {arm:13} {describe(row, exact.get(case))}", flush=True)
+            rows.append({"measure": "training", "case": case, "arm": arm, **cases[case], **row})
+            if keep:
+                harness.save("gpu_training", machine, rows)
+    if failed:
+        if keep:
+            harness.save("gpu_training", machine, rows)
+        sys.exit(f"{', '.join(failed)}: expected gradients at 8 bits within {TOLERANCE} of exact")
+
+
+if __name__ == "__main__":
+    main()

@@ -543,7 +543,7 @@ def main():
         "--arms", nargs="+", choices=ARMS, help="default: all that the device is for"
     )
     parser.add_argument(
-        "--memory", type=float, help="GiB that a process may take (20, quick 8, CPU 2)"
+        "--memory", type=float, help="GiB that a process may take (20, quick 12, CPU 2)"
     )
     parser.add_argument("--steps", type=int, help="timed steps (20, quick 5)")
     parser.add_argument("--seconds", type=float, default=280, help="arms start within (280)")
@@ -553,10 +553,14 @@ def main():
     device, quick = arguments.device, arguments.quick
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("expected a CUDA device, found none; --device cpu --quick is a smoke run")
+    if device == "cpu":
+        # Several threads wait for each other for seconds where something else runs; processes inherit this.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
     cases = CASES if device == "cuda" else TINY
     # Compiling takes longer on a CPU than everything else here, and says nothing about a GPU.
     arms = arguments.arms or [each for each in ARMS if device == "cuda" or each != "budget 0.5"]
-    memory = arguments.memory or (2 if device == "cpu" else 8 if quick else 20)
+    memory = arguments.memory or (2 if device == "cpu" else 12 if quick else 20)
     options = {
         "device": device,
         "memory": int(memory * GIB),

@@ -69,8 +69,6 @@ def quiet(model, *arguments, **options):
 
 def gradients(model, x, seed=5):
     torch.manual_seed(seed)
-    if not any(kinds.is_fewbit(each) for each in model.modules()) and model.training:
-        torch.randint(2**63 - 1, ())  # what a compressed model draws before its forward
     y = model(x)
     loss = (y * normal(y.shape, y.dtype, seed=9)).sum()
     return y, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
@@ -336,6 +334,107 @@ def test_an_error_in_a_forward_leaves_nothing_behind():
         model(torch.ones(1, 2, 8, 8))
     assert session._local.depth == 0 and session._local.entries is None
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_an_interrupted_forward_is_forgotten():
+    """torch runs no hook after a KeyboardInterrupt; the next forward clears up."""
+
+    class Interrupted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.now = nn.Linear(64, 64), nn.Linear(64, 64), False
+
+        def forward(self, x):
+            y = self.a(x)
+            if self.now:
+                raise KeyboardInterrupt
+            return self.b(y)
+
+    model, x = Interrupted(), normal((8, 64))
+    session = quiet(model).session
+    model.now = True
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    model.now = False
+    model(x).sum().backward()
+    assert session._local.depth == 0 and session._local.entries is None
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_draws_what_it_would_draw(reentrant):
+    """As in the exact model from the same seed; and again where a checkpoint makes the whole model again."""
+    exact = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5))
+    model = copy.deepcopy(exact)
+    quiet(model, bits=8)
+    x = normal((8, 64)).requires_grad_()
+
+    def run(model):
+        torch.manual_seed(3)
+        y = checkpoint(model, x, use_reentrant=reentrant)
+        y.sum().backward()
+        return y, model[2].bias.grad
+
+    (y, bias), (expected, exact_bias) = run(model), run(exact)
+    assert torch.equal(y, expected) and torch.equal(bias, exact_bias)
+
+
+def test_a_seed_reproduces_a_step_and_steps_differ():
+    model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 8))
+    quiet(model, bits=1)
+    x = normal((5, 96))
+
+    def step():
+        return torch.autograd.grad(model(x).square().sum(), list(model.parameters()))[0]
+
+    torch.manual_seed(0)
+    first, second = step(), step()
+    torch.manual_seed(0)
+    assert torch.equal(step(), first) and torch.equal(step(), second)
+    assert not torch.equal(first, second)
+    model.eval()
+    state = torch.get_rng_state()
+    step()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_layers_do_not_take_is_torchs_own():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.w = nn.Linear(16, 16), nn.Parameter(normal((16,)))
+
+        def forward(self, x):
+            y = self.a(x)
+            spectrum = torch.fft.rfft(y) * torch.fft.rfft(y * 2.0)
+            z = torch.softmax(y, -1, torch.float64)
+            assert z.dtype == torch.float64 and y.softmax(-1, torch.float64).dtype == torch.float64
+            return spectrum.abs().sum() + TF.linear(y, self.w).sum() + z.square().sum()
+
+    model = Odd()
+    exact, x = copy.deepcopy(model), normal((8, 16))
+    quiet(model, bits=8)
+    for each in (model, exact):
+        each(x).backward()
+    for a, b in zip(model.parameters(), exact.parameters(), strict=True):
+        assert relative(a.grad, b.grad) < 0.05
+    complex_layer = nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64))
+    quiet(complex_layer)
+    complex_layer(torch.ones(2, 8, dtype=torch.complex64)).abs().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(0, 3), lambda: nn.Linear(3, 0), lambda: nn.LayerNorm(3)]
+)
+def test_sizes_of_zero(make):
+    layer = make()
+    model = nn.Sequential(layer)
+    quiet(model)
+    features = getattr(layer, "in_features", 3)
+    x = torch.ones(0 if isinstance(layer, nn.LayerNorm) else 4, features, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.shape == x.shape and layer.bias.grad.shape == layer.bias.shape
 
 
 # -- functions that a forward calls ---------------------------------------------------------------------------

@@ -313,7 +313,10 @@ WITHOUT_SIGNATURE = {  # built-in functions of torch, from their documentation
 
 
 @pytest.mark.parametrize(
-    "name", sorted(name for name in F.activations.__all__ if hasattr(torch_f, name) or hasattr(torch, name))
+    "name",
+    sorted(
+        name for name in F.activations.__all__ if hasattr(torch_f, name) or hasattr(torch, name)
+    ),
 )
 def test_signatures_are_torchs(name):
     ours = {
@@ -331,7 +334,9 @@ def test_signatures_are_torchs(name):
 
 
 def test_every_function_is_here():
-    assert set(functions.names()) - set(F.activations.__all__) == {"gelu_tanh"}  # gelu(approximate="tanh")
+    assert set(functions.names()) - set(F.activations.__all__) == {
+        "gelu_tanh"
+    }  # gelu(approximate="tanh")
     covered = {sample.function for sample in ACTIVATIONS}
     assert set(functions.names()) - covered == {"identity"}
 

@@ -24,10 +24,20 @@ _EXACT = (
     "avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d "
     "adaptive_avg_pool2d adaptive_avg_pool3d interpolate pad"
 )
+
+
+def _softmax(ours):
+    """torch.softmax and Tensor.softmax take dtype where torch.nn.functional's takes something else."""
+
+    def softmax(input, dim, dtype=None, **kwargs):
+        return ours(input, dim, dtype=dtype, **kwargs)
+
+    return softmax
+
+
+_torch_softmax, _torch_log_softmax = _softmax(F.softmax), _softmax(F.log_softmax)
 _ELSEWHERE = {  # other names of the same functions
     "relu": (torch.relu, torch.Tensor.relu),
-    "softmax": (torch.softmax, torch.Tensor.softmax),
-    "log_softmax": (torch.log_softmax, torch.Tensor.log_softmax),
     "dropout": (torch.dropout,),
     "sigmoid": (torch.sigmoid, torch.Tensor.sigmoid),
     "tanh": (torch.tanh, torch.Tensor.tanh),
@@ -36,7 +46,7 @@ _ELSEWHERE = {  # other names of the same functions
 }  # fmt: skip
 
 
-_OF_ATTENTION = (F.scaled_dot_product_attention, F.matmul, F.softmax)
+_OF_ATTENTION = (F.scaled_dot_product_attention, F.matmul, F.softmax, _torch_softmax)
 
 
 def _table() -> dict:
@@ -52,6 +62,10 @@ def _table() -> dict:
             each = "one bit" if name in _ONE_BIT else family
             theirs = {getattr(torch_functional, name, None), *_ELSEWHERE.get(name, ())} - {None}
             table.update({function: (getattr(F, name), each) for function in theirs})
+    for function in (torch.softmax, torch.Tensor.softmax):
+        table[function] = _torch_softmax, "quantised"
+    for function in (torch.log_softmax, torch.Tensor.log_softmax):
+        table[function] = _torch_log_softmax, "quantised"
     return table
 
 

@@ -33,7 +33,8 @@ def linear(
     that there are not.
     """
     quantiser = quantiser or quantiser_of(bits, group_size)
-    if not is_differentiated(input, weight, bias):
+    usual = weight.dim() == 2 and (bias is None or bias.dim() == 1) and input.dim() > 0
+    if not usual or not is_differentiated(input, weight, bias):
         return torch_functional.linear(input, weight, bias)
     return _Linear.apply(input, weight, bias, quantiser)
 
@@ -61,10 +62,15 @@ class _Linear(Function):
         grad_x = grad_weight = grad_bias = None
         if needs_x:
             grad_x = (grad @ weight.to(grad.dtype)).to(dtype_x)
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows = _rows(grad)
         if needs_weight:
             x = ctx.recipe.restore(kept, grad.dtype)
-            grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(dtype_weight)
+            grad_weight = (rows.t() @ _rows(x)).to(dtype_weight)
         if needs_bias:
             grad_bias = rows.sum(0).to(dtype_bias)
         return grad_x, grad_weight, grad_bias, None
+
+
+def _rows(x):
+    """x as a matrix; sizes of 0 are allowed."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)

@@ -221,6 +221,12 @@ def _input_gradient(g, first, second, rstd, dims, centred=True):
     return inner * rstd
 
 
+def _over_rows(x, shape):
+    """The sum over all dimensions before those of `shape`."""
+    leading = x.dim() - len(shape)
+    return x.flatten(0, leading - 1).sum(0) if leading else x
+
+
 def _weighted(grad, weight):
     return grad if weight is None else grad * weight
 
@@ -262,8 +268,7 @@ class _LayerNorm(Function):
             grad_x = None if grad_x is None else grad_x.to(ctx.dtype)
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         if needs_bias:
-            rows = grad.reshape(-1, math.prod(ctx.shape))
-            grad_bias = rows.sum(0).view(ctx.shape).to(ctx.bias_dtype)
+            grad_bias = _over_rows(grad, ctx.shape).to(ctx.bias_dtype)
         return grad_x, None, grad_weight, grad_bias, None, None, None
 
 
@@ -291,8 +296,7 @@ class _RMSNorm(Function):
             g = _weighted(grad, weight)
             grad_x = _input_gradient(g, first, second, rstd, dims, centred=False).to(ctx.dtype)
         if needs_weight:
-            each = (grad * first).reshape(-1, math.prod(ctx.shape))
-            grad_weight = each.sum(0).view(ctx.shape).to(weight.dtype)
+            grad_weight = _over_rows(grad * first, ctx.shape).to(weight.dtype)
         return grad_x, None, grad_weight, None, None, None
 
 

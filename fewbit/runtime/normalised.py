@@ -49,5 +49,8 @@ def offer(quantiser, y, kept: Kept, weight, bias, channels=None) -> None:
     """Layers of the same model that are about to keep y find what the norm has kept."""
     if quantiser.session is None or kept.one is not None:
         return
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # Where parameters are sharded the norm's may be gone when the layer after it runs backward.
+        weight, bias = (None if each is None else each.detach().clone() for each in (weight, bias))
     recipe = Affine(kept.recipe, y.dtype, channels)
     quantiser.session.add(y, quantiser.key, Kept((*kept.tensors, weight, bias), recipe))

@@ -28,7 +28,9 @@ class Offset:
 
     def poll(self) -> bool:
         """The latest answer that has arrived."""
-        if self._pending is not None and self._pending[1].query():
+        if self._pending is None or torch.cuda.is_current_stream_capturing():
+            return self.is_large
+        if self._pending[1].query():
             self.is_large, self._pending = bool(self._pending[0]), None
         return self.is_large
 
@@ -39,10 +41,11 @@ class Offset:
         self._count += 1
         if self._count & (self._count - 1) and self._count % self.EVERY:
             return
-        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
-        answer.copy_(is_large(ranges), non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        with torch.cuda.device(ranges.device):
+            answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+            answer.copy_(is_large(ranges), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
         self._pending = answer, event
 
 

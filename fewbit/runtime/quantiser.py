@@ -219,6 +219,8 @@ def is_differentiated(*tensors) -> bool:
         return False
     if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return False
+    if any(tensor is not None and tensor.is_complex() for tensor in tensors):
+        return False
     if torch.compiler.is_compiling():
         return True
     return torch._C._functorch.maybe_current_level() is None and not torch.jit.is_tracing()

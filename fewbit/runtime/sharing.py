@@ -11,6 +11,7 @@ it makes the result and its own codes.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import weakref
 
@@ -19,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fewbit.runtime import ops
 
+MOST_FOLLOWED = 4096
 _running = threading.local()
 
 
@@ -54,17 +56,19 @@ class Session:
         if torch.compiler.is_compiling():
             return
         local = self._local
+        if local.depth and local.outermost() is module:
+            self._abandon()  # the forward before was interrupted, which no hook is told of
         local.depth += 1
         local.checkpoints.append(_checkpoint())
         if local.depth > 1:
             return
+        local.outermost = weakref.ref(module)
         local.entries, local.results = {}, {}
         local.around, _running.session = current(), self
-        if module.training and torch.is_grad_enabled():
-            # Where a checkpoint makes a region again torch's generator is to draw what it drew.
-            if torch._C._current_graph_task_id() == -1:
-                self._start, self._generators = int(torch.randint(2**63 - 1, ())), {}
-            if self.calls is not None:
+        if torch.is_grad_enabled():
+            if not _in_backward():
+                self._generators = {}
+            if self.calls is not None and module.training:
                 self.calls.__enter__()
                 local.entered = True
 
@@ -77,10 +81,21 @@ class Session:
         local.checkpoints.pop()
         if not local.depth:
             self._forget_unused()
-            local.entries, local.results, _running.session = None, {}, local.around
-            if local.entered:
-                local.entered = False
-                self.calls.__exit__(None, None, None)
+            self._end()
+            # Torch's generator moves on, once a forward and after all that the model draws.
+            if self._generators and not _in_backward():
+                torch.randint(2**63 - 1, ())
+
+    def _end(self) -> None:
+        local = self._local
+        local.entries, local.results, _running.session = None, {}, local.around
+        if local.entered:
+            local.entered = False
+            self.calls.__exit__(None, None, None)
+
+    def _abandon(self) -> None:
+        self._local.depth, self._local.checkpoints = 0, []
+        self._end()
 
     def is_made_again_alike(self) -> bool:
         """Whether a checkpoint that makes this moment again would find this session's `calls` entered.
@@ -133,6 +148,8 @@ class Session:
         result = self._local.results.get(_place(x))
         if result is not None:
             result.used = True
+            if len(self._followed) >= MOST_FOLLOWED:  # of ever new shapes
+                self._followed.clear()
             self._followed[result.number] = quantiser
 
     def _forget_unused(self) -> None:
@@ -153,12 +170,18 @@ class Session:
     def seed(self, x) -> torch.Tensor:
         """A seed for one tensor: (1,) int64 on x's device.
 
-        From generators of our own, which torch's default generator starts once a forward. A checkpoint
-        that makes a region again, having put torch's generator back, may then draw another number of seeds
-        without a change to what dropout draws.
+        From generators of our own, which start from the state of torch's without drawing from it. What
+        dropout draws is then what it would draw without us, also where a checkpoint makes a region again,
+        having put torch's generator back, and draws another number of seeds.
         """
-        if self._generators is None or _is_capturing(x):
+        outside = self._local.entries is None and not _in_backward()
+        if outside or _is_capturing(x):
             return ops.new_seed(x)
+        if self._generators is None:
+            self._generators = {}
+        if not self._generators:
+            state = hashlib.blake2b(torch.get_rng_state().numpy(), digest_size=8).digest()
+            self._start = int.from_bytes(state) >> 1
         generator = self._generators.get(x.device)
         if generator is None:
             generator = torch.Generator(x.device).manual_seed(self._start)
@@ -173,6 +196,7 @@ class _Local(threading.local):
 
     def __init__(self):
         self.depth = 0
+        self.outermost = None  # a weak reference to the module
         self.entries = None
         self.entered = False
         self.checkpoints = []  # in which each of the modules that run was called
@@ -194,6 +218,10 @@ def _checkpoint():
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack = hooks and hooks[0]
     return pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _in_checkpoint() -> bool:

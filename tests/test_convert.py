@@ -326,6 +326,17 @@ def test_a_model_is_a_module():
             function("model")
 
 
+def test_a_class_that_was_changed_again_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    quiet(model)
+    nn.utils.parametrizations.weight_norm(model[0])
+    for call in (fewbit.restore_, quiet):
+        with pytest.raises(InputError, match="^0: expected the class that compress_ gave it, got Param"):
+            call(model)
+    assert type(model[1]) is fewbit.nn.Linear
+    model(torch.ones(2, 4)).sum().backward()
+
+
 def test_an_error_in_a_forward_leaves_nothing_behind():
     model = convnet()
     quiet(model)

@@ -146,9 +146,17 @@ def compress_(
 def restore_(model: nn.Module) -> None:
     """Undo `compress_`: every converted module has its class back. Modules made as fewbit's own stay.
 
-    Raises InputError for a model that is not a module.
+    Raises InputError, with nothing changed, for a model that is not a module, or one with a converted module
+    whose class was changed again since (parametrizations, fully_shard).
     """
     _check_model(model)
+    for path, module in model.named_modules():
+        if _ORIGINAL in vars(module) and not type(module).__module__.startswith("fewbit."):
+            raise InputError(
+                f"{path or 'the model'}: expected the class that compress_ gave it, got "
+                f"{type(module).__name__}, which was made from it since (parametrize, fully_shard); "
+                "undo that first"
+            )
     transformers_attention.remove(model)
     for module in list(model.modules()):
         _remove_hooks(module)

@@ -331,7 +331,9 @@ def test_a_class_that_was_changed_again_is_refused():
     quiet(model)
     nn.utils.parametrizations.weight_norm(model[0])
     for call in (fewbit.restore_, quiet):
-        with pytest.raises(InputError, match="^0: expected the class that compress_ gave it, got Param"):
+        with pytest.raises(
+            InputError, match="^0: expected the class that compress_ gave it, got Param"
+        ):
             call(model)
     assert type(model[1]) is fewbit.nn.Linear
     model(torch.ones(2, 4)).sum().backward()

@@ -65,9 +65,10 @@ class Session:
         local.outermost = weakref.ref(module)
         local.entries, local.results = {}, {}
         local.around, _running.session = current(), self
+        local.started = torch.is_grad_enabled() and not _in_backward()
+        if local.started:
+            self._generators = {}
         if torch.is_grad_enabled():
-            if not _in_backward():
-                self._generators = {}
             if self.calls is not None and module.training:
                 self.calls.__enter__()
                 local.entered = True
@@ -83,7 +84,7 @@ class Session:
             self._forget_unused()
             self._end()
             # Torch's generator moves on, once a forward and after all that the model draws.
-            if self._generators and not _in_backward():
+            if local.started and self._generators:
                 torch.randint(2**63 - 1, ())
 
     def _end(self) -> None:
@@ -199,6 +200,7 @@ class _Local(threading.local):
         self.outermost = None  # a weak reference to the module
         self.entries = None
         self.entered = False
+        self.started = False  # whether seeds start in this forward
         self.checkpoints = []  # in which each of the modules that run was called
         self.results = {}  # those of activations, by place
         self.around = None

@@ -442,3 +442,33 @@ def test_a_large_offset_is_left_to_the_layer(one_pass):
     kept = fewbit.saved_bytes(model, x)
     assert one_pass == [True]
     assert {entry.shape[1] for entry in kept.kept if entry.kind == "range"} == {2, 3}
+
+
+class Factors(nn.Module):
+    """A product of one tensor with itself; `function` makes it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.before = nn.Linear(8, 16)
+
+    def forward(self, x):
+        x = self.before(x)
+        return self.function(x, x)
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, y: torch.nn.functional.scaled_dot_product_attention(x, y, y),
+    lambda x, y: fewbit.functional.swiglu(x, y),
+    lambda x, y: fewbit.functional.bilinear(x, y, torch.ones(3, 16, 16)),
+], ids=["attention", "swiglu", "bilinear"])  # fmt: skip
+def test_factors_of_one_product_are_rounded_apart(function):
+    """Else the square of a rounding error would bias the gradient."""
+    model = Factors(function)
+    fewbit.compress_(model, bits=2, verbose=False)
+    x = normal((2, 3, 7, 8))
+    codes = [each for each in saved_by(model, x)[1] if each.dtype == torch.int32]
+    of_factors = [each for each in codes if each.numel() == codes[-1].numel()]
+    assert len(of_factors) >= 2
+    for i, each in enumerate(of_factors):
+        assert not any(torch.equal(each, other) for other in of_factors[:i])

@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from fewbit.functional.gated import gated
 from fewbit.functional.linear import linear
 from fewbit.nn.quantised import Quantised
+from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.normalised import offer
 from fewbit.runtime.quantiser import is_differentiated
 

@@ -35,11 +35,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.library import register_fake
 from torch.nn import functional as torch_functional
 
 from fewbit.runtime import ops
+from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.casts import as_torch_casts
 from fewbit.runtime.exact import exactly
 from fewbit.runtime.groups import GROUP_SIZE
@@ -186,9 +186,10 @@ class _Attention(Function):
         ctx.how, ctx.needs, ctx.autocast = how, needs, _autocast(query)
         ctx.shape, ctx.dtype, ctx.device = value.shape, value.dtype, value.device
         kept, ctx.kept = [], []
-        for x, is_needed in zip((query, key, value), _factors(needs), strict=True):
+        factors = query, key, value
+        for i, is_needed in enumerate(_factors(needs)):
             if is_needed:
-                keep = quantiser.keep(x)
+                keep = quantiser.keep_beside(*factors[i::-1])
                 results = (keep.mark(results[0]), *results[1:])
                 kept += keep.tensors
             ctx.kept.append((keep.recipe, len(keep.tensors)) if is_needed else None)

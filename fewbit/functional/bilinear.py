@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as torch_functional
 
+from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.casts import as_torch_casts
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
@@ -53,11 +53,11 @@ class _Bilinear(Function):
         kept = [weight if needs_1 or needs_2 else None]
         ctx.recipe1 = ctx.recipe2 = None
         if needs_2 or needs_weight:
-            keep = quantiser.keep_own(x1)
+            keep = quantiser.keep(x1)
             ctx.recipe1, y = keep.recipe, keep.mark(y)
             kept += keep.tensors
         if needs_1 or needs_weight:
-            keep = quantiser.keep_own(x2)
+            keep = quantiser.keep_beside(x2, x1)
             ctx.recipe2, y = keep.recipe, keep.mark(y)
             kept += keep.tensors
         ctx.save_for_backward(*kept)

@@ -23,11 +23,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as torch_functional
 
 from fewbit.runtime import layout, ops
-from fewbit.runtime.autograd import is_plain
+from fewbit.runtime.autograd import is_plain, once_differentiable
 from fewbit.runtime.encoding import Encoding
 from fewbit.runtime.quantiser import is_differentiated
 

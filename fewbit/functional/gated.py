@@ -26,11 +26,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as torch_functional
 
 from fewbit.errors import InputError
 from fewbit.functional.activations import relu
+from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
 
@@ -137,7 +137,7 @@ class _Gated(Function):
             kept += keep.tensors
         ctx.of_gate = len(kept)
         if needs_gate:
-            keep = quantiser.keep(up)
+            keep = quantiser.keep_beside(up, gate)
             y, ctx.up = keep.mark(y), keep.recipe
             kept += keep.tensors
         ctx.save_for_backward(*kept)

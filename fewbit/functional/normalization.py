@@ -23,10 +23,10 @@ import math
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as torch_functional
 
 from fewbit.errors import InputError
+from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.casts import in_float32
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.normalised import offer

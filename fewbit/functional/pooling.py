@@ -22,11 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as torch_functional
 
 from fewbit.runtime import integers, layout
-from fewbit.runtime.autograd import is_plain
+from fewbit.runtime.autograd import is_plain, once_differentiable
 from fewbit.runtime.quantiser import is_differentiated
 from fewbit.runtime.windows import Windows
 

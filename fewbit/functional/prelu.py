@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as torch_functional
 
 from fewbit.runtime import integers
+from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.casts import as_torch_casts
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
@@ -54,7 +54,7 @@ class _PReLU(Function):
             keep = integers.pack(seen > 0, 2)
             sign, ctx.sign, y = keep.tensors, keep.recipe, keep.mark(y)
         if needs_weight:
-            keep = quantiser.keep_own(seen.clamp(max=0))
+            keep = quantiser.keep(seen.clamp(max=0), shared=False)
             kept, ctx.recipe, y = keep.tensors, keep.recipe, keep.mark(y)
         ctx.save_for_backward(weight if needs_x else None, *sign, *kept)
         return y

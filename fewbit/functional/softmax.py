@@ -23,9 +23,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as torch_functional
 
+from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
 
@@ -104,7 +104,7 @@ class _LogSoftmax(Function):
     @staticmethod
     def forward(ctx, x, dim, dtype, quantiser):
         y = torch_functional.log_softmax(x, dim, dtype=dtype)
-        keep = quantiser.keep_own(y.exp())
+        keep = quantiser.keep(y.exp(), shared=False)
         ctx.recipe, ctx.dim, ctx.dtype = keep.recipe, dim, x.dtype
         ctx.save_for_backward(*keep.tensors)
         return keep.mark(y)

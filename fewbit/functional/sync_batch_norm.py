@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn.modules._functions import SyncBatchNorm as Torch
 
+from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.quantiser import Quantiser
 
 __all__ = ["sync_batch_norm"]

@@ -7,6 +7,8 @@ and for all functions where the compiler or `torch.func` has to follow.
 
 from __future__ import annotations
 
+from functools import wraps
+
 import torch
 from torch.autograd import Function
 
@@ -96,12 +98,49 @@ def _product(ctx, grad, packed, encoding):
     """lut[code] * grad, through the op; whoever differentiates it is told."""
     if torch.compiler.is_compiling():
         return ops.decode_mul_op(grad, packed, encoding, ctx.stride)
-    anchors = ()
-    if torch.is_grad_enabled():
-        # It depends on x by the codes. x is gone, but what x was made from is there to be asked for a
-        # derivative; and something must be, as a gradient may be a constant.
-        anchors = torch.empty(0, requires_grad=True), *_leaves(ctx)
+    anchors = _anchors(ctx) if torch.is_grad_enabled() else ()
     return Product.apply(grad, packed, encoding, ctx.stride, *anchors)
+
+
+def _anchors(ctx) -> list[torch.Tensor]:
+    """What a gradient is to be differentiated by, so that whoever asks for that is told.
+
+    It depends on x by what is kept. x is gone, but what x was made from is there to be asked for a
+    derivative; and something must be, as the gradient that came in may be a constant.
+    """
+    return [torch.empty(0, requires_grad=True), *_leaves(ctx)]
+
+
+def once_differentiable(backward):
+    """A Function's backward whose results refuse to be differentiated, with a GradientError.
+
+    (torch's decorator of that name lets a second derivative pass as zero where the gradient is a constant.)
+    """
+
+    @wraps(backward)
+    def once(ctx, *grads):
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        of = [each for each in (*grads, *_anchors(ctx)) if each is not None]
+        if isinstance(results, torch.Tensor):
+            return Once.apply(results, *of)
+        return tuple(None if each is None else Once.apply(each, *of) for each in results)
+
+    return once
+
+
+class Once(Function):
+    """A gradient, whose derivative by the tensors that it was made from is refused."""
+
+    @staticmethod
+    def forward(ctx, result, *of):
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise GradientError(NO_SECOND_DERIVATIVE)
 
 
 def _leaves(node) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch.library import register_fake
 from fewbit.runtime import backends, layout, ops
 from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.encoding import packed_words
-from fewbit.runtime.ops import define, keep_when_partitioned, library
+from fewbit.runtime.ops import define, keep_results
 from fewbit.runtime.quantiser import Kept
 
 MOST_BITS = 8
@@ -127,15 +127,5 @@ def _(values, dtype):
     return torch.empty_like(values, dtype=dtype), _one(values)
 
 
-def _kept(op):
-    """The op, marked for a compiler's partitioner to be saved; integers have no gradient."""
-
-    def call(*arguments):
-        with torch._C._AutoDispatchBelowAutograd(), keep_when_partitioned():
-            return op(*arguments)
-
-    return call
-
-
-library.impl("pack_kept", _kept(pack_kept_op), "Autograd")
-library.impl("narrow_kept", _kept(narrow_kept_op), "Autograd")
+keep_results(pack_kept_op)
+keep_results(narrow_kept_op)

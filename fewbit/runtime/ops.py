@@ -155,8 +155,8 @@ def _(packed, bits, n):
 # -- autograd ------------------------------------------------------------------------------------------------
 
 NO_SECOND_DERIVATIVE = (
-    "a few-bit activation has no second derivative: only the codes of its input are kept; "
-    "use torch's own function where you differentiate twice"
+    "a layer or activation of fewbit has no second derivative: too little of its input is kept; "
+    "use torch's own where you differentiate twice"
 )
 
 
@@ -187,13 +187,17 @@ def _refuse(ctx, grad):
     raise GradientError(NO_SECOND_DERIVATIVE)
 
 
-def _encode_kept(x, encoding, seed=None):
-    """Codes are integers: there is nothing to differentiate, only something to keep."""
-    with torch._C._AutoDispatchBelowAutograd(), keep_when_partitioned():
-        return encode_kept_op(x, encoding, seed)
+def keep_results(op) -> None:
+    """Registers what autograd does with an op: nothing to differentiate, only something to keep."""
+
+    def call(*arguments):
+        with torch._C._AutoDispatchBelowAutograd(), keep_when_partitioned():
+            return op(*arguments)
+
+    library.impl(op.name(), call, "Autograd")
 
 
-library.impl("encode_kept", _encode_kept, "Autograd")
+keep_results(encode_kept_op)
 register_autograd(decode_mul_op, _refuse, setup_context=lambda ctx, inputs, output: None)
 
 

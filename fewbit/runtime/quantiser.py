@@ -104,26 +104,32 @@ class Quantiser:
         self.session = session
         self._offset = Offset()
 
-    def keep(self, x: torch.Tensor) -> Kept:
-        """A quantised copy of x, floating, any shape and strides; one copy for all who ask in a forward.
+    def keep(self, x: torch.Tensor, shared: bool = True) -> Kept:
+        """A quantised copy of x, floating, any shape and strides.
 
-        Of a transposed view, that of the tensor as it lies in memory.
+        Of a transposed view, that of the tensor as it lies in memory. shared: one copy serves all who ask for
+        x in a forward of the model.
         """
         order = layout.storage_permutation(x)
         if order is not None:
-            kept = self.keep(x.permute(order))
+            kept = self.keep(x.permute(order), shared)
             back = tuple(order.index(dim) for dim in range(x.dim()))
             return kept._replace(recipe=Permuted(kept.recipe, back))
-        if not is_plain(x):
-            return self._traced(x)
-        if self.session is None:
-            return self.keep_own(x)
+        if not shared or self.session is None or not is_plain(x):
+            return self._keep(x, x.dtype)
         kept = self.session.find(x, self.key)
         self.session.follows(x, self)
         if kept is None:
-            kept = self.keep_own(x)
+            kept = self._keep(x, x.dtype)
             self.session.add(x, self.key, kept)
         return kept
+
+    def keep_beside(self, x: torch.Tensor, *others: torch.Tensor) -> Kept:
+        """`keep`, rounded independently of what is kept of `others`, also where x is one of them.
+
+        For layers that multiply restored values: a product is exact in expectation only of independent ones.
+        """
+        return self.keep(x, not any(_is_one_memory(x, other) for other in others))
 
     def keep_normalised(self, x, mean, rstd, inner: int | None) -> Kept:
         """A quantised copy, shared with nobody, of (x - mean) rstd, in float32 or better.
@@ -136,14 +142,13 @@ class Quantiser:
             return self._keep(x, torch.float32, (_flat(mean), _flat(rstd), inner))
         if mean is not None:
             x = x.to(rstd.dtype) - mean
-        return self.keep_own((x * rstd).to(torch.promote_types(rstd.dtype, torch.float32)))
-
-    def keep_own(self, x: torch.Tensor) -> Kept:
-        """The same, shared with nobody, for layers that multiply two restored values."""
-        return self._keep(x, x.dtype) if is_plain(x) else self._traced(x)
+        x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
+        return self._keep(x, x.dtype)
 
     def _keep(self, x, dtype, normalise=None) -> Kept:
         """x, or what `normalise` makes of it, to be restored in dtype."""
+        if not is_plain(x):
+            return self._traced(x)
         wide = self._wide()
         ask = wide is None and x.is_cuda
         if ask:
@@ -197,6 +202,12 @@ class Quantiser:
         if self.minimum != "auto":
             parts.append(f"minimum={self.minimum!r}")
         return ", ".join(parts)
+
+
+def _is_one_memory(x, other) -> bool:
+    if not (is_plain(x) and is_plain(other)):
+        return False
+    return x.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _flat(vector):

@@ -13,7 +13,7 @@ from torch.library import register_fake
 
 from fewbit.runtime import backends, groups, layout
 from fewbit.runtime.encoding import packed_words
-from fewbit.runtime.ops import define, keep_when_partitioned, library
+from fewbit.runtime.ops import define, keep_results
 
 
 def quantise(x, seed, bits, group_size, wide=None, widths=None, words=None, normalise=None):
@@ -81,9 +81,4 @@ def _(packed, ranges, bits, group_size, size, stride, dtype):
     return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
 
 
-def _quantise_kept(x, seed, bits, group_size, wide):
-    with torch._C._AutoDispatchBelowAutograd(), keep_when_partitioned():
-        return quantise_op(x, seed, bits, group_size, wide)
-
-
-library.impl("quantise", _quantise_kept, "Autograd")
+keep_results(quantise_op)

@@ -154,9 +154,9 @@ def test_a_second_derivative_is_refused(device, layer):
         module, _ = layer.pair(8, device)
         x = layer.input(device).requires_grad_()
         (grad,) = torch.autograd.grad(loss(module(x)), x, create_graph=True)
-        for given in (x, *module.parameters()):
+        for leaf in (x, *module.parameters()):
             with pytest.raises(GradientError, match="no second derivative"):
-                torch.autograd.grad(grad.sum(), given, allow_unused=True, retain_graph=True)
+                torch.autograd.grad(grad.sum(), leaf, allow_unused=True, retain_graph=True)
 
 
 @pytest.mark.parametrize("layer", **ids(LINEAR[:1] + NORMS[:1]))

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import math
 import os
 import pickle
 import subprocess
@@ -33,6 +34,7 @@ def make(name, **options):
 
 def gradient_of(module, x):
     x = x.clone().requires_grad_()
+    torch.manual_seed(0)  # RReLU draws
     y = module(x * 1.0)
     return y, torch.autograd.grad(y.sum(), x)[0]
 
@@ -46,7 +48,7 @@ def model(**options):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_module(device, name):
-    module = make(name).train(name != "RReLU")  # which draws in training
+    module = make(name)
     x = normal((40,), device=device)
     y, grad = gradient_of(module, x)
     assert module.bits in (1, 3) and module.table is None
@@ -59,8 +61,9 @@ def test_module(device, name):
     theirs = getattr(nn, name, None)
     if theirs is None:
         return
-    original = theirs(*ARGUMENTS.get(name, ())).eval()
+    original = theirs(*ARGUMENTS.get(name, ()))
     assert isinstance(module, theirs)
+    torch.manual_seed(0)
     torch.testing.assert_close(y, original(x.clone()), rtol=1e-5, atol=1e-6)
     assert original.extra_repr() in module.extra_repr()
 
@@ -120,12 +123,13 @@ def test_evaluation_mode_is_torchs_own(name):
 
 @pytest.mark.parametrize("name", INPLACE)
 def test_inplace(device, name):
-    module = make(name).train(name != "RReLU")
+    module = make(name)
     x = normal((33,), device=device)
     y, grad = gradient_of(module, x)
     module.inplace = True
     start = x.clone().requires_grad_()
     inner = start * 1.0
+    torch.manual_seed(0)
     out = module(inner)
     assert out.data_ptr() == inner.data_ptr() and same(out, y)
     assert same(torch.autograd.grad(out.sum(), start)[0], grad)
@@ -161,13 +165,34 @@ def test_a_model_keeps_its_keys_and_moves():
     ours.train(), ours.eval(), ours.half(), ours.to("meta")
 
 
-def test_rrelu_in_training_is_torchs():
-    x = normal((40,))
-    torch.manual_seed(3)
-    ours = gradient_of(fewbit.RReLU(), x)
-    torch.manual_seed(3)
-    theirs = gradient_of(nn.RReLU(), x)
-    assert same(ours[0], theirs[0]) and same(ours[1], theirs[1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rrelu_draws_its_slopes_again(device, dtype, inplace):
+    """The forward and the gradient of torch's, from 1 bit an element and the generator's state."""
+    x = normal((3, 4, 5, 6), dtype, device).contiguous(memory_format=torch.channels_last)
+    x[0, 0, 0, :5] = torch.tensor([0.0, -0.0, math.nan, math.inf, -math.inf])
+    grad = normal(x.shape, dtype, device, seed=4)
+
+    def results(module):
+        start = x.clone().requires_grad_()
+        torch.manual_seed(3)
+        y = module(start * 1)
+        torch.manual_seed(4)  # what is drawn in between changes nothing
+        before = torch.get_rng_state()
+        (gradient,) = torch.autograd.grad(y, start, grad)
+        assert torch.equal(torch.get_rng_state(), before)
+        return y, gradient
+
+    (y, gradient), (expected, exact) = map(
+        results, (fewbit.RReLU(0.1, 0.6, inplace), nn.RReLU(0.1, 0.6, inplace))
+    )
+    assert same(y, expected) and same(gradient, exact)
+
+
+def test_rrelu_keeps_its_signs(device):
+    x = normal((1000,), device=device).requires_grad_()
+    report = fewbit.saved_bytes(fewbit.RReLU().to(device), x)
+    assert sorted(each.bytes for each in report.kept) == [4 * 32, 16 if device == "cuda" else 5056]
 
 
 def test_pointwise():

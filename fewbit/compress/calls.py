@@ -12,16 +12,16 @@ from fewbit.runtime.quantiser import Quantiser
 
 _ACTIVATIONS = (
     "celu elu gelu hardsigmoid hardswish leaky_relu logsigmoid mish selu silu softplus softsign tanhshrink "
-    "relu relu6"
+    "relu relu6 rrelu"
 )
-_ONE_BIT = ("relu", "relu6", "leaky_relu", "hardsigmoid")
+_ONE_BIT = ("relu", "relu6", "leaky_relu", "rrelu", "hardsigmoid")
 _QUANTISED = (
     "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm "
     "layer_norm rms_norm group_norm instance_norm prelu softmax log_softmax scaled_dot_product_attention"
 )
 _EXACT = (
-    "embedding dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
-    "avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d "
+    "embedding dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
+    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d "
     "adaptive_avg_pool2d adaptive_avg_pool3d interpolate pad"
 )
 

@@ -14,6 +14,7 @@ from fewbit.compress.controller import Controller
 from fewbit.compress.convert_report import Converted, LeftAlone, Report
 from fewbit.compress.meter import saved_bytes
 from fewbit.errors import InputError
+from fewbit.functional.normalization import check_copies
 from fewbit.nn.quantised import Quantised
 from fewbit.runtime.exact import Switch
 from fewbit.runtime.groups import GROUP_SIZE
@@ -54,8 +55,7 @@ class Settings:
         if self.attention_bits is not None:
             check_choice(self.attention_bits, None)
         Quantiser(self.bits, self.group_size, self.minimum)
-        if self.copies not in (1, 2) or isinstance(self.copies, bool):
-            raise InputError(f"expected 1 or 2 for copies, got {self.copies!r}")
+        check_copies(self.copies)
         return self
 
     def quantiser(self, session: Session) -> Quantiser:
@@ -103,21 +103,20 @@ def compress_(
     pooling keep packed masks and positions (exact). Module objects stay, only their classes change, each to
     a subclass of torch's: parameters, buffers, hooks, tied modules, `state_dict` keys, device, dtype and
     training flags are as before, and so is the training loop. In eval mode and under no_grad nothing is
-    compressed. A second call applies its settings to the modules that are converted already.
+    compressed. A second call undoes the first, so that its settings are all there is.
 
     level: "L0" (nothing; undoes a conversion), "L1" (convolutions only) or "L2" (all layers; the default), of
     ActNN's Table 2. bits: 1 to 8, of quantised inputs (4). activation_bits: of few-bit activations (3; those
     with a derivative of two values keep 1, which is exact). attention_bits: of q, k and v (as bits, but 4 at
-    least). policy: "fixed". group_size: features that share a
-    range (256). minimum: "auto", "bfloat16" or "float32", see docs/quantiser.md. copies: 2 for norms that
+    least). policy: "fixed". group_size: features that share a range (256). minimum: "auto", "bfloat16" or "float32", see docs/quantiser.md. copies: 2 for norms that
     keep two independent copies. functional: also compress functions of torch and torch.nn.functional that a
     forward calls (F.gelu, F.scaled_dot_product_attention, a product of two activations ...) while the model
     trains in eager mode.
     include, exclude: globs over dotted module paths ("" is the model itself; any path of a shared module
     counts; a glob that matches a module matches what is inside), or a function (path, module) -> bool;
-    exclude wins. overrides: {glob: bits, or a mapping of bits,
-    activation_bits, attention_bits, group_size, minimum, copies, or None to leave as it is}; the last glob that matches wins.
-    sample: a tuple of inputs, for which the report counts the bytes kept before and after. verbose: print it.
+    exclude wins. overrides: {glob: bits, or a mapping of bits, activation_bits, attention_bits,
+    group_size, minimum, copies, or None to leave as it is}; the last glob that matches wins. sample: a
+    tuple of inputs, for which the report counts the bytes kept before and after. verbose: print it.
 
     Raises InputError, with nothing changed, for settings that there are not, a model that is not a module,
     or a glob that no module matches.
@@ -371,7 +370,7 @@ def _convert(
     vars(held).update(attributes)
     held.__class__ = kind.becomes
     bits = _configure(held, kind.one_bit, settings, session)
-    return Converted(path, name, f"fewbit.{kind.becomes.__name__}", bits)
+    return Converted(path, name, kinds.name_of(kind.becomes), bits)
 
 
 def _convert_attention(model, found, chosen, each, session) -> list[Converted | LeftAlone]:
@@ -409,7 +408,7 @@ def _again(path, module, chosen, settings, session, whole) -> Converted | LeftAl
         return LeftAlone(path, name, f"few-bit already: {module!r}")
     kind = kinds.of_class(original.cls)
     bits = _configure(module, kind.one_bit, settings, session)
-    return Converted(path, original.cls.__name__, f"fewbit.{name}", bits)
+    return Converted(path, original.cls.__name__, kinds.name_of(type(module)), bits)
 
 
 def _settings_of(cls) -> tuple[str, ...]:

@@ -105,7 +105,8 @@ class Report:
 
 def _is(row: Converted) -> str:
     """The new class, shortly where it has the old one's name."""
-    return "fewbit's" if row.after == f"fewbit.{row.before}" else row.after
+    old = row.before
+    return "fewbit's" if row.after in (f"fewbit.{old}", f"fewbit.nn.{old}") else row.after
 
 
 def _grouped(rows) -> dict[tuple, int]:

@@ -60,8 +60,8 @@ _LAYERS = (
     "InstanceNorm1d InstanceNorm2d InstanceNorm3d PReLU Softmax LogSoftmax MultiheadAttention"
 )
 _EXACT = (
-    "Embedding Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d "
-    "AvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d "
+    "Embedding Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout "
+    "MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d AvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d "
     "AdaptiveAvgPool3d Upsample UpsamplingNearest2d UpsamplingBilinear2d"
 )
 
@@ -163,3 +163,10 @@ def is_fewbit(module: nn.Module) -> bool:
 def is_activation(cls: type) -> bool:
     """Whether it is one of our activation classes."""
     return cls.__module__ == few.GELU.__module__
+
+
+def name_of(cls: type) -> str:
+    """The name under which a user finds one of our classes, or one that stands for a class of transformers."""
+    if is_activation(cls):
+        return f"fewbit.{cls.__name__}"
+    return f"fewbit.nn.{cls.__name__}" if hasattr(few, cls.__name__) else "fewbit's"

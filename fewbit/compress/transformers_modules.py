@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from fewbit.functional import sums
 from fewbit.functional.gated import gated
 from fewbit.functional.linear import linear
 from fewbit.nn.quantised import Quantised
 from fewbit.runtime.autograd import once_differentiable
-from fewbit.runtime.normalised import offer
+from fewbit.runtime.normalised import input_gradient, keep_copies, offer, restore_copies
 from fewbit.runtime.quantiser import is_differentiated
 
 __all__ = ["becomes", "original"]
@@ -126,30 +127,24 @@ class _RMSNorm(Function):
         needs_x = ctx.needs_input_grad[0]
         ctx.dtype, ctx.offset = x.dtype, form.offset
         inner = x.shape[-1] if x.is_contiguous() else None
-        parts = [quantiser.keep_normalised(x, None, rstd, inner) for _ in range(copies)]
-        offer(quantiser, y, parts[0], _scale(weight, form.offset), None)
-        ctx.recipe = parts[0].recipe
-        kept = [tensor for part in parts for tensor in part.tensors]
+        keep, kept = keep_copies(ctx, x, None, rstd, inner, copies, quantiser)
+        offer(quantiser, y, keep, _scale(weight, form.offset), None)
         ctx.save_for_backward(*((weight, rstd) if needs_x else (None, None)), *kept)
         ctx.weight_dtype = None if weight is None else weight.dtype
-        return parts[0].mark(y)
+        return keep.mark(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         weight, rstd, *kept = ctx.saved_tensors
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        # The normalised input: twice the same copy, or two independent ones.
-        first = ctx.recipe.restore(kept[:2])
-        second = ctx.recipe.restore(kept[2:]) if len(kept) > 2 else first
+        first, second = restore_copies(ctx, kept)
         grad, grad_x, grad_weight = grad.to(first.dtype), None, None
         if needs_x:
-            scaled = grad if weight is None else grad * _scale(weight, ctx.offset).to(first.dtype)
-            inner = (second * scaled).mean(-1, keepdim=True)
-            grad_x = ((scaled - first * inner) * rstd).to(ctx.dtype)
+            g = grad if weight is None else grad * _scale(weight, ctx.offset).to(first.dtype)
+            grad_x = input_gradient(g, first, second, rstd, -1, centred=False).to(ctx.dtype)
         if needs_weight:
-            each = (grad * first).reshape(-1, grad.shape[-1])
-            grad_weight = each.sum(0).to(ctx.weight_dtype)
+            grad_weight = sums.over_rows(grad * first).to(ctx.weight_dtype)
         return grad_x, grad_weight, None, None, None, None
 
 

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from fewbit.errors import FunctionError
-from fewbit.runtime.activation import apply, apply_callable, torchs_own
+from fewbit.functional.rrelu import RandomSlopes
+from fewbit.runtime.activation import apply, apply_callable, needs_grad, torchs_own
+from fewbit.runtime.replay import can_replay
 from fewbit.runtime.tables import callable_encoding_text, encoding_text
 from fewbit.table import Table
 
@@ -164,9 +166,16 @@ def rrelu(
     bits: int | None = 1,
     table: Table | None = None,
 ) -> Tensor:
-    """torch.nn.functional.rrelu. In training mode its slopes are random and torch's own runs, which keeps them."""
+    """torch.nn.functional.rrelu, also in training, where its slopes are random.
+
+    Then the signs are kept, in 1 bit, and the state of torch's generator (5056 bytes on the CPU, 16 on
+    CUDA), from which the same slopes are drawn again: the gradient is torch's, whatever bits and table are.
+    Where that state cannot be read (torch.compile, CUDA graphs) torch's own runs.
+    """
     if training:
-        return torch.nn.functional.rrelu(input, lower, upper, training=True, inplace=inplace)
+        if bits is None or not needs_grad(input) or not can_replay(input):
+            return torch.nn.functional.rrelu(input, lower, upper, training=True, inplace=inplace)
+        return RandomSlopes.apply(input, lower, upper, inplace)
     return _apply(input, "rrelu", (lower, upper), bits, table, inplace)
 
 

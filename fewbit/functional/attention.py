@@ -44,6 +44,7 @@ from fewbit.runtime.casts import as_torch_casts
 from fewbit.runtime.exact import exactly
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
+from fewbit.runtime.replay import can_replay, replayed, state_of
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -73,8 +74,9 @@ def scaled_dot_product_attention(
     which the same mask is drawn again; what torch draws next is not changed by that. Where only
     value needs a gradient it is not kept: its gradient does not depend on it.
 
-    With dropout torch's own function runs under torch.compile, as a compiler cannot follow the
-    state of a generator, and on devices other than CPU and CUDA; for nested tensors always. Raises
+    With dropout torch's own function runs under torch.compile and in the capture of a CUDA graph,
+    where the state of a generator cannot be read, and on devices other than CPU and CUDA; for
+    nested tensors always. Raises
     InputError for bits or group_size that there are not.
     """
     quantiser = quantiser or quantiser_of(bits, group_size)
@@ -107,8 +109,7 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantiser: 
     inputs = query, key, value, attn_mask, position_bias
     if not is_differentiated(*inputs) or any(x is not None and x.is_nested for x in inputs):
         return _attend(*inputs, how)
-    replayable = query.device.type in ("cpu", "cuda") and not torch.compiler.is_compiling()
-    if how.dropout_p > 0 and not replayable:
+    if how.dropout_p > 0 and not can_replay(query):
         return _attend(*inputs, how)
     return _Attention.apply(*inputs, how, quantiser)
 
@@ -179,7 +180,7 @@ class _Attention(Function):
         # Probabilities that nobody differentiates cost no backward pass of their own.
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[:5]
-        state = _state(query) if how.dropout_p > 0 else None
+        state = state_of(query) if how.dropout_p > 0 else None
         with as_torch_casts(), _choosing(query, needs):
             results = _attend(query, key, value, mask, bias, how)
         results = tuple(y.detach() for y in (results if how.weighed else (results,)))
@@ -234,8 +235,8 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
     ]
     wanted = [x for x, is_needed in zip(inputs, needs, strict=True) if is_needed]
     cast = torch.autocast(query.device.type, autocast, enabled=autocast is not None)
-    replayed = nullcontext() if state is None else _replayed(query, state)
-    with torch.enable_grad(), cast, replayed:
+    drawn_again = nullcontext() if state is None else replayed(query, state)
+    with torch.enable_grad(), cast, drawn_again:
         results = _attend(*inputs, how)
     results = results if how.weighed else (results,)
     used = [(y, grad) for y, grad in zip(results, grads, strict=True) if grad is not None]
@@ -259,25 +260,6 @@ def _choosing(x, needs):
         return
     itself = lambda tensor: tensor  # noqa: E731
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(itself, itself):
-        yield
-
-
-# -- dropout ---------------------------------------------------------------------------------------
-
-
-def _state(x) -> Tensor:
-    """The state of the generator that dropout on x's device draws from."""
-    return torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
-
-
-@contextmanager
-def _replayed(x, state):
-    """torch's generator as it was, and afterwards as it is."""
-    with torch.random.fork_rng([x.device] if x.is_cuda else []):
-        if x.is_cuda:
-            torch.cuda.set_rng_state(state.cpu(), x.device)
-        else:
-            torch.set_rng_state(state)
         yield
 
 

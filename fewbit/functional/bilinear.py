@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as torch_functional
 
+from fewbit.functional import sums
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.casts import as_torch_casts
 from fewbit.runtime.groups import GROUP_SIZE
@@ -69,13 +70,13 @@ class _Bilinear(Function):
         weight, *kept = ctx.saved_tensors
         needs_1, needs_2, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dtype1, dtype2, dtype_weight, dtype_bias = ctx.dtypes
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows = sums.rows(grad)
         x1 = x2 = grad1 = grad2 = grad_weight = grad_bias = None
         if ctx.recipe1 is not None:
-            x1 = ctx.recipe1.restore(kept[:2], grad.dtype).reshape(-1, ctx.sizes[0][-1])
+            x1 = sums.rows(ctx.recipe1.restore(kept[:2], grad.dtype))
             kept = kept[2:]
         if ctx.recipe2 is not None:
-            x2 = ctx.recipe2.restore(kept, grad.dtype).reshape(-1, ctx.sizes[1][-1])
+            x2 = sums.rows(ctx.recipe2.restore(kept, grad.dtype))
         if weight is not None:
             weight = weight.to(grad.dtype)
         # As torch: the result is the sum over I and J of three tensors,

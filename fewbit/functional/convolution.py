@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as torch_functional
 
+from fewbit.functional import sums
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.casts import as_torch_casts
 from fewbit.runtime.groups import GROUP_SIZE
@@ -229,8 +230,7 @@ class _Convolution(Function):
         weight, *kept = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         if not (needs[0] or needs[1]):
-            others = [dim for dim in range(grad.dim()) if dim != 1]
-            return None, None, grad.sum(others).to(ctx.dtypes[2]), None, None
+            return None, None, sums.over_channels(grad).to(ctx.dtypes[2]), None, None
         if needs[1]:
             x = ctx.recipe.restore(kept, grad.dtype)
         else:

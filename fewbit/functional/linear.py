@@ -1,4 +1,4 @@
-"""`linear` and `bilinear` with quantised inputs kept for the weight's gradient."""
+"""`linear` with a quantised input kept for the weight's gradient."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as torch_functional
 
+from fewbit.functional import sums
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.casts import as_torch_casts
 from fewbit.runtime.groups import GROUP_SIZE
@@ -29,8 +30,8 @@ def linear(
     bias: (out_features,). Returns (*, out_features). quantiser: in place of bits and group_size.
 
     The gradients of the input and the bias are exact; that of the weight is exact in expectation (ActNN,
-    section 3.3). Nothing of the input is kept where the weight needs no gradient. Raises InputError for bits or group_size
-    that there are not.
+    section 3.3). Nothing of the input is kept where the weight needs no gradient. Raises InputError for bits or
+    group_size that there are not.
     """
     quantiser = quantiser or quantiser_of(bits, group_size)
     usual = weight.dim() == 2 and (bias is None or bias.dim() == 1) and input.dim() > 0
@@ -62,15 +63,10 @@ class _Linear(Function):
         grad_x = grad_weight = grad_bias = None
         if needs_x:
             grad_x = (grad @ weight.to(grad.dtype)).to(dtype_x)
-        rows = _rows(grad)
+        rows = sums.rows(grad)
         if needs_weight:
             x = ctx.recipe.restore(kept, grad.dtype)
-            grad_weight = (rows.t() @ _rows(x)).to(dtype_weight)
+            grad_weight = (rows.t() @ sums.rows(x)).to(dtype_weight)
         if needs_bias:
             grad_bias = rows.sum(0).to(dtype_bias)
         return grad_x, grad_weight, grad_bias, None
-
-
-def _rows(x):
-    """x as a matrix; sizes of 0 are allowed."""
-    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)

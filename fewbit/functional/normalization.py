@@ -26,10 +26,17 @@ from torch.autograd import Function
 from torch.nn import functional as torch_functional
 
 from fewbit.errors import InputError
+from fewbit.functional import sums
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.casts import in_float32
 from fewbit.runtime.groups import GROUP_SIZE
-from fewbit.runtime.normalised import offer
+from fewbit.runtime.normalised import (
+    input_gradient,
+    keep_copies,
+    offer,
+    restore_copies,
+    scaled_back,
+)
 from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
@@ -187,46 +194,6 @@ def _shape(normalized_shape) -> tuple[int, ...]:
     return (normalized_shape,) if whole else tuple(normalized_shape)
 
 
-def _keep(ctx, x, mean, rstd, inner, copies, quantiser):
-    """What is kept of x, and the tensors to save: of one copy, or of two.
-
-    mean, rstd, inner: as for `Quantiser.keep_normalised`.
-    """
-    parts = [quantiser.keep_normalised(x, mean, rstd, inner) for _ in range(copies)]
-    ctx.recipe, ctx.inner = parts[0].recipe, inner
-    return parts[0], [tensor for part in parts for tensor in part.tensors]
-
-
-def _restored(ctx, kept):
-    """The two factors x~^ of the backward pass: twice the same copy, or two independent ones."""
-    first = ctx.recipe.restore(kept[:2])
-    return first, first if len(kept) == 2 else ctx.recipe.restore(kept[2:])
-
-
-def _scaled_back(ctx, kept, rstd, dtype):
-    """s x~^ of the first copy: an input of mean 0 for torch's own backward functions."""
-    deviation = rstd.to(ctx.recipe.dtype).reciprocal()
-    return ctx.recipe.restore(kept[:2], dtype, (deviation, None, ctx.inner))
-
-
-def _input_gradient(g, first, second, rstd, dims, centred=True):
-    """(g - mean(g) - x~1 mean(x~2 g)) rstd; without the first mean unless centred.
-
-    g: the gradient times the weight; first, second: restored x~; rstd: broadcast over `dims`, which means are
-    taken over.
-    """
-    inner = g - first * (second * g).mean(dims, keepdim=True)
-    if centred:
-        inner = inner - g.mean(dims, keepdim=True)
-    return inner * rstd
-
-
-def _over_rows(x, shape):
-    """The sum over all dimensions before those of `shape`."""
-    leading = x.dim() - len(shape)
-    return x.flatten(0, leading - 1).sum(0) if leading else x
-
-
 def _weighted(grad, weight):
     return grad if weight is None else grad * weight
 
@@ -241,7 +208,7 @@ class _LayerNorm(Function):
         kept = ()
         if needs_x or needs_weight:
             inner = math.prod(shape) if x.is_contiguous() else None
-            keep, tensors = _keep(ctx, x, mean, rstd, inner, copies, quantiser)
+            keep, tensors = keep_copies(ctx, x, mean, rstd, inner, copies, quantiser)
             # Statistics of 16 bits shift x~ by more than y's own rounding.
             if rstd.dtype.itemsize > 2:
                 offer(quantiser, y, keep, weight, bias)
@@ -257,18 +224,18 @@ class _LayerNorm(Function):
         if needs_x or needs_weight:
             rstd, weight, *kept = ctx.saved_tensors
             mask = needs_x and len(kept) == 2, needs_weight, False
-            x = _scaled_back(ctx, kept, rstd, grad.dtype)
+            x = scaled_back(ctx, kept, rstd, grad.dtype)
             grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
                 grad, x, ctx.shape, torch.zeros_like(rstd), rstd, weight, None, mask
             )
             if needs_x and len(kept) > 2:
                 dims = tuple(range(-len(ctx.shape), 0))
                 g = _weighted(grad, weight).to(rstd.dtype)
-                grad_x = _input_gradient(g, *_restored(ctx, kept), rstd, dims)
+                grad_x = input_gradient(g, *restore_copies(ctx, kept), rstd, dims)
             grad_x = None if grad_x is None else grad_x.to(ctx.dtype)
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         if needs_bias:
-            grad_bias = _over_rows(grad, ctx.shape).to(ctx.bias_dtype)
+            grad_bias = sums.over_rows(grad, len(ctx.shape)).to(ctx.bias_dtype)
         return grad_x, None, grad_weight, grad_bias, None, None, None
 
 
@@ -278,7 +245,7 @@ class _RMSNorm(Function):
         y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
         ctx.shape, ctx.dtype = shape, x.dtype
         inner = math.prod(shape) if x.is_contiguous() else None
-        keep, kept = _keep(ctx, x, None, rstd, inner, copies, quantiser)
+        keep, kept = keep_copies(ctx, x, None, rstd, inner, copies, quantiser)
         offer(quantiser, y, keep, weight, None)
         ctx.save_for_backward(rstd, weight, *kept)
         return keep.mark(y)
@@ -288,15 +255,15 @@ class _RMSNorm(Function):
     def backward(ctx, grad):
         rstd, weight, *kept = ctx.saved_tensors
         needs_x, _, needs_weight, *_ = ctx.needs_input_grad
-        first, second = _restored(ctx, kept)
+        first, second = restore_copies(ctx, kept)
         grad = grad.to(rstd.dtype)
         grad_x = grad_weight = None
         if needs_x:
             dims = tuple(range(-len(ctx.shape), 0))
             g = _weighted(grad, weight)
-            grad_x = _input_gradient(g, first, second, rstd, dims, centred=False).to(ctx.dtype)
+            grad_x = input_gradient(g, first, second, rstd, dims, centred=False).to(ctx.dtype)
         if needs_weight:
-            grad_weight = _over_rows(grad * first, ctx.shape).to(weight.dtype)
+            grad_weight = sums.over_rows(grad * first, len(ctx.shape)).to(weight.dtype)
         return grad_x, None, grad_weight, None, None, None
 
 
@@ -317,7 +284,7 @@ class _GroupNorm(Function):
         if needs_x or needs_weight:
             placed = [_of_groups(each, ctx.sizes, x.dim()) for each in (mean, rstd)]
             inner = ctx.sizes[2] if x.is_contiguous() else None
-            keep, tensors = _keep(ctx, x, *placed, inner, copies, quantiser)
+            keep, tensors = keep_copies(ctx, x, *placed, inner, copies, quantiser)
             y, kept = keep.mark(y), (rstd, weight, *tensors)
         ctx.save_for_backward(*kept)
         return y
@@ -330,7 +297,7 @@ class _GroupNorm(Function):
         if needs_x or needs_weight:
             rstd, weight, *kept = ctx.saved_tensors
             placed = _of_groups(rstd, ctx.sizes, grad.dim())
-            x = _scaled_back(ctx, kept, placed, grad.dtype)
+            x = scaled_back(ctx, kept, placed, grad.dtype)
             # Without the input's gradient torch's channels-last kernel writes to address 0.
             mask = True, needs_weight, False
             grad_x, grad_weight, _ = torch.ops.aten.native_group_norm_backward(
@@ -343,12 +310,11 @@ class _GroupNorm(Function):
                 mask,
             )
             if needs_x and len(kept) > 2:
-                grad_x = _group_gradient(ctx.sizes, grad, *_restored(ctx, kept), rstd, weight)
+                grad_x = _group_gradient(ctx.sizes, grad, *restore_copies(ctx, kept), rstd, weight)
             grad_x = grad_x.to(ctx.dtype) if needs_x else None
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         if needs_bias:
-            others = [dim for dim in range(grad.dim()) if dim != 1]
-            grad_bias = grad.sum(others).to(ctx.bias_dtype)
+            grad_bias = sums.over_channels(grad).to(ctx.bias_dtype)
         return grad_x, None, grad_weight, grad_bias, None, None, None
 
 
@@ -373,7 +339,7 @@ def _group_gradient(sizes, grad, first, second, rstd, weight):
         grad = grad * weight.view(1, -1, *[1] * (grad.dim() - 2))
     shape = n, num_groups, (c // num_groups) * spatial
     g, first, second = (each.reshape(shape).to(rstd.dtype) for each in (grad, first, second))
-    return _input_gradient(g, first, second, rstd.view(n, num_groups, 1), (2,)).view(grad.shape)
+    return input_gradient(g, first, second, rstd.view(n, num_groups, 1), (2,)).view(grad.shape)
 
 
 def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantiser):
@@ -416,7 +382,7 @@ class _BatchNorm(Function):
         if needs_x or needs_weight:
             placed = [_of_channels(each, view, x.shape) for each in (mean, rstd)]
             inner = _channel_stride(x) if view == x.shape else math.prod(x.shape[2:])
-            keep, tensors = _keep(ctx, x, *placed, inner, copies, quantiser)
+            keep, tensors = keep_copies(ctx, x, *placed, inner, copies, quantiser)
             if view == x.shape and rstd.dtype.itemsize > 2:
                 offer(quantiser, y, keep, weight, bias, (1, -1, *[1] * (x.dim() - 2)))
             y, kept = keep.mark(y), (rstd, weight, reserve, *tensors)
@@ -432,7 +398,7 @@ class _BatchNorm(Function):
         if needs_x or needs_weight:
             rstd, weight, reserve, *kept = ctx.saved_tensors
             size = ctx.recipe.size
-            x = _scaled_back(ctx, kept, _of_channels(rstd, ctx.view, size), ctx.dtype)
+            x = scaled_back(ctx, kept, _of_channels(rstd, ctx.view, size), ctx.dtype)
             mask = [needs_x and len(kept) == 2, needs_weight, False]
             means = torch.zeros_like(rstd)
             statistics = weight, None, None, means, rstd, True, ctx.eps, mask
@@ -449,13 +415,12 @@ class _BatchNorm(Function):
                 shape = 1, -1, *[1] * (grad.dim() - 2)
                 g = grad if weight is None else grad * weight.view(shape)
                 dims = [dim for dim in range(grad.dim()) if dim != 1]
-                first, second = (each.view(ctx.view) for each in _restored(ctx, kept))
-                grad_x = _input_gradient(g, first, second, rstd.view(shape), dims)
+                first, second = (each.view(ctx.view) for each in restore_copies(ctx, kept))
+                grad_x = input_gradient(g, first, second, rstd.view(shape), dims)
             grad_x = grad_x.to(ctx.dtype).reshape(size) if needs_x else None
             grad_weight = grad_weight.to(weight.dtype) if needs_weight else None
         if needs_bias:
-            others = [dim for dim in range(grad.dim()) if dim != 1]
-            grad_bias = grad.sum(others).to(ctx.bias_dtype)
+            grad_bias = sums.over_channels(grad).to(ctx.bias_dtype)
         return grad_x, None, None, None, grad_weight, grad_bias, None, None, None, None
 
 
@@ -493,6 +458,5 @@ class _FrozenBatchNorm(Function):
             shape = 1, -1, *[1] * (grad.dim() - 2)
             grad_x = grad * factor.view(shape).to(grad.dtype)
         if ctx.needs_input_grad[4]:
-            others = [dim for dim in range(grad.dim()) if dim != 1]
-            grad_bias = grad.sum(others).to(ctx.bias_dtype)
+            grad_bias = sums.over_channels(grad).to(ctx.bias_dtype)
         return grad_x, None, None, None, grad_bias, None

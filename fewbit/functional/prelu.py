@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as torch_functional
 
+from fewbit.functional import sums
 from fewbit.runtime import integers
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.casts import as_torch_casts
@@ -75,8 +76,8 @@ class _PReLU(Function):
             if positive is not None:
                 # These elements are 0 in expectation; known to be 0, they add no noise.
                 product = product.masked_fill_(positive, 0)
-            others = [dim for dim in range(grad.dim()) if dim != 1 or ctx.shape in ((), (1,))]
-            total = product.sum(others) if others else product
+            is_one = ctx.shape in ((), (1,))
+            total = product.sum() if is_one else sums.over_channels(product)
             grad_weight = total.reshape(ctx.shape).to(ctx.dtypes[1])
         return grad_x, grad_weight, None
 

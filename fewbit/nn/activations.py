@@ -184,7 +184,7 @@ class Softshrink(_FewBit, nn.Softshrink):
 
 
 class RReLU(_FewBit, nn.RReLU):
-    """torch.nn.RReLU: 1 bit in evaluation mode; in training mode its random slopes are kept in full."""
+    """torch.nn.RReLU; 1 bit is exact, in training too, where its random slopes are drawn again."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class RReLU(_FewBit, nn.RReLU):
             self.upper,
             self.training,
             self.inplace,
-            bits=self.bits,
+            bits=self._kept_bits,
             table=self.table,
         )
 

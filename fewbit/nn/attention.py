@@ -136,10 +136,10 @@ class MultiheadAttention(Quantised, nn.MultiheadAttention):
             if mask is not None and mask.shape[0] == 1:
                 mask = mask.unsqueeze(0)
             elif mask is not None:
-                mask = mask.view(batch, self.num_heads, -1, k.shape[1])
+                mask = mask.unflatten(0, (batch, self.num_heads))
             masks = (padding, None) if mask is None else (mask, padding)
             how = How(self.dropout, is_causal)
-            q, k, v = (x.view(batch, self.num_heads, -1, self.head_dim) for x in (q, k, v))
+            q, k, v = (x.unflatten(0, (batch, self.num_heads)) for x in (q, k, v))
             y = attention(q, k, v, *masks, how, self.attention_quantiser or self.quantiser)
             y = y.permute(2, 0, 1, 3).reshape(batch * length, self.embed_dim)
         y = self._linear(y, self.out_proj.weight, self.out_proj.bias)

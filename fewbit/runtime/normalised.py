@@ -1,4 +1,4 @@
-"""A norm's result restored from the quantised copy of what the norm made of its input.
+"""The quantised copies of normalised inputs, and a norm's result restored from one.
 
 y = x~ weight + bias is linear in the normalised input x~, so that with x~^ exact in expectation y^ is as
 well. A layer that keeps y for the gradient of its weight can therefore keep the copy that the norm before it
@@ -54,3 +54,37 @@ def offer(quantiser, y, kept: Kept, weight, bias, channels=None) -> None:
         weight, bias = (None if each is None else each.detach().clone() for each in (weight, bias))
     recipe = Affine(kept.recipe, y.dtype, channels)
     quantiser.session.add(y, quantiser.key, Kept((*kept.tensors, weight, bias), recipe))
+
+
+def keep_copies(ctx, x, mean, rstd, inner, copies, quantiser):
+    """What is kept of x, and the tensors to save: of one copy, or of two.
+
+    mean, rstd, inner: as for `Quantiser.keep_normalised`.
+    """
+    parts = [quantiser.keep_normalised(x, mean, rstd, inner) for _ in range(copies)]
+    ctx.recipe, ctx.inner = parts[0].recipe, inner
+    return parts[0], [tensor for part in parts for tensor in part.tensors]
+
+
+def restore_copies(ctx, kept):
+    """The two factors x~^ of the backward pass: twice the same copy, or two independent ones."""
+    first = ctx.recipe.restore(kept[:2])
+    return first, first if len(kept) == 2 else ctx.recipe.restore(kept[2:])
+
+
+def scaled_back(ctx, kept, rstd, dtype):
+    """s x~^ of the first copy: an input of mean 0 for torch's own backward functions."""
+    deviation = rstd.to(ctx.recipe.dtype).reciprocal()
+    return ctx.recipe.restore(kept[:2], dtype, (deviation, None, ctx.inner))
+
+
+def input_gradient(g, first, second, rstd, dims, centred=True):
+    """(g - mean(g) - x~1 mean(x~2 g)) rstd; without the first mean unless centred.
+
+    g: the gradient times the weight; first, second: restored x~; rstd: broadcast over `dims`, which means are
+    taken over.
+    """
+    inner = g - first * (second * g).mean(dims, keepdim=True)
+    if centred:
+        inner = inner - g.mean(dims, keepdim=True)
+    return inner * rstd

@@ -68,10 +68,9 @@ class Session:
         local.started = torch.is_grad_enabled() and not _in_backward()
         if local.started:
             self._generators = {}
-        if torch.is_grad_enabled():
-            if self.calls is not None and module.training:
-                self.calls.__enter__()
-                local.entered = True
+        if torch.is_grad_enabled() and module.training and self.calls is not None:
+            self.calls.__enter__()
+            local.entered = True
 
     def leave(self, *_) -> None:
         """A forward hook of the same modules, called also where the forward raised."""

@@ -1,0 +1,43 @@
+"""RReLU in training, with the signs of its input kept and its random slopes drawn again."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import Function
+
+from fewbit.runtime import integers
+from fewbit.runtime.autograd import once_differentiable
+from fewbit.runtime.replay import replayed, state_of
+
+_rrelu = torch.ops.aten.rrelu_with_noise
+_rrelu_ = torch.ops.aten.rrelu_with_noise_
+
+
+class RandomSlopes(Function):
+    """torch's own in training, to the bit; kept: ``4 * ceil(n / 32)`` bytes and the generator's state."""
+
+    @staticmethod
+    def forward(ctx, x, lower, upper, inplace):
+        # By torch's own test, which draws a slope for 0 and none for NaN.
+        keep = integers.pack(~(x <= 0), 2)
+        ctx.positive, ctx.bounds = keep.recipe, (lower, upper)
+        ctx.save_for_backward(*keep.tensors, state_of(x))
+        if inplace:
+            ctx.mark_dirty(x)
+        slopes = _contiguous(x)
+        return (_rrelu_ if inplace else _rrelu)(x, slopes, *ctx.bounds, True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        positive, state = ctx.saved_tensors
+        sign = _contiguous(grad).copy_(ctx.positive.restore((positive,))).mul_(2).sub_(1)
+        slopes = _contiguous(grad)
+        with replayed(grad, state):
+            _rrelu_(sign, slopes, *ctx.bounds, True)
+        return grad * slopes, None, None, None
+
+
+def _contiguous(x):
+    """An empty tensor for slopes, which torch draws in logical order and takes to lie in that."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

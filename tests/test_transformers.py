@@ -14,12 +14,11 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+import tiny_models
 from transformers.activations import ACT2FN, NewGELUActivation
-from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertModel
 from transformers.models.gemma.configuration_gemma import GemmaConfig
 from transformers.models.gemma.modeling_gemma import GemmaForCausalLM, GemmaRMSNorm
-from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.models.helium.modeling_helium import HeliumRMSNorm
 from transformers.models.llama.configuration_llama import LlamaConfig
@@ -42,7 +41,6 @@ from transformers.models.t5.modeling_t5 import (
     T5LayerNorm,
 )
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaMLP
-from transformers.models.vit.configuration_vit import ViTConfig
 from transformers.models.vit.modeling_vit import ViTModel
 from transformers.pytorch_utils import Conv1D
 
@@ -387,14 +385,6 @@ def test_compiled_modules(device, name):
 
 # -- models ----------------------------------------------------------------------------------------
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-TOKENS = {**SIZES, "vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-
 
 def ids(*shape):
     return torch.randint(3, 99, shape, generator=torch.Generator().manual_seed(1))
@@ -407,28 +397,19 @@ def padded(length=12):
 
 
 def bert():
-    options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = BertModel(BertConfig(**TOKENS, **options))
-    return model, {"input_ids": ids(2, 12), "attention_mask": padded()}
+    return BertModel(tiny_models.bert()), {"input_ids": ids(2, 12), "attention_mask": padded()}
 
 
 def gpt2():
-    options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    options |= {"bos_token_id": 1, "eos_token_id": 2}
-    model = GPT2LMHeadModel(
-        GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=99, n_positions=32, **options)
-    )
-    return model, {"input_ids": ids(2, 12)}
+    return GPT2LMHeadModel(tiny_models.gpt2()), {"input_ids": ids(2, 12)}
 
 
 def vit():
-    options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = ViTModel(ViTConfig(**SIZES, **options, image_size=32, patch_size=8))
-    return model, {"pixel_values": normal((2, 3, 32, 32), scale=1.0)}
+    return ViTModel(tiny_models.vit()), {"pixel_values": normal((2, 3, 32, 32), scale=1.0)}
 
 
 def llama():
-    return LlamaForCausalLM(LlamaConfig(**TOKENS, num_key_value_heads=2)), {"input_ids": ids(2, 12)}
+    return LlamaForCausalLM(tiny_models.llama()), {"input_ids": ids(2, 12)}
 
 
 def llama_padded():
@@ -436,19 +417,7 @@ def llama_padded():
 
 
 def t5():
-    model = T5ForConditionalGeneration(
-        T5Config(
-            d_model=64,
-            d_ff=128,
-            d_kv=16,
-            num_layers=2,
-            num_heads=4,
-            vocab_size=99,
-            dropout_rate=0.0,
-            feed_forward_proj="gated-gelu",
-            decoder_start_token_id=0,
-        )
-    )
+    model = T5ForConditionalGeneration(tiny_models.t5())
     return model, {
         "input_ids": ids(2, 12),
         "attention_mask": padded(),
@@ -457,17 +426,19 @@ def t5():
 
 
 def qwen3():
-    config = Qwen3Config(**TOKENS, num_key_value_heads=2, head_dim=16)
+    config = Qwen3Config(**tiny_models.TOKENS, num_key_value_heads=2, head_dim=16)
     return Qwen3ForCausalLM(config), {"input_ids": ids(2, 12)}
 
 
 def gemma():
-    config = GemmaConfig(**TOKENS, num_key_value_heads=1, head_dim=16)
+    config = GemmaConfig(**tiny_models.TOKENS, num_key_value_heads=1, head_dim=16)
     return GemmaForCausalLM(config), {"input_ids": ids(2, 12)}
 
 
 def phi3():
-    return Phi3ForCausalLM(Phi3Config(**TOKENS, num_key_value_heads=2)), {"input_ids": ids(2, 12)}
+    return Phi3ForCausalLM(Phi3Config(**tiny_models.TOKENS, num_key_value_heads=2)), {
+        "input_ids": ids(2, 12)
+    }
 
 
 # The classes that are found, and how many attention modules.
@@ -589,7 +560,7 @@ def test_quantisers_by_path():
 
 def test_what_is_left():
     torch.manual_seed(0)
-    config = LlamaConfig(**TOKENS)
+    config = LlamaConfig(**tiny_models.TOKENS)
     config._attn_implementation = "flex_attention"
     model = LlamaForCausalLM(config)
     reached, left = install(model, Quantiser(2))

@@ -15,16 +15,12 @@ from fewbit.runtime.groups import quantised_bytes
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+import tiny_models
 from peft import LoraConfig, get_peft_model
-from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertForSequenceClassification
-from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
-from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
-from transformers.models.t5.configuration_t5 import T5Config
 from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
-from transformers.models.vit.configuration_vit import ViTConfig
 from transformers.models.vit.modeling_vit import ViTForImageClassification
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -35,71 +31,26 @@ TEXT = {"input_ids": TOKENS, "labels": TOKENS}
 
 
 def bert():
-    config = BertConfig(
-        vocab_size=100,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=128,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertForSequenceClassification(config), {"input_ids": TOKENS, "labels": CLASSES}
+    model = BertForSequenceClassification(tiny_models.bert())
+    return model, {"input_ids": TOKENS, "labels": CLASSES}
 
 
 def gpt2():
-    config = GPT2Config(
-        vocab_size=100,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config), TEXT
+    return GPT2LMHeadModel(tiny_models.gpt2()), TEXT
 
 
 def vit():
-    config = ViTConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=128,
-        image_size=32,
-        patch_size=8,
-    )
     pixels = normal((4, 3, 32, 32), scale=1.0)
-    return ViTForImageClassification(config), {"pixel_values": pixels, "labels": CLASSES}
+    model = ViTForImageClassification(tiny_models.vit())
+    return model, {"pixel_values": pixels, "labels": CLASSES}
 
 
 def llama():
-    config = LlamaConfig(
-        vocab_size=100,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-    )
-    return LlamaForCausalLM(config), TEXT
+    return LlamaForCausalLM(tiny_models.llama()), TEXT
 
 
 def t5():
-    config = T5Config(
-        vocab_size=100,
-        d_model=64,
-        d_kv=16,
-        num_layers=2,
-        num_heads=4,
-        d_ff=128,
-        dropout_rate=0.0,
-        feed_forward_proj="gated-gelu",
-        decoder_start_token_id=0,
-    )
-    return T5ForConditionalGeneration(config), TEXT
+    return T5ForConditionalGeneration(tiny_models.t5()), TEXT
 
 
 # The least by which bytes fall at 2 bits (4 for attention, 3 for activations); logits and labels stay.

@@ -1,6 +1,6 @@
 """Whole models compressed at fixed bits: final losses beside exact ones, several seeds, and the bytes kept.
 
-    python benchmarks/compressed_training.py            # about 25 minutes on 2 cores
+    python benchmarks/compressed_training.py            # 10 to 25 minutes on 2 cores
     python benchmarks/compressed_training.py --quick    # one seed, a few steps, to see that it works
 
 The demo's transformer and a ResNet on 8 by 8 digits, built in plain torch.nn and converted by
@@ -43,13 +43,13 @@ def sample(network, settings):
     return text.python_topics().held_out_batch(settings.batch, settings.context)[0]
 
 
-def run(network, bits, seed, quick):
-    """One training run in a process of its own thread."""
+def run(network, bits, seed, quick, **options):
+    """One training run in a process of its own thread. options: of `compress_`."""
     torch.set_num_threads(1)
     settings = training.Settings(steps=20) if quick else training.Settings()
     model = build(network, seed, settings)
     if bits is not None:
-        fewbit.compress_(model, bits=bits, verbose=False)
+        fewbit.compress_(model, bits=bits, verbose=False, **options)
     kept = fewbit.saved_bytes(model, sample(network, settings))
     if network == "resnet":
         result = digits_resnet.train(model, seed)

@@ -152,6 +152,7 @@ def cpu_jobs(compiler, includes, with_cuda):
     sources = (
         "bindings.cpp",
         "common/table.cpp",
+        "cpu/allocation.cpp",
         "cpu/dispatch.cpp",
         "cpu/memory.cpp",
         "cpu/parallel.cpp",

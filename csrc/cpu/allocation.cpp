@@ -1,0 +1,79 @@
+#include "cpu/allocation.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace fewbit {
+namespace {
+
+// One bit more or less for one tensor.
+struct Move {
+  double key;  // the change of variance per element
+  int64_t index;
+};
+
+// 1 / (2^bits - 1)^2
+double noise(int bits) {
+  const double top = static_cast<double>((1 << bits) - 1);
+  return 1.0 / (top * top);
+}
+
+// What each element's variance rises by when its tensor goes from `bits` to one less.
+double loss(double sensitivity, int64_t elements, int bits) {
+  return sensitivity * (noise(bits - 1) - noise(bits)) / static_cast<double>(elements);
+}
+
+bool is_later_loss(const Move& a, const Move& b) {
+  return a.key != b.key ? a.key > b.key : a.index > b.index;
+}
+
+bool is_later_gain(const Move& a, const Move& b) {
+  return a.key != b.key ? a.key < b.key : a.index > b.index;
+}
+
+}  // namespace
+
+void allocate(const double* sensitivity, const int64_t* elements, int64_t n, int64_t budget, int least, int most,
+              uint8_t* bits) {
+  std::fill(bits, bits + n, static_cast<uint8_t>(most));
+  std::vector<Move> heap;
+  heap.reserve(n);
+  int64_t used = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    used += elements[i] * most;
+    if (elements[i] > 0 && most > least) heap.push_back({loss(sensitivity[i], elements[i], most), i});
+  }
+  std::make_heap(heap.begin(), heap.end(), is_later_loss);
+  while (used > budget && !heap.empty()) {
+    std::pop_heap(heap.begin(), heap.end(), is_later_loss);
+    const int64_t i = heap.back().index;
+    heap.pop_back();
+    used -= elements[i];
+    if (--bits[i] > least) {
+      heap.push_back({loss(sensitivity[i], elements[i], bits[i]), i});
+      std::push_heap(heap.begin(), heap.end(), is_later_loss);
+    }
+  }
+
+  int64_t left = budget - used;
+  heap.clear();
+  for (int64_t i = 0; i < n; ++i) {
+    if (bits[i] < most && elements[i] > 0 && elements[i] <= left) {
+      heap.push_back({loss(sensitivity[i], elements[i], bits[i] + 1), i});
+    }
+  }
+  std::make_heap(heap.begin(), heap.end(), is_later_gain);
+  while (!heap.empty()) {
+    std::pop_heap(heap.begin(), heap.end(), is_later_gain);
+    const int64_t i = heap.back().index;
+    heap.pop_back();
+    if (elements[i] > left) continue;
+    left -= elements[i];
+    if (++bits[i] < most) {
+      heap.push_back({loss(sensitivity[i], elements[i], bits[i] + 1), i});
+      std::push_heap(heap.begin(), heap.end(), is_later_gain);
+    }
+  }
+}
+
+}  // namespace fewbit

@@ -1,0 +1,93 @@
+"""Bits for compressed tensors under a budget: Prob. (10) of ActNN (section 4.2).
+
+    min  sum_i  w_i / (2^b_i - 1)^2     such that     sum_i  d_i b_i <= budget,   least <= b_i <= most
+
+w_i is the sensitivity of tensor i, the variance of the gradient that rounding it adds times (2^b_i - 1)^2, and d_i
+the number of its elements.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fewbit.errors import InputError
+
+LEAST, MOST = 1, 8
+
+
+def allocate(sensitivity, elements, budget: int, least: int = LEAST, most: int = MOST):
+    """Bits for each tensor, uint8 (n,), by ActNN's greedy algorithm: O(n log n).
+
+    sensitivity: (n,) floats, 0 or more, finite. elements: (n,) integers, 0 or more. budget: bits in all.
+
+    All start at `most`, and whichever tensor's variance rises least per element gives up a bit until the budget is
+    met; what the last one gave too much goes to those that gain most. Optimal where all are of one size: noise falls
+    ever more slowly with bits. Raises InputError for other values, and for a budget below least * sum(elements).
+    """
+    sensitivity = np.ascontiguousarray(sensitivity, dtype=np.float64)
+    elements = np.ascontiguousarray(elements, dtype=np.int64)
+    if sensitivity.shape != elements.shape or sensitivity.ndim != 1:
+        raise InputError(
+            "expected as many sensitivities as numbers of elements, in one dimension each, got shapes "
+            f"{sensitivity.shape} and {elements.shape}"
+        )
+    if not (np.isfinite(sensitivity) & (sensitivity >= 0)).all():
+        bad = sensitivity[~(np.isfinite(sensitivity) & (sensitivity >= 0))][0]
+        raise InputError(f"expected finite sensitivities of 0 or more, got {bad}")
+    if (elements < 0).any():
+        raise InputError(f"expected numbers of elements of 0 or more, got {elements.min()}")
+    if not 1 <= least <= most <= 8:
+        raise InputError(f"expected 1 <= least <= most <= 8, got {least} and {most}")
+    total = int(elements.sum())
+    if budget < least * total:
+        raise InputError(
+            f"expected a budget from {least * total} to {most * total} bits for {total} elements, "
+            f"got {budget}"
+        )
+    return _allocate(sensitivity, elements, min(int(budget), most * total), least, most)
+
+
+def variance(sensitivity, bits) -> float:
+    """What is minimised: sum of w / (2^b - 1)^2."""
+    return float(np.sum(np.asarray(sensitivity) * _NOISE[np.asarray(bits)]))
+
+
+_NOISE = np.array([np.inf, *(1.0 / (2.0**bits - 1) ** 2 for bits in range(1, 9))])
+
+
+def _allocate(sensitivity, elements, budget, least, most):
+    try:
+        from fewbit import _kernels
+    except ImportError:
+        return reference(sensitivity, elements, budget, least, most)
+    bits = np.empty(len(elements), np.uint8)
+    addresses = sensitivity.ctypes.data, elements.ctypes.data
+    _kernels.allocate(*addresses, len(elements), budget, least, most, bits.ctypes.data)
+    return bits
+
+
+def reference(sensitivity, elements, budget, least, most):
+    """What the compiled kernel computes, without a heap: the moves of one tensor come in falling order of gain,
+    so that taking them off a heap one by one is taking them in sorted order."""
+    n = len(elements)
+    steps = np.arange(most, least, -1)
+    losses = sensitivity[:, None] * (_NOISE[steps - 1] - _NOISE[steps])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        keys = losses / elements[:, None]
+    moves = np.repeat(np.arange(n), len(steps))
+    order = np.lexsort((moves, keys.ravel()))
+    order = order[elements[moves[order]] > 0]
+    freed = np.cumsum(elements[moves[order]])
+    excess = most * int(elements.sum()) - budget
+    count = int(np.searchsorted(freed, excess)) + 1 if excess > 0 else 0
+    bits = (most - np.bincount(moves[order[:count]], minlength=n)).astype(np.uint8)
+    left = budget - int((elements * bits).sum())
+    taken = order[:count]
+    # Of what was given up the last would gain most; of equals the first in the list.
+    for move in taken[np.lexsort((moves[taken], -keys.ravel()[taken]))]:
+        i = moves[move]
+        can_rise = elements[i] <= left and bits[i] == most - 1 - move % len(steps)
+        if can_rise:
+            bits[i] += 1
+            left -= elements[i]
+    return bits

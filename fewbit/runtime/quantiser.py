@@ -212,7 +212,7 @@ def _is_one_memory(x, other) -> bool:
 
 def _flat(vector):
     """Its entries as the kernels take them."""
-    return None if vector is None else vector.detach().reshape(-1).to(torch.float32)
+    return None if vector is None else vector.detach().reshape(-1).to(torch.float32).contiguous()
 
 
 @lru_cache(maxsize=256, typed=True)  # 2.0 is not 2, and True is not 1

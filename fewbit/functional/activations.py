@@ -22,7 +22,13 @@ from torch import Tensor
 
 from fewbit.errors import FunctionError
 from fewbit.functional.rrelu import RandomSlopes
-from fewbit.runtime.activation import apply, apply_callable, needs_grad, torchs_own
+from fewbit.runtime.activation import (
+    apply,
+    apply_callable,
+    check_inplace,
+    needs_grad,
+    torchs_own,
+)
 from fewbit.runtime.replay import can_replay
 from fewbit.runtime.tables import callable_encoding_text, encoding_text
 from fewbit.table import Table
@@ -175,6 +181,8 @@ def rrelu(
     if training:
         if bits is None or not needs_grad(input) or not can_replay(input):
             return torch.nn.functional.rrelu(input, lower, upper, training=True, inplace=inplace)
+        if inplace:
+            check_inplace(input, "rrelu", True)
         return RandomSlopes.apply(input, lower, upper, inplace)
     return _apply(input, "rrelu", (lower, upper), bits, table, inplace)
 

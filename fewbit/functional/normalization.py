@@ -87,7 +87,8 @@ def rms_norm(
     quantiser = _checked(quantiser, bits, group_size, copies)
     if not is_differentiated(input, weight):
         return torch_functional.rms_norm(input, normalized_shape, weight, eps)
-    return _RMSNorm.apply(input, _shape(normalized_shape), weight, eps, copies, quantiser)
+    x, weight = map(in_float32, (input, weight))
+    return _RMSNorm.apply(x, _shape(normalized_shape), weight, eps, copies, quantiser)
 
 
 def group_norm(
@@ -108,7 +109,7 @@ def group_norm(
         return torch_functional.group_norm(input, num_groups, weight, bias, eps)
     if num_groups <= 0 or input.shape[1] % num_groups:
         return torch_functional.group_norm(input, num_groups, weight, bias, eps)  # torch refuses
-    x = in_float32(input)
+    x, weight, bias = map(in_float32, (input, weight, bias))
     return _GroupNorm.apply(x, num_groups, weight, bias, eps, copies, quantiser)
 
 
@@ -165,7 +166,8 @@ def instance_norm(
     """
     quantiser = _checked(quantiser, bits, group_size, copies)
     vectors = running_mean, running_var, weight, bias
-    if not use_input_stats or not is_differentiated(input, weight, bias) or input.dim() < 3:
+    usual = input.dim() > 2 and input.numel() > 0
+    if not use_input_stats or not usual or not is_differentiated(input, weight, bias):
         return torch_functional.instance_norm(input, *vectors, use_input_stats, momentum, eps)
     torch_functional._verify_spatial_size(input.size())
     n, c = input.shape[:2]
@@ -226,8 +228,11 @@ class _LayerNorm(Function):
             rstd, weight, *kept = ctx.saved_tensors
             mask = needs_x and len(kept) == 2, needs_weight, False
             x = scaled_back(ctx, kept, rstd, grad.dtype)
+            scale = weight
+            if weight is not None and weight.dtype.itemsize < grad.dtype.itemsize:
+                scale = weight.to(grad.dtype)  # as autocast had passed it to the forward
             grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-                grad, x, ctx.shape, torch.zeros_like(rstd), rstd, weight, None, mask
+                grad, x, ctx.shape, torch.zeros_like(rstd), rstd, scale, None, mask
             )
             if needs_x and len(kept) > 2:
                 dims = tuple(range(-len(ctx.shape), 0))
@@ -448,7 +453,6 @@ class _FrozenBatchNorm(Function):
         return torch_functional.batch_norm(x, *vectors, False, 0.0, eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:

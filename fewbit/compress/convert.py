@@ -108,10 +108,10 @@ def compress_(
     level: "L0" (nothing; undoes a conversion), "L1" (convolutions only) or "L2" (all layers; the default), of
     ActNN's Table 2. bits: 1 to 8, of quantised inputs (4). activation_bits: of few-bit activations (3; those
     with a derivative of two values keep 1, which is exact). attention_bits: of q, k and v (as bits, but 4 at
-    least). policy: "fixed". group_size: features that share a range (256). minimum: "auto", "bfloat16" or "float32", see docs/quantiser.md. copies: 2 for norms that
-    keep two independent copies. functional: also compress functions of torch and torch.nn.functional that a
-    forward calls (F.gelu, F.scaled_dot_product_attention, a product of two activations ...) while the model
-    trains in eager mode.
+    least). policy: "fixed". group_size: features that share a range (256). minimum: "auto", "bfloat16" or
+    "float32", see docs/quantiser.md. copies: 2 for norms that keep two independent copies. functional: also
+    compress functions of torch and torch.nn.functional that a forward calls (F.gelu,
+    F.scaled_dot_product_attention, a product of two activations ...) while the model trains in eager mode.
     include, exclude: globs over dotted module paths ("" is the model itself; any path of a shared module
     counts; a glob that matches a module matches what is inside), or a function (path, module) -> bool;
     exclude wins. overrides: {glob: bits, or a mapping of bits, activation_bits, attention_bits,

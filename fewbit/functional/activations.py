@@ -6,7 +6,8 @@ bytes for n elements, b bits each (fewer where the table has fewer levels), and 
 is ``q(input) * grad`` with the step function q of the table (Few-bit Backward, Novikov et al., ICML 2023).
 Where no gradient is needed torch's own function runs.
 
-bits: 1 to 8, or None for torch's own function and derivative. table: a `fewbit.Table` of the same function and parameters, in place of the default one.
+bits: 1 to 8, or None for torch's own function and derivative. table: a `fewbit.Table` of the same function and
+parameters, in place of the default one.
 inplace: as in torch; the input is overwritten, codes are taken first.
 
 They raise FunctionError, SolveError or TableError for parameters, bits or a table that do not fit,

@@ -16,7 +16,7 @@ gate's gradient at 2, 3 and 4 bits, 20, 3.6 and 0.8 % of up's.
 ReGLU has no such bias: relu(gate) is kept in place of gate, and the derivative beside it, in 1 bit.
 Both gradients are linear in what is kept, so exact in expectation. From gate^ alone the derivative
 of each element within a step of 0 would be a matter of chance: at 8 bits, for normal ones, that is
-an error of about 4 %.
+an error of several percent.
 """
 
 from __future__ import annotations

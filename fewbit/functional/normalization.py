@@ -318,6 +318,7 @@ class _GroupNorm(Function):
             )
             if needs_x and len(kept) > 2:
                 grad_x = _group_gradient(ctx.sizes, grad, *restore_copies(ctx, kept), rstd, weight)
+                grad_x = grad_x.contiguous(memory_format=ctx.format)
             grad_x = grad_x.to(ctx.dtype) if needs_x else None
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         if needs_bias:

@@ -145,6 +145,7 @@ def breakdown(case, settings, arm):
     x, y = batch(case, settings)
     for _ in range(2):
         loss(model, x, y).backward()
+    model.zero_grad(set_to_none=False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(PROFILED_STEPS):
             loss(model, x, y).backward()
@@ -194,24 +195,11 @@ def in_process(function, *arguments):
     return result
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only-peaks", action="store_true")
-    parser.add_argument("--steps", type=int, default=15, help="of each process")
-    parser.add_argument("--processes", type=int, default=3)
-    arguments = parser.parse_args()
-    about = harness.machine("torch") | {
-        "fewbit": fewbit.__version__,
-        "threads": torch.get_num_threads(),
-    }
-    print(json.dumps(about))
-    time_rows, part_rows, peak_rows = [], [], []
-    timed = {} if arguments.only_peaks else QUICK if arguments.quick else CASES
-    for case, settings in timed.items():
+def measure_times(cases, steps, processes):
+    """Rows of medians and ratios of each arm."""
+    for case, settings in cases.items():
         print(f"{case} {settings}: gradient at 8 bits off by {check(case, settings):.4f}")
-        steps = 3 if arguments.quick else arguments.steps
-        runs = [in_process(times_into, case, settings, steps) for _ in range(arguments.processes)]
+        runs = [in_process(times_into, case, settings, steps) for _ in range(processes)]
         for arm in ARMS:
             row = {"case": case, "arm": arm, **settings}
             for part in runs[0][arm]:
@@ -223,31 +211,62 @@ def main():
                     f"{part}_ratio": statistics.median(ratios),
                 }
             row |= {"least": ratios[0], "most": ratios[-1]}  # of the last part, the step
-            time_rows.append(row)
             print(
                 f"  {arm!s:>6}: step {row['step_ms']:8.1f} ms, {row['step_ratio']:.3f} of exact "
                 f"({row['least']:.3f} .. {row['most']:.3f}); forward {row['forward_ratio']:.3f}, "
                 f"backward {row['backward_ratio']:.3f}"
             )
-        for arm in ("exact", 2, 4):
-            for subject, ms in breakdown(case, settings, arm).items():
-                part_rows.append({"case": case, "arm": arm, "subject": subject, "ms": ms})
-                print(f"  {arm!s:>6}: {ms:8.1f} ms {subject}")
+            yield row
+
+
+def measure_breakdown(cases, rounds=5):
+    """Rows of each arm and subject: medians of rounds in which arms take turns."""
+    arms = "exact", 2, 4
+    for case, settings in cases.items():
+        found = [{arm: breakdown(case, settings, arm) for arm in arms} for _ in range(rounds)]
+        print(f"{case}: own time of a step in ms, {', '.join(map(str, arms))}")
+        for subject in found[0]["exact"]:
+            own = {arm: statistics.median(each[arm][subject] for each in found) for arm in arms}
+            print(f"  {subject:42}" + "".join(f"{own[arm]:10.1f}" for arm in arms))
+            for arm in arms:
+                yield {"case": case, "arm": arm, "subject": subject, "ms": own[arm]}
+
+
+def measure_peaks(cases):
+    """Rows of the peak and what is kept, of each arm."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # of the processes to come
-    for case, settings in (QUICK if arguments.quick else CASES | PEAKS).items():
+    for case, settings in cases.items():
         print(f"{case} {settings}: peak resident memory of a step")
         for arm in ARMS:
             grown, kept = in_process(peak, case, settings, arm)
-            peak_rows.append(
-                {"case": case, "arm": arm, "peak_bytes": grown, "saved_bytes": kept, **settings}
-            )
             print(f"  {arm!s:>6}: peak {grown / 2**20:8.1f} MiB, kept {kept / 2**20:.1f} MiB")
-    if arguments.only_peaks:
-        harness.save("peak_memory", about, peak_rows)
-    elif not arguments.quick:
-        harness.save("step_time", about, time_rows)
-        harness.save("step_breakdown", about, part_rows)
-        harness.save("peak_memory", about, peak_rows)
+            yield {"case": case, "arm": arm, "peak_bytes": grown, "saved_bytes": kept, **settings}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=("times", "breakdown", "peaks"))
+    parser.add_argument("--steps", type=int, default=15, help="of each process")
+    parser.add_argument("--processes", type=int, default=3)
+    arguments = parser.parse_args()
+    about = harness.machine("torch") | {
+        "fewbit": fewbit.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    print(json.dumps(about))
+    cases = QUICK if arguments.quick else CASES
+    made = {}
+    if arguments.only in (None, "times"):
+        steps = 3 if arguments.quick else arguments.steps
+        made["step_time"] = list(measure_times(cases, steps, arguments.processes))
+    if arguments.only in (None, "breakdown"):
+        made["step_breakdown"] = list(measure_breakdown(cases))
+    if arguments.only in (None, "peaks"):
+        made["peak_memory"] = list(measure_peaks(cases if arguments.quick else cases | PEAKS))
+    for name, rows in made.items():
+        if not arguments.quick:
+            harness.save(name, about, rows)
 
 
 if __name__ == "__main__":

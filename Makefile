@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.0
 KERNELS := $(wildcard csrc/*.cpp csrc/common/* csrc/cpu/* csrc/cuda/*)
 # The tests that run on every device.
 CUDA_TESTS := $(addprefix tests/test_,backends.py ops.py functional.py autograd.py compile.py modules.py quantiser.py \
-	layers.py sharing.py attention.py gated.py pooling.py dropout.py small_layers.py)
+	layers.py sharing.py attention.py gated.py pooling.py dropout.py small_layers.py offset.py)
 
 .PHONY: demo test lint tables benchmarks gpu sanitize clean
 

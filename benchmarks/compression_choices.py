@@ -1,36 +1,49 @@
 """What decided two questions of compression: what a norm keeps, and with how many bits attention does.
 
-    python benchmarks/compression_choices.py            # about 8 minutes on 2 cores
+    python benchmarks/compression_choices.py            # about 7 minutes on 2 cores
     python benchmarks/compression_choices.py --quick
+    python benchmarks/compression_choices.py --only bias    # or norms, attention
 
 Norms (docs/decisions/0007): the gradient of ResNet-18 on 8 images, of which only batch norms keep something quantised:
 their input, or the input normalised. Its error relative to the exact gradient's norm, and its norm relative to that.
 
 Attention (docs/decisions/0008): final losses of the demo's transformer with everything at 2 bits but attention.
 
-Writes results/choice_norms.* and results/choice_attention.*.
+Bias (docs/layers.md): for layers whose gradients are not exact in expectation, and normal inputs of the shapes in
+LAYERS, the distance of the gradients' mean over many backward passes to torch's gradient in float64, without
+what the mean's own sampling error adds to it, beside that error; and the error of a single backward pass, root mean
+square. All relative to the norm of torch's gradient; medians over inputs.
+
+Writes results/choice_norms.*, choice_attention.* and choice_bias.*.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
+from typing import NamedTuple
 
 import harness
 import torch
 from compressed_training import run
 from torch import nn
 from torch.autograd import Function
+from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
 import fewbit
+import fewbit.functional
 from fewbit.models.resnet import ResNet
 from fewbit.runtime.quantiser import Quantiser
 
 NORM_BITS = (2, 3, 4, 8)
 ATTENTION_BITS = (2, 3, 4, 8)
+BIAS_BITS = (2, 3, 4, 8)
+CHUNK = 1000  # backward passes at once
 EPS = 1e-5
 
 
@@ -117,27 +130,159 @@ def attention(seeds, jobs, quick):
             yield {"attention_bits": bits, "seed": seed, "final": future.result()["final"]}
 
 
+def layer_norm(library, x, **options):
+    return library.layer_norm(x, x.shape[1:], **options)
+
+
+def batch_norm(library, x, **options):
+    """Of each x[i] by itself: as other channels."""
+    count, samples, channels, *size = x.shape
+    side_by_side = x.transpose(0, 1).reshape(samples, count * channels, *size)
+    y = library.batch_norm(side_by_side, None, None, training=True, **options)
+    return y.view(samples, count, channels, *size).transpose(0, 1)
+
+
+class Layer(NamedTuple):
+    """Ours and torch's; names of the tensors with a gradient, and their shape; number of backward passes an input.
+
+    Each tensor is one group of the quantiser; of the batch norm, each sample is.
+    """
+
+    ours: Callable
+    theirs: Callable
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    draws: int
+
+
+LAYERS = {
+    "attention": Layer(
+        fewbit.functional.scaled_dot_product_attention,
+        functional.scaled_dot_product_attention,
+        ("query", "key", "value"),
+        (16, 16),
+        10_000,
+    ),
+    "swiglu": Layer(
+        fewbit.functional.swiglu,
+        lambda gate, up: functional.silu(gate) * up,
+        ("gate", "up"),
+        (256,),
+        20_000,
+    ),
+    "geglu": Layer(
+        fewbit.functional.geglu,
+        lambda gate, up: functional.gelu(gate) * up,
+        ("gate", "up"),
+        (256,),
+        20_000,
+    ),
+    "softmax": Layer(
+        partial(fewbit.functional.softmax, dim=-1),
+        partial(functional.softmax, dim=-1),
+        ("input",),
+        (64,),
+        50_000,
+    ),
+    "layer_norm": Layer(
+        partial(layer_norm, fewbit.functional),
+        partial(layer_norm, functional),
+        ("input",),
+        (96,),
+        50_000,
+    ),
+    "batch_norm": Layer(
+        partial(batch_norm, fewbit.functional),
+        partial(batch_norm, functional),
+        ("input",),
+        (2, 4, 8, 8),
+        5_000,
+    ),
+}
+
+
+def gradients(function, tensors, grad, count):
+    """Those of `count` backward passes at once."""
+    many = [x.expand(count, *x.shape).clone().requires_grad_() for x in tensors]
+    y = function(*many)
+    return torch.autograd.grad(y, many, grad.expand_as(y))
+
+
+def bias_and_noise(layer, bits, seed, draws):
+    """For each gradient: bias, sampling error of the mean and noise, relative to torch's gradient."""
+    torch.manual_seed(1000 + seed)
+    *tensors, grad = (torch.randn(layer.shape) for _ in (*layer.names, "grad"))
+    exact = gradients(layer.theirs, [x.double() for x in tensors], grad.double(), 1)
+    off = [torch.zeros_like(x[0]) for x in exact]  # sums of errors
+    squares = [0.0] * len(exact)
+    for _ in range(draws // CHUNK):
+        found = gradients(partial(layer.ours, bits=bits), tensors, grad, CHUNK)
+        for i, (a, b) in enumerate(zip(found, exact, strict=True)):
+            errors = a.double().sub_(b)
+            off[i] += errors.sum(0)
+            squares[i] += errors.square_().sum().item()
+    for error, square, b in zip(off, squares, exact, strict=True):
+        size = b.square().sum().item()
+        of_mean, of_one = (error / draws).square().sum().item() / size, square / draws / size
+        sampling = (of_one - of_mean) / (draws - 1)
+        yield max(of_mean - sampling, 0) ** 0.5, sampling**0.5, of_one**0.5
+
+
+def bias(inputs, fewer):
+    """Rows of layer, bits and gradient: medians over inputs, and the extremes of the bias."""
+    for name, layer in LAYERS.items():
+        draws = layer.draws // fewer
+        for bits in BIAS_BITS:
+            found = [bias_and_noise(layer, bits, seed, draws) for seed in range(inputs)]
+            for gradient_of, each in zip(layer.names, zip(*found, strict=True), strict=True):
+                biases, errors, noises = zip(*each, strict=True)
+                assert bits < 8 or max(noises) < 0.1, "wrong backward pass"
+                yield {
+                    "layer": name,
+                    "bits": bits,
+                    "gradient": gradient_of,
+                    "inputs": inputs,
+                    "draws": draws,
+                    "bias": statistics.median(biases),
+                    "least_bias": min(biases),
+                    "greatest_bias": max(biases),
+                    "sampling_error": statistics.median(errors),
+                    "noise": statistics.median(noises),
+                }
+
+
+PARTS = {
+    "norms": "norms keep {kept:16} in {bits} bits: error {relative_error:.3f}, norm {relative_norm:.3f}",
+    "attention": "attention {attention_bits} bits, seed {seed}: {final:.4f}",
+    "bias": "{layer:10} {bits} bits, {gradient:5}: bias {bias:8.4%}, sampling error {sampling_error:.4%}, "
+    "noise {noise:8.3%}",
+}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     arguments = parser.parse_args()
-    seeds = 1 if arguments.quick else 3
     about = harness.machine("torch") | {"fewbit": fewbit.__version__}
-    suffix = "_quick" * arguments.quick
+    for part in [arguments.only] if arguments.only else PARTS:
+        rows = []
+        for row in rows_of(part, arguments.quick, arguments.jobs):
+            rows.append(row)
+            print(PARTS[part].format(**row), flush=True)
+        harness.save(f"choice_{part}" + "_quick" * arguments.quick, about, rows)
+
+
+def rows_of(part, quick, jobs):
+    seeds = 1 if quick else 3
+    if part == "attention":
+        return attention(seeds, jobs, quick)
+    if part == "bias":
+        return bias(8, 5) if quick else bias(96, 1)
     check = gradient(resnet("input", 8), 0) - gradient(resnet("exact", None), 0)
     assert check.norm() < 0.5 * gradient(resnet("exact", None), 0).norm(), "wrong backward pass"
-    rows = []
-    for row in norms(seeds):
-        rows.append(row)
-        form = "norms keep {kept:16} in {bits} bits: error {relative_error:.3f}, norm {relative_norm:.3f}"
-        print(form.format(**row), flush=True)
-    harness.save("choice_norms" + suffix, about, rows)
-    rows = []
-    for row in attention(seeds, arguments.jobs, arguments.quick):
-        rows.append(row)
-        print("attention {attention_bits} bits, seed {seed}: {final:.4f}".format(**row), flush=True)
-    harness.save("choice_attention" + suffix, about, rows)
+    return norms(seeds)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Step time and peak memory of training compressed models against exact ones, on the CPU.
 
-    python benchmarks/step_time.py              # about 5 minutes on 2 cores
+    python benchmarks/step_time.py              # about 8 minutes on 2 cores
     python benchmarks/step_time.py --quick
 
 Forward, backward and optimiser step of a character transformer (the demo's, wider) and of ResNet-18. Arms take turns
-step by step, so that a slow moment of the machine meets all of them; ratios are of medians. Gradients at 8 bits are
-checked against exact ones first. Peak resident memory is that of a fresh process per arm that takes two steps,
+step by step, so that a slow moment of the machine meets all of them; a ratio is that of medians in one process, and of
+several processes the median. Gradients at 8 bits are checked against exact ones first. The breakdown is the own time of
+each operation in torch's profiler, by subject: a layer's own time is what it takes to quantise and to restore. Peak resident memory is that of a fresh process per arm that takes two steps,
 less what it had before the first; large blocks go back to the system when they are freed (MALLOC_MMAP_THRESHOLD_),
 so that it is what lives and not what the C library holds on to.
 
@@ -113,22 +114,53 @@ def times(case, settings, steps):
     return result
 
 
+def times_into(queue, *arguments):
+    queue.put(times(*arguments))
+
+
+# By the beginnings of operations' names; the first that fits.
+SUBJECTS = {
+    "attention": ("aten::_scaled_dot", "_Attention", "ScaledDot"),
+    "products and convolutions": (
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::convolution",
+        "aten::mkldnn",
+        "aten::_convolution",
+        "aten::thnn",
+        "aten::_slow",
+    ),
+    "inputs of linear layers and convolutions": ("_Linear", "_Convolution"),
+    "norms": ("aten::native_layer_norm", "aten::native_batch_norm", "_LayerNorm", "_BatchNorm"),
+    "activations": ("aten::gelu", "aten::relu", "aten::clamp_min", "aten::threshold", "Activation"),
+    "pooling and dropout": ("aten::max_pool", "aten::avg_pool", "aten::mean", "_Max", "_Dropout"),
+}
+PROFILED_STEPS = 4
+
+
 def breakdown(case, settings, arm):
-    """{operation: milliseconds of one step}, the largest, from torch's profiler."""
+    """{subject: milliseconds of one step}."""
     model = build(case, settings, arm)
     x, y = batch(case, settings)
-    loss(model, x, y).backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    for _ in range(2):
         loss(model, x, y).backward()
-    own = {each.key: each.self_cpu_time_total / 1e3 for each in profile.key_averages()}
-    return dict(sorted(own.items(), key=lambda item: -item[1])[:16])
+    model.zero_grad(set_to_none=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(PROFILED_STEPS):
+            loss(model, x, y).backward()
+    parts = dict.fromkeys((*SUBJECTS, "other"), 0.0)
+    for each in profile.key_averages():
+        found = (name for name, starts in SUBJECTS.items() if each.key.startswith(starts))
+        parts[next(found, "other")] += each.self_cpu_time_total / 1e3 / PROFILED_STEPS
+    return parts
 
 
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def peak(case, settings, arm, queue):
+def peak(queue, case, settings, arm):
     """Bytes by which two training steps raise resident memory at most, in this process of their own."""
     model = build(case, settings, arm)
     x, y = batch(case, settings)
@@ -156,62 +188,85 @@ def peak(case, settings, arm, queue):
 def in_process(function, *arguments):
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
-    process = context.Process(target=function, args=(*arguments, queue))
+    process = context.Process(target=function, args=(queue, *arguments))
     process.start()
     result = queue.get(timeout=600)
     process.join()
     return result
 
 
+def measure_times(cases, steps, processes):
+    """Rows of medians and ratios of each arm."""
+    for case, settings in cases.items():
+        print(f"{case} {settings}: gradient at 8 bits off by {check(case, settings):.4f}")
+        runs = [in_process(times_into, case, settings, steps) for _ in range(processes)]
+        for arm in ARMS:
+            row = {"case": case, "arm": arm, **settings}
+            for part in runs[0][arm]:
+                own = [statistics.median(run[arm][part]) for run in runs]
+                exact = [statistics.median(run["exact"][part]) for run in runs]
+                ratios = sorted(a / b for a, b in zip(own, exact, strict=True))
+                row |= {
+                    f"{part}_ms": statistics.median(own) * 1e3,
+                    f"{part}_ratio": statistics.median(ratios),
+                }
+            row |= {"least": ratios[0], "most": ratios[-1]}  # of the last part, the step
+            print(
+                f"  {arm!s:>6}: step {row['step_ms']:8.1f} ms, {row['step_ratio']:.3f} of exact "
+                f"({row['least']:.3f} .. {row['most']:.3f}); forward {row['forward_ratio']:.3f}, "
+                f"backward {row['backward_ratio']:.3f}"
+            )
+            yield row
+
+
+def measure_breakdown(cases, rounds=5):
+    """Rows of each arm and subject: medians of rounds in which arms take turns."""
+    arms = "exact", 2, 4
+    for case, settings in cases.items():
+        found = [{arm: breakdown(case, settings, arm) for arm in arms} for _ in range(rounds)]
+        print(f"{case}: own time of a step in ms, {', '.join(map(str, arms))}")
+        for subject in found[0]["exact"]:
+            own = {arm: statistics.median(each[arm][subject] for each in found) for arm in arms}
+            print(f"  {subject:42}" + "".join(f"{own[arm]:10.1f}" for arm in arms))
+            for arm in arms:
+                yield {"case": case, "arm": arm, "subject": subject, "ms": own[arm]}
+
+
+def measure_peaks(cases):
+    """Rows of the peak and what is kept, of each arm."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # of the processes to come
+    for case, settings in cases.items():
+        print(f"{case} {settings}: peak resident memory of a step")
+        for arm in ARMS:
+            grown, kept = in_process(peak, case, settings, arm)
+            print(f"  {arm!s:>6}: peak {grown / 2**20:8.1f} MiB, kept {kept / 2**20:.1f} MiB")
+            yield {"case": case, "arm": arm, "peak_bytes": grown, "saved_bytes": kept, **settings}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only-peaks", action="store_true")
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--only", choices=("times", "breakdown", "peaks"))
+    parser.add_argument("--steps", type=int, default=15, help="of each process")
+    parser.add_argument("--processes", type=int, default=3)
     arguments = parser.parse_args()
     about = harness.machine("torch") | {
         "fewbit": fewbit.__version__,
         "threads": torch.get_num_threads(),
     }
     print(json.dumps(about))
-    time_rows, part_rows, peak_rows = [], [], []
-    timed = {} if arguments.only_peaks else QUICK if arguments.quick else CASES
-    for case, settings in timed.items():
-        print(f"{case} {settings}: gradient at 8 bits off by {check(case, settings):.4f}")
-        measured = times(case, settings, 3 if arguments.quick else arguments.steps)
-        exact = {part: statistics.median(own) for part, own in measured["exact"].items()}
-        for arm, parts in measured.items():
-            row = {"case": case, "arm": arm, **settings}
-            for part, own in parts.items():
-                middle = statistics.median(own)
-                row |= {f"{part}_ms": middle * 1e3, f"{part}_ratio": middle / exact[part]}
-            # The same step of all arms lies within a second: ratios step by step show the spread.
-            ratios = [a / b for a, b in zip(parts["step"], measured["exact"]["step"], strict=True)]
-            row |= {"least": min(ratios), "most": max(ratios)}
-            time_rows.append(row)
-            print(
-                f"  {arm!s:>6}: step {row['step_ms']:8.1f} ms, {row['step_ratio']:.3f} of exact "
-                f"({row['least']:.2f} .. {row['most']:.2f}); forward {row['forward_ratio']:.3f}, "
-                f"backward {row['backward_ratio']:.3f}"
-            )
-        for arm in ("exact", 2):
-            for name, ms in breakdown(case, settings, arm).items():
-                part_rows.append({"case": case, "arm": arm, "operation": name, "ms": ms})
-    for case, settings in (QUICK if arguments.quick else CASES | PEAKS).items():
-        print(f"{case} {settings}: peak resident memory of a step")
-        for arm in ARMS:
-            grown, kept = in_process(peak, case, settings, arm)
-            peak_rows.append(
-                {"case": case, "arm": arm, "peak_bytes": grown, "saved_bytes": kept, **settings}
-            )
-            print(f"  {arm!s:>6}: peak {grown / 2**20:8.1f} MiB, kept {kept / 2**20:.1f} MiB")
-    if arguments.only_peaks:
-        harness.save("peak_memory", about, peak_rows)
-    elif not arguments.quick:
-        harness.save("step_time", about, time_rows)
-        harness.save("step_breakdown", about, part_rows)
-        harness.save("peak_memory", about, peak_rows)
+    cases = QUICK if arguments.quick else CASES
+    made = {}
+    if arguments.only in (None, "times"):
+        steps = 3 if arguments.quick else arguments.steps
+        made["step_time"] = list(measure_times(cases, steps, arguments.processes))
+    if arguments.only in (None, "breakdown"):
+        made["step_breakdown"] = list(measure_breakdown(cases))
+    if arguments.only in (None, "peaks"):
+        made["peak_memory"] = list(measure_peaks(cases if arguments.quick else cases | PEAKS))
+    for name, rows in made.items():
+        if not arguments.quick:
+            harness.save(name, about, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """One of two processes that train a compressed model together: run by test_distributed.py."""
 
 import copy
+import math
 import sys
 
 import torch
@@ -9,34 +10,55 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fewbit
+from fewbit.runtime.encoding import packed_words
+from fewbit.runtime.groups import quantised_bytes
+
+BITS = 8
+
+
+class Model(nn.Module):
+    """A convolution, norms, dropout, and two layers of one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.batch_norm = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU()
+        self.dropout = nn.Dropout(0.25)
+        self.a, self.b = nn.Linear(512, 64), nn.Linear(512, 64)
+        self.norm = nn.LayerNorm(64)
+        self.gelu = nn.GELU()
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x):
+        x = self.dropout(self.relu(self.batch_norm(self.conv(x)))).flatten(1)
+        return self.head(self.gelu(self.norm(self.a(x) + self.b(x))))
 
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(96, 64),
-        nn.LayerNorm(64),
-        nn.GELU(),
-        nn.Linear(64, 64),
-        nn.GELU(),
-        nn.Linear(64, 3),
-    )
+    return Model()
 
 
 def compress(module):
-    fewbit.compress_(module, bits=8, activation_bits=8, verbose=False)
+    fewbit.compress_(module, bits=BITS, activation_bits=BITS, verbose=False)
     return module
 
 
 def inputs(rank):
-    return torch.randn(16, 96, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
+
+
+def forward(module, rank):
+    torch.manual_seed(10 + rank)  # the same masks in the exact model
+    return module(inputs(rank))
 
 
 def expected():
     """Gradients of the exact model, averaged over both processes' inputs."""
     exact = model()
     for rank in range(2):
-        (exact(inputs(rank)).square().mean() / 2).backward()
+        (forward(exact, rank).square().mean() / 2).backward()
     return [each.grad for each in exact.parameters()]
 
 
@@ -46,11 +68,38 @@ def check(gradients):
         assert error < 0.02, error
 
 
+def few_bit_bytes():
+    """Of a forward: codes and ranges of what layers keep, masks of ReLU and dropout, codes of GELU."""
+    pixels, features = (16, 8, 8, 8), (16, 64)
+    copies = [(16, 3, 8, 8), pixels, (16, 512), features, features]  # a and b share one
+    masks = 2 * 4 * packed_words(math.prod(pixels), 1)
+    codes = 4 * packed_words(math.prod(features), BITS)
+    return sum(quantised_bytes(shape, BITS) for shape in copies) + masks + codes
+
+
+def step(wrapped, rank):
+    """A step whose forward keeps what few_bit_bytes() says and, beside weights, only vectors."""
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        return tensor.detach()
+
+    wrapped.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = forward(wrapped, rank)
+    few_bit = (torch.int32, torch.bfloat16)
+    assert sum(each.nbytes for each in saved.values() if each.dtype in few_bit) == few_bit_bytes()
+    weights = {each.shape for each in model().parameters()}
+    others = [each for each in saved.values() if each.dtype not in few_bit]
+    assert all(each.shape in weights or each.numel() <= 64 for each in others)
+    y.square().mean().backward()
+
+
 def ddp(rank):
     wrapped = DistributedDataParallel(compress(model()))
     for _ in range(2):  # the second forward uses buckets made anew
-        wrapped.zero_grad()
-        wrapped(inputs(rank)).square().mean().backward()
+        step(wrapped, rank)
     check([each.grad for each in wrapped.parameters()])
 
 
@@ -58,16 +107,15 @@ def sharded(rank):
     from torch.distributed.fsdp import fully_shard
 
     wrapped = compress(model())
-    for layer in wrapped:
+    for layer in wrapped.children():
         if next(layer.parameters(), None) is not None:
             fully_shard(layer)
     fully_shard(wrapped)
     for _ in range(2):
-        wrapped.zero_grad()
-        wrapped(inputs(rank)).square().mean().backward()
+        step(wrapped, rank)
     check([each.grad.full_tensor() for each in wrapped.parameters()])
     assert all(
-        isinstance(layer, fewbit.nn.Linear) for layer in (wrapped[0], wrapped[3], wrapped[5])
+        isinstance(layer, fewbit.nn.Linear) for layer in (wrapped.a, wrapped.b, wrapped.head)
     )
 
 

@@ -18,7 +18,8 @@ class Layer:
     """A class name of torch.nn, its arguments, and the shape of an input.
 
     linear: whether backward is linear in what is kept, so that parameters' gradients are exact in expectation and
-    the input's is exact. vectors: float32 numbers kept besides the quantised input.
+    the input's is exact. vectors: float32 numbers kept besides the quantised input. order: the input's dimensions
+    as they lie in storage, from the outermost.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Layer:
     format: torch.memory_format | None = None
     kept_shape: tuple[int, ...] | None = None  # where it is not the input's
     vectors: int = 0
+    order: tuple[int, ...] | None = None
 
     @property
     def id(self) -> str:
@@ -49,6 +51,9 @@ class Layer:
 
     def input(self, device="cpu", dtype=torch.float32, offset=0.0):
         x = normal(self.shape, dtype, device, scale=1.0) + offset
+        if self.order:
+            back = [self.order.index(dim) for dim in range(len(self.order))]
+            return x.permute(self.order).contiguous().permute(back)
         return x.contiguous(memory_format=self.format) if self.format else x
 
     def kept_bytes(self, bits: int, **options) -> int:
@@ -58,6 +63,7 @@ class Layer:
 
 
 LAST = torch.channels_last
+LAST_3D = torch.channels_last_3d
 LINEAR = [
     Layer("Linear", (70, 9), (5, 70)),
     Layer("Linear", (300, 9), (2, 5, 300)),
@@ -96,6 +102,36 @@ LINEAR = [
         {"stride": 2, "padding": 1, "output_padding": 1, "groups": 2, "dilation": 2},
     ),
     Layer("ConvTranspose3d", (2, 4, 2), (2, 2, 4, 5, 6)),
+    Layer("Conv1d", (4, 6, 4), (2, 4, 20), {"padding": "same"}, kept_shape=(2, 4, 21)),
+    Layer(
+        "Conv1d",
+        (4, 6, 3),
+        (2, 4, 20),
+        {"padding": "same", "padding_mode": "reflect", "dilation": 2},
+        kept_shape=(2, 4, 24),
+    ),
+    Layer(
+        "Conv3d",
+        (2, 4, (2, 3, 1)),
+        (2, 2, 4, 5, 6),
+        {"padding": "same", "padding_mode": "circular"},
+        kept_shape=(2, 2, 5, 7, 6),
+    ),
+    Layer(
+        "Conv3d",
+        (2, 4, 3),
+        (2, 2, 4, 5, 6),
+        {"padding": (1, 2, 1), "padding_mode": "replicate", "stride": 2},
+        format=LAST_3D,
+        kept_shape=(2, 2, 6, 9, 8),
+    ),
+    Layer("ConvTranspose1d", (4, 6, 3), (3, 4, 20), {"stride": 3, "output_padding": 2}),
+    Layer(
+        "ConvTranspose3d",
+        (2, 4, 2),
+        (2, 2, 3, 4, 5),
+        {"stride": 2, "padding": 1, "output_padding": (1, 0, 1)},
+    ),
 ]
 NORMS = [
     Layer("LayerNorm", (96,), (5, 96), linear=False, vectors=5),
@@ -106,6 +142,8 @@ NORMS = [
     Layer("RMSNorm", ((6, 16),), (3, 6, 16), {"eps": 1e-3}, linear=False, vectors=3),
     Layer("GroupNorm", (4, 8), (3, 8, 5, 6), linear=False, vectors=12),
     Layer("GroupNorm", (4, 8), (3, 8, 5, 6), linear=False, vectors=12, format=LAST),
+    Layer("GroupNorm", (1, 4), (1, 4, 8, 8), linear=False, vectors=1),
+    Layer("GroupNorm", (2, 4), (2, 4, 3, 4, 5), linear=False, vectors=4, format=LAST_3D),
     Layer("GroupNorm", (2, 6), (5, 6, 40), {"affine": False}, linear=False, vectors=10),
     Layer("BatchNorm1d", (70,), (9, 70), linear=False, vectors=70),
     Layer("BatchNorm1d", (7,), (5, 7, 20), {"momentum": None}, linear=False, vectors=7),
@@ -116,6 +154,7 @@ NORMS = [
     ),
     Layer("BatchNorm2d", (5,), (4, 5, 6, 7), {"affine": False}, linear=False, vectors=5),
     Layer("BatchNorm3d", (3,), (2, 3, 4, 5, 6), linear=False, vectors=3),
+    Layer("BatchNorm3d", (3,), (2, 3, 4, 5, 6), linear=False, vectors=3, format=LAST_3D),
     Layer("InstanceNorm1d", (3,), (4, 3, 40), linear=False, vectors=12),
     Layer("InstanceNorm1d", (3,), (3, 40), linear=False, kept_shape=(1, 3, 40), vectors=3),
     Layer(
@@ -129,6 +168,11 @@ NORMS = [
     Layer("InstanceNorm3d", (3,), (2, 3, 4, 3, 5), {"affine": True}, linear=False, vectors=2 * 6),
 ]
 LAYERS = LINEAR + NORMS
+
+
+def first(*names) -> list[Layer]:
+    """The first layer of each class."""
+    return [next(layer for layer in LAYERS if layer.name == name) for name in names]
 
 
 def ids(layers) -> dict:

@@ -11,7 +11,7 @@ WORKER = Path(__file__).parent / "distributed_worker.py"
 
 @pytest.mark.parametrize("name", ["ddp", "sharded", "sync_batch_norm"])
 def test_two_processes(name, tmp_path):
-    """Gradients of the exact model over both processes' inputs, within 2 %: asserted in each process."""
+    """Each process asserts the exact model's gradients over both inputs, within 2 %, and what is kept."""
     command = [sys.executable, str(WORKER), name]
     rendezvous = str(tmp_path / "rendezvous")
     workers = [

@@ -1,4 +1,4 @@
-"""docs/cli.md and --help say the same thing, and every example in them runs.
+"""docs/cli.md and --help say the same thing, and every example in them runs, as the Python of other pages does.
 
 ``python tests/test_docs.py`` rewrites the help and output blocks of docs/cli.md.
 """
@@ -16,7 +16,8 @@ from click.testing import CliRunner
 
 from fewbit.cli import app
 
-DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs" / "cli.md"
 COMMANDS = sorted(app.commands)
 # A marker, and the fenced block that belongs to it.
 MARKER = re.compile(r"<!-- (help|output): *(.*?) *-->\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
@@ -143,6 +144,57 @@ def test_every_example_runs(tmp_path, monkeypatch):
         assert result.exit_code == 0, f"{line}\n{result.stderr}"
         assert result.stderr == "", line
         assert written is None or os.path.getsize(written[1]) > 0, line
+
+
+def python_blocks(name):
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text("utf-8"), flags=re.DOTALL)
+
+
+def run_blocks(name, names):
+    """Runs a page's Python in order, with `names` there from the start; what it left behind."""
+    names = {"__name__": "page", **names}
+    for number, block in enumerate(python_blocks(name)):
+        exec(compile(block, f"{name}, block {number}", "exec"), names)
+    return names
+
+
+def given():
+    """The model and tensors that pages take as given."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 96)
+    model = nn.Sequential(nn.Linear(96, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 3))
+    return {"model": model, "x": x, "gate": x.sin(), "up": x.cos()}
+
+
+def test_python_of_the_guide_runs(capsys):
+    """docs/compress.md needs nothing but itself; its blocks end with a model that is torch's again."""
+    names = run_blocks("docs/compress.md", {})
+    assert "modules converted" in capsys.readouterr().out
+    before, after = (sum(each.values()) for each in names["controller"].report.kept)
+    assert before > 5 * after
+    kinds = {type(each).__module__.partition(".")[0] for each in names["model"].modules()}
+    assert kinds == {"torch", "page"}
+    assert all(each.grad is not None for each in names["model"].parameters())
+
+
+def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = run_blocks("README.md", given())
+    assert "modules converted" in capsys.readouterr().out
+    assert (tmp_path / "gelu.json").stat().st_size > 0
+    assert names["table"].lower_bound <= names["table"].error
+    assert names["y"].shape == names["z"].shape == names["x"].shape
+    assert type(names["model"][2]).__module__.startswith("fewbit")
+
+
+def test_python_of_the_meter_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_blocks("docs/meter.md", given())
+    assert names["report"].total > 0
+    assert {each.name for each in tmp_path.iterdir()} == {"saved.png", "saved.json"}
 
 
 def rewrite():

@@ -407,12 +407,13 @@ def test_complex_inputs_are_refused(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
-def test_layouts_without_strides_are_refused():
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True)
+def test_layouts_without_strides_are_torchs():
+    nested = torch.nested.nested_tensor([torch.ones(2), -torch.ones(3)], requires_grad=True)
     sparse = torch.eye(3).to_sparse().requires_grad_()
-    for x, got in ((nested, "a nested tensor"), (sparse, "layout torch.sparse_coo")):
-        with pytest.raises(InputError, match=f"relu: expected a strided tensor, got {got}"):
-            F.relu(x)
+    for x in (nested, sparse):
+        (grad,) = torch.autograd.grad(F.relu(x), x, torch.ones_like(x))
+        assert grad.layout is x.layout
+    assert [each.tolist() for each in F.relu(nested).unbind()] == [[1, 1], [0, 0, 0]]
 
 
 def test_integers_go_where_torch_sends_them():

@@ -199,21 +199,38 @@ def test_an_entry_does_not_hold_the_tensor():
     assert not model.alive
 
 
-def test_the_copy_is_freed_when_the_last_layer_has_used_it():
-    model = compressed(Branches())
-    alive = []
+class Watched(Branches):
+    """Calls `watch` when backward has each layer's gradient, then when it has the shared input's."""
+
+    def forward(self, x):
+        x = x * 1.0
+        x.register_hook(self.watch)
+        parts = [layer(x) for layer in self.layers]
+        for part in parts:
+            part.register_hook(self.watch)
+        return sum(parts)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_the_copy_is_freed_when_the_last_layer_has_used_it(retain):
+    """Not before, and not only at the end of backward; with retain_graph it stays."""
+    model = compressed(Watched())
+    kept, seen = [], []
+    model.watch = lambda grad: seen.append([each() is not None for each in kept])
 
     def pack(tensor):
-        if tensor.dtype == torch.int32 and not alive:
-            alive.append(weakref.ref(tensor.untyped_storage()))
+        if tensor.dtype in (torch.int32, torch.bfloat16):
+            kept.append(weakref.ref(tensor.untyped_storage()))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = model(X)
-    assert alive[0]() is not None
-    y.sum().backward()
-    gc.collect()
-    assert alive[0]() is None
+        y = model(X.clone().requires_grad_())
+    assert (
+        len({each().data_ptr() for each in kept}) == 2
+    )  # codes and ranges, that every layer holds
+    y.sum().backward(retain_graph=retain)
+    there, gone = [True] * len(kept), [retain] * len(kept)
+    assert seen == [there, there, there, gone]
 
 
 def test_retain_graph():
@@ -241,6 +258,63 @@ def test_two_models_share_nothing():
         == copies(pickle.loads(pickle.dumps(nn.Sequential(nn.Identity(), a.layers[0]))), X)
         == 1
     )
+
+
+class Twice(nn.Module):
+    """One layer that is used twice, the second time on what `between` makes of the input."""
+
+    def __init__(self, layer, between):
+        super().__init__()
+        self.layer, self.between = layer, between
+
+    def forward(self, x):
+        x = x * 1.0
+        return self.layer(x) + self.layer(self.between(x))
+
+
+@pytest.mark.parametrize(
+    "layer, between, copies, vectors",
+    [
+        (nn.Linear(96, 8), lambda x: x, 1, 0),
+        (nn.Linear(96, 8), lambda x: x.flip(0), 2, 0),
+        (nn.LayerNorm(96), lambda x: x.flip(0), 2, 2 * 5),
+    ],
+    ids=["linear, same input", "linear, other input", "norm, other input"],
+)
+def test_a_layer_that_is_used_twice_keeps_each_input_once(layer, between, copies, vectors):
+    model = Twice(layer, between)
+    exact = copy.deepcopy(model)
+    compressed(model)
+    kept = fewbit.saved_bytes(model, X.clone().requires_grad_())
+    assert kept.total == copies * quantised_bytes(X.shape, 8) + 4 * vectors
+    check_gradients(model, exact, X)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, of one input or of two."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.a, self.b, self.between = nn.Linear(96, 8), nn.Linear(96, 8), between
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        x = x * 1.0
+        return self.a(x) + self.b(self.between(x))
+
+
+@pytest.mark.parametrize(
+    "between, expected", [(lambda x: x, 1), (lambda x: x.flip(0), 2)], ids=["same", "other"]
+)
+def test_tied_weights_do_not_matter_to_what_is_kept(between, expected):
+    model = Tied(between)
+    exact = copy.deepcopy(model)
+    compressed(model)
+    assert model.a.weight is model.b.weight
+    kept = fewbit.saved_bytes(model, X.clone().requires_grad_())
+    assert kept.total == expected * quantised_bytes(X.shape, 8)
+    assert kept.parameters == model.a.weight.nbytes
+    check_gradients(model, exact, X)
 
 
 # -- a norm and what follows it ---------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from torch.nn import functional as torch_functional
 from torch.overrides import TorchFunctionMode
 
 from fewbit import functional as F
+from fewbit.errors import FunctionError
+from fewbit.runtime.activation import takes
 from fewbit.runtime.exact import is_exact
 from fewbit.runtime.quantiser import Quantiser
 
@@ -35,10 +37,14 @@ def _softmax(ours):
     return softmax
 
 
+def _torch_dropout(input, p, train):
+    """torch.dropout names its last argument otherwise than torch.nn.functional's."""
+    return F.dropout(input, p, train)
+
+
 _torch_softmax, _torch_log_softmax = _softmax(F.softmax), _softmax(F.log_softmax)
 _ELSEWHERE = {  # other names of the same functions
     "relu": (torch.relu, torch.Tensor.relu),
-    "dropout": (torch.dropout,),
     "sigmoid": (torch.sigmoid, torch.Tensor.sigmoid),
     "tanh": (torch.tanh, torch.Tensor.tanh),
     "matmul": (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__),
@@ -62,6 +68,7 @@ def _table() -> dict:
             each = "one bit" if name in _ONE_BIT else family
             theirs = {getattr(torch_functional, name, None), *_ELSEWHERE.get(name, ())} - {None}
             table.update({function: (getattr(F, name), each) for function in theirs})
+    table[torch.dropout] = _torch_dropout, "exact"
     for function in (torch.softmax, torch.Tensor.softmax):
         table[function] = _torch_softmax, "quantised"
     for function in (torch.log_softmax, torch.Tensor.log_softmax):
@@ -90,7 +97,7 @@ class Calls(TorchFunctionMode):
         if found is None or is_exact() or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         session = self.quantiser.session
-        if session is not None and not session.is_made_again_alike():
+        if session is not None and (session.is_evaluating() or not session.is_made_again_alike()):
             return function(*args, **kwargs)
         ours, family = found
         if not all(isinstance(each, torch.Tensor) for each in args[:1]) or "out" in kwargs:
@@ -103,9 +110,15 @@ class Calls(TorchFunctionMode):
                 return function(*args, **kwargs)
             quantiser = self.attention_quantiser if ours in _OF_ATTENTION else self.quantiser
             return ours(*args, **kwargs, quantiser=quantiser)
-        if family == "activation":
-            return ours(*args, **kwargs, bits=self.activation_bits)
-        return ours(*args, **kwargs)
+        if family == "exact":
+            return ours(*args, **kwargs)
+        if not takes(args[0] if args else kwargs.get("input")):
+            return function(*args, **kwargs)
+        bits = {"bits": self.activation_bits} if family == "activation" else {}
+        try:
+            return ours(*args, **kwargs, **bits)
+        except FunctionError:  # of parameters that torch alone takes
+            return function(*args, **kwargs)
 
 
 def _both_are_made(args, kwargs) -> bool:

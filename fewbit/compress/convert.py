@@ -108,10 +108,10 @@ def compress_(
     level: "L0" (nothing; undoes a conversion), "L1" (convolutions only) or "L2" (all layers; the default), of
     ActNN's Table 2. bits: 1 to 8, of quantised inputs (4). activation_bits: of few-bit activations (3; those
     with a derivative of two values keep 1, which is exact). attention_bits: of q, k and v (as bits, but 4 at
-    least). policy: "fixed". group_size: features that share a range (256). minimum: "auto", "bfloat16" or "float32", see docs/quantiser.md. copies: 2 for norms that
-    keep two independent copies. functional: also compress functions of torch and torch.nn.functional that a
-    forward calls (F.gelu, F.scaled_dot_product_attention, a product of two activations ...) while the model
-    trains in eager mode.
+    least). policy: "fixed". group_size: features that share a range (256). minimum: "auto", "bfloat16" or
+    "float32", see docs/quantiser.md. copies: 2 for norms that keep two independent copies. functional: also
+    compress functions of torch and torch.nn.functional that a forward calls (F.gelu,
+    F.scaled_dot_product_attention, a product of two activations ...) while the model trains in eager mode.
     include, exclude: globs over dotted module paths ("" is the model itself; any path of a shared module
     counts; a glob that matches a module matches what is inside), or a function (path, module) -> bool;
     exclude wins. overrides: {glob: bits, or a mapping of bits, activation_bits, attention_bits,
@@ -190,8 +190,9 @@ def convert(model, settings: Settings, include="*", exclude=(), overrides=None) 
     if kinds.LAYER in settings.families:
         rows += _convert_attention(model, found, chosen, each, session)
     if whole:
-        _attach(model, settings, session)
+        # Hooks that come last run first: the session's.
         _exclude(model, found, chosen, each)
+        _attach(model, settings, session)
     converted = tuple(row for row in rows if isinstance(row, Converted))
     left_alone = tuple(row for row in rows if isinstance(row, LeftAlone))
     return Controller(model, Report(converted, left_alone), session)
@@ -209,7 +210,7 @@ def _attach(model, settings: Settings, session: Session) -> None:
         return
     for module in model.modules():
         # Of those without a forward, like ModuleList, they are never called.
-        if module is model or next(module.children(), None) is not None:
+        if module is model or _may_call(module):
             module.register_forward_pre_hook(session.enter, prepend=True)
             module.register_forward_hook(session.leave, always_call=True)
 
@@ -224,10 +225,17 @@ def _exclude(model, found, chosen, each) -> None:
     if all(own.values()):
         return
     for module in model.modules():
-        if not own[id(module)] or next(module.children(), None) is not None:
+        if not own[id(module)] or _may_call(module):
             switch = Switch(exact=not own[id(module)])
             module.register_forward_pre_hook(switch.enter, prepend=True)
             module.register_forward_hook(switch.leave, always_call=True)
+
+
+def _may_call(module) -> bool:
+    """Whether its forward may call modules, or functions that are not torch's or ours."""
+    if next(module.children(), None) is not None:
+        return True
+    return not (kinds.is_fewbit(module) or type(module).__module__.startswith("torch.nn."))
 
 
 def _at_level(settings, level, policy, *bits) -> Settings | None:
@@ -435,6 +443,9 @@ def _configure(module, one_bit, settings, session) -> int | None:
 def _remove_hooks(module) -> None:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), Session | Switch):
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, Session):
+                owner.abandon()
+            if isinstance(owner, Session | Switch):
                 del hooks[number]
                 module._forward_hooks_always_called.pop(number, None)

@@ -126,10 +126,11 @@ class SavedBytesReport:
             )
         wide = [e for e in self.kept if e.kind == "range" and e.shape[1] == WIDE and e.bytes]
         if wide:
-            names = ", ".join(sorted({entry.module or "(the model)" for entry in wide})[:3])
+            names = sorted({entry.module or "(the model)" for entry in wide})
+            more = ", ..." * (len(names) > 3)
             lines.append(
                 f"{len(wide)} quantised with float32 minimums, as their offset is large against "
-                f"their range: {names}{', ...' * (len(wide) > 3)}"
+                f"their range: {', '.join(names[:3])}{more}"
             )
         idle = sum(entry.bytes - entry.viewed_bytes for entry in self.kept if entry.bytes)
         if idle:

@@ -6,7 +6,8 @@ bytes for n elements, b bits each (fewer where the table has fewer levels), and 
 is ``q(input) * grad`` with the step function q of the table (Few-bit Backward, Novikov et al., ICML 2023).
 Where no gradient is needed torch's own function runs.
 
-bits: 1 to 8, or None for torch's own function and derivative. table: a `fewbit.Table` of the same function and parameters, in place of the default one.
+bits: 1 to 8, or None for torch's own function and derivative. table: a `fewbit.Table` of the same function and
+parameters, in place of the default one.
 inplace: as in torch; the input is overwritten, codes are taken first.
 
 They raise FunctionError, SolveError or TableError for parameters, bits or a table that do not fit,
@@ -22,7 +23,13 @@ from torch import Tensor
 
 from fewbit.errors import FunctionError
 from fewbit.functional.rrelu import RandomSlopes
-from fewbit.runtime.activation import apply, apply_callable, needs_grad, torchs_own
+from fewbit.runtime.activation import (
+    apply,
+    apply_callable,
+    check_inplace,
+    needs_grad,
+    torchs_own,
+)
 from fewbit.runtime.replay import can_replay
 from fewbit.runtime.tables import callable_encoding_text, encoding_text
 from fewbit.table import Table
@@ -175,6 +182,8 @@ def rrelu(
     if training:
         if bits is None or not needs_grad(input) or not can_replay(input):
             return torch.nn.functional.rrelu(input, lower, upper, training=True, inplace=inplace)
+        if inplace:
+            check_inplace(input, "rrelu", True)
         return RandomSlopes.apply(input, lower, upper, inplace)
     return _apply(input, "rrelu", (lower, upper), bits, table, inplace)
 

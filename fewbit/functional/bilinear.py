@@ -57,6 +57,7 @@ class _Bilinear(Function):
             keep = quantiser.keep(x1)
             ctx.recipe1, y = keep.recipe, keep.mark(y)
             kept += keep.tensors
+        ctx.of_x1 = len(kept) - 1
         if needs_1 or needs_weight:
             keep = quantiser.keep_beside(x2, x1)
             ctx.recipe2, y = keep.recipe, keep.mark(y)
@@ -73,10 +74,9 @@ class _Bilinear(Function):
         rows = sums.rows(grad)
         x1 = x2 = grad1 = grad2 = grad_weight = grad_bias = None
         if ctx.recipe1 is not None:
-            x1 = sums.rows(ctx.recipe1.restore(kept[:2], grad.dtype))
-            kept = kept[2:]
+            x1 = sums.rows(ctx.recipe1.restore(kept[: ctx.of_x1], grad.dtype))
         if ctx.recipe2 is not None:
-            x2 = sums.rows(ctx.recipe2.restore(kept, grad.dtype))
+            x2 = sums.rows(ctx.recipe2.restore(kept[ctx.of_x1 :], grad.dtype))
         if weight is not None:
             weight = weight.to(grad.dtype)
         # As torch: the result is the sum over I and J of three tensors,

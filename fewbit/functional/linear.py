@@ -7,6 +7,7 @@ from torch.autograd import Function
 from torch.nn import functional as torch_functional
 
 from fewbit.functional import sums
+from fewbit.runtime import layout
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.casts import as_torch_casts
 from fewbit.runtime.groups import GROUP_SIZE
@@ -44,7 +45,7 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, quantiser):
         with as_torch_casts():
-            y = torch_functional.linear(x, weight, bias)
+            y = layout.unviewed(torch_functional.linear(x, weight, bias))
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         kept = ()

@@ -22,6 +22,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch.autograd import Function
 from torch.nn import functional as torch_functional
 
@@ -86,7 +87,8 @@ def rms_norm(
     quantiser = _checked(quantiser, bits, group_size, copies)
     if not is_differentiated(input, weight):
         return torch_functional.rms_norm(input, normalized_shape, weight, eps)
-    return _RMSNorm.apply(input, _shape(normalized_shape), weight, eps, copies, quantiser)
+    x, weight = map(in_float32, (input, weight))
+    return _RMSNorm.apply(x, _shape(normalized_shape), weight, eps, copies, quantiser)
 
 
 def group_norm(
@@ -107,7 +109,7 @@ def group_norm(
         return torch_functional.group_norm(input, num_groups, weight, bias, eps)
     if num_groups <= 0 or input.shape[1] % num_groups:
         return torch_functional.group_norm(input, num_groups, weight, bias, eps)  # torch refuses
-    x = in_float32(input)
+    x, weight, bias = map(in_float32, (input, weight, bias))
     return _GroupNorm.apply(x, num_groups, weight, bias, eps, copies, quantiser)
 
 
@@ -164,7 +166,8 @@ def instance_norm(
     """
     quantiser = _checked(quantiser, bits, group_size, copies)
     vectors = running_mean, running_var, weight, bias
-    if not use_input_stats or not is_differentiated(input, weight, bias) or input.dim() < 3:
+    usual = input.dim() > 2 and input.numel() > 0
+    if not use_input_stats or not usual or not is_differentiated(input, weight, bias):
         return torch_functional.instance_norm(input, *vectors, use_input_stats, momentum, eps)
     torch_functional._verify_spatial_size(input.size())
     n, c = input.shape[:2]
@@ -225,8 +228,11 @@ class _LayerNorm(Function):
             rstd, weight, *kept = ctx.saved_tensors
             mask = needs_x and len(kept) == 2, needs_weight, False
             x = scaled_back(ctx, kept, rstd, grad.dtype)
+            scale = weight
+            if weight is not None and weight.dtype.itemsize < grad.dtype.itemsize:
+                scale = weight.to(grad.dtype)  # as autocast had passed it to the forward
             grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-                grad, x, ctx.shape, torch.zeros_like(rstd), rstd, weight, None, mask
+                grad, x, ctx.shape, torch.zeros_like(rstd), rstd, scale, None, mask
             )
             if needs_x and len(kept) > 2:
                 dims = tuple(range(-len(ctx.shape), 0))
@@ -272,8 +278,9 @@ class _GroupNorm(Function):
     def forward(ctx, x, num_groups, weight, bias, eps, copies, quantiser):
         n, c = x.shape[:2]
         ctx.sizes = n, c, x.numel() // (n * c), num_groups
-        # As torch's own function calls it, channels-last inputs included.
-        format = torch.channels_last if _is_channels_last(x) else torch.contiguous_format
+        # As torch's own function calls it.
+        on_cpu = x.device.type == "cpu"
+        format = suggest_memory_format(x) if on_cpu else torch.contiguous_format
         y, mean, rstd = torch.native_group_norm(
             x.contiguous(memory_format=format), weight, bias, *ctx.sizes, eps
         )
@@ -311,19 +318,12 @@ class _GroupNorm(Function):
             )
             if needs_x and len(kept) > 2:
                 grad_x = _group_gradient(ctx.sizes, grad, *restore_copies(ctx, kept), rstd, weight)
+                grad_x = grad_x.contiguous(memory_format=ctx.format)
             grad_x = grad_x.to(ctx.dtype) if needs_x else None
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         if needs_bias:
             grad_bias = sums.over_channels(grad).to(ctx.bias_dtype)
         return grad_x, None, grad_weight, grad_bias, None, None, None
-
-
-def _is_channels_last(x) -> bool:
-    return (
-        x.dim() == 4
-        and not x.is_contiguous()
-        and x.is_contiguous(memory_format=torch.channels_last)
-    )
 
 
 def _of_groups(statistic, sizes, dims):
@@ -346,7 +346,7 @@ def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, q
     """batch_norm of x seen as `view`, with the statistics of that; x is quantised as it comes."""
     if not torch.compiler.is_compiling():
         arguments = view, mean, var, weight, bias, momentum, eps, copies, quantiser
-        return _BatchNorm.apply(x, *arguments)[0].view(x.shape)
+        return _BatchNorm.apply(x, *arguments)[0]
     # A compiler follows no in-place change inside a Function.
     arguments = view, None, None, weight, bias, momentum, eps, copies, quantiser
     y, batch_mean, rstd = _BatchNorm.apply(x, *arguments)
@@ -355,7 +355,7 @@ def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, q
         batch_var = (1.0 / rstd.square() - eps) * (count / (count - 1))
         mean.lerp_(batch_mean.to(mean.dtype), momentum)
         var.lerp_(batch_var.to(var.dtype), momentum)
-    return y.view(x.shape)
+    return y
 
 
 class _BatchNorm(Function):
@@ -366,7 +366,7 @@ class _BatchNorm(Function):
         ctx, x, view, running_mean, running_var, weight, bias, momentum, eps, copies, quantiser
     ):
         vectors = weight, bias, running_mean, running_var
-        seen = x.view(view)
+        seen = _as(x, view)
         reserve, ctx.implementation = None, None
         if torch.compiler.is_compiling():
             y, mean, rstd = torch.native_batch_norm(seen, *vectors, True, momentum, eps)
@@ -404,24 +404,29 @@ class _BatchNorm(Function):
             statistics = weight, None, None, means, rstd, True, ctx.eps, mask
             if ctx.implementation is None:
                 grads = torch.ops.aten.native_batch_norm_backward(
-                    grad, x.view(ctx.view), *statistics
+                    grad, _as(x, ctx.view), *statistics
                 )
             else:
                 grads = torch.ops.aten._batch_norm_impl_index_backward(
-                    ctx.implementation, x.view(ctx.view), grad, *statistics, reserve
+                    ctx.implementation, _as(x, ctx.view), grad, *statistics, reserve
                 )
             grad_x, grad_weight, _ = grads
             if needs_x and len(kept) > 2:
                 shape = 1, -1, *[1] * (grad.dim() - 2)
                 g = grad if weight is None else grad * weight.view(shape)
                 dims = [dim for dim in range(grad.dim()) if dim != 1]
-                first, second = (each.view(ctx.view) for each in restore_copies(ctx, kept))
+                first, second = (_as(each, ctx.view) for each in restore_copies(ctx, kept))
                 grad_x = input_gradient(g, first, second, rstd.view(shape), dims)
             grad_x = grad_x.to(ctx.dtype).reshape(size) if needs_x else None
             grad_weight = grad_weight.to(weight.dtype) if needs_weight else None
         if needs_bias:
             grad_bias = sums.over_channels(grad).to(ctx.bias_dtype)
         return grad_x, None, None, None, grad_weight, grad_bias, None, None, None, None
+
+
+def _as(x, view):
+    """x seen as `view`; itself if it has that shape, as a view may change strides of dimensions of size 1."""
+    return x if x.shape == view else x.view(view)
 
 
 def _of_channels(statistic, view, shape):
@@ -434,7 +439,7 @@ def _channel_stride(x) -> int | None:
     """How many elements in storage order have the same channel in a row; None for other layouts."""
     if x.is_contiguous():
         return math.prod(x.shape[2:])
-    return 1 if _is_channels_last(x) else None
+    return 1 if x.is_contiguous(memory_format=suggest_memory_format(x)) else None
 
 
 class _FrozenBatchNorm(Function):
@@ -449,7 +454,6 @@ class _FrozenBatchNorm(Function):
         return torch_functional.batch_norm(x, *vectors, False, 0.0, eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:

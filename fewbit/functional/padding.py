@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as torch_functional
 
+from fewbit.runtime import layout
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.quantiser import is_differentiated
 
@@ -36,12 +37,13 @@ def pad(input: Tensor, pad, mode: str = "constant", value: float | None = None) 
 class _Pad(Function):
     @staticmethod
     def forward(ctx, x, pad, mode):
-        ctx.size, ctx.arguments = tuple(x.shape), (pad, mode)
+        ctx.place, ctx.arguments = (x.shape, layout.dense_stride(x)), (pad, mode)
         return torch_functional.pad(x, pad, mode)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         pad, mode = ctx.arguments
-        shape_of_input = grad.new_zeros(()).expand(ctx.size)
-        return _BACKWARD[mode, len(pad) // 2](grad, shape_of_input, pad), None, None
+        # Only its shape and memory format matter.
+        like_input = torch.empty_strided(*ctx.place, dtype=grad.dtype, device=grad.device)
+        return _BACKWARD[mode, len(pad) // 2](grad, like_input, pad), None, None

@@ -156,7 +156,7 @@ class _MaxPool(Function):
 
     @staticmethod
     def forward(ctx, x, dims, arguments, adaptive):
-        y, indices = _torch_max(dims, x, arguments, True, adaptive)
+        y, indices = map(layout.unviewed, _torch_max(dims, x, arguments, True, adaptive))
         size, out = tuple(x.shape[-dims:]), tuple(y.shape[-dims:])
         if adaptive:
             ctx.windows, ctx.arguments = Windows.adaptive(size, out), None
@@ -267,7 +267,7 @@ def _avg_pool(dims, x, arguments):
 class _AvgPool(Function):
     @staticmethod
     def forward(ctx, x, dims, arguments):
-        y = _torch_avg(dims, x, arguments)
+        y = layout.unviewed(_torch_avg(dims, x, arguments))
         kernel, stride, padding, ceil_mode, count_include_pad, *divisor = arguments
         kernel = _each(kernel, dims)
         stride = _each(stride, dims) if stride not in (None, (), []) else kernel
@@ -325,7 +325,7 @@ class _AdaptiveAvgPool(Function):
     def forward(ctx, x, dims, output_size):
         ctx.source = _Source.of(x)
         ctx.dims = dims
-        return _ADAPTIVE_AVG[dims](x, output_size)
+        return layout.unviewed(_ADAPTIVE_AVG[dims](x, output_size))
 
     @staticmethod
     @once_differentiable

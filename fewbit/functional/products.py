@@ -30,7 +30,7 @@ def matmul(
     """
     quantiser = quantiser or quantiser_of(bits, group_size)
     both = input.requires_grad and other.requires_grad
-    if not both or not is_differentiated(input) or min(input.dim(), other.dim()) < 2:
+    if not both or not is_differentiated(input, other) or min(input.dim(), other.dim()) < 2:
         return torch.matmul(input, other)
     return _Matmul.apply(input, other, quantiser)
 
@@ -45,7 +45,7 @@ def mul(
 ) -> Tensor:
     """input * other; kept as in `matmul`. input, other: floating, broadcast as in torch."""
     quantiser = quantiser or quantiser_of(bits, group_size)
-    if not (input.requires_grad and other.requires_grad and is_differentiated(input)):
+    if not (input.requires_grad and other.requires_grad and is_differentiated(input, other)):
         return torch.mul(input, other)
     return _Mul.apply(input, other, quantiser)
 

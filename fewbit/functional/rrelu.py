@@ -21,23 +21,20 @@ class RandomSlopes(Function):
         # By torch's own test, which draws a slope for 0 and none for NaN.
         keep = integers.pack(~(x <= 0), 2)
         ctx.positive, ctx.bounds = keep.recipe, (lower, upper)
+        ctx.like = {"size": x.shape, "dtype": x.dtype, "device": x.device}
         ctx.save_for_backward(*keep.tensors, state_of(x))
         if inplace:
             ctx.mark_dirty(x)
-        slopes = _contiguous(x)
+        slopes = torch.empty(**ctx.like)
         return (_rrelu_ if inplace else _rrelu)(x, slopes, *ctx.bounds, True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         positive, state = ctx.saved_tensors
-        sign = _contiguous(grad).copy_(ctx.positive.restore((positive,))).mul_(2).sub_(1)
-        slopes = _contiguous(grad)
-        with replayed(grad, state):
+        # Contiguous, as torch draws slopes in logical order and takes them to lie in that.
+        sign, slopes = torch.empty(**ctx.like), torch.empty(**ctx.like)
+        sign.copy_(ctx.positive.restore((positive,))).mul_(2).sub_(1)
+        with replayed(sign, state):
             _rrelu_(sign, slopes, *ctx.bounds, True)
         return grad * slopes, None, None, None
-
-
-def _contiguous(x):
-    """An empty tensor for slopes, which torch draws in logical order and takes to lie in that."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)

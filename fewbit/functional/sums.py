@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from math import prod
+
 
 def rows(x):
     """x as a matrix of its rows; sizes of 0 are allowed."""
-    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    if x.dim() == 2:
+        return x
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def over_rows(x, kept: int = 1):
     """The sum over all dimensions but the last `kept`."""
-    leading = x.dim() - kept
-    return x.flatten(0, leading - 1).sum(0) if leading else x
+    leading = list(range(x.dim() - kept))
+    return x.sum(leading) if leading else x
 
 
 def over_channels(x):

@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.nn.modules._functions import SyncBatchNorm as Torch
 
 from fewbit.runtime.autograd import once_differentiable
-from fewbit.runtime.quantiser import Quantiser
+from fewbit.runtime.quantiser import Quantiser, is_differentiated
 
 __all__ = ["sync_batch_norm"]
 
@@ -35,6 +35,10 @@ def sync_batch_norm(
     deviation a channel, and a count a process. Bias of the input's gradient: as in `batch_norm`.
     """
     vectors = weight, bias, running_mean, running_var
+    if not is_differentiated(input, weight, bias):
+        # Processes synchronise all the same.
+        size = process_group.size()
+        return Torch.apply(input, *vectors, eps, momentum, process_group, size)
     return _SyncBatchNorm.apply(input, *vectors, eps, momentum, process_group, quantiser)
 
 

@@ -116,7 +116,7 @@ class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
     """torch.nn.SyncBatchNorm; one copy only. `convert_sync_batchnorm` makes torch's own: convert first."""
 
     def _normalise(self, input, vectors, by_batch, momentum) -> Tensor:
-        group = self._group() if by_batch and torch.is_grad_enabled() else None
+        group = self._group() if by_batch else None
         if group is None:
             return super()._normalise(input, vectors, by_batch, momentum)
         mean, var, weight, bias = vectors

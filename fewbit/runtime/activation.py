@@ -19,23 +19,33 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
     """f(x), differentiable once, with `Encoding.parse(encoding)` in place of f'.
 
     x: floating, any shape and strides. function: a name of `fewbit.functions`; parameters in its order.
-    Where no gradient is needed torch's own function runs and nothing is kept. Raises InputError for a
+    Where no gradient is needed torch's own function runs and nothing is kept; so it does for nested and sparse
+    tensors. Raises InputError for a
     dtype that is not float32, float64, float16 or bfloat16, and for an in-place call that torch or the
     packed codes do not allow; GradientError where a second or a forward-mode derivative is asked for.
     """
-    if not needs_grad(x):
+    if not needs_grad(x) or not _is_strided(x):
         return torchs_own(x, function, parameters, inplace)
     _check_input(x, function)
     plain = is_plain(x)
     if not plain or torch._C._is_any_autocast_enabled():
         x = _autocast(x, function)
     if inplace:
-        _check_inplace(x, function, plain)
+        check_inplace(x, function, plain)
     if plain:
         encoded = Encoding.parse(encoding)
         return autograd.Activation.of_plain(x, function, parameters, encoded, inplace)
     y = _traceable(x, _forward(function, parameters), encoding)
     return x.copy_(y) if inplace else y
+
+
+def _is_strided(x) -> bool:
+    return x.layout is torch.strided and not x.is_nested
+
+
+def takes(x) -> bool:
+    """Whether `apply` has a few-bit derivative for x, a tensor or not."""
+    return isinstance(x, torch.Tensor) and x.dtype in ops.FLOATING
 
 
 def torchs_own(x: torch.Tensor, function: str, parameters: tuple, inplace: bool = False):
@@ -46,7 +56,7 @@ def torchs_own(x: torch.Tensor, function: str, parameters: tuple, inplace: bool 
 
 def apply_callable(x: torch.Tensor, function, encoding: str):
     """The same for any callable on tensors: its own forward, then the codes of x."""
-    if not needs_grad(x):
+    if not needs_grad(x) or not _is_strided(x):
         return function(x)
     _check_input(x, getattr(function, "__name__", "the function"))
     return _traceable(x, function, encoding)
@@ -110,9 +120,6 @@ def _check_input(x, function: str) -> None:
         raise InputError(
             f"{function}: expected a float32, float64, float16 or bfloat16 tensor, got {x.dtype}"
         )
-    if x.layout is not torch.strided or x.is_nested:
-        kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
-        raise InputError(f"{function}: expected a strided tensor, got {kind}")
 
 
 def _autocast(x, function: str):
@@ -122,7 +129,7 @@ def _autocast(x, function: str):
     return x.to(torch.float32) if float32 and x.dtype.itemsize == 2 else x
 
 
-def _check_inplace(x, function: str, plain: bool) -> None:
+def check_inplace(x, function: str, plain: bool) -> None:
     """Everything that makes writing to x wrong, found before anything is written."""
     view = plain and x._is_view()
     if x.is_leaf or (view and x._base.is_leaf):

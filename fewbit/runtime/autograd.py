@@ -136,7 +136,7 @@ class Once(Function):
 
     @staticmethod
     def forward(ctx, result, *of):
-        return result.view_as(result)
+        return result.clone() if result.is_sparse else result.view_as(result)
 
     @staticmethod
     def backward(ctx, *_):

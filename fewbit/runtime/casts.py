@@ -29,8 +29,8 @@ def _uncached():
         torch.set_autocast_cache_enabled(before)
 
 
-def in_float32(x: torch.Tensor) -> torch.Tensor:
+def in_float32(x: torch.Tensor | None) -> torch.Tensor | None:
     """x as autocast passes it to the functions that it runs in float32 on CUDA, and on the CPU does not."""
-    if x.is_cuda and x.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
+    if x is not None and x.is_cuda and x.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
         return x.to(torch.float32)
     return x

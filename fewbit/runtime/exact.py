@@ -37,6 +37,11 @@ def is_exact() -> bool:
     return bool(_stack.flags) and _stack.flags[-1]
 
 
+def forget() -> None:
+    """Drops what modules said whose forward was interrupted."""
+    _stack.flags.clear()
+
+
 class Switch:
     """Forward hooks of a module that was excluded (exact), or of one inside such a module that was not."""
 

@@ -53,6 +53,13 @@ def by_sample_stride(x: torch.Tensor) -> tuple[int, ...]:
     return x.stride() if is_by_sample(x) else contiguous_stride(x.shape)
 
 
+def unviewed(y: torch.Tensor) -> torch.Tensor:
+    """y, as a result of a Function that may be written to: autograd lets no view be, which torch's layers yield."""
+    if torch.compiler.is_compiling() or not y._is_view():
+        return y
+    return torch.ops.aten._unsafe_view(y, y.shape)
+
+
 def storage_order(x: torch.Tensor) -> torch.Tensor:
     """A dense x as the 1-D view of its elements in storage order."""
     return x.view(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))

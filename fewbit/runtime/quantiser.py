@@ -11,7 +11,7 @@ from fewbit.errors import InputError
 from fewbit.runtime import groups, layout, ops, quantiser_ops
 from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.offset import Offset
-from fewbit.runtime.sharing import Session
+from fewbit.runtime.sharing import Session, in_checkpoint
 from fewbit.runtime.tables import check_choice
 
 DEFAULT_BITS = 2
@@ -149,16 +149,21 @@ class Quantiser:
         """x, or what `normalise` makes of it, to be restored in dtype."""
         if not is_plain(x):
             return self._traced(x)
-        wide = self._wide()
-        ask = wide is None and x.is_cuda
-        if ask:
-            wide = self._offset.poll()
+        wide, ask = self._wide(), False
+        if wide is None and x.is_cuda:
+            wide, ask = self._on_device()
         packed, ranges = quantiser_ops.quantise(
             x, self._seed(x), self.bits, self.group_size, wide, normalise=normalise
         )
         if ask:
             self._offset.ask(ranges)
         return Kept((packed, ranges), self._recipe(x, dtype))
+
+    def _on_device(self) -> tuple[bool, bool]:
+        """Whether a tensor on a GPU has float32 minimums, and whether to ask on its account for later ones."""
+        if in_checkpoint():
+            return True, False  # what is made again must be alike, whatever has arrived meanwhile
+        return self._offset.poll(), True
 
     def with_result(self, run, y) -> tuple | None:
         """(codes, Kept of y or None) of an activation that makes its result y and quantises it in one pass.
@@ -212,7 +217,11 @@ def _is_one_memory(x, other) -> bool:
 
 def _flat(vector):
     """Its entries as the kernels take them."""
-    return None if vector is None else vector.detach().reshape(-1).to(torch.float32)
+    return None if vector is None else vector.detach().reshape(-1).to(torch.float32).contiguous()
+
+
+def _is_ordinary(x) -> bool:
+    return not (x.is_complex() or x.is_nested) and x.layout is torch.strided
 
 
 @lru_cache(maxsize=256, typed=True)  # 2.0 is not 2, and True is not 1
@@ -230,7 +239,7 @@ def is_differentiated(*tensors) -> bool:
         return False
     if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return False
-    if any(tensor is not None and tensor.is_complex() for tensor in tensors):
+    if not all(tensor is None or _is_ordinary(tensor) for tensor in tensors):
         return False
     if torch.compiler.is_compiling():
         return True

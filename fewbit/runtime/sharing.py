@@ -12,13 +12,16 @@ it makes the result and its own codes.
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fewbit.runtime import ops
+from fewbit.runtime.exact import forget
 
 MOST_FOLLOWED = 4096
 _running = threading.local()
@@ -56,11 +59,14 @@ class Session:
         if torch.compiler.is_compiling():
             return
         local = self._local
-        if local.depth and local.outermost() is module:
-            self._abandon()  # the forward before was interrupted, which no hook is told of
-        local.depth += 1
-        local.checkpoints.append(_checkpoint())
-        if local.depth > 1:
+        # No hook is told of a forward that was interrupted from the keyboard.
+        around = current()
+        if around is self:
+            around = self if local.outermost() is module else None
+        if around is not None and not around._still_runs(sys._getframe(1)):
+            around.abandon()
+        local.calls.append(_Call(_checkpoint(), module.training))
+        if len(local.calls) > 1:
             return
         local.outermost = weakref.ref(module)
         local.entries, local.results = {}, {}
@@ -75,16 +81,15 @@ class Session:
     def leave(self, *_) -> None:
         """A forward hook of the same modules, called also where the forward raised."""
         local = self._local
-        if torch.compiler.is_compiling() or not local.depth:
+        if torch.compiler.is_compiling() or not local.calls:
             return
-        local.depth -= 1
-        local.checkpoints.pop()
-        if not local.depth:
+        local.calls.pop()
+        if not local.calls:
             self._forget_unused()
             self._end()
             # Torch's generator moves on, once a forward and after all that the model draws.
             if local.started and self._generators:
-                torch.randint(2**63 - 1, ())
+                torch.randint(2**63 - 1, (), device="cpu")
 
     def _end(self) -> None:
         local = self._local
@@ -93,9 +98,24 @@ class Session:
             local.entered = False
             self.calls.__exit__(None, None, None)
 
-    def _abandon(self) -> None:
-        self._local.depth, self._local.checkpoints = 0, []
-        self._end()
+    def abandon(self) -> None:
+        """Ends a forward of this thread that no hook has ended."""
+        if self._local.calls:
+            self._local.calls = []
+            self._end()
+            forget()
+
+    def _still_runs(self, caller) -> bool:
+        """Whether the outermost call of this forward is among those that led to `caller`.
+
+        caller: the frame in which torch calls the hooks of the module that is called now.
+        """
+        outermost, frame = self._local.outermost(), caller.f_back
+        while frame is not None:
+            if frame.f_code is caller.f_code and frame.f_locals.get("self") is outermost:
+                return outermost is not None
+            frame = frame.f_back
+        return False
 
     def is_made_again_alike(self) -> bool:
         """Whether a checkpoint that makes this moment again would find this session's `calls` entered.
@@ -103,7 +123,13 @@ class Session:
         It does in a region that is a module, or within one; not in a bare function.
         """
         pack = _checkpoint()
-        return pack is None or bool(self._local.checkpoints and self._local.checkpoints[-1] is pack)
+        calls = self._local.calls
+        return pack is None or bool(calls and calls[-1].checkpoint is pack)
+
+    def is_evaluating(self) -> bool:
+        """Whether the innermost module that runs is in evaluation mode."""
+        calls = self._local.calls
+        return bool(calls and not calls[-1].training)
 
     # -- Copies ------------------------------------------------------------------------------------------
 
@@ -127,14 +153,14 @@ class Session:
 
         Activations are known by their number in the forward and by their input's shape and dtype.
         """
-        if self._local.entries is None or _in_checkpoint():
+        if self._local.entries is None or in_checkpoint():
             return None
         return self._followed.get((len(self._local.results), x.shape, x.dtype))
 
     def produced(self, x, y, quantiser=None, kept=None) -> None:
         """Notes an activation's result, and what a follower is offered of it."""
         local = self._local
-        if local.entries is None or _in_checkpoint():
+        if local.entries is None or in_checkpoint():
             return
         number = len(local.results), x.shape, x.dtype
         local.results[_place(y)] = _Result(number, y, kept is not None)
@@ -143,7 +169,7 @@ class Session:
 
     def follows(self, x, quantiser) -> None:
         """Notes that a layer keeps x: if that is an activation's result, both are one pass next time."""
-        if self._local.entries is None or _in_checkpoint():
+        if self._local.entries is None or in_checkpoint():
             return
         result = self._local.results.get(_place(x))
         if result is not None:
@@ -195,15 +221,21 @@ class _Local(threading.local):
     """The forward that runs in a thread. regions: by the hooks of a checkpoint, which live as long as it."""
 
     def __init__(self):
-        self.depth = 0
+        self.calls = []  # a _Call for each of the modules that run, outermost first
         self.outermost = None  # a weak reference to the module
         self.entries = None
         self.entered = False
         self.started = False  # whether seeds start in this forward
-        self.checkpoints = []  # in which each of the modules that run was called
         self.results = {}  # those of activations, by place
         self.around = None
         self.regions = weakref.WeakKeyDictionary()
+
+
+class _Call(NamedTuple):
+    """Of a module: the checkpointed region in which it was called, and whether it is in training mode."""
+
+    checkpoint: object
+    training: bool
 
 
 class _Result:
@@ -225,7 +257,8 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _in_checkpoint() -> bool:
+def in_checkpoint() -> bool:
+    """Whether a checkpointed region runs in this thread, for the first time or again."""
     return _checkpoint() is not None
 
 

@@ -143,10 +143,10 @@ fewbit::Normalisation normalisation_at(uintptr_t mean, uintptr_t rstd, int64_t e
   return {reinterpret_cast<const float*>(mean), scales, vector_index(entries, inner, n)};
 }
 
-// None where both addresses are 0. mixed: samples have several widths.
-fewbit::Affine affine_at(uintptr_t scale, uintptr_t shift, int64_t entries, int64_t inner, int64_t n, bool mixed) {
+// None where both addresses are 0. scattered: groups run across samples that do not lie side by side.
+fewbit::Affine affine_at(uintptr_t scale, uintptr_t shift, int64_t entries, int64_t inner, int64_t n, bool scattered) {
   if (scale == 0 && shift == 0) return {};
-  if (mixed) refuse("scale_ptr, shift_ptr", "none for samples of several widths", "one");
+  if (scattered) refuse("scale_ptr, shift_ptr", "none for short samples of several widths", "one");
   return {reinterpret_cast<const float*>(scale), reinterpret_cast<const float*>(shift),
           vector_index(entries, inner, n)};
 }
@@ -293,6 +293,20 @@ class Cpu {
     return {extent.least, extent.greatest};
   }
 
+  void squares(uintptr_t x, int dtype_number, int64_t samples, int64_t features, int group_size, uintptr_t out,
+               int64_t groups, int threads, uintptr_t mean, uintptr_t rstd, int64_t entries, int64_t inner) const {
+    const QuantisedShape shape = quantised_shape(samples, features, group_size, false);
+    const DType dtype = dtype_of(dtype_number);
+    const auto* from = pointer<const void>("x_ptr", x, shape.elements());
+    const auto normalisation = normalisation_at(mean, rstd, entries, inner, shape.elements());
+    check_threads(threads);
+    const fewbit::Streams streams = fewbit::one_stream(samples, features, group_size, false, 1);
+    if (groups != streams.groups) refuse("groups", std::to_string(streams.groups), std::to_string(groups));
+    auto* to = pointer<float>("out_ptr", out, groups);
+    py::gil_scoped_release release;
+    fewbit::squares(*kernels_, streams, from, dtype, normalisation, to, threads);
+  }
+
   // None, with nothing done, where the threads' shares would cut a group.
   std::optional<std::pair<float, float>> forward_quantised(
       int function, double p0, double p1, const OwnedTable& table, uintptr_t x, int dtype_number, int64_t samples,
@@ -331,7 +345,7 @@ class Cpu {
     const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
     const DType dtype = dtype_of(dtype_number);
     auto* to = pointer<void>("out_ptr", out, shape.elements());
-    const auto affine = affine_at(scale, shift, entries, inner, shape.elements(), widths != 0);
+    const auto affine = affine_at(scale, shift, entries, inner, shape.elements(), widths != 0 && features < fewbit::kLeastFeatures);
     check_threads(threads);
     const fewbit::StreamPlan plan = plan_of(shape, bits, widths, words, groups);
     const auto* codes = pointer<const uint32_t>("packed_ptr", packed, words);
@@ -462,7 +476,7 @@ struct Cuda {
                   int64_t inner) const {
     const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
     const auto of = quantised(shape, bits, order, counts, words, groups);
-    const auto affine = affine_at(scale, shift, entries, inner, shape.elements(), counts != 0);
+    const auto affine = affine_at(scale, shift, entries, inner, shape.elements(), counts != 0 && features < fewbit::kLeastFeatures);
     dtype_of(dtype);
     auto* to = pointer<void>("out_ptr", out, shape.elements());
     const auto* codes = pointer<const int32_t>("packed_ptr", packed, words);
@@ -576,6 +590,10 @@ PYBIND11_MODULE(_kernels, module) {
            py::arg("mean_ptr") = 0, py::arg("rstd_ptr") = 0, py::arg("entries") = 0, py::arg("inner") = 1,
            "x to packed codes and ranges; (least, greatest) element. widths: a uint8 a sample, or 0: bits for all. "
            "mean, rstd: of `entries` float32, or 0; element e is (x - mean[i]) rstd[i], i = e / inner % entries.")
+      .def("squares", &Cpu::squares, py::arg("x_ptr"), py::arg("dtype"), py::arg("samples"), py::arg("features"),
+           py::arg("group_size"), py::arg("out_ptr"), py::arg("groups"), py::arg("threads"), py::arg("mean_ptr") = 0,
+           py::arg("rstd_ptr") = 0, py::arg("entries") = 0, py::arg("inner") = 1,
+           "length * range^2 of each group, float32; mean, rstd as in quantise.")
       .def("dequantise", &Cpu::dequantise, py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"),
            py::arg("groups"), py::arg("bits"), py::arg("widths_ptr"), py::arg("wide"), py::arg("samples"),
            py::arg("features"), py::arg("group_size"), py::arg("out_ptr"), py::arg("dtype"), py::arg("threads"),

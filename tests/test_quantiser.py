@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import normal
 
 import fewbit
 from fewbit.runtime import groups, reference
@@ -410,10 +411,62 @@ def test_vectors_that_do_not_fit(backend):
     with pytest.raises(ValueError, match="expected"):
         quantise(backend.kernels, x, device=device, normalise=(one, None, 1))
     widths = torch.full((4,), 2, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="several widths"):
+    with pytest.raises(ValueError, match="short samples of several widths"):
         dequantise(
             backend.kernels, packed, ranges, x, 0, 256, widths, device, affine=(one, None, 1)
         )
+
+
+def squares(rows, group_size):
+    """Of each row the sum of length * range^2 over its groups, in float64."""
+    result = []
+    for row in rows.astype(np.float64):
+        cuts = [row[at : at + group_size] for at in range(0, len(row), group_size)]
+        result.append(sum(len(cut) * (cut.max() - cut.min()) ** 2 for cut in cuts))
+    return np.array(result)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+@pytest.mark.parametrize(
+    "shape", [(5, 700), (3, 64), (4, 63), (2, 3, 1000), (1, 256), (9,), (0, 70), (3, 0)], ids=str
+)
+def test_squares_of_ranges(backend, shape, dtype):
+    x = (10.0 + normal(shape, dtype, scale=3.0)).to(backend.device)
+    for group_size in (32, 256, 512):
+        found = backend.kernels.squares(x, group_size)
+        rows = x.reshape(groups.samples_of(shape)).float().cpu().numpy()
+        expected = squares(rows, group_size)
+        assert found.dtype == torch.float32 and found.shape == (len(rows),)
+        np.testing.assert_allclose(found.cpu().numpy(), expected, rtol=1e-5)
+
+
+def test_squares_of_what_is_normalised_or_not_finite(backend):
+    x = normal((3, 4, 64)).to(backend.device)
+    mean, rstd = (
+        normal((12,), seed=1).to(backend.device),
+        2.0 + normal((12,), seed=2).to(backend.device),
+    )
+    normalised = (x - mean.view(3, 4, 1)) * rstd.view(3, 4, 1)
+    found = backend.kernels.squares(x, 96, (mean, rstd, 64))
+    torch.testing.assert_close(found, backend.kernels.squares(normalised, 96))
+    for bad in (torch.nan, torch.inf):
+        x[1, 2, 3] = bad
+        assert backend.kernels.squares(x, 96).isfinite().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("features", [64, 300])
+def test_an_affine_map_of_samples_of_several_widths(backend, features):
+    x = normal((6, features))
+    widths = torch.tensor([3, 1, 8, 3, 2, 1], dtype=torch.uint8)
+    packed, ranges, _ = quantise(backend.kernels, x, widths=widths, device=backend.device)
+    out = torch.empty_like(x)
+    place = backend.kernels, packed, ranges, out, 0, 256, widths, backend.device
+    plain = dequantise(*place).clone()
+    scale, shift = normal((6,), seed=1), normal((6,), seed=2)
+    mapped = dequantise(*place, affine=(scale, shift, features))
+    assert torch.equal(mapped, plain * scale[:, None] + shift[:, None])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

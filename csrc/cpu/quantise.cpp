@@ -282,6 +282,45 @@ void quantise(const Streams& streams, const int64_t* order, const void* x, DType
   }
 }
 
+// -- squares ---------------------------------------------------------------------------------------------------
+
+template <class Number>
+void squares_of_groups(const Streams& streams, const typename Number::Type* x, const Normalisation& normalisation,
+                       int64_t begin, int64_t end, float* out) {
+  alignas(64) typename Number::Type copy[kPart];
+  alignas(64) float wide[kPart];
+  Normaliser normaliser(normalisation);
+  const float infinity = __builtin_inff();
+  Cursor cursor(streams, streams.of[0], nullptr, begin, end);
+  for (; cursor.exists(); cursor.advance()) {
+    const Group& group = cursor.group();
+    float least = infinity, greatest = -infinity;
+    bool clean = true;
+    for (int at = 0; at < group.length; at += kPart) {
+      const int m = part_size(group, at);
+      const float* values =
+          normalised(normaliser, cursor, at, m, read<Number>(cursor, x, at, m, copy, wide), wide);
+      clean &= extremes(values, blocks_of(m) * kBlock, least, greatest);
+    }
+    const float range = greatest - least;
+    out[cursor.number()] = clean ? static_cast<float>(group.length) * (range * range) : __builtin_nanf("");
+  }
+}
+
+void squares(const Streams& streams, const void* x, DType dtype, const Normalisation& normalisation, int64_t begin,
+             int64_t end, float* out) {
+  switch (dtype) {
+    case DType::float32:
+      return squares_of_groups<Float32>(streams, static_cast<const float*>(x), normalisation, begin, end, out);
+    case DType::float64:
+      return squares_of_groups<Float64>(streams, static_cast<const double*>(x), normalisation, begin, end, out);
+    case DType::float16:
+      return squares_of_groups<Float16>(streams, static_cast<const uint16_t*>(x), normalisation, begin, end, out);
+    case DType::bfloat16:
+      return squares_of_groups<BFloat16>(streams, static_cast<const uint16_t*>(x), normalisation, begin, end, out);
+  }
+}
+
 // -- dequantise ------------------------------------------------------------------------------------------------
 
 // The words of m elements of a stream from `first` on, as if they began a block: in place, or in `buffer`, which
@@ -371,7 +410,7 @@ void dequantise(const Streams& streams, const int64_t* order, const uint32_t* pa
 
 }  // namespace
 
-const QuantiserKernels quantiser_kernels = {quantise, dequantise};
+const QuantiserKernels quantiser_kernels = {quantise, squares, dequantise};
 
 }  // namespace FEWBIT_NAMESPACE
 }  // namespace fewbit

@@ -118,6 +118,14 @@ Extent quantise(const Kernels& kernels, const StreamPlan& plan, const void* x, D
   return extent_of(spreads);
 }
 
+void squares(const Kernels& kernels, const Streams& streams, const void* x, DType dtype,
+             const Normalisation& normalisation, float* out, int threads) {
+  if (streams.groups == 0) return;
+  run_shares(streams.groups, threads_for(element_count(streams), threads), [&](int, int64_t begin, int64_t end) {
+    kernels.quantiser->squares(streams, x, dtype, normalisation, begin, end, out);
+  });
+}
+
 int threads_of_forward(const Streams& streams, int threads) {
   const int64_t n = element_count(streams), units = quotient_up(n, unit_of_forward(streams).elements);
   const int wanted = threads_for(n, threads);

@@ -31,6 +31,10 @@ struct Extent {
 Extent quantise(const Kernels& kernels, const StreamPlan& plan, const void* x, DType dtype,
                 const Normalisation& normalisation, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads);
 
+// out: (groups,), length * range^2 of each group of a stream of samples that are in order.
+void squares(const Kernels& kernels, const Streams& streams, const void* x, DType dtype,
+             const Normalisation& normalisation, float* out, int threads);
+
 // Elements x, of a dtype for which there is `forward`, to y, codes and a seed of that kernel; y may be x.
 struct Forward {
   int function;
@@ -50,7 +54,7 @@ int threads_of_forward(const Streams& streams, int threads);
 Extent forward_quantised(const Kernels& kernels, const Streams& streams, const Forward& forward, uint64_t seed,
                          uint32_t* packed, uint16_t* ranges, int threads);
 
-// affine: for samples that all have one width.
+// affine: not of samples of several widths that share groups.
 void dequantise(const Kernels& kernels, const StreamPlan& plan, const uint32_t* packed, const uint16_t* ranges,
                 const Affine& affine, void* out, DType dtype, int threads);
 

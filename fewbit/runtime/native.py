@@ -187,6 +187,26 @@ class Kernels:
         )
         return packed, ranges, spread or (None, None)
 
+    def squares(self, x, group_size, normalise=None):
+        """As `reference.squares`."""
+        samples, features = groups.samples_of(x.shape)
+        if x.device.type != "cpu" or features < groups.LEAST_FEATURES:
+            return reference.squares(x, group_size, normalise)
+        count = groups.group_count(samples, features, group_size)
+        out = torch.empty(count, dtype=torch.float32)
+        self._kernels.squares(
+            x.data_ptr(),
+            _DTYPES[x.dtype],
+            samples,
+            features,
+            group_size,
+            out.data_ptr(),
+            count,
+            *self._where(x),
+            *_vectors(normalise, x.numel()),
+        )
+        return out.view(samples, count // max(samples, 1)).sum(1)
+
     def dequantise(self, packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
         """As `reference.dequantise`."""
         samples, features = groups.samples_of(out.shape)

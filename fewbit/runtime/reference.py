@@ -10,7 +10,7 @@ import torch
 from fewbit.runtime.encoding import Encoding, gray
 from fewbit.runtime.layout import is_broadcast_scalar, storage_order
 from fewbit.runtime.reference_bits import pack, philox_words, unpack
-from fewbit.runtime.reference_quantiser import dequantise, quantise
+from fewbit.runtime.reference_quantiser import dequantise, quantise, squares
 
 __all__ = [
     "decode_mul",
@@ -20,6 +20,7 @@ __all__ = [
     "forward_quantised",
     "pack",
     "quantise",
+    "squares",
     "unpack",
 ]
 

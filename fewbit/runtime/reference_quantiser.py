@@ -43,15 +43,37 @@ def quantise(x, seed, bits, group_size, wide, widths=None, words=None, normalise
     return packed, ranges, spread
 
 
+def squares(x, group_size, normalise=None):
+    """(N,) float32: of each sample the sum of length * range^2 over its groups, from exact ranges.
+
+    x, normalise: as in `quantise`. Samples of fewer than 64 features count as a group of their own. NaN for a
+    sample with an element that is not finite.
+    """
+    samples, features = groups.samples_of(x.shape)
+    rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
+    if normalise is not None:
+        rows = _normalised(rows, *normalise)
+    if not rows.numel():
+        return rows.new_zeros(samples)
+    per_row = -(-features // group_size)
+    last = rows[:, -1:].expand(samples, per_row * group_size - features)
+    cut = torch.cat([rows, last], 1).view(samples, per_row, group_size)
+    length = torch.full((per_row,), float(group_size), device=rows.device)
+    length[-1] = features - (per_row - 1) * group_size
+    extent = cut.amax(2) - cut.amin(2)
+    finite = torch.isfinite(cut).all(2)
+    return torch.where(finite, length * (extent * extent), torch.nan).sum(1)
+
+
 def dequantise(packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
     """The quantised values into a dense `out` with samples outermost, rounded once to its dtype.
 
-    affine: (scale or None, shift or None, inner), for one width: values * scale[i] + shift[i] in float32
+    affine: (scale or None, shift or None, inner), not for short samples of several widths: values * scale[i] + shift[i] in float32
     before they are rounded, indexed as in `quantise`.
     """
-    if affine is not None and widths is not None:
-        raise ValueError("expected no affine map for samples of several widths")
     samples, features = groups.samples_of(out.shape)
+    if affine is not None and widths is not None and features < groups.LEAST_FEATURES:
+        raise ValueError("expected no affine map for short samples of several widths")
     if widths is None:
         rows = _restored(packed, ranges, bits, group_size, samples, features)
     else:

@@ -226,7 +226,7 @@ class _LayerNorm(Function):
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
             rstd, weight, *kept = ctx.saved_tensors
-            mask = needs_x and len(kept) == 2, needs_weight, False
+            mask = needs_x and len(kept) == ctx.recipe.count, needs_weight, False
             x = scaled_back(ctx, kept, rstd, grad.dtype)
             scale = weight
             if weight is not None and weight.dtype.itemsize < grad.dtype.itemsize:
@@ -234,7 +234,7 @@ class _LayerNorm(Function):
             grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
                 grad, x, ctx.shape, torch.zeros_like(rstd), rstd, scale, None, mask
             )
-            if needs_x and len(kept) > 2:
+            if needs_x and len(kept) > ctx.recipe.count:
                 dims = tuple(range(-len(ctx.shape), 0))
                 g = _weighted(grad, weight).to(rstd.dtype)
                 grad_x = input_gradient(g, *restore_copies(ctx, kept), rstd, dims)
@@ -316,7 +316,7 @@ class _GroupNorm(Function):
                 *ctx.sizes,
                 mask,
             )
-            if needs_x and len(kept) > 2:
+            if needs_x and len(kept) > ctx.recipe.count:
                 grad_x = _group_gradient(ctx.sizes, grad, *restore_copies(ctx, kept), rstd, weight)
                 grad_x = grad_x.contiguous(memory_format=ctx.format)
             grad_x = grad_x.to(ctx.dtype) if needs_x else None
@@ -399,7 +399,7 @@ class _BatchNorm(Function):
             rstd, weight, reserve, *kept = ctx.saved_tensors
             size = ctx.recipe.size
             x = scaled_back(ctx, kept, _of_channels(rstd, ctx.view, size), ctx.dtype)
-            mask = [needs_x and len(kept) == 2, needs_weight, False]
+            mask = [needs_x and len(kept) == ctx.recipe.count, needs_weight, False]
             means = torch.zeros_like(rstd)
             statistics = weight, None, None, means, rstd, True, ctx.eps, mask
             if ctx.implementation is None:
@@ -411,7 +411,7 @@ class _BatchNorm(Function):
                     ctx.implementation, _as(x, ctx.view), grad, *statistics, reserve
                 )
             grad_x, grad_weight, _ = grads
-            if needs_x and len(kept) > 2:
+            if needs_x and len(kept) > ctx.recipe.count:
                 shape = 1, -1, *[1] * (grad.dim() - 2)
                 g = grad if weight is None else grad * weight.view(shape)
                 dims = [dim for dim in range(grad.dim()) if dim != 1]

@@ -51,6 +51,14 @@ def mixed_words(widths: Iterable[int], features: int) -> int:
     return sum(packed_words(count * features, bits) for bits, count in enumerate(counts))
 
 
+def words_of_total(total: int, features: int) -> int:
+    """int32 words that suffice for samples whose bits an element sum up to `total`, whatever each has.
+
+    The codes of each width are padded to whole blocks, so that 36 more words than without are enough.
+    """
+    return -(-total * features // BLOCK) + sum(range(1, 9))
+
+
 def quantised_bytes(shape, bits: int, group_size: int = GROUP_SIZE, wide: bool = False) -> int:
     """Bytes of the quantised copy of a tensor of that shape: codes, and 4 (wide: 6) a group.
 

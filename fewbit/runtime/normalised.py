@@ -28,9 +28,13 @@ class Affine(NamedTuple):
 
     def restore(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """y in the size of x; dtype: that of y unless given."""
-        packed, ranges, weight, bias = tensors
+        *kept, weight, bias = tensors
         affine = self._placed(weight), self._placed(bias), self._inner()
-        return self.normalised.restore((packed, ranges), dtype or self.dtype, affine)
+        return self.normalised.restore(kept, dtype or self.dtype, affine)
+
+    def observe(self, factor) -> None:
+        """See `Variable.observe`."""
+        self.normalised.observe(factor)
 
     def _inner(self) -> int | None:
         """How many elements in storage order have the same entry in a row; None for other layouts."""
@@ -68,14 +72,15 @@ def keep_copies(ctx, x, mean, rstd, inner, copies, quantiser):
 
 def restore_copies(ctx, kept):
     """The two factors x~^ of the backward pass: twice the same copy, or two independent ones."""
-    first = ctx.recipe.restore(kept[:2])
-    return first, first if len(kept) == 2 else ctx.recipe.restore(kept[2:])
+    count = ctx.recipe.count
+    first = ctx.recipe.restore(kept[:count])
+    return first, first if len(kept) == count else ctx.recipe.restore(kept[count:])
 
 
 def scaled_back(ctx, kept, rstd, dtype):
     """s x~^ of the first copy: an input of mean 0 for torch's own backward functions."""
     deviation = rstd.to(ctx.recipe.dtype).reciprocal()
-    return ctx.recipe.restore(kept[:2], dtype, (deviation, None, ctx.inner))
+    return ctx.recipe.restore(kept[: ctx.recipe.count], dtype, (deviation, None, ctx.inner))
 
 
 def input_gradient(g, first, second, rstd, dims, centred=True):

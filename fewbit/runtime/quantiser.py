@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.offset import Offset
 from fewbit.runtime.sharing import Session, in_checkpoint
 from fewbit.runtime.tables import check_choice
+from fewbit.runtime.variables import Variable
 
 DEFAULT_BITS = 2
 
@@ -25,6 +27,13 @@ class Recipe(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    samples: int | None = None  # where each has bits of its own
+    variable: Variable | None = None
+
+    @property
+    def count(self) -> int:
+        """How many tensors are kept: codes, ranges and, where samples have bits of their own, those."""
+        return 2 if self.samples is None else 3
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         """The values in the size and strides of what was kept; dtype: its own unless given.
@@ -32,18 +41,12 @@ class Recipe(NamedTuple):
         affine: (scale, shift, inner), either of which may be None, for values * scale + shift before they are
         rounded to dtype: of shapes that broadcast to the values; inner: as for `Quantiser.keep_normalised`.
         """
-        packed, ranges = tensors
-        place = self.bits, self.group_size, self.size, self.stride
         *vectors, inner = affine or (None, None)
         if all(each is None for each in vectors):
-            restore = quantiser_ops.dequantise if is_plain(packed) else quantiser_ops.dequantise_op
-            return restore(packed, ranges, *place, dtype or self.dtype)
-        plain = all(each is None or is_plain(each) for each in (packed, *vectors))
-        if plain and inner is not None and self.dtype == torch.float32:
-            affine = *map(_flat, vectors), inner
-            return quantiser_ops.dequantise(
-                packed, ranges, *place, dtype or self.dtype, affine=affine
-            )
+            return self._restore(tensors, dtype or self.dtype)
+        plain = all(each is None or is_plain(each) for each in (*tensors, *vectors))
+        if plain and inner is not None and self.dtype == torch.float32 and self._maps():
+            return self._restore(tensors, dtype or self.dtype, (*map(_flat, vectors), inner))
         scale, shift = vectors
         values = self.restore(tensors)
         if scale is not None:
@@ -52,12 +55,36 @@ class Recipe(NamedTuple):
             values.add_(shift)
         return values.to(dtype or self.dtype)
 
+    def _restore(self, tensors, dtype, affine=None):
+        packed, ranges, *widths = tensors
+        place = self.bits, self.group_size, self.size, self.stride
+        if not is_plain(packed):
+            return quantiser_ops.dequantise_op(packed, ranges, *place, dtype)
+        if not widths:
+            return quantiser_ops.dequantise(packed, ranges, *place, dtype, affine=affine)
+        return quantiser_ops.dequantise_samples(
+            packed, ranges, *widths, self.samples, *place[1:], dtype, affine
+        )
+
+    def _maps(self) -> bool:
+        """Whether the kernels map what they restore."""
+        return self.samples is None or prod(self.size) >= self.samples * groups.LEAST_FEATURES
+
+    def observe(self, factor) -> None:
+        """See `Variable.observe`."""
+        if self.variable is not None:
+            self.variable.observe(factor)
+
 
 class Permuted(NamedTuple):
     """How a tensor with its dimensions in another order is restored."""
 
     inner: Recipe
     order: tuple[int, ...]
+
+    def observe(self, factor) -> None:
+        """See `Variable.observe`."""
+        self.inner.observe(factor)
 
     def restore(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values of `inner` with dimension order[i] as dimension i."""
@@ -83,7 +110,7 @@ class Quantiser:
     """How a layer quantises what it keeps; one object a layer, or shared by layers.
 
     bits: 1 to 8. group_size: a multiple of 32. minimum: "auto" (float32 where a tensor's offset asks for
-    it), "bfloat16" or "float32". session: what the layers of a converted model share, or None.
+    it), "bfloat16" or "float32". session: what the layers of a converted model share, or None. name: of the layer in there.
     Raises InputError for anything else.
     """
 
@@ -93,6 +120,7 @@ class Quantiser:
         group_size: int = groups.GROUP_SIZE,
         minimum: str = "auto",
         session: Session | None = None,
+        name: str = "",
     ):
         check_choice(bits, None)
         groups.check_group_size(group_size)
@@ -102,25 +130,26 @@ class Quantiser:
         self.group_size = group_size
         self.minimum = minimum
         self.session = session
+        self.name = name
         self._offset = Offset()
 
-    def keep(self, x: torch.Tensor, shared: bool = True) -> Kept:
+    def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> Kept:
         """A quantised copy of x, floating, any shape and strides.
 
         Of a transposed view, that of the tensor as it lies in memory. shared: one copy serves all who ask for
-        x in a forward of the model.
+        x in a forward of the model. slot: a number for each of the layer's inputs.
         """
         order = layout.storage_permutation(x)
         if order is not None:
-            kept = self.keep(x.permute(order), shared)
+            kept = self.keep(x.permute(order), shared, slot)
             back = tuple(order.index(dim) for dim in range(x.dim()))
             return kept._replace(recipe=Permuted(kept.recipe, back))
         if not shared or self.session is None or not is_plain(x):
-            return self._keep(x, x.dtype)
+            return self._keep(x, x.dtype, slot)
         kept = self.session.find(x, self.key)
         self.session.follows(x, self)
         if kept is None:
-            kept = self._keep(x, x.dtype)
+            kept = self._keep(x, x.dtype, slot)
             self.session.add(x, self.key, kept)
         return kept
 
@@ -129,7 +158,8 @@ class Quantiser:
 
         For layers that multiply restored values: a product is exact in expectation only of independent ones.
         """
-        return self.keep(x, not any(_is_one_memory(x, other) for other in others))
+        is_one = any(_is_one_memory(x, other) for other in others)
+        return self.keep(x, not is_one, slot=len(others))
 
     def keep_normalised(self, x, mean, rstd, inner: int | None) -> Kept:
         """A quantised copy, shared with nobody, of (x - mean) rstd, in float32 or better.
@@ -139,25 +169,35 @@ class Quantiser:
         """
         fits = inner is not None and layout.is_by_sample(x)
         if fits and is_plain(x) and rstd.dtype == torch.float32 and x.dtype != torch.float64:
-            return self._keep(x, torch.float32, (_flat(mean), _flat(rstd), inner))
+            return self._keep(x, torch.float32, normalise=(_flat(mean), _flat(rstd), inner))
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
         return self._keep(x, x.dtype)
 
-    def _keep(self, x, dtype, normalise=None) -> Kept:
+    def _keep(self, x, dtype, slot=0, normalise=None) -> Kept:
         """x, or what `normalise` makes of it, to be restored in dtype."""
         if not is_plain(x):
             return self._traced(x)
         wide, ask = self._wide(), False
         if wide is None and x.is_cuda:
             wide, ask = self._on_device()
-        packed, ranges = quantiser_ops.quantise(
-            x, self._seed(x), self.bits, self.group_size, wide, normalise=normalise
-        )
+        bits, samples, variable = self.bits, None, self._variable(slot)
+        if variable is not None:
+            bits, samples = variable.uniform(), self.session.variables.samples_of(x)
+        settings = self.group_size, wide, normalise
+        if samples is None:
+            tensors = quantiser_ops.quantise(x, self._seed(x), bits, *settings)
+        else:
+            tensors = quantiser_ops.quantise_samples(x, self._seed(x), variable, samples, *settings)
         if ask:
-            self._offset.ask(ranges)
-        return Kept((packed, ranges), self._recipe(x, dtype))
+            self._offset.ask(tensors[1])
+        return Kept(tensors, self._recipe(x, dtype, bits, samples, variable))
+
+    def _variable(self, slot):
+        """Whose bits those are that are kept now, or None where they are fixed."""
+        variables = None if self.session is None else self.session.variables
+        return None if variables is None else variables.of(self.name, slot)
 
     def _on_device(self) -> tuple[bool, bool]:
         """Whether a tensor on a GPU has float32 minimums, and whether to ask on its account for later ones."""
@@ -171,6 +211,8 @@ class Quantiser:
         run(seed, bits, group_size, wide): writes y; returns codes and (packed, ranges, spread), or None where
         it cannot. y: a plain tensor, samples outermost. Of a tensor with a large offset nothing is kept here.
         """
+        if self._variable(0) is not None:
+            return None
         made = run(self._seed(y), self.bits, self.group_size, self.minimum == "float32")
         if made is None:
             return None
@@ -182,7 +224,8 @@ class Quantiser:
     @property
     def key(self) -> tuple:
         """Layers with equal keys can share what they keep."""
-        return self.bits, self.group_size, self.minimum
+        bits = self.bits if self._variable(0) is None else None
+        return bits, self.group_size, self.minimum
 
     def _traced(self, x) -> Kept:
         packed, ranges, one = quantiser_ops.quantise_op(
@@ -190,9 +233,10 @@ class Quantiser:
         )
         return Kept((packed, ranges), self._recipe(x, x.dtype), one)
 
-    def _recipe(self, x, dtype) -> Recipe:
+    def _recipe(self, x, dtype, bits=None, *rest) -> Recipe:
         stride = layout.by_sample_stride(x)
-        return Recipe(self.bits, self.group_size, tuple(x.shape), tuple(stride), dtype)
+        place = self.group_size, tuple(x.shape), tuple(stride), dtype
+        return Recipe(self.bits if bits is None else bits, *place, *rest)
 
     def _seed(self, x):
         return ops.new_seed(x) if self.session is None else self.session.seed(x)

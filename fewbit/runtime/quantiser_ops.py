@@ -14,9 +14,10 @@ from torch.library import register_fake
 from fewbit.runtime import backends, groups, layout
 from fewbit.runtime.encoding import packed_words
 from fewbit.runtime.ops import define, keep_results
+from fewbit.runtime.variables import split
 
 
-def quantise(x, seed, bits, group_size, wide=None, widths=None, words=None, normalise=None):
+def quantise(x, seed, bits, group_size, wide=None, normalise=None, widths=None, words=None):
     """(packed, ranges) of x (docs/quantiser.md).
 
     x: floating, any strides. seed: (1,) int64 on x's device. bits: 1 to 8, for all samples; or widths: (N,)
@@ -33,6 +34,35 @@ def quantise(x, seed, bits, group_size, wide=None, widths=None, words=None, norm
     if wide is None and x.device.type == "cpu" and is_offset(*map(float, spread)):
         packed, ranges, _ = backend.quantise(source, seed, bits, group_size, True, *rest)
     return packed, ranges
+
+
+def quantise_samples(x, seed, variable, samples, group_size, wide=None, normalise=None):
+    """(packed, ranges, widths) of x, whose samples share the bits of a variable; widths: (samples,) uint8."""
+    x = x.detach()
+    source = x if layout.is_by_sample(x) else x.contiguous()
+    if len(source) != samples:
+        source = source.view(samples, -1)
+    squares = backends.of(source).squares(source, group_size, normalise)
+    features = source.numel() // samples
+    if variable.observing:
+        variable.seen.append((samples, features, squares))
+    total = variable.total(samples)
+    widths = split(squares, total)
+    words = groups.words_of_total(total, features)
+    kept = quantise(source, seed, 0, group_size, wide, normalise, widths, words)
+    return *kept, widths
+
+
+def dequantise_samples(
+    packed, ranges, widths, samples, group_size, size, stride, dtype, affine=None
+):
+    """The values of `quantise_samples`, as `dequantise`."""
+    out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+    rows = out
+    if len(out) != samples:
+        rows = out.view(samples, -1)
+    backends.of(packed).dequantise(packed, ranges, 0, group_size, rows, widths, affine)
+    return out
 
 
 def dequantise(packed, ranges, bits, group_size, size, stride, dtype, widths=None, affine=None):

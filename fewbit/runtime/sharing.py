@@ -39,22 +39,23 @@ class Session:
     restores, is a new session with nothing in it.
     """
 
-    def __init__(self, calls=None):
+    def __init__(self, calls=None, variables=None):
         self.calls = calls
+        self.variables = variables
         self._local = _Local()
         self._followed = {}
         self._generators = None
         self._start = 0
 
     def __getstate__(self):
-        return {"calls": self.calls}
+        return {"calls": self.calls, "variables": self.variables}
 
     def __setstate__(self, state):
         self.__init__(**state)
 
     # -- Forwards ----------------------------------------------------------------------------------------
 
-    def enter(self, module, *_) -> None:
+    def enter(self, module, args=(), *_) -> None:
         """A forward pre-hook of every module with layers inside; the outermost one's call is the forward."""
         if torch.compiler.is_compiling():
             return
@@ -74,6 +75,8 @@ class Session:
         local.started = torch.is_grad_enabled() and not _in_backward()
         if local.started:
             self._generators = {}
+            if self.variables is not None:
+                self.variables.batch = _batch_size(args)
         if torch.is_grad_enabled() and module.training and self.calls is not None:
             self.calls.__enter__()
             local.entered = True
@@ -251,6 +254,14 @@ def _checkpoint():
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack = hooks and hooks[0]
     return pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
+
+
+def _batch_size(args) -> int | None:
+    """Dimension 0 of a model's input."""
+    for each in args:
+        if isinstance(each, torch.Tensor) and each.dim():
+            return len(each)
+    return None
 
 
 def _in_backward() -> bool:

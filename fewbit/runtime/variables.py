@@ -53,6 +53,37 @@ class Variable:
         return min(max(math.floor(self.average + 1e-6), LEAST), MOST)
 
 
+class Variables:
+    """Those of one model. by_sample: whether samples have bits of their own."""
+
+    def __init__(self, average: float, by_sample: bool = True):
+        self.average = average
+        self.by_sample = by_sample
+        self.batch = None  # samples in the forward that runs, or None
+        self._all = {}
+
+    def of(self, name: str, slot: int) -> Variable:
+        """What the layer of that name keeps of its input number `slot`."""
+        variable = self._all.get((name, slot))
+        if variable is None:
+            variable = self._all[name, slot] = Variable((name, slot), self.average)
+        return variable
+
+    def samples_of(self, x) -> int | None:
+        """How many samples lie in x one after the other, in storage order; None where that is not known."""
+        if not self.by_sample or not self.batch or not x.numel():
+            return None
+        if len(x) == self.batch:
+            return self.batch
+        return self.batch if len(x) % self.batch == 0 and x.is_contiguous() else None
+
+    def __iter__(self):
+        return iter(self._all.values())
+
+    def __len__(self):
+        return len(self._all)
+
+
 def split(squares: torch.Tensor, total: int) -> torch.Tensor:
     """uint8 (N,): bits of samples that sum up to `total`, the best for those squares of ranges, (N,) float32.
 

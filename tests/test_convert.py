@@ -418,17 +418,32 @@ def test_the_report(capsys):
     "options, message",
     [
         ({"bits": 0}, "expected a whole number from 1 to 8 for bits, got 0"),
-        ({"activation_bits": 9}, "expected a whole number from 1 to 8 for bits, got 9"),
+        ({"activation_bits": 9}, "expected a whole number from 1 to 8 for activation_bits, got 9"),
         ({"level": "L9"}, "expected one of L0, L1, L2 for level, got 'L9'"),
         ({"level": "L0", "bits": 2}, "expected no bits at level L0, which compresses nothing"),
         ({"policy": "magic"}, "expected 'fixed' for policy, got 'magic'"),
         ({"group_size": 33}, "expected a multiple of 32 from 32 to 65536 for group_size, got 33"),
         ({"minimum": "int8"}, "expected auto, bfloat16 or float32 for minimum, got 'int8'"),
         ({"copies": 0}, "expected 1 or 2 for copies, got 0"),
-        ({"include": "decoder"}, "expected a glob that matches a module, got 'decoder'"),
-        ({"exclude": 5}, "expected a glob, a list of globs or a function, got 5"),
-        ({"overrides": {"nobody": 2}}, "expected a glob that matches a module, got 'nobody'"),
-        ({"overrides": {"stem": 9}}, "expected a whole number from 1 to 8 for bits, got 9"),
+        ({"include": "decoder"}, "include: expected a glob that matches a module, got 'decoder'"),
+        ({"exclude": 5}, "exclude: expected a glob, a list of globs or a function"),
+        ({"include": nn.Linear}, "include: expected a glob, a list of globs or a function"),
+        ({"include": ["stem", 3]}, "include: expected a glob over dotted module paths, got 3"),
+        (
+            {"overrides": ["stem"]},
+            "overrides: expected a mapping of globs to settings, got ['stem']",
+        ),
+        ({"overrides": {3: 2}}, "overrides: expected a glob over dotted module paths, got 3"),
+        ({"attention_bits": 0}, "expected a whole number from 1 to 8 for attention_bits, got 0"),
+        ({"sample": [1]}, "sample: expected a tensor, a tuple of positional inputs or a mapping"),
+        (
+            {"overrides": {"nobody": 2}},
+            "overrides: expected a glob that matches a module, got 'nobody'",
+        ),
+        (
+            {"overrides": {"stem": 9}},
+            "overrides['stem']: expected a whole number from 1 to 8 for bits, got 9",
+        ),
         (
             {"overrides": {"stem": {"bit": 2}}},
             "overrides['stem']: expected bits, a mapping of bits, activation_bits, "

@@ -13,7 +13,14 @@ import fewbit.nn
 from fewbit import functional as F
 from fewbit.runtime.quantiser import Quantiser
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors", "ignore:Using padding='same'")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*nested tensors",
+    "ignore:Using padding='same'",
+    "ignore::DeprecationWarning:torch.*",
+    "ignore:.*should not be instantiated:DeprecationWarning",
+    "ignore:.*torch.jit.script:DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor:UserWarning",
+)
 
 
 def quiet(model, bits=8, **options):
@@ -350,3 +357,101 @@ def test_what_a_checkpoint_makes_again_is_alike():
     checkpoint(region, x, use_reentrant=False).sum().backward()
     assert answers == [(True, False)] * 2
     assert quantiser._on_device() == (True, True)
+
+
+# -- parts that are compiled -----------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Functions that are in the table beside others."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        t = self.a(x)
+        t = torch_f.relu(t) + torch.tanh(t) * 2 - t * t.cos() + t.roll(1) * t.sin()
+        return self.a(t) * 0.1 + self.b(x)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "order", ["parts, then converted", "converted, then parts", "whole, then converted"]
+)
+def test_what_is_compiled_in_a_converted_model(order, backend, full):
+    """torch.compile once took what it made of one function for another's."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Mixed(), nn.ReLU(), Mixed()), normal((8, 16), scale=1.0)
+    expected = model(x)
+    expected.square().sum().backward()
+    exact = model[0].a.weight.grad.clone()
+    model.zero_grad()
+
+    def compile_parts():
+        for part in (model[0], model[2]):
+            part.compile(backend=backend, fullgraph=full)
+
+    outer = model
+    if order == "whole, then converted":
+        outer = torch.compile(model, backend=backend, fullgraph=full)
+    if order == "parts, then converted":
+        compile_parts()
+    quiet(outer, activation_bits=8)
+    if order == "converted, then parts":
+        compile_parts()
+    y = outer(x)
+    torch.testing.assert_close(y, expected)
+    y.square().sum().backward()
+    assert (model[0].a.weight.grad - exact).norm() < 0.03 * exact.norm()
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+# -- settings of parts -----------------------------------------------------------------------------
+
+
+def test_overrides_reach_functions():
+    def kept(**options):
+        model = quiet(
+            nn.Sequential(Calling(torch_f.gelu), Calling(torch_f.gelu)), bits=4, **options
+        )
+        report = fewbit.saved_bytes(model, normal((64, 6), scale=1.0))
+        return [each.bytes for each in report.kept if each.node == "ActivationBackward"]
+
+    n = 4 * 64 * 6 // 32
+    assert kept() == [3 * n, 3 * n]
+    assert kept(overrides={"0": 8}) == [8 * n, 3 * n]
+    assert kept(overrides={"*": 2, "1": {"activation_bits": 1}}) == [2 * n, 1 * n]
+    assert kept(overrides={"": 5}) == [5 * n, 5 * n]
+    assert kept(exclude="1") == [3 * n]
+    assert kept(exclude="") == []
+
+
+def test_a_scripted_part_is_left_alone():
+    model = nn.Sequential(nn.Linear(6, 6), torch.jit.script(nn.Linear(6, 6)), nn.GELU())
+    y = model(normal((3, 6)))
+    quiet(model)
+    torch.testing.assert_close(model(normal((3, 6))), y)
+    assert isinstance(model[0], fewbit.nn.Linear) and isinstance(model[2], fewbit.GELU)
+
+
+def test_samples_of_keyword_inputs(capsys):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 8)
+
+        def forward(self, *, x):
+            return self.linear(x)
+
+    x = normal((8, 64)).requires_grad_()
+    model = Named()
+    first = fewbit.compress_(model, bits=4, sample={"x": x}).report.kept
+    second = fewbit.compress_(model, bits=2, sample={"x": x}).report.kept
+    # What the exact model keeps, not what the first conversion did.
+    assert first[0] == second[0] and sum(second[1].values()) < sum(first[1].values())
+    assert "called functions keep 2 bits of inputs, 4 of attention, 3 of" in capsys.readouterr().out
+    fewbit.compress_(model.eval(), sample={"x": x})
+    assert "in evaluation mode, in which nothing is compressed" in capsys.readouterr().out

@@ -231,10 +231,10 @@ def test_the_printed_report(capsys):
         ({"bits": True}, "expected a whole number from 1 to 8 for bits, got True"),
         (
             {"include": "decoder.*"},
-            "expected a glob that matches a module, got 'decoder.*'",
+            "include: expected a glob that matches a module, got 'decoder.*'",
         ),
-        ({"include": 5}, "expected a glob, a list of globs or a function, got 5"),
-        ({"exclude": ["1", "x"]}, "expected a glob that matches a module, got 'x'"),
+        ({"include": 5}, "include: expected a glob, a list of globs or a function"),
+        ({"exclude": ["1", "x"]}, "exclude: expected a glob that matches a module, got 'x'"),
     ],
 )
 def test_refused_with_nothing_changed(arguments, message):

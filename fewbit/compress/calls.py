@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch._C._dynamo import eval_frame
 from torch.nn import functional as torch_functional
 from torch.overrides import TorchFunctionMode
 
 from fewbit import functional as F
 from fewbit.errors import FunctionError
 from fewbit.runtime.activation import takes
-from fewbit.runtime.exact import is_exact
+from fewbit.runtime.exact import said
 from fewbit.runtime.quantiser import Quantiser
 
 _ACTIVATIONS = (
@@ -76,35 +79,15 @@ def _table() -> dict:
     return table
 
 
-class Calls(TorchFunctionMode):
-    """Within it torch's functions of the table run as fewbit's, on tensors that need a gradient."""
+@dataclass(frozen=True)
+class FunctionSettings:
+    """What functions keep that a module calls."""
 
-    TABLE = _table()
+    quantiser: Quantiser
+    activation_bits: int
+    attention_quantiser: Quantiser
 
-    def __init__(
-        self,
-        quantiser: Quantiser,
-        activation_bits: int,
-        attention_quantiser: Quantiser | None = None,
-    ):
-        self.quantiser = quantiser
-        self.activation_bits = activation_bits
-        self.attention_quantiser = attention_quantiser or quantiser
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        found = self.TABLE.get(function)
-        if found is None or is_exact() or not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        session = self.quantiser.session
-        if session is not None and (session.is_evaluating() or not session.is_made_again_alike()):
-            return function(*args, **kwargs)
-        ours, family = found
-        if not all(isinstance(each, torch.Tensor) for each in args[:1]) or "out" in kwargs:
-            return function(*args, **kwargs)
-        return self._call(ours, family, function, args, kwargs)
-
-    def _call(self, ours, family, function, args, kwargs):
+    def call(self, ours, family, function, args, kwargs):
         if family == "quantised":
             if ours in (F.mul, F.matmul) and not _both_are_made(args, kwargs):
                 return function(*args, **kwargs)
@@ -119,6 +102,47 @@ class Calls(TorchFunctionMode):
             return ours(*args, **kwargs, **bits)
         except FunctionError:  # of parameters that torch alone takes
             return function(*args, **kwargs)
+
+
+class Calls(TorchFunctionMode):
+    """Within it torch's functions of the table run as fewbit's, on tensors that need a gradient."""
+
+    TABLE = _table()
+
+    def __init__(self, settings: FunctionSettings):
+        self.settings = settings
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None:
+            return function(*args, **kwargs)  # traced, or called by what was compiled
+        found = self.TABLE.get(function)
+        own = said()
+        if found is None or own is True or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        session = self.settings.quantiser.session
+        if session is not None and (session.is_evaluating() or not session.is_made_again_alike()):
+            return function(*args, **kwargs)
+        ours, family = found
+        if not all(isinstance(each, torch.Tensor) for each in args[:1]) or "out" in kwargs:
+            return function(*args, **kwargs)
+        return (own or self.settings).call(ours, family, function, args, kwargs)
+
+
+def _leave_to_interpreter(code) -> None:
+    """torch.compile follows the function where it traces, but does not compile a call of it that its own code makes.
+
+    It takes that for one more function to compile, and then what it made of one torch function for another's.
+    """
+    if hasattr(eval_frame, "skip_code"):  # torch 2.6
+        eval_frame.skip_code(code)
+        return
+    actions = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
+    eval_frame.set_code_exec_strategy(code, strategy)
+
+
+_leave_to_interpreter(Calls.__torch_function__.__code__)
 
 
 def _both_are_made(args, kwargs) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from fewbit.compress import kinds, transformers_attention
-from fewbit.compress.calls import Calls
+from fewbit.compress.calls import Calls, FunctionSettings
 from fewbit.compress.controller import Controller
 from fewbit.compress.convert_report import Converted, LeftAlone, Report
 from fewbit.compress.meter import saved_bytes
@@ -20,7 +21,7 @@ from fewbit.runtime.exact import Switch
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import Quantiser
 from fewbit.runtime.sharing import Session
-from fewbit.runtime.tables import check_choice
+from fewbit.runtime.tables import check_bits
 
 LEVELS = ("L0", "L1", "L2")
 LEVEL_BITS = 4
@@ -51,9 +52,9 @@ class Settings:
 
     def check(self) -> Settings:
         """InputError for a value that there is not."""
-        check_choice(self.activation_bits, None)
+        check_bits(self.activation_bits, "activation_bits")
         if self.attention_bits is not None:
-            check_choice(self.attention_bits, None)
+            check_bits(self.attention_bits, "attention_bits")
         Quantiser(self.bits, self.group_size, self.minimum)
         check_copies(self.copies)
         return self
@@ -61,6 +62,11 @@ class Settings:
     def quantiser(self, session: Session) -> Quantiser:
         """For the inputs of layers."""
         return Quantiser(self.bits, self.group_size, self.minimum, session)
+
+    def of_functions(self, session: Session) -> FunctionSettings:
+        """For functions that a forward calls."""
+        quantisers = self.quantiser(session), self.attention_quantiser(session)
+        return FunctionSettings(quantisers[0], self.activation_bits, quantisers[1])
 
     def attention_quantiser(self, session: Session) -> Quantiser:
         """For q, k and v."""
@@ -116,7 +122,8 @@ def compress_(
     counts; a glob that matches a module matches what is inside), or a function (path, module) -> bool;
     exclude wins. overrides: {glob: bits, or a mapping of bits, activation_bits, attention_bits,
     group_size, minimum, copies, or None to leave as it is}; the last glob that matches wins. sample: a
-    tuple of inputs, for which the report counts the bytes kept before and after. verbose: print it.
+    tensor, a tuple of inputs or a mapping of keyword inputs, for which the report counts the bytes that the exact
+    model keeps and this one. verbose: print the report.
 
     Raises InputError, with nothing changed, for settings that there are not, a model that is not a module,
     or a glob that no module matches.
@@ -131,14 +138,21 @@ def compress_(
         functional,
     ).check()
     settings = _at_level(settings, level, policy, bits, activation_bits, attention_bits)
+    _check_sample(sample)
     if settings is None:
         restore_(model)
         return _reported(model, Report((), ()), Session(), verbose)
-    before = None if sample is None else _by_op(model, sample)
-    controller = convert(model, settings, include, exclude, overrides or {})
-    if before is not None:
-        after = _by_op(model, sample)
-        controller.report = replace(controller.report, kept=(before, after))
+    before = {}
+
+    def measure():
+        if sample is not None:
+            before.update(_by_op(model, sample))
+
+    controller = convert(model, settings, include, exclude, overrides or {}, measure)
+    changes = {"functions": _functions_row(settings)} if settings.functional else {}
+    if sample is not None:
+        changes |= {"kept": (before, _by_op(model, sample)), "is_training": model.training}
+    controller.report = replace(controller.report, **changes)
     return _reported(model, controller.report, controller.session, verbose)
 
 
@@ -170,10 +184,13 @@ def restore_(model: nn.Module) -> None:
             setattr(module, name, function)
 
 
-def convert(model, settings: Settings, include="*", exclude=(), overrides=None) -> Controller:
+def convert(
+    model, settings: Settings, include="*", exclude=(), overrides=None, between=lambda: None
+) -> Controller:
     """`compress_` without levels, samples and printing; of activations alone if settings say so.
 
     With other families too an earlier conversion is undone first, so that the new settings are all there is.
+    between: called when everything is checked and undone, before anything is converted.
     """
     settings.check()
     _check_model(model)
@@ -183,6 +200,7 @@ def convert(model, settings: Settings, include="*", exclude=(), overrides=None) 
     if whole:
         restore_(model)
         found, chosen, each = _selected(model, settings, *selection)
+    between()
     session = Session()
     rows = []
     for (paths, module, attribute), is_chosen, own in zip(found, chosen, each, strict=True):
@@ -191,7 +209,7 @@ def convert(model, settings: Settings, include="*", exclude=(), overrides=None) 
         rows += _convert_attention(model, found, chosen, each, session)
     if whole:
         # Hooks that come last run first: the session's.
-        _exclude(model, found, chosen, each)
+        _tell_apart(model, settings, found, chosen, each, session)
         _attach(model, settings, session)
     converted = tuple(row for row in rows if isinstance(row, Converted))
     left_alone = tuple(row for row in rows if isinstance(row, LeftAlone))
@@ -201,34 +219,46 @@ def convert(model, settings: Settings, include="*", exclude=(), overrides=None) 
 def _attach(model, settings: Settings, session: Session) -> None:
     """Tells the session of the model's forwards."""
     if settings.functional:
-        session.calls = Calls(
-            settings.quantiser(session),
-            settings.activation_bits,
-            settings.attention_quantiser(session),
-        )
+        session.calls = Calls(settings.of_functions(session))
     elif not any(isinstance(each, Quantised) for each in model.modules()):
         return
     for module in model.modules():
         # Of those without a forward, like ModuleList, they are never called.
-        if module is model or _may_call(module):
+        if (module is model or _may_call(module)) and not _is_scripted(module):
             module.register_forward_pre_hook(session.enter, prepend=True)
             module.register_forward_hook(session.leave, always_call=True)
 
 
-def _exclude(model, found, chosen, each) -> None:
-    """Keeps the functions exact that excluded modules call."""
+def _tell_apart(model, settings, found, chosen, each, session) -> None:
+    """Keeps functions exact that excluded modules call, and gives those of others their own settings."""
     own = {
-        id(module): is_chosen and settings is not None
+        id(module): settings if is_chosen else None
         for (_, module, attribute), is_chosen, settings in zip(found, chosen, each, strict=True)
         if attribute is None
     }
-    if all(own.values()):
+    if all(each is settings for each in own.values()):
         return
+    made = {}
     for module in model.modules():
-        if not own[id(module)] or _may_call(module):
-            switch = Switch(exact=not own[id(module)])
-            module.register_forward_pre_hook(switch.enter, prepend=True)
-            module.register_forward_hook(switch.leave, always_call=True)
+        mine = own[id(module)]
+        if _is_scripted(module):
+            continue
+        if mine is None:
+            says = True
+        elif not _may_call(module):
+            continue
+        elif mine is settings:
+            says = False
+        else:
+            says = made.setdefault(mine, mine.of_functions(session))
+        switch = Switch(says)
+        module.register_forward_pre_hook(switch.enter, prepend=True)
+        module.register_forward_hook(switch.leave, always_call=True)
+
+
+def _is_scripted(module) -> bool:
+    """Whether torch lets it have no hooks."""
+    return isinstance(module, torch.jit.ScriptModule)
 
 
 def _may_call(module) -> bool:
@@ -261,10 +291,26 @@ def _reported(model, report, session, verbose) -> Controller:
     return Controller(model, report, session)
 
 
+def _check_sample(sample) -> None:
+    if sample is not None and not isinstance(sample, tuple | Mapping | torch.Tensor):
+        raise InputError(
+            "sample: expected a tensor, a tuple of positional inputs or a mapping of keyword inputs, "
+            f"got {type(sample).__name__}"
+        )
+
+
+def _functions_row(settings: Settings) -> tuple[int, int, int]:
+    """Bits of inputs, attention and activations."""
+    of_all = settings.of_functions(Session())
+    return of_all.quantiser.bits, of_all.attention_quantiser.bits, of_all.activation_bits
+
+
 def _by_op(model, sample) -> dict[str, int]:
-    inputs = sample if isinstance(sample, tuple) else (sample,)
+    inputs = (sample,) if isinstance(sample, torch.Tensor) else sample
+    named = inputs if isinstance(inputs, Mapping) else {}
+    inputs = () if named else inputs
     sums = {}
-    for entry in saved_bytes(model, *inputs).kept:
+    for entry in saved_bytes(model, *inputs, **named).kept:
         name = entry.node or "unknown"
         sums[name] = sums.get(name, 0) + entry.bytes
     return sums
@@ -297,21 +343,27 @@ def _found(model: nn.Module) -> list[tuple[list[str], nn.Module, str | None]]:
 
 
 def _chosen(found, include: Filter, exclude: Filter) -> list[bool]:
-    included, excluded = _matches(found, include), _matches(found, exclude)
+    included = _matches(found, include, "include")
+    excluded = _matches(found, exclude, "exclude")
     return [a and not b for a, b in zip(included, excluded, strict=True)]
 
 
-def _matches(found, which: Filter) -> list[bool]:
-    if callable(which):
+def _matches(found, which: Filter, name: str) -> list[bool]:
+    if callable(which) and not isinstance(which, type):
         return [any(which(path, module) for path in paths) for paths, module, _ in found]
     globs = (which,) if isinstance(which, str) else which
-    if not isinstance(globs, Iterable) or not all(isinstance(each, str) for each in globs):
-        raise InputError(f"expected a glob, a list of globs or a function, got {which!r}")
+    if not isinstance(globs, Iterable) or isinstance(globs, type):
+        raise InputError(
+            f"{name}: expected a glob, a list of globs or a function (path, module) -> bool, "
+            f"got {which!r}"
+        )
     result = [False] * len(found)
     for glob in tuple(globs):
+        if not isinstance(glob, str):
+            raise InputError(f"{name}: expected a glob over dotted module paths, got {glob!r}")
         of_glob = [any(_is_within(path, glob) for path in paths) for paths, _, _ in found]
         if not any(of_glob):
-            raise InputError(f"expected a glob that matches a module, got {glob!r}")
+            raise InputError(f"{name}: expected a glob that matches a module, got {glob!r}")
         result = [a or b for a, b in zip(result, of_glob, strict=True)]
     return result
 
@@ -319,15 +371,19 @@ def _matches(found, which: Filter) -> list[bool]:
 def _is_within(path: str, glob: str) -> bool:
     """Whether the glob matches the path, or that of a module around it."""
     parts = path.split(".")
-    return any(fnmatchcase(".".join(parts[:n]), glob) for n in range(1, len(parts) + 1))
+    return any(fnmatchcase(".".join(parts[:n]), glob) for n in range(len(parts) + 1))
 
 
 _OVERRIDES = ("bits", "activation_bits", "attention_bits", "group_size", "minimum", "copies")
 
 
 def _overridden(found, settings: Settings, overrides: Mapping) -> list[Settings | None]:
+    if not isinstance(overrides, Mapping):
+        raise InputError(f"overrides: expected a mapping of globs to settings, got {overrides!r}")
     result = [settings] * len(found)
     for glob, change in overrides.items():
+        if not isinstance(glob, str):
+            raise InputError(f"overrides: expected a glob over dotted module paths, got {glob!r}")
         if isinstance(change, int) and not isinstance(change, bool):
             change = {"bits": change, "activation_bits": change, "attention_bits": change}
         if change is not None and not (
@@ -335,8 +391,11 @@ def _overridden(found, settings: Settings, overrides: Mapping) -> list[Settings 
         ):
             expected = f"bits, a mapping of {', '.join(_OVERRIDES)}, or None"
             raise InputError(f"overrides[{glob!r}]: expected {expected}, got {change!r}")
-        own = None if change is None else replace(settings, **change).check()
-        for i, matches in enumerate(_matches(found, glob)):
+        try:
+            own = None if change is None else replace(settings, **change).check()
+        except InputError as error:
+            raise InputError(f"overrides[{glob!r}]: {error}") from None
+        for i, matches in enumerate(_matches(found, glob, "overrides")):
             if matches:
                 result[i] = own
     return result

@@ -32,11 +32,17 @@ class LeftAlone(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did; `bytes`: kept for backward (before, after) by op, if a sample was given."""
+    """What a conversion did.
+
+    kept: bytes kept for backward (before, after) by op, if a sample was given; is_training: in training mode.
+    functions: bits of functions that a forward calls (inputs, attention, activations), if those are compressed.
+    """
 
     converted: tuple[Converted, ...]
     left_alone: tuple[LeftAlone, ...]
     kept: tuple[dict[str, int], dict[str, int]] | None = None
+    functions: tuple[int, int, int] | None = None
+    is_training: bool = True
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -54,12 +60,20 @@ class Report:
             yield f"{_counted(len(self.converted), 'module')} converted"
         else:
             yield "no module converted"
+        if self.functions is not None:
+            inputs, attention, activations = self.functions
+            yield (
+                f"called functions keep {_bits(inputs)} of inputs, {attention} of attention, "
+                f"{activations} of activations"
+            )
         for (pattern, kind, reason), count in self._reasons().items():
             where = f"{_counted(count, 'module')} like {pattern}" if count > 1 else pattern
             yield Text(f"left alone: {where} ({kind}): {reason}")
         if self.kept is not None:
             yield ""
             yield self._bytes()
+            if not self.is_training:
+                yield "the model is in evaluation mode, in which nothing is compressed"
 
     def _table(self, width: int):
         from fewbit.report import new_grid

@@ -7,6 +7,7 @@ from torch import nn
 from fewbit.compress import kinds
 from fewbit.compress.convert import Filter, Settings, convert
 from fewbit.compress.convert_report import Report
+from fewbit.runtime.tables import check_bits
 
 
 def replace_activations_(
@@ -26,6 +27,7 @@ def replace_activations_(
     Raises InputError, with nothing changed, for bad bits, a model that is not a module, or a glob that no
     module matches.
     """
+    check_bits(bits)
     settings = Settings(activation_bits=bits, families=(kinds.ACTIVATION,))
     report = convert(model, settings, include, exclude).report
     if verbose:

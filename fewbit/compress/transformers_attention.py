@@ -46,8 +46,8 @@ def install(
     """Have the models of transformers within `model` keep q, k and v of attention quantised.
 
     quantiser: for all, or a function (path, module) -> quantiser, or None to leave the module.
-    Their configuration's attention implementation becomes "fewbit" where it was "sdpa" or "eager";
-    it computes what "sdpa" does, by its masks, in eval mode too. `config` objects are changed:
+    Their configuration's attention implementation becomes "fewbit" where it was "sdpa"; it
+    computes what "sdpa" does, by its masks, in eval mode too. `config` objects are changed:
     models that share one share the implementation, and one that was not converted then runs "sdpa".
 
     Returns the paths of the attention modules that use it, and of the models that do not, with why.
@@ -114,7 +114,9 @@ def _why_not(cls, config) -> str | None:
     """Why a model cannot use our attention; None if it can."""
     if config._attn_implementation == NAME:
         return None
-    if config._attn_implementation not in ("sdpa", "eager"):
+    if config._attn_implementation == "eager":
+        return "it uses eager, which may be asked for attention weights; functions that it calls are compressed"
+    if config._attn_implementation != "sdpa":
         return f"it uses {config._attn_implementation}"
     if config.output_attentions:
         return "it returns attention weights"

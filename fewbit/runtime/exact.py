@@ -9,7 +9,10 @@ import torch
 
 
 class _Stack(threading.local):
-    """Whether functions stay torch's own, as the modules that run say; the innermost one decides."""
+    """What the modules that run say of functions, the innermost one last.
+
+    True: they stay torch's own. False: they are those of the model. Else settings of their own.
+    """
 
     def __init__(self):
         self.flags = []
@@ -32,9 +35,9 @@ def _exactly():
         _stack.flags.pop()
 
 
-def is_exact() -> bool:
-    """Whether functions that are called in this thread stay torch's own now."""
-    return bool(_stack.flags) and _stack.flags[-1]
+def said():
+    """What the innermost module says: True, False or settings."""
+    return _stack.flags[-1] if _stack.flags else False
 
 
 def forget() -> None:
@@ -43,15 +46,15 @@ def forget() -> None:
 
 
 class Switch:
-    """Forward hooks of a module that was excluded (exact), or of one inside such a module that was not."""
+    """Forward hooks of a module that has a say of its own: see `said`."""
 
-    def __init__(self, exact: bool):
-        self.exact = exact
+    def __init__(self, says):
+        self.says = says
 
     def enter(self, *_) -> None:
         """A forward pre-hook."""
         if not torch.compiler.is_compiling():
-            _stack.flags.append(self.exact)
+            _stack.flags.append(self.says)
 
     def leave(self, *_) -> None:
         """A forward hook, called also where the forward raised."""

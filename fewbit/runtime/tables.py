@@ -59,10 +59,15 @@ def _text(table) -> str:
     return Encoding.of(table).text
 
 
+def check_bits(bits, name: str = "bits") -> None:
+    """Raises InputError if `bits` is not a whole number from 1 to 8."""
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
+        raise InputError(f"expected a whole number from 1 to 8 for {name}, got {bits!r}")
+
+
 def check_choice(bits, table) -> None:
     """Raises InputError or TableError if `bits` is not a whole number from 1 to 8, or `table` no table."""
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
-        raise InputError(f"expected a whole number from 1 to 8 for bits, got {bits!r}")
+    check_bits(bits)
     if table is not None and not isinstance(table, Table):
         raise TableError(
             f"expected a fewbit.Table for table=, got {type(table).__name__}; "

@@ -32,10 +32,6 @@ class Affine(NamedTuple):
         affine = self._placed(weight), self._placed(bias), self._inner()
         return self.normalised.restore(kept, dtype or self.dtype, affine)
 
-    def observe(self, factor) -> None:
-        """See `Variable.observe`."""
-        self.normalised.observe(factor)
-
     def _inner(self) -> int | None:
         """How many elements in storage order have the same entry in a row; None for other layouts."""
         size, stride = self.normalised.size, self.normalised.stride

@@ -14,7 +14,6 @@ from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.offset import Offset
 from fewbit.runtime.sharing import Session, in_checkpoint
 from fewbit.runtime.tables import check_choice
-from fewbit.runtime.variables import Variable
 
 DEFAULT_BITS = 2
 
@@ -28,7 +27,6 @@ class Recipe(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     samples: int | None = None  # where each has bits of its own
-    variable: Variable | None = None
 
     @property
     def count(self) -> int:
@@ -70,21 +68,12 @@ class Recipe(NamedTuple):
         """Whether the kernels map what they restore."""
         return self.samples is None or prod(self.size) >= self.samples * groups.LEAST_FEATURES
 
-    def observe(self, factor) -> None:
-        """See `Variable.observe`."""
-        if self.variable is not None:
-            self.variable.observe(factor)
-
 
 class Permuted(NamedTuple):
     """How a tensor with its dimensions in another order is restored."""
 
     inner: Recipe
     order: tuple[int, ...]
-
-    def observe(self, factor) -> None:
-        """See `Variable.observe`."""
-        self.inner.observe(factor)
 
     def restore(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values of `inner` with dimension order[i] as dimension i."""
@@ -192,7 +181,7 @@ class Quantiser:
             tensors = quantiser_ops.quantise_samples(x, self._seed(x), variable, samples, *settings)
         if ask:
             self._offset.ask(tensors[1])
-        return Kept(tensors, self._recipe(x, dtype, bits, samples, variable))
+        return Kept(tensors, self._recipe(x, dtype, bits, samples))
 
     def _variable(self, slot):
         """Whose bits those are that are kept now, or None where they are fixed."""

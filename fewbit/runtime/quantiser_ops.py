@@ -44,8 +44,6 @@ def quantise_samples(x, seed, variable, samples, group_size, wide=None, normalis
         source = source.view(samples, -1)
     squares = backends.of(source).squares(source, group_size, normalise)
     features = source.numel() // samples
-    if variable.observing:
-        variable.seen.append((samples, features, squares))
     total = variable.total(samples)
     widths = split(squares, total)
     words = groups.words_of_total(total, features)

@@ -1,14 +1,13 @@
-"""Bits that are not fixed: chosen for each compressed tensor of a model, and for each of its samples.
+"""Bits that are not fixed: an average for each compressed tensor of a model, shared out between its samples.
 
-A *variable* is what a layer keeps of one of its inputs, forward after forward. Between adaptations it has a fixed
-average of bits an element, so that the bytes of a tensor follow from its shape; its samples share them by
-their sensitivity (ActNN, section 4.2). What adaptation needs is observed in some of the steps: of each sample the squares
-of its ranges, in forward, and a factor of the gradient's, in backward. With those, rounding adds to the
-variance of the gradient
+A *variable* is what a layer keeps of one of its inputs, forward after forward. It has an average of bits an element,
+so that the bytes of a tensor follow from its shape alone; its samples share them by the squares of their ranges
+(ActNN, section 4.2). Rounding adds step^2 / 6 on average to the variance of an element, step being the range of
+its group / (2^bits - 1), so that of sample n
 
-    factor / 6 * squares_n / (2^bits_n - 1)^2        for sample n
+    squares_n / 6 / (2^bits_n - 1)^2        squares_n = sum over its groups of length * range^2
 
-as the variance of a rounded element is step^2 / 6 on average, step being the range of its group / (2^bits - 1).
+is added in all.
 """
 
 from __future__ import annotations
@@ -20,29 +19,14 @@ import torch
 LEAST, MOST = 1, 8
 _NOISE = [1.0 / (2.0**bits - 1) ** 2 for bits in range(LEAST, MOST + 1)]
 _GAINS = [a - b for a, b in zip(_NOISE, _NOISE[1:], strict=False)]
-MOMENTUM = 0.9
-"""Of the moving average of factors, from one observed step to the next."""
 
 
 class Variable:
-    """One compressed tensor of a model's forward.
-
-    average: bits an element, from 1 to 8. factor: what the variance of an element is multiplied with in that of the
-    gradient, a moving average over observed steps; None before the first.
-    """
+    """One compressed tensor of a model's forward. average: bits an element, from 1 to 8."""
 
     def __init__(self, name: tuple, average: float):
         self.name = name
         self.average = average
-        self.factor = None
-        self.seen = []  # (samples, features, squares (samples,) or (1,)) in the observed forward
-        self.factors = []  # 0-D tensors, from its backward pass
-        self.observing = False
-
-    def observe(self, factor) -> None:
-        """Notes, in an observed step, what factor() says, a 0-D tensor. Of several layers' the sum counts."""
-        if self.observing:
-            self.factors.append(factor())
 
     def total(self, samples: int) -> int:
         """Bits of one element of each of `samples` samples together."""
@@ -54,11 +38,10 @@ class Variable:
 
 
 class Variables:
-    """Those of one model. by_sample: whether samples have bits of their own."""
+    """Those of one model."""
 
-    def __init__(self, average: float, by_sample: bool = True):
+    def __init__(self, average: float):
         self.average = average
-        self.by_sample = by_sample
         self.batch = None  # samples in the forward that runs, or None
         self._all = {}
 
@@ -71,7 +54,7 @@ class Variables:
 
     def samples_of(self, x) -> int | None:
         """How many samples lie in x one after the other, in storage order; None where that is not known."""
-        if not self.by_sample or not self.batch or not x.numel():
+        if not self.batch or not x.dim() or not x.numel():
             return None
         if len(x) == self.batch:
             return self.batch

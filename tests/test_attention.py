@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as torch_f
 from torch.utils.checkpoint import checkpoint
 
-from fewbit.compress.calls import Calls
+from fewbit.compress.calls import Calls, FunctionSettings
 from fewbit.errors import GradientError, InputError
 from fewbit.functional.attention import How, attention, scaled_dot_product_attention
 from fewbit.nn.attention import MultiheadAttention
@@ -394,14 +394,14 @@ def test_where_functions_are_replaced(device):
     tensors = inputs(device)
 
     def run():
-        with Calls(Quantiser(2), 3):
+        with Calls(FunctionSettings(Quantiser(2), 3, Quantiser(2))):
             return torch_f.scaled_dot_product_attention(*tensors, mask)
 
     y, storages, _ = kept_by(run)
     assert sum(storages.values()) == sum(quantised_bytes(x.shape, 2) for x in tensors) + mask.nbytes
     assert torch.equal(y, torch_f.scaled_dot_product_attention(*tensors, mask))
     quantiser = Remembering(2)
-    with Calls(quantiser, 3):
+    with Calls(FunctionSettings(quantiser, 3, quantiser)):
         layer, _ = pair(device, bits=2)
         layer(*sequences(layer, device=device))
         layer.eval()(*sequences(layer, device=device))

@@ -414,6 +414,9 @@ def test_the_report(capsys):
     assert controller.model is model
 
 
+A_FILTER = "expected a glob, a list of globs or a function (path, module) -> bool, got "
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -426,8 +429,8 @@ def test_the_report(capsys):
         ({"minimum": "int8"}, "expected auto, bfloat16 or float32 for minimum, got 'int8'"),
         ({"copies": 0}, "expected 1 or 2 for copies, got 0"),
         ({"include": "decoder"}, "include: expected a glob that matches a module, got 'decoder'"),
-        ({"exclude": 5}, "exclude: expected a glob, a list of globs or a function"),
-        ({"include": nn.Linear}, "include: expected a glob, a list of globs or a function"),
+        ({"exclude": 5}, f"exclude: {A_FILTER}5"),
+        ({"include": nn.Linear}, f"include: {A_FILTER}{nn.Linear}"),
         ({"include": ["stem", 3]}, "include: expected a glob over dotted module paths, got 3"),
         (
             {"overrides": ["stem"]},
@@ -435,7 +438,11 @@ def test_the_report(capsys):
         ),
         ({"overrides": {3: 2}}, "overrides: expected a glob over dotted module paths, got 3"),
         ({"attention_bits": 0}, "expected a whole number from 1 to 8 for attention_bits, got 0"),
-        ({"sample": [1]}, "sample: expected a tensor, a tuple of positional inputs or a mapping"),
+        (
+            {"sample": [1]},
+            "sample: expected a tensor, a tuple of positional inputs or a mapping of keyword inputs, "
+            "got list",
+        ),
         (
             {"overrides": {"nobody": 2}},
             "overrides: expected a glob that matches a module, got 'nobody'",

@@ -513,7 +513,8 @@ def test_normalised_and_mapped(cuda, dtype):
         seed, widths = torch.tensor([n]), torch.from_numpy(rng.integers(1, 9, samples, np.uint8))
         words = groups.mixed_words(widths.tolist(), features)
         packed, ranges, _ = reference.quantise(x, seed, 3, group_size, True)
-        for inner, entries in indices(n):
+        # Each for two of the four dtypes.
+        for inner, entries in list(indices(n))[DTYPES.index(dtype) % 2 :: 2]:
             a, b = (torch.from_numpy(rng.normal(1, 1, entries)).float() for _ in range(2))
             for mean in (None, a):
                 for several in ((), (widths, words)):

@@ -67,6 +67,22 @@ def test_a_layers_result_may_be_written_to(layer):
     y.sum().backward()
 
 
+def test_a_bilinear_result_may_be_written_to():
+    tensors = [normal(shape).requires_grad_() for shape in ((2, 5, 4), (2, 5, 3), (6, 4, 3))]
+    y = F.bilinear(*tensors)
+    assert torch.equal(y.detach() * 2, y.mul_(2).detach())
+    y.sum().backward()
+
+
+def test_a_gradient_with_a_graph_may_be_written_to():
+    module, x = fewbit.nn.Linear(4, 3), normal((5, 4)).requires_grad_()
+    leaves = x, module.weight, module.bias
+    for grad in torch.autograd.grad(module(x).square().sum(), leaves, create_graph=True):
+        grad.mul_(0.5)
+        with pytest.raises(fewbit.GradientError, match="no second derivative"):
+            torch.autograd.grad(grad.sum(), x, allow_unused=True, retain_graph=True)
+
+
 def test_activations_in_place_after_any_layer():
     model = quiet(
         nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Dropout(0.5, inplace=True))
@@ -228,6 +244,26 @@ def test_an_interrupted_forward_leaves_functions_as_they_were(then):
         quiet(nn.Sequential(nn.Linear(6, 6)))(x)
     else:
         model(x, stop=False)
+    assert not torch.overrides._get_current_function_mode_stack()
+    assert torch_f.gelu(x).grad_fn.name() == "GeluBackward0"
+
+
+def test_an_interrupted_forward_within_another():
+    inner = quiet(Interrupted())
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.stop = nn.Linear(6, 6), True
+
+        def forward(self, x):
+            return inner(self.linear(x), self.stop)
+
+    outer, x = quiet(Outer()), normal((4, 6)).requires_grad_()
+    with pytest.raises(KeyboardInterrupt):
+        outer(x)
+    outer.stop = False
+    outer(x)
     assert not torch.overrides._get_current_function_mode_stack()
     assert torch_f.gelu(x).grad_fn.name() == "GeluBackward0"
 
@@ -455,3 +491,20 @@ def test_samples_of_keyword_inputs(capsys):
     assert "called functions keep 2 bits of inputs, 4 of attention, 3 of" in capsys.readouterr().out
     fewbit.compress_(model.eval(), sample={"x": x})
     assert "in evaluation mode, in which nothing is compressed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [{"overrides": {"1": 2}}, {"exclude": "1"}], ids=str)
+def test_settings_of_parts_beside_an_activation_held_as_a_function(options):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, activation="gelu", batch_first=True)
+    model, x = nn.Sequential(layer, nn.Linear(16, 4)), normal((3, 5, 16), scale=1.0)
+    expected = model(x)
+    quiet(model, **options)
+    assert isinstance(model[0].activation, fewbit.GELU)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_sample_that_the_model_cannot_take_changes_nothing():
+    model = quiet(nn.Sequential(nn.Linear(6, 6)))
+    with pytest.raises(RuntimeError):
+        quiet(model, sample=(normal((3, 7)),))
+    assert isinstance(model[0], fewbit.nn.Linear)

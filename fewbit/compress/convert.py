@@ -52,6 +52,7 @@ class Settings:
 
     def check(self) -> Settings:
         """InputError for a value that there is not."""
+        check_bits(self.bits)
         check_bits(self.activation_bits, "activation_bits")
         if self.attention_bits is not None:
             check_bits(self.attention_bits, "attention_bits")
@@ -143,6 +144,8 @@ def compress_(
         restore_(model)
         return _reported(model, Report((), ()), Session(), verbose)
     before = {}
+    if sample is not None:
+        _by_op(model, sample)  # what the model cannot take is found while nothing is changed
 
     def measure():
         if sample is not None:
@@ -240,9 +243,9 @@ def _tell_apart(model, settings, found, chosen, each, session) -> None:
         return
     made = {}
     for module in model.modules():
+        if id(module) not in own or _is_scripted(module):
+            continue  # made from a function by the conversion: a layer of ours
         mine = own[id(module)]
-        if _is_scripted(module):
-            continue
         if mine is None:
             says = True
         elif not _may_call(module):

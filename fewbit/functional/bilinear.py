@@ -8,6 +8,7 @@ from torch.autograd import Function
 from torch.nn import functional as torch_functional
 
 from fewbit.functional import sums
+from fewbit.runtime import layout
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.casts import as_torch_casts
 from fewbit.runtime.groups import GROUP_SIZE
@@ -47,7 +48,7 @@ class _Bilinear(Function):
     @staticmethod
     def forward(ctx, x1, x2, weight, bias, quantiser):
         with as_torch_casts():
-            y = torch_functional.bilinear(x1, x2, weight, bias)
+            y = layout.unviewed(torch_functional.bilinear(x1, x2, weight, bias))
         needs_1, needs_2, needs_weight, *_ = ctx.needs_input_grad
         ctx.dtypes = x1.dtype, x2.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.sizes = tuple(x1.shape), tuple(x2.shape)

@@ -60,11 +60,11 @@ class Session:
         if torch.compiler.is_compiling():
             return
         local = self._local
-        # No hook is told of a forward that was interrupted from the keyboard.
-        around = current()
-        if around is self:
-            around = self if local.outermost() is module else None
-        if around is not None and not around._still_runs(sys._getframe(1)):
+        # No hook is told of a forward that was interrupted from the keyboard, with those around it.
+        caller = sys._getframe(1)
+        while (around := current()) is not None:
+            if around is self and local.outermost() is not module or around._still_runs(caller):
+                break
             around.abandon()
         local.calls.append(_Call(_checkpoint(), module.training))
         if len(local.calls) > 1:

@@ -159,8 +159,8 @@ class Remembering(Quantiser):
         super().__init__(*arguments)
         self.kept = []
 
-    def keep(self, x, shared=True):
-        self.kept.append(super().keep(x, shared))
+    def keep(self, x, shared=True, slot=0):
+        self.kept.append(super().keep(x, shared, slot))
         return self.kept[-1]
 
 

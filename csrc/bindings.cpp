@@ -345,7 +345,8 @@ class Cpu {
     const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
     const DType dtype = dtype_of(dtype_number);
     auto* to = pointer<void>("out_ptr", out, shape.elements());
-    const auto affine = affine_at(scale, shift, entries, inner, shape.elements(), widths != 0 && features < fewbit::kLeastFeatures);
+    const bool scattered = widths != 0 && features < fewbit::kLeastFeatures;
+    const auto affine = affine_at(scale, shift, entries, inner, shape.elements(), scattered);
     check_threads(threads);
     const fewbit::StreamPlan plan = plan_of(shape, bits, widths, words, groups);
     const auto* codes = pointer<const uint32_t>("packed_ptr", packed, words);
@@ -476,7 +477,8 @@ struct Cuda {
                   int64_t inner) const {
     const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
     const auto of = quantised(shape, bits, order, counts, words, groups);
-    const auto affine = affine_at(scale, shift, entries, inner, shape.elements(), counts != 0 && features < fewbit::kLeastFeatures);
+    const bool scattered = counts != 0 && features < fewbit::kLeastFeatures;
+    const auto affine = affine_at(scale, shift, entries, inner, shape.elements(), scattered);
     dtype_of(dtype);
     auto* to = pointer<void>("out_ptr", out, shape.elements());
     const auto* codes = pointer<const int32_t>("packed_ptr", packed, words);

@@ -32,7 +32,8 @@ struct QuantiserKernels {
   // out[g] = length * range^2 of each group, exact ranges, in float32; NaN where an element is not finite.
   void (*squares)(const Streams& streams, const void* x, DType dtype, const Normalisation& normalisation,
                   int64_t begin, int64_t end, float* out);
-  // affine: none where there is an order and groups run across samples. past_caches: nobody is going to find `out` in the caches.
+  // affine: none where there is an order and groups run across samples. past_caches: nobody is going to find `out` in
+  // the caches.
   void (*dequantise)(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
                      const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype, bool past_caches);
 };

@@ -62,7 +62,8 @@ struct Quantised {
 void quantise(const Quantised& of, const void* x, int dtype, const Normalisation& normalisation, const int64_t* seed,
               int32_t* packed, int64_t words, uint16_t* ranges, int64_t groups, int device, void* stream);
 
-// The values, rounded once to their dtype. groups: rows of the ranges. affine: none where there is an order.
+// The values, rounded once to their dtype. groups: rows of the ranges. affine: not of samples of several widths that
+// share groups.
 void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, int64_t groups,
                 const Affine& affine, void* out, int dtype, int device, void* stream);
 

@@ -64,6 +64,13 @@ class Settings:
         """For the inputs of layers."""
         return Quantiser(self.bits, self.group_size, self.minimum, session)
 
+    @property
+    def bits_of_attention(self) -> int:
+        """Of q, k and v."""
+        return (
+            max(self.bits, ATTENTION_BITS) if self.attention_bits is None else self.attention_bits
+        )
+
     def of_functions(self, session: Session) -> FunctionSettings:
         """For functions that a forward calls."""
         quantisers = self.quantiser(session), self.attention_quantiser(session)
@@ -71,10 +78,7 @@ class Settings:
 
     def attention_quantiser(self, session: Session) -> Quantiser:
         """For q, k and v."""
-        bits = self.attention_bits
-        if bits is None:
-            bits = max(self.bits, ATTENTION_BITS)
-        return Quantiser(bits, self.group_size, self.minimum, session)
+        return Quantiser(self.bits_of_attention, self.group_size, self.minimum, session)
 
 
 @dataclass
@@ -152,7 +156,10 @@ def compress_(
             before.update(_by_op(model, sample))
 
     controller = convert(model, settings, include, exclude, overrides or {}, measure)
-    changes = {"functions": _functions_row(settings)} if settings.functional else {}
+    changes = {}
+    if settings.functional:
+        row = settings.bits, settings.bits_of_attention, settings.activation_bits
+        changes["functions"] = row
     if sample is not None:
         changes |= {"kept": (before, _by_op(model, sample)), "is_training": model.training}
     controller.report = replace(controller.report, **changes)
@@ -300,12 +307,6 @@ def _check_sample(sample) -> None:
             "sample: expected a tensor, a tuple of positional inputs or a mapping of keyword inputs, "
             f"got {type(sample).__name__}"
         )
-
-
-def _functions_row(settings: Settings) -> tuple[int, int, int]:
-    """Bits of inputs, attention and activations."""
-    of_all = settings.of_functions(Session())
-    return of_all.quantiser.bits, of_all.attention_quantiser.bits, of_all.activation_bits
 
 
 def _by_op(model, sample) -> dict[str, int]:

@@ -76,8 +76,7 @@ def scaled_dot_product_attention(
 
     With dropout torch's own function runs under torch.compile and in the capture of a CUDA graph,
     where the state of a generator cannot be read, and on devices other than CPU and CUDA; for
-    nested tensors always. Raises
-    InputError for bits or group_size that there are not.
+    nested tensors always. Raises InputError for bits or group_size that there are not.
     """
     quantiser = quantiser or quantiser_of(bits, group_size)
     how = How(dropout_p, is_causal, scale, enable_gqa)
@@ -107,7 +106,7 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantiser: 
     as both are usually those of other layers too.
     """
     inputs = query, key, value, attn_mask, position_bias
-    if not is_differentiated(*inputs) or any(x is not None and x.is_nested for x in inputs):
+    if not is_differentiated(*inputs):
         return _attend(*inputs, how)
     if how.dropout_p > 0 and not can_replay(query):
         return _attend(*inputs, how)

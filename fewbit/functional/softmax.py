@@ -49,7 +49,7 @@ def softmax(
     InputError for bits or group_size that there are not.
     """
     quantiser = quantiser or quantiser_of(bits, group_size)
-    if not is_differentiated(input) or input.is_complex():
+    if not is_differentiated(input):
         return torch_functional.softmax(input, dim, _stacklevel + 1, dtype)
     dim = _dim("softmax", input, dim, _stacklevel)
     return _Softmax.apply(input, dim, dtype, quantiser)
@@ -70,7 +70,7 @@ def log_softmax(
     Arguments as in `softmax`. The gradient is exact in expectation.
     """
     quantiser = quantiser or quantiser_of(bits, group_size)
-    if not is_differentiated(input) or input.is_complex():
+    if not is_differentiated(input):
         return torch_functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     dim = _dim("log_softmax", input, dim, _stacklevel)
     return _LogSoftmax.apply(input, dim, dtype, quantiser)

@@ -171,9 +171,10 @@ class Quantiser:
         wide, ask = self._wide(), False
         if wide is None and x.is_cuda:
             wide, ask = self._on_device()
-        bits, samples, variable = self.bits, None, self._variable(slot)
-        if variable is not None:
-            bits, samples = variable.uniform(), self.session.variables.samples_of(x)
+        bits, samples, variables = self.bits, None, self._variables
+        if variables is not None:
+            variable = variables.of(self.name, slot)
+            bits, samples = variable.uniform(), variables.samples_of(x)
         settings = self.group_size, wide, normalise
         if samples is None:
             tensors = quantiser_ops.quantise(x, self._seed(x), bits, *settings)
@@ -183,10 +184,10 @@ class Quantiser:
             self._offset.ask(tensors[1])
         return Kept(tensors, self._recipe(x, dtype, bits, samples))
 
-    def _variable(self, slot):
-        """Whose bits those are that are kept now, or None where they are fixed."""
-        variables = None if self.session is None else self.session.variables
-        return None if variables is None else variables.of(self.name, slot)
+    @property
+    def _variables(self):
+        """Those of the model, or None where bits are fixed."""
+        return None if self.session is None else self.session.variables
 
     def _on_device(self) -> tuple[bool, bool]:
         """Whether a tensor on a GPU has float32 minimums, and whether to ask on its account for later ones."""
@@ -200,7 +201,7 @@ class Quantiser:
         run(seed, bits, group_size, wide): writes y; returns codes and (packed, ranges, spread), or None where
         it cannot. y: a plain tensor, samples outermost. Of a tensor with a large offset nothing is kept here.
         """
-        if self._variable(0) is not None:
+        if self._variables is not None:
             return None
         made = run(self._seed(y), self.bits, self.group_size, self.minimum == "float32")
         if made is None:
@@ -213,7 +214,7 @@ class Quantiser:
     @property
     def key(self) -> tuple:
         """Layers with equal keys can share what they keep."""
-        bits = self.bits if self._variable(0) is None else None
+        bits = self.bits if self._variables is None else None
         return bits, self.group_size, self.minimum
 
     def _traced(self, x) -> Kept:

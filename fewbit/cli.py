@@ -695,7 +695,8 @@ def memory(
         raise click.UsageError(
             "expected either the name of a model or --all", click.get_current_context()
         )
-    from fewbit.memory import memory, parse_size
+    from fewbit.memory import memory
+    from fewbit.sizes import parse_size
 
     try:
         device_bytes = parse_size(device_memory)

@@ -6,20 +6,18 @@ counted by the meter in a forward on fake tensors, which have shapes and no memo
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 
 from fewbit import models
 from fewbit.errors import FewbitError
 from fewbit.report import _Report
+from fewbit.sizes import GB, MB, UNITS
 
-MB, GB = 2**20, 2**30
 COPIES = 4  # parameters, gradients and the two moments of Adam
 IMAGE_SIZE = 256
 SEQUENCE_LENGTH = 256
 DEVICE_BYTES = 32 * GB
 BITS = (1, 2, 3, 4)
-_UNITS = {"B": 1, "KB": 2**10, "MB": MB, "GB": GB, "TB": 2**40}
 _SMALLEST_IMAGE, _LARGEST_IMAGE = 64, 8192
 
 # Appendix B, as printed: MB of the model, of all activations and of the nonlinearities' per sample,
@@ -43,15 +41,6 @@ PAPER = {
     "roberta-large": (1355.6, 482.1, 96.0, 56, 70, 69, 69, 68),
     "gpt2": (491.0, 297.1, 146.2, 103, 198, 192, 187, 182),
 }
-
-
-def parse_size(text: str) -> int:
-    """``32GB``, ``11264 MB``, ``24GiB`` in bytes; units are powers of 1024, as for the paper's GPU."""
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
-    unit = match and match[2].upper().replace("I", "")
-    if not match or unit not in _UNITS or float(match[1]) <= 0:
-        raise FewbitError(f"expected a size such as 32GB or 11264MB, got {text!r}")
-    return int(float(match[1]) * _UNITS[unit])
 
 
 @dataclass(frozen=True)
@@ -344,7 +333,7 @@ def _mb(value):
 
 def _size(value):
     unit = "GB" if value >= GB else "MB"
-    return f"{value / _UNITS[unit]:.4g} {unit}"
+    return f"{value / UNITS[unit]:.4g} {unit}"
 
 
 def memory(

@@ -21,8 +21,8 @@ from fewbit.memory import (
     freeze_dropout,
     measure,
     memory,
-    parse_size,
 )
+from fewbit.sizes import parse_size
 
 
 def run(*arguments):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -24,6 +24,8 @@ _QUANTISED = (
     "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm "
     "layer_norm rms_norm group_norm instance_norm prelu softmax log_softmax scaled_dot_product_attention"
 )
+QUANTISED = (*_QUANTISED.split(), "matmul", "mul")
+"""Names of functions that keep quantised inputs."""
 _EXACT = (
     "embedding dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
     "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d "
@@ -63,7 +65,7 @@ def _table() -> dict:
     table = {}
     families = {
         "activation": (*_ACTIVATIONS.split(), "sigmoid", "tanh"),
-        "quantised": (*_QUANTISED.split(), "matmul", "mul"),
+        "quantised": QUANTISED,
         "exact": _EXACT.split(),
     }
     for family, names in families.items():
@@ -81,17 +83,20 @@ def _table() -> dict:
 
 @dataclass(frozen=True)
 class FunctionSettings:
-    """What functions keep that a module calls."""
+    """What functions keep that modules call."""
 
     quantiser: Quantiser
     activation_bits: int
     attention_quantiser: Quantiser
+    own: dict[str, Quantiser] = field(default_factory=dict, compare=False)  # by name, of those that have called
 
     def call(self, ours, family, function, args, kwargs):
         if family == "quantised":
             if ours in (F.mul, F.matmul) and not _both_are_made(args, kwargs):
                 return function(*args, **kwargs)
             quantiser = self.attention_quantiser if ours in _OF_ATTENTION else self.quantiser
+            if quantiser.session is not None:
+                quantiser = self._named(quantiser, ours)
             return ours(*args, **kwargs, quantiser=quantiser)
         if family == "exact":
             return ours(*args, **kwargs)
@@ -102,6 +107,19 @@ class FunctionSettings:
             return ours(*args, **kwargs, **bits)
         except FunctionError:  # of parameters that torch alone takes
             return function(*args, **kwargs)
+
+    def _named(self, quantiser: Quantiser, ours) -> Quantiser:
+        """For all calls of that function by the module that runs."""
+        name = name_of_call(quantiser.session.path(), ours.__name__)
+        own = self.own.get(name)
+        if own is None:
+            own = self.own[name] = quantiser.named(name)
+        return own
+
+
+def name_of_call(path: str, function: str) -> str:
+    """The name of what a function keeps that the module at that path calls."""
+    return f"{path}:{function}"
 
 
 class Calls(TorchFunctionMode):

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import weakref
+from typing import NamedTuple
 
 from torch import nn
 
+from fewbit.compress.adaptation import Adaptation
 from fewbit.compress.convert_report import Report
+from fewbit.errors import InputError
 from fewbit.runtime.sharing import Session
+
+
+class Allocated(NamedTuple):
+    """What a layer keeps of one of its inputs: its path (of a function that a module calls, with the name).
+
+    bits: an element, on average. elements: of one forward. samples: that share them (0: all have as many).
+    sensitivity: variance of the gradient that rounding adds, times (2^bits - 1)^2.
+    """
+
+    name: str
+    input: int
+    bits: float
+    is_fixed: bool
+    elements: int
+    samples: int
+    sensitivity: float
 
 
 class Controller:
@@ -25,6 +44,45 @@ class Controller:
     def model(self) -> nn.Module | None:
         """The compressed model, or None if it is gone."""
         return self._model()
+
+    @property
+    def allocation(self) -> tuple[Allocated, ...]:
+        """Of level L3, as of the latest adaptation; before the first, and at other levels, empty."""
+        adaptation = self._adaptation
+        if adaptation is None:
+            return ()
+        return tuple(
+            Allocated(
+                *name,
+                adaptation.averages.get(name, each.average),
+                each.is_fixed,
+                each.elements,
+                each.samples,
+                each.sensitivity,
+            )
+            for name, each in adaptation.seen.items()
+        )
+
+    def state_dict(self) -> dict:
+        """What a resumed training needs to go on alike: plain numbers, to be saved beside the model's.
+
+        To be called between steps. Empty where nothing adapts.
+        """
+        return {} if self._adaptation is None else self._adaptation.state()
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from there. Raises InputError, with nothing changed, for what is not of such a controller."""
+        if self._adaptation is not None:
+            self._adaptation.load(state)
+        elif state:
+            raise InputError(
+                "expected the state of a controller that does not adapt, which is empty, got one of level L3"
+            )
+
+    @property
+    def _adaptation(self) -> Adaptation | None:
+        variables = self.session.variables
+        return variables if isinstance(variables, Adaptation) else None
 
     def __repr__(self) -> str:
         model = type(self.model).__name__ if self.model is not None else "a model that is gone"

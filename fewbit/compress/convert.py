@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 from fewbit.compress import kinds, transformers_attention
-from fewbit.compress.calls import Calls, FunctionSettings
+from fewbit.compress.adaptation import INTERVAL, Adaptation, check_interval
+from fewbit.compress.budget import Sizes, bytes_of
+from fewbit.compress.calls import QUANTISED, Calls, FunctionSettings, name_of_call
 from fewbit.compress.controller import Controller
 from fewbit.compress.convert_report import Converted, LeftAlone, Report
 from fewbit.compress.meter import saved_bytes
@@ -20,10 +23,13 @@ from fewbit.nn.quantised import Quantised
 from fewbit.runtime.exact import Switch
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import Quantiser
-from fewbit.runtime.sharing import Session
-from fewbit.runtime.tables import check_bits
+from fewbit.runtime.sharing import PATH, Session, measuring
+from fewbit.runtime.tables import check_average, check_bits
+from fewbit.runtime.variables import Variables
 
-LEVELS = ("L0", "L1", "L2")
+LEVELS = ("L0", "L1", "L2", "L2.5", "L3")
+MIXED, ADAPTING = LEVELS[3:], LEVELS[4:]
+"""Levels at which samples share bits, and layers too."""
 LEVEL_BITS = 4
 """Of the quantised inputs at levels L1 and L2 (ActNN, Table 2)."""
 ACTIVATION_BITS = 3
@@ -39,46 +45,58 @@ Filter = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True)
 class Settings:
-    """What one module is to keep. families: those of `kinds` that are converted."""
+    """What one module is to keep. families: those of `kinds` that are converted.
 
-    bits: int = LEVEL_BITS
+    is_mixed: samples share bits, which are then averages. adapts: layers too, but for those with bits of their own.
+    """
+
+    bits: float = LEVEL_BITS
     activation_bits: int = ACTIVATION_BITS
-    attention_bits: int | None = None  # None: as many as bits, and at least ATTENTION_BITS
+    attention_bits: float | None = None  # None: as many as bits, and at least ATTENTION_BITS
     group_size: int = GROUP_SIZE
     minimum: str = "auto"
     copies: int = 1
     functional: bool = False
+    is_mixed: bool = False
+    adapts: bool = False
     families: tuple[str, ...] = (kinds.ACTIVATION, kinds.CONVOLUTION, kinds.LAYER, kinds.EXACT)
 
     def check(self) -> Settings:
         """InputError for a value that there is not."""
-        check_bits(self.bits)
+        check = check_average if self.is_mixed else check_bits
+        check(self.bits)
         check_bits(self.activation_bits, "activation_bits")
         if self.attention_bits is not None:
-            check_bits(self.attention_bits, "attention_bits")
-        Quantiser(self.bits, self.group_size, self.minimum)
+            check(self.attention_bits, "attention_bits")
+        Quantiser(math.floor(self.bits), self.group_size, self.minimum)
         check_copies(self.copies)
         return self
 
-    def quantiser(self, session: Session) -> Quantiser:
+    def quantiser(self, session: Session, name: str = "") -> Quantiser:
         """For the inputs of layers."""
-        return Quantiser(self.bits, self.group_size, self.minimum, session)
+        return self._quantiser(self.bits, session, name, not self.adapts)
 
     @property
-    def bits_of_attention(self) -> int:
-        """Of q, k and v."""
-        return (
-            max(self.bits, ATTENTION_BITS) if self.attention_bits is None else self.attention_bits
-        )
+    def bits_of_attention(self) -> float:
+        """Of q, k and v: where nothing adapts enough for a gradient."""
+        if self.attention_bits is not None:
+            return self.attention_bits
+        return self.bits if self.adapts else max(self.bits, ATTENTION_BITS)
 
     def of_functions(self, session: Session) -> FunctionSettings:
         """For functions that a forward calls."""
         quantisers = self.quantiser(session), self.attention_quantiser(session)
         return FunctionSettings(quantisers[0], self.activation_bits, quantisers[1])
 
-    def attention_quantiser(self, session: Session) -> Quantiser:
+    def attention_quantiser(self, session: Session, name: str = "") -> Quantiser:
         """For q, k and v."""
-        return Quantiser(self.bits_of_attention, self.group_size, self.minimum, session)
+        is_fixed = not self.adapts or self.attention_bits is not None
+        return self._quantiser(self.bits_of_attention, session, name, is_fixed)
+
+    def _quantiser(self, bits, session, name, is_fixed) -> Quantiser:
+        # Where samples share bits, what cannot (compiled parts) keeps the whole ones.
+        settings = math.floor(bits), self.group_size, self.minimum
+        return Quantiser(*settings, session, name, bits, is_fixed)
 
 
 @dataclass
@@ -92,11 +110,13 @@ class Original:
 
 def compress_(
     model: nn.Module,
-    bits: int | None = None,
+    bits: float | None = None,
     *,
     level: str | None = None,
+    budget: int | str | None = None,
+    interval: int = INTERVAL,
     activation_bits: int | None = None,
-    attention_bits: int | None = None,
+    attention_bits: float | None = None,
     policy: str | None = None,
     group_size: int = GROUP_SIZE,
     minimum: str = "auto",
@@ -116,23 +136,27 @@ def compress_(
     training flags are as before, and so is the training loop. In eval mode and under no_grad nothing is
     compressed. A second call undoes the first, so that its settings are all there is.
 
-    level: "L0" (nothing; undoes a conversion), "L1" (convolutions only) or "L2" (all layers; the default), of
-    ActNN's Table 2. bits: 1 to 8, of quantised inputs (4). activation_bits: of few-bit activations (3; those
-    with a derivative of two values keep 1, which is exact). attention_bits: of q, k and v (as bits, but 4 at
-    least). policy: "fixed". group_size: features that share a range (256). minimum: "auto", "bfloat16" or
-    "float32", see docs/quantiser.md. copies: 2 for norms that keep two independent copies. functional: also
-    compress functions of torch and torch.nn.functional that a forward calls (F.gelu,
-    F.scaled_dot_product_attention, a product of two activations ...) while the model trains in eager mode.
+    level, of ActNN's Table 2: "L0" (nothing; undoes a conversion), "L1" (convolutions only), "L2" (all layers),
+    "L2.5" (bits are shared out between samples) or "L3" (between samples and layers, as training shows where they
+    are needed; docs/controller.md); L2 unless bits is not whole or a budget is given, then L3. bits: 1 to 8, of
+    quantised inputs (4); an average, as 1.75, from L2.5 on. budget: in place of bits, all that a forward of `sample`
+    may keep: bytes, or "6 GiB". interval: steps from one adaptation to the next (100). activation_bits: of few-bit
+    activations (3; those with a derivative of two values keep 1, which is exact). attention_bits: of q, k and v (as
+    bits, but 4 at least; at L3 part of the average). policy: "fixed". group_size: features that share a range
+    (256). minimum: "auto", "bfloat16" or "float32", see docs/quantiser.md. copies: 2 for norms that keep two
+    independent copies. functional: also compress functions of torch and torch.nn.functional that a forward calls
+    (F.gelu, F.scaled_dot_product_attention, a product of two activations ...) while the model trains in eager mode.
     include, exclude: globs over dotted module paths ("" is the model itself; any path of a shared module
     counts; a glob that matches a module matches what is inside), or a function (path, module) -> bool;
     exclude wins. overrides: {glob: bits, or a mapping of bits, activation_bits, attention_bits,
-    group_size, minimum, copies, or None to leave as it is}; the last glob that matches wins. sample: a
-    tensor, a tuple of inputs or a mapping of keyword inputs, for which the report counts the bytes that the exact
-    model keeps and this one. verbose: print the report.
+    group_size, minimum, copies, or None to leave as it is}; the last glob that matches wins, and what it says
+    of bits is not adapted. sample: a tensor, a tuple of inputs or a mapping of keyword inputs, for which the report
+    counts the bytes that the exact model keeps and this one. verbose: print the report.
 
     Raises InputError, with nothing changed, for settings that there are not, a model that is not a module,
-    or a glob that no module matches.
+    or a glob that no module matches; and, the model being restored, for a budget that 1 bit an element exceeds.
     """
+    level = _level(level, bits, budget)
     settings = Settings(
         LEVEL_BITS if bits is None else bits,
         ACTIVATION_BITS if activation_bits is None else activation_bits,
@@ -141,9 +165,13 @@ def compress_(
         minimum,
         copies,
         functional,
+        is_mixed=level in MIXED,
+        adapts=level in ADAPTING,
     ).check()
     settings = _at_level(settings, level, policy, bits, activation_bits, attention_bits)
     _check_sample(sample)
+    budget = _checked_budget(budget, level, bits, sample)
+    check_interval(interval)
     if settings is None:
         restore_(model)
         return _reported(model, Report((), ()), Session(), verbose)
@@ -155,7 +183,13 @@ def compress_(
         if sample is not None:
             before.update(_by_op(model, sample))
 
-    controller = convert(model, settings, include, exclude, overrides or {}, measure)
+    selection = include, exclude, overrides or {}
+    controller = convert(model, settings, *selection, measure)
+    if budget is not None:
+        settings = replace(settings, bits=_bits_for(model, sample, budget))
+        controller = convert(model, settings, *selection)
+    if settings.adapts:
+        controller.session.variables = Adaptation(settings.bits, _names(model), interval)
     changes = {}
     if settings.functional:
         row = settings.bits, settings.bits_of_attention, settings.activation_bits
@@ -211,7 +245,7 @@ def convert(
         restore_(model)
         found, chosen, each = _selected(model, settings, *selection)
     between()
-    session = Session()
+    session = Session(variables=Variables() if settings.is_mixed else None)
     rows = []
     for (paths, module, attribute), is_chosen, own in zip(found, chosen, each, strict=True):
         rows.append(_convert(paths[0], module, attribute, is_chosen, own, session, whole))
@@ -226,17 +260,32 @@ def convert(
     return Controller(model, Report(converted, left_alone), session)
 
 
+def name_of_attention(path: str) -> str:
+    """The name of what the module at that path keeps of q, k and v."""
+    return f"{path}:attention"
+
+
+def _names(model) -> list[str]:
+    """Of all quantisers that the model's layers, and the functions that its modules call, may have."""
+    names = []
+    for path, _ in model.named_modules():
+        names += [path, name_of_attention(path)]
+        names += [name_of_call(path, each) for each in QUANTISED]
+    return names
+
+
 def _attach(model, settings: Settings, session: Session) -> None:
     """Tells the session of the model's forwards."""
     if settings.functional:
         session.calls = Calls(settings.of_functions(session))
     elif not any(isinstance(each, Quantised) for each in model.modules()):
         return
-    for module in model.modules():
+    for path, module in model.named_modules():
         # Of those without a forward, like ModuleList, they are never called.
         if (module is model or _may_call(module)) and not _is_scripted(module):
-            module.register_forward_pre_hook(session.enter, prepend=True)
-            module.register_forward_hook(session.leave, always_call=True)
+            vars(module)[PATH] = path
+            module.register_forward_pre_hook(session.enter, prepend=True, with_kwargs=True)
+            module.register_forward_hook(session.leave, always_call=True, with_kwargs=True)
 
 
 def _tell_apart(model, settings, found, chosen, each, session) -> None:
@@ -278,10 +327,43 @@ def _may_call(module) -> bool:
     return not (kinds.is_fewbit(module) or type(module).__module__.startswith("torch.nn."))
 
 
+def _level(level, bits, budget) -> str:
+    """The level asked for, or that which what is asked for needs."""
+    if level is not None:
+        if level not in LEVELS:
+            raise InputError(f"expected one of {', '.join(LEVELS)} for level, got {level!r}")
+        return level
+    is_average = isinstance(bits, float) and not bits.is_integer()
+    return "L3" if is_average or budget is not None else "L2"
+
+
+def _checked_budget(budget, level, bits, sample) -> int | None:
+    """In bytes."""
+    if budget is None:
+        return None
+    if level not in ADAPTING:
+        raise InputError(f"budget: expected level L3 or above, got {level}")
+    if bits is not None:
+        raise InputError(f"expected bits or a budget, got bits={bits!r} and budget={budget!r}")
+    if sample is None:
+        raise InputError("budget: expected a sample too, as what is kept depends on the inputs")
+    return bytes_of(budget)
+
+
+def _bits_for(model, sample, budget: int) -> float:
+    """The average with which the converted model keeps to a budget; undoes the conversion if there is none."""
+    sizes = Sizes()
+    try:
+        with measuring(sizes):
+            kept = sum(_by_op(model, sample).values())
+        return sizes.bits(budget, kept)
+    except BaseException:
+        restore_(model)
+        raise
+
+
 def _at_level(settings, level, policy, *bits) -> Settings | None:
     """The settings at that level; None for L0. bits: those that were asked for."""
-    if level is not None and level not in LEVELS:
-        raise InputError(f"expected one of {', '.join(LEVELS)} for level, got {level!r}")
     if policy not in (None, "fixed"):
         raise InputError(f"expected 'fixed' for policy, got {policy!r}")
     if level == "L0":
@@ -388,21 +470,28 @@ def _overridden(found, settings: Settings, overrides: Mapping) -> list[Settings 
     for glob, change in overrides.items():
         if not isinstance(glob, str):
             raise InputError(f"overrides: expected a glob over dotted module paths, got {glob!r}")
-        if isinstance(change, int) and not isinstance(change, bool):
-            change = {"bits": change, "activation_bits": change, "attention_bits": change}
+        if isinstance(change, int | float) and not isinstance(change, bool):
+            whole = {"activation_bits": change} if isinstance(change, int) else {}
+            change = {"bits": change, "attention_bits": change, **whole}
         if change is not None and not (
             isinstance(change, Mapping) and set(change) <= set(_OVERRIDES)
         ):
             expected = f"bits, a mapping of {', '.join(_OVERRIDES)}, or None"
             raise InputError(f"overrides[{glob!r}]: expected {expected}, got {change!r}")
         try:
-            own = None if change is None else replace(settings, **change).check()
+            own = None if change is None else _changed(settings, change).check()
         except InputError as error:
             raise InputError(f"overrides[{glob!r}]: {error}") from None
         for i, matches in enumerate(_matches(found, glob, "overrides")):
             if matches:
                 result[i] = own
     return result
+
+
+def _changed(settings, change) -> Settings:
+    """With what an override says; bits that it says stay."""
+    adapts = settings.adapts and "bits" not in change
+    return replace(settings, **change, adapts=adapts)
 
 
 # -- One module ----------------------------------------------------------------------------------------------
@@ -440,7 +529,7 @@ def _convert(
     vars(held)[_ORIGINAL] = Original(type(held), replaced, names)
     vars(held).update(attributes)
     held.__class__ = kind.becomes
-    bits = _configure(held, kind.one_bit, settings, session)
+    bits = _configure(path, held, kind.one_bit, settings, session)
     return Converted(path, name, kinds.name_of(kind.becomes), bits)
 
 
@@ -454,7 +543,9 @@ def _convert_attention(model, found, chosen, each, session) -> list[Converted | 
 
     def quantiser(path, module):
         settings = own.get(id(module))
-        return None if settings is None else settings.attention_quantiser(session)
+        if settings is None:
+            return None
+        return settings.attention_quantiser(session, name_of_attention(path))
 
     reached, left = transformers_attention.install(model, quantiser)
     rows = []
@@ -473,12 +564,12 @@ def _again(path, module, chosen, settings, session, whole) -> Converted | LeftAl
         if not whole:
             return None
         own = module.quantiser
-        module.quantiser = Quantiser(own.bits, own.group_size, own.minimum, session)
+        module.quantiser = Quantiser(own.bits, own.group_size, own.minimum, session, path)
     name, original = type(module).__name__, vars(module).get(_ORIGINAL)
     if original is None or not chosen or settings is None:
         return LeftAlone(path, name, f"few-bit already: {module!r}")
     kind = kinds.of_class(original.cls)
-    bits = _configure(module, kind.one_bit, settings, session)
+    bits = _configure(path, module, kind.one_bit, settings, session)
     return Converted(path, original.cls.__name__, kinds.name_of(type(module)), bits)
 
 
@@ -489,13 +580,15 @@ def _settings_of(cls) -> tuple[str, ...]:
     return ("bits", "table") if kinds.is_activation(cls) else ()
 
 
-def _configure(module, one_bit, settings, session) -> int | None:
+def _configure(path, module, one_bit, settings, session) -> float | None:
     if isinstance(module, Quantised):
-        module.quantiser = settings.quantiser(session)
+        module.quantiser = settings.quantiser(session, path)
         if hasattr(type(module), "copies"):
             module.copies = settings.copies
         if hasattr(type(module), "attention_quantiser"):
-            module.attention_quantiser = settings.attention_quantiser(session)
+            module.attention_quantiser = settings.attention_quantiser(
+                session, name_of_attention(path)
+            )
         return settings.bits
     if kinds.is_activation(type(module)):
         module.bits, module.table = 1 if one_bit else settings.activation_bits, None
@@ -511,4 +604,7 @@ def _remove_hooks(module) -> None:
                 owner.abandon()
             if isinstance(owner, Session | Switch):
                 del hooks[number]
+                vars(module).pop(PATH, None)
                 module._forward_hooks_always_called.pop(number, None)
+                module._forward_hooks_with_kwargs.pop(number, None)
+                module._forward_pre_hooks_with_kwargs.pop(number, None)

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from fewbit.compress.meter_report import SavedBytesReport
 from fewbit.errors import FewbitError
 from fewbit.files import write_atomic
+from fewbit.runtime import sharing
 from fewbit.runtime.groups import WIDE
 
 STATE = (
@@ -183,6 +184,7 @@ def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
     recorder = _Recorder(_Place("", _type_name(model), _is_fewbit(model)))
     with ExitStack() as stack:
         stack.enter_context(_unchanged(modules, tensors))
+        stack.enter_context(sharing.measuring())
         stack.enter_context(recorder.watching({} if compiled else modules))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

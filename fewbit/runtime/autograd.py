@@ -14,6 +14,7 @@ from torch.autograd import Function
 
 from fewbit.errors import GradientError
 from fewbit.runtime import layout, ops, sharing
+from fewbit.runtime.observation import observed
 from fewbit.runtime.ops import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 
 
@@ -119,10 +120,12 @@ def once_differentiable(backward):
 
     @wraps(backward)
     def once(ctx, *grads):
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return observed(backward, ctx, grads)
         with torch.no_grad():
-            results = backward(ctx, *grads)
+            results = observed(backward, ctx, grads)
         of = [each for each in (*grads, *_anchors(ctx)) if each is not None]
         if isinstance(results, torch.Tensor):
             return Once.apply(results, *of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -9,11 +10,12 @@ from typing import NamedTuple
 import torch
 
 from fewbit.errors import InputError
-from fewbit.runtime import groups, layout, ops, quantiser_ops
+from fewbit.runtime import groups, layout, observation, ops, quantiser_ops
 from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.offset import Offset
-from fewbit.runtime.sharing import Session, in_checkpoint
+from fewbit.runtime.sharing import Session, in_backward, in_checkpoint
 from fewbit.runtime.tables import check_choice
+from fewbit.runtime.variables import Variable
 
 DEFAULT_BITS = 2
 
@@ -27,6 +29,7 @@ class Recipe(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     samples: int | None = None  # where each has bits of its own
+    variable: Variable | None = None  # that this was kept for, where bits are not fixed
 
     @property
     def count(self) -> int:
@@ -43,7 +46,8 @@ class Recipe(NamedTuple):
         if all(each is None for each in vectors):
             return self._restore(tensors, dtype or self.dtype)
         plain = all(each is None or is_plain(each) for each in (*tensors, *vectors))
-        if plain and inner is not None and self.dtype == torch.float32 and self._maps():
+        fits = plain and inner is not None and self.dtype == torch.float32 and self._maps()
+        if fits and not observation.has_noise(self):
             return self._restore(tensors, dtype or self.dtype, (*map(_flat, vectors), inner))
         scale, shift = vectors
         values = self.restore(tensors)
@@ -54,6 +58,10 @@ class Recipe(NamedTuple):
         return values.to(dtype or self.dtype)
 
     def _restore(self, tensors, dtype, affine=None):
+        values = self._values(tensors, dtype, affine)
+        return observation.restored(values, self, tensors[0])
+
+    def _values(self, tensors, dtype, affine):
         packed, ranges, *widths = tensors
         place = self.bits, self.group_size, self.size, self.stride
         if not is_plain(packed):
@@ -99,8 +107,9 @@ class Quantiser:
     """How a layer quantises what it keeps; one object a layer, or shared by layers.
 
     bits: 1 to 8. group_size: a multiple of 32. minimum: "auto" (float32 where a tensor's offset asks for
-    it), "bfloat16" or "float32". session: what the layers of a converted model share, or None. name: of the layer in there.
-    Raises InputError for anything else.
+    it), "bfloat16" or "float32". session: what the layers of a converted model share, or None. name: of the
+    layer in there. average: bits where the model's variables share them between samples (bits); is_fixed: whether
+    that is not to change. Raises InputError for anything else.
     """
 
     def __init__(
@@ -110,6 +119,8 @@ class Quantiser:
         minimum: str = "auto",
         session: Session | None = None,
         name: str = "",
+        average: float | None = None,
+        is_fixed: bool = True,
     ):
         check_choice(bits, None)
         groups.check_group_size(group_size)
@@ -120,7 +131,15 @@ class Quantiser:
         self.minimum = minimum
         self.session = session
         self.name = name
+        self.average = bits if average is None else average
+        self.is_fixed = is_fixed
         self._offset = Offset()
+
+    def named(self, name: str) -> Quantiser:
+        """One like it for another layer."""
+        other = copy(self)
+        other.name, other._offset = name, Offset()
+        return other
 
     def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> Kept:
         """A quantised copy of x, floating, any shape and strides.
@@ -171,18 +190,30 @@ class Quantiser:
         wide, ask = self._wide(), False
         if wide is None and x.is_cuda:
             wide, ask = self._on_device()
-        bits, samples, variables = self.bits, None, self._variables
-        if variables is not None:
-            variable = variables.of(self.name, slot)
-            bits, samples = variable.uniform(), variables.samples_of(x)
         settings = self.group_size, wide, normalise
+        if self._variables is None:
+            tensors = quantiser_ops.quantise(x, self._seed(x), self.bits, *settings)
+            recipe = self._recipe(x, dtype, self.bits)
+        else:
+            tensors, recipe = self._keep_variable(x, dtype, slot, settings)
+        if ask:
+            self._offset.ask(tensors[1])
+        return Kept(tensors, recipe)
+
+    def _keep_variable(self, x, dtype, slot, settings):
+        plan = self.session.plan()
+        variable = plan.of((self.name, slot), self.average, self.is_fixed)
+        samples = plan.samples_of(x)
+        bits, squares = variable.uniform(), None
         if samples is None:
             tensors = quantiser_ops.quantise(x, self._seed(x), bits, *settings)
         else:
-            tensors = quantiser_ops.quantise_samples(x, self._seed(x), variable, samples, *settings)
-        if ask:
-            self._offset.ask(tensors[1])
-        return Kept(tensors, self._recipe(x, dtype, bits, samples))
+            *tensors, squares = quantiser_ops.quantise_samples(
+                x, self._seed(x), variable, samples, *settings
+            )
+        if plan.observation is not None and not in_backward():
+            plan.observation.kept(variable, x.numel(), squares)
+        return tuple(tensors), self._recipe(x, dtype, bits, samples, variable)
 
     @property
     def _variables(self):
@@ -209,7 +240,7 @@ class Quantiser:
         codes, (packed, ranges, spread) = made
         if self.minimum == "auto" and quantiser_ops.is_offset(*spread):
             return codes, None
-        return codes, Kept((packed, ranges), self._recipe(y, y.dtype))
+        return codes, Kept((packed, ranges), self._recipe(y, y.dtype, self.bits))
 
     @property
     def key(self) -> tuple:
@@ -221,12 +252,11 @@ class Quantiser:
         packed, ranges, one = quantiser_ops.quantise_op(
             x, ops.new_seed(x), self.bits, self.group_size, bool(self._wide())
         )
-        return Kept((packed, ranges), self._recipe(x, x.dtype), one)
+        return Kept((packed, ranges), self._recipe(x, x.dtype, self.bits), one)
 
-    def _recipe(self, x, dtype, bits=None, *rest) -> Recipe:
+    def _recipe(self, x, dtype, bits, *rest) -> Recipe:
         stride = layout.by_sample_stride(x)
-        place = self.group_size, tuple(x.shape), tuple(stride), dtype
-        return Recipe(self.bits if bits is None else bits, *place, *rest)
+        return Recipe(bits, self.group_size, tuple(x.shape), tuple(stride), dtype, *rest)
 
     def _seed(self, x):
         return ops.new_seed(x) if self.session is None else self.session.seed(x)

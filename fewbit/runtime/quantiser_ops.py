@@ -37,7 +37,10 @@ def quantise(x, seed, bits, group_size, wide=None, normalise=None, widths=None, 
 
 
 def quantise_samples(x, seed, variable, samples, group_size, wide=None, normalise=None):
-    """(packed, ranges, widths) of x, whose samples share the bits of a variable; widths: (samples,) uint8."""
+    """(packed, ranges, widths, squares) of x, whose samples share the bits of a variable.
+
+    widths: (samples,) uint8. squares: (samples,) float32, sums of length * range^2, which they are shared by.
+    """
     x = x.detach()
     source = x if layout.is_by_sample(x) else x.contiguous()
     if len(source) != samples:
@@ -48,7 +51,7 @@ def quantise_samples(x, seed, variable, samples, group_size, wide=None, normalis
     widths = split(squares, total)
     words = groups.words_of_total(total, features)
     kept = quantise(source, seed, 0, group_size, wide, normalise, widths, words)
-    return *kept, widths
+    return *kept, widths, squares
 
 
 def dequantise_samples(

@@ -15,15 +15,21 @@ import hashlib
 import sys
 import threading
 import weakref
+from contextlib import contextmanager
+from types import FunctionType
 from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import _CheckpointFrame
 
 from fewbit.runtime import ops
 from fewbit.runtime.exact import forget
+from fewbit.runtime.variables import Plan
 
 MOST_FOLLOWED = 4096
+PATH = "_fewbit_path"
+"""The attribute of a module that says where in the converted model it is."""
 _running = threading.local()
 
 
@@ -32,11 +38,26 @@ def current() -> Session | None:
     return getattr(_running, "session", None)
 
 
+@contextmanager
+def measuring(observation=None):
+    """Within it forwards of this thread are no steps of a training. observation: what they tell, or None.
+
+    (That of an outer one stays.)
+    """
+    before = getattr(_running, "measured", ())
+    _running.measured = before or (observation,)
+    try:
+        yield
+    finally:
+        _running.measured = before
+
+
 class Session:
     """Shared by the layers of one converted model, and by no other model.
 
-    calls: a context that is entered around each forward in training, or None. A deep copy, or what pickle
-    restores, is a new session with nothing in it.
+    calls: a context that is entered around each forward in training, or None. variables: makes a plan for each
+    forward, whose tensors then share bits, or None for bits that are fixed. A deep copy, or what pickle restores,
+    is a new session with nothing in it but these.
     """
 
     def __init__(self, calls=None, variables=None):
@@ -46,6 +67,8 @@ class Session:
         self._followed = {}
         self._generators = None
         self._start = 0
+        self._plan = Plan()  # of the latest forward
+        self._plans = weakref.WeakKeyDictionary()  # of checkpointed regions that may be made again
 
     def __getstate__(self):
         return {"calls": self.calls, "variables": self.variables}
@@ -55,8 +78,8 @@ class Session:
 
     # -- Forwards ----------------------------------------------------------------------------------------
 
-    def enter(self, module, args=(), *_) -> None:
-        """A forward pre-hook of every module with layers inside; the outermost one's call is the forward."""
+    def enter(self, module, args=(), kwargs=None) -> None:
+        """A forward pre-hook, with keyword inputs, of every module with layers inside; the outermost one's call is the forward."""
         if torch.compiler.is_compiling():
             return
         local = self._local
@@ -66,23 +89,25 @@ class Session:
             if around is self and local.outermost() is not module or around._still_runs(caller):
                 break
             around.abandon()
-        local.calls.append(_Call(_checkpoint(), module.training))
+        path = vars(module).get(PATH, "")
+        local.calls.append(_Call(_checkpoint(), module.training, path))
         if len(local.calls) > 1:
             return
         local.outermost = weakref.ref(module)
         local.entries, local.results = {}, {}
         local.around, _running.session = current(), self
-        local.started = torch.is_grad_enabled() and not _in_backward()
+        local.started = torch.is_grad_enabled() and not in_backward()
         if local.started:
             self._generators = {}
             if self.variables is not None:
-                self.variables.batch = _batch_size(args)
+                inputs = *args, *(kwargs or {}).values()
+                self._plan = self._plan_of(module, inputs)
         if torch.is_grad_enabled() and module.training and self.calls is not None:
             self.calls.__enter__()
             local.entered = True
 
-    def leave(self, *_) -> None:
-        """A forward hook of the same modules, called also where the forward raised."""
+    def leave(self, module=None, args=(), kwargs=None, outputs=None) -> None:
+        """A forward hook, with keyword inputs, of the same modules, called also where the forward raised."""
         local = self._local
         if torch.compiler.is_compiling() or not local.calls:
             return
@@ -91,6 +116,8 @@ class Session:
             self._forget_unused()
             self._end()
             # Torch's generator moves on, once a forward and after all that the model draws.
+            if local.started and self._plan.observation is not None:
+                self._plan.observation.watch(outputs)
             if local.started and self._generators:
                 torch.randint(2**63 - 1, (), device="cpu")
 
@@ -133,6 +160,29 @@ class Session:
         """Whether the innermost module that runs is in evaluation mode."""
         calls = self._local.calls
         return bool(calls and not calls[-1].training)
+
+    def path(self) -> str:
+        """Of the innermost module that runs, from the converted model on."""
+        calls = self._local.calls
+        return calls[-1].path if calls else ""
+
+    # -- Variables ---------------------------------------------------------------------------------------
+
+    def _plan_of(self, module, inputs) -> Plan:
+        measured = getattr(_running, "measured", ())
+        if measured or not module.training:
+            return self.variables.plan(inputs, *measured)
+        return self.variables.begin(module, inputs)
+
+    def plan(self) -> Plan:
+        """Of this forward; in a checkpointed region that is made again, of the forward that it was a part of.
+
+        (Its tensors have to be of the same shapes.)
+        """
+        frame = _frame(_checkpoint())
+        if frame is None:
+            return self._plan
+        return self._plans.setdefault(frame, self._plan)
 
     # -- Copies ------------------------------------------------------------------------------------------
 
@@ -203,7 +253,7 @@ class Session:
         dropout draws is then what it would draw without us, also where a checkpoint makes a region again,
         having put torch's generator back, and draws another number of seeds.
         """
-        outside = self._local.entries is None and not _in_backward()
+        outside = self._local.entries is None and not in_backward()
         if outside or _is_capturing(x):
             return ops.new_seed(x)
         if self._generators is None:
@@ -235,10 +285,11 @@ class _Local(threading.local):
 
 
 class _Call(NamedTuple):
-    """Of a module: the checkpointed region in which it was called, and whether it is in training mode."""
+    """Of a module: the checkpointed region in which it was called, whether it is in training mode, where it is."""
 
     checkpoint: object
     training: bool
+    path: str
 
 
 class _Result:
@@ -256,15 +307,20 @@ def _checkpoint():
     return pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
 
 
-def _batch_size(args) -> int | None:
-    """Dimension 0 of a model's input."""
-    for each in args:
-        if isinstance(each, torch.Tensor) and each.dim():
-            return len(each)
+def _frame(pack):
+    """What a checkpointed region is known by, the first time and again: its frame, among what its hook holds."""
+    for cell in getattr(pack, "__closure__", None) or ():
+        held = cell.cell_contents
+        held = held() if isinstance(held, weakref.ref) else held
+        if isinstance(held, _CheckpointFrame):
+            return held
+        if isinstance(held, FunctionType) and (frame := _frame(held)) is not None:
+            return frame
     return None
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 

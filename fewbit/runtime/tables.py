@@ -65,6 +65,12 @@ def check_bits(bits, name: str = "bits") -> None:
         raise InputError(f"expected a whole number from 1 to 8 for {name}, got {bits!r}")
 
 
+def check_average(bits, name: str = "bits") -> None:
+    """Raises InputError if `bits` is not a number from 1 to 8."""
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or not 1 <= bits <= 8:
+        raise InputError(f"expected a number from 1 to 8 for {name}, got {bits!r}")
+
+
 def check_choice(bits, table) -> None:
     """Raises InputError or TableError if `bits` is not a whole number from 1 to 8, or `table` no table."""
     check_bits(bits)

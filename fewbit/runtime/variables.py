@@ -13,6 +13,9 @@ is added in all.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -21,12 +24,15 @@ _NOISE = [1.0 / (2.0**bits - 1) ** 2 for bits in range(LEAST, MOST + 1)]
 _GAINS = [a - b for a, b in zip(_NOISE, _NOISE[1:], strict=False)]
 
 
-class Variable:
-    """One compressed tensor of a model's forward. average: bits an element, from 1 to 8."""
+class Variable(NamedTuple):
+    """One compressed tensor of a model's forward. name: (of the layer, number of its input).
 
-    def __init__(self, name: tuple, average: float):
-        self.name = name
-        self.average = average
+    average: bits an element, from 1 to 8. is_fixed: whether nobody but the user may change that.
+    """
+
+    name: tuple[str, int]
+    average: float
+    is_fixed: bool = True
 
     def total(self, samples: int) -> int:
         """Bits of one element of each of `samples` samples together."""
@@ -36,35 +42,57 @@ class Variable:
         """Bits of a tensor whose samples are not known."""
         return min(max(math.floor(self.average + 1e-6), LEAST), MOST)
 
+    @property
+    def levels(self) -> float:
+        """2^bits - 1: steps that a range is divided into."""
+        return 2.0**self.average - 1
 
-class Variables:
-    """Those of one model."""
 
-    def __init__(self, average: float):
-        self.average = average
-        self.batch = None  # samples in the forward that runs, or None
-        self._all = {}
+class Plan:
+    """What one forward goes by, and whoever makes a part of it again for a checkpoint.
 
-    def of(self, name: str, slot: int) -> Variable:
-        """What the layer of that name keeps of its input number `slot`."""
-        variable = self._all.get((name, slot))
-        if variable is None:
-            variable = self._all[name, slot] = Variable((name, slot), self.average)
-        return variable
+    averages: {name: bits}, of variables that do not have those of their layer. samples: in the forward, or None.
+    observation: what is to be found out on the way, or None.
+    """
+
+    def __init__(self, averages=None, samples: int | None = None, observation=None):
+        self.averages = averages or {}
+        self.samples = samples
+        self.observation = observation
+
+    def of(self, name: tuple[str, int], average: float, is_fixed: bool) -> Variable:
+        """The variable of that name. average: unless the plan has another."""
+        return Variable(name, self.averages.get(name, average), is_fixed)
 
     def samples_of(self, x) -> int | None:
         """How many samples lie in x one after the other, in storage order; None where that is not known."""
-        if not self.batch or not x.dim() or not x.numel():
+        if not self.samples or not x.dim() or not x.numel():
             return None
-        if len(x) == self.batch:
-            return self.batch
-        return self.batch if len(x) % self.batch == 0 and x.is_contiguous() else None
+        if len(x) == self.samples:
+            return self.samples
+        return self.samples if len(x) % self.samples == 0 and x.is_contiguous() else None
 
-    def __iter__(self):
-        return iter(self._all.values())
 
-    def __len__(self):
-        return len(self._all)
+class Variables:
+    """Those of one model: makes the plan of each forward."""
+
+    averages: Mapping[tuple[str, int], float] = MappingProxyType({})
+
+    def begin(self, module, inputs) -> Plan:
+        """At the beginning of a forward of that module in training. inputs: its arguments."""
+        return self.plan(inputs)
+
+    def plan(self, inputs, observation=None) -> Plan:
+        """As things are."""
+        return Plan(self.averages, batch_size(inputs), observation)
+
+
+def batch_size(inputs) -> int | None:
+    """Dimension 0 of the first tensor among a model's inputs."""
+    for each in inputs:
+        if isinstance(each, torch.Tensor) and each.dim():
+            return len(each)
+    return None
 
 
 def split(squares: torch.Tensor, total: int) -> torch.Tensor:

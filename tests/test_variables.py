@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.compress import allocation
 from fewbit.runtime import groups
-from fewbit.runtime.variables import Variable, Variables, split
+from fewbit.runtime.variables import Variable, split
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 32, 100])
@@ -55,11 +55,7 @@ def build():
 
 
 def shared(model, average, **options):
-    controller = fewbit.compress_(model, verbose=False, functional=False, **options)
-    for name, module in model.named_modules():
-        if getattr(module, "quantiser", None):
-            module.quantiser.name = name
-    controller.session.variables = Variables(average)
+    fewbit.compress_(model, average, level="L2.5", verbose=False, functional=False, **options)
     return model
 
 

@@ -32,7 +32,9 @@ VERSION = 1
 def check_interval(interval) -> None:
     """Raises InputError if it is not a whole number of steps, 1 or more."""
     if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-        raise InputError(f"expected a whole number of steps, 1 or more, for interval, got {interval!r}")
+        raise InputError(
+            f"expected a whole number of steps, 1 or more, for interval, got {interval!r}"
+        )
 
 
 class Adaptation(Variables):
@@ -50,7 +52,9 @@ class Adaptation(Variables):
         self.seen: dict[tuple[str, int], Seen] = {}
         self._numbers = {name: number for number, name in enumerate(names)}
         self._group = None  # of processes that train one model
-        self._stage = None  # what is under way: (since which step, what is to be done next, with what)
+        self._stage = (
+            None  # what is under way: (since which step, what is to be done next, with what)
+        )
 
     def __getstate__(self):
         return {**vars(self), "_group": None, "_stage": None}

@@ -88,7 +88,9 @@ class FunctionSettings:
     quantiser: Quantiser
     activation_bits: int
     attention_quantiser: Quantiser
-    own: dict[str, Quantiser] = field(default_factory=dict, compare=False)  # by name, of those that have called
+    own: dict[str, Quantiser] = field(
+        default_factory=dict, compare=False
+    )  # by name, of those that have called
 
     def call(self, ours, family, function, args, kwargs):
         if family == "quantised":

@@ -15,7 +15,11 @@ class Arrival:
         self._parts = {}
         for device in {tensor.device for tensor in self._tensors}:
             self._parts[device] = _start(
-                [each.detach().reshape(-1).float() for each in self._tensors if each.device == device]
+                [
+                    each.detach().reshape(-1).float()
+                    for each in self._tensors
+                    if each.device == device
+                ]
             )
 
     def is_there(self) -> bool:

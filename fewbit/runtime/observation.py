@@ -9,13 +9,15 @@ all layers below. Three things are measured while the backward pass of one forwa
   out[e] of an edge e of the graph, as sums of squares.
 - It runs it again with random signs on the gradient that came in. What comes out says how noise in that gradient is
   carried on: gain[e], and what it does to the layer's parameters: both relative to the sum of squares of what came in.
+  Where that gradient comes straight from a layer above, noise of the layer above is carried on as it is: that of batch
+  norm is a multiple of the convolution's result in each channel, far from random signs.
 - Of every other node of the graph the gain is that of the gradient itself.
 
 Noise from different sources is uncorrelated, so that sums of squares add up along the graph. With
 
     S(node) = sum over its parameters of gain[p]  +  sum over its edges of gain[e] S(node below e)
 
-rounding the tensor adds  sum of own[p] + sum of out[e] S(node below e)  in all.
+rounding the tensor adds  sum of own[p] + sum of out[e] S(node below e)  in all (docs/controller.md).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from fewbit.runtime.arrival import Arrival
 SPREAD = 8
 """Points of the distribution of squares of ranges over a variable's samples that are remembered."""
 _LEAF = -1
+_OBSERVED = "_fewbit_observed"
 _running = threading.local()
 
 
@@ -58,16 +61,17 @@ class Seen:
 class _Node:
     """Of the graph. below: the number of the node at each edge, or _LEAF.
 
-    arriving, leaving: norms of a gradient and, by edge, of what it becomes. noise: (name of a variable, (2^bits - 1)^2, norms
-    by edge). handed: edges that lead to a layer, which takes the noise from there.
+    arriving, leaving: norms of a gradient and, by edge, of what it becomes. handed: (name of a variable,
+    (2^bits - 1)^2, the noise itself) from the layer above. noise: (name, (2^bits - 1)^2, norms by edge, whether it is the
+    layer's own, which the layer below is handed).
     """
 
     below: list[int]
     is_layer: bool
     arriving: torch.Tensor | None = None
     leaving: list[torch.Tensor | None] = field(default_factory=list)
-    noise: list[tuple] = field(default_factory=list)
     handed: list[tuple] = field(default_factory=list)
+    noise: list[tuple] = field(default_factory=list)
     is_probed: bool = False
 
 
@@ -85,9 +89,7 @@ class Observation:
 
     def kept(self, variable, elements: int, squares=None) -> None:
         """A tensor of that variable was kept; squares: (samples,) float32, of ranges, where samples share bits."""
-        seen = self.variables.setdefault(
-            variable.name, Seen(variable.average, variable.is_fixed)
-        )
+        seen = self.variables.setdefault(variable.name, Seen(variable.average, variable.is_fixed))
         seen.elements += elements
         if squares is not None:
             seen.samples = len(squares)
@@ -120,7 +122,7 @@ class Observation:
     def _attach(self, node, exists) -> bool:
         is_layer = isinstance(node, torch.autograd.function.BackwardCFunction)
         if is_layer:
-            node.observed = self, len(self._nodes)
+            setattr(node, _OBSERVED, (self, len(self._nodes)))
         node.register_hook(partial(self._passed, len(self._nodes), exists))
         return is_layer
 
@@ -136,37 +138,35 @@ class Observation:
 
     def probe(self, number: int, backward, context, grads):
         """The results of a layer's backward, run again with noise in what it restores and in `grads`."""
-        context = _Context(context)
+        context, node = _Context(context), self._nodes[number]
         with _Restoring() as restoring:
             results = backward(context, *grads)
         if not restoring.variables:
-            self._nodes[number].handed = []
             return results
-        node = self._nodes[number]
-        node.noise = []
         exact = _by_edge(context, results)
+        node.noise = []
         for variable in restoring.variables.values():
             with _Restoring(variable, self):
                 noisy = _by_edge(context, backward(context, *grads))
-            changes = [
-                None if a is None or b is None or a.is_sparse else b - a
-                for a, b in zip(exact, noisy, strict=True)
-            ]
-            scale = variable.levels**2
-            node.noise.append((variable.name, scale, [_norm([each]) for each in changes], True))
-            for change, below in zip(changes, node.below, strict=True):
-                if change is not None and below != _LEAF and self._nodes[below].is_layer:
-                    self._nodes[below].handed.append((variable.name, scale, change))
+            self._add(
+                node, variable, [_difference(*pair) for pair in zip(exact, noisy, strict=True)]
+            )
         if len(grads) == 1:
             for name, scale, change in node.handed:
                 changes = _by_edge(context, backward(context, change))
                 node.noise.append((name, scale, [_norm([each]) for each in changes], False))
-        node.handed = []
-        with _Restoring():
-            carried = backward(context, *map(self._with_signs, grads))
-        node.arriving, node.is_probed = _norm(grads), len(grads) == 1
-        node.leaving = [_norm([each]) for each in _by_edge(context, carried)]
+            with _Restoring():
+                carried = backward(context, self._with_signs(*grads))
+            node.leaving = [_norm([each]) for each in _by_edge(context, carried)]
+            node.arriving, node.is_probed = _norm(grads), True
         return results
+
+    def _add(self, node, variable, changes) -> None:
+        scale = variable.levels**2
+        node.noise.append((variable.name, scale, [_norm([each]) for each in changes], True))
+        for change, below in zip(changes, node.below, strict=True):
+            if change is not None and below != _LEAF and self._nodes[below].is_layer:
+                self._nodes[below].handed.append((variable.name, scale, change))
 
     def noise(self, rows: torch.Tensor, variable, group_size: int) -> torch.Tensor:
         """As rounding restored values (samples, features) has, on average over each sample; float32."""
@@ -175,8 +175,6 @@ class Observation:
         return self._uniform(rows).sub_(0.5).mul_(deviation[:, None] * math.sqrt(12))
 
     def _with_signs(self, grad):
-        if grad is None:
-            return None
         return torch.where(self._uniform(grad) < 0.5, -grad, grad)
 
     def _uniform(self, like) -> torch.Tensor:
@@ -201,15 +199,20 @@ class Observation:
 
     def has_run(self) -> bool:
         """Whether a backward pass has come by."""
-        return any(node.is_probed for node in self._nodes)
+        return any(node.arriving is not None for node in self._nodes)
 
     def is_there(self) -> bool:
         """Whether `results` would not wait."""
         return self._arrival.is_there()
 
     def results(self) -> dict[tuple, Seen]:
-        """By variable; sensitivities of 0 where no backward pass went, or one with values that are not finite."""
+        """By variable, with sensitivities of 0 where no backward pass came by.
+
+        Nothing where a gradient was not finite: such a step says nothing, and whoever scales losses skips it.
+        """
         host = self._arrival.values()
+        if not all(math.isfinite(value) for each in self._measured() for value in host[id(each)]):
+            return {}
         for seen in self.variables.values():
             if seen.spread is not None:
                 seen.spread = host[id(seen.spread)]
@@ -219,25 +222,23 @@ class Observation:
             arriving = _square(host, node.arriving)
             passed = sum(_square(host, a) * b for a, b in zip(node.leaving, at, strict=False))
             below.append(passed / arriving if arriving > 0 else 0.0)
-            takes = [
-                number != _LEAF and self._nodes[number].is_probed for number in node.below
-            ]
-            for name, scale, change, is_handed in node.noise:
-                added = sum(
+            taken = [number != _LEAF and self._nodes[number].is_probed for number in node.below]
+            for name, scale, change, is_first in node.noise:
+                self.variables[name].sensitivity += scale * sum(
                     _square(host, a) * b
-                    for a, b, taken in zip(change, at, takes, strict=True)
-                    if not (is_handed and taken)
+                    for a, b, is_taken in zip(change, at, taken, strict=True)
+                    if not (is_first and is_taken)
                 )
-                self.variables[name].sensitivity += scale * added
         return self.variables
 
 
 def observed(backward, context, grads):
     """The results of a layer's backward, which is probed if an observation follows it."""
-    observation = getattr(context, "observed", None)
-    if observation is None:
+    found = getattr(context, _OBSERVED, None)
+    if found is None:
         return backward(context, *grads)
-    return observation[0].probe(observation[1], backward, context, grads)
+    observation, number = found
+    return observation.probe(number, backward, context, grads)
 
 
 class _Restoring:
@@ -309,6 +310,12 @@ def _by_edge(context, results) -> list:
     ]
 
 
+def _difference(exact, noisy):
+    if exact is None or noisy is None or exact.is_sparse:
+        return None
+    return noisy - exact
+
+
 def _is_inner(node) -> bool:
     return node is not None and not hasattr(node, "variable")
 
@@ -329,7 +336,7 @@ def _square(host, norm) -> float:
     if norm is None:
         return 0.0
     (value,) = host[id(norm)]
-    return value * value if math.isfinite(value) else 0.0
+    return value * value
 
 
 def _tensors(outputs) -> list[torch.Tensor]:

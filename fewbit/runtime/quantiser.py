@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.errors import InputError
-from fewbit.runtime import groups, layout, ops, quantiser_ops
+from fewbit.runtime import groups, layout, offload, ops, quantiser_ops
 from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.offset import Offset
 from fewbit.runtime.sharing import Session, in_checkpoint
@@ -180,6 +180,7 @@ class Quantiser:
             tensors = quantiser_ops.quantise(x, self._seed(x), bits, *settings)
         else:
             tensors = quantiser_ops.quantise_samples(x, self._seed(x), variable, samples, *settings)
+        offload.mark(*tensors)
         if ask:
             self._offset.ask(tensors[1])
         return Kept(tensors, self._recipe(x, dtype, bits, samples))
@@ -207,6 +208,7 @@ class Quantiser:
         if made is None:
             return None
         codes, (packed, ranges, spread) = made
+        offload.mark(packed, ranges)
         if self.minimum == "auto" and quantiser_ops.is_offset(*spread):
             return codes, None
         return codes, Kept((packed, ranges), self._recipe(y, y.dtype))

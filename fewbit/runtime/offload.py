@@ -246,7 +246,9 @@ class _Lane:
 
     def _fetch_layer(self, layer: int) -> bool:
         """Whether the graph still has anything of it."""
-        handles = [handle for handle in (ref() for ref in self._layers[layer]) if handle is not None]
+        handles = [
+            handle for handle in (ref() for ref in self._layers[layer]) if handle is not None
+        ]
         for handle in handles:
             self._fetch(handle.copy)
         return bool(handles)
@@ -257,7 +259,9 @@ class _Lane:
 
     def _put(self, copy: _Copy, value: OnDevice) -> None:
         copy.value = value
-        copy.wanted_by.update(handle for handle in (ref() for ref in copy.handles) if handle is not None)
+        copy.wanted_by.update(
+            handle for handle in (ref() for ref in copy.handles) if handle is not None
+        )
         self._present.add(copy)
 
     def _forget(self, layer: int) -> None:

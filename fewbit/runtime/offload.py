@@ -229,9 +229,7 @@ class _Lane:
     def restore(self, handle: _Handle) -> torch.Tensor:
         """The bytes of a handle, for what the current stream does from now on."""
         with self._lock:
-            if handle.copy.value is None:
-                self._fetch(handle.copy)
-                self._fetch_layer(handle.layer)
+            self._fetch(handle.copy)
             self._fetch_before(handle.layer)
             value = handle.copy.value
             handle.copy.wanted_by.discard(handle)

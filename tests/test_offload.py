@@ -7,8 +7,10 @@ import contextlib
 import copy
 import gc
 import pickle
+import re
 import threading
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -487,6 +489,20 @@ def test_within_the_session(place):
     assert around.bytes_out == out
 
 
+def test_the_documentation():
+    """Its blocks run; where there is a GPU, the second one in a process of its own (tests/test_allocator.py)."""
+    text = (Path(__file__).parents[1] / "docs" / "offload.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    names = {}
+    exec(first, names)
+    assert names["offload"].bytes_on_host == 0
+    assert names["model"][0].weight.grad is not None
+    assert "use_expandable_segments()" in second
+    assert (
+        f"| `least` | {offload.LEAST_BYTES} |" in text and f"| `ahead` | {offload.AHEAD} |" in text
+    )
+
+
 # -- Where nothing leaves ----------------------------------------------------------------------------------
 
 
@@ -560,6 +576,19 @@ def test_on_the_cpu_nothing_is_done():
         y = model(x)
     assert around.bytes_out == around.bytes_on_host == 0
     backward(model, y)
+
+
+def test_within_torch_func(late):
+    """Which forbids hooks: nothing leaves."""
+    around = late.offload(least=1)
+
+    def run(x):
+        with around:
+            assert not offload.is_active()
+            return x.sin().sum()
+
+    x = torch.ones(3)
+    assert torch.equal(torch.func.grad(run)(x), x.cos())
 
 
 # -- Errors ------------------------------------------------------------------------------------------------

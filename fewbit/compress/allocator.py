@@ -91,19 +91,21 @@ def use_expandable_segments() -> AllocatorReport:
 def peak_memory(device=None) -> PeakMemory:
     """Peaks since the last `torch.cuda.reset_peak_memory_stats`. device: a CUDA device; None: the current one.
 
-    Raises InputError where there is no such device.
+    Raises InputError for what is no CUDA device, and where there is none.
     """
     try:
-        device = torch.device("cuda" if device is None else device)
+        found = torch.device("cuda" if device is None else device)
     except (RuntimeError, TypeError):
         raise InputError(f"expected a CUDA device, got {device!r}") from None
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise InputError(f"expected a CUDA device, got {str(device)!r}: it has no such allocator")
-    stats = torch.cuda.memory_stats(device)
+    if found.type != "cuda":
+        raise InputError(f"expected a CUDA device, got {str(found)!r}")
+    if not torch.cuda.is_available():
+        raise InputError(f"expected a CUDA device, got {str(found)!r}: there is none")
+    stats = torch.cuda.memory_stats(found)
     allocated, reserved = (
         stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved")
     )
-    return PeakMemory(str(device), allocated, reserved)
+    return PeakMemory(str(found), allocated, reserved)
 
 
 def _state() -> AllocatorReport:

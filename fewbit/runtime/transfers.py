@@ -62,10 +62,9 @@ class CudaTransfers:
 class OnDevice:
     """Bytes on the device, which the side stream reads or writes until `event`.
 
-    They are memory of the stream that is current now. Freed after that stream has waited for the event, they
-    are used again in its own order: what is freed in passing the host's time is at once free for the next tensor.
-    (With `hold` for all of them the allocator would have to wait for the device to catch up with the host, and
-    take new memory meanwhile.)
+    They are memory of the stream that is current now. Once that has waited for the event they need no `hold`:
+    whatever gets the memory next comes after the event too, in the order of that stream. (Memory that is held
+    is free only when the device has got there; the host, far ahead, would have taken new memory meanwhile.)
     """
 
     def __init__(self, transfers, memory: torch.Tensor, event):

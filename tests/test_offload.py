@@ -435,7 +435,9 @@ def test_several_forwards_before_a_backward(place):
 
 def test_threads(place):
     """Forwards in two threads, and each one's backward in the other."""
-    models = [converted("mlp", place.device) for _ in range(2)]
+    # (Two threads that round would draw from one generator; activations draw nothing.)
+    only = {"include": lambda path, module: isinstance(module, nn.GELU), "functional": False}
+    models = [converted("mlp", place.device, **only) for _ in range(2)]
     exact = [backward(model, forward(model, x)) for model, x in models]
     around = place.offload(least=1)
     outputs, gradients = [None, None], [None, None]
@@ -455,10 +457,7 @@ def test_threads(place):
     for thread in threads:
         thread.join()
     assert around.bytes_on_host == 0 and around.bytes_out > 0
-    for gradient, one in zip(gradients, exact, strict=True):
-        # (Two threads seed one generator: rounding differs, the shapes and the sizes do not.)
-        assert all(torch.isfinite(each).all() for each in gradient)
-        assert [each.shape for each in gradient] == [each.shape for each in one]
+    assert all(map(equal, gradients, exact))
 
 
 def test_backward_in_another_thread(place):

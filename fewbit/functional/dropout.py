@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as torch_functional
 
-from fewbit.runtime import layout, ops
+from fewbit.runtime import layout, offload, ops
 from fewbit.runtime.autograd import is_plain, once_differentiable
 from fewbit.runtime.encoding import Encoding
 from fewbit.runtime.quantiser import is_differentiated
@@ -143,6 +143,8 @@ class _Dropout(Function):
             ctx.mark_dirty(x)
         ctx.stride = tuple(mask.stride())
         ctx.shape = None if features is None else tuple(mask.shape)
+        if plain:
+            offload.mark(packed)
         ctx.save_for_backward(packed)
         return y
 

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import Function
 
 from fewbit.errors import GradientError
-from fewbit.runtime import layout, ops, sharing
+from fewbit.runtime import layout, offload, ops, sharing
 from fewbit.runtime.observation import observed
 from fewbit.runtime.ops import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 
@@ -33,6 +33,7 @@ class Activation(Function):
             y, packed = _in_session(session, x, function, parameters, encoding, seed)
         if inplace:
             ctx.mark_dirty(x)
+        offload.mark(packed)
         ctx.save_for_backward(packed)
         return y
 

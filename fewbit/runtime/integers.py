@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.library import register_fake
 
-from fewbit.runtime import backends, layout, ops
+from fewbit.runtime import backends, layout, offload, ops
 from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.encoding import packed_words
 from fewbit.runtime.ops import define, keep_results
@@ -75,7 +75,9 @@ def pack(values: torch.Tensor, count: int) -> Kept:
     bits = bits_of(count)
     recipe = Packed(bits, tuple(values.shape), tuple(layout.dense_stride(values)))
     if is_plain(values):
-        return Kept((_pack(values, bits, count),), recipe)
+        packed = _pack(values, bits, count)
+        offload.mark(packed)
+        return Kept((packed,), recipe)
     packed, one = pack_kept_op(values, bits, count)
     return Kept((packed,), recipe, one)
 
@@ -86,7 +88,9 @@ def narrow(values: torch.Tensor, count: int) -> Kept:
     if dtype.itemsize >= values.dtype.itemsize:
         return Kept((values,), Narrow(values.dtype))
     if is_plain(values):
-        return Kept((values.to(dtype),), Narrow(values.dtype))
+        kept = values.to(dtype)
+        offload.mark(kept)
+        return Kept((kept,), Narrow(values.dtype))
     kept, one = narrow_kept_op(values, dtype)
     return Kept((kept,), Narrow(values.dtype), one)
 

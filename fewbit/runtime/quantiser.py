@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.errors import InputError
-from fewbit.runtime import groups, layout, observation, ops, quantiser_ops
+from fewbit.runtime import groups, layout, observation, offload, ops, quantiser_ops
 from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.offset import Offset
 from fewbit.runtime.sharing import Session, in_backward, in_checkpoint
@@ -196,6 +196,7 @@ class Quantiser:
             recipe = self._recipe(x, dtype, self.bits)
         else:
             tensors, recipe = self._keep_variable(x, dtype, slot, settings)
+        offload.mark(*tensors)
         if ask:
             self._offset.ask(tensors[1])
         return Kept(tensors, recipe)
@@ -238,6 +239,7 @@ class Quantiser:
         if made is None:
             return None
         codes, (packed, ranges, spread) = made
+        offload.mark(packed, ranges)
         if self.minimum == "auto" and quantiser_ops.is_offset(*spread):
             return codes, None
         return codes, Kept((packed, ranges), self._recipe(y, y.dtype, self.bits))

@@ -23,7 +23,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import _CheckpointFrame
 
-from fewbit.runtime import ops
+from fewbit.runtime import offload, ops
 from fewbit.runtime.exact import forget
 from fewbit.runtime.variables import Plan
 
@@ -196,6 +196,8 @@ class Session:
         """Layers that ask for x, or a tensor that is the same memory in the same state, get `kept`."""
         entries = self._entries()
         if entries is not None and not x.is_inference():
+            if offload.is_active():
+                _forget_gone(entries)
             # The weak reference keeps the storage's identity, not its memory, from being used again.
             entries[_key(x, config)] = StorageWeakRef(x.untyped_storage()), kept
 
@@ -336,6 +338,12 @@ def _place(x) -> tuple:
 
 def _key(x, config) -> tuple:
     return *_place(x), config
+
+
+def _forget_gone(entries) -> None:
+    """Drops what was kept of tensors that are gone: else it would stay on the device to the forward's end."""
+    for key in [key for key, (storage, _) in entries.items() if storage.expired()]:
+        del entries[key]
 
 
 def _is_capturing(x) -> bool:

@@ -1,0 +1,131 @@
+"""PyTorch's allocator set so that freed memory of one size serves tensors of another (ActNN's level L5, section 5.2).
+
+ActNN passes large tensors by the caching allocator. Expandable segments, which PyTorch has had since, keep it:
+a segment grows in place by whole pages, so that it is not cut into pieces that are too small for what comes next.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from fewbit.compress.meter_report import amount
+from fewbit.errors import InputError
+
+SETTING = "expandable_segments"
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+@dataclass(frozen=True, repr=False)
+class AllocatorReport:
+    """Whether memory is reserved in expandable segments from now on.
+
+    fixed: bytes that were reserved before in segments of a fixed size, which stay as they are until
+    `torch.cuda.empty_cache()` finds them unused. reason: why not, or "".
+    """
+
+    in_force: bool
+    fixed: int = 0
+    reason: str = ""
+
+    def __repr__(self) -> str:
+        if not self.in_force:
+            return f"expandable segments: not in force, {self.reason}"
+        if self.fixed:
+            return (
+                f"expandable segments: in force from now on; set too late for {amount(self.fixed)} "
+                "that were reserved before"
+            )
+        return "expandable segments: in force for all memory"
+
+
+@dataclass(frozen=True, repr=False)
+class PeakMemory:
+    """Largest numbers of bytes on one device so far: allocated for tensors, reserved by the allocator."""
+
+    device: str
+    allocated: int
+    reserved: int
+
+    @property
+    def ratio(self) -> float:
+        """Peak reserved / peak allocated; 1 is the least there can be, also where nothing was allocated."""
+        return self.reserved / self.allocated if self.allocated else 1.0
+
+    def __repr__(self) -> str:
+        return (
+            f"peak memory on {self.device}: {amount(self.allocated)} allocated, "
+            f"{amount(self.reserved)} reserved ({self.ratio:.2f} times as much)"
+        )
+
+
+def use_expandable_segments() -> AllocatorReport:
+    """Sets expandable segments for the CUDA caching allocator, for the whole process, and says what came of it.
+
+    Call it before the first tensor is put on the GPU: segments that exist stay as they are. Other settings of the
+    allocator are kept, and an `expandable_segments:False` in one of VARIABLES is respected. Without a GPU
+    nothing is changed.
+    """
+    if not torch.cuda.is_available():
+        return AllocatorReport(False, reason="there is no CUDA device")
+    torch.cuda.init()
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
+        return AllocatorReport(False, reason=f"the allocator is {backend}, which has no segments")
+    if not _state().in_force:
+        for name in VARIABLES:
+            if re.search(rf"\b{SETTING}\s*:\s*False\b", os.environ.get(name, "")):
+                return AllocatorReport(False, reason=f"{name} says {SETTING}:False")
+        try:
+            _set(f"{SETTING}:True")
+        except (AttributeError, RuntimeError, ValueError) as error:
+            line = str(error).partition("\n")[0]
+            return AllocatorReport(False, reason=f"PyTorch refused to set them: {line}")
+    return _state()
+
+
+def peak_memory(device=None) -> PeakMemory:
+    """Peaks since the last `torch.cuda.reset_peak_memory_stats`. device: a CUDA device; None: the current one.
+
+    Raises InputError for what is no CUDA device, and where there is none.
+    """
+    try:
+        found = torch.device("cuda" if device is None else device)
+    except (RuntimeError, TypeError):
+        raise InputError(f"expected a CUDA device, got {device!r}") from None
+    if found.type != "cuda":
+        raise InputError(f"expected a CUDA device, got {str(found)!r}")
+    if not torch.cuda.is_available():
+        raise InputError(f"expected a CUDA device, got {str(found)!r}: there is none")
+    stats = torch.cuda.memory_stats(found)
+    allocated, reserved = (
+        stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved")
+    )
+    return PeakMemory(str(found), allocated, reserved)
+
+
+def _state() -> AllocatorReport:
+    """What PyTorch itself says, rather than what it was told."""
+    snapshot = torch.cuda.memory._snapshot()
+    if not snapshot["allocator_settings"].get(SETTING, False):
+        return AllocatorReport(False, reason="PyTorch has none on this platform")
+    fixed = sum(each["total_size"] for each in snapshot["segments"] if not each["is_expandable"])
+    return AllocatorReport(True, fixed)
+
+
+def _set(setting: str) -> None:
+    """Adds a setting to those in force, of which PyTorch would put some back that are not named again."""
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    before = next((settings[name] for name in VARIABLES if settings.get(name)), "")
+    setting = f"{before},{setting}" if before else setting
+    generic = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # newer ones
+    if generic is not None:
+        generic(setting)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.cuda.memory._set_allocator_settings(setting)

@@ -19,7 +19,7 @@ from fewbit.runtime.arrival import Arrival
 from fewbit.runtime.observation import SPREAD, Observation, Seen
 from fewbit.runtime.variables import LEAST, MOST, Plan, Variables
 
-INTERVAL = 100
+INTERVAL = 200
 SLOTS = 3
 """Inputs of one layer that it keeps, at most: q, k and v."""
 MOMENTUM = 0.5

@@ -8,8 +8,10 @@ from typing import NamedTuple
 from torch import nn
 
 from fewbit.compress.adaptation import Adaptation
+from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
 from fewbit.compress.convert_report import Report
 from fewbit.errors import InputError
+from fewbit.runtime.offload import Offload
 from fewbit.runtime.sharing import Session
 
 
@@ -32,13 +34,21 @@ class Allocated(NamedTuple):
 class Controller:
     """Stands for one compressed model; nothing in the training loop needs it.
 
-    report: what was converted. session: shared by the model's layers.
+    report: what was converted. session: shared by the model's layers. allocator: what came of setting PyTorch's,
+    at level L5, else None.
     """
 
-    def __init__(self, model: nn.Module, report: Report, session: Session):
+    def __init__(
+        self,
+        model: nn.Module,
+        report: Report,
+        session: Session,
+        allocator: AllocatorReport | None = None,
+    ):
         self._model = weakref.ref(model)
         self.report = report
         self.session = session
+        self.allocator = allocator
 
     @property
     def model(self) -> nn.Module | None:
@@ -62,6 +72,15 @@ class Controller:
             )
             for name, each in adaptation.seen.items()
         )
+
+    @property
+    def offload(self) -> Offload | None:
+        """Of levels L4 and L5: bytes moved to the host and back."""
+        return next((each for each in self.session.contexts if isinstance(each, Offload)), None)
+
+    def peak_memory(self, device=None) -> PeakMemory:
+        """Peaks of a GPU's memory, allocated for tensors and reserved; InputError where there is none."""
+        return peak_memory(device)
 
     def state_dict(self) -> dict:
         """What a resumed training needs to go on alike: plain numbers, to be saved beside the model's.

@@ -12,6 +12,7 @@ from torch import nn
 
 from fewbit.compress import kinds, transformers_attention
 from fewbit.compress.adaptation import INTERVAL, Adaptation, check_interval
+from fewbit.compress.allocator import use_expandable_segments
 from fewbit.compress.budget import Sizes, bytes_of
 from fewbit.compress.calls import QUANTISED, Calls, FunctionSettings, name_of_call
 from fewbit.compress.controller import Controller
@@ -22,14 +23,15 @@ from fewbit.functional.normalization import check_copies
 from fewbit.nn.quantised import Quantised
 from fewbit.runtime.exact import Switch
 from fewbit.runtime.groups import GROUP_SIZE
+from fewbit.runtime.offload import Offload
 from fewbit.runtime.quantiser import Quantiser
 from fewbit.runtime.sharing import PATH, Session, measuring
 from fewbit.runtime.tables import check_average, check_bits
 from fewbit.runtime.variables import Variables
 
-LEVELS = ("L0", "L1", "L2", "L2.5", "L3")
-MIXED, ADAPTING = LEVELS[3:], LEVELS[4:]
-"""Levels at which samples share bits, and layers too."""
+LEVELS = ("L0", "L1", "L2", "L2.5", "L3", "L4", "L5")
+MIXED, ADAPTING, OFFLOADING = LEVELS[3:], LEVELS[4:], LEVELS[5:]
+"""Levels at which samples share bits, layers do too, and what is kept goes to the host."""
 LEVEL_BITS = 4
 """Of the quantised inputs at levels L1 and L2 (ActNN, Table 2)."""
 ACTIVATION_BITS = 3
@@ -137,10 +139,11 @@ def compress_(
     compressed. A second call undoes the first, so that its settings are all there is.
 
     level, of ActNN's Table 2: "L0" (nothing; undoes a conversion), "L1" (convolutions only), "L2" (all layers),
-    "L2.5" (bits are shared out between samples) or "L3" (between samples and layers, as training shows where they
-    are needed; docs/controller.md); L2 unless bits is not whole or a budget is given, then L3. bits: 1 to 8, of
+    "L2.5" (bits are shared out between samples), "L3" (between samples and layers, as training shows where they are
+    needed; docs/controller.md), "L4" (what is kept on a GPU goes to the host until it is needed) or "L5" (and the GPU's
+    memory is reserved in expandable segments; both docs/offload.md); L2 unless bits is not whole or a budget is given, then L3. bits: 1 to 8, of
     quantised inputs (4); an average, as 1.75, from L2.5 on. budget: in place of bits, all that a forward of `sample`
-    may keep: bytes, or "6 GiB". interval: steps from one adaptation to the next (100). activation_bits: of few-bit
+    may keep: bytes, or "6 GiB". interval: steps from one adaptation to the next (200; the first are after steps 1, 2, 4, 8 ...). activation_bits: of few-bit
     activations (3; those with a derivative of two values keep 1, which is exact). attention_bits: of q, k and v (as
     bits, but 4 at least; at L3 part of the average). policy: "fixed". group_size: features that share a range
     (256). minimum: "auto", "bfloat16" or "float32", see docs/quantiser.md. copies: 2 for norms that keep two
@@ -190,14 +193,20 @@ def compress_(
         controller = convert(model, settings, *selection)
     if settings.adapts:
         controller.session.variables = Adaptation(settings.bits, _names(model), interval)
-    changes = {}
+    notes, allocator = [_of_level(level, settings, interval)], None
+    if level in OFFLOADING:
+        controller.session.contexts += (Offload(),)
+    if level == "L5":
+        allocator = use_expandable_segments()
+        notes.append(str(allocator))
+    changes = {"notes": tuple(filter(None, notes))}
     if settings.functional:
         row = settings.bits, settings.bits_of_attention, settings.activation_bits
         changes["functions"] = row
     if sample is not None:
         changes |= {"kept": (before, _by_op(model, sample)), "is_training": model.training}
-    controller.report = replace(controller.report, **changes)
-    return _reported(model, controller.report, controller.session, verbose)
+    report = replace(controller.report, **changes)
+    return _reported(model, report, controller.session, verbose, allocator)
 
 
 def restore_(model: nn.Module) -> None:
@@ -277,7 +286,7 @@ def _names(model) -> list[str]:
 def _attach(model, settings: Settings, session: Session) -> None:
     """Tells the session of the model's forwards."""
     if settings.functional:
-        session.calls = Calls(settings.of_functions(session))
+        session.contexts = (Calls(settings.of_functions(session)),)
     elif not any(isinstance(each, Quantised) for each in model.modules()):
         return
     for path, module in model.named_modules():
@@ -375,12 +384,24 @@ def _at_level(settings, level, policy, *bits) -> Settings | None:
     return settings
 
 
-def _reported(model, report, session, verbose) -> Controller:
+def _of_level(level, settings, interval) -> str:
+    """What the report says of it."""
+    if not settings.is_mixed:
+        return ""
+    text = f"{settings.bits:.4g} bits on average, shared between samples"
+    if settings.adapts:
+        text += f" and layers, adapted every {interval} steps"
+    if level in OFFLOADING:
+        text += "; what is kept on a GPU goes to the host until the backward pass"
+    return f"level {level}: {text}"
+
+
+def _reported(model, report, session, verbose, allocator=None) -> Controller:
     if verbose:
         from rich.console import Console
 
         Console().print(report)
-    return Controller(model, report, session)
+    return Controller(model, report, session, allocator)
 
 
 def _check_sample(sample) -> None:

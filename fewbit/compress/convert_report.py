@@ -13,13 +13,13 @@ GAP = 2  # between columns
 class Converted(NamedTuple):
     """One module: its dotted path ("" for the model itself), its old and new class, what it keeps now.
 
-    bits: of its quantised input or its codes; None for what keeps less and stays exact.
+    bits: of its quantised input (an average, at level L2.5 and above) or its codes; None for what keeps less and stays exact.
     """
 
     path: str
     before: str
     after: str
-    bits: int | None
+    bits: float | None
 
 
 class LeftAlone(NamedTuple):
@@ -36,6 +36,7 @@ class Report:
 
     kept: bytes kept for backward (before, after) by op, if a sample was given; is_training: in training mode.
     functions: bits of functions that a forward calls (inputs, attention, activations), if those are compressed.
+    notes: what is to be said of the model as a whole.
     """
 
     converted: tuple[Converted, ...]
@@ -43,6 +44,7 @@ class Report:
     kept: tuple[dict[str, int], dict[str, int]] | None = None
     functions: tuple[int, int, int] | None = None
     is_training: bool = True
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -63,9 +65,10 @@ class Report:
         if self.functions is not None:
             inputs, attention, activations = self.functions
             yield (
-                f"called functions keep {_bits(inputs)} of inputs, {attention} of attention, "
+                f"called functions keep {_bits(inputs)} of inputs, {attention:.4g} of attention, "
                 f"{activations} of activations"
             )
+        yield from self.notes
         for (pattern, kind, reason), count in self._reasons().items():
             where = f"{_counted(count, 'module')} like {pattern}" if count > 1 else pattern
             yield Text(f"left alone: {where} ({kind}): {reason}")
@@ -141,8 +144,8 @@ def _pattern(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path) or "(the model)"
 
 
-def _bits(bits: int | None) -> str:
-    return "exact" if bits is None else f"{bits} bit{'s' * (bits > 1)}"
+def _bits(bits: float | None) -> str:
+    return "exact" if bits is None else f"{bits:.4g} bit{'s' * (bits > 1)}"
 
 
 def _counted(count: int, noun: str) -> str:

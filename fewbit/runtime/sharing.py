@@ -55,13 +55,13 @@ def measuring(observation=None):
 class Session:
     """Shared by the layers of one converted model, and by no other model.
 
-    calls: a context that is entered around each forward in training, or None. variables: makes a plan for each
-    forward, whose tensors then share bits, or None for bits that are fixed. A deep copy, or what pickle restores,
-    is a new session with nothing in it but these.
+    contexts: entered around each forward in training, in that order. variables: makes a plan for each forward,
+    whose tensors then share bits, or None for bits that are fixed. A deep copy, or what pickle restores, is a new
+    session with nothing in it but these.
     """
 
-    def __init__(self, calls=None, variables=None):
-        self.calls = calls
+    def __init__(self, contexts=(), variables=None):
+        self.contexts = contexts
         self.variables = variables
         self._local = _Local()
         self._followed = {}
@@ -71,7 +71,7 @@ class Session:
         self._plans = weakref.WeakKeyDictionary()  # of checkpointed regions that may be made again
 
     def __getstate__(self):
-        return {"calls": self.calls, "variables": self.variables}
+        return {"contexts": self.contexts, "variables": self.variables}
 
     def __setstate__(self, state):
         self.__init__(**state)
@@ -79,7 +79,10 @@ class Session:
     # -- Forwards ----------------------------------------------------------------------------------------
 
     def enter(self, module, args=(), kwargs=None) -> None:
-        """A forward pre-hook, with keyword inputs, of every module with layers inside; the outermost one's call is the forward."""
+        """A forward pre-hook, with keyword inputs, of every module with layers inside.
+
+        The outermost one's call is the forward.
+        """
         if torch.compiler.is_compiling():
             return
         local = self._local
@@ -102,9 +105,10 @@ class Session:
             if self.variables is not None:
                 inputs = *args, *(kwargs or {}).values()
                 self._plan = self._plan_of(module, inputs)
-        if torch.is_grad_enabled() and module.training and self.calls is not None:
-            self.calls.__enter__()
-            local.entered = True
+        if torch.is_grad_enabled() and module.training:
+            for context in self.contexts:
+                context.__enter__()
+                local.entered.append(context)
 
     def leave(self, module=None, args=(), kwargs=None, outputs=None) -> None:
         """A forward hook, with keyword inputs, of the same modules, called also where the forward raised."""
@@ -124,9 +128,8 @@ class Session:
     def _end(self) -> None:
         local = self._local
         local.entries, local.results, _running.session = None, {}, local.around
-        if local.entered:
-            local.entered = False
-            self.calls.__exit__(None, None, None)
+        while local.entered:
+            local.entered.pop().__exit__(None, None, None)
 
     def abandon(self) -> None:
         """Ends a forward of this thread that no hook has ended."""
@@ -148,7 +151,7 @@ class Session:
         return False
 
     def is_made_again_alike(self) -> bool:
-        """Whether a checkpoint that makes this moment again would find this session's `calls` entered.
+        """Whether a checkpoint that makes this moment again would find this session's contexts entered.
 
         It does in a region that is a module, or within one; not in a bare function.
         """
@@ -279,7 +282,7 @@ class _Local(threading.local):
         self.calls = []  # a _Call for each of the modules that run, outermost first
         self.outermost = None  # a weak reference to the module
         self.entries = None
-        self.entered = False
+        self.entered = []  # contexts of this forward
         self.started = False  # whether seeds start in this forward
         self.results = {}  # those of activations, by place
         self.around = None

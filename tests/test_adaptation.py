@@ -382,7 +382,7 @@ def test_states_of_other_levels():
     controller = fewbit.compress_(model, 2, verbose=False)
     assert controller.state_dict() == {} and controller.allocation == ()
     controller.load_state_dict({})
-    with pytest.raises(InputError, match="which is empty, got one of level L3"):
+    with pytest.raises(InputError, match="does not adapt, got one of level L3"):
         controller.load_state_dict(state)
 
 
@@ -427,3 +427,99 @@ def test_rows_between_processes():
         ("b", 2): b,
         ("c", 1): c,
     }
+
+
+# -- gradients of samples ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["L2.5", "L3"])
+def test_samples_whose_gradients_were_large_get_bits(level):
+    """In the second epoch, in whatever order they come; samples not seen count as the mean of the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 8))
+    controller = fewbit.compress_(model, 3, level=level, interval=10**6, verbose=False)
+    data = normal((24, 256), scale=1.0)
+    weight = torch.ones(24)
+    weight[[3, 7, 20]] = 1000.0
+    kept = {}
+
+    def epoch(numbers):
+        controller.number_samples(numbers)
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
+            seen = []
+            y = model(data[numbers])
+        (y.square().sum(1) * weight[numbers]).sum().backward()
+        kept.update(
+            zip(numbers.tolist(), next(x for x in seen if x.dtype == torch.uint8), strict=True)
+        )
+
+    for first in (0, 10):
+        epoch(torch.arange(first, first + 10))
+    assert len({int(each) for each in kept.values()}) <= 2
+    kept.clear()
+    epoch(torch.tensor([20, 3, 1, 23, 7, 9]))
+    assert int(kept[3]) >= 5 and int(kept[7]) >= 5
+    assert int(kept[1]) <= 2 and int(kept[9]) <= 2
+    assert 1 < int(kept[23]) and abs(int(kept[23]) - int(kept[20])) <= 1  # neither was seen
+
+
+def test_magnitudes_are_squared_norms_of_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64), nn.Flatten(0, 1), nn.Linear(64, 8))
+    controller = fewbit.compress_(model, 3, level="L2.5", verbose=False)
+    x = normal((5, 3, 256), scale=1.0)
+    controller.number_samples([4, 0, 9, 2, 3])
+    y = model(x)
+    grad = torch.randn(y.shape)
+    y.backward(grad)
+    (first, second) = (
+        controller.session.variables.magnitudes._tables[name, 0] for name in ("0", "2")
+    )
+    expected = grad.view(5, -1).square().sum(1)
+    torch.testing.assert_close(second[[4, 0, 9, 2, 3]], expected)
+    below = (grad @ model[2].weight).view(5, -1).square().sum(1)
+    torch.testing.assert_close(first[[4, 0, 9, 2, 3]], below)
+    assert first[[1, 5, 6, 7, 8]].isnan().all()
+
+
+def test_numbers_are_for_one_forward_and_resumed():
+    model, controller, x = build(bits=2)
+    numbers = torch.arange(len(x))
+    controller.number_samples(numbers)
+    step(model, x)
+    step(model, 100 * x)  # not numbered: leaves no trace
+    state = controller.state_dict()
+    before = copy.deepcopy(controller.session.variables.magnitudes._tables)
+    model, controller, x = build(bits=2)
+    controller.load_state_dict(state)
+    after = controller.session.variables.magnitudes._tables
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    fewbit.saved_bytes(model, x)
+    controller.number_samples(numbers + 5)
+    fewbit.saved_bytes(model, x)  # no step, whose numbers these would be
+    step(model, x)
+    assert all(len(each) >= 13 for each in after.values())
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([1, 2], "expected the numbers of 8 samples, as many as this forward has, got 2"),
+        ([[1]], "expected a whole number for each sample of the next forward, in one dimension, got list"),
+        ("ab", "expected a whole number for each sample of the next forward, in one dimension, got str"),
+        (torch.ones(8), "in one dimension, got a tensor of shape (8,) and torch.float32"),
+        ([3, -1], "expected samples' numbers of 0 or more, got -1"),
+    ],
+)  # fmt: skip
+def test_numbers_that_are_refused(numbers, message):
+    model, controller, x = build(bits=2)
+    with pytest.raises(InputError) as caught:
+        controller.number_samples(numbers)
+        model(x)
+    assert message in str(caught.value)
+    step(model, x)
+    fixed = fewbit.compress_(model, 2, verbose=False)
+    with pytest.raises(InputError, match=r"level L2\.5 or above"):
+        fixed.number_samples([1])

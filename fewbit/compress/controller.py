@@ -85,18 +85,33 @@ class Controller:
     def state_dict(self) -> dict:
         """What a resumed training needs to go on alike: plain numbers, to be saved beside the model's.
 
-        To be called between steps. Empty where nothing adapts.
+        To be called between steps. Empty where nothing is learned. (With `number_samples` also tensors.)
         """
-        return {} if self._adaptation is None else self._adaptation.state()
+        variables = self.session.variables
+        return {} if variables is None else variables.state()
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from there. Raises InputError, with nothing changed, for what is not of such a controller."""
-        if self._adaptation is not None:
-            self._adaptation.load(state)
-        elif state:
+        adapts = self._adaptation is not None
+        if not adapts and "version" in state:
             raise InputError(
-                "expected the state of a controller that does not adapt, which is empty, got one of level L3"
+                "expected the state of a controller that does not adapt, got one of level L3 or above"
             )
+        if self.session.variables is not None:
+            self.session.variables.load(state)
+
+    def number_samples(self, numbers) -> None:
+        """Says which samples of the data the next forward has, so that bits go by the gradients they had before.
+
+        numbers: (N,) whole numbers of 0 or more on the CPU, N being dimension 0 of the model's input: indices into
+        the data set. At level L2.5 and above; optional, for one forward. 4 bytes are kept for each number and
+        each tensor that layers keep. Raises InputError for anything else.
+        """
+        if self.session.variables is None:
+            raise InputError(
+                "expected level L2.5 or above for numbers of samples, got one with fixed bits"
+            )
+        self.session.variables.number(numbers)
 
     @property
     def _adaptation(self) -> Adaptation | None:

@@ -1,0 +1,209 @@
+"""How a variance profile shows itself: a table, HTML with the heat map, a picture, progress. No torch here."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+import os
+import time
+
+import numpy as np
+
+from fewbit import plot
+from fewbit.compress.meter_report import _tail
+from fewbit.errors import FewbitError
+from fewbit.report import _Report, short
+
+MOST_ROWS = 20
+MOST_NAME, MOST_LABEL = 24, 34  # characters, in the table and in the picture
+DECADES = 8  # that the colours of the picture span at most
+PATIENCE = 2.0  # seconds before progress is shown
+SAMPLING = "sampling"
+
+
+class VarianceProfileReport(_Report):
+    """The ways to show a result with the attributes of VarianceProfile."""
+
+    _header = ("module", "sampling", "rounding", "±", "direct", "±", "own", "most from")
+
+    @property
+    def title(self) -> str:
+        ratio = _times(self.sampling_ratio)
+        return (
+            f"{self.model}, {self.bits} bit{'s' * (self.bits > 1)}: sampling variance is {ratio} "
+            f"times quantisation variance, of which {_percent(self.own_share)} comes from own contexts"
+        )
+
+    def records(self) -> list[dict]:
+        """A row for each module with parameters, in the order of the model."""
+        columns = {
+            "sampling": self.sampling,
+            "sampling_error": self.sampling_error,
+            "quantisation": self.quantisation,
+            "quantisation_error": self.quantisation_error,
+            "direct": self.direct,
+            "direct_error": self.direct_error,
+            "agreement": self.agreement,
+            "bias": self.bias,
+            "bias_error": self.bias_error,
+            "own": self.own,
+        }
+        return [
+            {"parameters": name} | {key: float(each[i]) for key, each in columns.items()}
+            for i, name in enumerate(self.parameters)
+        ]
+
+    def _cells(self):
+        """Modules by their quantisation variance, largest first, and all of them together."""
+        order = np.argsort(-self.quantisation, kind="stable")
+        shown = order if len(order) <= MOST_ROWS + 1 else order[:MOST_ROWS]
+        rows = []
+        for i in shown:
+            rounding, most = self.quantisation[i], self._most(i)
+            rows.append(
+                (
+                    _tail(_name(self.parameters[i]), MOST_NAME),
+                    short(self.sampling[i]),
+                    short(rounding),
+                    _error(self.quantisation_error[i], rounding),
+                    short(self.direct[i]),
+                    _error(self.direct_error[i], self.direct[i]),
+                    _percent(self.own[i] / rounding) if rounding else "",
+                    most,
+                )
+            )
+        if len(shown) < len(order):
+            rest = order[len(shown) :]
+            rows.append((f"… {len(rest)} more", *self._sums(rest)))
+        return [*rows, ("all", *self._sums(order))]
+
+    def _sums(self, which) -> tuple[str, ...]:
+        sampling, rounding, direct, own = (
+            each[which].sum() for each in (self.sampling, self.quantisation, self.direct, self.own)
+        )
+        share = _percent(own / rounding) if rounding else ""
+        return short(sampling), short(rounding), "", short(direct), "", share, ""
+
+    def _most(self, column: int) -> str:
+        """The context from which most of a module's quantisation variance comes, and its share."""
+        terms = self.terms[:, column]
+        if not terms.any():
+            return ""
+        row = int(terms.argmax())
+        return f"{_tail(_name(self.contexts[row]), MOST_NAME)} {_percent(terms[row] / terms.sum())}"
+
+    def _notes(self):
+        worst = int(np.abs(np.nan_to_num(self.agreement)).argmax())
+        bias, rounding = self.bias.sum(), self.quantisation.sum()
+        size = f"{self.draws} pairs of draws a context" + f" and batch, {self.batches} batches" * (
+            self.batches > 1
+        )
+        return [
+            "variances of gradients, summed over a module's parameters; rounding: sum of the terms of "
+            "ActNN's Theorem 3; direct: all contexts drawn at once; ±: standard errors; own: share of "
+            "the module's own context",
+            f"rounding and direct differ by {abs(self.agreement[worst]):.1f} standard errors at most "
+            f"({_name(self.parameters[worst])}); squared bias {short(max(bias, 0.0))}, "
+            f"{_percent(max(bias, 0.0) / rounding) if rounding else '0 %'} of rounding",
+            f"sampling from {self.sampled}; {size}; {len(self.contexts)} contexts",
+        ]
+
+    def _repr_html_(self) -> str:
+        return f"<div>{super()._repr_html_()}{self._html_picture()}</div>"
+
+    def _html_picture(self) -> str:
+        try:
+            picture = base64.b64encode(plot.render(self.plot(), dpi=110)).decode()
+        except FewbitError:  # no matplotlib
+            return ""
+        alt = html.escape(self.title, quote=True)
+        return f'<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{picture}">'
+
+    def plot(self, path: str | os.PathLike | None = None, force: bool = False):
+        """The heat map of ActNN's figure 8: a row for each source of noise, a column for each module's gradient.
+
+        The last row is the sampling variance; colours are logarithmic, white is none. Returns the
+        matplotlib Figure. path: also save as .png or .svg (OutputExistsError if it exists, unless
+        `force`). Raises FewbitError for another suffix, or if matplotlib is not installed.
+        """
+        plot._check_suffix(path)
+        with plot._style():
+            rows, columns = len(self.contexts) + 2, len(self.parameters)
+            cells = [max(0.14, min(0.3, 9 / count)) for count in (columns, rows)]
+            figure = plot._new_figure(3.4 + cells[0] * columns, 2.4 + cells[1] * rows)
+            _draw(figure, figure.subplots(), self, 72 * min(cells))
+        return plot._finish(figure, path, force)
+
+
+def _draw(figure, axes, profile, room: float) -> None:
+    """room: points between the labels of two rows or columns."""
+    from matplotlib.colors import LogNorm
+
+    gap = np.full((1, len(profile.parameters)), np.nan)
+    values = np.concatenate([profile.terms, gap, profile.sampling[None]])
+    values = np.where(values > 0, values, np.nan)
+    top = np.nanmax(values) if np.isfinite(values).any() else 1.0
+    bottom = max(np.nanmin(values), top / 10**DECADES) if np.isfinite(values).any() else 0.1
+    norm = LogNorm(min(bottom, top / 10), top, clip=True)
+    image = axes.imshow(values, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest")
+    size = min(8.5, 0.72 * room)
+    names = [_tail(_name(each), MOST_LABEL) for each in profile.parameters]
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=size, color=plot.INK)
+    names = [*(_tail(_name(each), MOST_LABEL) for each in profile.contexts), "", SAMPLING]
+    axes.set_yticks(range(len(names)), names, fontsize=size, color=plot.INK)
+    axes.tick_params(length=0)
+    axes.grid(False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_xlabel("gradient of the parameters of")
+    axes.set_ylabel("noise from the context of")
+    figure.colorbar(image, ax=axes, label="variance", fraction=0.05, pad=0.02)
+    bits = f"{profile.bits} bit{'s' * (profile.bits > 1)}"
+    axes.set_title(f"{profile.model}, {bits}", loc="left", color=plot.INK, fontweight="bold")
+
+
+class Progress:
+    """A bar on standard error, if asked for, and if it takes long."""
+
+    def __init__(self, is_asked: bool, batches: int):
+        self._is_asked, self._batches = is_asked, batches
+        self._bar, self._done, self._started = None, 0, time.monotonic()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, of: int) -> None:
+        """One more of as many steps a batch."""
+        self._done += 1
+        if not self._is_asked or time.monotonic() - self._started < PATIENCE:
+            return
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("variance profile", total=None)
+        self._bar.update(self._task, completed=self._done, total=of * self._batches)
+
+
+def _name(path: str) -> str:
+    return path or "(model)"
+
+
+def _error(error: float, value: float) -> str:
+    """A standard error as a share of the value."""
+    return f"{100 * error / abs(value):.2g} %" if value and math.isfinite(error) else ""
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %" if math.isfinite(fraction) else "?"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.3g}"

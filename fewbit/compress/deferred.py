@@ -16,14 +16,6 @@ import torch
 from fewbit.runtime.quantiser import Kept, Quantiser
 
 
-class Place(NamedTuple):
-    """Which of the tensors that a module keeps in a forward; again: made again by a checkpoint."""
-
-    context: str
-    number: int
-    again: bool
-
-
 class Noise:
     """Which contexts a backward pass rounds, and with which draws.
 
@@ -55,19 +47,22 @@ class Noise:
         finally:
             self._draws = None
 
-    def place(self) -> Place:
-        """Of the tensor that is kept now. Every pass counts anew what checkpoints make again in it."""
-        path, again = self.path(), self._draws is not None
-        numbers = self._again if again else self.contexts
-        numbers[path] = numbers.get(path, 0) + 1
-        return Place(path, numbers[path], again)
+    def kept(self) -> tuple[str, int]:
+        """The context that keeps a tensor now, and the tensor's number among its own.
 
-    def seed_at(self, place: Place) -> int | None:
+        What a checkpoint makes again in a pass has negative numbers, counted anew in each.
+        """
+        path, sign = self.path(), 1 if self._draws is None else -1
+        numbers = self.contexts if self._draws is None else self._again
+        numbers[path] = numbers.get(path, 0) + 1
+        return path, sign * numbers[path]
+
+    def seed_of(self, context: str, number: int) -> int | None:
         """The seed of a tensor in the pass that runs, an int64, or None where that leaves it exact."""
-        draws = (self._draws or {}).get(place.context)
+        draws = (self._draws or {}).get(context)
         if draws is None:
             return None
-        text = repr((self.seed, draws, tuple(place))).encode()
+        text = repr((self.seed, draws, context, number)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), signed=True)
 
 
@@ -78,35 +73,41 @@ class DeferredQuantiser(Quantiser):
 
     def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> Kept:
         """x itself."""
-        x = x.detach()
-        recipe = _Deferred(self, self.noise.place(), False, tuple(x.shape), x.dtype)
-        return Kept((x,), recipe)
+        return self._keep_exactly(x.detach(), False)
 
     def keep_normalised(self, x, mean, rstd, inner: int | None) -> Kept:
         """(x - mean) rstd itself."""
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
-        recipe = _Deferred(self, self.noise.place(), True, tuple(x.shape), x.dtype)
-        return Kept((x,), recipe)
+        return self._keep_exactly(x, True)
+
+    def _keep_exactly(self, x, is_normalised) -> Kept:
+        context, number = self.noise.kept()
+        recipe = _Deferred(self, context, is_normalised, tuple(x.shape), x.dtype)
+        return Kept((x, torch.tensor(number)), recipe)
 
 
 class _Deferred(NamedTuple):
-    """How an exact tensor becomes what its quantised copy would be, with the interface of `Recipe`."""
+    """How an exact tensor becomes what its quantised copy would be, with the interface of `Recipe`.
+
+    The tensor's number is kept beside it: one recipe may restore several.
+    """
 
     quantiser: DeferredQuantiser
-    place: Place
-    normalised: bool
+    context: str
+    is_normalised: bool
     size: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def count(self) -> int:
-        return 1
+        return 2
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        (x,) = tensors
-        seed = self.quantiser.noise.seed_at(self.place)
+        """The values, in the dtype that was kept unless given; affine: as for `Recipe.restore`."""
+        x, number = tensors
+        seed = self.quantiser.noise.seed_of(self.context, number.item())
         values = x.clone() if seed is None else self._rounded(x, seed)
         scale, shift, _ = affine or (None, None, None)
         if scale is not None:
@@ -117,7 +118,7 @@ class _Deferred(NamedTuple):
 
     def _rounded(self, x, seed: int) -> torch.Tensor:
         quantiser = _Seeded(self.quantiser, seed)
-        if self.normalised:
+        if self.is_normalised:
             kept = quantiser.keep_normalised(x, None, torch.ones((), device=x.device), None)
         else:
             kept = quantiser.keep(x)

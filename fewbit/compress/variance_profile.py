@@ -183,7 +183,7 @@ def variance_profile(
     include: Filter = "*",
     exclude: Filter = (),
     overrides: Mapping[str, int | Mapping | None] | None = None,
-    draws: int = 8,
+    draws: int = 16,
     chunks: int = 8,
     seed: int = 0,
     progress: bool = True,
@@ -405,7 +405,9 @@ def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     groups, seen = {}, set()
     for path, module in model.named_modules():
         if type(module) is kinds._PART_OF_ATTENTION:
-            path = path.rpartition(".")[0]  # never called: its parameters are those of the attention around it
+            path = path.rpartition(".")[
+                0
+            ]  # never called: its parameters are those of the attention around it
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
@@ -453,7 +455,9 @@ def _check_value(value) -> None:
         raise InputError(f"loss: expected a scalar tensor, got {type(value).__name__}")
     if value.numel() != 1 or not value.requires_grad:
         how = "one" if value.requires_grad else "one that requires no grad,"
-        raise InputError(f"loss: expected a scalar tensor with a graph, got {how} of {_shape(value)}")
+        raise InputError(
+            f"loss: expected a scalar tensor with a graph, got {how} of {_shape(value)}"
+        )
     if not torch.isfinite(value).all():
         raise InputError(f"loss: expected a finite value, got {value.item()}")
 

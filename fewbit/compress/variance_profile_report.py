@@ -16,7 +16,7 @@ from fewbit.errors import FewbitError
 from fewbit.report import _Report, short
 
 MOST_ROWS = 20
-MOST_NAME, MOST_LABEL = 24, 34  # characters, in the table and in the picture
+MOST_NAME, MOST_OTHER, MOST_LABEL = 16, 13, 34  # characters of paths, in the table and the picture
 DECADES = 8  # that the colours of the picture span at most
 PATIENCE = 2.0  # seconds before progress is shown
 SAMPLING = "sampling"
@@ -25,15 +25,18 @@ SAMPLING = "sampling"
 class VarianceProfileReport(_Report):
     """The ways to show a result with the attributes of VarianceProfile."""
 
-    _header = ("module", "sampling", "rounding", "±", "direct", "±", "own", "most from")
+    _header = ("module", "sampling", "rounding", "±", "direct", "±", "own", "other")
 
     @property
     def title(self) -> str:
-        ratio = _times(self.sampling_ratio)
         return (
-            f"{self.model}, {self.bits} bit{'s' * (self.bits > 1)}: sampling variance is {ratio} "
-            f"times quantisation variance, of which {_percent(self.own_share)} comes from own contexts"
+            f"{self._name_and_bits}: sampling variance is {self.sampling_ratio:.3g} times quantisation "
+            f"variance, {100 * self.own_share:.0f}% of which comes from modules' own contexts"
         )
+
+    @property
+    def _name_and_bits(self) -> str:
+        return f"{self.model}, {self.bits} bit{'s' * (self.bits > 1)}"
 
     def records(self) -> list[dict]:
         """A row for each module with parameters, in the order of the model."""
@@ -60,7 +63,7 @@ class VarianceProfileReport(_Report):
         shown = order if len(order) <= MOST_ROWS + 1 else order[:MOST_ROWS]
         rows = []
         for i in shown:
-            rounding, most = self.quantisation[i], self._most(i)
+            rounding = self.quantisation[i]
             rows.append(
                 (
                     _tail(_name(self.parameters[i]), MOST_NAME),
@@ -69,8 +72,8 @@ class VarianceProfileReport(_Report):
                     _error(self.quantisation_error[i], rounding),
                     short(self.direct[i]),
                     _error(self.direct_error[i], self.direct[i]),
-                    _percent(self.own[i] / rounding) if rounding else "",
-                    most,
+                    _share(self.own[i], rounding),
+                    self._other(i),
                 )
             )
         if len(shown) < len(order):
@@ -82,31 +85,34 @@ class VarianceProfileReport(_Report):
         sampling, rounding, direct, own = (
             each[which].sum() for each in (self.sampling, self.quantisation, self.direct, self.own)
         )
-        share = _percent(own / rounding) if rounding else ""
-        return short(sampling), short(rounding), "", short(direct), "", share, ""
+        return short(sampling), short(rounding), "", short(direct), "", _share(own, rounding), ""
 
-    def _most(self, column: int) -> str:
-        """The context from which most of a module's quantisation variance comes, and its share."""
+    def _other(self, column: int) -> str:
+        """The context but its own that adds most to the variance of a module's gradient, and its share."""
         terms = self.terms[:, column]
-        if not terms.any():
+        others = [
+            i
+            for i, name in enumerate(self.contexts)
+            if name != self.parameters[column] and terms[i] > 0
+        ]
+        if not others:
             return ""
-        row = int(terms.argmax())
-        return f"{_tail(_name(self.contexts[row]), MOST_NAME)} {_percent(terms[row] / terms.sum())}"
+        most = max(others, key=terms.__getitem__)
+        name = _tail(_name(self.contexts[most]), MOST_OTHER)
+        return f"{name} {_share(terms[most], terms.sum())}"
 
     def _notes(self):
         worst = int(np.abs(np.nan_to_num(self.agreement)).argmax())
-        bias, rounding = self.bias.sum(), self.quantisation.sum()
-        size = f"{self.draws} pairs of draws a context" + f" and batch, {self.batches} batches" * (
-            self.batches > 1
-        )
+        bias = max(float(self.bias.sum()), 0.0)
+        draws = f"{self.draws} pairs of draws of each of {len(self.contexts)} contexts"
         return [
-            "variances of gradients, summed over a module's parameters; rounding: sum of the terms of "
-            "ActNN's Theorem 3; direct: all contexts drawn at once; ±: standard errors; own: share of "
-            "the module's own context",
+            "variances of gradients, summed over a module's parameters. rounding: the sum of the terms of "
+            "ActNN's Theorem 3; direct: all contexts drawn at once; ±: standard errors; own, other: shares of "
+            "the module's own context, and of the next largest",
             f"rounding and direct differ by {abs(self.agreement[worst]):.1f} standard errors at most "
-            f"({_name(self.parameters[worst])}); squared bias {short(max(bias, 0.0))}, "
-            f"{_percent(max(bias, 0.0) / rounding) if rounding else '0 %'} of rounding",
-            f"sampling from {self.sampled}; {size}; {len(self.contexts)} contexts",
+            f"({_name(self.parameters[worst])}); the squared bias is "
+            f"{_share(bias, self.quantisation.sum())} of rounding",
+            f"sampling from {self.sampled}; {draws}" + ", for each batch" * (self.batches > 1),
         ]
 
     def _repr_html_(self) -> str:
@@ -158,9 +164,10 @@ def _draw(figure, axes, profile, room: float) -> None:
         spine.set_visible(False)
     axes.set_xlabel("gradient of the parameters of")
     axes.set_ylabel("noise from the context of")
-    figure.colorbar(image, ax=axes, label="variance", fraction=0.05, pad=0.02)
-    bits = f"{profile.bits} bit{'s' * (profile.bits > 1)}"
-    axes.set_title(f"{profile.model}, {bits}", loc="left", color=plot.INK, fontweight="bold")
+    figure.colorbar(image, ax=axes, label="variance", fraction=0.05, pad=0.02).outline.set_visible(
+        False
+    )
+    axes.set_title(profile._name_and_bits, loc="left", color=plot.INK, fontweight="bold")
 
 
 class Progress:
@@ -198,12 +205,8 @@ def _name(path: str) -> str:
 
 def _error(error: float, value: float) -> str:
     """A standard error as a share of the value."""
-    return f"{100 * error / abs(value):.2g} %" if value and math.isfinite(error) else ""
+    return f"{100 * error / abs(value):.2g}%" if value and math.isfinite(error) else ""
 
 
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.0f} %" if math.isfinite(fraction) else "?"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.3g}"
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else ""

@@ -142,7 +142,10 @@ class VarianceProfile(VarianceProfileReport):
         values = {name: document[name] for name in names}
         shape = len(values["contexts"]), len(values["parameters"])
         for name in ARRAYS:
-            values[name] = np.array(values[name], dtype=np.float64)
+            try:
+                values[name] = np.array(values[name], dtype=np.float64)
+            except (TypeError, ValueError) as error:
+                raise InputError(f"{name}: expected numbers, got: {error}") from None
             expected = shape if name.startswith("terms") else shape[1:]
             if values[name].shape != expected:
                 raise InputError(f"{name}: expected shape {expected}, got {values[name].shape}")
@@ -246,7 +249,7 @@ def variance_profile(
     terms, direct, bias = zip(*samples, strict=True)
     if len({each.shape for each in terms}) > 1:
         raise InputError("batch: expected batches that go through the same modules, got others")
-    one = f"{chunks} chunks of one batch of {_size(batches[0])}"
+    parts = f"{chunks} chunks of one batch" if len(batches) == 1 else f"{len(batches)} batches"
     arrays = {"sampling": sampling[None], "terms": terms, "direct": direct, "bias": bias}
     numbers = {}
     for name, each in arrays.items():
@@ -259,7 +262,7 @@ def variance_profile(
         bits=bits,
         draws=draws,
         batches=len(batches),
-        sampled=one if len(batches) == 1 else f"{len(batches)} batches of {_size(batches[0])}",
+        sampled=f"{parts} of {_size(batches[0])}",
     )
 
 
@@ -470,17 +473,22 @@ def _check_count(name: str, value, least: int, even: bool) -> None:
 
 
 def _batches(batch) -> list:
-    """The batches that are given, one or several."""
+    """The batches that are given, one or several, of equal sizes; mappings as dictionaries."""
     if isinstance(batch, torch.Tensor | tuple | Mapping):
-        return [batch]
+        batch = [batch]
     if not isinstance(batch, Iterable) or isinstance(batch, str):
         raise InputError(
             "batch: expected a tensor, a tuple or a mapping of tensors, or a list of batches, got "
             f"{type(batch).__name__}"
         )
-    batches = list(batch)
+    batches = [dict(each) if isinstance(each, Mapping) else each for each in batch]
     if not batches:
         raise InputError("batch: expected a batch or several, got an empty list")
+    sizes = [_size(each) for each in batches]
+    if len(set(sizes)) > 1:
+        raise InputError(
+            f"batch: expected batches of one size, got {', '.join(map(str, sizes))} samples"
+        )
     return batches
 
 

@@ -193,7 +193,11 @@ class Progress:
             from rich.console import Console
             from rich.progress import Progress as Bar
 
-            self._bar = Bar(console=Console(stderr=True), transient=True)
+            console = Console(stderr=True)
+            self._is_asked = console.is_terminal or console.is_jupyter
+            if not self._is_asked:
+                return
+            self._bar = Bar(console=console, transient=True)
             self._bar.start()
             self._task = self._bar.add_task("variance profile", total=None)
         self._bar.update(self._task, completed=self._done, total=of * self._batches)

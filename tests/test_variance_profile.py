@@ -534,8 +534,16 @@ def test_table_names_the_largest_and_cuts_the_rest():
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     largest = int(profile.quantisation.argmax())
-    (row,) = [each for each in lines if each.split(" ")[0].endswith(f"rs.{largest}.linear")]
-    assert f"{100 * profile.own[largest] / profile.quantisation[largest]:.0f}%" in row.split()
+    (row,) = [each.split() for each in lines if each.startswith(f"layers.{largest}.linear ")]
+    assert row[-1] == f"{100 * profile.own[largest] / profile.quantisation[largest]:.0f}%"
+    assert (
+        row[4]
+        == f"{100 * profile.quantisation_error[largest] / profile.quantisation[largest]:.2g}%"
+    )
+    far = profile.terms - np.diag(np.diag(profile.terms))
+    context, module = np.unravel_index(far.argmax(), far.shape)
+    expected = f"most from other contexts: layers.{context}.linear to layers.{module}.linear"
+    assert expected in " ".join(lines)
     assert "… 30 more" in text and render_plain(profile, 80) == text
     assert f"sampling variance is {profile.sampling_ratio:.3g} times" in text.replace("\n", " ")
 

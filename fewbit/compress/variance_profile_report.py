@@ -16,7 +16,8 @@ from fewbit.errors import FewbitError
 from fewbit.report import _Report, short
 
 MOST_ROWS = 20
-MOST_NAME, MOST_OTHER, MOST_LABEL = 16, 13, 34  # characters of paths, in the table and the picture
+MOST_NAME, MOST_LABEL = 28, 34  # characters of a path, in the table and in the picture
+MOST_FAR = 3  # contexts that are named because they add most to other modules' gradients
 DECADES = 8  # that the colours of the picture span at most
 PATIENCE = 2.0  # seconds before progress is shown
 SAMPLING = "sampling"
@@ -25,7 +26,7 @@ SAMPLING = "sampling"
 class VarianceProfileReport(_Report):
     """The ways to show a result with the attributes of VarianceProfile."""
 
-    _header = ("module", "sampling", "rounding", "±", "direct", "±", "own", "other")
+    _header = ("module", "sampling", "±", "rounding", "±", "direct", "±", "own")
 
     @property
     def title(self) -> str:
@@ -61,21 +62,19 @@ class VarianceProfileReport(_Report):
         """Modules by their quantisation variance, largest first, and all of them together."""
         order = np.argsort(-self.quantisation, kind="stable")
         shown = order if len(order) <= MOST_ROWS + 1 else order[:MOST_ROWS]
-        rows = []
-        for i in shown:
-            rounding = self.quantisation[i]
-            rows.append(
-                (
-                    _tail(_name(self.parameters[i]), MOST_NAME),
-                    short(self.sampling[i]),
-                    short(rounding),
-                    _error(self.quantisation_error[i], rounding),
-                    short(self.direct[i]),
-                    _error(self.direct_error[i], self.direct[i]),
-                    _share(self.own[i], rounding),
-                    self._other(i),
-                )
+        measured = [
+            (self.sampling, self.sampling_error),
+            (self.quantisation, self.quantisation_error),
+            (self.direct, self.direct_error),
+        ]
+        rows = [
+            (
+                _tail(_name(self.parameters[i]), MOST_NAME),
+                *(cell for value, error in measured for cell in _pair(value[i], error[i])),
+                _share(self.own[i], self.quantisation[i]),
             )
+            for i in shown
+        ]
         if len(shown) < len(order):
             rest = order[len(shown) :]
             rows.append((f"… {len(rest)} more", *self._sums(rest)))
@@ -85,30 +84,32 @@ class VarianceProfileReport(_Report):
         sampling, rounding, direct, own = (
             each[which].sum() for each in (self.sampling, self.quantisation, self.direct, self.own)
         )
-        return short(sampling), short(rounding), "", short(direct), "", _share(own, rounding), ""
+        return short(sampling), "", short(rounding), "", short(direct), "", _share(own, rounding)
 
-    def _other(self, column: int) -> str:
-        """The context but its own that adds most to the variance of a module's gradient, and its share."""
-        terms = self.terms[:, column]
-        others = [
-            i
-            for i, name in enumerate(self.contexts)
-            if name != self.parameters[column] and terms[i] > 0
-        ]
-        if not others:
-            return ""
-        most = max(others, key=terms.__getitem__)
-        name = _tail(_name(self.contexts[most]), MOST_OTHER)
-        return f"{name} {_share(terms[most], terms.sum())}"
+    def _far(self) -> str:
+        """The contexts that add most to other modules' gradients."""
+        far = self.terms.copy()
+        for row, context in enumerate(self.contexts):
+            far[row, [name == context for name in self.parameters]] = 0.0
+        largest = np.argsort(-far, axis=None, kind="stable")[:MOST_FAR]
+        named = []
+        for row, column in zip(*np.unravel_index(largest, far.shape), strict=True):
+            if far[row, column] > 0:
+                share = _share(far[row, column], self.quantisation[column])
+                source, target = self.contexts[row], self.parameters[column]
+                named.append(f"{_name(source)} to {_name(target)} ({share})")
+        return ", ".join(named)
 
     def _notes(self):
         worst = int(np.abs(np.nan_to_num(self.agreement)).argmax())
         bias = max(float(self.bias.sum()), 0.0)
         draws = f"{self.draws} pairs of draws of each of {len(self.contexts)} contexts"
+        far = self._far()
         return [
             "variances of gradients, summed over a module's parameters. rounding: the sum of the terms of "
-            "ActNN's Theorem 3; direct: all contexts drawn at once; ±: standard errors; own, other: shares of "
-            "the module's own context, and of the next largest",
+            "ActNN's Theorem 3; direct: all contexts drawn at once; ±: standard errors; own: the share of "
+            "rounding from the module's own context",
+            *([f"most from other contexts: {far}"] if far else []),
             f"rounding and direct differ by {abs(self.agreement[worst]):.1f} standard errors at most "
             f"({_name(self.parameters[worst])}); the squared bias is "
             f"{_share(bias, self.quantisation.sum())} of rounding",
@@ -207,9 +208,10 @@ def _name(path: str) -> str:
     return path or "(model)"
 
 
-def _error(error: float, value: float) -> str:
-    """A standard error as a share of the value."""
-    return f"{100 * error / abs(value):.2g}%" if value and math.isfinite(error) else ""
+def _pair(value: float, error: float) -> tuple[str, str]:
+    """A value, and its standard error as a share of it."""
+    is_known = value and math.isfinite(error)
+    return short(value), f"{100 * error / abs(value):.2g}%" if is_known else ""
 
 
 def _share(part: float, whole: float) -> str:

@@ -2,7 +2,7 @@
 
 python benchmarks/variance_profile.py: results/variance_profile.json, a row for each model, bits and module;
 results/variance_profile_summary.json, a row for each model and bits; docs/images/variance_profile.png and
-variance_profile_transformer.png, at 2 bits. Takes five minutes on two cores.
+variance_profile_transformer.png, at 2 bits. Takes some minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fewbit.demo import text, training
 
 EPOCHS, STEPS = 5, 200
 BITS = (1, 2, 4)
-BATCHES, DRAWS = 8, 8
+BATCHES, DRAWS = 16, 4
 
 
 def digits():

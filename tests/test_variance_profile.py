@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import re
 from collections import UserDict
 from dataclasses import fields
+from pathlib import Path
 
 import naive_quantiser as naive
 import numpy as np
@@ -288,6 +290,16 @@ def test_sampling_variance_is_that_between_minibatches():
     assert_measures(
         profile.sampling[0], profile.sampling_error[0], expected.var(0).sum().item(), 0.2
     )
+
+
+def test_chunks_with_a_batch_norm_come_with_a_warning():
+    x = torch.randn(16, 1, 8, 8)
+    profile = variance_profile(Digits(), x, squared, draws=2)
+    assert profile.sampled.startswith("8 chunks of one batch of 16 (too much, as chunks have batch")
+    assert profile.sampled in " ".join(str(profile).split())
+    several = variance_profile(Digits(), list(x.split(4)), squared, draws=2)
+    assert several.sampled == "4 batches of 4"
+    assert several.sampling.shape == profile.sampling.shape
 
 
 def test_two_batches_say_nothing_of_the_error():
@@ -590,3 +602,13 @@ def test_progress_is_shown_if_it_takes_long(monkeypatch, capsys):
         captured = capsys.readouterr()
         assert captured.out == "" and ("variance profile" in captured.err) == (terminal and asked)
         assert terminal or captured.err == ""
+
+
+def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
+    page = Path(__file__).parent.parent / "docs" / "variance_profile.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(block, page.name, "exec"), names)
+    assert names["profile"].contexts == ("0", "1", "3")
+    assert {each.name for each in tmp_path.iterdir()} == {"profile.json", "profile.png"}

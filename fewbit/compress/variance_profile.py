@@ -202,8 +202,8 @@ def variance_profile(
     bits to overrides: as for `compress_`, whatever the model was compressed with; modules that were made as
     fewbit's keep theirs. draws: pairs of independent draws for each context and batch. chunks: of one batch,
     equal parts whose gradients' variance over their number is taken for the sampling variance of the
-    batch's; of several batches it is that between them. (A batch norm makes a chunk's gradient other than a part of
-    the batch's.) seed: of the draws, and of dropout, which draws alike in all passes over a batch. progress: show how
+    batch's; of several batches it is that between them. With batch norm give several: statistics of a chunk make
+    its gradient another than its part of the batch's, and the estimate too large, often by much. seed: of the draws, and of dropout, which draws alike in all passes over a batch. progress: show how
     far it is on standard error if it takes longer than two seconds. Few-bit activations are not random: they
     are as compressed in all passes but the exact ones of `sampling` and `bias`.
 
@@ -249,7 +249,13 @@ def variance_profile(
     terms, direct, bias = zip(*samples, strict=True)
     if len({each.shape for each in terms}) > 1:
         raise InputError("batch: expected batches that go through the same modules, got others")
-    parts = f"{chunks} chunks of one batch" if len(batches) == 1 else f"{len(batches)} batches"
+    sampled = f"{len(batches)} batches of {_size(batches[0])}"
+    if len(batches) == 1:
+        sampled = f"{chunks} chunks of one batch of {_size(batches[0])}"
+        if _has_batch_norm(model):
+            sampled += (
+                " (too much, as chunks have batch norm statistics of their own: give batches)"
+            )
     arrays = {"sampling": sampling[None], "terms": terms, "direct": direct, "bias": bias}
     numbers = {}
     for name, each in arrays.items():
@@ -262,7 +268,7 @@ def variance_profile(
         bits=bits,
         draws=draws,
         batches=len(batches),
-        sampled=f"{parts} of {_size(batches[0])}",
+        sampled=sampled,
     )
 
 
@@ -429,6 +435,12 @@ def _check_model(model) -> None:
         raise InputError("model: expected one that is not compiled, got one of torch.compile")
     if not any(each.requires_grad for each in model.parameters()):
         raise InputError("model: expected parameters that require grad, got none")
+
+
+def _has_batch_norm(model) -> bool:
+    """Whether samples of a batch change each other's gradients."""
+    norms = nn.modules.batchnorm._BatchNorm
+    return any(isinstance(each, norms) and each.training for each in model.modules())
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ from fewbit.errors import FewbitError
 from fewbit.report import _Report, short
 
 MOST_ROWS = 20
-MOST_NAME, MOST_LABEL = 28, 34  # characters of a path, in the table and in the picture
+MOST_NAME, MOST_LABEL = 24, 34  # characters of a path, in the table and in the picture
 MOST_FAR = 3  # contexts that are named because they add most to other modules' gradients
 DECADES = 8  # that the colours of the picture span at most
 PATIENCE = 2.0  # seconds before progress is shown

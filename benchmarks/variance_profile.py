@@ -1,7 +1,8 @@
 """Where the variance of compressed gradients comes from: ActNN's figure 8 for a residual network and a transformer.
 
 python benchmarks/variance_profile.py: results/variance_profile.json, a row for each model, bits and module;
-results/variance_profile_summary.json, a row for each model and bits; docs/images/variance_profile.png and
+results/variance_profile_summary.json, a row for each model and bits; results/variance_profile_chunks.json, the
+residual network's sampling variance from chunks of one batch, which its batch norms distort; docs/images/variance_profile.png and
 variance_profile_transformer.png, at 2 bits. Takes some minutes.
 """
 
@@ -24,11 +25,12 @@ BITS = (1, 2, 4)
 BATCHES, DRAWS = 16, 4
 
 
-def digits():
+def digits(epochs=EPOCHS):
     """(trained model, batches, loss): 64 digits of 8 by 8 a batch."""
-    digits_resnet.EPOCHS = EPOCHS
+    digits_resnet.EPOCHS = epochs
     model = digits_resnet.build(nn.ReLU, 0)
-    digits_resnet.train(model, 0)
+    if epochs:
+        digits_resnet.train(model, 0)
     found = list(digits_resnet.batches(torch.Generator().manual_seed(1)))
     return model, found[:BATCHES], lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 
@@ -63,6 +65,22 @@ def summary(profile) -> dict:
     }
 
 
+def chunks():
+    """A row for each number of epochs: between batches, and from 8 chunks of single ones."""
+    for epochs in (0, EPOCHS):
+        model, batches, loss = digits(epochs)
+        between = fewbit.variance_profile(model, batches, loss, draws=2).sampling.sum()
+        single = [
+            fewbit.variance_profile(model, batch, loss, draws=2).sampling.sum() for batch in batches
+        ]
+        yield {
+            "epochs": epochs,
+            "between_batches": float(between),
+            "median_from_chunks": float(np.median(single)),
+            "median_ratio": float(np.median(single) / between),
+        }
+
+
 def main():
     rows, summaries = [], []
     for make, picture in ((digits, ""), (transformer, "_transformer")):
@@ -81,6 +99,7 @@ def main():
     about = harness.machine("torch", "numpy") | {"batches": BATCHES, "draws": DRAWS}
     harness.save("variance_profile", about, rows)
     harness.save("variance_profile_summary", about, summaries)
+    harness.save("variance_profile_chunks", about, list(chunks()))
 
 
 if __name__ == "__main__":

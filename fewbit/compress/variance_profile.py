@@ -340,11 +340,9 @@ class _Measured:
 
     def inner(self, a, b) -> np.ndarray:
         """(P,) float64: the inner products of two gradients by group."""
-        products = iter(
-            torch.stack(
-                [(x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)]
-            ).tolist()
-        )
+        products = [(x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)]
+        device = products[0].device  # one transfer of them all, also of a model on several devices
+        products = iter(torch.stack([each.to(device) for each in products]).tolist())
         return np.array([sum(next(products) for _ in group) for group in self.groups.values()])
 
 
@@ -414,9 +412,8 @@ def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     groups, seen = {}, set()
     for path, module in model.named_modules():
         if type(module) is kinds._PART_OF_ATTENTION:
-            path = path.rpartition(".")[
-                0
-            ]  # never called: its parameters are those of the attention around it
+            # Never called: its parameters are those of the attention around it.
+            path = path.rpartition(".")[0]
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))

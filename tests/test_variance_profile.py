@@ -118,7 +118,7 @@ def test_norms_as_all_their_outcomes_say(copies):
     def loss(model, batch):
         return (model(batch[:1]) @ torch.tensor(g, dtype=torch.float32)).sum()
 
-    profile = variance_profile(model, x, loss, bits=bits, copies=copies, draws=1000, chunks=4)
+    profile = variance_profile(model, x, loss, bits=bits, copies=copies, draws=600, chunks=4)
 
     h = model.below(x[:1]).detach().double().numpy()[0]
     z = (h - h.mean()) / h.std()

@@ -118,7 +118,7 @@ def test_norms_as_all_their_outcomes_say(copies):
     def loss(model, batch):
         return (model(batch[:1]) @ torch.tensor(g, dtype=torch.float32)).sum()
 
-    profile = variance_profile(model, x, loss, bits=bits, copies=copies, draws=600, chunks=4)
+    profile = variance_profile(model, x, loss, bits=bits, copies=copies, draws=400, chunks=4)
 
     h = model.below(x[:1]).detach().double().numpy()[0]
     z = (h - h.mean()) / h.std()
@@ -568,7 +568,7 @@ def test_html_is_one_piece_with_the_picture():
     assert "color" not in text.split("<img")[0]
 
 
-@pytest.mark.parametrize("count", [1, 5, 50])
+@pytest.mark.parametrize("count", [1, 50])
 def test_picture_has_a_row_for_each_source_and_room_for_its_name(count, tmp_path):
     profile = made(tuple(f"layers.{i}.convolution" for i in range(count)))
     figure = profile.plot(tmp_path / "profile.png")

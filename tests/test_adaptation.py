@@ -461,7 +461,7 @@ def test_samples_whose_gradients_were_large_get_bits(level):
     epoch(torch.tensor([20, 3, 1, 23, 7, 9]))
     kept = {number: int(bits) for number, bits in kept.items()}
     assert kept[1] == kept[9] == 1
-    assert min(kept[3], kept[7]) > max(kept[20], kept[23]) > 1
+    assert min(kept[3], kept[7]) >= 4 and min(kept[20], kept[23]) >= 2
 
 
 def test_magnitudes_are_squared_norms_of_gradients():

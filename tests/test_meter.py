@@ -12,6 +12,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+import fewbit  # noqa: E402
 from fewbit.compress import meter, meter_report  # noqa: E402
 from fewbit.compress.meter import saved_bytes  # noqa: E402
 from fewbit.errors import FewbitError, OutputExistsError  # noqa: E402

@@ -132,6 +132,24 @@ def test_batches_of_any_size(samples):
     assert mean_bits(controller) > 2.5 - 1 / parts
 
 
+def test_allocation_shows_itself():
+    model, controller, x = build(bits=2, overrides={"9": 3.5})
+    assert str(controller.allocation).startswith("no bits chosen yet")
+    step(model, x), step(model, x)
+    found = controller.allocation
+    text, page = str(found), found._repr_html_()
+    assert (
+        text.splitlines()[0] == f"{found.bits:.4g} bits on average for 11 tensors that layers keep"
+    )
+    assert [line.split()[0] for line in text.splitlines()[4:15]] == [row.name for row in found]
+    assert "3.5 fixed" in text and page.count("<tr>") == 12
+    records = found.records()
+    assert records[3]["variance"] == found[3].sensitivity / (2 ** found[3].bits - 1) ** 2
+    assert len(found.to_csv().splitlines()) == 12
+    shares = [float(line.split()[-1].rstrip("%")) for line in text.splitlines()[4:15]]
+    assert sum(shares) == pytest.approx(100, abs=1)
+
+
 # -- budgets in bytes --------------------------------------------------------------------------------------
 
 
@@ -223,7 +241,7 @@ def test_several_forwards_before_a_backward():
     model, controller, x = build(bits=2)
     total = loss_of(model(x)) + loss_of(model(2 * x)) + loss_of(model(3 * x))
     total.backward()
-    assert controller.allocation == ()
+    assert not controller.allocation
     model(x)  # what the second showed
     assert controller.allocation and mean_bits(controller) <= 2
 
@@ -297,7 +315,7 @@ def test_graph_that_is_never_used():
     model, controller, x = build(bits=2)
     for _ in range(5):
         model(x)
-    assert controller.allocation == ()
+    assert not controller.allocation
     step(model, x)  # the sixth is not observed
     for _ in range(4):
         step(model, x)
@@ -380,7 +398,7 @@ def test_states_of_other_levels():
     step(model, x)
     state = controller.state_dict()
     controller = fewbit.compress_(model, 2, verbose=False)
-    assert controller.state_dict() == {} and controller.allocation == ()
+    assert controller.state_dict() == {} and not controller.allocation
     controller.load_state_dict({})
     with pytest.raises(InputError, match="does not adapt, got one of level L3"):
         controller.load_state_dict(state)

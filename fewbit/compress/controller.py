@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
 
 from torch import nn
 
 from fewbit.compress.adaptation import Adaptation
+from fewbit.compress.allocation_report import Allocated, Allocation
 from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
 from fewbit.compress.convert_report import Report
 from fewbit.errors import InputError
 from fewbit.runtime.offload import Offload
 from fewbit.runtime.sharing import Session
-
-
-class Allocated(NamedTuple):
-    """What a layer keeps of one of its inputs: its path (of a function that a module calls, with the name).
-
-    bits: an element, on average. elements: of one forward. samples: that share them (0: all have as many).
-    sensitivity: variance of the gradient that rounding adds, times (2^bits - 1)^2.
-    """
-
-    name: str
-    input: int
-    bits: float
-    is_fixed: bool
-    elements: int
-    samples: int
-    sensitivity: float
 
 
 class Controller:
@@ -56,12 +40,12 @@ class Controller:
         return self._model()
 
     @property
-    def allocation(self) -> tuple[Allocated, ...]:
+    def allocation(self) -> Allocation:
         """Of level L3, as of the latest adaptation; before the first, and at other levels, empty."""
         adaptation = self._adaptation
         if adaptation is None:
-            return ()
-        return tuple(
+            return Allocation()
+        return Allocation(
             Allocated(
                 *name,
                 adaptation.averages.get(name, each.average),

@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from fewbit import plot
-from fewbit.compress.meter_report import _tail
+from fewbit.compress.meter_report import tail
 from fewbit.errors import FewbitError
 from fewbit.report import _Report, short
 
@@ -69,7 +69,7 @@ class VarianceProfileReport(_Report):
         ]
         rows = [
             (
-                _tail(_name(self.parameters[i]), MOST_NAME),
+                tail(_name(self.parameters[i]), MOST_NAME),
                 *(cell for value, error in measured for cell in _pair(value[i], error[i])),
                 _share(self.own[i], self.quantisation[i]),
             )
@@ -155,9 +155,9 @@ def _draw(figure, axes, profile, room: float) -> None:
     norm = LogNorm(min(bottom, top / 10), top, clip=True)
     image = axes.imshow(values, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest")
     size = min(8.5, 0.72 * room)
-    names = [_tail(_name(each), MOST_LABEL) for each in profile.parameters]
+    names = [tail(_name(each), MOST_LABEL) for each in profile.parameters]
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=size, color=plot.INK)
-    names = [*(_tail(_name(each), MOST_LABEL) for each in profile.contexts), "", SAMPLING]
+    names = [*(tail(_name(each), MOST_LABEL) for each in profile.contexts), "", SAMPLING]
     axes.set_yticks(range(len(names)), names, fontsize=size, color=plot.INK)
     axes.tick_params(length=0)
     axes.grid(False)

@@ -121,17 +121,18 @@ T* pointer(const char* name, uintptr_t address, int64_t n) {
 }
 
 // n bits for tensors of those sensitivities and sizes, within a budget of bits in all.
-void allocate(uintptr_t sensitivity, uintptr_t elements, int64_t n, int64_t budget, int least, int most,
-              uintptr_t bits) {
+void allocate(uintptr_t sensitivity, uintptr_t at_one, uintptr_t elements, int64_t n, int64_t budget, int least,
+              int most, uintptr_t bits) {
   check_size(n);
   check_bits(least);
   check_bits(most);
   if (least > most) refuse("least", std::to_string(most) + " or less", std::to_string(least));
   const auto* weights = pointer<const double>("sensitivity_ptr", sensitivity, n);
+  const auto* coarsest = pointer<const double>("at_one_ptr", at_one, n);
   const auto* sizes = pointer<const int64_t>("elements_ptr", elements, n);
   auto* to = pointer<uint8_t>("bits_ptr", bits, n);
   py::gil_scoped_release release;
-  fewbit::allocate(weights, sizes, n, budget, least, most, to);
+  fewbit::allocate(weights, coarsest, sizes, n, budget, least, most, to);
 }
 
 // The index of vectors over n elements.
@@ -626,9 +627,10 @@ PYBIND11_MODULE(_kernels, module) {
 
   module.def("cpu_isas", [] { return py::tuple(py::cast(fewbit::cpu_isas())); },
              "Names of the instruction sets that can be used here, best first.");
-  module.def("allocate", &allocate, py::arg("sensitivity_ptr"), py::arg("elements_ptr"), py::arg("n"),
-             py::arg("budget"), py::arg("least"), py::arg("most"), py::arg("bits_ptr"),
-             "n float64 sensitivities and int64 sizes to n uint8 bits of which elements * bits sum up to the budget.");
+  module.def("allocate", &allocate, py::arg("sensitivity_ptr"), py::arg("at_one_ptr"), py::arg("elements_ptr"),
+             py::arg("n"), py::arg("budget"), py::arg("least"), py::arg("most"), py::arg("bits_ptr"),
+             "n float64 sensitivities, variances at 1 bit and int64 sizes to n uint8 bits of which elements * bits sum up "
+             "to the budget.");
   module.def("packed_words", [](int64_t n, int bits) {
         check_size(n);
         check_bits(bits);

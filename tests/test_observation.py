@@ -31,7 +31,7 @@ class Fixed(Variables):
 
 
 def converted(model, bits=4, **options):
-    return fewbit.compress_(model, bits, level="L2.5", verbose=False, **options)
+    return fewbit.compress_(model, bits, level="L3", verbose=False, **options)
 
 
 def loss_of(y):
@@ -188,7 +188,7 @@ def test_every_layer(device, layer):
     """Results and torch's random state are those of a step that nobody observes; what is said is positive."""
     model, _ = layer.pair(4, device)
     model = nn.Sequential(model)
-    x = layer.input(device).requires_grad_()
+    x = nn.Parameter(layer.input(device))
     controller = converted(model)
     controller.session.variables = Fixed()
     expected, state = gradient(fresh(model), x), torch.get_rng_state()

@@ -307,7 +307,9 @@ def observed(backward, context, grads):
     for observation in {each.plan.observation for each in restoring.variables.values()} - {None}:
         # Of other forwards through the same graph this layer is a node like any other.
         own = [
-            each for each in restoring.variables.values() if each.plan.observation is observation
+            each
+            for each in restoring.variables.values()
+            if each.plan.observation is observation and each.name in observation.variables
         ]
         number = dict(followers).get(observation)
         if number is not None:

@@ -212,7 +212,7 @@ class Quantiser:
             *tensors, sensitivities = quantiser_ops.quantise_samples(
                 x, self._seed(x), variable, samples, *settings
             )
-        if plan.observation is not None and not in_backward():
+        if plan.observation is not None and x.numel() and not in_backward():
             rounding = partial(quantiser_ops.rounding_variance, x, samples, *settings)
             plan.observation.kept(variable, x.numel(), sensitivities, rounding)
         return tuple(tensors), self._recipe(x, dtype, bits, samples, variable)

@@ -126,7 +126,7 @@ def test_batches_of_any_size(samples):
     controller = fewbit.compress_(model, 2.5, verbose=False)
     for _ in range(5):
         step(model, normal((samples, 64), scale=1.0))
-    parts = min(samples, 8)
+    parts = min(samples, 16)
     for row in controller.allocation:
         assert row.bits * parts == pytest.approx(round(row.bits * parts))
     assert mean_bits(controller) > 2.5 - 1 / parts
@@ -388,7 +388,7 @@ def changed(state, key, value):
         (lambda state: changed(state, "bits", 100), "expected bits from 1 to 8, got 100"),
         (lambda state: changed(state, "bits", float("nan")), "expected bits from 1 to 8, got nan"),
         (lambda state: changed(state, "sensitivity", float("inf")), "expected finite sensitivities"),
-        (lambda state: changed(state, "spread", [1.0]), "expected 8 numbers for spread, got 1"),
+        (lambda state: changed(state, "spread", [1.0]), "expected 16 numbers for spread, got 1"),
         (lambda state: changed(state, "elements", 1.5), "got 1.5"),
         (lambda state: {**state, "magnitudes": [{"nome": 1}]}, "without a usable 'squares'"),
         (lambda state: {**state, "magnitudes": 3}, "magnitudes: expected"),
@@ -445,13 +445,13 @@ def test_restored():
 def test_tables_between_processes():
     """A vector of fixed size; what one process has not seen comes from the other."""
     adaptations = [Adaptation(2, ["a", "b", "c"]) for _ in range(2)]
-    a, b, c = (Seen(2.5, False, 100 * i, 8, 3.0 * i, 4.0 * i, [float(i)] * 8) for i in (1, 2, 3))
+    a, b, c = (Seen(2.5, False, 100 * i, 8, 3.0 * i, 4.0 * i, [float(i)] * 16) for i in (1, 2, 3))
     c.is_fixed, c.samples, c.spread, c.is_known = True, 0, None, False
     seen = {("a", 0): a, ("b", 2): b}, {("a", 0): a, ("c", 1): c, ("unknown", 0): a}
     tables = [each._table(mine) for each, mine in zip(adaptations, seen, strict=True)]
-    assert {each.shape for each in tables} == {(3 * SLOTS * 17,)}
+    assert {each.shape for each in tables} == {(3 * SLOTS * 25,)}
     assert adaptations[0]._of_table(sum(tables)) == {
-        ("a", 0): Seen(2.5, False, 200, 8, 6.0, 8.0, [2.0] * 8),
+        ("a", 0): Seen(2.5, False, 200, 8, 6.0, 8.0, [2.0] * 16),
         ("b", 2): b,
         ("c", 1): c,
     }

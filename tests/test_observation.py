@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.runtime.observation import Observation
 from fewbit.runtime.reference_quantiser import squares
-from fewbit.runtime.variables import Variables
+from fewbit.runtime.variables import Variable, Variables
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
@@ -269,9 +269,23 @@ def test_elements_samples_and_spread():
         ("1", 0): 16 * 64,
     }
     for each in found.values():
-        assert each.samples == 16 and each.spread == sorted(each.spread) and len(each.spread) == 8
+        assert each.samples == 16 and each.spread == sorted(each.spread) and len(each.spread) == 16
     sizes = squares(model[0](x), 256).sort().values
-    assert found["1", 0].spread == pytest.approx(sizes[1::2].tolist())
+    assert found["1", 0].spread == pytest.approx(sizes.tolist())
+
+
+@pytest.mark.parametrize("samples", [1, 5, 16, 20, 64])
+def test_spread_is_the_means_of_parts(samples):
+    observation = Observation(0)
+    values = torch.exp(normal((samples,), scale=1.0))
+    observation.kept(Variable(("a", 0), 2.0), 64 * samples, values)
+    found = observation.variables["a", 0].spread
+    parts = min(samples, 16)
+    expected = [part.mean() for part in values.sort().values.tensor_split(parts)]
+    if samples % parts == 0:
+        torch.testing.assert_close(found[:parts].float(), torch.stack(expected))
+    assert (found.diff()[: parts - 1] >= 0).all() and (found[parts:] == 0).all()
+    assert found[:parts].max() >= values.max() / -(-samples // parts)
 
 
 def test_one_input_of_several_layers_is_one_variable():

@@ -367,7 +367,7 @@ def _parts(seen: Seen) -> list[float]:
     count = min(seen.samples, SPREAD) or 1
     if seen.spread is None or count == 1:
         return [1.0 / count] * count
-    points = [seen.spread[int((i + 0.5) / count * SPREAD)] for i in range(count)]
+    points = seen.spread[:count]
     total = sum(points)
     return [each / total for each in points] if total > 0 else [1.0 / count] * count
 

@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -35,8 +36,8 @@ from fewbit.runtime import layout
 from fewbit.runtime.arrival import Arrival
 from fewbit.runtime.plain import is_plain
 
-SPREAD = 8
-"""Points of the distribution of squares of ranges over a variable's samples that are remembered."""
+SPREAD = 16
+"""Parts that a variable's samples are remembered in, by what they share bits by."""
 LEVELS = (1, 2)
 """Bits for which rounding is measured. The noise of more bits is as that of 2, but smaller."""
 _PARAMETER, _NOTHING = -1, -2  # below an edge in place of a node
@@ -50,7 +51,8 @@ class Seen:
 
     average: bits it had, fixed or not. elements: of all its tensors. samples: that share its bits, 0 where they do
     not. sensitivity: the variance that rounding adds, times (2^bits - 1)^2; 0 where no gradient came by. at_one: the
-    variance that rounding to 1 bit adds. spread: SPREAD values in rising order, of what samples share bits by.
+    variance that rounding to 1 bit adds. spread: SPREAD values in rising order, what samples share bits by, each the
+    mean of as many samples; of fewer samples than that the values themselves, and zeros.
     is_known: whether that is so; not of a layer that the backward pass reached on a way that was not watched.
     """
 
@@ -123,10 +125,7 @@ class Observation:
         seen.elements += elements
         if sensitivities is not None:
             seen.samples = len(sensitivities)
-            points = torch.arange(SPREAD, device=sensitivities.device)
-            points = ((points + 0.5) * (seen.samples / SPREAD)).long()
-            # (NaN, of a sample that is not finite, would be last and nothing can be said of it.)
-            seen.spread = sensitivities.nan_to_num(0.0, 0.0, 0.0).sort().values[points]
+            seen.spread = _means(sensitivities.nan_to_num(0.0, 0.0, 0.0).sort().values)
         if rounding is not None:
             self._rounding[variable.name] = {
                 level: rounding(level, self._generator) for level in LEVELS
@@ -267,7 +266,8 @@ class Observation:
         skips it.
         """
         host = self._arrival.values()
-        if self.is_void:
+        # (What came after it was sent, from a backward pass in another thread, is not there.)
+        if self.is_void or any(id(each) not in host for each in self._measured()):
             return {}
         for seen in self.variables.values():
             if seen.spread is not None:
@@ -379,6 +379,15 @@ class _Context:
 
     def __getattr__(self, name):
         return getattr(self._context, name)
+
+
+def _means(values: torch.Tensor) -> torch.Tensor:
+    """(SPREAD,) float64: of parts of equal length, as far as whole values allow."""
+    count = min(len(values), SPREAD)
+    ends = [round(i * len(values) / count) for i in range(count + 1)]
+    sums = values.double().cumsum(0)
+    parts = [(sums[b - 1] - (sums[a - 1] if a else 0)) / (b - a) for a, b in pairwise(ends)]
+    return torch.nn.functional.pad(torch.stack(parts), (0, SPREAD - count))
 
 
 def _levels(variable, level: int) -> float:

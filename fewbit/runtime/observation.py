@@ -30,7 +30,7 @@ from functools import partial
 
 import torch
 
-from fewbit.runtime import backends, layout
+from fewbit.runtime import backends, groups, layout
 from fewbit.runtime.arrival import Arrival
 
 SPREAD = 8
@@ -170,8 +170,10 @@ class Observation:
 
     def noise(self, rows: torch.Tensor, variable, group_size: int) -> torch.Tensor:
         """As rounding restored values (samples, features) has, on average over each sample; float32."""
-        squares = backends.of(rows).squares(rows, group_size).nan_to_num(0.0)
-        deviation = (squares / (6 * rows.shape[1])).sqrt() / variable.levels
+        # Groups run across samples that are short.
+        parts = rows if rows.shape[1] >= groups.LEAST_FEATURES else rows.view(1, -1)
+        squares = backends.of(rows).squares(parts, group_size).nan_to_num(0.0)
+        deviation = (squares / (6 * parts.shape[1])).sqrt() / variable.levels
         return self._uniform(rows).sub_(0.5).mul_(deviation[:, None] * math.sqrt(12))
 
     def _with_signs(self, grad):
@@ -323,7 +325,9 @@ def _is_inner(node) -> bool:
 def _norm(tensors) -> torch.Tensor | None:
     """0-D float32: the square root of the sum of squares of all entries of all that are tensors; None without any."""
     norms = [
-        torch.linalg.vector_norm(each.detach(), dtype=torch.float32)
+        torch.linalg.vector_norm(
+            each.detach(), dtype=torch.promote_types(each.dtype, torch.float32)
+        ).float()
         for each in tensors
         if each is not None and not each.is_sparse
     ]

@@ -15,7 +15,7 @@ the weights that exact training has after a quarter of its steps and at its end;
 fixed weights. What is in the results already is not run again.
 
 Writes results/adaptive_bits.* (a row a training run), adaptive_bits_gradients.* (a row for each network, seed, point and
-arm), adaptive_bits_summary.* and docs/images/adaptive_bits_*.png (`adaptive_plots.py`).
+arm), a summary of each, *_summary.*, and docs/images/adaptive_bits_*.png (`adaptive_plots.py`).
 """
 
 from __future__ import annotations
@@ -236,6 +236,22 @@ def summary(rows):
         yield record
 
 
+def gradients_summary(measured):
+    """Per network, point, method and bits: means over seeds, with the least and the greatest."""
+    grouped = {}
+    for row in measured:
+        key = row["network"], row["point"], row["method"], row["bits"]
+        grouped.setdefault(key, []).append(row)
+    for (network, point, method, bits), own in sorted(grouped.items()):
+        record = {"network": network, "point": point, "method": method, "bits": bits}
+        record["seeds"] = len(own)
+        for name in ("variance", "error"):
+            values = [row[name] for row in own]
+            record[name] = statistics.fmean(values)
+            record[name + "_least"], record[name + "_greatest"] = min(values), max(values)
+        yield record
+
+
 def show(records, measured):
     for r in records:
         print(
@@ -245,10 +261,12 @@ def show(records, measured):
             + f", {r['diverged']} diverged"
             * bool(r["diverged"])
         )
-    for (network, point, method, bits), (each, _) in adaptive_plots.grouped(
-        measured, "variance"
-    ).items():
-        print(f"{network:12} {point:10} {method:22} {bits:5} bits: variance {each:.4g}")
+    for r in measured:
+        print(
+            f"{r['network']:12} {r['point']:10} {r['method']:22} {r['bits']:5} bits: variance "
+            f"{r['variance']:.4g} ({r['variance_least']:.4g} .. {r['variance_greatest']:.4g}), "
+            f"error {r['error']:.4g}"
+        )
 
 
 def load(name):
@@ -270,10 +288,11 @@ def main():
     if not arguments.plot:
         check()
         work(name, about, rows, measured, quick, arguments.jobs)
-    records = list(summary(rows))
+    summaries = list(summary(rows)), list(gradients_summary(measured))
     if not arguments.plot:
-        harness.save(name + "_summary", about, records)
-    show(records, measured)
+        for suffix, records in zip(("_summary", "_gradients_summary"), summaries, strict=True):
+            harness.save(name + suffix, about, records)
+    show(*summaries)
     images = harness.RESULTS if quick else harness.IMAGES
     adaptive_plots.plot(rows, measured, images, name)
 

@@ -65,6 +65,7 @@ def panels(width, height, rows, columns, **shared):
 
 def curve(axes, method, points):
     """points: {bits: values over seeds}; the means, and bars from the least value to the greatest."""
+    is_below = method == "L2"  # so that it shows around L2.5, with which it agrees at whole bits
     bits = sorted(points)
     means = [statistics.fmean(points[each]) for each in bits]
     below = [mean - min(points[each]) for mean, each in zip(means, bits, strict=True)]
@@ -75,7 +76,8 @@ def curve(axes, method, points):
         (below, above),
         color=COLOURS[method],
         marker=MARKERS[method],
-        markersize=4.5,
+        markersize=8 if is_below else 4.5,
+        markerfacecolor="white" if is_below else None,
         linewidth=1.4,
         elinewidth=1,
         capsize=2,

@@ -1,16 +1,18 @@
 """Step time and peak memory of training compressed models against exact ones, on the CPU.
 
-    python benchmarks/step_time.py              # about 8 minutes on 2 cores
+    python benchmarks/step_time.py              # about 12 minutes on 2 cores
     python benchmarks/step_time.py --quick
 
 Forward, backward and optimiser step of a character transformer (the demo's, wider) and of ResNet-18. Arms take turns
 step by step, so that a slow moment of the machine meets all of them; a ratio is that of medians in one process, and of
-several processes the median. Gradients at 8 bits are checked against exact ones first. The breakdown is the own time of
+several processes the median. Gradients at 8 bits are checked against exact ones first. "L3" has 2 bits on average and has
+adapted before it is timed; of "observed" every step is one in which it learns, so that the difference, divided by the
+interval, is what adapting costs. The breakdown is the own time of
 each operation in torch's profiler, by subject: a layer's own time is what it takes to quantise and to restore. Peak resident memory is that of a fresh process per arm that takes two steps,
 less what it had before the first; large blocks go back to the system when they are freed (MALLOC_MMAP_THRESHOLD_),
 so that it is what lives and not what the C library holds on to.
 
-Writes results/step_time.*, results/step_breakdown.* and results/peak_memory.*.
+Writes results/step_time.*, results/adaptation_cost.*, results/step_breakdown.* and results/peak_memory.*.
 """
 
 from __future__ import annotations
@@ -31,10 +33,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import fewbit
+from fewbit.compress.adaptation import INTERVAL
 from fewbit.demo.transformer import CharTransformer
 from fewbit.models.resnet import ResNet
 
-ARMS = ("exact", 2, 4, 8)
+ARMS = ("exact", 2, 4, 8, "L3")
+TIMED = (*ARMS, "observed")
+LEVELS = {"L3": {"interval": 10**6}, "observed": {"interval": 1}}
+WARM_UP = 33  # steps of what adapts: after 32, the next that it observes is the 64th
 CASES = {
     # batch, and the settings of a model large enough that a step is not all overhead
     "transformer": {"batch": 32, "context": 128, "width": 256, "depth": 4, "heads": 8},
@@ -55,7 +61,9 @@ def build(case, settings, arm):
         model = CharTransformer(96, *(settings[name] for name in names))
     else:
         model = ResNet(case, nn.ReLU, classes=10)
-    if arm != "exact":
+    if arm in LEVELS:
+        fewbit.compress_(model, 2, level="L3", verbose=False, **LEVELS[arm])
+    elif arm != "exact":
         # At 8 bits for the check; a few-bit GELU is what the model is timed with.
         fewbit.compress_(model, bits=arm, activation_bits=8 if arm == 8 else 3, verbose=False)
     return model
@@ -89,13 +97,15 @@ def check(case, settings):
 
 def times(case, settings, steps):
     """{arm: {part: seconds of each step}}."""
-    models = {arm: build(case, settings, arm) for arm in ARMS}
+    models = {arm: build(case, settings, arm) for arm in TIMED}
     optimizers = {
         arm: torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
         for arm, model in models.items()
     }
     x, y = batch(case, settings)
-    result = {arm: {"forward": [], "backward": [], "optimiser": [], "step": []} for arm in ARMS}
+    for _ in range(WARM_UP):
+        loss(models["L3"], x, y).backward()
+    result = {arm: {"forward": [], "backward": [], "optimiser": [], "step": []} for arm in TIMED}
     for step in range(steps + 2):
         for arm, model in models.items():
             optimizers[arm].zero_grad()
@@ -200,7 +210,7 @@ def measure_times(cases, steps, processes):
     for case, settings in cases.items():
         print(f"{case} {settings}: gradient at 8 bits off by {check(case, settings):.4f}")
         runs = [in_process(times_into, case, settings, steps) for _ in range(processes)]
-        for arm in ARMS:
+        for arm in TIMED:
             row = {"case": case, "arm": arm, **settings}
             for part in runs[0][arm]:
                 own = [statistics.median(run[arm][part]) for run in runs]
@@ -212,11 +222,23 @@ def measure_times(cases, steps, processes):
                 }
             row |= {"least": ratios[0], "most": ratios[-1]}  # of the last part, the step
             print(
-                f"  {arm!s:>6}: step {row['step_ms']:8.1f} ms, {row['step_ratio']:.3f} of exact "
+                f"  {arm!s:>8}: step {row['step_ms']:8.1f} ms, {row['step_ratio']:.3f} of exact "
                 f"({row['least']:.3f} .. {row['most']:.3f}); forward {row['forward_ratio']:.3f}, "
                 f"backward {row['backward_ratio']:.3f}"
             )
             yield row
+
+
+def adaptation_cost(rows):
+    """Of each case: exact steps that an observation takes, and its share of a step at the default interval."""
+    for case in dict.fromkeys(row["case"] for row in rows):
+        ratio = {row["arm"]: row["step_ratio"] for row in rows if row["case"] == case}
+        extra = ratio["observed"] - ratio["L3"]
+        share = extra / INTERVAL / ratio["L3"]
+        print(
+            f"{case}: an observation takes {extra:.2f} exact steps; every {INTERVAL} steps {share:.2%}"
+        )
+        yield {"case": case, "extra_steps": extra, "interval": INTERVAL, "share_of_step": share}
 
 
 def measure_breakdown(cases, rounds=5):
@@ -260,6 +282,7 @@ def main():
     if arguments.only in (None, "times"):
         steps = 3 if arguments.quick else arguments.steps
         made["step_time"] = list(measure_times(cases, steps, arguments.processes))
+        made["adaptation_cost"] = list(adaptation_cost(made["step_time"]))
     if arguments.only in (None, "breakdown"):
         made["step_breakdown"] = list(measure_breakdown(cases))
     if arguments.only in (None, "peaks"):

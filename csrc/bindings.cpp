@@ -88,6 +88,13 @@ void check_room(const fewbit::Streams& streams, int64_t words, int64_t groups) {
   if (groups < streams.groups) refuse("groups", std::to_string(streams.groups) + " or more", std::to_string(groups));
 }
 
+// The streams of `squares`, which needs no bits; out has a number for each of their groups.
+fewbit::Streams streams_of_squares(const QuantisedShape& shape, int64_t groups) {
+  const auto streams = fewbit::one_stream(shape.samples, shape.features, shape.group_size, false, 1);
+  if (groups != streams.groups) refuse("groups", std::to_string(streams.groups), std::to_string(groups));
+  return streams;
+}
+
 void check_threads(int threads) {
   if (threads < 1) refuse("threads", "1 or more", std::to_string(threads));
 }
@@ -114,17 +121,18 @@ T* pointer(const char* name, uintptr_t address, int64_t n) {
 }
 
 // n bits for tensors of those sensitivities and sizes, within a budget of bits in all.
-void allocate(uintptr_t sensitivity, uintptr_t elements, int64_t n, int64_t budget, int least, int most,
-              uintptr_t bits) {
+void allocate(uintptr_t sensitivity, uintptr_t at_one, uintptr_t elements, int64_t n, int64_t budget, int least,
+              int most, uintptr_t bits) {
   check_size(n);
   check_bits(least);
   check_bits(most);
   if (least > most) refuse("least", std::to_string(most) + " or less", std::to_string(least));
   const auto* weights = pointer<const double>("sensitivity_ptr", sensitivity, n);
+  const auto* coarsest = pointer<const double>("at_one_ptr", at_one, n);
   const auto* sizes = pointer<const int64_t>("elements_ptr", elements, n);
   auto* to = pointer<uint8_t>("bits_ptr", bits, n);
   py::gil_scoped_release release;
-  fewbit::allocate(weights, sizes, n, budget, least, most, to);
+  fewbit::allocate(weights, coarsest, sizes, n, budget, least, most, to);
 }
 
 // The index of vectors over n elements.
@@ -300,8 +308,7 @@ class Cpu {
     const auto* from = pointer<const void>("x_ptr", x, shape.elements());
     const auto normalisation = normalisation_at(mean, rstd, entries, inner, shape.elements());
     check_threads(threads);
-    const fewbit::Streams streams = fewbit::one_stream(samples, features, group_size, false, 1);
-    if (groups != streams.groups) refuse("groups", std::to_string(streams.groups), std::to_string(groups));
+    const fewbit::Streams streams = streams_of_squares(shape, groups);
     auto* to = pointer<float>("out_ptr", out, groups);
     py::gil_scoped_release release;
     fewbit::squares(*kernels_, streams, from, dtype, normalisation, to, threads);
@@ -471,6 +478,18 @@ struct Cuda {
                            groups, device, stream_at(stream));
   }
 
+  void squares(uintptr_t x, int dtype, int64_t samples, int64_t features, int group_size, uintptr_t out, int64_t groups,
+               int device, uintptr_t stream, uintptr_t mean, uintptr_t rstd, int64_t entries, int64_t inner) const {
+    const QuantisedShape shape = quantised_shape(samples, features, group_size, false);
+    dtype_of(dtype);
+    const auto* from = pointer<const void>("x_ptr", x, shape.elements());
+    const auto normalisation = normalisation_at(mean, rstd, entries, inner, shape.elements());
+    const fewbit::Streams streams = streams_of_squares(shape, groups);
+    auto* to = pointer<float>("out_ptr", out, groups);
+    py::gil_scoped_release release;
+    fewbit::cuda::squares(streams, from, dtype, normalisation, to, device, stream_at(stream));
+  }
+
   void dequantise(uintptr_t packed, int64_t words, uintptr_t ranges, int64_t groups, int bits, uintptr_t order,
                   uintptr_t counts, bool wide, int64_t samples, int64_t features, int group_size, uintptr_t out,
                   int dtype, int device, uintptr_t stream, uintptr_t scale, uintptr_t shift, int64_t entries,
@@ -533,6 +552,9 @@ void bind_cuda(py::module_& module) {
            py::arg("seed_ptr"), py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"), py::arg("groups"),
            py::arg("device_index"), py::arg("stream_ptr"), py::arg("mean_ptr") = 0, py::arg("rstd_ptr") = 0,
            py::arg("entries") = 0, py::arg("inner") = 1)
+      .def("squares", &Cuda::squares, py::arg("x_ptr"), py::arg("dtype"), py::arg("samples"), py::arg("features"),
+           py::arg("group_size"), py::arg("out_ptr"), py::arg("groups"), py::arg("device_index"), py::arg("stream_ptr"),
+           py::arg("mean_ptr") = 0, py::arg("rstd_ptr") = 0, py::arg("entries") = 0, py::arg("inner") = 1)
       .def("dequantise", &Cuda::dequantise, py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"),
            py::arg("groups"), py::arg("bits"), py::arg("order_ptr"), py::arg("counts_ptr"), py::arg("wide"),
            py::arg("samples"), py::arg("features"), py::arg("group_size"), py::arg("out_ptr"), py::arg("dtype"),
@@ -605,9 +627,10 @@ PYBIND11_MODULE(_kernels, module) {
 
   module.def("cpu_isas", [] { return py::tuple(py::cast(fewbit::cpu_isas())); },
              "Names of the instruction sets that can be used here, best first.");
-  module.def("allocate", &allocate, py::arg("sensitivity_ptr"), py::arg("elements_ptr"), py::arg("n"),
-             py::arg("budget"), py::arg("least"), py::arg("most"), py::arg("bits_ptr"),
-             "n float64 sensitivities and int64 sizes to n uint8 bits of which elements * bits sum up to the budget.");
+  module.def("allocate", &allocate, py::arg("sensitivity_ptr"), py::arg("at_one_ptr"), py::arg("elements_ptr"),
+             py::arg("n"), py::arg("budget"), py::arg("least"), py::arg("most"), py::arg("bits_ptr"),
+             "n float64 sensitivities, variances at 1 bit and int64 sizes to n uint8 bits of which elements * bits sum up "
+             "to the budget.");
   module.def("packed_words", [](int64_t n, int bits) {
         check_size(n);
         check_bits(bits);

@@ -21,6 +21,8 @@ _HOME = {
     "compress_": "fewbit.compress.convert",
     "restore_": "fewbit.compress.convert",
     "Controller": "fewbit.compress.controller",
+    "variance_profile": "fewbit.compress.variance_profile",
+    "VarianceProfile": "fewbit.compress.variance_profile",
     "FewbitError": "fewbit.errors",
     "FunctionError": "fewbit.errors",
     "WeightError": "fewbit.errors",

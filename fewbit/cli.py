@@ -749,6 +749,13 @@ def memory(
     help="Of whole models that are compressed, 1 to 8; may be repeated.  [default: 2]",
 )
 @click.option(
+    "--average",
+    type=click.FloatRange(1, 8),
+    multiple=True,
+    metavar="B",
+    help="Of those whose layers share the bits (level L3), 1 to 8, as 1.75; may be repeated.  [default: 2]",
+)
+@click.option(
     "--output",
     type=click.Path(file_okay=False),
     default="demo",
@@ -757,7 +764,7 @@ def memory(
 )
 @_force
 @_json
-def demo(steps, seeds, bits, everything, output, force, as_json):
+def demo(steps, seeds, bits, everything, average, output, force, as_json):
     """Train a small transformer exactly and in fewer bits.
 
     A character-level transformer learns the help texts that Python ships, with torch's own GELU,
@@ -797,7 +804,7 @@ def demo(steps, seeds, bits, everything, output, force, as_json):
             seeds=seeds,
             settings=Settings(**_given(steps=steps)),
             progress=progress,
-            **_given(bits=bits or None, everything=everything or None),
+            **_given(bits=bits or None, everything=everything or None, average=average or None),
         )
     write_atomic(paths[0], render(picture(result)), force=force)
     write_atomic(paths[1], json.dumps(result.to_dict(), indent=1) + "\n", force=force)

@@ -119,6 +119,61 @@ def sharded(rank):
     )
 
 
+def _adapt(rank, controller, run):
+    """Both processes choose the same bits, in the same step, by what both have seen."""
+    adaptation = controller.session.variables
+    changed = []
+    for number in range(1, 21):
+        before = adaptation.averages
+        run(number)
+        if adaptation.averages is not before:
+            changed.append(number)
+    both = [None, None]
+    dist.all_gather_object(both, (changed, controller.allocation))
+    assert both[0] == both[1]
+    assert changed and changed == sorted(set(changed)), changed
+    bits = {row.bits for row in controller.allocation}
+    assert len(bits) > 1, bits
+    rows = controller.allocation
+    assert sum(row.bits * row.elements for row in rows) <= 2 * sum(row.elements for row in rows)
+    assert {row.elements for row in rows if row.name == "conv"} == {2 * 16 * 3 * 64}
+
+
+def _adapting():
+    module = model()
+    return module, fewbit.compress_(module, 2, level="L3", interval=8, verbose=False)
+
+
+def adapting(rank):
+    module, controller = _adapting()
+    wrapped = DistributedDataParallel(module)
+
+    def run(number):
+        wrapped.zero_grad()
+        if number % 2:
+            with wrapped.no_sync():
+                wrapped(inputs(rank)).square().mean().backward()
+        else:
+            wrapped(inputs(rank)).square().mean().backward()
+
+    _adapt(rank, controller, run)
+
+
+def adapting_sharded(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    module, controller = _adapting()
+    for layer in (module.a, module.head):
+        fully_shard(layer)
+    fully_shard(module)
+
+    def run(number):
+        module.zero_grad()
+        module(inputs(rank)).square().mean().backward()
+
+    _adapt(rank, controller, run)
+
+
 def sync_batch_norm(rank):
     """torch's own kernels for it are on GPUs only: written out here for the CPU."""
     from fewbit.functional.sync_batch_norm import sync_batch_norm
@@ -180,10 +235,13 @@ def sync_batch_norm(rank):
     torch.testing.assert_close(own.running_var, both.running_var, rtol=1e-4, atol=1e-4)
 
 
+CASES = ddp, sharded, adapting, adapting_sharded, sync_batch_norm
+
+
 def main(name, rank, rendezvous):
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     torch.set_num_threads(1)
-    {"ddp": ddp, "sharded": sharded, "sync_batch_norm": sync_batch_norm}[name](rank)
+    {each.__name__: each for each in CASES}[name](rank)
     dist.barrier()  # whoever leaves first takes the connection with it
     dist.destroy_process_group()
 

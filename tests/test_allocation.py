@@ -10,15 +10,16 @@ from fewbit.compress.allocation import allocate, variance
 from fewbit.errors import InputError
 
 
-def optimum(sensitivity, elements, budget, least=1, most=8) -> float:
+def optimum(sensitivity, elements, budget, least=1, most=8, at_one=None) -> float:
     """The least variance, by a dynamic program over the bits used so far. O(n budget most)."""
     best = np.zeros(budget + 1)
-    for weight, size in zip(sensitivity, elements, strict=True):
+    at_one = sensitivity if at_one is None else at_one
+    for weight, coarsest, size in zip(sensitivity, at_one, elements, strict=True):
         following = np.full(budget + 1, np.inf)
         for bits in range(least, most + 1):
             cost = size * bits
             if cost <= budget:
-                noise = weight / (2.0**bits - 1) ** 2
+                noise = coarsest if bits == 1 else weight / (2.0**bits - 1) ** 2
                 following[cost:] = np.minimum(following[cost:], best[: budget + 1 - cost] + noise)
         best = following
     return float(best.min())
@@ -36,16 +37,18 @@ def instance(seed, tensors, sizes=(1, 2, 4, 9, 16)):
     st.floats(0, 1),
     st.integers(1, 3),
     st.integers(3, 8),
+    st.floats(0.25, 10),
 )
-def test_the_kernel_is_the_reference(tensors, share, least, most):
+def test_the_kernel_is_the_reference(tensors, share, least, most, factor):
     sensitivity = np.array([weight for weight, _ in tensors], np.float64)
     elements = np.array([size for _, size in tensors], np.int64)
     total = int(elements.sum())
     budget = int(total * (least + share * (most - least)))
-    bits = allocate(sensitivity, elements, budget, least, most)
+    at_one = factor * sensitivity
+    bits = allocate(sensitivity, elements, budget, least, most, at_one)
     assert bits.dtype == np.uint8 and (bits >= least).all() and (bits <= most).all()
     assert (bits * elements).sum() <= budget
-    expected = allocation.reference(sensitivity, elements, budget, least, most)
+    expected = allocation.reference(sensitivity, at_one, elements, budget, least, most)
     assert bits.tolist() == expected.tolist()
     # No bit that would fit is left over.
     left = budget - (bits * elements).sum()
@@ -60,6 +63,19 @@ def test_equal_sizes_are_optimal(seed, average):
     budget = int(average * 24)
     bits = allocate(sensitivity, elements, budget)
     assert variance(sensitivity, bits) == pytest.approx(optimum(sensitivity, elements, budget))
+
+
+@pytest.mark.parametrize("average", [1.1, 1.5, 2, 3])
+def test_variances_at_one_bit(average):
+    """Where they are given apart, of tensors of one size: as the dynamic program has it."""
+    sensitivity, _ = instance(3, 24)
+    at_one = sensitivity * np.random.default_rng(3).uniform(0.25, 8, 24)
+    sizes, budget = np.ones(24, np.int64), int(average * 24)
+    bits = allocate(sensitivity, sizes, budget, at_one=at_one)
+    found = np.where(bits == 1, at_one, sensitivity / (2.0**bits - 1) ** 2).sum()
+    best = optimum(sensitivity, sizes, budget, at_one=at_one)
+    assert found == pytest.approx(best)
+    assert best < optimum(sensitivity, sizes, budget, at_one=8 * sensitivity)
 
 
 @pytest.mark.parametrize("average", [1.25, 1.5, 1.75, 2, 2.5, 3, 4])

@@ -17,6 +17,12 @@ from fewbit.runtime import groups, reference
 from fewbit.runtime.encoding import Encoding, packed_words
 from fewbit.table import Knots
 
+try:
+    from fewbit import _kernels
+    from fewbit.runtime import native
+except ImportError:
+    _kernels = None
+
 CSRC = Path(__file__).parents[1] / "csrc"
 COMPILER = shutil.which((sysconfig.get_config_var("CXX") or "c++").split()[0])
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # by number
@@ -34,7 +40,7 @@ class Emulation:
 
     def __init__(self, library):
         self.library = library
-        names = "pack unpack encode decode_mul forward quantise dequantise obstacle"
+        names = "pack unpack encode decode_mul forward quantise squares dequantise obstacle"
         for name in names.split():
             getattr(library, f"emulated_{name}").restype = ctypes.c_char_p
         library.emulated_table.restype = ctypes.c_void_p
@@ -164,6 +170,22 @@ class Emulation:
             *_vectors(normalise),
         )
         return packed.checked(), ranges.checked().view(rows, columns)
+
+    def squares(self, x, group_size, normalise=None, offset=0):
+        """Of each group, of an x of (samples, features)."""
+        samples, features = x.shape
+        out = Guarded(groups.group_count(samples, features, group_size), torch.float32, offset)
+        self.call(
+            "squares",
+            x,
+            DTYPES.index(x.dtype),
+            _long(samples),
+            _long(features),
+            group_size,
+            out.data,
+            *_vectors(normalise),
+        )
+        return out.checked()
 
     def dequantise(
         self, packed, ranges, bits, group_size, shape, dtype, widths=None, affine=None, offset=0
@@ -545,6 +567,113 @@ def test_quantiser_warps_take_several_groups(cuda):
         compare_quantiser(cuda, x.to(torch.bfloat16), 2, 64, False)
     finally:
         cuda.library.emulated_device(4, 0)
+
+
+def squares_of_groups(x, group_size, normalise=None):
+    """length * range^2 of each group, in float32; NaN where an element is not finite."""
+    rows = x.float()
+    if normalise is not None:
+        mean, rstd, inner = normalise
+        index = torch.arange(x.numel()) // inner % len(rstd)
+        centred = rows.flatten() - (0.0 if mean is None else mean[index])
+        rows = (centred * rstd[index]).view(x.shape)
+    each = [torch.empty(0)]
+    for group in (part for row in rows for part in row.split(group_size)):
+        extent = group.max() - group.min()
+        square = len(group) * (extent * extent)
+        each.append(square.view(1) if group.isfinite().all() else torch.tensor([torch.nan]))
+    return torch.cat(each)
+
+
+def squares_of_cpu(isa, x, group_size, normalise=None):
+    """The same of the CPU's kernels."""
+    samples, features = x.shape
+    out = torch.empty(groups.group_count(samples, features, group_size))
+    place = x.data_ptr(), DTYPES.index(x.dtype), samples, features, group_size
+    vectors = native._vectors(normalise, x.numel())
+    _kernels.Cpu(isa).squares(*place, out.data_ptr(), len(out), 1, *vectors)
+    return out
+
+
+def compare_squares(cuda, x, group_size, normalise=None, offset=0):
+    found = cuda.squares(x, group_size, normalise, offset)
+    same(found, squares_of_groups(x, group_size, normalise))
+    for isa in _kernels.cpu_isas() if _kernels else ():
+        same(found, squares_of_cpu(isa, x, group_size, normalise))
+    return found
+
+
+SQUARED = [(shape, size) for shape, size in QUANTISED if shape[1] >= groups.LEAST_FEATURES]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_squares(cuda, dtype):
+    for i, (shape, group_size) in enumerate(SQUARED):
+        x = inputs(shape[0] * shape[1], dtype, random_encoding(2, 3), seed=i, offset=i % 3)
+        # In most groups all elements are finite.
+        plain = x.nan_to_num(0, 9, -9).clamp(-9, 9)
+        x = torch.where(torch.arange(len(x)) % 97 < 97 - 9 * (i % 2), plain, x).view(shape)
+        found = compare_squares(cuda, x, group_size, offset=i % 3)
+        assert i % 2 or found.isfinite().all()
+
+
+def test_squares_of_what_is_beyond_float32(cuda):
+    """A range that overflows is infinite, what was not finite is NaN: as a float64 may become in float32."""
+    x = torch.zeros(6, 70, dtype=torch.float64)
+    x[0, :2] = torch.tensor([3e38, -3e38])
+    x[1, 69] = 1e300
+    x[2, 64] = -torch.inf
+    x[3, 7] = torch.nan
+    x[4] = -torch.inf
+    found = compare_squares(cuda, x, 64)
+    nan, inf = torch.nan, torch.inf
+    same(found, torch.tensor([inf, 0, 0, nan, 0, nan, nan, 0, nan, nan, 0, 0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_squares_of_what_is_normalised(cuda, dtype):
+    rng = np.random.default_rng(DTYPES.index(dtype))
+    for shape, group_size in SQUARED:
+        x = torch.from_numpy(rng.normal(3, 2, shape)).to(dtype)
+        for inner, entries in list(indices(x.numel()))[DTYPES.index(dtype) % 2 :: 2]:
+            mean, rstd = (torch.from_numpy(rng.normal(1, 1, entries)).float() for _ in range(2))
+            for vectors in ((mean, rstd), (None, rstd)):
+                compare_squares(cuda, x, group_size, (*vectors, inner))
+
+
+def test_squares_warps_take_several_groups(cuda):
+    x = torch.from_numpy(np.random.default_rng(0).normal(0, 1, (600, 65))).to(torch.float16)
+    cuda.library.emulated_device(1, 0)
+    try:
+        compare_squares(cuda, x, 64)
+    finally:
+        cuda.library.emulated_device(4, 0)
+
+
+def test_squares_of_more_elements_than_an_int_counts(cuda):
+    """The last block of a grid over two samples of 2**31 + 1000 elements, in memory that exists only where touched."""
+    features = (1 << 31) + 1000
+    count = groups.group_count(2, features, 256)
+    first = (-(-count // 8) - 1) * 8
+    try:
+        spaces = [mmap.mmap(-1, size, flags=SPARSE) for size in (4 * features, 4 * count)]
+    except OSError:
+        pytest.skip("no address space for 8 GB")
+    x, out = (
+        torch.frombuffer(space, dtype=dtype)
+        for space, dtype in zip(spaces, (torch.bfloat16, torch.float32), strict=True)
+    )
+    # The last group of a sample has 232 elements.
+    tail = torch.from_numpy(np.random.default_rng(0).normal(0, 1, 232 + 9 * 256))
+    x[-len(tail) :] = tail
+    cuda.library.emulated_device(1 << 20, first // 8)
+    try:
+        cuda.call("squares", x, 3, _long(2), _long(features), 256, out, *_vectors(None))
+    finally:
+        cuda.library.emulated_device(4, 0)
+    expected = squares_of_groups(x[None, -len(tail) :].clone(), 256)
+    same(out[first:], expected[first - count :])
+    assert (out[first:] > 0).all() and not out[first - 1000 : first].any()
 
 
 def test_warps_take_several_tiles(cuda):

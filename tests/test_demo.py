@@ -40,8 +40,8 @@ def corpus():
 
 @pytest.fixture(scope="module")
 def demo(corpus):
-    """Exact, GELUs of 4 and 1 bits, and everything at 2 bits, from two seeds."""
-    return run_demo((4, 1), (2,), seeds=2, settings=SMALL, corpus=corpus)
+    """Exact, GELUs of 4 and 1 bits, and everything at 2 bits, also on average, from two seeds."""
+    return run_demo((4, 1), (2,), (2,), seeds=2, settings=SMALL, corpus=corpus)
 
 
 # --- text ---------------------------------------------------------------------------------------------
@@ -143,11 +143,13 @@ def test_the_learning_rate_warms_up_and_ends_at_zero():
 
 def test_saved_bytes_are_the_promise(demo):
     elements = SMALL.batch * SMALL.context * 4 * SMALL.width  # of each of `depth` GELUs
-    exact, four, one, everything = demo.arms
-    assert [arm.bits for arm in demo.arms] == [None, 4, 1, 3]
-    assert [arm.everything for arm in demo.arms] == [None, None, None, 2]
-    assert everything.activation_bytes == SMALL.depth * 4 * 3 * math.ceil(elements / 32)
-    assert exact.model_bytes > 10 * everything.model_bytes
+    exact, four, one, everything, average = demo.arms
+    assert [arm.bits for arm in demo.arms] == [None, 4, 1, 3, 3]
+    assert [arm.everything for arm in demo.arms] == [None, None, None, 2, 2]
+    assert [arm.level for arm in demo.arms[3:]] == ["L2", "L3"]
+    for arm in (everything, average):
+        assert arm.activation_bytes == SMALL.depth * 4 * 3 * math.ceil(elements / 32)
+        assert exact.model_bytes > 9 * arm.model_bytes
     assert exact.activation_bytes == SMALL.depth * 4 * elements
     for arm in (four, one):
         assert arm.activation_bytes == SMALL.depth * 4 * arm.bits * math.ceil(elements / 32)
@@ -156,9 +158,9 @@ def test_saved_bytes_are_the_promise(demo):
 
 
 def test_runs_compare_in_pairs(demo):
-    exact, four, one, everything = demo.arms
+    exact, four, one, everything, average = demo.arms
     assert [run.seed for run in four.runs] == [0, 1]
-    for arm, limit in ((four, 0.02), (everything, 0.1)):
+    for arm, limit in ((four, 0.02), (everything, 0.1), (average, 0.1)):
         for ours, theirs in zip(arm.runs, exact.runs, strict=True):
             assert ours.train[0] == pytest.approx(theirs.train[0], abs=1e-5)  # the forward is exact
             assert ours.final == pytest.approx(theirs.final, abs=limit)
@@ -181,7 +183,13 @@ def test_progress_counts_every_step(corpus):
     seen = []
     settings = replace(SMALL, steps=3)
     run_demo(
-        (2,), (4,), 2, settings, corpus, lambda what, done, total: seen.append((what, done, total))
+        (2,),
+        (4,),
+        (),
+        2,
+        settings,
+        corpus,
+        lambda what, done, total: seen.append((what, done, total)),
     )
     assert [done for _, done, _ in seen] == list(range(1, 19))
     assert {total for *_, total in seen} == {18}
@@ -270,9 +278,9 @@ def test_the_curve_is_the_mean_of_blocks():
 
 def test_the_picture_shows_every_arm(demo):
     left, right = picture(demo).axes
-    assert len(left.get_lines()) == 4
+    assert len(left.get_lines()) == 5
     names = [tick.get_text() for tick in right.get_xticklabels()]
-    assert names == ["4 bits", "1 bit", "all 2 bits"]
+    assert names == ["4 bits", "1 bit", "all 2 bits", "L3 2 bits"]
 
 
 # --- the command --------------------------------------------------------------------------------------
@@ -305,8 +313,8 @@ def test_command_writes_both_files_and_refuses_to_overwrite(tmp_path, small):
     document = json.loads(forced.stdout)
     assert document == json.loads((out / "demo.json").read_text())
     assert document["settings"]["steps"] == 3
-    assert [arm["bits"] for arm in document["arms"]] == [None, 2, 3]
-    assert [arm["everything"] for arm in document["arms"]] == [None, None, 2]
+    assert [arm["bits"] for arm in document["arms"]] == [None, 2, 3, 3]
+    assert [arm["everything"] for arm in document["arms"]] == [None, None, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -314,6 +322,7 @@ def test_command_writes_both_files_and_refuses_to_overwrite(tmp_path, small):
     [
         ("--bits", "0"),
         ("--everything", "9"),
+        ("--average", "0.5"),
         ("--steps", "0"),
         ("--seeds", "0"),
         ("--output", __file__),

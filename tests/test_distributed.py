@@ -9,9 +9,14 @@ import pytest
 WORKER = Path(__file__).parent / "distributed_worker.py"
 
 
-@pytest.mark.parametrize("name", ["ddp", "sharded", "sync_batch_norm"])
+@pytest.mark.parametrize(
+    "name", ["ddp", "sharded", "adapting", "adapting_sharded", "sync_batch_norm"]
+)
 def test_two_processes(name, tmp_path):
-    """Each process asserts the exact model's gradients over both inputs, within 2 %, and what is kept."""
+    """Each process asserts the exact model's gradients over both inputs, within 2 %, and what is kept.
+
+    Or, adapting, that both keep the same bits.
+    """
     command = [sys.executable, str(WORKER), name]
     rendezvous = str(tmp_path / "rendezvous")
     workers = [

@@ -12,6 +12,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+import fewbit  # noqa: E402
 from fewbit.compress import meter, meter_report  # noqa: E402
 from fewbit.compress.meter import saved_bytes  # noqa: E402
 from fewbit.errors import FewbitError, OutputExistsError  # noqa: E402
@@ -670,3 +671,14 @@ def test_plot(tmp_path, suffix):
 )
 def test_amounts(size, text):
     assert meter_report.amount(size) == text
+
+
+def test_bits_of_samples_count_with_the_ranges():
+    model = nn.Sequential(nn.Linear(64, 8))
+    fewbit.compress_(model, 2.5, level="L2.5", verbose=False)
+    found = fewbit.saved_bytes(model, torch.randn(16, 64))
+    by_kind = {}
+    for entry in found.kept:
+        by_kind[entry.kind] = by_kind.get(entry.kind, 0) + entry.bytes
+    # 16 groups of 4 bytes, and a byte a sample; 40 bits a column of 64, and 36 words for the ends of widths.
+    assert by_kind == {"packed": 4 * (40 * 2 + 36), "range": 4 * 16 + 16}

@@ -23,10 +23,11 @@ class Fixed(Variables):
     """Given averages, and an observation in forwards that are to be observed."""
 
     def __init__(self, averages=None, observation=None):
+        super().__init__()
         self.averages, self.observation = averages or {}, observation
 
     def begin(self, module, inputs):
-        return self.plan(inputs, self.observation)
+        return super().begin(module, inputs, self.observation)
 
 
 def converted(model, bits=4, **options):

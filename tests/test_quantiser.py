@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import normal
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fewbit
 from fewbit.runtime import groups, reference
@@ -440,6 +441,9 @@ def test_squares_of_ranges(backend, shape, dtype):
         expected = squares(rows, group_size)
         assert found.dtype == torch.float32 and found.shape == (len(rows),)
         np.testing.assert_allclose(found.cpu().numpy(), expected, rtol=1e-5)
+        if 0 < rows.shape[1] <= group_size:  # nothing is summed up
+            extent = rows.max(1) - rows.min(1)
+            assert np.array_equal(found.cpu().numpy(), rows.shape[1] * (extent * extent))
 
 
 def test_squares_of_what_is_normalised_or_not_finite(backend):
@@ -454,6 +458,35 @@ def test_squares_of_what_is_normalised_or_not_finite(backend):
     for bad in (torch.nan, torch.inf):
         x[1, 2, 3] = bad
         assert backend.kernels.squares(x, 96).isfinite().tolist() == [True, False, True]
+
+
+def test_squares_are_of_groups_in_storage_order(backend):
+    x = normal((3, 8, 4, 5)).to(backend.device, memory_format=torch.channels_last)
+    found = backend.kernels.squares(x, 32)
+    expected = squares(x.permute(0, 2, 3, 1).reshape(3, 160).cpu().numpy(), 32)
+    np.testing.assert_allclose(found.cpu().numpy(), expected, rtol=1e-5)
+
+
+class LargestTensor(TorchDispatchMode):
+    """How many elements the largest tensor has that torch's operations make."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_squares_of_kernels_copy_nothing(backend):
+    if "reference" in backend.name:
+        pytest.skip("makes float32 copies")
+    x = normal((3, 640), torch.bfloat16).to(backend.device)
+    mean, rstd = torch.ones(2, 3, device=backend.device)
+    for normalise in (None, (mean, rstd, 640)):
+        with LargestTensor() as largest:
+            backend.kernels.squares(x, 256, normalise)
+        assert largest.elements == 9  # a number a group
 
 
 @pytest.mark.parametrize("features", [64, 300])
@@ -739,6 +772,30 @@ def test_unbiased(backend, offset, wide):
 # -- refusals ----------------------------------------------------------------------------------------------
 
 
+def squares_arguments(good):
+    """What `squares` takes of the arguments of `quantise`."""
+    unused = {"bits", "widths_ptr", "order_ptr", "counts_ptr", "wide", "seed_ptr", "packed_ptr"}
+    unused |= {"words", "ranges_ptr"}
+    return {name: value for name, value in good.items() if name not in unused}
+
+
+BAD_FOR_SQUARES = (
+    ({"x_ptr": 0}, "x_ptr: expected the address of 200 elements, got 0"),
+    ({"out_ptr": 0}, "out_ptr: expected the address of 2 elements, got 0"),
+    ({"dtype": 4}, "dtype: expected 0"),
+    ({"samples": -1}, "samples: expected 0 or more, got -1"),
+    ({"samples": 1 << 40, "features": 1 << 40}, "can be counted"),
+    ({"group_size": 48}, "group_size: expected a multiple of 32 from 32 to 65536, got 48"),
+    ({"groups": 1}, "groups: expected 2, got 1"),
+    ({"groups": 3}, "groups: expected 2, got 3"),
+    ({"mean_ptr": 16}, "rstd_ptr: expected the address"),
+    (
+        {"rstd_ptr": 16, "entries": 3},
+        "entries: expected entries \\* inner to divide .* got 3 \\* 1",
+    ),
+)
+
+
 @compiled
 def test_refusals():
     cpu = _kernels.Cpu(_kernels.cpu_isas()[0])
@@ -788,6 +845,12 @@ def test_refusals():
     for change, message in [*bad[1:], ({"out_ptr": 0}, "out_ptr: expected the address of 200")]:
         with pytest.raises(ValueError, match=message):
             cpu.dequantise(**{**restore, **change})
+    sizes = np.zeros(2, np.float32)
+    measure = {**squares_arguments(good), "out_ptr": sizes.ctypes.data}
+    cpu.squares(**measure)
+    for change, message in (*BAD_FOR_SQUARES, ({"threads": 0}, "threads: expected 1 or more")):
+        with pytest.raises(ValueError, match=message):
+            cpu.squares(**{**measure, **change})
     for width in (0, 9):  # of the second sample
         widths[1] = width
         change = {"widths_ptr": widths.ctypes.data}
@@ -850,3 +913,7 @@ def test_refusals_of_cuda():
     ):
         with pytest.raises(ValueError, match=message):
             _kernels.cuda.dequantise(**{**restore, **change})
+    measure = {**squares_arguments(good), "out_ptr": 16}
+    for change, message in BAD_FOR_SQUARES:
+        with pytest.raises(ValueError, match=message):
+            _kernels.cuda.squares(**{**measure, **change})

@@ -12,16 +12,23 @@ struct Move {
   int64_t index;
 };
 
-// 1 / (2^bits - 1)^2
-double noise(int bits) {
-  const double top = static_cast<double>((1 << bits) - 1);
-  return 1.0 / (top * top);
-}
+// The tensors: what rounding each adds with 1 bit and, times (2^bits - 1)^2, with more; and their sizes.
+struct Tensors {
+  const double* at_one;
+  const double* sensitivity;
+  const int64_t* elements;
 
-// What each element's variance rises by when its tensor goes from `bits` to one less.
-double loss(double sensitivity, int64_t elements, int bits) {
-  return sensitivity * (noise(bits - 1) - noise(bits)) / static_cast<double>(elements);
-}
+  double variance(int64_t i, int bits) const {
+    if (bits == 1) return at_one[i];
+    const double top = static_cast<double>((1 << bits) - 1);
+    return sensitivity[i] / (top * top);
+  }
+
+  // What each element's variance rises by when tensor i goes from `bits` to one less.
+  double loss(int64_t i, int bits) const {
+    return (variance(i, bits - 1) - variance(i, bits)) / static_cast<double>(elements[i]);
+  }
+};
 
 bool is_later_loss(const Move& a, const Move& b) {
   return a.key != b.key ? a.key > b.key : a.index > b.index;
@@ -33,15 +40,16 @@ bool is_later_gain(const Move& a, const Move& b) {
 
 }  // namespace
 
-void allocate(const double* sensitivity, const int64_t* elements, int64_t n, int64_t budget, int least, int most,
-              uint8_t* bits) {
+void allocate(const double* sensitivity, const double* at_one, const int64_t* elements, int64_t n, int64_t budget,
+              int least, int most, uint8_t* bits) {
+  const Tensors tensors{at_one, sensitivity, elements};
   std::fill(bits, bits + n, static_cast<uint8_t>(most));
   std::vector<Move> heap;
   heap.reserve(n);
   int64_t used = 0;
   for (int64_t i = 0; i < n; ++i) {
     used += elements[i] * most;
-    if (elements[i] > 0 && most > least) heap.push_back({loss(sensitivity[i], elements[i], most), i});
+    if (elements[i] > 0 && most > least) heap.push_back({tensors.loss(i, most), i});
   }
   std::make_heap(heap.begin(), heap.end(), is_later_loss);
   while (used > budget && !heap.empty()) {
@@ -50,7 +58,7 @@ void allocate(const double* sensitivity, const int64_t* elements, int64_t n, int
     heap.pop_back();
     used -= elements[i];
     if (--bits[i] > least) {
-      heap.push_back({loss(sensitivity[i], elements[i], bits[i]), i});
+      heap.push_back({tensors.loss(i, bits[i]), i});
       std::push_heap(heap.begin(), heap.end(), is_later_loss);
     }
   }
@@ -59,7 +67,7 @@ void allocate(const double* sensitivity, const int64_t* elements, int64_t n, int
   heap.clear();
   for (int64_t i = 0; i < n; ++i) {
     if (bits[i] < most && elements[i] > 0 && elements[i] <= left) {
-      heap.push_back({loss(sensitivity[i], elements[i], bits[i] + 1), i});
+      heap.push_back({tensors.loss(i, bits[i] + 1), i});
     }
   }
   std::make_heap(heap.begin(), heap.end(), is_later_gain);
@@ -70,7 +78,7 @@ void allocate(const double* sensitivity, const int64_t* elements, int64_t n, int
     if (elements[i] > left) continue;
     left -= elements[i];
     if (++bits[i] < most) {
-      heap.push_back({loss(sensitivity[i], elements[i], bits[i] + 1), i});
+      heap.push_back({tensors.loss(i, bits[i] + 1), i});
       std::push_heap(heap.begin(), heap.end(), is_later_gain);
     }
   }

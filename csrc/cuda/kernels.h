@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "common/quantise.h"
+#include "common/streams.h"
 #include "common/table.h"
 
 namespace fewbit::cuda {
@@ -61,6 +62,11 @@ struct Quantised {
 // zeros. `seed`: one int64 in device memory.
 void quantise(const Quantised& of, const void* x, int dtype, const Normalisation& normalisation, const int64_t* seed,
               int32_t* packed, int64_t words, uint16_t* ranges, int64_t groups, int device, void* stream);
+
+// out: (streams.groups,), length * range^2 of each group of x, whose samples are in order: of one stream. NaN where an
+// element is not finite.
+void squares(const Streams& streams, const void* x, int dtype, const Normalisation& normalisation, float* out,
+             int device, void* stream);
 
 // The values, rounded once to their dtype. groups: rows of the ranges. affine: not of samples of several widths that
 // share groups.

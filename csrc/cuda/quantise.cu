@@ -3,55 +3,13 @@
 #include "common/philox.h"
 #include "common/quantise.h"
 #include "cuda/dispatch.h"
+#include "cuda/extremes.h"
 #include "cuda/groups.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 
 namespace fewbit::cuda {
 namespace {
-
-// In a part of a group a lane has the elements lane + 32 j: the counter 32 (e div 256) + lane has the draws of
-// all, and the votes of a warp on a plane of its j-th codes are a word.
-constexpr int kPerLane = kDrawBlock / 32;
-
-// A lane's elements of the part from `begin` on; those that do not exist are left out.
-template <class T>
-__device__ void load_part(float* values, const T* x, const GroupPlace& place, int begin, int length, int lane) {
-#pragma unroll
-  for (int j = 0; j < kPerLane; ++j) {
-    const int i = begin + 32 * j + lane;
-    if (i < length) values[j] = as_float(x[place.of(i)]);
-  }
-}
-
-// Normalises what load_part loaded.
-__device__ inline void normalise_part(float* values, const Normalisation& by, const GroupPlace& place, int begin, int length,
-                                      int lane) {
-  const Entries entries(by.index, place.contiguous() ? place.of(begin) : 0);
-#pragma unroll
-  for (int j = 0; j < kPerLane; ++j) {
-    const int i = begin + 32 * j + lane;
-    if (i >= length) continue;
-    const int64_t entry = place.contiguous() ? entries.of(i - begin) : entry_of(by.index, place.of(i));
-    values[j] = (values[j] - mean_at(by, entry)) * by.rstd[entry];
-  }
-}
-
-// Adds a part's elements to what a lane knows of the group; one that is not finite makes `least` -inf for good.
-__device__ inline void add_extremes(const float* values, int begin, int length, int lane, float& least,
-                                    float& greatest) {
-#pragma unroll
-  for (int j = 0; j < kPerLane; ++j) {
-    if (begin + 32 * j + lane >= length) continue;
-    const float value = is_finite(values[j]) ? values[j] : -float_of(0x7F800000u);
-    least = value < least ? value : least;
-    greatest = value > greatest ? value : greatest;
-  }
-}
-
-__device__ inline float other_lanes(float own, int step) {
-  return float_of(__shfl_xor_sync(kAllLanes, bits_of(own), step));
-}
 
 // The words of a part of m elements that begins `shift` bits after the begin of a block, at `words`. Of a word
 // index i of the part, the lane i mod 32 writes it. whole: no block has elements of two groups; else all words
@@ -104,27 +62,13 @@ __global__ void __launch_bounds__(kThreads, 3)
     const int length = group.length, bits = stream.bits;
 
     float values[kPerLane] = {};
-    float least = float_of(0x7F800000u), greatest = -least;
-    for (int begin = 0; begin < length; begin += kDrawBlock) {
-      load_part(values, x, place, begin, length, lane);
-      if (Normalised) normalise_part(values, normalisation, place, begin, length, lane);
-      add_extremes(values, begin, length, lane, least, greatest);
-    }
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const float low = other_lanes(least, step), high = other_lanes(greatest, step);
-      least = low < least ? low : least;
-      greatest = high > greatest ? high : greatest;
-    }
-    const GroupLimits limits = limits_of(least, greatest, true, bits, streams.wide);
+    const Extremes extremes = extremes_of<Normalised>(values, x, normalisation, place, length, lane);
+    const GroupLimits limits = limits_of(extremes.least, extremes.greatest, true, bits, streams.wide);
     if (lane == 0) store_limits(limits, streams.wide, number, ranges);
 
     const float most = most_of(bits);
     for (int begin = 0; begin < length; begin += kDrawBlock) {
-      if (length > kDrawBlock) {
-        load_part(values, x, place, begin, length, lane);
-        if (Normalised) normalise_part(values, normalisation, place, begin, length, lane);
-      }
+      if (length > kDrawBlock) read_part<Normalised>(values, x, normalisation, place, begin, length, lane);
       const uint64_t counter = first_counter(number, begin / kDrawBlock, streams.group_size) + lane;
       const PhiloxWords draws = philox_words(seed, counter);
       int32_t codes[kPerLane];

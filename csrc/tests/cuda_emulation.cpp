@@ -113,6 +113,13 @@ const char* emulated_quantise(const void* x, int dtype, int64_t samples, int64_t
   return guarded([&] { fewbit::cuda::quantise(of, x, dtype, by, seed, packed, words, ranges, groups, 1, nullptr); });
 }
 
+const char* emulated_squares(const void* x, int dtype, int64_t samples, int64_t features, int group_size, float* out,
+                             const float* mean, const float* rstd, int64_t entries, int64_t inner) {
+  const fewbit::Streams streams = fewbit::one_stream(samples, features, group_size, false, 1);
+  const fewbit::Normalisation by{mean, rstd, {entries, inner}};
+  return guarded([&] { fewbit::cuda::squares(streams, x, dtype, by, out, 1, nullptr); });
+}
+
 const char* emulated_dequantise(const int32_t* packed, const uint16_t* ranges, int64_t groups, int bits,
                                 const int64_t* order, const int64_t* counts, int wide, int64_t samples,
                                 int64_t features, int group_size, void* out, int dtype, const float* scale,

@@ -45,12 +45,12 @@ class Adaptation(Variables):
     """
 
     def __init__(self, bits: float, names: Iterable[str], interval: int = INTERVAL):
+        super().__init__()
         self.bits = bits
         self.interval = interval
         self.step = 0
-        self.averages: dict[tuple[str, int], float] = {}
         self.seen: dict[tuple[str, int], Seen] = {}
-        self._numbers = {name: number for number, name in enumerate(names)}
+        self._places = {name: number for number, name in enumerate(names)}
         self._group = None  # of processes that train one model
         self._stage = (
             None  # what is under way: (since which step, what is to be done next, with what)
@@ -63,7 +63,7 @@ class Adaptation(Variables):
 
     def begin(self, module, inputs) -> Plan:
         if _is_capturing():
-            return self.plan(inputs)
+            return super().begin(module, inputs)
         self._group = _group_of(module)
         while self._stage is not None and self._go_on():
             pass
@@ -73,7 +73,7 @@ class Adaptation(Variables):
             # (What an earlier one has not come to by now, it will not.)
             observation = Observation(self.step)
             self._stage = self.step, self._send, observation
-        return self.plan(inputs, observation)
+        return super().begin(module, inputs, observation)
 
     def _is_observed(self, step: int) -> bool:
         return step % self.interval == 0 or (step < self.interval and step & (step - 1) == 0)
@@ -115,9 +115,9 @@ class Adaptation(Variables):
 
     def _rows(self, seen: dict[tuple, Seen]) -> list[float]:
         """A row for each variable that there may be: its number in a process is its number in all."""
-        rows = [0.0] * (len(self._numbers) * SLOTS * self._WIDTH)
+        rows = [0.0] * (len(self._places) * SLOTS * self._WIDTH)
         for (name, slot), each in seen.items():
-            number = self._numbers.get(name)
+            number = self._places.get(name)
             if number is None or slot >= SLOTS:
                 continue
             at = (number * SLOTS + slot) * self._WIDTH
@@ -135,7 +135,7 @@ class Adaptation(Variables):
 
     def _of_rows(self, rows: list[float]) -> dict[tuple, Seen]:
         seen = {}
-        for name, number in self._numbers.items():
+        for name, number in self._places.items():
             for slot in range(SLOTS):
                 at = (number * SLOTS + slot) * self._WIDTH
                 count, *sums = rows[at : at + self._WIDTH]
@@ -188,6 +188,7 @@ class Adaptation(Variables):
             while self._stage is not None and self._go_on():  # as the next forward would
                 pass
         return {
+            **super().state(),
             "version": VERSION,
             "bits": self.bits,
             "interval": self.interval,
@@ -235,6 +236,7 @@ class Adaptation(Variables):
                 f"expected what a controller's state_dict() gave, got {type(state).__name__} "
                 f"without a usable {error}"
             ) from None
+        super().load(state)
         self.bits, self.interval, self.step = bits, interval, step
         self.seen, self.averages, self._stage = seen, averages, None
 

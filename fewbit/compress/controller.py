@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
 
 from torch import nn
 
 from fewbit.compress.adaptation import Adaptation
+from fewbit.compress.allocation_report import Allocated, Allocation
 from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
 from fewbit.compress.convert_report import Report
 from fewbit.errors import InputError
 from fewbit.runtime.offload import Offload
 from fewbit.runtime.sharing import Session
-
-
-class Allocated(NamedTuple):
-    """What a layer keeps of one of its inputs: its path (of a function that a module calls, with the name).
-
-    bits: an element, on average. elements: of one forward. samples: that share them (0: all have as many).
-    sensitivity: variance of the gradient that rounding adds, times (2^bits - 1)^2.
-    """
-
-    name: str
-    input: int
-    bits: float
-    is_fixed: bool
-    elements: int
-    samples: int
-    sensitivity: float
 
 
 class Controller:
@@ -56,12 +40,12 @@ class Controller:
         return self._model()
 
     @property
-    def allocation(self) -> tuple[Allocated, ...]:
+    def allocation(self) -> Allocation:
         """Of level L3, as of the latest adaptation; before the first, and at other levels, empty."""
         adaptation = self._adaptation
         if adaptation is None:
-            return ()
-        return tuple(
+            return Allocation()
+        return Allocation(
             Allocated(
                 *name,
                 adaptation.averages.get(name, each.average),
@@ -85,18 +69,33 @@ class Controller:
     def state_dict(self) -> dict:
         """What a resumed training needs to go on alike: plain numbers, to be saved beside the model's.
 
-        To be called between steps. Empty where nothing adapts.
+        To be called between steps. Empty where nothing is learned. (With `number_samples` also tensors.)
         """
-        return {} if self._adaptation is None else self._adaptation.state()
+        variables = self.session.variables
+        return {} if variables is None else variables.state()
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from there. Raises InputError, with nothing changed, for what is not of such a controller."""
-        if self._adaptation is not None:
-            self._adaptation.load(state)
-        elif state:
+        adapts = self._adaptation is not None
+        if not adapts and "version" in state:
             raise InputError(
-                "expected the state of a controller that does not adapt, which is empty, got one of level L3"
+                "expected the state of a controller that does not adapt, got one of level L3 or above"
             )
+        if self.session.variables is not None:
+            self.session.variables.load(state)
+
+    def number_samples(self, numbers) -> None:
+        """Says which samples of the data the next forward has, so that bits go by the gradients they had before.
+
+        numbers: (N,) whole numbers of 0 or more on the CPU, N being dimension 0 of the model's input: indices into
+        the data set. At level L2.5 and above; optional, for one forward. 4 bytes are kept for each number and
+        each tensor that layers keep. Raises InputError for anything else.
+        """
+        if self.session.variables is None:
+            raise InputError(
+                "expected level L2.5 or above for numbers of samples, got one with fixed bits"
+            )
+        self.session.variables.number(numbers)
 
     @property
     def _adaptation(self) -> Adaptation | None:

@@ -620,8 +620,8 @@ def _kind(tensor, token: _Token) -> str:
     if token.place.fewbit or token.fewbit_node or "CompiledFunction" in token.node:
         if tensor.dtype == torch.int32 and tensor.ndim == 1:
             return "packed"
-        if _are_ranges(tensor):
-            return "range"
+        if _are_ranges(tensor) or (tensor.dtype == torch.uint8 and tensor.ndim == 1):
+            return "range"  # or the bits of each sample
     if token.fewbit_node and "Norm" in token.node and tensor.dtype.is_floating_point:
         return "statistic"
     if tensor.dtype in MASKS:

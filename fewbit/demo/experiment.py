@@ -34,8 +34,9 @@ CURVE_POINTS = 30
 class Arm:
     """One configuration. bits: None for torch.nn.GELU. Runs are in the order of the seeds.
 
-    everything: the whole model is compressed, with so many bits for quantised inputs (None: not). activation_bytes, model_bytes: kept for backward in one step by the GELUs, and by the whole model
-    (counted by :func:`fewbit.saved_bytes`). seconds: of all its runs.
+    everything: the whole model is compressed, with so many bits for quantised inputs (None: not), at that level.
+    activation_bytes, model_bytes: kept for backward in one step by the GELUs, and by the whole model (counted by
+    :func:`fewbit.saved_bytes`). seconds: of all its runs.
     """
 
     bits: int | None
@@ -43,12 +44,14 @@ class Arm:
     model_bytes: int
     runs: tuple[training.Run, ...]
     seconds: float
-    everything: int | None = None
+    everything: float | None = None
+    level: str = "L2"
 
     @property
     def name(self) -> str:
         if self.everything is not None:
-            return f"all {self.everything} bit{'s' * (self.everything > 1)}"
+            start = "all" if self.level == "L2" else self.level
+            return f"{start} {self.everything:g} bit{'s' * (self.everything > 1)}"
         if self.bits is None:
             return "exact"
         return f"{self.bits} bit{'s' * (self.bits > 1)}"
@@ -153,6 +156,7 @@ class Demo:
             "name": arm.name,
             "bits": arm.bits,
             "everything": arm.everything,
+            "level": arm.level if arm.everything is not None else None,
             "activation_bytes": arm.activation_bytes,
             "model_bytes": arm.model_bytes,
             "seconds": round(arm.seconds, 2),
@@ -173,6 +177,7 @@ ACTIVATION_BITS = 3
 def run_demo(
     bits: Sequence[int] = (1, 2, 3, 4),
     everything: Sequence[int] = (2,),
+    average: Sequence[float] = (2,),
     seeds: int = 1,
     settings: training.Settings | None = None,
     corpus: Corpus | None = None,
@@ -181,20 +186,21 @@ def run_demo(
     """Trains the transformer with exact GELU and with each number of bits, from the same seeds 0, 1, ...
 
     bits: of few-bit GELUs, an arm each. everything: of the quantised inputs of models that `compress_` has
-    converted, an arm each, whose GELUs keep 3 bits.
+    converted, an arm each, whose GELUs keep 3 bits. average: the same at level L3, where layers share the bits.
     progress: called as ``progress(what, steps done, steps in all)``. Runs on one thread: tensors are
     small, and the same seed then gives the same losses on any number of cores.
     """
     settings = settings or training.Settings()
     corpus = corpus or python_topics()
-    choices = [(None, None), *((each, None) for each in dict.fromkeys(bits))]
-    choices += [(ACTIVATION_BITS, each) for each in dict.fromkeys(everything)]
+    choices = [Arm(each, 0, 0, (), 0.0) for each in (None, *dict.fromkeys(bits))]
+    for level, all_bits in (("L2", everything), ("L3", average)):
+        for each in dict.fromkeys(all_bits):
+            choices.append(Arm(ACTIVATION_BITS, 0, 0, (), 0.0, each, level))
     if len(corpus.train) <= settings.context or len(corpus.held_out) <= settings.context:
         raise FewbitError(f"corpus: expected more than {10 * settings.context} characters")
     arms = []
     with one_thread():
-        for i, (gelu_bits, all_bits) in enumerate(choices):
-            empty = Arm(gelu_bits, 0, 0, (), 0.0, all_bits)
+        for i, empty in enumerate(choices):
             done = i * seeds * settings.steps
             report = partial(progress, total=len(choices) * seeds * settings.steps)
             arms.append(_run(empty, seeds, settings, corpus, done, report))
@@ -208,7 +214,8 @@ def _build(arm: Arm, settings, corpus, seed):
         corpus, settings, nn.GELU if exact else partial(GELU, bits=arm.bits), seed
     )
     if arm.everything is not None:
-        compress_(model, arm.everything, activation_bits=arm.bits, verbose=False)
+        options = {"activation_bits": arm.bits, "level": arm.level, "verbose": False}
+        compress_(model, arm.everything, **options)
     return model
 
 

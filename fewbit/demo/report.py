@@ -67,6 +67,8 @@ class DemoReport:
         ]
         if any(arm.everything is not None for arm in demo.arms):
             lines.append("all: every layer's input quantised to those bits, GELU at 3 (compress_).")
+        if any(arm.level == "L3" for arm in demo.arms):
+            lines.append("L3: those bits on average, shared between samples and layers.")
         if demo.seeds > 1:
             lines.append(f"means of {demo.seeds} seeds ± standard deviation; differences in pairs.")
         yardstick = demo.yardstick

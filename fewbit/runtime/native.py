@@ -190,10 +190,10 @@ class Kernels:
     def squares(self, x, group_size, normalise=None):
         """As `reference.squares`."""
         samples, features = groups.samples_of(x.shape)
-        if x.device.type != "cpu" or features < groups.LEAST_FEATURES:
+        if features < groups.LEAST_FEATURES:
             return reference.squares(x, group_size, normalise)
         count = groups.group_count(samples, features, group_size)
-        out = torch.empty(count, dtype=torch.float32)
+        out = torch.empty(count, dtype=torch.float32, device=x.device)
         self._kernels.squares(
             x.data_ptr(),
             _DTYPES[x.dtype],

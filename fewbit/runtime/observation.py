@@ -87,16 +87,16 @@ class Observation:
 
     # -- in the forward ----------------------------------------------------------------------------------
 
-    def kept(self, variable, elements: int, squares=None) -> None:
-        """A tensor of that variable was kept; squares: (samples,) float32, of ranges, where samples share bits."""
+    def kept(self, variable, elements: int, sensitivities=None) -> None:
+        """A tensor of that variable was kept; sensitivities: (samples,) float32, by which samples share bits."""
         seen = self.variables.setdefault(variable.name, Seen(variable.average, variable.is_fixed))
         seen.elements += elements
-        if squares is not None:
-            seen.samples = len(squares)
-            points = (torch.arange(SPREAD) + 0.5) * (len(squares) / SPREAD)
+        if sensitivities is not None:
+            seen.samples = len(sensitivities)
+            points = ((torch.arange(SPREAD) + 0.5) * (seen.samples / SPREAD)).long()
             # (NaN, of a sample that is not finite, would be last and nothing can be said of it.)
-            ordered = squares.nan_to_num(0.0, 0.0, 0.0).sort().values
-            seen.spread = ordered[points.long().to(squares.device, non_blocking=True)]
+            ordered = sensitivities.nan_to_num(0.0, 0.0, 0.0).sort().values
+            seen.spread = ordered[points.to(ordered.device, non_blocking=True)]
 
     def watch(self, outputs) -> None:
         """Follows the backward pass from those results of the forward: tensors, in any nest of containers."""
@@ -141,6 +141,7 @@ class Observation:
         context, node = _Context(context), self._nodes[number]
         with _Restoring() as restoring:
             results = backward(context, *grads)
+        restoring.note(grads)
         if not restoring.variables:
             return results
         exact = _by_edge(context, results)
@@ -235,12 +236,15 @@ class Observation:
 
 
 def observed(backward, context, grads):
-    """The results of a layer's backward, which is probed if an observation follows it."""
+    """The results of a layer's backward; on the way what the layer's variables are to be known by is found out."""
     found = getattr(context, _OBSERVED, None)
-    if found is None:
-        return backward(context, *grads)
-    observation, number = found
-    return observation.probe(number, backward, context, grads)
+    if found is not None:
+        observation, number = found
+        return observation.probe(number, backward, context, grads)
+    with _Restoring() as restoring:
+        results = backward(context, *grads)
+    restoring.note(grads)
+    return results
 
 
 class _Restoring:
@@ -257,6 +261,12 @@ class _Restoring:
 
     def __exit__(self, *_):
         _running.restoring = self._before
+
+    def note(self, grads) -> None:
+        """Says how large the gradients were, which the samples are remembered by."""
+        for variable in self.variables.values():
+            if variable.plan is not None and grads[0] is not None:
+                variable.plan.note(variable, grads[0])
 
     def is_target(self, variable) -> bool:
         return self.target is not None and variable.name == self.target.name

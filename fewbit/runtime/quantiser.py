@@ -205,15 +205,15 @@ class Quantiser:
         plan = self.session.plan()
         variable = plan.of((self.name, slot), self.average, self.is_fixed)
         samples = plan.samples_of(x)
-        bits, squares = variable.uniform(), None
+        bits, sensitivities = variable.uniform(), None
         if samples is None:
             tensors = quantiser_ops.quantise(x, self._seed(x), bits, *settings)
         else:
-            *tensors, squares = quantiser_ops.quantise_samples(
+            *tensors, sensitivities = quantiser_ops.quantise_samples(
                 x, self._seed(x), variable, samples, *settings
             )
         if plan.observation is not None and not in_backward():
-            plan.observation.kept(variable, x.numel(), squares)
+            plan.observation.kept(variable, x.numel(), sensitivities)
         return tuple(tensors), self._recipe(x, dtype, bits, samples, variable)
 
     @property

@@ -37,9 +37,9 @@ def quantise(x, seed, bits, group_size, wide=None, normalise=None, widths=None, 
 
 
 def quantise_samples(x, seed, variable, samples, group_size, wide=None, normalise=None):
-    """(packed, ranges, widths, squares) of x, whose samples share the bits of a variable.
+    """(packed, ranges, widths, sensitivities) of x, whose samples share the bits of a variable.
 
-    widths: (samples,) uint8. squares: (samples,) float32, sums of length * range^2, which they are shared by.
+    widths: (samples,) uint8. sensitivities: (samples,) float32, which they are shared by.
     """
     x = x.detach()
     source = x if layout.is_by_sample(x) else x.contiguous()
@@ -48,10 +48,11 @@ def quantise_samples(x, seed, variable, samples, group_size, wide=None, normalis
     squares = backends.of(source).squares(source, group_size, normalise)
     features = source.numel() // samples
     total = variable.total(samples)
-    widths = split(squares, total)
+    sensitivities = variable.plan.sensitivities(variable, squares)
+    widths = split(sensitivities, total)
     words = groups.words_of_total(total, features)
     kept = quantise(source, seed, 0, group_size, wide, normalise, widths, words)
-    return *kept, widths, squares
+    return *kept, widths, sensitivities
 
 
 def dequantise_samples(

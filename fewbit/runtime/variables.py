@@ -7,17 +7,18 @@ its group / (2^bits - 1), so that of sample n
 
     squares_n / 6 / (2^bits_n - 1)^2        squares_n = sum over its groups of length * range^2
 
-is added in all.
+is added in all, times the square of its gradient, as far as that is known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+
+from fewbit.errors import InputError
+from fewbit.runtime.magnitudes import Magnitudes, check_numbers
 
 LEAST, MOST = 1, 8
 _NOISE = [1.0 / (2.0**bits - 1) ** 2 for bits in range(LEAST, MOST + 1)]
@@ -27,12 +28,13 @@ _GAINS = [a - b for a, b in zip(_NOISE, _NOISE[1:], strict=False)]
 class Variable(NamedTuple):
     """One compressed tensor of a model's forward. name: (of the layer, number of its input).
 
-    average: bits an element, from 1 to 8. is_fixed: whether nobody but the user may change that.
+    average: bits an element, from 1 to 8. is_fixed: whether nobody but the user may change that. plan: of the forward.
     """
 
     name: tuple[str, int]
     average: float
     is_fixed: bool = True
+    plan: Plan | None = None
 
     def total(self, samples: int) -> int:
         """Bits of one element of each of `samples` samples together."""
@@ -52,17 +54,33 @@ class Plan:
     """What one forward goes by, and whoever makes a part of it again for a checkpoint.
 
     averages: {name: bits}, of variables that do not have those of their layer. samples: in the forward, or None.
-    observation: what is to be found out on the way, or None.
+    observation: what is to be found out on the way, or None. magnitudes: of gradients by sample, numbers: of the samples
+    of this forward; or None.
     """
 
-    def __init__(self, averages=None, samples: int | None = None, observation=None):
+    def __init__(
+        self, averages=None, samples=None, observation=None, magnitudes=None, numbers=None
+    ):
         self.averages = averages or {}
         self.samples = samples
         self.observation = observation
+        self.magnitudes = self.numbers = None
 
     def of(self, name: tuple[str, int], average: float, is_fixed: bool) -> Variable:
         """The variable of that name. average: unless the plan has another."""
-        return Variable(name, self.averages.get(name, average), is_fixed)
+        return Variable(name, self.averages.get(name, average), is_fixed, self)
+
+    def sensitivities(self, variable: Variable, squares: torch.Tensor) -> torch.Tensor:
+        """(samples,) float32: squares of ranges, times those of gradients if the samples have been seen."""
+        if self.numbers is None:
+            return squares
+        magnitudes = self.magnitudes.of(variable.name, self.numbers)
+        return squares if magnitudes is None else squares * magnitudes
+
+    def note(self, variable: Variable, grad: torch.Tensor) -> None:
+        """The gradient of the result of a layer that has kept the variable."""
+        if self.numbers is not None:
+            self.magnitudes.note(variable.name, self.numbers, grad)
 
     def samples_of(self, x) -> int | None:
         """How many samples lie in x one after the other, in storage order; None where that is not known."""
@@ -76,15 +94,36 @@ class Plan:
 class Variables:
     """Those of one model: makes the plan of each forward."""
 
-    averages: Mapping[tuple[str, int], float] = MappingProxyType({})
+    def __init__(self):
+        self.averages: dict[tuple[str, int], float] = {}
+        self.magnitudes = Magnitudes()
+        self._numbers = None  # of the samples of the next forward
 
-    def begin(self, module, inputs) -> Plan:
+    def begin(self, module, inputs, observation=None) -> Plan:
         """At the beginning of a forward of that module in training. inputs: its arguments."""
-        return self.plan(inputs)
+        plan, self._numbers, numbers = self.plan(inputs, observation), None, self._numbers
+        if numbers is not None and len(numbers) != plan.samples:
+            raise InputError(
+                f"expected the numbers of {plan.samples} samples, as many as this forward has, "
+                f"got {len(numbers)}"
+            )
+        plan.magnitudes, plan.numbers = self.magnitudes, numbers
+        return plan
 
     def plan(self, inputs, observation=None) -> Plan:
         """As things are."""
         return Plan(self.averages, batch_size(inputs), observation)
+
+    def number(self, numbers) -> None:
+        """Of the samples of the next forward; see `check_numbers`."""
+        self._numbers = check_numbers(numbers)
+
+    def state(self) -> dict:
+        """What `load` makes again."""
+        return {"magnitudes": self.magnitudes.state()} if self.magnitudes else {}
+
+    def load(self, state: dict) -> None:
+        self.magnitudes.load(state.get("magnitudes", ()))
 
 
 def batch_size(inputs) -> int | None:

@@ -1,10 +1,12 @@
-"""The ways of keeping tensors that `adaptive_bits.py` compares, two of which are for comparison alone.
+"""The ways of keeping tensors that `adaptive_bits.py` compares, some of which are for comparison alone.
 
 Per tensor: one minimum and range for a whole tensor, stochastic rounding, as ActNN stands in for BLPA (section 6.1).
 Its codes are stored a byte each, unpacked, as only its arithmetic is of interest here.
 
 Quantised activations: GELU keeps its input quantised, as any layer at level L3, and takes the derivative of what is
 restored, in place of a table's codes (appendix E of the few-bit paper).
+
+Numbered: levels L2.5 and L3 that are told which digits a forward has, and so remember their gradients (ActNN, 4.3).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from digits_resnet import digits
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import gelu
@@ -26,13 +29,14 @@ BITS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
 WHOLE = (1, 2, 3, 4)
 ACTIVATION_BITS = 3
 LEVELS = {"per tensor": WHOLE, "L2": WHOLE, "L2.5": BITS, "L3": BITS}
+NUMBERED = {"L2.5, numbered": BITS, "L3, numbered": BITS}
 TABLES, QUANTISED, SHARED = "few-bit activations", "quantised activations", "shared copies"
 ACTIVATIONS = dict.fromkeys((TABLES, QUANTISED, SHARED), WHOLE)
 """The rest at level L3 with as many bits."""
 
 
 def compress(model: nn.Module, method: str, bits: float) -> None:
-    """method: a key of LEVELS or ACTIVATIONS, or "exact"."""
+    """method: a key of LEVELS, NUMBERED (of a digits network) or ACTIVATIONS, or "exact"."""
     if method == "exact":
         return
     options = {"bits": bits, "activation_bits": ACTIVATION_BITS, "verbose": False}
@@ -43,6 +47,9 @@ def compress(model: nn.Module, method: str, bits: float) -> None:
         fewbit.compress_(model, level=method, attention_bits=bits, **options)
     elif method == "L3":
         fewbit.compress_(model, level="L3", **options)
+    elif method in NUMBERED:
+        level, _ = method.split(", ")
+        number_digits(fewbit.compress_(model, level=level, **options))
     elif method == TABLES:
         fewbit.compress_(model, level="L3", **options | {"activation_bits": bits})
     else:
@@ -109,6 +116,24 @@ def use_one_range(controller) -> None:
     of_modules = [m.quantiser for m in controller.model.modules() if isinstance(m, Quantised)]
     for quantiser in (*of_modules, functions.quantiser, functions.attention_quantiser):
         quantiser.__class__ = OneRange
+
+
+# -- Numbered ------------------------------------------------------------------------------------------------
+
+
+def number_digits(controller) -> None:
+    """Has the model tell the numbers of the digits before each forward in training; known by their pixels."""
+    numbers = {_pixels(image): number for number, image in enumerate(digits()[0])}
+
+    def tell(model, inputs):
+        if model.training:
+            controller.number_samples([numbers[_pixels(image)] for image in inputs[0]])
+
+    controller.model.register_forward_pre_hook(tell, prepend=True)
+
+
+def _pixels(image: Tensor) -> bytes:
+    return image.numpy().tobytes()
 
 
 # -- Activations that keep their input -----------------------------------------------------------------------

@@ -6,13 +6,13 @@
 
 ActNN's figure 5 on the demo's transformer and a ResNet on 8 by 8 digits: quantised inputs with one range a tensor, at
 levels L2, L2.5 and L3, the same average of bits for attention and the rest; activations keep 3 bits in all (1, which is
-exact, for ReLU). And appendix E of the few-bit paper, on the transformer and the ResNet with GELU: GELU with few-bit
+exact, for ReLU). On digits also levels L2.5 and L3 that are told which digits a batch has. And appendix E of the few-bit paper, on the transformer and the ResNet with GELU: GELU with few-bit
 tables, or with its input quantised as layers' inputs are, the rest at level L3 with as many bits.
 `adaptive_arms.py` has the details.
 
 Losses are compared in pairs: the same seed gives the same parameters and batches. Gradients are those of one batch at
 the weights that exact training has after a quarter of its steps and at its end; L3 adapts on other batches there, at
-fixed weights. What is in the results already is not run again.
+fixed weights. What is in the results already is not run again, but for methods named after --again.
 
 Writes results/adaptive_bits.* (a row a training run), adaptive_bits_gradients.* (a row for each network, seed, point and
 arm), a summary of each, *_summary.*, and docs/images/adaptive_bits_*.png (`adaptive_plots.py`).
@@ -27,6 +27,7 @@ import math
 import multiprocessing
 import statistics
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
 from itertools import islice
 
 import adaptive_arms as arms
@@ -44,14 +45,16 @@ from fewbit.runtime.sharing import measuring
 
 NETWORKS = {
     "transformer": arms.LEVELS | {arms.TABLES: arms.WHOLE, arms.QUANTISED: arms.WHOLE},
-    "resnet": arms.LEVELS,
+    "resnet": arms.LEVELS | arms.NUMBERED,
     "gelu resnet": arms.ACTIVATIONS,
 }
+SAMPLING = "sampling", 0  # of batches, in the place of a method and bits
 POINTS = ("a quarter", "the end")
 SEEDS = 3
 STEPS = 300  # of the transformer
 PAIRS = 16  # of gradients, for a variance
 ADAPTATION_STEPS = 40
+NUMBERED_STEPS = 70  # three epochs of digits; the next observation is in step 128, after all PAIRS
 
 
 def settings_of(quick):
@@ -132,8 +135,8 @@ def spread_of(draw, exact, pairs):
     return row
 
 
-def gradients(network, seed, quick):
-    """Rows of all arms at the weights of one exact training run."""
+def gradients(network, seed, quick, known):
+    """Rows of all arms but `known` ones, (method, bits), at the weights of one exact training run."""
     torch.set_num_threads(1)
     settings = settings_of(quick)
     exact, states = build(network, seed, settings), []
@@ -151,12 +154,12 @@ def gradients(network, seed, quick):
     states.append(exact.state_dict())
     rows = []
     for point, state in zip(POINTS, states, strict=True):
-        for row in at_point(network, seed, settings, state, quick):
+        for row in at_point(network, seed, settings, state, quick, known):
             rows.append({"network": network, "point": point, **row, "seed": seed})
     return rows
 
 
-def at_point(network, seed, settings, state, quick):
+def at_point(network, seed, settings, state, quick, known):
     pairs = 2 if quick else PAIRS
 
     def at(method, bits):
@@ -168,20 +171,29 @@ def at_point(network, seed, settings, state, quick):
     inputs, labels = next(batches(network, settings, 1000 + seed))
     model = at("exact", 0)
     exact = gradient(model, inputs, labels)
-    others = batches(network, settings, 2000 + seed)
-    sampled = spread_of(lambda: gradient(model, *next(others)), exact, pairs)
-    yield {"method": "sampling", "bits": 0, **sampled}
+    if SAMPLING not in known:
+        others = batches(network, settings, 2000 + seed)
+        sampled = spread_of(lambda: gradient(model, *next(others)), exact, pairs)
+        method, bits = SAMPLING
+        yield {"method": method, "bits": bits, **sampled}
 
     for method, bits in methods(network, quick):
+        if (method, bits) in known:
+            continue
         model = at(method, bits)
         torch.manual_seed(seed)
-        for batch in islice(batches(network, settings, 3000 + seed), ADAPTATION_STEPS):
-            if method in ("per tensor", "L2", "L2.5"):
-                break  # nothing adapts
+        for batch in islice(batches(network, settings, 3000 + seed), adaptation_steps(method)):
             gradient(model, *batch)
-        with measuring():
+        # What is remembered of numbered samples counts in steps of training alone.
+        with nullcontext() if method in arms.NUMBERED else measuring():
             found = spread_of(lambda model=model: gradient(model, inputs, labels), exact, pairs)
         yield {"method": method, "bits": bits, **found}
+
+
+def adaptation_steps(method):
+    if method in arms.NUMBERED:
+        return NUMBERED_STEPS
+    return 0 if method in ("per tensor", "L2", "L2.5") else ADAPTATION_STEPS
 
 
 def check():
@@ -278,11 +290,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--plot", action="store_true", help="run nothing")
+    parser.add_argument(
+        "--again", nargs="+", default=(), metavar="METHOD", help="forget results of these"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     arguments = parser.parse_args()
     quick = arguments.quick
     name = "adaptive_bits" + "_quick" * quick
-    rows, measured = load(name), load(name + "_gradients")
+    rows, measured = (
+        [row for row in load(each) if row["method"] not in arguments.again]
+        for each in (name, name + "_gradients")
+    )
     about = harness.machine("torch", "scikit-learn") | {"fewbit": fewbit.__version__}
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     if not arguments.plot:
@@ -300,15 +318,20 @@ def main():
 def work(name, about, rows, measured, quick, jobs):
     """Runs what is not in the results, seed after seed, and adds it."""
     done = {(row["network"], row["method"], row["bits"], row["seed"]) for row in rows}
-    known = {(row["network"], row["seed"]) for row in measured}
+    known = {}
+    for row in measured:
+        of_network = known.setdefault((row["network"], row["seed"]), set())
+        of_network.add((row["method"], row["bits"]))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         running = {}
         for seed in range(1 if quick else SEEDS):
             for network in NETWORKS:
-                if (network, seed) not in known:
-                    running[pool.submit(gradients, network, seed, quick)] = measured
-                for each in (("exact", 0), *methods(network, quick)):
+                each_method = list(methods(network, quick))
+                there = known.get((network, seed), set())
+                if not there >= {SAMPLING, *each_method}:
+                    running[pool.submit(gradients, network, seed, quick, there)] = measured
+                for each in (("exact", 0), *each_method):
                     if (network, *each, seed) not in done:
                         running[pool.submit(run, network, *each, seed, quick)] = rows
         for number, future in enumerate(as_completed(running), 1):

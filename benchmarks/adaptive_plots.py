@@ -15,11 +15,14 @@ COLOURS = {
     "L2": "#6e7781",
     "L2.5": "#2a788e",
     "L3": "#440154",
+    "L2.5, numbered": "#5ec962",
+    "L3, numbered": "#c2a5cf",
     arms.TABLES: "#440154",
     arms.QUANTISED: style.ERROR,
     arms.SHARED: "#2a788e",
 }
-MARKERS = dict(zip(COLOURS, "sovDDsv", strict=True))
+MARKERS = dict(zip(COLOURS, "sovD^dDsv", strict=True))
+LEVELS = (*arms.LEVELS, *arms.NUMBERED)
 TITLES = {"resnet": "ResNet, ReLU", "gelu resnet": "ResNet, GELU", "transformer": "Transformer"}
 POINTS = {"a quarter": "after a quarter of training", "the end": "after training"}
 
@@ -104,7 +107,7 @@ def variance(measured):
     figure, grid = panels(9.2, 6.6, len(POINTS), len(networks), sharex=True, sharey="col")
     for (point, when), row in zip(POINTS.items(), grid, strict=True):
         for axes, network in zip(row, networks, strict=True):
-            for method in arms.LEVELS:
+            for method in LEVELS:
                 points = {
                     bits: values
                     for (*place, bits), (_, values) in found.items()
@@ -124,7 +127,7 @@ def variance(measured):
                 "gradient variance / |exact gradient|²",
                 network == networks[0],
             )
-    legend(figure, grid[0][0])
+    legend(figure, grid[0][-1])
     return figure
 
 
@@ -132,9 +135,9 @@ def loss(rows):
     networks, found = ("transformer", "resnet"), differences(rows)
     figure, grid = panels(9.2, 3.9, 1, len(networks))
     for axes, network in zip(grid[0], networks, strict=True):
-        draw_losses(axes, network, arms.LEVELS, found)
+        draw_losses(axes, network, LEVELS, found)
         label(axes, TITLES[network], "final held-out loss minus exact's", network == networks[0])
-    legend(figure, grid[0][0])
+    legend(figure, grid[0][-1])
     return figure
 
 

@@ -119,7 +119,7 @@ def sharded(rank):
     )
 
 
-def _adapt(rank, controller, run):
+def _adapt(rank, controller, run, first="conv"):
     """Both processes choose the same bits, in the same step, by what both have seen."""
     adaptation = controller.session.variables
     changed = []
@@ -136,7 +136,7 @@ def _adapt(rank, controller, run):
     assert len(bits) > 1, bits
     rows = controller.allocation
     assert sum(row.bits * row.elements for row in rows) <= 2 * sum(row.elements for row in rows)
-    assert {row.elements for row in rows if row.name == "conv"} == {2 * 16 * 3 * 64}
+    assert {row.elements for row in rows if row.name == first} == {2 * 16 * 3 * 64}
 
 
 def _adapting():
@@ -145,7 +145,10 @@ def _adapting():
 
 
 def adapting(rank):
+    """Also where one process has looked at the model before, and where the model runs outside in between."""
     module, controller = _adapting()
+    if rank == 0:
+        module(inputs(rank)).square().mean().backward()
     wrapped = DistributedDataParallel(module)
 
     def run(number):
@@ -155,8 +158,24 @@ def adapting(rank):
                 wrapped(inputs(rank)).square().mean().backward()
         else:
             wrapped(inputs(rank)).square().mean().backward()
+        if number % 3 == 0 and rank == 1:
+            module(inputs(rank)).square().mean().backward()
 
     _adapt(rank, controller, run)
+
+
+def adapting_within(rank):
+    """The data parallel module itself is compressed, and forwards come in threes before their backward passes."""
+    wrapped = DistributedDataParallel(model(), find_unused_parameters=True)
+    controller = fewbit.compress_(wrapped, 2, level="L3", interval=1, verbose=False)
+
+    def run(number):
+        wrapped.zero_grad()
+        with wrapped.no_sync():
+            losses = [wrapped(inputs(rank)).square().mean() for _ in range(number % 3)]
+        sum([*losses, wrapped(inputs(rank)).square().mean()]).backward()
+
+    _adapt(rank, controller, run, "module.conv")
 
 
 def adapting_sharded(rank):
@@ -172,6 +191,49 @@ def adapting_sharded(rank):
         module(inputs(rank)).square().mean().backward()
 
     _adapt(rank, controller, run)
+
+
+def stages(rank):
+    """Each process has a model of its own, sharded over a mesh of one: they do not wait for each other."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "data"))
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(1 + 2 * rank)))
+    controller = fewbit.compress_(module, 2.5, interval=8, verbose=False)
+    fully_shard(module, mesh=mesh["data"])
+    for _ in range(5 + 10 * rank):
+        module(torch.randn(8, 64)).square().mean().backward()
+    assert len(controller.allocation) == len(module)
+
+
+def resumed(rank):
+    """Stopped and gone on, with what each process has saved: the same losses and bits."""
+
+    def start():
+        module, controller = _adapting()
+        return DistributedDataParallel(module), controller
+
+    def train(wrapped, numbers):
+        optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+        for number in numbers:
+            torch.manual_seed(100 * number + rank)
+            optimizer.zero_grad()
+            loss = wrapped(torch.randn(16, 3, 8, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+
+    for stop in (1, 4, 10, 13):
+        whole, controller = start()
+        list(train(whole, range(stop)))
+        state = copy.deepcopy((whole.state_dict(), controller.state_dict()))
+        expected, bits = list(train(whole, range(stop, 20))), controller.allocation
+        again, controller = start()
+        again.load_state_dict(state[0])
+        controller.load_state_dict(state[1])
+        assert list(train(again, range(stop, 20))) == expected
+        assert controller.allocation == bits
 
 
 def sync_batch_norm(rank):
@@ -235,7 +297,16 @@ def sync_batch_norm(rank):
     torch.testing.assert_close(own.running_var, both.running_var, rtol=1e-4, atol=1e-4)
 
 
-CASES = ddp, sharded, adapting, adapting_sharded, sync_batch_norm
+CASES = (
+    ddp,
+    sharded,
+    adapting,
+    adapting_within,
+    adapting_sharded,
+    stages,
+    resumed,
+    sync_batch_norm,
+)
 
 
 def main(name, rank, rendezvous):

@@ -370,19 +370,30 @@ def test_resumed_training_is_the_same(level, name, stop, tmp_path):
     assert controller.allocation == allocation
 
 
+def changed(state, key, value):
+    """With another value in the first variable."""
+    first, *others = state["variables"]
+    return {**state, "variables": [{**first, key: value}, *others]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: [], "list"),
-        (lambda state: {}, "'version'"),
-        (
-            lambda state: {**state, "version": 7},
-            "expected version 1 of a controller's state, got 7",
-        ),
-        (lambda state: {**state, "bits": None}, "dict"),
-        (lambda state: {**state, "variables": [{}]}, "'name'"),
+        (lambda state: [], "got list"),
+        (lambda state: None, "got NoneType"),
+        (lambda state: {}, "expected version 1 of a controller's state, as its state_dict() gave it, got None"),
+        (lambda state: {**state, "version": 7}, "its state_dict() gave it, got 7"),
+        (lambda state: {**state, "step": -1}, "expected a whole number of steps of 0 or more, got -1"),
+        (lambda state: {**state, "variables": [{}]}, "without a usable 'name'"),
+        (lambda state: changed(state, "bits", 100), "expected bits from 1 to 8, got 100"),
+        (lambda state: changed(state, "bits", float("nan")), "expected bits from 1 to 8, got nan"),
+        (lambda state: changed(state, "sensitivity", float("inf")), "expected finite sensitivities"),
+        (lambda state: changed(state, "spread", [1.0]), "expected 8 numbers for spread, got 1"),
+        (lambda state: changed(state, "elements", 1.5), "got 1.5"),
+        (lambda state: {**state, "magnitudes": [{"nome": 1}]}, "without a usable 'squares'"),
+        (lambda state: {**state, "magnitudes": 3}, "magnitudes: expected"),
     ],
-)
+)  # fmt: skip
 def test_states_that_are_refused(change, message):
     model, controller, x = build(bits=2)
     step(model, x), step(model, x)
@@ -431,17 +442,16 @@ def test_restored():
 # -- several processes -------------------------------------------------------------------------------------
 
 
-def test_rows_between_processes():
+def test_tables_between_processes():
     """A vector of fixed size; what one process has not seen comes from the other."""
     adaptations = [Adaptation(2, ["a", "b", "c"]) for _ in range(2)]
-    a, b, c = (Seen(2.5, False, 100 * i, 8, 3.0 * i, [float(i)] * 8) for i in (1, 2, 3))
-    c.is_fixed, c.samples, c.spread = True, 0, None
+    a, b, c = (Seen(2.5, False, 100 * i, 8, 3.0 * i, 4.0 * i, [float(i)] * 8) for i in (1, 2, 3))
+    c.is_fixed, c.samples, c.spread, c.is_known = True, 0, None, False
     seen = {("a", 0): a, ("b", 2): b}, {("a", 0): a, ("c", 1): c, ("unknown", 0): a}
-    rows = [each._rows(mine) for each, mine in zip(adaptations, seen, strict=True)]
-    assert {len(each) for each in rows} == {3 * SLOTS * Adaptation._WIDTH}
-    found = adaptations[0]._of_rows([x + y for x, y in zip(*rows, strict=True)])
-    assert found == {
-        ("a", 0): Seen(2.5, False, 200, 8, 6.0, [2.0] * 8),
+    tables = [each._table(mine) for each, mine in zip(adaptations, seen, strict=True)]
+    assert {each.shape for each in tables} == {(3 * SLOTS * 17,)}
+    assert adaptations[0]._of_table(sum(tables)) == {
+        ("a", 0): Seen(2.5, False, 200, 8, 6.0, 8.0, [2.0] * 8),
         ("b", 2): b,
         ("c", 1): c,
     }
@@ -528,7 +538,8 @@ def test_numbers_are_for_one_forward_and_resumed():
         ([[1]], "expected a whole number for each sample of the next forward, in one dimension, got list"),
         ("ab", "expected a whole number for each sample of the next forward, in one dimension, got str"),
         (torch.ones(8), "in one dimension, got a tensor of shape (8,) and torch.float32"),
-        ([3, -1], "expected samples' numbers of 0 or more, got -1"),
+        ([3, -1], "expected samples' numbers from 0 to 2^31 - 1, got -1"),
+        ([0] * 7 + [2**40], "expected samples' numbers from 0 to 2^31 - 1, got 1099511627776"),
     ],
 )  # fmt: skip
 def test_numbers_that_are_refused(numbers, message):

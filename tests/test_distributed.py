@@ -9,9 +9,12 @@ import pytest
 WORKER = Path(__file__).parent / "distributed_worker.py"
 
 
-@pytest.mark.parametrize(
-    "name", ["ddp", "sharded", "adapting", "adapting_sharded", "sync_batch_norm"]
+CASES = (
+    "ddp sharded adapting adapting_within adapting_sharded stages resumed sync_batch_norm".split()
 )
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_two_processes(name, tmp_path):
     """Each process asserts the exact model's gradients over both inputs, within 2 %, and what is kept.
 

@@ -31,7 +31,7 @@ class Fixed(Variables):
 
 
 def converted(model, bits=4, **options):
-    return fewbit.compress_(model, bits, level="L2.5", verbose=False, **options)
+    return fewbit.compress_(model, bits, level="L3", verbose=False, **options)
 
 
 def loss_of(y):
@@ -157,7 +157,7 @@ MODELS = {"convnet": (convnet, (8, 3, 8, 8)), "transformer": (transformer, (4, 8
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_part_of_the_variance(name):
-    """Of one variable at 3 bits with the others at 8, by sampling: within a factor of 3, the sum within 1.6."""
+    """Of one variable at 3 bits with the others at 8, by sampling: within a factor of 2, the sum within 1.4."""
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model = make()
@@ -175,9 +175,9 @@ def test_each_part_of_the_variance(name):
     measured = {each: variance({**most, each: 3.0}) - rest for each in predicted}
     assert len(predicted) > 8
     for each, sensitivity in predicted.items():
-        assert 1 / 3 < measured[each] / (sensitivity / 49) < 3, each
+        assert 1 / 2 < measured[each] / (sensitivity / 49) < 2, each
     ratio = sum(measured.values()) / (sum(predicted.values()) / 49)
-    assert 1 / 1.6 < ratio < 1.6
+    assert 1 / 1.4 < ratio < 1.4
 
 
 # -- without traces ----------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_every_layer(device, layer):
     """Results and torch's random state are those of a step that nobody observes; what is said is positive."""
     model, _ = layer.pair(4, device)
     model = nn.Sequential(model)
-    x = layer.input(device).requires_grad_()
+    x = nn.Parameter(layer.input(device))
     controller = converted(model)
     controller.session.variables = Fixed()
     expected, state = gradient(fresh(model), x), torch.get_rng_state()

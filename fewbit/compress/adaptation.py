@@ -1,14 +1,16 @@
 """Level L3: bits go to the variables and samples where they lower the variance of the gradient most.
 
 In some steps an `Observation` finds out what rounding each variable adds to that variance; from there ActNN's
-Prob. (10) gives the bits of the following steps. Nothing here waits for a device within a step, and in several
-processes all do the same, as bits follow from sums over all of them.
+Prob. (10) gives the bits of the following steps. In several processes all choose the same bits, as they follow from
+sums over all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import distributed
@@ -25,7 +27,9 @@ SLOTS = 3
 MOMENTUM = 0.5
 """Of sensitivities, from one observation to the next."""
 LAG = 2
-"""Steps after which several processes go on with what they began; one process goes on when it can."""
+"""Steps that several processes with GPUs give numbers to arrive; a process of its own looks whether they have."""
+FORGOTTEN = 8
+"""Observations after which a variable that is not met any more is forgotten."""
 VERSION = 1
 
 
@@ -37,214 +41,331 @@ def check_interval(interval) -> None:
         )
 
 
+@dataclass
+class _Stage:
+    """What is under way since a step: what is to be done next, with what, between which processes, on which device."""
+
+    since: int
+    do: Callable
+    what: object
+    groups: tuple
+    device: torch.device
+
+
 class Adaptation(Variables):
     """Averages of variables under a budget of `bits` an element, over all of them that are not fixed.
 
     names: of all quantisers that the model may have, the same in every process. interval: steps from one
-    observation to the next; the first are in steps 1, 2, 4, 8 ...
+    observation to the next; the first are in steps 1, 2, 4, 8 ... sizes: {name: elements} of those that the budget
+    is for, in the forward that it is for; others then keep `bits`. None: all, as in the latest observation.
     """
 
-    def __init__(self, bits: float, names: Iterable[str], interval: int = INTERVAL):
+    def __init__(
+        self,
+        bits: float,
+        names: Iterable[str],
+        interval: int = INTERVAL,
+        sizes: dict[tuple, int] | None = None,
+    ):
         super().__init__()
         self.bits = bits
         self.interval = interval
+        self.sizes = sizes
         self.step = 0
         self.seen: dict[tuple[str, int], Seen] = {}
+        self._missed: dict[tuple[str, int], int] = {}  # observations in a row without a variable
         self._places = {name: number for number, name in enumerate(names)}
-        self._group = None  # of processes that train one model
-        self._stage = (
-            None  # what is under way: (since which step, what is to be done next, with what)
-        )
+        self._is_joint = False  # whether several processes train the model
+        self._alone = 0  # latest steps outside of them
+        self._is_due = False
+        self._stage: _Stage | None = None
+        self._pending: dict[tuple, Seen] | None = None  # seen before a stop, not yet summed up
+        self._lock = threading.Lock()
 
     def __getstate__(self):
-        return {**vars(self), "_group": None, "_stage": None}
+        return {**vars(self), "_stage": None, "_lock": None}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self._lock = threading.Lock()
 
     # -- In a forward ------------------------------------------------------------------------------------
 
     def begin(self, module, inputs) -> Plan:
-        if _is_capturing():
+        if _is_capturing() or torch._C._functorch.maybe_current_level() is not None:
             return super().begin(module, inputs)
-        self._group = _group_of(module)
+        with self._lock:
+            observation = self._observation(_groups_of(module), _device_of(module))
+        return super().begin(module, inputs, observation)
+
+    def _observation(self, groups, device) -> Observation | None:
+        """Goes on with what is under way, and begins something new if it is time."""
+        if groups:
+            # What a process did on its own, perhaps more often than another, does not count.
+            self.step, self._alone, self._is_joint = self.step - self._alone, 0, True
+            if self._stage is not None and not self._stage.groups:
+                self._stage = None
+            if self._pending is not None:
+                self._stage = _Stage(self.step, self._reduce, self._pending, groups, device)
+                self._pending = None
+        elif self._is_joint:
+            return None
+        else:
+            self._alone += 1
         while self._stage is not None and self._go_on():
             pass
         self.step += 1
-        observation = None
-        if self._is_observed(self.step):
-            # (What an earlier one has not come to by now, it will not.)
-            observation = Observation(self.step)
-            self._stage = self.step, self._send, observation
-        return super().begin(module, inputs, observation)
+        self._is_due |= self._is_scheduled(self.step)
+        stage = self._stage
+        if not self._is_due or (stage and (stage.groups or stage.do != self._send)):
+            return None
+        # (An observation that no backward pass has come to by now is dropped.)
+        self._is_due = False
+        observation = Observation(self.step)
+        self._stage = _Stage(self.step, self._send, observation, groups, device)
+        return observation
 
-    def _is_observed(self, step: int) -> bool:
+    def _is_scheduled(self, step: int) -> bool:
         return step % self.interval == 0 or (step < self.interval and step & (step - 1) == 0)
 
     def _go_on(self) -> bool:
         """Does what is to be done next, if it can be done; says whether it was."""
-        since, do, what = self._stage
-        if self._group is None:
-            if not (what.has_run() if do == self._send else what.is_there()):
-                return False
-        elif self.step < since + LAG:
+        stage = self._stage
+        is_first = stage.do == self._send
+        if not stage.groups:
+            is_ready = stage.what.has_run() if is_first else stage.what.is_there()
+        elif is_first or stage.device.type != "cuda":
+            is_ready = self.step >= stage.since + is_first
+        else:
+            is_ready = self.step >= stage.since + LAG
+        if not is_ready:
             return False
-        following = do(what)
-        self._stage = None if following is None else (self.step, *following)
+        self._stage = None
+        following = stage.do(stage.what, stage.groups, stage.device)
+        if following is not None:
+            self._stage = _Stage(self.step, *following, stage.groups, stage.device)
         return True
 
-    def _send(self, observation: Observation):
+    def _send(self, observation: Observation, groups, device):
         observation.send()
         return self._receive, observation
 
-    def _receive(self, observation: Observation):
+    def _receive(self, observation: Observation, groups, device):
         seen = observation.results()
-        if self._group is None:
-            self._learn(seen)
-            return None
-        sums = torch.tensor(self._rows(seen), dtype=torch.float64)
-        if distributed.get_backend(self._group) == "nccl":
-            sums = sums.pin_memory().to("cuda", non_blocking=True)
-        distributed.all_reduce(sums, group=self._group)
+        if groups:
+            return self._reduce(seen, groups, device)
+        self._learn(seen)
+        return None
+
+    def _reduce(self, seen: dict[tuple, Seen], groups, device):
+        sums = self._table(seen)
+        if device.type == "cuda":
+            sums = sums.pin_memory().to(device, non_blocking=True)
+        for group in groups:
+            distributed.all_reduce(sums, group=group)
         return self._share, Arrival([sums])
 
-    def _share(self, arrival: Arrival):
-        ((entries),) = arrival.values().values()
-        self._learn(self._of_rows(entries))
+    def _share(self, arrival: Arrival, groups, device):
+        (entries,) = arrival.values().values()
+        self._learn(self._of_table(torch.tensor(entries, dtype=torch.float64, device="cpu")))
 
     # -- Between processes -------------------------------------------------------------------------------
 
-    _WIDTH = 6 + SPREAD
-
-    def _rows(self, seen: dict[tuple, Seen]) -> list[float]:
-        """A row for each variable that there may be: its number in a process is its number in all."""
-        rows = [0.0] * (len(self._places) * SLOTS * self._WIDTH)
+    def _table(self, seen: dict[tuple, Seen]) -> torch.Tensor:
+        """A row for each variable that there may be, of fixed size and order: whether it was seen, and what."""
+        table = torch.zeros(
+            len(self._places) * SLOTS, 9 + SPREAD, dtype=torch.float64, device="cpu"
+        )
         for (name, slot), each in seen.items():
-            number = self._places.get(name)
-            if number is None or slot >= SLOTS:
+            place = self._places.get(name)
+            if place is None or slot >= SLOTS:
                 continue
-            at = (number * SLOTS + slot) * self._WIDTH
-            spread = each.spread or [0.0] * SPREAD
-            rows[at : at + self._WIDTH] = [
-                1.0,
-                float(each.elements),
-                float(each.samples),
-                each.sensitivity,
-                each.average,
-                float(each.is_fixed),
-                *spread,
-            ]
-        return rows
+            numbers = each.elements, each.samples, each.sensitivity, each.at_one, each.average
+            flags = each.is_fixed, not each.is_known, each.spread is not None
+            row = 1, *numbers, *flags, *(each.spread or [0.0] * SPREAD)
+            table[place * SLOTS + slot] = torch.tensor(row, dtype=torch.float64, device="cpu")
+        return table.flatten()
 
-    def _of_rows(self, rows: list[float]) -> dict[tuple, Seen]:
+    def _of_table(self, sums: torch.Tensor) -> dict[tuple, Seen]:
+        table = sums.view(-1, 9 + SPREAD)
+        names = list(self._places)
         seen = {}
-        for name, number in self._places.items():
-            for slot in range(SLOTS):
-                at = (number * SLOTS + slot) * self._WIDTH
-                count, *sums = rows[at : at + self._WIDTH]
-                if count:
-                    elements, samples, sensitivity, average, is_fixed, *spread = sums
-                    each = Seen(average / count, is_fixed > 0)
-                    each.elements, each.samples = round(elements), round(samples / count)
-                    each.sensitivity = sensitivity
-                    each.spread = spread if each.samples else None
-                    seen[name, slot] = each
+        for index in table[:, 0].nonzero()[:, 0].tolist():
+            count, *numbers = table[index].tolist()
+            elements, samples, sensitivity, at_one, average = numbers[:5]
+            is_fixed, is_unknown, has_spread = (each > 0 for each in numbers[5:8])
+            seen[names[index // SLOTS], index % SLOTS] = Seen(
+                average / count,
+                is_fixed,
+                round(elements),
+                round(samples / count),
+                sensitivity,
+                at_one,
+                numbers[8:] if has_spread else None,
+                not is_unknown,
+            )
         return seen
 
     # -- Bits --------------------------------------------------------------------------------------------
 
     def _learn(self, seen: dict[tuple, Seen]) -> None:
-        """Takes an observation in, and chooses bits anew."""
+        """Takes an observation in, and chooses bits anew; nothing changes if that fails."""
         if not any(each.sensitivity > 0 for each in seen.values()):
             return
+        merged = {**self.seen}
         for name, each in seen.items():
             before = self.seen.get(name)
-            if before is not None:
-                old, new = MOMENTUM, 1 - MOMENTUM
-                each.sensitivity = old * before.sensitivity + new * each.sensitivity
-            self.seen[name] = each
-        self.averages = self._allocated()
+            if before is not None and before.is_known:
+                for of in ("sensitivity", "at_one"):
+                    mixed = MOMENTUM * getattr(before, of) + (1 - MOMENTUM) * getattr(each, of)
+                    setattr(each, of, mixed)
+            merged[name] = each
+        missed = {name: self._missed.get(name, 0) + 1 for name in merged if name not in seen}
+        merged = {name: each for name, each in merged.items() if missed.get(name, 0) <= FORGOTTEN}
+        self.averages = self._allocated(merged)
+        self.seen, self._missed = merged, missed
 
-    def _allocated(self) -> dict[tuple, float]:
+    def _allocated(self, seen: dict[tuple, Seen]) -> dict[tuple, float]:
         """Prob. (10) over parts of each variable: of its samples in the order of their ranges."""
-        owners, sensitivity, elements = [], [], []
-        for name, each in self.seen.items():
-            if each.is_fixed:
+        owners, sensitivity, at_one, elements = [], [], [], []
+        for name, each in seen.items():
+            size = each.elements if self.sizes is None else self.sizes.get(name, 0)
+            if each.is_fixed or not each.is_known or not size:
                 continue
             parts = _parts(each)
             owners += [name] * len(parts)
             sensitivity += [each.sensitivity * part for part in parts]
-            elements += [max(each.elements // len(parts), 1)] * len(parts)
+            # Between these the gain of a bit falls with bits, as the greedy algorithm needs it.
+            first = min(max(each.at_one, 0.25 * each.sensitivity), 100 * each.sensitivity)
+            at_one += [first * part for part in parts]
+            elements += [max(size // len(parts), 1)] * len(parts)
         if not owners:
             return {}
         budget = math.floor(self.bits * sum(elements) + 1e-6)
         found = {}
-        for name, bits in zip(owners, allocate(sensitivity, elements, budget), strict=True):
-            found.setdefault(name, []).append(int(bits))
-        return {name: sum(bits) / len(bits) for name, bits in found.items()}
+        bits = allocate(sensitivity, elements, budget, at_one=at_one)
+        for name, each in zip(owners, bits, strict=True):
+            found.setdefault(name, []).append(int(each))
+        averages = {name: sum(bits) / len(bits) for name, bits in found.items()}
+        if self.sizes is not None:
+            # (Else a variable that is new keeps the average of its layer, which is the same.)
+            rest = {name for name, each in seen.items() if not each.is_fixed} - averages.keys()
+            averages.update(dict.fromkeys(rest, self.bits))
+        return averages
 
     # -- State -------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
         """What `load` makes again: plain numbers and strings."""
-        if self._group is None:
-            while self._stage is not None and self._go_on():  # as the next forward would
-                pass
+        pending = self._pending
+        with self._lock:
+            stage = self._stage
+            if stage is not None and stage.do == self._send and stage.what.has_run():
+                if not stage.groups:  # as the next forward would
+                    while self._stage is not None and self._go_on():
+                        pass
+                else:
+                    stage.what.send()
+                    stage.do, stage.what = self._reduce, stage.what.results()
+            stage = self._stage
+            if stage is not None and stage.do == self._reduce:
+                pending = stage.what
         return {
             **super().state(),
             "version": VERSION,
-            "bits": self.bits,
-            "interval": self.interval,
             "step": self.step,
+            "due": self._is_due,
             "variables": [
-                {
-                    "name": name,
-                    "input": slot,
-                    "bits": self.averages.get((name, slot), each.average),
-                    "is_fixed": each.is_fixed,
-                    "elements": each.elements,
-                    "samples": each.samples,
-                    "sensitivity": each.sensitivity,
-                    "spread": each.spread,
-                }
-                for (name, slot), each in self.seen.items()
+                _row(name, each, self.averages.get(name, each.average), self._missed.get(name, 0))
+                for name, each in self.seen.items()
             ],
+            "pending": None
+            if pending is None
+            else [_row(name, each, each.average) for name, each in pending.items()],
         }
 
     def load(self, state: dict) -> None:
         """Raises InputError, with nothing changed, for a state that is not one of `state`."""
-        seen, averages = {}, {}
-        try:
-            if state["version"] != VERSION:
-                raise InputError(
-                    f"expected version {VERSION} of a controller's state, got {state['version']!r}"
-                )
-            bits, interval, step = float(state["bits"]), int(state["interval"]), int(state["step"])
-            for row in state["variables"]:
-                name = str(row["name"]), int(row["input"])
-                each = Seen(float(row["bits"]), bool(row["is_fixed"]))
-                each.elements, each.samples = int(row["elements"]), int(row["samples"])
-                each.sensitivity, each.spread = float(row["sensitivity"]), row["spread"]
-                seen[name] = each
-                if not LEAST <= each.average <= MOST:
-                    raise InputError(
-                        f"expected bits from {LEAST} to {MOST} for {name[0]}, got {each.average}"
-                    )
-                if not each.is_fixed:
-                    averages[name] = each.average
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
+        if not isinstance(state, Mapping) or state.get("version") != VERSION:
+            found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
             raise InputError(
-                f"expected what a controller's state_dict() gave, got {type(state).__name__} "
-                f"without a usable {error}"
+                f"expected version {VERSION} of a controller's state, as its state_dict() gave it, got {found!r}"
+            )
+        try:
+            step, is_due = check_step(state["step"]), bool(state["due"])
+            rows = [_of_row(row) for row in state["variables"]]
+            pending = state["pending"]
+            pending = None if pending is None else [_of_row(row) for row in pending]
+        except InputError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"expected what a controller's state_dict() gave, got one without a usable {error}"
             ) from None
         super().load(state)
-        self.bits, self.interval, self.step = bits, interval, step
-        self.seen, self.averages, self._stage = seen, averages, None
+        with self._lock:
+            self.step, self._is_due, self._alone, self._stage = step, is_due, 0, None
+            self.seen = {name: each for name, each, _ in rows}
+            self._missed = {name: missed for name, _, missed in rows if missed}
+            self.averages = {name: each.average for name, each, _ in rows if not each.is_fixed}
+            self._pending = None if pending is None else {name: each for name, each, _ in pending}
+
+
+def check_step(step) -> int:
+    """Raises InputError if it is not a whole number of 0 or more."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise InputError(f"expected a whole number of steps of 0 or more, got {step!r}")
+    return step
+
+
+def _row(name, seen: Seen, bits: float, missed: int = 0) -> dict:
+    """A variable as plain numbers."""
+    return {
+        "name": name[0],
+        "input": name[1],
+        "bits": bits,
+        "is_fixed": seen.is_fixed,
+        "is_known": seen.is_known,
+        "elements": seen.elements,
+        "samples": seen.samples,
+        "sensitivity": seen.sensitivity,
+        "at_one": seen.at_one,
+        "spread": seen.spread,
+        "missed": missed,
+    }
+
+
+def _of_row(row) -> tuple[tuple[str, int], Seen, int]:
+    """(name, what was seen, observations missed). Raises InputError, KeyError, TypeError or ValueError."""
+    name = str(row["name"]), int(row["input"])
+    spread = row["spread"]
+    numbers = [float(row[each]) for each in ("bits", "sensitivity", "at_one")]
+    bits, sensitivity, at_one = numbers
+    if not LEAST <= bits <= MOST:
+        raise InputError(f"{name[0]}: expected bits from {LEAST} to {MOST}, got {bits}")
+    if spread is not None:
+        spread = [float(each) for each in spread]
+    if not all(math.isfinite(each) and each >= 0 for each in (*numbers, *(spread or ()))):
+        raise InputError(f"{name[0]}: expected finite sensitivities of 0 or more, got {dict(row)}")
+    if spread is not None and len(spread) != SPREAD:
+        raise InputError(f"{name[0]}: expected {SPREAD} numbers for spread, got {len(spread)}")
+    seen = Seen(
+        bits,
+        bool(row["is_fixed"]),
+        check_step(row["elements"]),
+        check_step(row["samples"]),
+        sensitivity,
+        at_one,
+        spread,
+        bool(row["is_known"]),
+    )
+    return name, seen, check_step(row["missed"])
 
 
 def _parts(seen: Seen) -> list[float]:
     """Shares of a variable's sensitivity, in parts of equal size, each of samples with like ranges."""
     count = min(seen.samples, SPREAD) or 1
-    if seen.spread is None or count == 1 or not sum(seen.spread) > 0:
+    if seen.spread is None or count == 1:
         return [1.0 / count] * count
     points = [seen.spread[int((i + 0.5) / count * SPREAD)] for i in range(count)]
     total = sum(points)
@@ -252,24 +373,38 @@ def _parts(seen: Seen) -> list[float]:
 
 
 def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _group_of(module):
-    """The processes that train this model together; None for a process of its own.
+def _device_of(module) -> torch.device:
+    parameter = next(module.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
 
-    Those of the DistributedDataParallel whose forward runs, and all where fully_shard has the parameters.
+
+def _groups_of(module) -> tuple:
+    """The groups of processes that train this model together, to be summed over one after the other; () for none.
+
+    Those of the DistributedDataParallel whose forward runs, or of the mesh over which fully_shard has parameters.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    from torch.distributed.fsdp import FSDPModule
+        return ()
     from torch.nn.parallel import DistributedDataParallel
 
     running = DistributedDataParallel._active_ddp_module
-    if running is not None:
-        group = running.process_group
-    elif isinstance(module, FSDPModule):
-        group = distributed.group.WORLD
-    else:
-        return None
-    return None if distributed.get_world_size(group) == 1 else group
+    if isinstance(module, DistributedDataParallel):
+        running = module
+    groups = (running.process_group,) if running is not None else _sharded_over(module)
+    return tuple(each for each in groups if distributed.get_world_size(each) > 1)
+
+
+def _sharded_over(module) -> tuple:
+    from torch.distributed.fsdp import FSDPModule
+
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            state = each._get_fsdp_state()
+            of_parameters = getattr(state, "_fsdp_param_group", None)
+            if of_parameters is not None:
+                mesh = of_parameters.mesh_info.mesh
+                return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+    return ()

@@ -7,7 +7,8 @@ import math
 from fewbit.compress.meter_report import amount
 from fewbit.errors import FewbitError, InputError
 from fewbit.runtime.encoding import packed_words
-from fewbit.runtime.groups import words_of_total
+from fewbit.runtime.groups import GROUP_SIZE, most_groups, words_of_total
+from fewbit.runtime.sharing import in_checkpoint
 from fewbit.runtime.variables import LEAST, MOST
 from fewbit.sizes import parse_size
 
@@ -28,21 +29,27 @@ def bytes_of(budget) -> int:
 
 
 class Sizes:
-    """Of the tensors of a forward whose bits may change; stands in for an observation."""
+    """Of the tensors of a forward whose bits may change, {name: elements}; stands in for an observation.
+
+    What is kept within checkpointed regions is not there when the forward ends, and not counted.
+    """
 
     def __init__(self):
-        self.count = self.elements = self.codes = 0
+        self.elements: dict[tuple[str, int], int] = {}
+        self._codes = self._reserve = 0
 
-    def kept(self, variable, elements, squares=None) -> None:
-        if variable.is_fixed:
+    def kept(self, variable, elements, sensitivities=None, rounding=None) -> None:
+        if variable.is_fixed or in_checkpoint():
             return
-        self.count += 1
-        self.elements += elements
-        if squares is None:
-            self.codes += 4 * packed_words(elements, variable.uniform())
+        self.elements[variable.name] = self.elements.get(variable.name, 0) + elements
+        samples = 0 if sensitivities is None else len(sensitivities)
+        if samples:
+            self._codes += 4 * words_of_total(variable.total(samples), elements // samples)
         else:
-            samples = len(squares)
-            self.codes += 4 * words_of_total(variable.total(samples), elements // samples)
+            self._codes += 4 * packed_words(elements, variable.uniform())
+        # Minimums may become float32, and a group ends with each width.
+        groups = most_groups(max(samples, 1), elements // max(samples, 1), GROUP_SIZE)
+        self._reserve += _SLACK + 2 * groups
 
     def watch(self, outputs) -> None:
         """Nothing: a backward pass adds nothing to sizes."""
@@ -52,11 +59,17 @@ class Sizes:
 
         Raises InputError, with what there is, where not even 1 bit an element does.
         """
-        fixed = kept - self.codes + _SLACK * self.count
-        least, most = (fixed + math.ceil(bits * self.elements / 8) for bits in (LEAST, MOST))
-        if budget < least or not self.elements:
+        elements = sum(self.elements.values())
+        if not elements:
+            raise InputError(
+                "budget: expected a sample for which the model, in training mode, keeps tensors whose bits can "
+                f"change, got one that keeps {amount(kept)} in other ones"
+            )
+        fixed = kept - self._codes + self._reserve
+        least, most = (fixed + math.ceil(bits * elements / 8) for bits in (LEAST, MOST))
+        if budget < least:
             raise InputError(
                 f"budget: expected {amount(least)} at least for this sample (1 bit an element; {amount(most)} "
                 f"at 8), got {amount(budget)}"
             )
-        return min((budget - fixed) * 8 / self.elements, float(MOST))
+        return min((budget - fixed) * 8 / elements, float(MOST))

@@ -39,6 +39,7 @@ def _softmax(ours):
     def softmax(input, dim, dtype=None, **kwargs):
         return ours(input, dim, dtype=dtype, **kwargs)
 
+    softmax.__name__ = ours.__name__
     return softmax
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -76,8 +77,11 @@ class Controller:
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from there. Raises InputError, with nothing changed, for what is not of such a controller."""
-        adapts = self._adaptation is not None
-        if not adapts and "version" in state:
+        if not isinstance(state, Mapping):
+            raise InputError(
+                f"expected what a controller's state_dict() gave, got {type(state).__name__}"
+            )
+        if self._adaptation is None and "version" in state:
             raise InputError(
                 "expected the state of a controller that does not adapt, got one of level L3 or above"
             )

@@ -188,11 +188,14 @@ def compress_(
 
     selection = include, exclude, overrides or {}
     controller = convert(model, settings, *selection, measure)
+    elements = None
     if budget is not None:
-        settings = replace(settings, bits=_bits_for(model, sample, budget))
+        bits, elements = _bits_for(model, sample, budget)
+        settings = replace(settings, bits=bits)
         controller = convert(model, settings, *selection)
     if settings.adapts:
-        controller.session.variables = Adaptation(settings.bits, _names(model), interval)
+        adaptation = Adaptation(settings.bits, _names(model), interval, elements)
+        controller.session.variables = adaptation
     notes, allocator = [_of_level(level, settings, interval)], None
     if level in OFFLOADING:
         controller.session.contexts += (Offload(),)
@@ -227,6 +230,8 @@ def restore_(model: nn.Module) -> None:
     for module in list(model.modules()):
         _remove_hooks(module)
         original = vars(module).pop(_ORIGINAL, None)
+        if original is None and isinstance(module, Quantised):
+            module.quantiser.session = None  # made as fewbit's own
         if original is not None:
             for name in original.added:
                 vars(module).pop(name, None)
@@ -359,13 +364,16 @@ def _checked_budget(budget, level, bits, sample) -> int | None:
     return bytes_of(budget)
 
 
-def _bits_for(model, sample, budget: int) -> float:
-    """The average with which the converted model keeps to a budget; undoes the conversion if there is none."""
+def _bits_for(model, sample, budget: int) -> tuple[float, dict]:
+    """The average with which the converted model keeps to a budget, and of how many elements of each variable.
+
+    Undoes the conversion if there is none.
+    """
     sizes = Sizes()
     try:
         with measuring(sizes):
             kept = sum(_by_op(model, sample).values())
-        return sizes.bits(budget, kept)
+        return sizes.bits(budget, kept), sizes.elements
     except BaseException:
         restore_(model)
         raise

@@ -26,8 +26,9 @@ from torch.autograd import Function
 from torch.nn import functional as torch_functional
 
 from fewbit.runtime import layout, offload, ops
-from fewbit.runtime.autograd import is_plain, once_differentiable
+from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.encoding import Encoding
+from fewbit.runtime.plain import is_plain
 from fewbit.runtime.quantiser import is_differentiated
 
 __all__ = [

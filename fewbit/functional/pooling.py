@@ -25,7 +25,8 @@ from torch.autograd import Function
 from torch.nn import functional as torch_functional
 
 from fewbit.runtime import integers, layout
-from fewbit.runtime.autograd import is_plain, once_differentiable
+from fewbit.runtime.autograd import once_differentiable
+from fewbit.runtime.plain import is_plain
 from fewbit.runtime.quantiser import is_differentiated
 from fewbit.runtime.windows import Windows
 

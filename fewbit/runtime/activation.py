@@ -6,9 +6,9 @@ import torch
 
 from fewbit.errors import GradientError, InputError
 from fewbit.runtime import autograd, layout, ops
-from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.encoding import Encoding
 from fewbit.runtime.exact import exactly
+from fewbit.runtime.plain import is_plain
 from fewbit.runtime.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE
 
 _creation_meta = torch._C._autograd._get_creation_meta

@@ -16,7 +16,7 @@ class Arrival:
         for device in {tensor.device for tensor in self._tensors}:
             self._parts[device] = _start(
                 [
-                    each.detach().reshape(-1).float()
+                    each.detach().reshape(-1).double()
                     for each in self._tensors
                     if each.device == device
                 ]
@@ -45,7 +45,7 @@ def _start(tensors):
     if not flat.is_cuda:
         return flat, None
     with torch.cuda.device(flat.device):
-        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
         host.copy_(flat, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

@@ -16,6 +16,7 @@ from fewbit.errors import GradientError
 from fewbit.runtime import layout, offload, ops, sharing
 from fewbit.runtime.observation import observed
 from fewbit.runtime.ops import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
+from fewbit.runtime.plain import is_plain
 
 
 class Activation(Function):
@@ -184,17 +185,3 @@ class Product(Function):
     @staticmethod
     def backward(ctx, *_):
         raise GradientError(NO_SECOND_DERIVATIVE)
-
-
-def is_plain(x) -> bool:
-    """Whether x is an ordinary tensor in ordinary eager mode, so that its memory can be read."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) in (torch.Tensor, torch.nn.Parameter)
-        and torch._C._functorch.maybe_current_level() is None
-        and not torch._C._functorch.is_legacy_batchedtensor(x)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-        and not torch._C._len_torch_dispatch_stack()
-        and not x.is_meta
-        and not x.is_neg()
-    )

@@ -13,9 +13,9 @@ import torch
 from torch.library import register_fake
 
 from fewbit.runtime import backends, layout, offload, ops
-from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.encoding import packed_words
 from fewbit.runtime.ops import define, keep_results
+from fewbit.runtime.plain import is_plain
 from fewbit.runtime.quantiser import Kept
 
 MOST_BITS = 8

@@ -6,9 +6,51 @@ sample had an epoch ago is a guess. Whoever numbers the samples of the data gets
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from fewbit.errors import InputError
+
+MOST = 2**31
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of the samples of a forward: (N,) int64, and one more than the largest."""
+
+    indices: torch.Tensor
+    size: int
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def to(self, device) -> Numbers:
+        return Numbers(self.indices.to(device, non_blocking=True), self.size)
+
+    @classmethod
+    def of(cls, numbers) -> Numbers:
+        """On the CPU. Raises InputError for anything that is not whole numbers from 0 to 2^31 - 1."""
+        try:
+            found = torch.as_tensor(numbers)
+        except (TypeError, ValueError, RuntimeError):
+            found = torch.empty((), device="cpu")
+        is_whole = not (
+            found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
+        )
+        if found.dim() != 1 or not is_whole:
+            raise InputError(
+                "expected a whole number for each sample of the next forward, in one dimension, "
+                f"got {_described(numbers)}"
+            )
+        if found.device.type != "cpu":
+            raise InputError(f"expected samples' numbers on the CPU, got them on {found.device}")
+        found = found.to(torch.int64)
+        least, most = (int(found.min()), int(found.max())) if len(found) else (0, -1)
+        if least < 0 or most >= MOST:
+            bad = least if least < 0 else most
+            raise InputError(f"expected samples' numbers from 0 to 2^31 - 1, got {bad}")
+        return cls(found, most + 1)
 
 
 class Magnitudes:
@@ -20,72 +62,59 @@ class Magnitudes:
     def __bool__(self) -> bool:
         return bool(self._tables)
 
-    def of(self, name: tuple, numbers: torch.Tensor) -> torch.Tensor | None:
+    def of(self, name: tuple, numbers: Numbers) -> torch.Tensor | None:
         """(N,) float32, relative to the mean; of samples not seen 1. None where none was."""
-        table = self._tables.get(name)
-        if table is None:
+        if name not in self._tables:
             return None
-        table = self._grown(name, table, numbers)
-        known = table[numbers.to(table.device, non_blocking=True)]
+        known = self._table(name, numbers)[numbers.indices]
         return (known / known.nanmean()).nan_to_num(1.0, 1.0, 1.0)
 
-    def note(self, name: tuple, numbers: torch.Tensor, grad: torch.Tensor) -> None:
-        """grad: of the result of the layer that kept the variable, samples along dimension 0."""
-        count = len(numbers)
-        if not grad.dim() or len(grad) % count or not grad.numel():
-            return
-        squares = torch.linalg.vector_norm(
-            grad.detach().reshape(count, -1),
-            dim=1,
-            dtype=torch.promote_types(grad.dtype, torch.float32),
-        ).square()
-        table = self._tables.get(name)
-        if table is None:
-            table = torch.empty(0, dtype=torch.float32, device=grad.device)
-        table = self._grown(name, table, numbers)
-        table[numbers.to(table.device, non_blocking=True)] = squares.to(table)
+    def note(self, name: tuple, numbers: Numbers, grad: torch.Tensor) -> None:
+        """grad: of the result of the layer that kept the variable, samples along dimension 0.
 
-    def _grown(self, name, table, numbers):
-        missing = int(numbers.max()) + 1 - len(table)
+        What is not finite, as with losses that are scaled too much, is passed over.
+        """
+        count = len(numbers)
+        if not count or not grad.numel() or not grad.dim() or len(grad) % count:
+            return
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        rows = grad.detach().reshape(count, -1)
+        squares = torch.linalg.vector_norm(rows, dim=1, dtype=dtype).float().square()
+        table = self._table(name, numbers)
+        before = table[numbers.indices]
+        table[numbers.indices] = torch.where(squares.isfinite(), squares, before)
+
+    def _table(self, name, numbers: Numbers) -> torch.Tensor:
+        """On the device of the numbers, and with a place for each."""
+        device = numbers.indices.device
+        table = self._tables.get(name, torch.empty(0, dtype=torch.float32, device=device))
+        missing = numbers.size - len(table)
         if missing > 0:
-            table = torch.cat([table, table.new_full((max(missing, len(table)),), torch.nan)])
-        self._tables[name] = table
+            room = max(missing, len(table))
+            table = torch.cat([table.to(device), table.new_full((room,), torch.nan, device=device)])
+        self._tables[name] = table = table.to(device)
         return table
 
     def state(self) -> list[dict]:
         return [
-            {"name": name, "input": slot, "squares": table.cpu()}
+            {"name": name, "input": slot, "squares": table.detach().to("cpu", copy=True)}
             for (name, slot), table in self._tables.items()
         ]
 
     def load(self, rows) -> None:
-        self._tables = {
-            (str(row["name"]), int(row["input"])): torch.as_tensor(row["squares"]).float()
-            for row in rows
-        }
-
-
-def check_numbers(numbers) -> torch.Tensor:
-    """(N,) int64 on the CPU. Raises InputError for anything that is not whole numbers of 0 or more."""
-    try:
-        found = torch.as_tensor(numbers)
-    except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(())
-    if (
-        found.dim() != 1
-        or found.is_floating_point()
-        or found.is_complex()
-        or found.dtype == torch.bool
-    ):
-        raise InputError(
-            "expected a whole number for each sample of the next forward, in one dimension, "
-            f"got {_described(numbers)}"
-        )
-    if found.device.type != "cpu":
-        raise InputError(f"expected samples' numbers on the CPU, got them on {found.device}")
-    if len(found) and int(found.min()) < 0:
-        raise InputError(f"expected samples' numbers of 0 or more, got {int(found.min())}")
-    return found.to(torch.int64)
+        """Raises InputError, with nothing changed, for rows that `state` does not give."""
+        tables = {}
+        try:
+            for row in rows:
+                squares = row["squares"]
+                if not isinstance(squares, torch.Tensor) or squares.dim() != 1:
+                    raise TypeError("squares")
+                tables[str(row["name"]), int(row["input"])] = squares.detach().float().clone()
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"magnitudes: expected what a controller's state_dict() gave, got one without a usable {error}"
+            ) from None
+        self._tables = tables
 
 
 def _described(value) -> str:

@@ -17,25 +17,29 @@ Noise from different sources is uncorrelated, so that sums of squares add up alo
 
     S(node) = sum over its parameters of gain[p]  +  sum over its edges of gain[e] S(node below e)
 
-rounding the tensor adds  sum of own[p] + sum of out[e] S(node below e)  in all (docs/controller.md).
+rounding the tensor adds  sum of own[p] + sum of out[e] S(node below e)  in all (docs/controller.md). That is found
+out for 1 bit, and for the bits that the variable has or 2: in between what 1 bit adds is least like the rest.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 
 import torch
 
-from fewbit.runtime import backends, groups, layout
+from fewbit.runtime import layout
 from fewbit.runtime.arrival import Arrival
+from fewbit.runtime.plain import is_plain
 
 SPREAD = 8
 """Points of the distribution of squares of ranges over a variable's samples that are remembered."""
-_LEAF = -1
+LEVELS = (1, 2)
+"""Bits for which rounding is measured. The noise of more bits is as that of 2, but smaller."""
+_PARAMETER, _NOTHING = -1, -2  # below an edge in place of a node
 _OBSERVED = "_fewbit_observed"
 _running = threading.local()
 
@@ -44,9 +48,10 @@ _running = threading.local()
 class Seen:
     """Of one variable in one forward and its backward.
 
-    average: bits it had, fixed or not. elements: of all its tensors. samples: that share its bits, 0 where they do not. sensitivity: the variance that
-    rounding adds, times (2^bits - 1)^2; 0 where no gradient came by. spread: SPREAD values in rising order, of
-    the sum of length * range^2 of a sample.
+    average: bits it had, fixed or not. elements: of all its tensors. samples: that share its bits, 0 where they do
+    not. sensitivity: the variance that rounding adds, times (2^bits - 1)^2; 0 where no gradient came by. at_one: the
+    variance that rounding to 1 bit adds. spread: SPREAD values in rising order, of what samples share bits by.
+    is_known: whether that is so; not of a layer that the backward pass reached on a way that was not watched.
     """
 
     average: float
@@ -54,155 +59,202 @@ class Seen:
     elements: int = 0
     samples: int = 0
     sensitivity: float = 0.0
+    at_one: float = 0.0
     spread: torch.Tensor | list[float] | None = None
+    is_known: bool = True
+
+
+@dataclass
+class _Noise:
+    """Norms by edge of what noise in a variable does. is_own: in the layer itself, which the one below takes over."""
+
+    name: tuple[str, int]
+    level: int
+    scale: float
+    norms: list[torch.Tensor | None]
+    is_own: bool
 
 
 @dataclass
 class _Node:
-    """Of the graph. below: the number of the node at each edge, or _LEAF.
+    """Of the graph. below: by edge the number of a node, _PARAMETER or _NOTHING. exists: whether an edge leads on.
 
-    arriving, leaving: norms of a gradient and, by edge, of what it becomes. handed: (name of a variable,
-    (2^bits - 1)^2, the noise itself) from the layer above. noise: (name, (2^bits - 1)^2, norms by edge, whether it is the
-    layer's own, which the layer below is handed).
+    arriving, leaving: norms of a gradient and, by edge, of what it becomes. handed: (variable's name, level, scale,
+    noise) from the layer above.
     """
 
     below: list[int]
+    exists: list[bool]
     is_layer: bool
     arriving: torch.Tensor | None = None
     leaving: list[torch.Tensor | None] = field(default_factory=list)
     handed: list[tuple] = field(default_factory=list)
-    noise: list[tuple] = field(default_factory=list)
+    noise: list[_Noise] = field(default_factory=list)
     is_probed: bool = False
 
 
 class Observation:
-    """Of one forward and the backward pass through it. seed: of the noise."""
+    """Of one forward and the backward pass through it. seed: of the noise.
+
+    Nothing that it meets makes it raise: where gradients are not plain tensors it is void.
+    """
 
     def __init__(self, seed: int):
         self.variables: dict[tuple, Seen] = {}
+        self.is_void = False
         self._seed = seed
         self._generators = {}
+        self._rounding = {}  # {name: {level: (samples,) variance of an element}}
         self._nodes: list[_Node] = []
+        self._is_open = True
         self._arrival = None
 
     # -- in the forward ----------------------------------------------------------------------------------
 
-    def kept(self, variable, elements: int, sensitivities=None) -> None:
-        """A tensor of that variable was kept; sensitivities: (samples,) float32, by which samples share bits."""
+    def kept(
+        self, variable, elements: int, sensitivities=None, rounding: Callable | None = None
+    ) -> None:
+        """A tensor of that variable was kept.
+
+        sensitivities: (samples,) float32, by which samples share bits, if they do. rounding: a function (bits,
+        generator) -> (samples,) variance of an element that is rounded to so many bits.
+        """
         seen = self.variables.setdefault(variable.name, Seen(variable.average, variable.is_fixed))
         seen.elements += elements
         if sensitivities is not None:
             seen.samples = len(sensitivities)
-            points = ((torch.arange(SPREAD) + 0.5) * (seen.samples / SPREAD)).long()
+            points = torch.arange(SPREAD, device=sensitivities.device)
+            points = ((points + 0.5) * (seen.samples / SPREAD)).long()
             # (NaN, of a sample that is not finite, would be last and nothing can be said of it.)
-            ordered = sensitivities.nan_to_num(0.0, 0.0, 0.0).sort().values
-            seen.spread = ordered[points.to(ordered.device, non_blocking=True)]
+            seen.spread = sensitivities.nan_to_num(0.0, 0.0, 0.0).sort().values[points]
+        if rounding is not None:
+            self._rounding[variable.name] = {
+                level: rounding(level, self._generator) for level in LEVELS
+            }
 
     def watch(self, outputs) -> None:
         """Follows the backward pass from those results of the forward: tensors, in any nest of containers."""
         numbers, entered = {}, set()
-        waiting = [(tensor.grad_fn, False) for tensor in _tensors(outputs) if tensor.grad_fn]
+        tensors = _tensors(outputs)
+        self.is_void |= not all(map(is_plain, tensors))
+        waiting = [] if self.is_void else [(each.grad_fn, False) for each in tensors]
         while waiting:
             node, is_below_done = waiting.pop()
+            if node is None:
+                continue
             following = [child for child, _ in node.next_functions]
             if is_below_done:
                 numbers[node] = len(self._nodes)
-                is_layer = self._attach(node, [child is not None for child in following])
-                below = [
-                    numbers.get(child, _LEAF)  # a leaf has no number
-                    for child in following
-                    if child is not None
-                ]
-                self._nodes.append(_Node(below, is_layer))
+                below = [_below(child, numbers) for child in following if child is not None]
+                exists = [child is not None for child in following]
+                self._nodes.append(_Node(below, exists, _is_function(node)))
+                self._attach(node, numbers[node])
             elif node not in entered:
                 entered.add(node)
                 waiting.append((node, True))
                 waiting += [(child, False) for child in following if _is_inner(child)]
 
-    def _attach(self, node, exists) -> bool:
-        is_layer = isinstance(node, torch.autograd.function.BackwardCFunction)
-        if is_layer:
-            setattr(node, _OBSERVED, (self, len(self._nodes)))
-        node.register_hook(partial(self._passed, len(self._nodes), exists))
-        return is_layer
+    def _attach(self, node, number) -> None:
+        if _is_function(node):
+            # A graph below this forward may be followed by other observations too.
+            setattr(node, _OBSERVED, (*getattr(node, _OBSERVED, ()), (self, number)))
+        node.register_hook(partial(self._passed, number))
 
     # -- in the backward pass ----------------------------------------------------------------------------
 
-    def _passed(self, number, exists, leaving, arriving) -> None:
+    def _passed(self, number, leaving, arriving) -> None:
         node = self._nodes[number]
         node.handed = []
-        if not node.is_probed:
+        if self._is_open and not node.is_probed and self._can_measure((*leaving, *arriving)):
             node.arriving = _norm(arriving)
-            edges = zip(leaving, exists, strict=False)
-            node.leaving = [_norm([each]) for each, does_exist in edges if does_exist]
+            edges = zip(leaving, node.exists, strict=False)
+            node.leaving = [_norm([each]) for each, exists in edges if exists]
 
-    def probe(self, number: int, backward, context, grads):
-        """The results of a layer's backward, run again with noise in what it restores and in `grads`."""
-        context, node = _Context(context), self._nodes[number]
-        with _Restoring() as restoring:
-            results = backward(context, *grads)
-        restoring.note(grads)
-        if not restoring.variables:
-            return results
-        exact = _by_edge(context, results)
-        node.noise = []
-        for variable in restoring.variables.values():
-            with _Restoring(variable, self):
-                noisy = _by_edge(context, backward(context, *grads))
-            self._add(
-                node, variable, [_difference(*pair) for pair in zip(exact, noisy, strict=True)]
-            )
+    def probe(self, number: int, backward, context, grads, results, variables) -> None:
+        """Runs a layer's backward again, with noise in those variables that it restores, and in `grads`."""
+        node = self._nodes[number]
+        results = _by_edge(context, results)
+        if not (self._is_open and self._can_measure((*grads, *results))):
+            return
+        node.noise, handed, node.handed = [], node.handed, []
+        for variable in variables:
+            for level in LEVELS:
+                with _Restoring(variable, level, self):
+                    noisy = _by_edge(context, backward(context, *grads))
+                self._add(node, variable, level, results, noisy)
         if len(grads) == 1:
-            for name, scale, change in node.handed:
-                changes = _by_edge(context, backward(context, change))
-                node.noise.append((name, scale, [_norm([each]) for each in changes], False))
+            for name, level, scale, change in handed:
+                norms = [_norm([each]) for each in _by_edge(context, backward(context, change))]
+                node.noise.append(_Noise(name, level, scale, norms, False))
             with _Restoring():
                 carried = backward(context, self._with_signs(*grads))
             node.leaving = [_norm([each]) for each in _by_edge(context, carried)]
             node.arriving, node.is_probed = _norm(grads), True
-        return results
 
-    def _add(self, node, variable, changes) -> None:
-        scale = variable.levels**2
-        node.noise.append((variable.name, scale, [_norm([each]) for each in changes], True))
-        for change, below in zip(changes, node.below, strict=True):
-            if change is not None and below != _LEAF and self._nodes[below].is_layer:
-                self._nodes[below].handed.append((variable.name, scale, change))
+    def _can_measure(self, tensors) -> bool:
+        self.is_void |= not all(
+            each is None or each.is_sparse or is_plain(each) for each in tensors
+        )
+        return not self.is_void
 
-    def noise(self, rows: torch.Tensor, variable, group_size: int) -> torch.Tensor:
+    def _add(self, node, variable, level, exact, noisy) -> None:
+        scale, norms = _levels(variable, level) ** 2, []
+        while exact[len(norms) :]:
+            at = len(norms)
+            change = _difference(exact[at], noisy[at])
+            noisy[at] = None
+            norms.append(_norm([change]))
+            below = node.below[at]
+            if change is not None and below >= 0 and self._nodes[below].is_layer:
+                if not any(each.handed for each in self._nodes):
+                    torch.autograd.Variable._execution_engine.queue_callback(self._let_go)
+                self._nodes[below].handed.append((variable.name, level, scale, change))
+        node.noise.append(_Noise(variable.name, level, scale, norms, True))
+
+    def _let_go(self) -> None:
+        """Of noise that was handed to layers whose backward did not run."""
+        for node in self._nodes:
+            node.handed = []
+
+    def noise(self, rows: torch.Tensor, variable, level: int) -> torch.Tensor:
         """As rounding restored values (samples, features) has, on average over each sample; float32."""
-        # Groups run across samples that are short.
-        parts = rows if rows.shape[1] >= groups.LEAST_FEATURES else rows.view(1, -1)
-        squares = backends.of(rows).squares(parts, group_size).nan_to_num(0.0)
-        deviation = (squares / (6 * parts.shape[1])).sqrt() / variable.levels
+        variance = self._rounding[variable.name][level].nan_to_num(0.0)
+        if len(variance) != len(rows):
+            variance = variance.mean().expand(len(rows))
+        deviation = variance.sqrt() * ((2**level - 1) / _levels(variable, level))
         return self._uniform(rows).sub_(0.5).mul_(deviation[:, None] * math.sqrt(12))
 
     def _with_signs(self, grad):
         return torch.where(self._uniform(grad) < 0.5, -grad, grad)
 
     def _uniform(self, like) -> torch.Tensor:
-        generator = self._generators.get(like.device)
+        return torch.rand(like.shape, generator=self._generator(like.device), device=like.device)
+
+    def _generator(self, device) -> torch.Generator:
+        generator = self._generators.get(device)
         if generator is None:
-            generator = torch.Generator(like.device).manual_seed(self._seed)
-            self._generators[like.device] = generator
-        return torch.rand(like.shape, generator=generator, device=like.device)
+            generator = torch.Generator(device).manual_seed(self._seed)
+            self._generators[device] = generator
+        return generator
 
     # -- afterwards --------------------------------------------------------------------------------------
 
+    def has_run(self) -> bool:
+        """Whether a backward pass has come by."""
+        return self.is_void or any(node.arriving is not None for node in self._nodes)
+
     def send(self) -> None:
-        """Starts to bring the measurements to the host; nothing waits for a device."""
+        """Ends it, and starts to bring the measurements to the host; nothing waits for a device."""
+        self._is_open = False
+        self._let_go()
         spreads = [each.spread for each in self.variables.values() if each.spread is not None]
         self._arrival = Arrival([*self._measured(), *spreads])
 
     def _measured(self):
         for node in self._nodes:
             yield from (each for each in (node.arriving, *node.leaving) if each is not None)
-            for _, _, change, _ in node.noise:
-                yield from (each for each in change if each is not None)
-
-    def has_run(self) -> bool:
-        """Whether a backward pass has come by."""
-        return any(node.arriving is not None for node in self._nodes)
+            for noise in node.noise:
+                yield from (each for each in noise.norms if each is not None)
 
     def is_there(self) -> bool:
         """Whether `results` would not wait."""
@@ -211,47 +263,68 @@ class Observation:
     def results(self) -> dict[tuple, Seen]:
         """By variable, with sensitivities of 0 where no backward pass came by.
 
-        Nothing where a gradient was not finite: such a step says nothing, and whoever scales losses skips it.
+        Nothing if void, or where a gradient was not finite: such a step says nothing, and whoever scales losses
+        skips it.
         """
         host = self._arrival.values()
-        if not all(math.isfinite(value) for each in self._measured() for value in host[id(each)]):
+        if self.is_void:
             return {}
         for seen in self.variables.values():
             if seen.spread is not None:
                 seen.spread = host[id(seen.spread)]
+        sums = {(name, level): 0.0 for name in self.variables for level in LEVELS}
         below = []  # S of each node; nodes come after those below them
         for node in self._nodes:
-            at = [1.0 if number == _LEAF else below[number] for number in node.below]
+            at = [float(n == _PARAMETER) if n < 0 else below[n] for n in node.below]
             arriving = _square(host, node.arriving)
             passed = sum(_square(host, a) * b for a, b in zip(node.leaving, at, strict=False))
             below.append(passed / arriving if arriving > 0 else 0.0)
-            taken = [number != _LEAF and self._nodes[number].is_probed for number in node.below]
-            for name, scale, change, is_first in node.noise:
-                self.variables[name].sensitivity += scale * sum(
+            taken = [n >= 0 and self._nodes[n].is_probed for n in node.below]
+            for noise in node.noise:
+                sums[noise.name, noise.level] += noise.scale * sum(
                     _square(host, a) * b
-                    for a, b, is_taken in zip(change, at, taken, strict=True)
-                    if not (is_first and is_taken)
+                    for a, b, is_taken in zip(noise.norms, at, taken, strict=True)
+                    if not (noise.is_own and is_taken)
                 )
+        if not all(map(math.isfinite, (*below, *sums.values()))):
+            return {}
+        for name, seen in self.variables.items():
+            seen.at_one, seen.sensitivity = (sums[name, level] for level in LEVELS)
         return self.variables
 
 
 def observed(backward, context, grads):
     """The results of a layer's backward; on the way what the layer's variables are to be known by is found out."""
-    found = getattr(context, _OBSERVED, None)
-    if found is not None:
-        observation, number = found
-        return observation.probe(number, backward, context, grads)
+    followers = getattr(context, _OBSERVED, ())
+    if followers:
+        context = _Context(context)
     with _Restoring() as restoring:
         results = backward(context, *grads)
-    restoring.note(grads)
+    if not restoring.variables:
+        return results
+    for variable in restoring.variables.values():
+        variable.plan.note(variable, grads[0])
+    for observation in {each.plan.observation for each in restoring.variables.values()} - {None}:
+        # Of other forwards through the same graph this layer is a node like any other.
+        own = [
+            each
+            for each in restoring.variables.values()
+            if each.plan.observation is observation and each.name in observation.variables
+        ]
+        number = dict(followers).get(observation)
+        if number is not None:
+            observation.probe(number, backward, context, grads, results, own)
+        else:
+            for variable in own:
+                observation.variables[variable.name].is_known = False
     return results
 
 
 class _Restoring:
     """Within it the variables of restored tensors are noted, and those of one, the target, have noise."""
 
-    def __init__(self, target=None, observation: Observation | None = None):
-        self.target, self.observation = target, observation
+    def __init__(self, target=None, level: int = 0, observation: Observation | None = None):
+        self.target, self.level, self.observation = target, level, observation
         self.variables = {}
         self._noise = {}  # a tensor restored more than once has the same noise each time
 
@@ -261,12 +334,6 @@ class _Restoring:
 
     def __exit__(self, *_):
         _running.restoring = self._before
-
-    def note(self, grads) -> None:
-        """Says how large the gradients were, which the samples are remembered by."""
-        for variable in self.variables.values():
-            if variable.plan is not None and grads[0] is not None:
-                variable.plan.note(variable, grads[0])
 
     def is_target(self, variable) -> bool:
         return self.target is not None and variable.name == self.target.name
@@ -279,7 +346,7 @@ class _Restoring:
             rows = flat.view(recipe.samples or (len(values) if values.dim() else 1), -1)
             noise = self._noise.get(packed.data_ptr())
             if noise is None:
-                noise = self.observation.noise(rows, variable, recipe.group_size)
+                noise = self.observation.noise(rows, variable, self.level)
                 self._noise[packed.data_ptr()] = noise
             rows += noise.to(rows.dtype)
         return values
@@ -314,12 +381,16 @@ class _Context:
         return getattr(self._context, name)
 
 
+def _levels(variable, level: int) -> float:
+    """2^bits - 1 of the noise that is tried: of 1 bit, or of the variable's own and 2 at least."""
+    return 1.0 if level == 1 else max(variable.levels, 3.0)
+
+
 def _by_edge(context, results) -> list:
     """The gradients of a Function's backward for its edges: of the inputs that need one."""
     results = results if isinstance(results, tuple) else (results,)
-    return [
-        each for each, is_needed in zip(results, context.needs_input_grad, strict=True) if is_needed
-    ]
+    needed = context.needs_input_grad
+    return [each for each, is_needed in zip(results, needed, strict=True) if is_needed]
 
 
 def _difference(exact, noisy):
@@ -328,8 +399,22 @@ def _difference(exact, noisy):
     return noisy - exact
 
 
+def _is_function(node) -> bool:
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
 def _is_inner(node) -> bool:
-    return node is not None and not hasattr(node, "variable")
+    return node is not None and not _is_leaf(node)
+
+
+def _is_leaf(node) -> bool:
+    return not _is_function(node) and hasattr(node, "variable")
+
+
+def _below(node, numbers) -> int:
+    if _is_leaf(node):
+        return _PARAMETER if isinstance(node.variable, torch.nn.Parameter) else _NOTHING
+    return numbers[node]
 
 
 def _norm(tensors) -> torch.Tensor | None:
@@ -343,7 +428,7 @@ def _norm(tensors) -> torch.Tensor | None:
     ]
     if len(norms) < 2:
         return norms[0] if norms else None
-    return torch.linalg.vector_norm(torch.stack(norms))
+    return torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
 
 
 def _square(host, norm) -> float:

@@ -42,7 +42,7 @@ class Offset:
         if self._count & (self._count - 1) and self._count % self.EVERY:
             return
         with torch.cuda.device(ranges.device):
-            answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+            answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
             answer.copy_(is_large(ranges), non_blocking=True)
             event = torch.cuda.Event()
             event.record()

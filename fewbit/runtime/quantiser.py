@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -11,8 +11,8 @@ import torch
 
 from fewbit.errors import InputError
 from fewbit.runtime import groups, layout, observation, offload, ops, quantiser_ops
-from fewbit.runtime.autograd import is_plain
 from fewbit.runtime.offset import Offset
+from fewbit.runtime.plain import is_plain
 from fewbit.runtime.sharing import Session, in_backward, in_checkpoint
 from fewbit.runtime.tables import check_choice
 from fewbit.runtime.variables import Variable
@@ -212,8 +212,9 @@ class Quantiser:
             *tensors, sensitivities = quantiser_ops.quantise_samples(
                 x, self._seed(x), variable, samples, *settings
             )
-        if plan.observation is not None and not in_backward():
-            plan.observation.kept(variable, x.numel(), sensitivities)
+        if plan.observation is not None and x.numel() and not in_backward():
+            rounding = partial(quantiser_ops.rounding_variance, x, samples, *settings)
+            plan.observation.kept(variable, x.numel(), sensitivities, rounding)
         return tuple(tensors), self._recipe(x, dtype, bits, samples, variable)
 
     @property
@@ -247,7 +248,9 @@ class Quantiser:
     @property
     def key(self) -> tuple:
         """Layers with equal keys can share what they keep."""
-        bits = self.bits if self._variables is None else None
+        bits = self.bits
+        if self._variables is not None:
+            bits = self.average if self.is_fixed else None
         return bits, self.group_size, self.minimum
 
     def _traced(self, x) -> Kept:

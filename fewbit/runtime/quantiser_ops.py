@@ -55,6 +55,26 @@ def quantise_samples(x, seed, variable, samples, group_size, wide=None, normalis
     return *kept, widths, sensitivities
 
 
+def rounding_variance(x, samples, group_size, wide, normalise, bits, generator):
+    """(samples,) float32: of each sample of x the mean variance of an element that is rounded to so many bits.
+
+    samples: None: as many as dimension 0 has. normalise: as for `quantise`. generator: (device) -> a generator of seeds.
+    From two draws, so that neither the ranges nor the exact values are needed.
+    """
+    stride = layout.by_sample_stride(x)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+
+    def drawn():
+        seed = torch.randint(
+            2**62, (1,), dtype=torch.int64, device=x.device, generator=generator(x.device)
+        )
+        kept = quantise(x, seed, bits, group_size, wide, normalise)
+        return dequantise(*kept, bits, group_size, tuple(x.shape), stride, dtype)
+
+    rows = layout.storage_order(drawn() - drawn()).view(samples or (len(x) if x.dim() else 1), -1)
+    return (rows.square().mean(1) / 2).float()
+
+
 def dequantise_samples(
     packed, ranges, widths, samples, group_size, size, stride, dtype, affine=None
 ):

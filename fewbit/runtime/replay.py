@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fewbit.runtime.autograd import is_plain
+from fewbit.runtime.plain import is_plain
 
 
 def can_replay(x) -> bool:

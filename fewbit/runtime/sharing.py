@@ -67,7 +67,6 @@ class Session:
         self._followed = {}
         self._generators = None
         self._start = 0
-        self._plan = Plan()  # of the latest forward
         self._plans = weakref.WeakKeyDictionary()  # of checkpointed regions that may be made again
 
     def __getstate__(self):
@@ -104,7 +103,7 @@ class Session:
             self._generators = {}
             if self.variables is not None:
                 inputs = *args, *(kwargs or {}).values()
-                self._plan = self._plan_of(module, inputs)
+                local.plan = self._plan_of(module, inputs)
         if torch.is_grad_enabled() and module.training:
             for context in self.contexts:
                 context.__enter__()
@@ -120,8 +119,8 @@ class Session:
             self._forget_unused()
             self._end()
             # Torch's generator moves on, once a forward and after all that the model draws.
-            if local.started and self._plan.observation is not None:
-                self._plan.observation.watch(outputs)
+            if local.started and local.plan and local.plan.observation is not None:
+                local.plan.observation.watch(outputs)
             if local.started and self._generators:
                 torch.randint(2**63 - 1, (), device="cpu")
 
@@ -182,10 +181,9 @@ class Session:
 
         (Its tensors have to be of the same shapes.)
         """
+        latest = self._local.plan or self.variables.plan(())
         frame = _frame(_checkpoint())
-        if frame is None:
-            return self._plan
-        return self._plans.setdefault(frame, self._plan)
+        return latest if frame is None else self._plans.setdefault(frame, latest)
 
     # -- Copies ------------------------------------------------------------------------------------------
 
@@ -284,6 +282,7 @@ class _Local(threading.local):
         self.entries = None
         self.entered = []  # contexts of this forward
         self.started = False  # whether seeds start in this forward
+        self.plan = None  # of the latest forward
         self.results = {}  # those of activations, by place
         self.around = None
         self.regions = weakref.WeakKeyDictionary()

@@ -13,12 +13,14 @@ is added in all, times the square of its gradient, as far as that is known.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from fewbit.errors import InputError
-from fewbit.runtime.magnitudes import Magnitudes, check_numbers
+from fewbit.runtime.magnitudes import Magnitudes, Numbers
+from fewbit.runtime.plain import is_plain
 
 LEAST, MOST = 1, 8
 _NOISE = [1.0 / (2.0**bits - 1) ** 2 for bits in range(LEAST, MOST + 1)]
@@ -65,22 +67,31 @@ class Plan:
         self.samples = samples
         self.observation = observation
         self.magnitudes = self.numbers = None
+        self._placed = {}
 
     def of(self, name: tuple[str, int], average: float, is_fixed: bool) -> Variable:
         """The variable of that name. average: unless the plan has another."""
-        return Variable(name, self.averages.get(name, average), is_fixed, self)
+        if not is_fixed:
+            average = self.averages.get(name, average)
+        return Variable(name, average, is_fixed, self)
 
     def sensitivities(self, variable: Variable, squares: torch.Tensor) -> torch.Tensor:
         """(samples,) float32: squares of ranges, times those of gradients if the samples have been seen."""
         if self.numbers is None:
             return squares
-        magnitudes = self.magnitudes.of(variable.name, self.numbers)
+        magnitudes = self.magnitudes.of(variable.name, self._on(squares.device))
         return squares if magnitudes is None else squares * magnitudes
 
-    def note(self, variable: Variable, grad: torch.Tensor) -> None:
-        """The gradient of the result of a layer that has kept the variable."""
-        if self.numbers is not None:
-            self.magnitudes.note(variable.name, self.numbers, grad)
+    def note(self, variable: Variable, grad) -> None:
+        """The gradient of the result of a layer that has kept the variable, or None."""
+        if self.numbers is not None and grad is not None and is_plain(grad):
+            self.magnitudes.note(variable.name, self._on(grad.device), grad)
+
+    def _on(self, device) -> Numbers:
+        found = self._placed.get(device)
+        if found is None:
+            found = self._placed[device] = self.numbers.to(device)
+        return found
 
     def samples_of(self, x) -> int | None:
         """How many samples lie in x one after the other, in storage order; None where that is not known."""
@@ -115,14 +126,15 @@ class Variables:
         return Plan(self.averages, batch_size(inputs), observation)
 
     def number(self, numbers) -> None:
-        """Of the samples of the next forward; see `check_numbers`."""
-        self._numbers = check_numbers(numbers)
+        """Of the samples of the next forward in training; see `Numbers.of`."""
+        self._numbers = Numbers.of(numbers)
 
     def state(self) -> dict:
         """What `load` makes again."""
         return {"magnitudes": self.magnitudes.state()} if self.magnitudes else {}
 
     def load(self, state: dict) -> None:
+        """Raises InputError, with nothing changed, for magnitudes that there cannot be."""
         self.magnitudes.load(state.get("magnitudes", ()))
 
 
@@ -144,8 +156,13 @@ def split(squares: torch.Tensor, total: int) -> torch.Tensor:
     extra = total - LEAST * samples
     widths = torch.full_like(squares, LEAST, dtype=torch.int64)
     if extra > 0:
-        gains = torch.tensor(_GAINS, dtype=torch.float32).to(squares.device, non_blocking=True)
-        keys = squares.nan_to_num(0.0, 0.0, 0.0)[:, None] * gains
+        # Equal keys, all 0 perhaps, are taken sample by sample, not bit by bit.
+        keys = _gains(squares.device)[:, None] * squares.nan_to_num(0.0, 0.0, 0.0)
         best = keys.flatten().argsort(descending=True, stable=True)[:extra]
-        widths.index_add_(0, best // len(_GAINS), torch.ones_like(best))
+        widths.index_add_(0, best % samples, torch.ones_like(best))
     return widths.to(torch.uint8)
+
+
+@lru_cache(maxsize=64)
+def _gains(device: torch.device) -> torch.Tensor:
+    return torch.tensor(_GAINS, dtype=torch.float32, device=device)

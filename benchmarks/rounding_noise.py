@@ -1,4 +1,4 @@
-"""What rounding adds to the tensors that layers keep, beside what a controller takes it for.
+"""What rounding adds to the tensors that layers keep, and which samples it matters for, beside simple assumptions.
 
     python benchmarks/rounding_noise.py           # half a minute
 

@@ -51,12 +51,15 @@ def run(network, bits, seed, quick, **options):
     if bits is not None:
         fewbit.compress_(model, bits=bits, verbose=False, **options)
     kept = fewbit.saved_bytes(model, sample(network, settings))
+    return {"saved_bytes": kept.total, **train(network, model, seed, settings)}
+
+
+def train(network, model, seed, settings, progress=lambda step: None):
+    """Final held-out loss, training loss at the end, and the accuracy on digits. progress: told each step done."""
     if network == "resnet":
-        result = digits_resnet.train(model, seed)
-    else:
-        done = training.train(model, text.python_topics(), settings, seed)
-        result = {"final": done.final, "train": statistics.fmean(done.train[-20:])}
-    return {"saved_bytes": kept.total, **result}
+        return digits_resnet.train(model, seed, progress)
+    done = training.train(model, text.python_topics(), settings, seed, progress)
+    return {"final": done.final, "train": statistics.fmean(done.train[-20:])}
 
 
 def summary(rows):

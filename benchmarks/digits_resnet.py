@@ -82,8 +82,13 @@ def batches(generator: torch.Generator):
         yield images[part], labels[part]
 
 
-def train(model: nn.Module, seed: int) -> dict[str, float]:
-    """AdamW with a cosine to zero; the loss of the last epoch, and loss and accuracy on the test digits."""
+def train(
+    model: nn.Module, seed: int, progress: Callable[[int], None] = lambda step: None
+) -> dict[str, float]:
+    """AdamW with a cosine to zero; the loss of the last epoch, and loss and accuracy on the test digits.
+
+    progress: told each step done.
+    """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True
     )
@@ -103,6 +108,7 @@ def train(model: nn.Module, seed: int) -> dict[str, float]:
                 optimizer.step()
                 schedule.step()
                 losses.append(value.item())
+                progress(schedule.last_epoch)
     model.eval()
     _, _, images, labels = digits()
     with torch.no_grad():

@@ -1,0 +1,177 @@
+"""The ways of keeping tensors that `adaptive_bits.py` compares, some of which are for comparison alone.
+
+Per tensor: one minimum and range for a whole tensor, stochastic rounding, as ActNN stands in for BLPA (section 6.1).
+Its codes are stored a byte each, unpacked, as only its arithmetic is of interest here.
+
+Quantised activations: GELU keeps its input quantised, as any layer at level L3, and takes the derivative of what is
+restored, in place of a table's codes (appendix E of the few-bit paper).
+
+Numbered: levels L2.5 and L3 that are told which digits a forward has, and so remember their gradients (ActNN, 4.3).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from digits_resnet import digits
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.functional import gelu
+
+import fewbit
+from fewbit.compress.calls import Calls, FunctionSettings
+from fewbit.nn.quantised import Quantised
+from fewbit.runtime.autograd import once_differentiable
+from fewbit.runtime.quantiser import Kept, Quantiser
+
+BITS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
+WHOLE = (1, 2, 3, 4)
+ACTIVATION_BITS = 3
+LEVELS = {"per tensor": WHOLE, "L2": WHOLE, "L2.5": BITS, "L3": BITS}
+NUMBERED = {"L2.5, numbered": BITS, "L3, numbered": BITS}
+TABLES, QUANTISED, SHARED = "few-bit activations", "quantised activations", "shared copies"
+ACTIVATIONS = dict.fromkeys((TABLES, QUANTISED, SHARED), WHOLE)
+"""The rest at level L3 with as many bits."""
+
+
+def compress(model: nn.Module, method: str, bits: float) -> None:
+    """method: a key of LEVELS, NUMBERED (of a digits network) or ACTIVATIONS, or "exact"."""
+    if method == "exact":
+        return
+    options = {"bits": bits, "activation_bits": ACTIVATION_BITS, "verbose": False}
+    if method == "per tensor":
+        controller = fewbit.compress_(model, level="L2", attention_bits=bits, **options)
+        use_one_range(controller)
+    elif method in ("L2", "L2.5"):
+        fewbit.compress_(model, level=method, attention_bits=bits, **options)
+    elif method == "L3":
+        fewbit.compress_(model, level="L3", **options)
+    elif method in NUMBERED:
+        level, _ = method.split(", ")
+        number_digits(fewbit.compress_(model, level=level, **options))
+    elif method == TABLES:
+        fewbit.compress_(model, level="L3", **options | {"activation_bits": bits})
+    else:
+        controller = fewbit.compress_(model, level="L3", exclude=is_gelu, **options)
+        quantise_activations(controller, shared=method == SHARED)
+
+
+# -- Per tensor ----------------------------------------------------------------------------------------------
+
+
+class OneRangeRecipe(NamedTuple):
+    """How codes and (minimum, step) become values again; in place of `fewbit.runtime.quantiser.Recipe`."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    count: int = 2
+
+    def restore(self, tensors, dtype=None, affine=None) -> Tensor:
+        codes, bounds = tensors
+        minimum, step = bounds.unbind()
+        values = codes * step + minimum
+        scale, shift, _ = affine or (None, None, None)
+        if scale is not None:
+            values = values * scale
+        if shift is not None:
+            values = values + shift
+        return values.to(dtype or self.dtype)
+
+
+class OneRange(Quantiser):
+    """One minimum and step for a whole tensor."""
+
+    def keep_normalised(self, x, mean, rstd, inner):
+        return super().keep_normalised(x, mean, rstd, None)  # as a tensor, like any other
+
+    def with_result(self, run, y):
+        return None
+
+    def _keep(self, x, dtype, slot=0, normalise=None) -> Kept:
+        assert normalise is None
+        generator = torch.Generator().manual_seed(self._seed(x).item())
+        bounds, codes = rounded(x.detach().float(), self.bits, generator)
+        return Kept((codes, bounds), OneRangeRecipe(tuple(x.shape), codes.stride(), dtype))
+
+
+def rounded(x: Tensor, bits: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(minimum and step, codes): float32 (2,), uint8 in x's shape and order; exact in expectation."""
+    least, most = x.aminmax()
+    step = (most - least) / (2**bits - 1)
+    offset = torch.rand(x.shape, generator=generator)
+    codes = ((x - least) / step).nan_to_num(0.0).add(offset).floor().clamp(0, 2**bits - 1)
+    return torch.stack((least, step)), codes.to(torch.uint8)
+
+
+def of_functions(controller) -> FunctionSettings:
+    """What functions keep that the model's modules call."""
+    return next(c.settings for c in controller.session.contexts if isinstance(c, Calls))
+
+
+def use_one_range(controller) -> None:
+    """Gives the quantisers of a model at level L2, of its modules and of functions that it calls, that class."""
+    functions = of_functions(controller)
+    of_modules = [m.quantiser for m in controller.model.modules() if isinstance(m, Quantised)]
+    for quantiser in (*of_modules, functions.quantiser, functions.attention_quantiser):
+        quantiser.__class__ = OneRange
+
+
+# -- Numbered ------------------------------------------------------------------------------------------------
+
+
+def number_digits(controller) -> None:
+    """Has the model tell the numbers of the digits before each forward in training; known by their pixels."""
+    numbers = {_pixels(image): number for number, image in enumerate(digits()[0])}
+
+    def tell(model, inputs):
+        if model.training:
+            controller.number_samples([numbers[_pixels(image)] for image in inputs[0]])
+
+    controller.model.register_forward_pre_hook(tell, prepend=True)
+
+
+def _pixels(image: Tensor) -> bytes:
+    return image.numpy().tobytes()
+
+
+# -- Activations that keep their input -----------------------------------------------------------------------
+
+
+class _GELU(Function):
+    @staticmethod
+    def forward(ctx, x, quantiser, shared):
+        keep = quantiser.keep(x, shared)
+        ctx.recipe = keep.recipe
+        ctx.save_for_backward(*keep.tensors)
+        return gelu(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x = ctx.recipe.restore(ctx.saved_tensors, grad.dtype)
+        return torch.ops.aten.gelu_backward(grad, x), None, None
+
+
+class QuantisedGELU(nn.GELU):
+    """shared: whether a copy that another layer keeps of the same input will do, that of a norm before it too."""
+
+    quantiser: Quantiser
+    shared: bool
+
+    def forward(self, x):
+        return _GELU.apply(x, self.quantiser, self.shared) if self.training else super().forward(x)
+
+
+def is_gelu(path: str, module: nn.Module) -> bool:
+    return type(module) is nn.GELU
+
+
+def quantise_activations(controller, shared: bool) -> None:
+    """Makes the GELUs of a model, which it leaves alone, layers that keep their input like the others."""
+    quantiser = of_functions(controller).quantiser
+    for path, module in controller.model.named_modules():
+        if is_gelu(path, module):
+            module.__class__ = QuantisedGELU
+            module.quantiser, module.shared = quantiser.named(path), shared

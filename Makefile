@@ -21,7 +21,7 @@ demo: $(VENV)/installed $(VENV)/installed-torch
 	$(BIN)/fewbit demo --output demo --force
 
 test: $(VENV)/installed-tests lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 lint: $(VENV)/installed-tests
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import sys
 
 import torch
@@ -315,6 +316,8 @@ def main(name, rank, rendezvous):
     {each.__name__: each for each in CASES}[name](rank)
     dist.barrier()  # whoever leaves first takes the connection with it
     dist.destroy_process_group()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads may outlive the interpreter's end, and abort it
 
 
 if __name__ == "__main__":

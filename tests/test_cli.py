@@ -448,8 +448,9 @@ def test_show_solves_and_caches_what_is_not_shipped(shipped, tmp_path, monkeypat
     assert succeed(*arguments).stdout == first
 
 
-def test_show_selects_from_a_file(shipped):
-    path = str(shipped / "gelu.json")
+def test_show_selects_from_a_file(shipped, monkeypatch):
+    monkeypatch.chdir(shipped)
+    path = "gelu.json"
     one = succeed("show", path, "--bits", "2", "--form", "intervals", "--json").stdout
     assert Table.from_document(json.loads(one)).form == "intervals"
     one = succeed("show", path, "--weight", "normal:0,1", "--json").stdout

@@ -65,6 +65,9 @@ class Allocation(_Report, Sequence):
             return "no bits chosen yet: level L3 does so after the first steps of training"
         return f"{self.bits:.4g} bits on average for {len(self)} tensors that layers keep"
 
+    def __rich__(self):
+        return super().__rich__() if self else self.title
+
     def records(self) -> list[dict]:
         """A dictionary for each row."""
         return [row._asdict() | {"variance": row.variance} for row in self]

@@ -124,7 +124,7 @@ class SavedBytesReport:
             lines.append(
                 f"{shared} more saved tensors share a storage with an earlier module: 0 bytes"
             )
-        wide = [e for e in self.kept if e.kind == "range" and e.shape[1] == WIDE and e.bytes]
+        wide = [e for e in self.kept if e.kind == "range" and e.shape[1:] == (WIDE,) and e.bytes]
         if wide:
             names = sorted({entry.module or "(the model)" for entry in wide})
             more = ", ..." * (len(names) > 3)

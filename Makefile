@@ -21,7 +21,7 @@ demo: $(VENV)/installed $(VENV)/installed-torch
 	$(BIN)/fewbit demo --output demo --force
 
 test: $(VENV)/installed-tests lint
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest
 
 lint: $(VENV)/installed-tests
 	$(BIN)/ruff check .

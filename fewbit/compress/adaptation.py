@@ -30,6 +30,8 @@ LAG = 2
 """Steps that several processes with GPUs give numbers to arrive; a process of its own looks whether they have."""
 FORGOTTEN = 8
 """Observations after which a variable that is not met any more is forgotten."""
+COLUMNS = 9 + SPREAD
+"""Numbers of one variable that processes sum up."""
 VERSION = 1
 
 
@@ -173,9 +175,8 @@ class Adaptation(Variables):
 
     def _table(self, seen: dict[tuple, Seen]) -> torch.Tensor:
         """A row for each variable that there may be, of fixed size and order: whether it was seen, and what."""
-        table = torch.zeros(
-            len(self._places) * SLOTS, 9 + SPREAD, dtype=torch.float64, device="cpu"
-        )
+        rows = len(self._places) * SLOTS
+        table = torch.zeros(rows, COLUMNS, dtype=torch.float64, device="cpu")
         for (name, slot), each in seen.items():
             place = self._places.get(name)
             if place is None or slot >= SLOTS:
@@ -187,7 +188,7 @@ class Adaptation(Variables):
         return table.flatten()
 
     def _of_table(self, sums: torch.Tensor) -> dict[tuple, Seen]:
-        table = sums.view(-1, 9 + SPREAD)
+        table = sums.view(-1, COLUMNS)
         names = list(self._places)
         seen = {}
         for index in table[:, 0].nonzero()[:, 0].tolist():

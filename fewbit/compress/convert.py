@@ -139,16 +139,17 @@ def compress_(
     compressed. A second call undoes the first, so that its settings are all there is.
 
     level, of ActNN's Table 2: "L0" (nothing; undoes a conversion), "L1" (convolutions only), "L2" (all layers),
-    "L2.5" (bits are shared out between samples), "L3" (between samples and layers, as training shows where they are
-    needed; docs/controller.md), "L4" (what is kept on a GPU goes to the host until it is needed) or "L5" (and the GPU's
-    memory is reserved in expandable segments; both docs/offload.md); L2 unless bits is not whole or a budget is given, then L3. bits: 1 to 8, of
-    quantised inputs (4); an average, as 1.75, from L2.5 on. budget: in place of bits, all that a forward of `sample`
-    may keep: bytes, or "6 GiB". interval: steps from one adaptation to the next (200; the first are after steps 1, 2, 4, 8 ...). activation_bits: of few-bit
-    activations (3; those with a derivative of two values keep 1, which is exact). attention_bits: of q, k and v (as
-    bits, but 4 at least; at L3 part of the average). policy: "fixed". group_size: features that share a range
-    (256). minimum: "auto", "bfloat16" or "float32", see docs/quantiser.md. copies: 2 for norms that keep two
-    independent copies. functional: also compress functions of torch and torch.nn.functional that a forward calls
-    (F.gelu, F.scaled_dot_product_attention, a product of two activations ...) while the model trains in eager mode.
+    "L2.5" (bits are shared out between samples), "L3" (between samples and layers, as training shows where they
+    are needed; docs/controller.md), "L4" (what is kept on a GPU goes to the host until it is needed) or "L5" (and
+    the GPU's memory is reserved in expandable segments; both docs/offload.md); L2 unless bits is not whole or a
+    budget is given, then L3. bits: 1 to 8, of quantised inputs (4); an average, as 1.75, from L2.5 on. budget: in
+    place of bits, all that a forward of `sample` may keep: bytes, or "6 GiB". interval: steps from one adaptation
+    to the next (200; the first are after steps 1, 2, 4, 8 ...). activation_bits: of few-bit activations (3; those
+    with a derivative of two values keep 1, which is exact). attention_bits: of q, k and v (as bits, but 4 at
+    least; at L3 part of the average). policy: "fixed". group_size: features that share a range (256). minimum:
+    "auto", "bfloat16" or "float32", see docs/quantiser.md. copies: 2 for norms that keep two independent copies.
+    functional: also compress functions of torch and torch.nn.functional that a forward calls (F.gelu,
+    F.scaled_dot_product_attention, a product of two activations ...) while the model trains in eager mode.
     include, exclude: globs over dotted module paths ("" is the model itself; any path of a shared module
     counts; a glob that matches a module matches what is inside), or a function (path, module) -> bool;
     exclude wins. overrides: {glob: bits, or a mapping of bits, activation_bits, attention_bits,

@@ -109,6 +109,7 @@ class Observation:
         self._rounding = {}  # {name: {level: (samples,) variance of an element}}
         self._nodes: list[_Node] = []
         self._is_open = True
+        self._will_let_go = False  # when the backward pass ends
         self._arrival = None
 
     # -- in the forward ----------------------------------------------------------------------------------
@@ -198,20 +199,20 @@ class Observation:
 
     def _add(self, node, variable, level, exact, noisy) -> None:
         scale, norms = _levels(variable, level) ** 2, []
-        while exact[len(norms) :]:
-            at = len(norms)
+        for at, below in enumerate(node.below):
             change = _difference(exact[at], noisy[at])
             noisy[at] = None
             norms.append(_norm([change]))
-            below = node.below[at]
             if change is not None and below >= 0 and self._nodes[below].is_layer:
-                if not any(each.handed for each in self._nodes):
+                if not self._will_let_go:
+                    self._will_let_go = True
                     torch.autograd.Variable._execution_engine.queue_callback(self._let_go)
                 self._nodes[below].handed.append((variable.name, level, scale, change))
         node.noise.append(_Noise(variable.name, level, scale, norms, True))
 
     def _let_go(self) -> None:
         """Of noise that was handed to layers whose backward did not run."""
+        self._will_let_go = False
         for node in self._nodes:
             node.handed = []
 

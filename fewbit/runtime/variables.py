@@ -56,14 +56,12 @@ class Plan:
     """What one forward goes by, and whoever makes a part of it again for a checkpoint.
 
     averages: {name: bits}, of variables that do not have those of their layer. samples: in the forward, or None.
-    observation: what is to be found out on the way, or None. magnitudes: of gradients by sample, numbers: of the samples
-    of this forward; or None.
+    observation: what is to be found out on the way, or None. Where the samples are numbered also magnitudes, of
+    gradients by sample, and numbers, of the samples of this forward.
     """
 
-    def __init__(
-        self, averages=None, samples=None, observation=None, magnitudes=None, numbers=None
-    ):
-        self.averages = averages or {}
+    def __init__(self, averages, samples: int | None, observation=None):
+        self.averages = averages
         self.samples = samples
         self.observation = observation
         self.magnitudes = self.numbers = None

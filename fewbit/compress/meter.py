@@ -15,21 +15,21 @@ import math
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from fewbit.compress.meter_report import SavedBytesReport
 from fewbit.errors import FewbitError
 from fewbit.files import write_atomic
 from fewbit.runtime import sharing
 from fewbit.runtime.groups import WIDE
+from fewbit.runtime.nested import tensors_in
 
 STATE = (
     "parameter",
@@ -180,7 +180,7 @@ def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
         )
     roots, compiled = _roots(model)
     modules = _named_modules(roots)
-    tensors = _tensors((inputs, kwargs))
+    tensors = tensors_in((inputs, kwargs))
     recorder = _Recorder(_Place("", _type_name(model), _is_fewbit(model)))
     with ExitStack() as stack:
         stack.enter_context(_unchanged(modules, tensors))
@@ -192,7 +192,7 @@ def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
         output = model(*inputs, **kwargs)
     # The output keeps the graph alive, the graph keeps the tokens alive.
     tokens = recorder.alive()
-    _name_nodes(_tensors(output))
+    _name_nodes(tensors_in(output))
     with _disable_current_modes():
         entries = _entries(tokens, _known(roots, tensors))
     del output
@@ -438,19 +438,6 @@ def _named_modules(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
     found = {}
     for prefix, root in roots.items():
         found |= dict(root.named_modules(memo, prefix))
-    return found
-
-
-def _tensors(structure) -> list[torch.Tensor]:
-    """The tensors of nested containers, mappings and dataclasses."""
-    found = []
-    for leaf in tree_leaves(structure):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Mapping):
-            found += _tensors(list(leaf.values()))
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += _tensors(list(vars(leaf).values()))
     return found
 
 

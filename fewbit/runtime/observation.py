@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
@@ -34,6 +34,7 @@ import torch
 
 from fewbit.runtime import layout
 from fewbit.runtime.arrival import Arrival
+from fewbit.runtime.nested import tensors_in
 from fewbit.runtime.plain import is_plain
 
 SPREAD = 16
@@ -135,7 +136,7 @@ class Observation:
     def watch(self, outputs) -> None:
         """Follows the backward pass from those results of the forward: tensors, in any nest of containers."""
         numbers, entered = {}, set()
-        tensors = _tensors(outputs)
+        tensors = tensors_in(outputs)
         self.is_void |= not all(map(is_plain, tensors))
         waiting = [] if self.is_void else [(each.grad_fn, False) for each in tensors]
         while waiting:
@@ -446,16 +447,3 @@ def _square(host, norm) -> float:
         return 0.0
     (value,) = host[id(norm)]
     return value * value
-
-
-def _tensors(outputs) -> list[torch.Tensor]:
-    """Those in a nest of tensors, mappings, sequences and dataclasses."""
-    if isinstance(outputs, torch.Tensor):
-        return [outputs]
-    if isinstance(outputs, Mapping):
-        outputs = outputs.values()
-    elif is_dataclass(outputs) and not isinstance(outputs, type):
-        outputs = [getattr(outputs, each.name) for each in fields(outputs)]
-    elif not isinstance(outputs, list | tuple | set):
-        return []
-    return [tensor for each in outputs for tensor in _tensors(each)]

@@ -42,7 +42,9 @@ def locate(x, breaks, closed: Sequence[str] | None = None) -> np.ndarray:
     limits = np.asarray(breaks, np.float64)
     if closed is not None and "left" in closed:
         # For float64 x, x >= b is the same as x > (the float64 just below b).
-        limits = np.where(_is_left(closed), np.nextafter(limits, -np.inf), limits)
+        with np.errstate(over="ignore"):  # below the least float64 lies minus infinity
+            below = np.nextafter(limits, -np.inf)
+        limits = np.where(_is_left(closed), below, limits)
     return np.searchsorted(limits, np.asarray(x, np.float64), side="left")
 
 

@@ -518,6 +518,26 @@ def test_a_large_offset_is_left_to_the_layer(one_pass):
     assert {entry.shape[1] for entry in kept.kept if entry.kind == "range"} == {2, 3}
 
 
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_in_one_pass_or_not_the_draws_are_the_same(backend, offset):
+    """So that a resumed training, whose first forward has no such pass, goes on as if never stopped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Followed(nn.GELU()), Followed(nn.GELU())).to(backend.device)
+    compressed(model)
+    with torch.no_grad():
+        model[0].up.bias.fill_(offset)
+    x = normal((6, 8)).to(backend.device)
+
+    def gradients():
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for one, other in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(one, other)
+
+
 class Factors(nn.Module):
     """A product of one tensor with itself; `function` makes it."""
 

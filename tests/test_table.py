@@ -256,6 +256,13 @@ def naive_locate(x, breaks, closed):
     )
 
 
+def test_locate_at_the_ends_of_float64():
+    least, greatest = -np.finfo(np.float64).max, np.finfo(np.float64).max
+    x = [-np.inf, least, 0.0, greatest, np.inf, np.nan]
+    assert locate(x, [least, greatest], ["left", "left"]).tolist() == [0, 1, 1, 2, 2, 2]
+    assert locate(x, [least, greatest]).tolist() == [0, 0, 1, 1, 2, 2]
+
+
 @given(st.data())
 @settings(max_examples=100, deadline=None)
 def test_locate_against_a_loop(data):

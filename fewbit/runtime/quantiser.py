@@ -236,13 +236,16 @@ class Quantiser:
         """
         if self._variables is not None:
             return None
-        made = run(self._seed(y), self.bits, self.group_size, self.minimum == "float32")
+        seed = self.session.seed(y)
+        made = run(seed, self.bits, self.group_size, self.minimum == "float32")
         if made is None:
+            self.session.give_back(y, seed)
             return None
         codes, (packed, ranges, spread) = made
-        offload.mark(packed, ranges)
         if self.minimum == "auto" and quantiser_ops.is_offset(*spread):
+            self.session.give_back(y, seed)
             return codes, None
+        offload.mark(packed, ranges)
         return codes, Kept((packed, ranges), self._recipe(y, y.dtype, self.bits))
 
     @property

@@ -11,7 +11,6 @@ it makes the result and its own codes.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import threading
 import weakref
@@ -25,6 +24,7 @@ from torch.utils.checkpoint import _CheckpointFrame
 
 from fewbit.runtime import offload, ops
 from fewbit.runtime.exact import forget
+from fewbit.runtime.seeds import Seeds
 from fewbit.runtime.variables import Plan
 
 MOST_FOLLOWED = 4096
@@ -65,8 +65,7 @@ class Session:
         self.variables = variables
         self._local = _Local()
         self._followed = {}
-        self._generators = None
-        self._start = 0
+        self._seeds = None  # of the latest forward, once there is one
         self._plans = weakref.WeakKeyDictionary()  # of checkpointed regions that may be made again
 
     def __getstate__(self):
@@ -100,7 +99,7 @@ class Session:
         local.around, _running.session = current(), self
         local.started = torch.is_grad_enabled() and not in_backward()
         if local.started:
-            self._generators = {}
+            self._seeds = None
             if self.variables is not None:
                 inputs = *args, *(kwargs or {}).values()
                 local.plan = self._plan_of(module, inputs)
@@ -118,10 +117,10 @@ class Session:
         if not local.calls:
             self._forget_unused()
             self._end()
-            # Torch's generator moves on, once a forward and after all that the model draws.
             if local.started and local.plan and local.plan.observation is not None:
                 local.plan.observation.watch(outputs)
-            if local.started and self._generators:
+            # Torch's generator moves on, once a forward and after all that the model draws.
+            if local.started and self._seeds is not None:
                 torch.randint(2**63 - 1, (), device="cpu")
 
     def _end(self) -> None:
@@ -250,27 +249,21 @@ class Session:
     # -- Seeds -------------------------------------------------------------------------------------------
 
     def seed(self, x) -> torch.Tensor:
-        """A seed for one tensor: (1,) int64 on x's device.
-
-        From generators of our own, which start from the state of torch's without drawing from it. What
-        dropout draws is then what it would draw without us, also where a checkpoint makes a region again,
-        having put torch's generator back, and draws another number of seeds.
-        """
-        outside = self._local.entries is None and not in_backward()
-        if outside or _is_capturing(x):
+        """A seed for one tensor: (1,) int64 on x's device."""
+        if self._is_outside(x):
             return ops.new_seed(x)
-        if self._generators is None:
-            self._generators = {}
-        if not self._generators:
-            state = hashlib.blake2b(torch.get_rng_state().numpy(), digest_size=8).digest()
-            self._start = int.from_bytes(state) >> 1
-        generator = self._generators.get(x.device)
-        if generator is None:
-            generator = torch.Generator(x.device).manual_seed(self._start)
-            self._generators[x.device] = generator
-        return torch.randint(
-            -(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=x.device, generator=generator
-        )
+        if self._seeds is None:
+            self._seeds = Seeds()
+        return self._seeds.draw(x.device)
+
+    def give_back(self, x, seed: torch.Tensor) -> None:
+        """The seed for x was not needed."""
+        if not self._is_outside(x):
+            self._seeds.give_back(seed)
+
+    def _is_outside(self, x) -> bool:
+        outside = self._local.entries is None and not in_backward()
+        return outside or _is_capturing(x)
 
 
 class _Local(threading.local):

@@ -20,8 +20,9 @@ demo: $(VENV)/installed $(VENV)/installed-torch
 	$(BIN)/fewbit plot gelu --bits 3 -o demo/gelu_3bit.png --force
 	$(BIN)/fewbit demo --output demo --force
 
+# As many processes as cores, of one thread each: tests of threads ask for theirs.
 test: $(VENV)/installed-tests lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 lint: $(VENV)/installed-tests
 	$(BIN)/ruff check .

@@ -286,30 +286,47 @@ class Adaptation(Variables):
         }
 
     def load(self, state: dict) -> None:
-        """Raises InputError, with nothing changed, for a state that is not one of `state`."""
+        """Goes on with what was seen; the bits that follow are those of this budget.
+
+        Raises InputError, with nothing changed, for a state that is not one of `state`, or is of another model.
+        """
         if not isinstance(state, Mapping) or state.get("version") != VERSION:
             found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
             raise InputError(
                 f"expected version {VERSION} of a controller's state, as its state_dict() gave it, got {found!r}"
             )
-        try:
-            step, is_due = check_step(state["step"]), bool(state["due"])
-            rows = [_of_row(row) for row in state["variables"]]
-            pending = state["pending"]
-            pending = None if pending is None else [_of_row(row) for row in pending]
-        except InputError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"expected what a controller's state_dict() gave, got one without a usable {error}"
-            ) from None
+        step, is_due = _read(state, "step", check_step), _read(state, "due", bool)
+        rows = _read(state, "variables", self._rows)
+        pending = _read(state, "pending", lambda rows: None if rows is None else self._rows(rows))
+        seen = {name: each for name, each, _ in rows}
+        averages = self._allocated(seen)
         super().load(state)
         with self._lock:
             self.step, self._is_due, self._alone, self._stage = step, is_due, 0, None
-            self.seen = {name: each for name, each, _ in rows}
+            self.seen, self.averages = seen, averages
             self._missed = {name: missed for name, _, missed in rows if missed}
-            self.averages = {name: each.average for name, each, _ in rows if not each.is_fixed}
             self._pending = None if pending is None else {name: each for name, each, _ in pending}
+
+    def _rows(self, rows) -> list:
+        found = [_of_row(row) for row in rows]
+        for (name, _), _, _ in found:
+            if name not in self._places:
+                raise InputError(
+                    f"expected the state of this model's controller, got one with a layer {name!r}, which it lacks"
+                )
+        return found
+
+
+def _read(state, key: str, of):
+    """An entry of a state. Raises InputError where it is not one."""
+    try:
+        return of(state[key])
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError):
+        raise InputError(
+            f"expected what a controller's state_dict() gave, got one without usable {key!r}"
+        ) from None
 
 
 def check_step(step) -> int:

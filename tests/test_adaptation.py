@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.compress.adaptation import SLOTS, Adaptation
 from fewbit.errors import InputError
-from fewbit.runtime.observation import Seen
+from fewbit.runtime.observation import Observation, Seen
 
 
 def build(name="convnet", **options):
@@ -564,3 +565,83 @@ def test_numbers_that_are_refused(numbers, message):
     fixed = fewbit.compress_(model, 2, verbose=False)
     with pytest.raises(InputError, match=r"level L2\.5 or above"):
         fixed.number_samples([1])
+
+
+def test_saving_changes_nothing():
+    """Also where numbers are still on their way from a device."""
+
+    def run(saves):
+        model, controller, x = build(bits=2, interval=3)
+        for number in range(8):
+            torch.manual_seed(number)
+            step(model, x)
+            if saves:
+                controller.state_dict()
+        return controller.allocation
+
+    assert run(False) == run(True)
+
+
+def test_numbers_on_their_way_are_part_of_a_state(monkeypatch):
+    monkeypatch.setattr(Observation, "is_there", lambda self: False)
+    model, controller, x = build(bits=2)
+    step(model, x), step(model, x)
+    state = json.loads(json.dumps(controller.state_dict()))
+    assert state["pending"] and not controller.allocation
+    monkeypatch.undo()
+    step(model, x)
+    model, other, x = build(bits=2)
+    other.load_state_dict(state)
+    step(model, x)
+    assert averages(other) == averages(controller)
+
+
+def test_a_budget_resumes_with_the_bits_that_it_came_to():
+    """Weights that are loaded after the conversion would give others."""
+    sample = normal(MODELS["convnet"][1], scale=1.0)
+    model, controller, x = build("convnet", budget="60 KiB", sample=sample)
+    step(model, x), step(model, x)
+    state = controller.state_dict()
+    state["bits"] *= 0.9
+    model, other, x = build("convnet", budget="60 KiB", sample=sample)
+    other.load_state_dict(state)
+    assert other.session.variables.bits == state["bits"]
+    model, other, x = build("convnet", budget="50 KiB", sample=sample)
+    other.load_state_dict(state)
+    assert other.session.variables.bits != state["bits"]
+
+
+def test_what_was_known_is_taken_at_the_scale_of_what_is_seen():
+    """Losses may be scaled, by ever other factors: only relations count."""
+    adaptation = Adaptation(2, "abc")
+    first = {(name, 0): Seen(2.0, False, 1024, 8, size, size) for name, size in zip("abc", (1.0, 2.0, 4.0), strict=True)}  # fmt: skip
+    adaptation._learn(first)
+    before = adaptation.averages
+    scaled = {
+        name: replace(each, sensitivity=2**16 * each.sensitivity, at_one=2**16 * each.at_one)
+        for name, each in first.items()
+        if name[0] != "c"
+    }
+    adaptation._learn(scaled)
+    assert adaptation.averages == before
+    assert adaptation.seen["c", 0].sensitivity == 2**18
+
+
+def test_a_model_that_processes_trained_together_goes_on_alone():
+    model, controller, x = build(bits=2)
+    controller.session.variables._is_joint = True  # as after steps of several processes
+    other = pickle.loads(pickle.dumps(model))
+    step(other, x), step(other, x)
+    step(model, x), step(model, x)  # there are no such processes any more
+    assert controller.session.variables.step == 2
+    (session,) = {module.quantiser.session for module in other.modules() if hasattr(module, "quantiser")}  # fmt: skip
+    assert session.variables.step == 2 and session.variables.averages
+
+
+def test_tiny_tensors_keep_to_the_average():
+    """Parts of unequal size: each counts by its own."""
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(5)))
+    controller = fewbit.compress_(model, 2.5, verbose=False)
+    for _ in range(3):
+        model(normal((31, 1), scale=1.0)).square().sum().backward()
+    assert controller.allocation and controller.allocation.bits <= 2.5

@@ -52,7 +52,7 @@ class Controller:
         rows = (
             Allocated(
                 *name,
-                adaptation.averages.get(name, each.average),
+                adaptation.bits_of(name, each),
                 each.is_fixed,
                 each.elements,
                 each.samples,

@@ -202,7 +202,7 @@ def compress_(
         settings = replace(settings, bits=bits)
         controller = convert(model, settings, *selection)
     if settings.adapts:
-        adaptation = Adaptation(settings.bits, _names(model), interval, elements)
+        adaptation = Adaptation(settings.bits, _names(model), interval, elements, budget)
         controller.session.variables = adaptation
     notes, allocator = [_of_level(level, settings, interval)], None
     if budget is not None:

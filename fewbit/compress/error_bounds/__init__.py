@@ -5,7 +5,7 @@ kind of layer there are two functions: `..._d`, which bounds the squared gradien
 what is kept, and `..._error`, the errors with which that bound is e2 V2. Errors are squares, dx2:
 
 - worst-case (expectation=False): D is never below the squared gradient error if the elements' squared errors are at
-  most dx2; for linear layers, convolutions, norms and attention it is enough that their mean is.
+  most dx2; for linear layers, convolutions and norms it is enough that their mean is.
 - in expectation (expectation=True): D is never below the mean of the squared gradient error if the elements' errors
   are independent with mean 0 and variances of at most dx2. What a bound asks for besides is said where it does.
 

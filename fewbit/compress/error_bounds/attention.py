@@ -5,9 +5,10 @@ Z = G v^T and dS = P (Z - rowsum(P Z)), elementwise,
 
     grad v = P^T G        grad q = scale dS k        grad k = scale dS^T q
 
-None of them is linear in q and k. The bounds rest on two facts about a row's softmax p with Jacobian J(p): |J| <= 1/2,
-and |(J(p^) - J(p)) z| <= 1/2 (max z - min z) |difference of scores|. They hold however large the errors are, and are
-loose. There is no bound here for attention with dropout.
+None of them is linear in q and k. The bounds rest on two facts about the Jacobian J of a row's softmax: with lambda no
+less than |J| on the way from p to p^, |p^ - p| <= lambda |s^ - s| and |(J^ - J) z| <= lambda (max z - min z) |s^ - s|,
+s being the scores. lambda is 1/2 for any p, and for a row whose scores err by at most a, max p exp(2 a). They
+hold however large the errors are, and are loose. There is no bound here for attention with dropout.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ _HALVINGS = 200
 
 @dataclass(frozen=True)
 class AttentionNorms:
-    """What the bound depends on; the norms are float64 tensors of one value a head (heads of all samples in a row).
+    """What the bound depends on; float64 tensors, heads of all samples in a row.
 
-    queries L, keys S, features E, value_features Ev: sizes. query, key, grad: the largest singular values of q, k, G.
-    query_f, key_f, grad_f, scores_f: the Frobenius norms of q, k, G and dS. With R_i the max - min of row i of Z,
-    spread is the largest R_i, spread2 the sum of R_i^2, and spread_query2 that of R_i^2 |q_i|^2.
+    queries L, keys S, features E, value_features Ev: sizes. Of each head, (heads,): query, key, grad: the largest
+    singular values of q, k, G; key_f, scores_f: the Frobenius norms of k and dS; key_most: the largest norm of a
+    row of k. Of each row, (heads, L): query_rows, grad_rows: the norms of q's and G's rows; spread: max - min
+    of Z's; peak: the largest probability.
     """
 
     queries: int
@@ -41,13 +43,13 @@ class AttentionNorms:
     query: Tensor
     key: Tensor
     grad: Tensor
-    query_f: Tensor
     key_f: Tensor
-    grad_f: Tensor
     scores_f: Tensor
+    key_most: Tensor
+    query_rows: Tensor
+    grad_rows: Tensor
     spread: Tensor
-    spread2: Tensor
-    spread_query2: Tensor
+    peak: Tensor
 
 
 def attention_norms(query, key, value, grad, scale=None, mask=None) -> AttentionNorms:
@@ -72,7 +74,6 @@ def attention_norms(query, key, value, grad, scale=None, mask=None) -> Attention
     seen = torch.isfinite(added)
     low = z.masked_fill(~seen, math.inf).amin(-1)
     high = z.masked_fill(~seen, -math.inf).amax(-1)
-    spread2 = (high - low).clamp(min=0.0).square()
     slopes = p * (z - (p * z).sum(-1, keepdim=True))
     return AttentionNorms(
         queries=q.shape[-2],
@@ -83,13 +84,13 @@ def attention_norms(query, key, value, grad, scale=None, mask=None) -> Attention
         query=torch.linalg.matrix_norm(q, 2),
         key=torch.linalg.matrix_norm(k, 2),
         grad=torch.linalg.matrix_norm(g, 2),
-        query_f=torch.linalg.matrix_norm(q),
         key_f=torch.linalg.matrix_norm(k),
-        grad_f=torch.linalg.matrix_norm(g),
         scores_f=torch.linalg.matrix_norm(slopes),
-        spread=spread2.amax(-1).sqrt(),
-        spread2=spread2.sum(-1),
-        spread_query2=(spread2 * q.square().sum(-1)).sum(-1),
+        key_most=k.norm(dim=-1).amax(-1),
+        query_rows=q.norm(dim=-1),
+        grad_rows=g.norm(dim=-1),
+        spread=(high - low).clamp(min=0.0),
+        peak=p.amax(-1),
     )
 
 
@@ -107,37 +108,61 @@ def attention_d(
 ) -> tuple[float, float, float]:
     """D of the gradients of (query, key, value), summed over heads, if all elements of q, k and v err by dx2.
 
-    Worst-case: of the squared errors only the mean over each head's q, k and v matters. In expectation: of independent
-    errors in q, k and v with mean 0, none larger than 2 dx, as stochastic rounding has them, dx2 being step^2 / 4.
+    Worst-case: for every element, not their mean. In expectation: of independent errors in q, k and v with mean 0,
+    none larger than 2 dx, as stochastic rounding has them, dx2 being step^2 / 4. Of the D of both lambda
+    the smaller is taken.
     """
-    of_each = _in_expectation if expectation else _worst
-    return tuple((each**2).sum().item() for each in of_each(square("dx2", dx2), norms))
+    dx, of_each = math.sqrt(square("dx2", dx2)), _in_expectation if expectation else _worst
+    half = torch.full_like(norms.peak, 0.5)
+    moved = norms.peak * torch.exp(2.0 * _scores_most(2.0 * dx if expectation else dx, norms))
+    bounded = [
+        of_each(dx, each, norms) for each in (half, torch.where(norms.peak < 0.5, moved, half))
+    ]
+    of_both = [[each.square().sum().item() for each in one] for one in bounded]
+    # Far from any answer exp overflows; the other D is finite.
+    return tuple(a if math.isnan(b) else min(a, b) for a, b in zip(*of_both, strict=True))
 
 
-def _worst(dx2: float, n: AttentionNorms):
-    """Bounds of the three gradient errors' norms, by head. Error norms of q, k and v in a head: q, k, v."""
-    q = math.sqrt(dx2 * n.queries * n.features)
-    k = math.sqrt(dx2 * n.keys * n.features)
-    v = math.sqrt(dx2 * n.keys * n.value_features)
-    scores = n.scale * (q * n.key + n.query * k + q * k)
-    slopes = 0.5 * (n.grad * v + n.spread * scores)
+def _scores_most(dx: float, n: AttentionNorms) -> Tensor:
+    """(heads, L): the most by which a score of each row errs, where no element errs by more than dx."""
+    row = math.sqrt(n.features) * dx
+    return n.scale * (row * n.key_most[:, None] + n.query_rows * row + row * row)
+
+
+def _worst(dx: float, slope: Tensor, n: AttentionNorms):
+    """Bounds of the three gradient errors' norms, by head. slope: lambda of each row."""
+    row = math.sqrt(n.features) * dx  # the error of a row of q or k
+    q, k = math.sqrt(n.queries) * row, math.sqrt(n.keys) * row
+    v = math.sqrt(n.keys * n.value_features) * dx
+
+    def scores(weight):
+        """Of the errors of the scores, their rows times weight."""
+        of_query = torch.minimum(_norm(weight * n.query_rows), weight.amax(-1) * n.query)
+        return n.scale * (_norm(weight) * row * (n.key + k) + of_query * k)
+
+    of_grad = torch.minimum(_norm(slope * n.grad_rows), slope.amax(-1) * n.grad)
+    slopes = of_grad * v + scores(slope * n.spread)
     of_query = n.scale * (slopes * (n.key + k) + n.scores_f * k)
     of_key = n.scale * (slopes * (n.query + q) + n.scores_f * q)
-    return of_query, of_key, 0.5 * n.grad * scores
+    return of_query, of_key, n.grad * scores(slope)
 
 
-def _in_expectation(dx2: float, n: AttentionNorms):
+def _in_expectation(dx: float, slope: Tensor, n: AttentionNorms):
     """The same of their root mean squares."""
-    of_keys = n.key_f**2 + dx2 * n.keys * n.features
-    scores = n.scale * torch.sqrt(dx2 * (n.queries * of_keys + n.keys * n.query_f**2))
-    spread = n.scale * torch.sqrt(dx2 * (n.spread2 * of_keys + n.keys * n.spread_query2))
-    slopes = 0.5 * (n.grad_f * math.sqrt(dx2 * n.keys) + spread)
-    q = 2.0 * math.sqrt(dx2 * n.queries * n.features)
-    k = 2.0 * math.sqrt(dx2 * n.keys * n.features)
-    direct = n.scores_f * math.sqrt(dx2 * n.features)
+    row = 2.0 * math.sqrt(n.features) * dx
+    q, k = math.sqrt(n.queries) * row, math.sqrt(n.keys) * row
+    each = n.key_f[:, None] ** 2 + n.keys * (n.query_rows**2 + n.features * dx * dx)
+    rows = n.scale * dx * each.sqrt()  # of the errors of a row's scores
+    of_grad = _norm(slope * n.grad_rows) * math.sqrt(n.keys) * dx
+    slopes = of_grad + _norm(slope * n.spread * rows)
+    direct = n.scores_f * math.sqrt(n.features) * dx
     of_query = n.scale * (slopes * (n.key + k) + direct)
     of_key = n.scale * (slopes * (n.query + q) + direct)
-    return of_query, of_key, 0.5 * n.grad * scores
+    return of_query, of_key, n.grad * _norm(slope * rows)
+
+
+def _norm(rows: Tensor) -> Tensor:
+    return rows.norm(dim=-1)
 
 
 def attention_error(

@@ -39,9 +39,8 @@ class ErrorBounded:
 
     def compress(self, tensor, bound, seed=None) -> Payload:
         """As `Codec.compress`."""
+        limits, library = checked(tensor, bound), _library()
         x = tensor.detach()
-        library = _library()
-        limits = checked(x, bound)
         if not x.numel():
             return exact(x)
         magnitude = largest(x, len(limits) > 1)

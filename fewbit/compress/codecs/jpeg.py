@@ -46,8 +46,8 @@ class Jpeg:
 
     def compress(self, tensor, bound, seed=None) -> Payload:
         """As `Codec.compress`."""
+        limits = checked(tensor, bound)
         x = tensor.detach()
-        limits = checked(x, bound)
         if x.dim() != 4:
             raise InputError(
                 f"expected activations of shape (N, C, H, W) for jpeg, got shape {tuple(x.shape)}"

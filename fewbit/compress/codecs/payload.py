@@ -111,7 +111,7 @@ def checked(tensor: torch.Tensor, bound) -> torch.Tensor:
     if not bool((limits >= 0).all()):
         worst = limits.min().item() if not limits.isnan().any() else math.nan
         raise InputError(f"expected a bound of at least 0, got {worst}")
-    return limits
+    return limits.clamp(max=torch.finfo(torch.float64).max)  # so that differences have values
 
 
 def largest(x: torch.Tensor, channels: bool) -> torch.Tensor:
@@ -123,8 +123,10 @@ def largest(x: torch.Tensor, channels: bool) -> torch.Tensor:
 def left_over(limits, magnitude, dtype: torch.dtype, roundings: int = 3) -> torch.Tensor:
     """What of the limits is left to a codec that computes in float32: float64, 0 where nothing is.
 
-    Rounding, so often in float32 and to dtype in the end, moves a value by at most `share` of the magnitude, and
-    root mean squares of errors add up to at most their sum. NaN where the magnitude is.
+    roundings: of a value in float32. Root mean squares of errors add up to at most their sum. The last rounding, to dtype,
+    adds at most half a unit of the magnitude; and at most the error itself, as the exact value is of that dtype.
+    NaN where the magnitude is.
     """
-    share = torch.finfo(dtype).eps / 2 + roundings * 2.0**-24
-    return (limits.sqrt() - share * magnitude).clamp(min=0).square()
+    root = limits.sqrt() - roundings * 2.0**-24 * magnitude
+    unit = torch.finfo(dtype).eps / 2 * magnitude
+    return torch.maximum(root - unit, root - limits.sqrt() / 2).clamp(min=0).square()

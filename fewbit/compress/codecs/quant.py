@@ -29,8 +29,8 @@ class Quant:
 
     def compress(self, tensor, bound, seed=None) -> Payload:
         """As `Codec.compress`."""
+        limits = checked(tensor, bound)
         x = tensor.detach()
-        limits = checked(x, bound)
         return joined(x, pieces(x, limits, seed))
 
     def decompress(self, payload: Payload) -> torch.Tensor:

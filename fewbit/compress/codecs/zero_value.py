@@ -25,8 +25,8 @@ class ZeroValue:
 
     def compress(self, tensor, bound, seed=None) -> Payload:
         """As `Codec.compress`."""
+        limits = checked(tensor, bound)
         x = tensor.detach()
-        limits = checked(x, bound)
         return joined(x, [_without_zeros(piece) for piece in pieces(x, limits, seed)])
 
     def decompress(self, payload: Payload) -> torch.Tensor:

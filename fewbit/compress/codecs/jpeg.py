@@ -89,6 +89,9 @@ class Transformed(NamedTuple):
         )
         values = values.permute(1, 0, 2, 4, 3, 5).reshape(samples, channels, rows * h, columns * w)
         values = values[:, :, :height, :width].contiguous()
+        # What a long step moved beyond the range of a 16-bit dtype comes nearer so.
+        most = min(torch.finfo(each).max for each in (self.dtype, torch.float32))
+        values = values.clamp(-most, most)
         if affine is None:
             return values.to(dtype or self.dtype)
         return mapped(values.to(self.dtype), dtype or self.dtype, affine)

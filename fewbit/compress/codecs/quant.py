@@ -112,6 +112,8 @@ def widths_for(ranges, size, limits, dtype) -> list[int]:
         square, magnitude = square.mean(0, keepdim=True), magnitude.amax(0, keepdim=True)
     square, magnitude = torch.stack((square, magnitude)).cpu()
     rest = left_over(limits, magnitude, dtype)
+    # The greatest code's value may be a little beyond the greatest element, and so beyond the dtype.
+    rest[magnitude > min(torch.finfo(each).max for each in (dtype, torch.float32))] = 0
     return [_bits(each, limit) for each, limit in zip(square.tolist(), rest.tolist(), strict=True)]
 
 

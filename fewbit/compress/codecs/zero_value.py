@@ -50,7 +50,8 @@ class Sparse(NamedTuple):
         place = inner.bits, inner.group_size, inner.size, inner.stride
         given = inner.dtype if dtype is None or affine is not None else dtype
         values = quantiser_ops.dequantise(backend.pack(codes, inner.bits), ranges, *place, given)
-        layout.storage_order(values).masked_fill_(~is_kept, 0)
+        # All are finite. (masked_fill_ takes thirty times as long; adding 0 makes -0 +0.)
+        layout.storage_order(values).mul_(is_kept).add_(0)
         return mapped(values, dtype or inner.dtype, affine)
 
 

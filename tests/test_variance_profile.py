@@ -593,9 +593,9 @@ def test_picture_has_a_row_for_each_source_and_room_for_its_name(count, tmp_path
 
 
 def test_progress_is_shown_if_it_takes_long(monkeypatch, capsys):
-    from fewbit.compress import variance_profile_report as report
+    from fewbit.compress import progress
 
-    monkeypatch.setattr(report, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
     for terminal, asked in ((True, True), (True, False), (False, True)):
         monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
         variance_profile(nn.Linear(4, 2), torch.randn(8, 4), mean, draws=2, progress=asked)

@@ -43,9 +43,13 @@ class Measured:
             devices = {each.device for each in (*self.parameters, *tensors)}
             _seed_generators(devices, self.seed + number)
             with torch.enable_grad():
-                value = self.loss(self.model, batch)
+                value = self.value(batch)
             _check_value(value)
             yield value
+
+    def value(self, batch) -> torch.Tensor:
+        """The loss as it is."""
+        return self.loss(self.model, batch)
 
     def backward(self, value: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
         """The gradient of each of `parameters`, zeros where there is none. again: the graph stays."""

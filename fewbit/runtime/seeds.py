@@ -12,11 +12,14 @@ class Seeds:
 
     From generators of our own, which start from the state of torch's without drawing from it. What dropout draws is
     then what it would draw without us, also where a checkpoint makes a region again, having put torch's generator
-    back, and draws another number of seeds.
+    back, and draws another number of seeds. stream: another one gives independent draws from the same state, as
+    measurements need that leave dropout alike.
     """
 
-    def __init__(self):
-        state = hashlib.blake2b(torch.get_rng_state().numpy(), digest_size=8).digest()
+    def __init__(self, stream: int = 0):
+        salt = stream.to_bytes(8)  # of 0 it is none
+        state = torch.get_rng_state().numpy()
+        state = hashlib.blake2b(state, digest_size=8, salt=salt).digest()
         self._start = int.from_bytes(state) >> 1
         self._generators = {}
         self._unused = {}

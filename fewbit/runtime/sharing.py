@@ -57,12 +57,13 @@ class Session:
 
     contexts: entered around each forward in training, in that order. variables: makes a plan for each forward,
     whose tensors then share bits, or None for bits that are fixed. A deep copy, or what pickle restores, is a new
-    session with nothing in it but these.
+    session with nothing in it but these. stream: see Seeds.
     """
 
     def __init__(self, contexts=(), variables=None):
         self.contexts = contexts
         self.variables = variables
+        self.stream = 0
         self._local = _Local()
         self._followed = {}
         self._seeds = None  # of the latest forward, once there is one
@@ -253,7 +254,7 @@ class Session:
         if self._is_outside(x):
             return ops.new_seed(x)
         if self._seeds is None:
-            self._seeds = Seeds()
+            self._seeds = Seeds(self.stream)
         return self._seeds.draw(x.device)
 
     def give_back(self, x, seed: torch.Tensor) -> None:

@@ -44,7 +44,7 @@ class Candidate:
         """Converts the model in place, undoing what was done before. None where there is no controller."""
         if not self.activations_only:
             return compress_(model, **{**self.options, "verbose": False})
-        restore_(model)
+        restore_(model)  # so that nothing else is converted
         replace_activations_(model, **{**self.options, "verbose": False})
         return None
 
@@ -73,11 +73,13 @@ POLICIES = (
 ACTIVATION_BITS = (4, 3, 2)
 
 
-def default_candidates(model: nn.Module) -> tuple[Candidate, ...]:
-    """The same bits for all layers; shared between layers; few-bit activations and all else exact.
+def default_candidates(
+    model: nn.Module, policies: Iterable[str] | None = None
+) -> tuple[Candidate, ...]:
+    """The same bits for all layers ("fixed"); shared between layers ("shared"); "activations" in few bits, alone.
 
     The last where the model has activations as modules; of those with two slopes alone, as ReLU, with 1 bit, which
-    is exact.
+    is exact. policies: only these. InputError for one that there is not for this model.
     """
     found = [
         Candidate(policy.name, {**policy.options, policy.varies: value})
@@ -85,12 +87,21 @@ def default_candidates(model: nn.Module) -> tuple[Candidate, ...]:
         if any(isinstance(each, policy.needs) for each in model.modules())
         for value in policy.values
     ]
-    kinds_found = [kinds.kind_of(each) for each in model.modules()]
-    activations = [each for each in kinds_found if each and each.family == kinds.ACTIVATION]
+    activations = [
+        kind
+        for kind in map(kinds.kind_of, model.modules())
+        if kind is not None and kind.family == kinds.ACTIVATION
+    ]
     if activations:
         bits = (1,) if all(each.one_bit for each in activations) else ACTIVATION_BITS
         found += [Candidate("activations", {"bits": each}, True) for each in bits]
-    return tuple(found)
+    if policies is None:
+        return tuple(found)
+    names = list(dict.fromkeys(each.policy for each in found))
+    for name in policies:
+        if name not in names:
+            raise InputError(f"expected one of {', '.join(names)} for policy, got {name!r}")
+    return tuple(each for each in found if each.policy in policies)
 
 
 def check_candidates(candidates) -> tuple[Candidate, ...]:

@@ -1,30 +1,36 @@
 """What `fewbit.plan` says beforehand, and what the next batches say from the same weights.
 
-python benchmarks/plan.py resnet50 roberta-base: the plan on 4 batches, and on the first of them alone; then, by a loop of its own
-over the next 20 batches, the mean error of each of some settings and the bytes that they keep. Fails if a prediction of
-bytes is not exact (at fixed bits; of bits that adapt: within 1 %), or one of an error, from 4 batches, is off by more than 20 %.
-results/plan_<model>.json and .csv: a row for each setting, with what was predicted and what came; docs/images/plan.png: the
-plan for RoBERTa-base. Minutes a model on two cores.
+python benchmarks/plan.py resnet50 roberta-base digits characters: the plan on 4 batches, and on the first of them alone; then, by a
+loop of its own over the next 20 batches, the mean error of some settings and the bytes that they keep. The first two are
+untrained, of their real size, on small synthetic inputs; the others are trained: a ResNet for digits after 5
+epochs, the demo's transformer after 200 steps. Fails if a prediction of bytes is not exact (of bits that adapt: within 1 %), or one
+of an error, from 4 batches, is off by more than 20 %. results/plan.json and .csv: a row for each setting; those of models that
+are not named stay; docs/images/plan.png: the plan for RoBERTa-base. Some minutes for each of the large models on two cores.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from copy import deepcopy
 from functools import partial
 
+import digits_resnet
 import harness
 import torch
+import variance_profile
 
 import fewbit
-from fewbit.compress.candidates import Candidate, default_candidates
+from fewbit.compress.candidates import Candidate
 from fewbit.models.workload import workload
 
 BATCHES, NEXT = 4, 20
-MODELS = "resnet50", "roberta-base"
+MODELS = "resnet50", "roberta-base", "digits", "characters"
+PICTURED = "roberta-base"
 TOLERANCE, ADAPTED_BYTES = 0.2, 0.01
-CHECKED = {("fixed", 4), ("fixed", 2), ("shared", 2), ("activations", 3), ("activations", 2)}
+ADAPTING = 3  # steps, on batches of their own, before bits that adapt are compared
+CHECKED = {("fixed", 4), ("fixed", 2), ("shared", 2), ("activations", 3)}
 
 
 def gradients(model, batch, loss, seed):
@@ -35,7 +41,19 @@ def gradients(model, batch, loss, seed):
 
 
 def squared(tensors):
-    return sum(each.double().square().sum().item() for each in tensors)
+    return sum(torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2 for x in tensors)
+
+
+def trained(name: str):
+    """(model, batches, loss) of the models of benchmarks/variance_profile.py."""
+    count = BATCHES + ADAPTING + NEXT
+    if name == "characters":
+        variance_profile.BATCHES = count
+        return variance_profile.transformer()
+    model, _, loss = variance_profile.digits()
+    generator = torch.Generator().manual_seed(1)
+    found = [each for _ in range(2) for each in digits_resnet.batches(generator)]
+    return model, found[:count], loss
 
 
 def converted(candidate: Candidate, model):
@@ -49,7 +67,7 @@ def converted(candidate: Candidate, model):
 
 
 def following(model, batches, loss, candidates) -> tuple[list[dict], float]:
-    """For each candidate: its mean squared error over the batches' mean |g|^2; bytes of the last. And that mean."""
+    """For each candidate: its mean squared error over the batches, bytes of the last. And the mean of |g|^2."""
     copies = [converted(each, model) for each in candidates]
     before, batches = (
         batches[:3],
@@ -70,25 +88,27 @@ def following(model, batches, loss, candidates) -> tuple[list[dict], float]:
     rows = [
         {
             "next_bytes": fewbit.saved_bytes(partial(loss, copy), batches[-1]).total,
-            "next_error": error / squares,
+            "next_error": error,
         }
         for copy, error in zip(copies, errors, strict=True)
     ]
     return rows, squares
 
 
-def measured(name: str) -> None:
-    work = workload(name, batches=BATCHES + 3 + NEXT)
-    model, batches, loss = work
+def measured(name: str) -> list[dict]:
+    """A row for each of the settings that are checked."""
+    if name in ("digits", "characters"):
+        model, batches, loss = trained(name)
+    else:
+        model, batches, loss = workload(name, batches=BATCHES + ADAPTING + NEXT)
     start = time.perf_counter()
     plan = fewbit.plan(model, batches[:BATCHES], loss)
     seconds = time.perf_counter() - start
     print(plan, f"{seconds:.0f} s", sep="\n", end="\n\n", flush=True)
-    plan.save(harness.RESULTS / f"plan_{name}_plan.json", force=True)
-    if name == MODELS[-1]:
+    if name == PICTURED:
         plan.plot(harness.IMAGES / "plan.png", force=True)
     candidates = [
-        each for each in default_candidates(model) if (each.policy, each.options["bits"]) in CHECKED
+        row.candidate for row in plan.rows if (row.policy, row.candidate.options["bits"]) in CHECKED
     ]
     of_one = fewbit.plan(model, batches[0], loss, candidates=candidates, chunks=4)
     found, squares = following(model, batches[BATCHES:], loss, candidates)
@@ -97,41 +117,67 @@ def measured(name: str) -> None:
         row = next(each for each in plan.rows if each.candidate == candidate)
         rows.append(
             {
+                "model": name,
                 "policy": row.policy,
                 "setting": row.label,
+                "exact_bytes": plan.exact_bytes,
                 "saved_bytes": row.saved_bytes,
+                "next_bytes": after["next_bytes"],
                 "error": row.error,
                 "error_error": row.error_error,
-                "error_from_one_batch": one.error,
-                **after,
+                "next_error": after["next_error"],
                 "deviation": row.error / after["next_error"] - 1,
+                "error_from_one_batch": one.error,
                 "deviation_from_one_batch": one.error / after["next_error"] - 1,
+                "sampling": plan.sampling,
+                "sampling_error": plan.sampling_error,
+                "gradient": plan.gradient,
+                "next_gradient": squares,
+                "batch_size": plan.batch_size,
+                "candidates": len(plan.rows),
+                "plan_seconds": seconds,
             }
         )
-        print(rows[-1], flush=True)
-    about = harness.machine("torch", "transformers") | {
-        "model": name,
-        "batches": BATCHES,
-        "batch_size": plan.batch_size,
-        "next_batches": NEXT,
-        "plan_seconds": seconds,
-        "threads": torch.get_num_threads(),
-        "candidates": len(plan.rows),
-        "exact_bytes": plan.exact_bytes,
-        "gradient": plan.gradient,
-        "next_gradient": squares,
-        "sampling": plan.sampling,
-        "sampling_error": plan.sampling_error,
-    }
-    harness.save(f"plan_{name}", about, rows)
+        print({key: rows[-1][key] for key in SHOWN}, flush=True)
+    return rows
+
+
+SHOWN = (
+    "policy",
+    "setting",
+    "saved_bytes",
+    "next_bytes",
+    "error",
+    "next_error",
+    "deviation",
+    "deviation_from_one_batch",
+)
+
+
+def check(rows) -> None:
     for row in rows:
-        which = f"{name}, {row['policy']} at {row['setting']}"
+        which = f"{row['model']}, {row['policy']} at {row['setting']}"
         off = row["saved_bytes"] / row["next_bytes"] - 1
         allowed = ADAPTED_BYTES if row["policy"] == "shared" else 0
         assert abs(off) <= allowed, f"{which}: bytes {row['saved_bytes']}, {row['next_bytes']}"
         assert abs(row["deviation"]) <= TOLERANCE, f"{which}: error off by {row['deviation']:.1%}"
 
 
+def main(names):
+    path = harness.RESULTS / "plan.json"
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    about = harness.machine("torch", "transformers") | {
+        "threads": torch.get_num_threads(),
+        "batches": BATCHES,
+        "next_batches": NEXT,
+    }
+    for name in names:
+        rows = measured(name)
+        before = [each for each in before if each["model"] != name] + rows
+        before.sort(key=lambda row: MODELS.index(row["model"]))
+        harness.save("plan", about, before)
+        check(rows)
+
+
 if __name__ == "__main__":
-    for model_name in sys.argv[1:] or MODELS:
-        measured(model_name)
+    main(sys.argv[1:] or MODELS)

@@ -4,8 +4,9 @@ For a setting with gradients g^ that rounding makes noisy, and the exact gradien
 
     error = E|g^ - g|^2 = variance + |bias|^2,
 
-each divided by the mean of |g|^2 over the batches, beside the variance of g between minibatches. A setting whose error
-is a small share of that hardly changes what a step of stochastic gradient descent knows (ActNN, section 3.2).
+in units of the gradient squared, beside the variance of g between minibatches. A setting whose error is a small share of
+that hardly changes what a step of stochastic gradient descent knows (ActNN, section 3.2). The error is not divided
+by |g|^2 of its batch: that differs much more from batch to batch once a model is trained, and hardly goes with the error.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class Planned:
     """One candidate, measured.
 
     saved_bytes: kept for backward by one forward, by the meter. error: mean over batches and draws of |g^ - g|^2, bias
-    and all; variance: the part of it by which draws of rounding differ; bias: the rest, an estimate that is exact in
-    expectation, so that it may be below 0. All three over the mean of |g|^2. error_error, variance_error: standard
-    errors, NaN if not known. seconds: median of a forward and backward pass.
+    and all; variance: the part of it by which draws of rounding differ; bias: the rest, squared, an estimate that is
+    exact in expectation, so that it may be below 0. All three over all parameters, in units of the gradient squared.
+    error_error, variance_error: standard errors, NaN if not known. seconds: median of a forward and backward pass.
     """
 
     candidate: Candidate
@@ -82,8 +83,8 @@ class TrainingPlan(TrainingPlanReport):
     """What each candidate costs and saves.
 
     exact_bytes, exact_seconds: as of Planned, of the exact model. gradient: mean of |g|^2 over the batches. sampling:
-    the variance of g between minibatches over that; sampling_error: its standard error, NaN if not known. sampled: what
-    it was measured from. share: of it that a recommended candidate's error may be. rows: as the candidates came.
+    the variance of g between minibatches; sampling_error: its standard error, NaN if not known. sampled: what it was
+    measured from. share: of it that a recommended candidate's error may be. rows: as the candidates came.
     """
 
     model: str
@@ -216,10 +217,7 @@ def plan(
             done = partial(bar.step, len(candidates) * (1 + len(batches) * draws))
             found = [_Found(each, steps, batches, done) for each in candidates]
             squares, seconds = _passes(steps, batches, found, draws)
-    gradient = float(np.mean(squares))
     variances = sampling.sum(1)
-    known = len(variances) > 1
-    error = variances.std(ddof=1) / math.sqrt(len(variances)) if known else math.nan
     return TrainingPlan(
         model=type(model).__name__,
         device=_device_of(steps),
@@ -229,11 +227,11 @@ def plan(
         share=share,
         exact_bytes=exact_bytes,
         exact_seconds=statistics.median(seconds),
-        gradient=gradient,
-        sampling=float(variances.mean() / gradient),
-        sampling_error=float(error / gradient),
+        gradient=float(np.mean(squares)),
+        sampling=float(variances.mean()),
+        sampling_error=_standard_error(variances),
         sampled=sampled,
-        rows=tuple(each.planned(np.array(squares)) for each in found),
+        rows=tuple(each.planned() for each in found),
     )
 
 
@@ -312,25 +310,22 @@ class _Found:
         self.errors.append(errors)
         self.sums.append(_squared(total))
 
-    def planned(self, squares: np.ndarray) -> Planned:
-        """squares: (batches,), |g|^2 of each."""
+    def planned(self) -> Planned:
         errors, sums = np.array(self.errors), np.array(self.sums)
-        draws, gradient = errors.shape[1], squares.mean()
+        batches, draws = errors.shape
         # Half the mean squared difference of two draws, over all pairs.
         variances = (errors.sum(1) - sums / draws) / (draws - 1)
         biases = (sums - errors.sum(1)) / (draws * (draws - 1))
-        if len(squares) > 1:
-            deviations = [_ratio_error(each, squares) for each in (errors.mean(1), variances)]
-        else:
-            deviations = [errors[0].std(ddof=1) / math.sqrt(draws) / gradient, math.nan]
+        # Of one batch the errors of its draws say how sure its error is, and nothing does of its variance.
+        alike = errors.mean(1) if batches > 1 else errors[0]
         return Planned(
             self.candidate,
             self.saved_bytes,
-            float(errors.mean() / gradient),
-            float(deviations[0]),
-            float(variances.mean() / gradient),
-            float(deviations[1]),
-            float(biases.mean() / gradient),
+            float(errors.mean()),
+            _standard_error(alike),
+            float(variances.mean()),
+            _standard_error(variances),
+            float(biases.mean()),
             statistics.median(self.seconds),
         )
 
@@ -370,10 +365,10 @@ def _squared(gradient) -> float:
     return float(torch.stack([each.to(device) for each in norms]).square().sum())
 
 
-def _ratio_error(values: np.ndarray, squares: np.ndarray) -> float:
-    """The standard error of sum(values) / sum(squares) over batches, to first order."""
-    residuals = values - values.mean() / squares.mean() * squares
-    return residuals.std(ddof=1) / math.sqrt(len(squares)) / squares.mean()
+def _standard_error(values: np.ndarray) -> float:
+    """Of their mean; NaN of one."""
+    count = len(values)
+    return float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
 
 
 def _device_of(steps: _Steps) -> str:

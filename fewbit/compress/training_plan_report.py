@@ -12,7 +12,7 @@ from fewbit.compress.meter_report import amount, unit_of
 from fewbit.errors import FewbitError
 from fewbit.report import _Report, short, shortened
 
-MOST_POLICY, MOST_LABEL = 14, 12  # characters in the table
+MOST_POLICY, MOST_LABEL = 12, 8  # characters in the table
 DECADES = 8  # of errors that the picture spans at most
 # Safe for colour-blind readers.
 COLOURS = ("#4477aa", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#66ccee")
@@ -58,6 +58,7 @@ class TrainingPlanReport(_Report):
                 "variance": each.variance,
                 "variance_error": each.variance_error,
                 "bias": each.bias,
+                "relative_error": each.error / self.gradient,
                 "error_of_sampling": each.error / self.sampling if self.sampling else None,
                 "variance_of_sampling": each.variance / self.sampling if self.sampling else None,
                 "seconds": each.seconds,
@@ -70,25 +71,26 @@ class TrainingPlanReport(_Report):
     @property
     def _header(self):
         unit = self._unit[0]
-        return ("policy", "setting", unit, "less", "error", "±", "variance", "of noise", "time")
+        return ("policy", "setting", unit, "less", "error", "±", "random", "noise", "time")
 
     def _cells(self):
         chosen = self.recommended
         rows = [("exact", "", amount(self.exact_bytes, self._unit), "", "", "", "", "", "1.00")]
         for each in self.rows:
-            less = f"{self.exact_bytes / each.saved_bytes:.3g}x" if each.saved_bytes else ""
             mark = "*" if each is chosen else ""
             rows.append(
                 (
                     shortened(each.policy, MOST_POLICY),
                     shortened(each.label, MOST_LABEL) + mark,
                     amount(each.saved_bytes, self._unit),
-                    less,
+                    _times(self.exact_bytes, each.saved_bytes),
                     _short(each.error),
-                    _percent(each.error_error, each.error),
-                    _short(each.variance),
+                    _percent(min(each.error_error, 9.99 * each.error), each.error),
+                    _percent(max(each.variance, 0.0), each.error),
                     _percent(each.error, self.sampling),
-                    f"{self._time(each):.2f}",
+                    f"{self._time(each):.4g}"
+                    if self._time(each) >= 100
+                    else f"{self._time(each):.2f}",
                 )
             )
         return rows
@@ -99,11 +101,10 @@ class TrainingPlanReport(_Report):
         noise = f"{_short(self.sampling)} ± {_percent(self.sampling_error, self.sampling) or '?'}"
         chosen = "*: " if self.recommended is not None else "to be recommended: "
         return [
-            f"{self._unit[0]}: kept for the backward pass, metered. error: squared distance from the exact gradient over "
-            "its squared norm, bias included; ±: its standard error, "
-            f"{spread}; variance: the part by which draws differ. Of {batches}, {self.draws} draws each",
-            f"of noise: the error over the variance between minibatches, which is {noise} in the same unit, from "
-            f"{self.sampled}",
+            f"{self._unit[0]}: kept for the backward pass, metered. error: squared distance from the exact gradient, "
+            f"bias included (the squared gradient is {_short(self.gradient)}); ±: its standard error, {spread}; "
+            f"random: the part of it by which draws differ. Of {batches}, {self.draws} draws each",
+            f"noise: the error over the variance between minibatches, which is {noise}, from {self.sampled}",
             f"{chosen}the fewest bytes with an error of at most {_short(100 * self.share)}% of that variance",
             f"time: of a forward and backward pass here ({self.device}); exact {_seconds(self.exact_seconds)}. Bits that "
             "adapt take longer in the few steps that observe",
@@ -195,7 +196,7 @@ def _draw(axes, plan) -> None:
     axes.xaxis.set_minor_formatter(_plain_number)
     axes.tick_params(axis="x", which="both", labelsize=8)
     axes.set_xlabel(f"kept for the backward pass, {unit}")
-    axes.set_ylabel("error of the gradient, squared, relative")
+    axes.set_ylabel("squared error of the gradient")
     axes.legend(loc="best", fontsize=8, handlelength=1.8)
     axes.set_title(
         f"{plan.model}, {plan.batches} batch{'es' * (plan.batches > 1)} of {plan.batch_size}",
@@ -216,11 +217,20 @@ def _name(row) -> str:
 
 
 def _short(value: float) -> str:
-    """A number in 3 digits, in at most 7 characters."""
+    """A number in 3 digits, or 2 with an exponent."""
     if not math.isfinite(value):
         return "-"
     text = f"{value:.3g}"
-    return text if len(text) <= 7 else short(value)
+    return text if len(text) <= 6 and "e" not in text else short(float(f"{value:.1e}"))
+
+
+def _times(whole: int, part: int) -> str:
+    if not part:
+        return ""
+    ratio = whole / part
+    if ratio >= 1000:
+        return ">999x"
+    return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.3g}x" if ratio >= 0.01 else "<.01x"
 
 
 def _percent(part: float, whole: float) -> str:

@@ -530,6 +530,14 @@ def test_the_table_fits_80_columns_whatever_is_in_it():
     assert len(found.to_csv().splitlines()) == 1 + len(found.rows)
 
 
+def test_the_notes_say_when_batches_are_too_few():
+    unsure, sure = (
+        made(("a", 2, 300, 0.04)),
+        made(("a", 2, 300, 0.06)),
+    )  # 0.01 is the standard error
+    assert "give more of them" in str(unsure) and "give more" not in str(sure)
+
+
 def test_html_is_one_piece_with_the_picture():
     found = made(("a<b", 2, 300, 0.05))
     text = found._repr_html_()
@@ -673,3 +681,16 @@ def test_workloads_of_text_tell_hidden_tokens(name, monkeypatch):
         assert places.shape == masked.shape == (3, 3)
         assert (tokens == 99).sum() == 9 and (tokens.gather(1, places) == 99).all()
         assert (masked < 99).all()
+
+
+def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, capsys):
+    page = Path(__file__).parent.parent / "docs" / "plan.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in blocks:
+        exec(compile(block, page.name, "exec"), names)
+    assert {each.name for each in tmp_path.iterdir()} == {"plan.json", "plan.png"}
+    assert type(names["model"][0]) is fewbit.nn.Linear
+    shown = capsys.readouterr().out
+    assert "coarse norms" in shown and "20% of that variance" in " ".join(shown.split())

@@ -12,6 +12,7 @@ from fewbit.compress.meter_report import amount, unit_of
 from fewbit.errors import FewbitError
 from fewbit.report import _Report, short, shortened
 
+UNSURE = 0.2  # a standard error, of an error, from which on the notes say so
 MOST_POLICY, MOST_LABEL = 12, 8  # characters in the table
 DECADES = 8  # of errors that the picture spans at most
 # Safe for colour-blind readers.
@@ -99,6 +100,7 @@ class TrainingPlanReport(_Report):
         batches = f"{self.batches} batch{'es' * (self.batches > 1)} of {self.batch_size}"
         spread = "between batches" if self.batches > 1 else "of draws alone, as there is one batch"
         noise = f"{_short(self.sampling)} ± {_percent(self.sampling_error, self.sampling) or '?'}"
+        unsure = any(each.error_error > UNSURE * each.error for each in self.rows)
         chosen = "*: " if self.recommended is not None else "to be recommended: "
         return [
             f"{self._unit[0]}: kept for the backward pass, metered. error: squared distance from the exact gradient, "
@@ -106,6 +108,7 @@ class TrainingPlanReport(_Report):
             f"random: the part of it by which draws differ. Of {batches}, {self.draws} draws each",
             f"noise: the error over the variance between minibatches, which is {noise}, from {self.sampled}",
             f"{chosen}the fewest bytes with an error of at most {_short(100 * self.share)}% of that variance",
+            *(["errors differ much between these batches: give more of them"] if unsure else []),
             f"time: of a forward and backward pass here ({self.device}); exact {_seconds(self.exact_seconds)}. Bits that "
             "adapt take longer in the few steps that observe",
         ]

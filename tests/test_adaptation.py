@@ -392,14 +392,12 @@ def changed(state, key, value):
         (lambda state: {**state, "variables": [{}]}, "without usable 'variables'"),
         (lambda state: {**state, "variables": "x"}, "without usable 'variables'"),
         (lambda state: changed(state, "name", "99"), "got one with a layer '99', which it lacks"),
-        (lambda state: {**state, "numbers": [1]}, "numbers: expected those of a controller's state_dict(), got list"),
         (lambda state: changed(state, "bits", 100), "expected bits from 1 to 8, got 100"),
         (lambda state: changed(state, "bits", float("nan")), "expected bits from 1 to 8, got nan"),
         (lambda state: changed(state, "sensitivity", float("inf")), "expected finite sensitivities"),
         (lambda state: changed(state, "spread", [1.0]), "expected 16 numbers for spread, got 1"),
         (lambda state: changed(state, "elements", 1.5), "got 1.5"),
-        (lambda state: {**state, "magnitudes": [{"nome": 1}]}, "without a usable 'squares'"),
-        (lambda state: {**state, "magnitudes": 3}, "magnitudes: expected"),
+        (lambda state: {**state, "magnitudes": []}, "of level L3, got one with 'magnitudes' alone"),
     ],
 )  # fmt: skip
 def test_states_that_are_refused(change, message):

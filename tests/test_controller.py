@@ -9,6 +9,7 @@ from test_observation import MODELS
 
 import fewbit
 from fewbit.compress.allocation_report import Allocated, Allocation
+from fewbit.compress.convert_report import Report
 from fewbit.errors import InputError
 
 
@@ -67,6 +68,30 @@ def test_a_sample_that_is_part_of_a_larger_tensor_counts_for_itself(capsys):
     ours = fewbit.compress_(model, 4, sample=data[:n], verbose=False).report.kept
     alone = fewbit.compress_(model, 4, sample=data[:n].clone(), verbose=False).report.kept
     assert ours == alone
+
+
+def test_bytes_by_op_in_order_without_rows_of_nothing():
+    """What is kept now comes first, then what was kept before; what shows as 0.00 twice is summed up."""
+    mib = 2**20
+    before = {"b": 2 * mib, "a": 3 * mib, "kept": mib, "d": mib} | dict.fromkeys("pqrs", 4000)
+    after = {"kept": mib, "new": mib // 8, "u": 30}
+    lines = str(Report((), (), (before, after))).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("───")) + 1
+    rows = [line.split() for line in lines[start:]]
+    assert rows == [
+        ["kept", "1.00", "1.00"],
+        ["new", "0.00", "0.12"],
+        ["a", "3.00", "0.00"],
+        ["b", "2.00", "0.00"],
+        ["d", "1.00", "0.00"],
+        ["others", "0.02", "0.00"],
+        ["total", "(6.24x", "less)", "7.02", "1.13"],
+    ]
+    few = str(Report((), (), ({"a": 2 * mib, "p": 40}, {"kept": mib, "u": 30})))
+    assert "others" not in few and "0.00     0.00" not in few
+    # In bytes, a row says what it is.
+    small = str(Report((), (), ({"a": 200, "b": 1}, {"a": 100})))
+    assert small.splitlines()[-2].split() == ["b", "1", "0"]
 
 
 # -- numbers of samples, and states ------------------------------------------------------------------------

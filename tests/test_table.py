@@ -709,7 +709,7 @@ def test_save_and_load(tmp_path, monkeypatch):
     assert Table.load("gelu.json") == table and load_file("gelu.json") == [table]
     with pytest.raises(
         OutputExistsError,
-        match=re.escape("gelu.json exists; pass force=True (--force) to overwrite"),
+        match=re.escape("gelu.json exists; pass force=True to overwrite"),
     ):
         table.save("gelu.json")
     replace(table, revision=2).save("gelu.json", force=True)

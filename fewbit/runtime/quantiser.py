@@ -155,9 +155,9 @@ class Quantiser:
         if not shared or self.session is None or not is_plain(x):
             return self._keep(x, x.dtype, slot)
         kept = self.session.find(x, self.key)
-        self.session.follows(x, self)
+        activation = self.session.follows(x, self)
         if kept is None:
-            kept = self._keep(x, x.dtype, slot)
+            kept = self._keep(x, x.dtype, slot, activation=activation)
             self.session.add(x, self.key, kept)
         return kept
 
@@ -183,34 +183,35 @@ class Quantiser:
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
         return self._keep(x, x.dtype)
 
-    def _keep(self, x, dtype, slot=0, normalise=None) -> Kept:
-        """x, or what `normalise` makes of it, to be restored in dtype."""
+    def _keep(self, x, dtype, slot=0, normalise=None, activation=None) -> Kept:
+        """x, or what `normalise` makes of it, to be restored in dtype. activation: number of that which made x."""
         if not is_plain(x):
             return self._traced(x)
         wide, ask = self._wide(), False
         if wide is None and x.is_cuda:
             wide, ask = self._on_device()
         settings = self.group_size, wide, normalise
+        seed = self._seed(x, slot, activation)
         if self._variables is None:
-            tensors = quantiser_ops.quantise(x, self._seed(x), self.bits, *settings)
+            tensors = quantiser_ops.quantise(x, seed, self.bits, *settings)
             recipe = self._recipe(x, dtype, self.bits)
         else:
-            tensors, recipe = self._keep_variable(x, dtype, slot, settings)
+            tensors, recipe = self._keep_variable(x, seed, dtype, slot, settings)
         offload.mark(*tensors)
         if ask:
             self._offset.ask(tensors[1])
         return Kept(tensors, recipe)
 
-    def _keep_variable(self, x, dtype, slot, settings):
-        plan = self.session.plan()
+    def _keep_variable(self, x, seed, dtype, slot, settings):
+        plan = self.session.plan(x)
         variable = plan.of((self.name, slot), self.average, self.is_fixed)
         samples = plan.samples_of(x)
         bits, sensitivities = variable.uniform(), None
         if samples is None:
-            tensors = quantiser_ops.quantise(x, self._seed(x), bits, *settings)
+            tensors = quantiser_ops.quantise(x, seed, bits, *settings)
         else:
             *tensors, sensitivities = quantiser_ops.quantise_samples(
-                x, self._seed(x), variable, samples, *settings
+                x, seed, variable, samples, *settings
             )
         if plan.observation is not None and x.numel() and not in_backward():
             rounding = partial(quantiser_ops.rounding_variance, x, samples, *settings)
@@ -236,14 +237,12 @@ class Quantiser:
         """
         if self._variables is not None:
             return None
-        seed = self.session.seed(y)
+        seed = self.session.seed_of_result(y, self.key)
         made = run(seed, self.bits, self.group_size, self.minimum == "float32")
         if made is None:
-            self.session.give_back(y, seed)
             return None
         codes, (packed, ranges, spread) = made
         if self.minimum == "auto" and quantiser_ops.is_offset(*spread):
-            self.session.give_back(y, seed)
             return codes, None
         offload.mark(packed, ranges)
         return codes, Kept((packed, ranges), self._recipe(y, y.dtype, self.bits))
@@ -266,8 +265,12 @@ class Quantiser:
         stride = layout.by_sample_stride(x)
         return Recipe(bits, self.group_size, tuple(x.shape), tuple(stride), dtype, *rest)
 
-    def _seed(self, x):
-        return ops.new_seed(x) if self.session is None else self.session.seed(x)
+    def _seed(self, x, slot, activation):
+        if self.session is None:
+            return ops.new_seed(x)
+        if activation is None:
+            return self.session.seed(x, self.name, slot)
+        return self.session.seed_of_result(x, self.key, activation)
 
     def _wide(self) -> bool | None:
         return None if self.minimum == "auto" else self.minimum == "float32"

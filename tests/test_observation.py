@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
-from fewbit.runtime.observation import Observation
+from fewbit.runtime.observation import MOST_EARLIER, Observation
 from fewbit.runtime.reference_quantiser import squares
 from fewbit.runtime.variables import Variable, Variables
 
@@ -368,6 +369,169 @@ def test_outputs_in_containers():
 
     found = observed(model, converted(model), normal((8, 64)), run=run)
     assert len(found) == 2 and all(each > 0 for each in found.values())
+
+
+@dataclass(slots=True)
+class Slots:
+    y: torch.Tensor
+    unset: int = field(init=False)
+
+
+@dataclass
+class Branch:
+    y: torch.Tensor
+    others: list = field(default_factory=list)
+
+
+def circle(a, b):
+    first, second = Branch(a), Branch(b)
+    first.others += [second, first.others]
+    second.others.append(first)
+    return first
+
+
+def deep(a, b):
+    nest = [b]
+    for _ in range(5000):
+        nest = [nest]
+    return a, nest
+
+
+@pytest.mark.parametrize("make", [lambda a, b: {"a": Slots(a), "b": (b,)}, circle, deep])
+def test_outputs_in_dataclasses_in_circles_and_in_the_deep(make):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 8), nn.Linear(64, 8)
+
+        def forward(self, x):
+            self.results = self.a(x), self.b(2 * x)
+            return make(*self.results)
+
+    model = Model()
+
+    def run(model, x):
+        model(x)
+        a, b = model.results
+        (a.square().sum() + b.square().sum()).backward()
+
+    found = observed(model, converted(model), normal((8, 64)), run=run)
+    assert len(found) == 2 and all(each > 0 for each in found.values())
+
+
+def padded(y):
+    return torch.nested.to_padded_tensor(2 * y, 0.0).flatten(0, 1)
+
+
+LAYOUTS = {  # {name: (to the layout, back again, whether gradients can be measured)}
+    "CSR": (lambda h: h.to_sparse_csr(), lambda y: y.to_dense(), False),
+    "COO": (lambda h: h.to_sparse(), lambda y: y.to_dense(), True),
+    "mkldnn": (lambda h: h.to_mkldnn(), lambda y: y.to_dense(), False),
+    "nested": (lambda h: torch.nested.as_nested_tensor([h[:3], h[3:]]), padded, False),
+    "negative": (
+        lambda h: (torch.complex(h, h).conj() * torch.complex(h, h)).real,
+        lambda y: y,
+        True,
+    ),
+    "sparse gradient": (
+        lambda h: torch.gather(h, 1, torch.arange(64).expand(8, 64), sparse_grad=True),
+        lambda y: y,
+        False,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+@pytest.mark.parametrize("is_inside", [False, True], ids=["of results", "within"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name, is_inside):
+    """Nothing raises, and the step is the same; what cannot be measured says nothing."""
+    there, back, is_measured = LAYOUTS[name]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            h = there(self.a(x))
+            return self.b(back(h)) if is_inside else h
+
+    torch.manual_seed(0)
+    model = Model()
+    controller = converted(model)
+    gradients = []
+
+    def run(model, x):
+        torch.manual_seed(0)
+        model.zero_grad()
+        controller.number_samples(range(8))
+        y = model(x)
+        (y if is_inside else back(y)).square().sum().backward()
+        gradients.append(model.a.weight.grad)
+
+    controller.session.variables = Fixed()
+    run(model, normal((8, 64), scale=1.0))
+    found = observed(model, controller, normal((8, 64), scale=1.0), run=run)
+    assert torch.equal(*gradients)
+    assert len(found) == (1 + is_inside if is_measured else 0)
+    assert all(each > 0 for each in found.values())
+
+
+def nodes_below(y) -> list:
+    found, waiting = [], [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.append(node)
+            waiting += [child for child, _ in node.next_functions]
+    return found
+
+
+def test_of_earlier_forwards_the_nearest_nodes_are_watched():
+    """And all of this one's, however far below."""
+
+    class Model(nn.Module):
+        def __init__(self, depth):
+            super().__init__()
+            self.norm, self.last, self.depth = nn.LayerNorm(64), nn.Linear(64, 8), depth
+
+        def forward(self, x):
+            y = self.norm(x)
+            for _ in range(self.depth):
+                y = y + 1
+            return self.last(y)
+
+    def sensitivity(between, depth=0):
+        """Of the norm, below which are `between` nodes and a layer."""
+        torch.manual_seed(0)
+        model, below = Model(depth), nn.Linear(64, 64)
+
+        below.weight.data *= 0.1
+        y = below(normal((8, 64), scale=10.0))
+        for _ in range(between):
+            y = y + 0
+        return observed(model, converted(model), y)["norm", 0]
+
+    near, far, off = sensitivity(1), sensitivity(MOST_EARLIER - 20), sensitivity(MOST_EARLIER + 20)
+    assert far == pytest.approx(near, rel=1e-4) and off < near / 2
+    assert sensitivity(1, 2 * MOST_EARLIER) == pytest.approx(near, rel=0.5)
+
+
+def test_an_observation_without_a_backward_pass_leaves_nothing_behind():
+    """A graph that goes on from forward to forward has hooks of the latest observation alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    controller = fewbit.compress_(model, 2, level="L3", interval=1, verbose=False)
+    x = normal((8, 64), scale=1.0)
+    for _ in range(20):
+        x = model(x)
+    functions = [node for node in nodes_below(x) if hasattr(node, "saved_tensors")]
+    assert len(functions) >= 20
+    assert all(len(node._fewbit_observed) == 1 for node in functions)
+    x.square().sum().backward()
+    model(x)
+    assert len(controller.allocation) == 1
 
 
 def test_nothing_of_the_graph_is_held():

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +42,8 @@ SPREAD = 16
 """Parts that a variable's samples are remembered in, by what they share bits by."""
 LEVELS = (1, 2)
 """Bits for which rounding is measured. The noise of more bits is as that of 2, but smaller."""
+MOST_EARLIER = 1024
+"""Nodes of a graph that was there before the forward; those further below count as if they had no parameters."""
 _PARAMETER, _NOTHING = -1, -2  # below an edge in place of a node
 _OBSERVED = "_fewbit_observed"
 _running = threading.local()
@@ -109,7 +112,10 @@ class Observation:
         self._generators = {}
         self._rounding = {}  # {name: {level: (samples,) variance of an element}}
         self._nodes: list[_Node] = []
+        self._hooks = []  # of those nodes
         self._is_open = True
+        self._is_watching = False
+        self._start = torch.autograd._get_sequence_nr()  # of the first node that the forward makes
         self._will_let_go = False  # when the backward pass ends
         self._arrival = None
 
@@ -135,14 +141,15 @@ class Observation:
 
     def watch(self, outputs) -> None:
         """Follows the backward pass from those results of the forward: tensors, in any nest of containers."""
-        numbers, entered = {}, set()
+        self._is_watching = True
         tensors = tensors_in(outputs)
-        self.is_void |= not all(map(is_plain, tensors))
-        waiting = [] if self.is_void else [(each.grad_fn, False) for each in tensors]
+        if not self._can_measure(tensors):
+            return
+        roots = [each.grad_fn for each in tensors if each.grad_fn is not None]
+        reached, numbers, entered = self._reached(roots), {}, set()
+        waiting = [(node, False) for node in roots if node in reached]
         while waiting:
             node, is_below_done = waiting.pop()
-            if node is None:
-                continue
             following = [child for child, _ in node.next_functions]
             if is_below_done:
                 numbers[node] = len(self._nodes)
@@ -153,13 +160,29 @@ class Observation:
             elif node not in entered:
                 entered.add(node)
                 waiting.append((node, True))
-                waiting += [(child, False) for child in following if _is_inner(child)]
+                waiting += [(child, False) for child in following if child in reached]
+
+    def _reached(self, roots) -> set:
+        """The nodes from those on, without leaves. Of what was there before the forward the nearest, but not all."""
+        reached, waiting, earlier = set(), deque(roots), 0
+        while waiting:
+            node = waiting.popleft()
+            if node in reached:
+                continue
+            if node._sequence_nr() < self._start:
+                earlier += 1
+                if earlier > MOST_EARLIER:
+                    continue
+            reached.add(node)
+            waiting += [child for child, _ in node.next_functions if _is_inner(child)]
+        return reached
 
     def _attach(self, node, number) -> None:
         if _is_function(node):
             # A graph below this forward may be followed by other observations too.
-            setattr(node, _OBSERVED, (*getattr(node, _OBSERVED, ()), (self, number)))
-        node.register_hook(partial(self._passed, number))
+            others = (each for each in getattr(node, _OBSERVED, ()) if each[0]._is_open)
+            setattr(node, _OBSERVED, (*others, (self, number)))
+        self._hooks.append(node.register_hook(partial(self._passed, number)))
 
     # -- in the backward pass ----------------------------------------------------------------------------
 
@@ -175,6 +198,7 @@ class Observation:
         """Runs a layer's backward again, with noise in those variables that it restores, and in `grads`."""
         node = self._nodes[number]
         results = _by_edge(context, results)
+        self.is_void |= any(each is not None and each.is_sparse for each in grads)
         if not (self._is_open and self._can_measure((*grads, *results))):
             return
         node.noise, handed, node.handed = [], node.handed, []
@@ -194,7 +218,7 @@ class Observation:
 
     def _can_measure(self, tensors) -> bool:
         self.is_void |= not all(
-            each is None or each.is_sparse or is_plain(each) for each in tensors
+            each is None or each.is_sparse or _is_dense(each) for each in tensors
         )
         return not self.is_void
 
@@ -244,9 +268,15 @@ class Observation:
         """Whether a backward pass has come by."""
         return self.is_void or any(node.arriving is not None for node in self._nodes)
 
+    def end(self) -> None:
+        """No more is measured."""
+        self._is_open = False
+        while self._hooks:
+            self._hooks.pop().remove()
+
     def send(self) -> None:
         """Ends it, and starts to bring the measurements to the host; nothing waits for a device."""
-        self._is_open = False
+        self.end()
         self._let_go()
         spreads = [each.spread for each in self.variables.values() if each.spread is not None]
         self._arrival = Arrival([*self._measured(), *spreads])
@@ -410,6 +440,11 @@ def _difference(exact, noisy):
     return noisy - exact
 
 
+def _is_dense(x) -> bool:
+    """Whether x is plain, or will be with its signs: gradients of conjugates are flagged as negative."""
+    return is_plain(x) or (type(x) is torch.Tensor and x.is_neg() and is_plain(x.resolve_neg()))
+
+
 def _is_function(node) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
@@ -425,7 +460,7 @@ def _is_leaf(node) -> bool:
 def _below(node, numbers) -> int:
     if _is_leaf(node):
         return _PARAMETER if isinstance(node.variable, torch.nn.Parameter) else _NOTHING
-    return numbers[node]
+    return numbers.get(node, _NOTHING)
 
 
 def _norm(tensors) -> torch.Tensor | None:

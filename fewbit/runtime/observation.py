@@ -45,6 +45,8 @@ LEVELS = (1, 2)
 MOST_EARLIER = 1024
 """Nodes of a graph that was there before the forward; those further below count as if they had no parameters."""
 _PARAMETER, _NOTHING = -1, -2  # below an edge in place of a node
+HAS_COLLECTIVES = "backward_has_collectives"
+"""What a Function sets to True whose backward must run as often in all processes: it is not run again."""
 _OBSERVED = "_fewbit_observed"
 _running = threading.local()
 
@@ -56,8 +58,9 @@ class Seen:
     average: bits it had, fixed or not. elements: of all its tensors. samples: that share its bits, 0 where they do
     not. sensitivity: the variance that rounding adds, times (2^bits - 1)^2; 0 where no gradient came by. at_one: the
     variance that rounding to 1 bit adds. spread: SPREAD values in rising order, what samples share bits by, each the
-    mean of as many samples; of fewer samples than that the values themselves, and zeros.
-    is_known: whether that is so; not of a layer that the backward pass reached on a way that was not watched.
+    mean of as many samples; of fewer samples than that the values themselves, and zeros. Of several tensors their sums.
+    is_known: whether that is so; not of a layer that the backward pass reached on a way that was not watched, or that
+    cannot be probed.
     """
 
     average: float
@@ -102,7 +105,7 @@ class _Node:
 class Observation:
     """Of one forward and the backward pass through it. seed: of the noise.
 
-    Nothing that it meets makes it raise: where gradients are not plain tensors it is void.
+    Nothing that it meets makes it raise: where gradients are not plain, dense or COO, it is void.
     """
 
     def __init__(self, seed: int):
@@ -110,7 +113,7 @@ class Observation:
         self.is_void = False
         self._seed = seed
         self._generators = {}
-        self._rounding = {}  # {name: {level: (samples,) variance of an element}}
+        self._reached_within = set()  # names of variables, by a backward pass in the forward
         self._nodes: list[_Node] = []
         self._hooks = []  # of those nodes
         self._is_open = True
@@ -121,23 +124,32 @@ class Observation:
 
     # -- in the forward ----------------------------------------------------------------------------------
 
-    def kept(
-        self, variable, elements: int, sensitivities=None, rounding: Callable | None = None
-    ) -> None:
+    def kept(self, variable, elements: int, sensitivities=None, widening: int = 0) -> None:
         """A tensor of that variable was kept.
 
-        sensitivities: (samples,) float32, by which samples share bits, if they do. rounding: a function (bits,
-        generator) -> (samples,) variance of an element that is rounded to so many bits.
+        sensitivities: (samples,) float32, by which samples share bits, if they do. widening: bytes by which it grows
+        where its minimums become float32.
         """
+        if not self._is_open:
+            return
         seen = self.variables.setdefault(variable.name, Seen(variable.average, variable.is_fixed))
         seen.elements += elements
         if sensitivities is not None:
             seen.samples = len(sensitivities)
-            seen.spread = _means(sensitivities.nan_to_num(0.0, 0.0, 0.0).sort().values)
-        if rounding is not None:
-            self._rounding[variable.name] = {
-                level: rounding(level, self._generator) for level in LEVELS
-            }
+            spread = _means(sensitivities.nan_to_num(0.0, 0.0, 0.0).sort().values)
+            # The samples of each tensor share its bits in the order of their own.
+            if seen.spread is not None:
+                spread = seen.spread + spread.to(seen.spread.device)
+            seen.spread = spread
+
+    def rounding(self, measured: Callable) -> dict[int, torch.Tensor] | None:
+        """{level: (samples,) variance of an element} of a tensor that is kept, if that is to be known.
+
+        measured: a function (bits, generator) -> the variance of an element that is rounded to so many bits.
+        """
+        if not self._is_open:
+            return None
+        return {level: measured(level, self._generator) for level in LEVELS}
 
     def watch(self, outputs) -> None:
         """Follows the backward pass from those results of the forward: tensors, in any nest of containers."""
@@ -194,6 +206,20 @@ class Observation:
             edges = zip(leaving, node.exists, strict=False)
             node.leaving = [_norm([each]) for each, exists in edges if exists]
 
+    def reached(self, variables) -> None:
+        """A backward pass restores those, in a layer that is not probed.
+
+        One within the forward is no part of the step's: then what the step's says of them counts.
+        """
+        names = {each.name for each in variables} & self.variables.keys()
+        if not self._is_open:
+            return
+        if self._is_watching:
+            for name in names:
+                self.variables[name].is_known = False
+        else:
+            self._reached_within |= names
+
     def probe(self, number: int, backward, context, grads, results, variables) -> None:
         """Runs a layer's backward again, with noise in those variables that it restores, and in `grads`."""
         node = self._nodes[number]
@@ -203,6 +229,8 @@ class Observation:
             return
         node.noise, handed, node.handed = [], node.handed, []
         for variable in variables:
+            if variable.rounding is None or variable.name not in self.variables:
+                continue
             for level in LEVELS:
                 with _Restoring(variable, level, self):
                     noisy = _by_edge(context, backward(context, *grads))
@@ -243,7 +271,7 @@ class Observation:
 
     def noise(self, rows: torch.Tensor, variable, level: int) -> torch.Tensor:
         """As rounding restored values (samples, features) has, on average over each sample; float32."""
-        variance = self._rounding[variable.name][level].nan_to_num(0.0)
+        variance = variable.rounding[level].nan_to_num(0.0)
         if len(variance) != len(rows):
             variance = variance.mean().expand(len(rows))
         deviation = variance.sqrt() * ((2**level - 1) / _levels(variable, level))
@@ -322,6 +350,7 @@ class Observation:
             return {}
         for name, seen in self.variables.items():
             seen.at_one, seen.sensitivity = (sums[name, level] for level in LEVELS)
+            seen.is_known &= seen.sensitivity > 0 or name not in self._reached_within
         return self.variables
 
 
@@ -339,16 +368,14 @@ def observed(backward, context, grads):
     for observation in {each.plan.observation for each in restoring.variables.values()} - {None}:
         # Of other forwards through the same graph this layer is a node like any other.
         own = [
-            each
-            for each in restoring.variables.values()
-            if each.plan.observation is observation and each.name in observation.variables
+            each for each in restoring.variables.values() if each.plan.observation is observation
         ]
         number = dict(followers).get(observation)
-        if number is not None:
-            observation.probe(number, backward, context, grads, results, own)
+        if number is None or getattr(context._forward_cls, HAS_COLLECTIVES, False):
+            observation.reached(own)
         else:
-            for variable in own:
-                observation.variables[variable.name].is_known = False
+            observation.reached([each for each in own if each.rounding is None])
+            observation.probe(number, backward, context, grads, results, own)
     return results
 
 
@@ -373,7 +400,7 @@ class _Restoring:
     def restored(self, values, recipe, packed):
         variable = recipe.variable
         self.variables.setdefault(variable.name, variable)
-        if self.is_target(variable) and values.numel():
+        if self.is_target(variable) and variable.rounding is not None:
             flat = layout.storage_order(values)
             rows = flat.view(recipe.samples or (len(values) if values.dim() else 1), -1)
             noise = self._noise.get(packed.data_ptr())

@@ -213,9 +213,12 @@ class Quantiser:
             *tensors, sensitivities = quantiser_ops.quantise_samples(
                 x, seed, variable, samples, *settings
             )
-        if plan.observation is not None and x.numel() and not in_backward():
+        observation = plan.observation
+        if observation is not None and x.numel() and not in_backward():
+            widening = groups.widening(tensors[1]) if self.minimum == "auto" else 0
+            observation.kept(variable, x.numel(), sensitivities, widening)
             rounding = partial(quantiser_ops.rounding_variance, x, samples, *settings)
-            plan.observation.kept(variable, x.numel(), sensitivities, rounding)
+            variable = variable._replace(rounding=observation.rounding(rounding))
         return tuple(tensors), self._recipe(x, dtype, bits, samples, variable)
 
     @property

@@ -1,6 +1,7 @@
 """Level L3 in a training loop: budgets kept, variance lowered, resumed bit for bit, odd loops."""
 
 import copy
+import json
 import pickle
 from dataclasses import replace
 

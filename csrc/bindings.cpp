@@ -376,6 +376,14 @@ class Cpu {
     fewbit::dequantise(*kernels_, plan, codes, rows, affine, to, dtype, threads);
   }
 
+  void grid_fixed(uintptr_t gamma, uintptr_t beta, int64_t n, int bits, uintptr_t grid, int) const {
+    check_size(n);
+    check_bits(bits);
+    const auto *scales = pointer<const float>("gamma_ptr", gamma, n), *shifts = pointer<const float>("beta_ptr", beta, n);
+    auto* to = pointer<float>("grid_ptr", grid, n);
+    for (int64_t i = 0; i < n; ++i) fewbit::make_column(scales[i], shifts[i], bits, to, i, n);
+  }
+
   void encode_fixed(uintptr_t x, uintptr_t y, int dtype_number, int64_t n, uintptr_t grid, int64_t channels,
                     int64_t inner, int bits, uintptr_t packed, int threads, uintptr_t mean, uintptr_t rstd,
                     int64_t entries, int64_t inner_of_entries) const {
@@ -562,6 +570,16 @@ struct Cuda {
     fewbit::cuda::dequantise(of, codes, rows, groups, affine, to, dtype, device, stream_at(stream));
   }
 
+  void grid_fixed(uintptr_t gamma, uintptr_t beta, int64_t n, int bits, uintptr_t grid, int device,
+                  uintptr_t stream) const {
+    check_size(n);
+    check_bits(bits);
+    const auto *scales = pointer<const float>("gamma_ptr", gamma, n), *shifts = pointer<const float>("beta_ptr", beta, n);
+    auto* to = pointer<float>("grid_ptr", grid, n);
+    py::gil_scoped_release release;
+    fewbit::cuda::grid_fixed(scales, shifts, n, bits, to, device, stream_at(stream));
+  }
+
   void encode_fixed(uintptr_t x, uintptr_t y, int dtype, int64_t n, uintptr_t grid, int64_t channels, int64_t inner,
                     int bits, uintptr_t packed, int device, uintptr_t stream, uintptr_t mean, uintptr_t rstd,
                     int64_t entries, int64_t inner_of_entries) const {
@@ -652,6 +670,8 @@ void bind_cuda(py::module_& module) {
            py::arg("samples"), py::arg("features"), py::arg("group_size"), py::arg("out_ptr"), py::arg("dtype"),
            py::arg("device_index"), py::arg("stream_ptr"), py::arg("scale_ptr") = 0, py::arg("shift_ptr") = 0,
            py::arg("entries") = 0, py::arg("inner") = 1)
+      .def("grid_fixed", &Cuda::grid_fixed, py::arg("gamma_ptr"), py::arg("beta_ptr"), py::arg("n"), py::arg("bits"),
+           py::arg("grid_ptr"), py::arg("device_index"), py::arg("stream_ptr"))
       .def("encode_fixed", &Cuda::encode_fixed, py::arg("x_ptr"), py::arg("y_ptr"), py::arg("dtype"), py::arg("n"),
            py::arg("grid_ptr"), py::arg("channels"), py::arg("inner"), py::arg("bits"), py::arg("packed_ptr"),
            py::arg("device_index"), py::arg("stream_ptr"), py::arg("mean_ptr") = 0, py::arg("rstd_ptr") = 0,
@@ -727,6 +747,8 @@ PYBIND11_MODULE(_kernels, module) {
            py::arg("scale_ptr") = 0, py::arg("shift_ptr") = 0, py::arg("entries") = 0, py::arg("inner") = 1,
            "Packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantise; element e is "
            "value scale[i] + shift[i].")
+      .def("grid_fixed", &Cpu::grid_fixed, py::arg("gamma_ptr"), py::arg("beta_ptr"), py::arg("n"), py::arg("bits"),
+           py::arg("grid_ptr"), py::arg("threads"), "n float32 weights and biases of a norm to GRID_ROWS rows of n.")
       .def("encode_fixed", &Cpu::encode_fixed, py::arg("x_ptr"), py::arg("y_ptr"), py::arg("dtype"), py::arg("n"),
            py::arg("grid_ptr"), py::arg("channels"), py::arg("inner"), py::arg("bits"), py::arg("packed_ptr"),
            py::arg("threads"), py::arg("mean_ptr") = 0, py::arg("rstd_ptr") = 0, py::arg("entries") = 0,
@@ -756,6 +778,7 @@ PYBIND11_MODULE(_kernels, module) {
       }, py::arg("n"), py::arg("bits"), "int32 words that n elements take.");
   module.def("use_openmp_of", &fewbit::use_openmp_of, py::arg("path"),
              "Use the OpenMP runtime that the loaded library at path uses; whether there is one.");
+  module.attr("GRID_ROWS") = fewbit::kGridRows;
   module.attr("FUNCTIONS") = functions();
   module.attr("cuda") = py::none();
 #ifdef FEWBIT_WITH_CUDA

@@ -42,7 +42,7 @@ class Emulation:
         self.library = library
         names = (
             "pack unpack encode decode_mul forward quantise squares dequantise obstacle "
-            "encode_fixed decode_fixed mask_fixed"
+            "grid_fixed encode_fixed decode_fixed mask_fixed"
         )
         for name in names.split():
             getattr(library, f"emulated_{name}").restype = ctypes.c_char_p
@@ -211,6 +211,11 @@ class Emulation:
             *_vectors(affine),
         )
         return out.checked().view(shape)
+
+    def grid_fixed(self, gamma, beta, bits):
+        grid = Guarded(7 * len(gamma), torch.float32)
+        self.call("grid_fixed", gamma, beta, _long(len(gamma)), bits, grid.data)
+        return grid.checked().view(7, -1)
 
     def encode_fixed(self, x, y, grid, bits, inner, normalise=None):
         packed = Guarded(packed_words(x.numel(), bits), torch.int32)
@@ -812,6 +817,7 @@ def test_fixed_point(cuda, n, channels, inner, bits, dtype):
     y[::9] = 0.0
     statistics = (normal(n // 10), normal(n // 10).abs(), 10) if n % 10 == 0 else None
     grid = fixed_point.grid_of(gamma, beta, bits, "cpu")
+    assert torch.equal(cuda.grid_fixed(gamma, beta, bits), reference.grid_fixed(gamma, beta, bits))
     of = grid, bits, inner
     packed = cuda.encode_fixed(x, y, *of, statistics)
     assert torch.equal(packed, reference.encode_fixed(x, y, *of, statistics))

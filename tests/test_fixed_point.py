@@ -107,6 +107,20 @@ def test_values_are_those_of_the_definition(backend, bits, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_grids_agree_to_the_last_bit(backend, bits, dtype):
+    extremes = torch.tensor([*GAMMA, 1e-45, -1e-45, math.inf, math.nan, 1.0, 1.0, 1.0, -1.0, 0.0])
+    gamma = torch.cat([extremes, normal((200,), seed=1)]).to(dtype)
+    extremes = torch.tensor([*BETA, 1.0, 1e-45, 1.0, 1.0, math.nan, 3.0, -3.0, math.inf, 0.0])
+    beta = torch.cat([extremes, normal((200,), scale=2.0, seed=2)]).to(dtype)
+    ours = fixed_point.grid_of(gamma.to(backend.device), beta.to(backend.device), bits, None).cpu()
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = reference.grid_fixed(gamma.to(wide), beta.to(wide), bits)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+    assert ours.shape == (7, 219) and ours.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", (1, 3, 8))
 @pytest.mark.parametrize(
     "n, channels, inner", [(70, 7, 1), (70, 1, 1), (1400, 7, 5), (4096, 2, 1024), (1530, 510, 1)]

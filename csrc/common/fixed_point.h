@@ -2,6 +2,7 @@
 // fewbit/runtime/fixed_point.py says what it means, reference_fixed_point.py is the oracle.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "host_device.h"
@@ -35,6 +36,25 @@ inline namespace FEWBIT_NAMESPACE {
 
 FEWBIT_HD inline float steps_per_unit(int bits) { return static_cast<float>(static_cast<double>(1 << bits) / 6.0); }
 FEWBIT_HD inline float fixed_step(int bits) { return 6.0f / static_cast<float>(1 << bits); }
+
+// Column `channel` of a grid of `count`, of its gamma and beta.
+FEWBIT_HD inline void make_column(float gamma, float beta, int bits, float* rows, int64_t channel, int64_t count) {
+  const float levels = static_cast<float>(1 << bits), step = fixed_step(bits), infinity = float_of(0x7F800000u);
+  const float scale = float_of(bits_of(gamma) & 0x7FFFFFFFu);
+  const float zero = -beta / scale;
+  const bool constant = !is_finite(zero), inside = zero >= -3.0f && zero <= 3.0f;
+  const bool clamped = !inside && !constant;
+  const float number = levels * 0.5f + floorf(zero * steps_per_unit(bits));
+  float first = number > 1.0f ? number : 1.0f;
+  first = first < levels - 1.0f ? first : levels - 1.0f;
+  rows[channel] = inside ? zero - first * step : -3.0f;
+  rows[channel + count] = constant ? (beta > 0.0f ? 0.0f : levels) : first;
+  rows[channel + 2 * count] = clamped ? zero + step * 0.5f : -infinity;
+  rows[channel + 3 * count] = clamped ? zero - step * 0.5f : infinity;
+  rows[channel + 4 * count] = gamma < 0.0f ? -1.0f : 1.0f;
+  rows[channel + 5 * count] = scale;
+  rows[channel + 6 * count] = beta;
+}
 
 // The code of a normalised x. A NaN has that of the first level, or of the first that is positive.
 FEWBIT_HD inline int32_t fixed_code(float x, bool is_positive, float start, float first, float sign, float per_unit,

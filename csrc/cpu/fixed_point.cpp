@@ -66,8 +66,8 @@ struct BFloat16 {
 
 // -- Vectors over a tensor -------------------------------------------------------------------------------------
 
-// Gives the entries for the elements of a chunk, an entry an element. Those of the chunk before stay where all have
-// the same.
+// Gives the entries for the elements of a chunk, an entry an element. Those of the chunk before stay where they are the
+// same.
 class Along {
  public:
   Along(const float* vector, const VectorIndex& index) : vector_(vector), index_(index) {}
@@ -75,33 +75,42 @@ class Along {
   const float* of(int64_t element, int m) {
     const int64_t number = element / index_.inner;
     int64_t entry = number % index_.count;
-    if (index_.inner == 1 && entry + m <= index_.count) return vector_ + entry;
-    int64_t left = index_.inner - (element - number * index_.inner);
-    if (left >= m) {
-      if (entry != same_) fill(0, kChunk, vector_[entry]);
-      same_ = entry;
-      return values_;
-    }
-    same_ = -1;
+    int64_t left = neighbours() ? index_.count - entry : index_.inner - (element - number * index_.inner);
+    if (left >= m && neighbours()) return vector_ + entry;
+    if (entry == entry_ && (neighbours() || left >= m)) return values_;  // as in the chunk before
+    const bool repeats = left >= m || (neighbours() && kChunk % index_.count == 0);
+    entry_ = repeats && m == kChunk ? entry : -1;
     for (int at = 0; at < m;) {
       const int length = left < m - at ? static_cast<int>(left) : m - at;
-      fill(at, length, vector_[entry]);
+      if (neighbours()) {
+        memcpy(values_ + at, vector_ + entry, length * sizeof(float));
+        entry += length;
+      } else {
+        put(at, length, vector_[entry]);
+        ++entry;
+      }
       at += length;
-      left = index_.inner;
-      if (++entry == index_.count) entry = 0;
+      if (entry == index_.count) entry = 0;
+      left = neighbours() ? index_.count : index_.inner;
     }
     return values_;
   }
 
  private:
-  void fill(int at, int n, float value) {
-    for (int i = 0; i < n; ++i) values_[at + i] = value;
+  bool neighbours() const { return index_.inner == 1; }
+
+  // Whole vectors are written: what comes behind is overwritten next.
+  void put(int at, int n, float value) {
+    const Vector same = Vector{} + value;
+    for (int i = 0; i < n; i += kVector) memcpy(values_ + at + i, &same, sizeof same);
   }
 
+  static constexpr int kVector = 16;
+  typedef float Vector __attribute__((vector_size(kVector * sizeof(float))));
   const float* vector_;
   const VectorIndex index_;
-  int64_t same_ = -1;
-  alignas(64) float values_[kChunk];
+  int64_t entry_ = -1;  // of the first element of what values_ has, if that may serve again
+  alignas(64) float values_[kChunk + kVector];
 };
 
 // -- encode ----------------------------------------------------------------------------------------------------

@@ -32,6 +32,14 @@ __device__ inline int32_t code_at(const uint32_t* packed, int64_t block, int bit
   return static_cast<int32_t>(code);
 }
 
+__global__ void __launch_bounds__(kThreads)
+    grid_fixed_kernel(const float* gamma, const float* beta, int64_t n, int bits, float* grid) {
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += threads) {
+    make_column(gamma[i], beta[i], bits, grid, i, n);
+  }
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     encode_fixed_kernel(const __grid_constant__ Grid grid, const __grid_constant__ Normalisation normalisation,
@@ -115,6 +123,12 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 }  // namespace
+
+void grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid, int device, void* stream) {
+  if (n <= 0) return;
+  const DeviceScope scope(device);
+  launch(grid_fixed_kernel, device, stream, n / 32 + 1, kWaves, gamma, beta, n, bits, grid);
+}
 
 void encode_fixed(const Grid& grid, const Normalisation& normalisation, const void* x, const void* y, int dtype,
                   int64_t n, int bits, int32_t* packed, int device, void* stream) {

@@ -74,6 +74,9 @@ void squares(const Streams& streams, const void* x, int dtype, const Normalisati
 void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, int64_t groups,
                 const Affine& affine, void* out, int dtype, int device, void* stream);
 
+// gamma and beta (n,) -> grid (kGridRows, n).
+void grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid, int device, void* stream);
+
 // The fixed-point code of n pre-activations (fewbit/runtime/fixed_point.py). y: for its sign, of x's dtype.
 void encode_fixed(const Grid& grid, const Normalisation& normalisation, const void* x, const void* y, int dtype,
                   int64_t n, int bits, int32_t* packed, int device, void* stream);

@@ -129,6 +129,10 @@ const char* emulated_dequantise(const int32_t* packed, const uint16_t* ranges, i
   return guarded([&] { fewbit::cuda::dequantise(of, packed, ranges, groups, by, out, dtype, 1, nullptr); });
 }
 
+const char* emulated_grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid) {
+  return guarded([&] { fewbit::cuda::grid_fixed(gamma, beta, n, bits, grid, 1, nullptr); });
+}
+
 const char* emulated_encode_fixed(const void* x, const void* y, int dtype, int64_t n, const float* grid,
                                   int64_t channels, int64_t inner, int bits, int32_t* packed, const float* mean,
                                   const float* rstd, int64_t entries, int64_t inner_of_entries) {

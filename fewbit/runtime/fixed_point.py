@@ -22,9 +22,6 @@ import torch
 
 from fewbit.runtime import backends
 
-REACH = 3.0
-"""Deviations on each side of the mean that have levels."""
-
 
 def grid_of(weight, bias, bits: int, device) -> torch.Tensor:
     """What codes mean, by channel: (7, channels) float32, contiguous; (7, 1) of a norm without weight and bias.
@@ -32,28 +29,8 @@ def grid_of(weight, bias, bits: int, device) -> torch.Tensor:
     weight, bias: (*,), either of which may be None. Rows: the first edge in z; the first code that says y > 0; the
     least z that such a code stands for; the greatest of the others; the sign of gamma; |gamma|; beta.
     """
-    levels = 1 << bits
-    step = 2 * REACH / levels
     gamma, beta = _vectors(weight, bias, device)
-    scale = gamma.abs()
-    zero = -beta / scale
-    is_constant = ~zero.to(torch.float32).isfinite()
-    is_inside = zero.abs() <= REACH
-    infinity = torch.full_like(zero, torch.inf)
-    first = (levels // 2 + (zero / step).floor()).clamp(1, levels - 1)
-    start = torch.where(is_inside, zero - first * step, -REACH)
-    constant = torch.where(beta > 0, 0.0, float(levels))
-    is_clamped = ~is_inside & ~is_constant
-    rows = (
-        torch.where(is_constant, -REACH, start),
-        torch.where(is_constant, constant, first),
-        torch.where(is_clamped, zero + step / 2, -infinity),
-        torch.where(is_clamped, zero - step / 2, infinity),
-        torch.where(gamma < 0, -1.0, 1.0),
-        scale,
-        beta,
-    )
-    return torch.stack([row.to(torch.float32) for row in rows])
+    return backends.of(gamma).grid_fixed(gamma, beta, bits)
 
 
 def encode(x, y, grid, bits: int, inner: int, normalise=None) -> torch.Tensor:
@@ -77,9 +54,10 @@ def mask(grad, packed, grid, bits: int, inner: int, slope: float) -> torch.Tenso
 
 def _vectors(weight, bias, device):
     """gamma and beta, 1-D, in float32 or better: a small weight is not to become 0."""
-    given = [None if each is None else each.detach().reshape(-1) for each in (weight, bias)]
-    like = next((each for each in given if each is not None), torch.zeros(1, device=device))
+    if weight is None and bias is None:
+        return torch.ones(1, device=device), torch.zeros(1, device=device)
+    like = weight if bias is None else bias
     dtype = torch.promote_types(like.dtype, torch.float32)
-    gamma, beta = given
-    gamma = torch.ones_like(like, dtype=dtype) if gamma is None else gamma.to(dtype)
-    return gamma, torch.zeros_like(gamma) if beta is None else beta.to(dtype)
+    weight = torch.ones_like(like) if weight is None else weight
+    bias = torch.zeros_like(like) if bias is None else bias
+    return tuple(each.detach().reshape(-1).to(dtype).contiguous() for each in (weight, bias))

@@ -228,6 +228,16 @@ class Kernels:
             *_vectors(affine, out.numel()),
         )
 
+    def grid_fixed(self, gamma, beta, bits):
+        """As `reference.grid_fixed`."""
+        if gamma.dtype != torch.float32:
+            return reference.grid_fixed(gamma, beta, bits)
+        n = len(gamma)
+        grid = torch.empty(_kernels.GRID_ROWS, n, dtype=torch.float32, device=gamma.device)
+        addresses = gamma.data_ptr(), beta.data_ptr(), n, bits, grid.data_ptr()
+        self._kernels.grid_fixed(*addresses, *self._where(gamma))
+        return grid
+
     def encode_fixed(self, x, y, grid, bits, inner, normalise=None):
         """As `reference.encode_fixed`."""
         n = x.numel()

@@ -57,6 +57,10 @@ class FixedPoint(NamedTuple):
     def masked(self, grad, tensors, slope: float) -> torch.Tensor:
         """grad where y is positive, grad * slope elsewhere."""
         packed, weight, bias = tensors
+        if not is_plain(grad):  # is_grads_batched=True
+            ones = torch.ones(self.size, dtype=grad.dtype, device=packed.device)
+            below = grad * slope if slope else torch.zeros_like(grad)
+            return torch.where(self.masked(ones, tensors, 0.0) > 0, grad, below)
         grid = fixed_point.grid_of(weight, bias, self.bits, packed.device)
         grad = layout.bring_to(grad, self.stride)
         return fixed_point.mask(grad, packed, grid, self.bits, self.inner, slope)

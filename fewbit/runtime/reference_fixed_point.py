@@ -10,6 +10,36 @@ import torch
 from fewbit.runtime.layout import check_vectors, storage_order
 from fewbit.runtime.reference_bits import pack, unpack
 
+REACH = 3.0
+"""Deviations on each side of the mean that have levels."""
+
+
+def grid_fixed(gamma, beta, bits: int) -> torch.Tensor:
+    """(7, channels) float32 of gamma and beta, (channels,) float32 or float64: see `fixed_point.grid_of`."""
+    levels = 1 << bits
+    step = 2 * REACH / levels
+    scale = gamma.abs()
+    zero = -beta / scale
+    is_constant = ~zero.to(torch.float32).isfinite()
+    is_inside = zero.abs() <= REACH
+    infinity = torch.full_like(zero, torch.inf)
+    # (A product: torch divides by a number on the CPU, and multiplies with its reciprocal on CUDA.)
+    per_unit = torch.tensor(levels / 6.0, dtype=torch.float32).to(zero)
+    first = (levels // 2 + (zero * per_unit).floor()).clamp(1, levels - 1)
+    start = torch.where(is_inside, zero - first * step, -REACH)
+    constant = torch.where(beta > 0, 0.0, float(levels)).to(zero)
+    is_clamped = ~is_inside & ~is_constant
+    rows = (
+        torch.where(is_constant, -REACH, start),
+        torch.where(is_constant, constant, first),
+        torch.where(is_clamped, zero + step / 2, -infinity),
+        torch.where(is_clamped, zero - step / 2, infinity),
+        torch.where(gamma < 0, -1.0, 1.0),
+        scale,
+        beta,
+    )
+    return torch.stack([row.to(torch.float32) for row in rows])
+
 
 def encode_fixed(x, y, grid, bits, inner, normalise=None):
     """The packed codes, (bits * ceil(n / 32),) int32, of a dense x.

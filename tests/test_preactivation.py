@@ -344,6 +344,33 @@ def test_layers_after_a_layer_norm_share_its_copy_whatever_their_bits_are():
     assert all(relative(a, b) < 0.03 for a, b in zip(ours, theirs, strict=True))
 
 
+class Called(nn.Module):
+    """Everything as functions that the forward calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.linear = nn.Conv2d(6, 6, 3, bias=False), nn.Linear(15, 8, bias=False)
+        self.weight, self.bias = nn.Parameter(torch.rand(6)), nn.Parameter(torch.zeros(6))
+
+    def forward(self, x):
+        y = nn.functional.batch_norm(x, None, None, self.weight, self.bias, True)
+        z = nn.functional.conv2d(nn.functional.leaky_relu(y, 0.1), self.convolution.weight)
+        z = nn.functional.layer_norm(z.flatten(2), (15,))
+        return nn.functional.linear(z, self.linear.weight)
+
+
+def test_functions_that_a_forward_calls():
+    torch.manual_seed(0)
+    model, x = Called(), normal((3, 6, 7, 5))
+    exact = copy.deepcopy(model)
+    fewbit.compress_(model, bits=8, fuse="preactivation", verbose=False)
+    kept = 4 * packed_words(x.numel(), 8) + 4 * 6 + 4 * packed_words(18 * 15, 8) + 4 * 18
+    assert fewbit.saved_bytes(model, x).total == kept
+    _, ours = gradients(model, x)
+    _, theirs = gradients(exact, x)
+    assert all(relative(a, b) < 0.05 for a, b in zip(ours, theirs, strict=True))
+
+
 def chain(depth=3):
     torch.manual_seed(0)
     units = [
@@ -401,6 +428,19 @@ def test_blocks_inside_of_a_converted_model_stay_as_they_are(fuse):
     assert all(relative(a, b) < 0.05 for a, b in zip(ours, theirs, strict=True))
     fewbit.restore_(model)
     assert fewbit.saved_bytes(block, x).total == kept
+
+
+@pytest.mark.parametrize("level", ("L2.5", "L3", "L4"))
+def test_blocks_at_levels_that_do_not_fuse(level):
+    """Only what is around a block shares bits."""
+    block = PreActivation(nn.BatchNorm2d(6), nn.Conv2d(6, 6, 3, padding=1, bias=False), bits=8)
+    model = nn.Sequential(block, nn.Conv2d(6, 2, 1))
+    exact, x = copy.deepcopy(model), normal((3, 6, 7, 5))
+    fewbit.compress_(model, bits=8, level=level, verbose=False)
+    for _ in range(3):  # observed, and not
+        _, ours = gradients(model, x)
+    _, theirs = gradients(exact, x)
+    assert all(relative(a, b) < 0.03 for a, b in zip(ours, theirs, strict=True))
 
 
 def test_what_a_conversion_refuses():

@@ -163,6 +163,22 @@ def test_backends_agree_to_the_last_bit(backend, n, channels, inner, bits, dtype
         assert torch.equal(ours.cpu(), theirs)
 
 
+@pytest.mark.parametrize("channels, inner", [(100, 1), (50, 1000)])
+def test_threads_share_the_work(backend, channels, inner):
+    """More elements than one thread is given."""
+    n, bits = 200_000, 3
+    gamma, beta = normal((channels,), seed=2), normal((channels,), seed=3)
+    x, y = normal((n,), scale=1.0, seed=4), normal((n,), seed=5)
+    grid = fixed_point.grid_of(gamma, beta, bits, "cpu")
+    expected, theirs = reference.encode_fixed(x, y, grid, bits, inner), torch.empty(n)
+    reference.decode_fixed(expected, grid, bits, inner, theirs, 0.0)
+    there = grid.to(backend.device)
+    packed = fixed_point.encode(x.to(backend.device), y.to(backend.device), there, bits, inner)
+    assert torch.equal(packed.cpu(), expected)
+    ours = fixed_point.decode(packed, there, bits, inner, (n,), (1,), torch.float32, 0.0)
+    assert torch.equal(ours.cpu(), theirs)
+
+
 def test_sizes_of_zero(backend):
     x = torch.zeros(0, device=backend.device)
     grid = fixed_point.grid_of(None, None, 4, x.device)

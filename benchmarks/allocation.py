@@ -3,7 +3,8 @@
     python benchmarks/allocation.py         # a minute
 
 Sensitivities and sizes are random, over several orders of magnitude. Small instances are solved by the exact
-dynamic program of tests/test_allocation.py too: a few layers in parts, as level L3 has them, and layers in one part each. Writes results/allocation.*.
+dynamic program of tests/test_allocation.py too: layers in parts, of which level L3 has 16, or as many as samples, and
+layers in one part each. Writes results/allocation.*.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from fewbit.compress import allocation
 
 SIZES = {
     "200 layers": (200, 1),
-    "200 layers, 8 parts": (200, 8),
+    "200 layers, 16 parts": (200, 16),
     "1024 samples x 200 layers": (200, 1024),
 }
 
-INSTANCES = (50, 8), (20, 8), (8, 8), (24, 1)
+INSTANCES = (50, 16), (50, 8), (20, 8), (8, 8), (24, 1)
 
 
 def instance(layers, parts, seed):

@@ -33,13 +33,17 @@ class _Report:
         grid = new_grid()
         for i, name in enumerate(self._header):
             grid.add_column(name, justify="right" if i else "left", no_wrap=True)
-        previous = None
-        for cells in self._cells():
+        previous, rows = None, self._cells()
+        for key, cells in zip(self._keys(rows), rows, strict=True):
             # A function's name stands once above its own rows.
-            repeated, previous = cells[0] == previous, cells[0]
+            repeated, previous = key == previous, key
             grid.add_row(*(Text(each) for each in (("", *cells[1:]) if repeated else cells)))
         notes = [Text(note, style="dim") for note in self._notes()]
         return Group(Text(self.title, style="bold"), "", grid, "", *notes)
+
+    def _keys(self, rows):
+        """What tells the rows' names apart: these are shown where they change."""
+        return [cells[0] for cells in rows]
 
     def __str__(self):
         return render_plain(self)
@@ -85,6 +89,14 @@ def new_grid():
 
 def _bits(number):
     return f"{number} bit{'s' * (number != 1)}"
+
+
+def shortened(path, room):
+    """A dotted path in `room` characters: its end says most, its beginning which part of the model it is."""
+    if len(path) <= room:
+        return path
+    head = (room - 1) // 3
+    return f"{path[:head]}…{path[len(path) - (room - 1 - head) :]}"
 
 
 def render_plain(renderable, width=_WIDTH):

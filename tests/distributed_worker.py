@@ -225,16 +225,23 @@ def resumed(rank):
             optimizer.step()
             yield loss.item()
 
-    for stop in (1, 4, 10, 13):
-        whole, controller = start()
-        list(train(whole, range(stop)))
-        state = copy.deepcopy((whole.state_dict(), controller.state_dict()))
-        expected, bits = list(train(whole, range(stop, 20))), controller.allocation
+    for stop in (1, 3, 4, 5, 10, 13):
+        expected = None
+        # Whether all save, none or only one of them, changes nothing.
+        for saves in (False, rank == 0, True):
+            whole, controller = start()
+            list(train(whole, range(stop)))
+            if saves:
+                state = copy.deepcopy((whole.state_dict(), controller.state_dict()))
+            found = list(train(whole, range(stop, 20))), controller.allocation
+            expected = expected or found
+            assert found == expected
         again, controller = start()
         again.load_state_dict(state[0])
         controller.load_state_dict(state[1])
-        assert list(train(again, range(stop, 20))) == expected
-        assert controller.allocation == bits
+        if rank == 0:  # looks at the model first
+            again.module(torch.randn(16, 3, 8, 8)).sum().backward()
+        assert (list(train(again, range(stop, 20))), controller.allocation) == expected
 
 
 def sync_batch_norm(rank):

@@ -420,7 +420,7 @@ A_FILTER = "expected a glob, a list of globs or a function (path, module) -> boo
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"bits": 0}, "expected a whole number from 1 to 8 for bits, got 0"),
+        ({"bits": 0}, "expected a number from 1 to 8 for bits, got 0"),
         ({"activation_bits": 9}, "expected a whole number from 1 to 8 for activation_bits, got 9"),
         ({"level": "L9"}, "expected one of L0, L1, L2, L2.5, L3, L4, L5 for level, got 'L9'"),
         ({"level": "L0", "bits": 2}, "expected no bits at level L0, which compresses nothing"),

@@ -279,7 +279,7 @@ def test_the_curve_is_the_mean_of_blocks():
 def test_the_picture_shows_every_arm(demo):
     left, right = picture(demo).axes
     assert len(left.get_lines()) == 5
-    names = [tick.get_text() for tick in right.get_xticklabels()]
+    names = [tick.get_text().replace("\n", " ") for tick in right.get_xticklabels()]
     assert names == ["4 bits", "1 bit", "all 2 bits", "L3 2 bits"]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import distributed
@@ -54,12 +54,25 @@ class _Stage:
     device: torch.device
 
 
+@dataclass
+class _Pending:
+    """What was seen, to be learned from. since: as of its stage. is_summed: over all processes."""
+
+    seen: dict[tuple, Seen]
+    since: int
+    is_summed: bool = False
+
+    def rows(self) -> list[dict]:
+        return [_row(name, each, each.average) for name, each in self.seen.items()]
+
+
 class Adaptation(Variables):
     """Averages of variables under a budget of `bits` an element, over all of them that are not fixed.
 
     names: of all quantisers that the model may have, the same in every process. interval: steps from one
     observation to the next; the first are in steps 1, 2, 4, 8 ... sizes: {name: elements} of those that the budget
     is for, in the forward that it is for; others then keep `bits`. None: all, as in the latest observation.
+    budget: the bytes that `bits` and sizes follow from, or None.
     """
 
     def __init__(
@@ -68,24 +81,26 @@ class Adaptation(Variables):
         names: Iterable[str],
         interval: int = INTERVAL,
         sizes: dict[tuple, int] | None = None,
+        budget: int | None = None,
     ):
         super().__init__()
         self.bits = bits
         self.interval = interval
         self.sizes = sizes
+        self.budget = budget
         self.step = 0
         self.seen: dict[tuple[str, int], Seen] = {}
         self._missed: dict[tuple[str, int], int] = {}  # observations in a row without a variable
         self._places = {name: number for number, name in enumerate(names)}
         self._is_joint = False  # whether several processes train the model
-        self._alone = 0  # latest steps outside of them
+        self._before_alone = None  # what was known before steps outside of them
         self._is_due = False
         self._stage: _Stage | None = None
-        self._pending: dict[tuple, Seen] | None = None  # seen before a stop, not yet summed up
+        self._pending: _Pending | None = None  # seen before a stop
         self._lock = threading.Lock()
 
     def __getstate__(self):
-        return {**vars(self), "_stage": None, "_lock": None}
+        return {**vars(self), "_stage": None, "_lock": None, "_is_joint": False}
 
     def __setstate__(self, state):
         vars(self).update(state)
@@ -94,26 +109,32 @@ class Adaptation(Variables):
     # -- In a forward ------------------------------------------------------------------------------------
 
     def begin(self, module, inputs) -> Plan:
+        plan = super().begin(module, inputs)
         if _is_capturing() or torch._C._functorch.maybe_current_level() is not None:
-            return super().begin(module, inputs)
+            return plan
+        groups = _groups_of(module)
         with self._lock:
-            observation = self._observation(_groups_of(module), _device_of(module))
-        return super().begin(module, inputs, observation)
+            plan.observation = self._observation(groups, _device_of(module, groups))
+        plan.averages = self.averages
+        return plan
 
     def _observation(self, groups, device) -> Observation | None:
         """Goes on with what is under way, and begins something new if it is time."""
         if groups:
-            # What a process did on its own, perhaps more often than another, does not count.
-            self.step, self._alone, self._is_joint = self.step - self._alone, 0, True
-            if self._stage is not None and not self._stage.groups:
-                self._stage = None
-            if self._pending is not None:
-                self._stage = _Stage(self.step, self._reduce, self._pending, groups, device)
-                self._pending = None
-        elif self._is_joint:
+            self._is_joint = True
+            if self._before_alone is not None:
+                # What a process did on its own, perhaps more often than another, does not count.
+                self._go_back(self._before_alone)
+        elif self._is_joint and distributed.is_initialized():
             return None
-        else:
-            self._alone += 1
+        elif self._before_alone is None:
+            self._is_joint, self._before_alone, self._stage = False, self._known(), None
+        pending, self._pending = self._pending, None
+        if pending is not None and not groups:
+            self._learn(pending.seen)
+        elif pending is not None:
+            do = self._learn_from if pending.is_summed else self._reduce
+            self._stage = _Stage(pending.since, do, pending.seen, groups, device)
         while self._stage is not None and self._go_on():
             pass
         self.step += 1
@@ -126,6 +147,13 @@ class Adaptation(Variables):
         observation = Observation(self.step)
         self._stage = _Stage(self.step, self._send, observation, groups, device)
         return observation
+
+    def _known(self) -> tuple:
+        return self.step, self._is_due, self._pending, self.seen, self._missed, self.averages
+
+    def _go_back(self, known: tuple) -> None:
+        self.step, self._is_due, self._pending, self.seen, self._missed, self.averages = known
+        self._before_alone = self._stage = None
 
     def _is_scheduled(self, step: int) -> bool:
         return step % self.interval == 0 or (step < self.interval and step & (step - 1) == 0)
@@ -168,8 +196,14 @@ class Adaptation(Variables):
         return self._share, Arrival([sums])
 
     def _share(self, arrival: Arrival, groups, device):
+        self._learn(self._of_sums(arrival))
+
+    def _learn_from(self, seen: dict[tuple, Seen], groups, device):
+        self._learn(seen)
+
+    def _of_sums(self, arrival: Arrival) -> dict[tuple, Seen]:
         (entries,) = arrival.values().values()
-        self._learn(self._of_table(torch.tensor(entries, dtype=torch.float64, device="cpu")))
+        return self._of_table(torch.tensor(entries, dtype=torch.float64, device="cpu"))
 
     # -- Between processes -------------------------------------------------------------------------------
 
@@ -213,13 +247,15 @@ class Adaptation(Variables):
         """Takes an observation in, and chooses bits anew; nothing changes if that fails."""
         if not any(each.sensitivity > 0 for each in seen.values()):
             return
-        merged = {**self.seen}
+        merged = _in_units_of(seen, self.seen)
         for name, each in seen.items():
-            before = self.seen.get(name)
+            before = merged.get(name)
             if before is not None and before.is_known:
-                for of in ("sensitivity", "at_one"):
-                    mixed = MOMENTUM * getattr(before, of) + (1 - MOMENTUM) * getattr(each, of)
-                    setattr(each, of, mixed)
+                mixed = {
+                    of: MOMENTUM * getattr(before, of) + (1 - MOMENTUM) * getattr(each, of)
+                    for of in ("sensitivity", "at_one")
+                }
+                each = replace(each, **mixed)
             merged[name] = each
         missed = {name: self._missed.get(name, 0) + 1 for name in merged if name not in seen}
         merged = {name: each for name, each in merged.items() if missed.get(name, 0) <= FORGOTTEN}
@@ -239,15 +275,16 @@ class Adaptation(Variables):
             # Between these the gain of a bit falls with bits, as the greedy algorithm needs it.
             first = min(max(each.at_one, 0.25 * each.sensitivity), 100 * each.sensitivity)
             at_one += [first * part for part in parts]
-            elements += [max(size // len(parts), 1)] * len(parts)
+            elements += [max((size + i) // len(parts), 1) for i in range(len(parts))]
         if not owners:
             return {}
         budget = math.floor(self.bits * sum(elements) + 1e-6)
         found = {}
         bits = allocate(sensitivity, elements, budget, at_one=at_one)
-        for name, each in zip(owners, bits, strict=True):
-            found.setdefault(name, []).append(int(each))
-        averages = {name: sum(bits) / len(bits) for name, bits in found.items()}
+        for name, size, each in zip(owners, elements, bits, strict=True):
+            total, number = found.get(name, (0, 0))
+            found[name] = total + int(each) * size, number + size
+        averages = {name: total / number for name, (total, number) in found.items()}
         if self.sizes is not None:
             # (Else a variable that is new keeps the average of its layer, which is the same.)
             rest = {name for name, each in seen.items() if not each.is_fixed} - averages.keys()
@@ -257,59 +294,117 @@ class Adaptation(Variables):
     # -- State -------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        """What `load` makes again: plain numbers and strings."""
-        pending = self._pending
+        """What `load` makes again: plain numbers and strings. Waits for numbers that are on their way.
+
+        Nothing changes by it: one of several processes may save, and others not.
+        """
         with self._lock:
-            stage = self._stage
-            if stage is not None and stage.do == self._send and stage.what.has_run():
-                if not stage.groups:  # as the next forward would
-                    while self._stage is not None and self._go_on():
-                        pass
-                else:
-                    stage.what.send()
-                    stage.do, stage.what = self._reduce, stage.what.results()
-            stage = self._stage
-            if stage is not None and stage.do == self._reduce:
-                pending = stage.what
+            pending = self._under_way()
         return {
             **super().state(),
             "version": VERSION,
             "step": self.step,
             "due": self._is_due,
+            "budget": self.budget,
+            "bits": self.bits,
+            "sizes": None if self.sizes is None else [[*name, n] for name, n in self.sizes.items()],
             "variables": [
-                _row(name, each, self.averages.get(name, each.average), self._missed.get(name, 0))
+                _row(name, each, self.bits_of(name, each), self._missed.get(name, 0))
                 for name, each in self.seen.items()
             ],
-            "pending": None
-            if pending is None
-            else [_row(name, each, each.average) for name, each in pending.items()],
+            "pending": None if pending is None else pending.rows(),
+            "since": 0 if pending is None else pending.since,
+            "is_summed": pending is not None and pending.is_summed,
         }
 
+    def bits_of(self, name: tuple[str, int], seen: Seen) -> float:
+        """Of the variable, as forwards have them now."""
+        return seen.average if seen.is_fixed else self.averages.get(name, self.bits)
+
+    def _under_way(self) -> _Pending | None:
+        """What was seen and has not been learned from."""
+        stage = self._stage
+        if stage is None:
+            return self._pending
+        if stage.do == self._send:
+            if not stage.what.has_run():
+                return None
+            return _Pending(stage.what.snapshot(), stage.since + 1)  # as when it has been sent
+        if stage.do == self._receive:
+            return _Pending(stage.what.results(), stage.since)
+        if stage.do == self._share:
+            return _Pending(self._of_sums(stage.what), stage.since, is_summed=True)
+        return _Pending(stage.what, stage.since, stage.do == self._learn_from)
+
     def load(self, state: dict) -> None:
-        """Raises InputError, with nothing changed, for a state that is not one of `state`."""
+        """Goes on with what was seen; the bits that follow are those of this budget.
+
+        Raises InputError, with nothing changed, for a state that is not one of `state`, or is of another model.
+        """
         if not isinstance(state, Mapping) or state.get("version") != VERSION:
             found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
             raise InputError(
                 f"expected version {VERSION} of a controller's state, as its state_dict() gave it, got {found!r}"
             )
+        step, is_due = _read(state, "step", check_step), _read(state, "due", bool)
+        rows = _read(state, "variables", self._rows)
+        pending = _read(state, "pending", lambda rows: None if rows is None else self._rows(rows))
+        since, is_summed = _read(state, "since", check_step), _read(state, "is_summed", bool)
+        budget = _read(state, "budget", lambda size: size)
+        bits, sizes = self.bits, self.sizes
+        if budget is not None and budget == self.budget:
+            # The same budget: what it comes to depends on weights, which may not be there yet.
+            bits, sizes = _read(state, "bits", float), _read(state, "sizes", _sizes)
+        seen = {name: each for name, each, _ in rows}
+        before = self.bits, self.sizes
+        self.bits, self.sizes = bits, sizes
         try:
-            step, is_due = check_step(state["step"]), bool(state["due"])
-            rows = [_of_row(row) for row in state["variables"]]
-            pending = state["pending"]
-            pending = None if pending is None else [_of_row(row) for row in pending]
-        except InputError:
+            averages = self._allocated(seen)
+            super().load(state)
+        except BaseException:
+            self.bits, self.sizes = before
             raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"expected what a controller's state_dict() gave, got one without a usable {error}"
-            ) from None
-        super().load(state)
+        if pending is not None:
+            pending = _Pending({name: each for name, each, _ in pending}, since, is_summed)
+        missed = {name: missed for name, _, missed in rows if missed}
         with self._lock:
-            self.step, self._is_due, self._alone, self._stage = step, is_due, 0, None
-            self.seen = {name: each for name, each, _ in rows}
-            self._missed = {name: missed for name, _, missed in rows if missed}
-            self.averages = {name: each.average for name, each, _ in rows if not each.is_fixed}
-            self._pending = None if pending is None else {name: each for name, each, _ in pending}
+            self._go_back((step, is_due, pending, seen, missed, averages))
+
+    def _rows(self, rows) -> list:
+        found = [_of_row(row) for row in rows]
+        for (name, _), _, _ in found:
+            if name not in self._places:
+                raise InputError(
+                    f"expected the state of this model's controller, got one with a layer {name!r}, which it lacks"
+                )
+        return found
+
+
+def _in_units_of(seen: dict, before: dict) -> dict:
+    """What was known before, where losses may have been scaled otherwise: as large in all as what is seen now."""
+    both = [name for name, each in seen.items() if name in before and each.is_known]
+    now, then = (sum(of[name].sensitivity for name in both) for of in (seen, before))
+    ratio = now / then if now > 0 and then > 0 else 1.0
+    return {
+        name: replace(each, sensitivity=ratio * each.sensitivity, at_one=ratio * each.at_one)
+        for name, each in before.items()
+    }
+
+
+def _sizes(rows) -> dict[tuple[str, int], int]:
+    return {(str(name), int(slot)): check_step(size) for name, slot, size in rows}
+
+
+def _read(state, key: str, of):
+    """An entry of a state. Raises InputError where it is not one."""
+    try:
+        return of(state[key])
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError):
+        raise InputError(
+            f"expected what a controller's state_dict() gave, got one without usable {key!r}"
+        ) from None
 
 
 def check_step(step) -> int:
@@ -377,9 +472,14 @@ def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _device_of(module) -> torch.device:
+def _device_of(module, groups) -> torch.device:
+    """That of the model; of its processes' collectives where those do not reach it (parameters on the host)."""
     parameter = next(module.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
+    device = torch.device("cpu") if parameter is None else parameter.device
+    reached = groups[0]._device_types if groups else [device]
+    if device.type in {each.type for each in reached}:
+        return device
+    return torch.device(reached[0].type, torch.accelerator.current_device_index())
 
 
 def _groups_of(module) -> tuple:

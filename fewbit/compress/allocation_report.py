@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fewbit.compress.meter_report import amount, tail
-from fewbit.report import _Report
+from fewbit.compress.meter_report import amount
+from fewbit.report import _Report, shortened
 
-MOST_NAME = 34  # characters
+MOST_NAME = 30  # characters
 
 
 class Allocated(NamedTuple):
@@ -29,18 +29,27 @@ class Allocated(NamedTuple):
     sensitivity: float
 
     @property
+    def codes(self) -> int:
+        """Bytes of the codes in one forward."""
+        return int(self.bits * self.elements / 8)
+
+    @property
     def variance(self) -> float:
         """That rounding adds with these bits."""
         return self.sensitivity / (2.0**self.bits - 1) ** 2
 
 
 class Allocation(_Report, Sequence):
-    """Rows of Allocated, in the order of the forward; compares equal to one with the same rows."""
+    """Rows of Allocated, in the order of the forward; compares equal to one with the same rows.
+
+    empty: what is said where there are none.
+    """
 
     _header = ("layer", "input", "bits", "elements", "codes", "variance")
 
-    def __init__(self, rows=()):
+    def __init__(self, rows=(), empty: str = "no bits chosen"):
         self._rows = tuple(rows)
+        self._empty = empty
 
     def __getitem__(self, index):
         return self._rows[index]
@@ -56,14 +65,17 @@ class Allocation(_Report, Sequence):
     @property
     def bits(self) -> float:
         """The average over all elements."""
-        elements = sum(row.elements for row in self)
-        return sum(row.bits * row.elements for row in self) / elements if elements else 0.0
+        return _average(self)
 
     @property
     def title(self) -> str:
         if not self:
-            return "no bits chosen yet: level L3 does so after the first steps of training"
-        return f"{self.bits:.4g} bits on average for {len(self)} tensors that layers keep"
+            return self._empty
+        chosen = [row for row in self if not row.is_fixed]
+        text = f"{_average(chosen):.4g} bits on average for {len(chosen)} tensors that layers keep"
+        if len(chosen) == len(self):
+            return text
+        return f"{text}; {self.bits:.4g} with {len(self) - len(chosen)} of fixed bits"
 
     def __rich__(self):
         return super().__rich__() if self else self.title
@@ -72,16 +84,19 @@ class Allocation(_Report, Sequence):
         """A dictionary for each row."""
         return [row._asdict() | {"variance": row.variance} for row in self]
 
+    def _keys(self, rows):
+        return [row.name for row in self]
+
     def _cells(self):
         total = sum(row.variance for row in self) or 1.0
         elements = sum(row.elements for row in self) or 1
         return [
             (
-                tail(row.name or "(the model)", MOST_NAME),
+                shortened(row.name or "(the model)", MOST_NAME),
                 str(row.input),
                 f"{row.bits:.3f}".rstrip("0").rstrip(".") + (" fixed" if row.is_fixed else ""),
                 f"{100 * row.elements / elements:.1f}%",
-                amount(int(row.bits * row.elements / 8)),
+                amount(row.codes),
                 f"{100 * row.variance / total:.1f}%",
             )
             for row in self
@@ -90,4 +105,13 @@ class Allocation(_Report, Sequence):
     def _notes(self):
         if not self:
             return []
-        return ["variance: each tensor's part of what rounding adds to the gradient's"]
+        return [
+            f"codes: {amount(sum(row.codes for row in self))} in all, without ranges; input: which of those that "
+            "the layer keeps; variance: each tensor's part of what rounding adds to the gradient's",
+            "layers that keep what another has kept of the same tensor have no row",
+        ]
+
+
+def _average(rows) -> float:
+    elements = sum(row.elements for row in rows)
+    return sum(row.bits * row.elements for row in rows) / elements if elements else 0.0

@@ -9,6 +9,7 @@ from fewbit.errors import FewbitError, InputError
 from fewbit.runtime.encoding import packed_words
 from fewbit.runtime.groups import GROUP_SIZE, most_groups, words_of_total
 from fewbit.runtime.sharing import in_checkpoint
+from fewbit.runtime.tables import plain_number
 from fewbit.runtime.variables import LEAST, MOST
 from fewbit.sizes import parse_size
 
@@ -21,10 +22,15 @@ def bytes_of(budget) -> int:
     if isinstance(budget, str):
         try:
             return parse_size(budget)
-        except FewbitError as error:
-            raise InputError(f"budget: {error}") from None
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
-        raise InputError(f"budget: expected bytes, or a size such as '6 GiB', got {budget!r}")
+        except FewbitError:
+            budget_is_bytes = False
+    else:
+        budget = plain_number(budget)
+        budget_is_bytes = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
+    if not budget_is_bytes:
+        raise InputError(
+            f"budget: expected bytes, or a size such as '6 GiB' (powers of 1024), got {budget!r}"
+        )
     return budget
 
 

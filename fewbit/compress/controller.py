@@ -20,7 +20,7 @@ class Controller:
     """Stands for one compressed model; nothing in the training loop needs it.
 
     report: what was converted. session: shared by the model's layers. allocator: what came of setting PyTorch's,
-    at level L5, else None.
+    at level L5, else None. level: that of `compress_`, else None.
     """
 
     def __init__(
@@ -29,11 +29,13 @@ class Controller:
         report: Report,
         session: Session,
         allocator: AllocatorReport | None = None,
+        level: str | None = None,
     ):
         self._model = weakref.ref(model)
         self.report = report
         self.session = session
         self.allocator = allocator
+        self.level = level
 
     @property
     def model(self) -> nn.Module | None:
@@ -42,14 +44,15 @@ class Controller:
 
     @property
     def allocation(self) -> Allocation:
-        """Of level L3, as of the latest adaptation; before the first, and at other levels, empty."""
+        """From level L3 on, as of the latest adaptation; before the first, and at other levels, empty."""
         adaptation = self._adaptation
         if adaptation is None:
-            return Allocation()
-        return Allocation(
+            level = "" if self.level is None else f"at level {self.level} "
+            return Allocation(empty=f"{level}bits are not chosen by layer: levels from L3 on do so")
+        rows = (
             Allocated(
                 *name,
-                adaptation.averages.get(name, each.average),
+                adaptation.bits_of(name, each),
                 each.is_fixed,
                 each.elements,
                 each.samples,
@@ -57,6 +60,7 @@ class Controller:
             )
             for name, each in adaptation.seen.items()
         )
+        return Allocation(rows, "no bits chosen yet: that comes after the first steps of training")
 
     @property
     def offload(self) -> Offload | None:
@@ -81,9 +85,11 @@ class Controller:
             raise InputError(
                 f"expected what a controller's state_dict() gave, got {type(state).__name__}"
             )
-        if self._adaptation is None and "version" in state:
+        adapts = self._adaptation is not None
+        if not state and adapts or "version" in state and not adapts:
+            found = "level L3 or above" if "version" in state else "a level below L3"
             raise InputError(
-                "expected the state of a controller that does not adapt, got one of level L3 or above"
+                f"expected the state of a controller of level {self.level}, got one of {found}"
             )
         if self.session.variables is not None:
             self.session.variables.load(state)
@@ -91,9 +97,9 @@ class Controller:
     def number_samples(self, numbers) -> None:
         """Says which samples of the data the next forward has, so that bits go by the gradients they had before.
 
-        numbers: (N,) whole numbers of 0 or more on the CPU, N being dimension 0 of the model's input: indices into
-        the data set. At level L2.5 and above; optional, for one forward. 4 bytes are kept for each number and
-        each tensor that layers keep. Raises InputError for anything else.
+        numbers: (N,) int64 on the CPU, N being dimension 0 of the model's input: what tells the samples of the data
+        apart. At level L2.5 and above; optional, for one forward. For each number that was ever given, 4 to 8 bytes
+        are kept for each tensor that layers keep. Raises InputError for anything else.
         """
         if self.session.variables is None:
             raise InputError(
@@ -105,6 +111,9 @@ class Controller:
     def _adaptation(self) -> Adaptation | None:
         variables = self.session.variables
         return variables if isinstance(variables, Adaptation) else None
+
+    def __reduce__(self):
+        raise InputError("a controller cannot be pickled: save its state_dict()")
 
     def __repr__(self) -> str:
         model = type(self.model).__name__ if self.model is not None else "a model that is gone"

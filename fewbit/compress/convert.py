@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from fewbit.compress import kinds, transformers_attention
 from fewbit.compress.adaptation import INTERVAL, Adaptation, check_interval
@@ -18,6 +19,7 @@ from fewbit.compress.calls import QUANTISED, Calls, FunctionSettings, name_of_ca
 from fewbit.compress.controller import Controller
 from fewbit.compress.convert_report import Converted, LeftAlone, Report
 from fewbit.compress.meter import saved_bytes
+from fewbit.compress.meter_report import amount
 from fewbit.errors import InputError
 from fewbit.functional.normalization import check_copies
 from fewbit.nn.preactivation import NORMS, PreActivation
@@ -25,10 +27,11 @@ from fewbit.nn.quantised import Quantised
 from fewbit.runtime.exact import Switch
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.offload import Offload
+from fewbit.runtime.plain import is_plain
 from fewbit.runtime.quantiser import Quantiser
 from fewbit.runtime.sharing import PATH, Session, measuring
-from fewbit.runtime.tables import check_average, check_bits
-from fewbit.runtime.variables import Variables
+from fewbit.runtime.tables import check_average, check_bits, plain_number
+from fewbit.runtime.variables import MOST, Variables
 
 LEVELS = ("L0", "L1", "L2", "L2.5", "L3", "L4", "L5")
 MIXED, ADAPTING, OFFLOADING = LEVELS[3:], LEVELS[4:], LEVELS[5:]
@@ -168,7 +171,11 @@ def compress_(
     Raises InputError, with nothing changed, for settings that there are not, a model that is not a module,
     or a glob that no module matches; and, the model being restored, for a budget that 1 bit an element exceeds.
     """
+    bits, activation_bits, attention_bits = map(
+        plain_number, (bits, activation_bits, attention_bits)
+    )
     level = _level(level, bits, budget)
+    _check_fraction(level, bits, attention_bits)
     settings = Settings(
         LEVEL_BITS if bits is None else bits,
         ACTIVATION_BITS if activation_bits is None else activation_bits,
@@ -183,12 +190,12 @@ def compress_(
     ).check()
     settings = _at_level(settings, level, policy, bits, activation_bits, attention_bits)
     _check_sample(sample)
-    budget = _checked_budget(budget, level, bits, sample)
+    budget = _checked_budget(budget, level, bits, sample, model)
     check_interval(interval)
     _check_fuse(fuse, level, settings)
     if settings is None:
         restore_(model)
-        return _reported(model, Report((), ()), Session(), verbose)
+        return _reported(model, Report((), ()), Session(), level, verbose)
     before = {}
     if sample is not None:
         _by_op(model, sample)  # what the model cannot take is found while nothing is changed
@@ -205,9 +212,13 @@ def compress_(
         settings = replace(settings, bits=bits)
         controller = convert(model, settings, *selection)
     if settings.adapts:
-        adaptation = Adaptation(settings.bits, _names(model), interval, elements)
+        adaptation = Adaptation(settings.bits, _names(model), interval, elements, budget)
         controller.session.variables = adaptation
     notes, allocator = [_of_level(level, settings, interval), _of_fused(model, settings)], None
+    if budget is not None:
+        notes.append(f"budget: {amount(budget)} for the sample")
+        if settings.bits == MOST:
+            notes[-1] += f", more than {MOST} bits an element, the most that there are, need"
     if level in OFFLOADING:
         controller.session.contexts += (Offload(),)
     if level == "L5":
@@ -220,7 +231,7 @@ def compress_(
     if sample is not None:
         changes |= {"kept": (before, _by_op(model, sample)), "is_training": model.training}
     report = replace(controller.report, **changes)
-    return _reported(model, report, controller.session, verbose, allocator)
+    return _reported(model, report, controller.session, level, verbose, allocator)
 
 
 def restore_(model: nn.Module) -> None:
@@ -366,14 +377,26 @@ def _level(level, bits, budget) -> str:
         if level not in LEVELS:
             raise InputError(f"expected one of {', '.join(LEVELS)} for level, got {level!r}")
         return level
-    is_average = isinstance(bits, float) and not bits.is_integer()
+    if bits is not None:
+        check_average(bits)
+    is_average = isinstance(bits, float)
     return "L3" if is_average or budget is not None else "L2"
 
 
-def _checked_budget(budget, level, bits, sample) -> int | None:
+def _check_fraction(level, *bits) -> None:
+    for each in bits:
+        if level not in MIXED and isinstance(each, float) and 1 <= each <= 8:
+            raise InputError(
+                f"expected whole bits at level {level}, got {each!r}: averages are for level L2.5 and above"
+            )
+
+
+def _checked_budget(budget, level, bits, sample, model) -> int | None:
     """In bytes."""
     if budget is None:
         return None
+    if isinstance(model, nn.Module) and not model.training:
+        raise InputError("budget: expected a model in training mode, got one in evaluation mode")
     if level not in ADAPTING:
         raise InputError(f"budget: expected level L3 or above, got {level}")
     if bits is not None:
@@ -414,7 +437,7 @@ def _at_level(settings, level, policy, *bits) -> Settings | None:
 def _of_level(level, settings, interval) -> str:
     """What the report says of it."""
     if not settings.is_mixed:
-        return ""
+        return f"level {level}"
     text = f"{settings.bits:.4g} bits on average, shared between samples"
     if settings.adapts:
         text += f" and layers, adapted every {interval} steps"
@@ -451,12 +474,12 @@ def _of_fused(model, settings) -> str:
     return f"pre-activations: {count} in fixed point, shared with the layers that follow"
 
 
-def _reported(model, report, session, verbose, allocator=None) -> Controller:
+def _reported(model, report, session, level, verbose, allocator=None) -> Controller:
     if verbose:
         from rich.console import Console
 
         Console().print(report)
-    return Controller(model, report, session, allocator)
+    return Controller(model, report, session, allocator, level)
 
 
 def _check_sample(sample) -> None:
@@ -468,6 +491,8 @@ def _check_sample(sample) -> None:
 
 
 def _by_op(model, sample) -> dict[str, int]:
+    # Of a part of a larger tensor the meter would count all that it holds on to.
+    sample = tree_map(_alone, sample)
     inputs = (sample,) if isinstance(sample, torch.Tensor) else sample
     named = inputs if isinstance(inputs, Mapping) else {}
     inputs = () if named else inputs
@@ -476,6 +501,13 @@ def _by_op(model, sample) -> dict[str, int]:
         name = entry.node or "unknown"
         sums[name] = sums.get(name, 0) + entry.bytes
     return sums
+
+
+def _alone(value):
+    """A tensor in memory of its own; anything else as it is."""
+    if not is_plain(value) or value.untyped_storage().nbytes() <= value.numel() * value.itemsize:
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _check_model(model) -> None:
@@ -546,9 +578,10 @@ def _overridden(found, settings: Settings, overrides: Mapping) -> list[Settings 
     for glob, change in overrides.items():
         if not isinstance(glob, str):
             raise InputError(f"overrides: expected a glob over dotted module paths, got {glob!r}")
+        change = plain_number(change)
         if isinstance(change, int | float) and not isinstance(change, bool):
-            whole = {"activation_bits": change} if isinstance(change, int) else {}
-            change = {"bits": change, "attention_bits": change, **whole}
+            of_activations = {"activation_bits": change} if isinstance(change, int) else {}
+            change = {"bits": change, "attention_bits": change, **of_activations}
         if change is not None and not (
             isinstance(change, Mapping) and set(change) <= set(_OVERRIDES)
         ):
@@ -627,7 +660,7 @@ def _convert_attention(model, found, chosen, each, session) -> list[Converted | 
     rows = []
     for path in reached:
         module = model.get_submodule(path)
-        bits = quantiser(path, module).bits
+        bits = quantiser(path, module).average
         rows.append(Converted(path, type(module).__name__, "fewbit attention", bits))
     for path, reason in left.items():
         rows.append(LeftAlone(path, "attention", reason))

@@ -79,7 +79,7 @@ class Report:
                 yield "the model is in evaluation mode, in which nothing is compressed"
 
     def _table(self, width: int):
-        from fewbit.report import new_grid
+        from fewbit.report import new_grid, shortened
 
         rows = [(*key, str(count)) for key, count in self._rows().items()]
         names = ("modules", "was", "is", "keeps", "count")
@@ -89,8 +89,7 @@ class Report:
         for name in names:
             table.add_column(name, no_wrap=True, justify="right" if name == "count" else "left")
         for path, *cells in rows:
-            # The end of a path says more than its beginning.
-            table.add_row(path if len(path) <= room else "…" + path[len(path) - room + 1 :], *cells)
+            table.add_row(shortened(path, room), *cells)
         return table
 
     def _rows(self) -> dict:

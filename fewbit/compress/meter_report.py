@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fewbit import plot
 from fewbit.errors import FewbitError
-from fewbit.report import new_grid, render_plain
+from fewbit.report import new_grid, render_plain, shortened
 from fewbit.runtime.groups import WIDE
 
 MOST_ROWS, MOST_ROWS_HTML, MOST_BARS = 20, 60, 14
@@ -209,7 +209,7 @@ class SavedBytesReport:
         for i in columns:
             grid.add_column(header[i], justify="right" if i in (2, 6, 7) else "left", no_wrap=True)
         for number, line in enumerate(lines):
-            line = (tail(line[0], room), _head(line[1], MOST_TYPE), *line[2:])
+            line = (shortened(line[0], room), _head(line[1], MOST_TYPE), *line[2:])
             texts = [Text(line[i]) for i in columns]
             style = (
                 "bold"
@@ -308,11 +308,6 @@ class SavedBytesReport:
         return {name or "(model)": dict(groups[name]) for name in order}
 
 
-def tail(text: str, room: int) -> str:
-    """The end of a path says more than its beginning."""
-    return text if len(text) <= room else "…" + text[len(text) - room + 1 :]
-
-
 def _head(text: str, room: int) -> str:
     return text if len(text) <= room else text[: room - 1] + "…"
 
@@ -338,7 +333,7 @@ def _draw(axes, bars: dict[str, dict[str, int]], report: SavedBytesReport) -> No
             fontsize=8.5,
             color=plot.MUTED,
         )
-    axes.set_yticks(range(len(names)), [tail(name, 36) for name in names], color=plot.INK)
+    axes.set_yticks(range(len(names)), [shortened(name, 36) for name in names], color=plot.INK)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(0, 1.22 * max(left, default=1) or 1)
     axes.grid(axis="y", visible=False)

@@ -240,7 +240,8 @@ def variance_profile(
         if len(batches) == 1:
             sampling = _sampling(exact, _parts(batches[0], chunks)) / chunks
         else:
-            sampling = _sampling(exact, batches)
+            with _explained(batch):
+                sampling = _sampling(exact, batches)
         with Progress(progress, len(batches)) as bar:
             samples = [
                 _measured(compressed, exact, one, number, draws, bar)
@@ -499,6 +500,20 @@ def _batches(batch) -> list:
             f"batch: expected batches of one size, got {', '.join(map(str, sizes))} samples"
         )
     return batches
+
+
+@contextmanager
+def _explained(batch):
+    """What a data loader calls a batch, a list [inputs, targets], is several batches here."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(batch, list) and all(isinstance(each, torch.Tensor) for each in batch):
+            raise InputError(
+                f"batch: expected a list of batches, got {len(batch)} tensors that loss cannot be called with one by "
+                f"one ({type(error).__name__}); if they are one batch, give tuple(batch)"
+            ) from error
+        raise
 
 
 def _size(batch) -> int:

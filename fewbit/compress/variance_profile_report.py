@@ -11,9 +11,8 @@ import time
 import numpy as np
 
 from fewbit import plot
-from fewbit.compress.meter_report import tail
 from fewbit.errors import FewbitError
-from fewbit.report import _Report, short
+from fewbit.report import _Report, short, shortened
 
 MOST_ROWS = 20
 MOST_NAME, MOST_LABEL = 24, 34  # characters of a path, in the table and in the picture
@@ -69,7 +68,7 @@ class VarianceProfileReport(_Report):
         ]
         rows = [
             (
-                tail(_name(self.parameters[i]), MOST_NAME),
+                shortened(_name(self.parameters[i]), MOST_NAME),
                 *(cell for value, error in measured for cell in _pair(value[i], error[i])),
                 _share(self.own[i], self.quantisation[i]),
             )
@@ -79,6 +78,9 @@ class VarianceProfileReport(_Report):
             rest = order[len(shown) :]
             rows.append((f"… {len(rest)} more", *self._sums(rest)))
         return [*rows, ("all", *self._sums(order))]
+
+    def _keys(self, rows):
+        return range(len(rows))  # modules of long names that are cut alike are different ones
 
     def _sums(self, which) -> tuple[str, ...]:
         sampling, rounding, direct, own = (
@@ -111,7 +113,7 @@ class VarianceProfileReport(_Report):
             "rounding from the module's own context",
             *([f"most from other contexts: {far}"] if far else []),
             f"rounding and direct differ by {abs(self.agreement[worst]):.1f} standard errors at most "
-            f"({_name(self.parameters[worst])}); the squared bias is "
+            f"(of {_name(self.parameters[worst])}); the squared bias is "
             f"{_share(bias, self.quantisation.sum())} of rounding",
             f"sampling from {self.sampled}; {draws}" + ", for each batch" * (self.batches > 1),
         ]
@@ -155,9 +157,9 @@ def _draw(figure, axes, profile, room: float) -> None:
     norm = LogNorm(min(bottom, top / 10), top, clip=True)
     image = axes.imshow(values, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest")
     size = min(8.5, 0.72 * room)
-    names = [tail(_name(each), MOST_LABEL) for each in profile.parameters]
+    names = [shortened(_name(each), MOST_LABEL) for each in profile.parameters]
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=size, color=plot.INK)
-    names = [*(tail(_name(each), MOST_LABEL) for each in profile.contexts), "", SAMPLING]
+    names = [*(shortened(_name(each), MOST_LABEL) for each in profile.contexts), "", SAMPLING]
     axes.set_yticks(range(len(names)), names, fontsize=size, color=plot.INK)
     axes.tick_params(length=0)
     axes.grid(False)

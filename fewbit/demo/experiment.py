@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fewbit._version import __version__
-from fewbit.compress.convert import compress_
+from fewbit.compress.convert import ATTENTION_BITS, compress_
 from fewbit.compress.meter import saved_bytes
 from fewbit.demo import training
 from fewbit.demo.text import Corpus, python_topics
@@ -186,7 +186,8 @@ def run_demo(
     """Trains the transformer with exact GELU and with each number of bits, from the same seeds 0, 1, ...
 
     bits: of few-bit GELUs, an arm each. everything: of the quantised inputs of models that `compress_` has
-    converted, an arm each, whose GELUs keep 3 bits. average: the same at level L3, where layers share the bits.
+    converted, an arm each, whose GELUs keep 3 bits, and attention 4. average: the same at level L3, where the other
+    layers share the bits.
     progress: called as ``progress(what, steps done, steps in all)``. Runs on one thread: tensors are
     small, and the same seed then gives the same losses on any number of cores.
     """
@@ -214,8 +215,11 @@ def _build(arm: Arm, settings, corpus, seed):
         corpus, settings, nn.GELU if exact else partial(GELU, bits=arm.bits), seed
     )
     if arm.everything is not None:
-        options = {"activation_bits": arm.bits, "level": arm.level, "verbose": False}
-        compress_(model, arm.everything, **options)
+        options = {
+            "activation_bits": arm.bits,
+            "attention_bits": max(arm.everything, ATTENTION_BITS),
+        }
+        compress_(model, arm.everything, level=arm.level, verbose=False, **options)
     return model
 
 

@@ -66,9 +66,13 @@ class DemoReport:
             "loss: nats per character of held-out text; equal seeds start and draw alike.",
         ]
         if any(arm.everything is not None for arm in demo.arms):
-            lines.append("all: every layer's input quantised to those bits, GELU at 3 (compress_).")
+            lines.append(
+                "all: every layer's input quantised to those bits, attention's to 4, GELU at 3 (compress_)."
+            )
         if any(arm.level == "L3" for arm in demo.arms):
-            lines.append("L3: those bits on average, shared between samples and layers.")
+            lines.append(
+                "L3: the same bytes, of all but attention shared between samples and layers."
+            )
         if demo.seeds > 1:
             lines.append(f"means of {demo.seeds} seeds ± standard deviation; differences in pairs.")
         yardstick = demo.yardstick
@@ -147,7 +151,9 @@ def _draw_differences(axes, demo: Demo, colours) -> None:
         differences = arm.differences(demo.exact)
         axes.plot([i] * len(differences), differences, "o", color=colour, markersize=4, alpha=0.5)
         axes.plot(i, statistics.fmean(differences), "D", color=colour, markersize=7)
-    axes.set_xticks(range(len(demo.arms) - 1), [arm.name for arm in demo.arms[1:]])
+    axes.set_xticks(
+        range(len(demo.arms) - 1), [arm.name.replace(" ", "\n", 1) for arm in demo.arms[1:]]
+    )
     axes.set_xlim(-0.6, max(1, len(demo.arms) - 1) - 0.4)
     axes.set_ylabel("held-out loss minus exact's")
     axes.set_title("Final loss", loc="left", fontweight="bold")

@@ -12,12 +12,10 @@ import torch
 
 from fewbit.errors import InputError
 
-MOST = 2**31
-
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of the samples of a forward: (N,) int64, and one more than the largest."""
+    """Places of the samples of a forward: (N,) int64, and how many places there are."""
 
     indices: torch.Tensor
     size: int
@@ -28,9 +26,15 @@ class Numbers:
     def to(self, device) -> Numbers:
         return Numbers(self.indices.to(device, non_blocking=True), self.size)
 
-    @classmethod
-    def of(cls, numbers) -> Numbers:
-        """On the CPU. Raises InputError for anything that is not whole numbers from 0 to 2^31 - 1."""
+
+class Places:
+    """Places of samples in tables, in the order in which their numbers were first given."""
+
+    def __init__(self):
+        self._of: dict[int, int] = {}
+
+    def of(self, numbers) -> Numbers:
+        """On the CPU. Raises InputError for anything that is not whole numbers of 64 bits."""
         try:
             found = torch.as_tensor(numbers)
         except (TypeError, ValueError, RuntimeError):
@@ -45,12 +49,22 @@ class Numbers:
             )
         if found.device.type != "cpu":
             raise InputError(f"expected samples' numbers on the CPU, got them on {found.device}")
-        found = found.to(torch.int64)
-        least, most = (int(found.min()), int(found.max())) if len(found) else (0, -1)
-        if least < 0 or most >= MOST:
-            bad = least if least < 0 else most
-            raise InputError(f"expected samples' numbers from 0 to 2^31 - 1, got {bad}")
-        return cls(found, most + 1)
+        places = [self._of.setdefault(each, len(self._of)) for each in found.tolist()]
+        indices = torch.tensor(places, dtype=torch.int64, device="cpu")
+        return Numbers(indices, len(self._of))
+
+    def state(self) -> torch.Tensor:
+        """(numbers,) int64."""
+        return torch.tensor(list(self._of), dtype=torch.int64, device="cpu")
+
+    def load(self, numbers) -> None:
+        """Raises InputError, with nothing changed, for what `state` does not give."""
+        is_fit = isinstance(numbers, torch.Tensor) and numbers.dtype == torch.int64
+        if not is_fit or numbers.dim() != 1 or len(numbers.unique()) < len(numbers):
+            raise InputError(
+                f"numbers: expected those of a controller's state_dict(), got {_described(numbers)}"
+            )
+        self._of = {number: place for place, number in enumerate(numbers.tolist())}
 
 
 class Magnitudes:

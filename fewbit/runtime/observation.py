@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
@@ -248,8 +248,11 @@ class Observation:
         """Ends it, and starts to bring the measurements to the host; nothing waits for a device."""
         self._is_open = False
         self._let_go()
+        self._arrival = self._sent()
+
+    def _sent(self) -> Arrival:
         spreads = [each.spread for each in self.variables.values() if each.spread is not None]
-        self._arrival = Arrival([*self._measured(), *spreads])
+        return Arrival([*self._measured(), *spreads])
 
     def _measured(self):
         for node in self._nodes:
@@ -267,13 +270,16 @@ class Observation:
         Nothing if void, or where a gradient was not finite: such a step says nothing, and whoever scales losses
         skips it.
         """
-        host = self._arrival.values()
+        return self._summed_up(self._arrival.values())
+
+    def snapshot(self) -> dict[tuple, Seen]:
+        """`results` of what was measured so far; waits for the devices, and goes on."""
+        return self._summed_up(self._sent().values())
+
+    def _summed_up(self, host) -> dict[tuple, Seen]:
         # (What came after it was sent, from a backward pass in another thread, is not there.)
         if self.is_void or any(id(each) not in host for each in self._measured()):
             return {}
-        for seen in self.variables.values():
-            if seen.spread is not None:
-                seen.spread = host[id(seen.spread)]
         sums = {(name, level): 0.0 for name in self.variables for level in LEVELS}
         below = []  # S of each node; nodes come after those below them
         for node in self._nodes:
@@ -290,9 +296,12 @@ class Observation:
                 )
         if not all(map(math.isfinite, (*below, *sums.values()))):
             return {}
+        found = {}
         for name, seen in self.variables.items():
-            seen.at_one, seen.sensitivity = (sums[name, level] for level in LEVELS)
-        return self.variables
+            spread = None if seen.spread is None else host[id(seen.spread)]
+            at_one, sensitivity = (sums[name, level] for level in LEVELS)
+            found[name] = replace(seen, at_one=at_one, sensitivity=sensitivity, spread=spread)
+        return found
 
 
 def observed(backward, context, grads):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from numbers import Real
 
 import torch
 
@@ -57,6 +58,13 @@ def _solved(function, bits) -> Table:
 @lru_cache(maxsize=256)
 def _text(table) -> str:
     return Encoding.of(table).text
+
+
+def plain_number(value):
+    """A number of any type (4.0, numpy.int64(4)) as an int, or a float where it is not whole; else as it is."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if value == value // 1 else float(value)
 
 
 def check_bits(bits, name: str = "bits") -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.errors import InputError
-from fewbit.runtime.magnitudes import Magnitudes, Numbers
+from fewbit.runtime.magnitudes import Magnitudes, Numbers, Places
 from fewbit.runtime.plain import is_plain
 
 LEAST, MOST = 1, 8
@@ -106,6 +106,7 @@ class Variables:
     def __init__(self):
         self.averages: dict[tuple[str, int], float] = {}
         self.magnitudes = Magnitudes()
+        self._places_of_samples = Places()
         self._numbers = None  # of the samples of the next forward
 
     def begin(self, module, inputs, observation=None) -> Plan:
@@ -124,16 +125,21 @@ class Variables:
         return Plan(self.averages, batch_size(inputs), observation)
 
     def number(self, numbers) -> None:
-        """Of the samples of the next forward in training; see `Numbers.of`."""
-        self._numbers = Numbers.of(numbers)
+        """Of the samples of the next forward in training; see `Places.of`."""
+        self._numbers = self._places_of_samples.of(numbers)
 
     def state(self) -> dict:
         """What `load` makes again."""
-        return {"magnitudes": self.magnitudes.state()} if self.magnitudes else {}
+        if not self.magnitudes:
+            return {}
+        return {"magnitudes": self.magnitudes.state(), "numbers": self._places_of_samples.state()}
 
     def load(self, state: dict) -> None:
         """Raises InputError, with nothing changed, for magnitudes that there cannot be."""
-        self.magnitudes.load(state.get("magnitudes", ()))
+        magnitudes, places = Magnitudes(), Places()
+        magnitudes.load(state.get("magnitudes", ()))
+        places.load(state.get("numbers", places.state()))
+        self.magnitudes, self._places_of_samples = magnitudes, places
 
 
 def batch_size(inputs) -> int | None:

@@ -1,0 +1,29 @@
+"""Codecs: what a layer keeps of a tensor within a bound on its error, behind one protocol (docs/codecs.md).
+
+payload = codec("quant").compress(tensor, bound)
+values = codec("quant").decompress(payload)
+"""
+
+from __future__ import annotations
+
+from fewbit.compress.codecs.error_bounded import ErrorBounded
+from fewbit.compress.codecs.jpeg import Jpeg
+from fewbit.compress.codecs.payload import Codec, Payload
+from fewbit.compress.codecs.quant import Quant
+from fewbit.compress.codecs.zero_value import ZeroValue
+from fewbit.errors import InputError
+
+__all__ = ["CODECS", "DEFAULT", "Codec", "Payload", "codec"]
+
+CODECS: dict[str, Codec] = {
+    each.name: each for each in (Quant(), ZeroValue(), ErrorBounded(), Jpeg())
+}
+DEFAULT = "quant"
+"""The fastest by far (docs/codecs.md, "Measured")."""
+
+
+def codec(name: str) -> Codec:
+    """The codec of that name. Raises InputError for any other."""
+    if name not in CODECS:
+        raise InputError(f"expected {', '.join(CODECS)} for a codec, got {name!r}")
+    return CODECS[name]

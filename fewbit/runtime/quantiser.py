@@ -48,7 +48,7 @@ class Recipe(NamedTuple):
         plain = all(each is None or is_plain(each) for each in (*tensors, *vectors))
         fits = plain and inner is not None and self.dtype == torch.float32 and self._maps()
         if fits and not observation.has_noise(self):
-            return self._restore(tensors, dtype or self.dtype, (*map(_flat, vectors), inner))
+            return self._restore(tensors, dtype or self.dtype, (*map(flat, vectors), inner))
         scale, shift = vectors
         values = self.restore(tensors)
         if scale is not None:
@@ -109,7 +109,8 @@ class Quantiser:
     bits: 1 to 8. group_size: a multiple of 32. minimum: "auto" (float32 where a tensor's offset asks for
     it), "bfloat16" or "float32". session: what the layers of a converted model share, or None. name: of the
     layer in there. average: bits where the model's variables share them between samples (bits); is_fixed: whether
-    that is not to change. Raises InputError for anything else.
+    that is not to change. fuse: norms keep fixed-point copies, which the layers after them share. Raises InputError
+    for anything else.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Quantiser:
         name: str = "",
         average: float | None = None,
         is_fixed: bool = True,
+        fuse: bool = False,
     ):
         check_choice(bits, None)
         groups.check_group_size(group_size)
@@ -133,6 +135,7 @@ class Quantiser:
         self.name = name
         self.average = bits if average is None else average
         self.is_fixed = is_fixed
+        self.fuse = fuse
         self._offset = Offset()
 
     def named(self, name: str) -> Quantiser:
@@ -140,6 +143,14 @@ class Quantiser:
         other = copy(self)
         other.name, other._offset = name, Offset()
         return other
+
+    def keep_factor(self, x: torch.Tensor) -> Kept:
+        """`keep` for linear layers and convolutions: what a norm offers of x in fixed point will do."""
+        if self.session is not None and self.session.fuses and is_plain(x):
+            kept = self.session.offered(x)
+            if kept is not None:
+                return kept
+        return self.keep(x)
 
     def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> Kept:
         """A quantised copy of x, floating, any shape and strides.
@@ -177,7 +188,7 @@ class Quantiser:
         """
         fits = inner is not None and layout.is_by_sample(x)
         if fits and is_plain(x) and rstd.dtype == torch.float32 and x.dtype != torch.float64:
-            return self._keep(x, torch.float32, normalise=(_flat(mean), _flat(rstd), inner))
+            return self._keep(x, torch.float32, normalise=(flat(mean), flat(rstd), inner))
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
@@ -293,7 +304,7 @@ def _is_one_memory(x, other) -> bool:
     return x.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def _flat(vector):
+def flat(vector):
     """Its entries as the kernels take them."""
     return None if vector is None else vector.detach().reshape(-1).to(torch.float32).contiguous()
 

@@ -28,6 +28,7 @@ from fewbit.runtime.seeds import Seeds
 from fewbit.runtime.variables import Plan
 
 MOST_FOLLOWED = 4096
+_PREACTIVATION = "pre-activation"
 PATH = "_fewbit_path"
 """The attribute of a module that says where in the converted model it is."""
 _REENTRANT = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
@@ -57,19 +58,22 @@ class Session:
     """Shared by the layers of one converted model, and by no other model.
 
     contexts: entered around each forward in training, in that order. variables: makes a plan for each forward,
-    whose tensors then share bits, or None for bits that are fixed. A deep copy, or what pickle restores, is a new
-    session with nothing in it but these.
+    whose tensors then share bits, or None for bits that are fixed. is_private: of one block, whatever the model
+    around it is converted to. A deep copy, or what pickle restores, is a new session with nothing in it but these.
     """
 
-    def __init__(self, contexts=(), variables=None):
+    def __init__(self, contexts=(), variables=None, is_private=False):
         self.contexts = contexts
         self.variables = variables
+        self.is_private = is_private
+        self.fuses = False  # whether a norm has offered its result
         self._local = _Local()
         self._followed = {}
         self._forwards = weakref.WeakKeyDictionary()  # by the region of a checkpoint
 
     def __getstate__(self):
-        return {"contexts": self.contexts, "variables": self.variables}
+        kept = "contexts", "variables", "is_private"
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state):
         self.__init__(**state)
@@ -267,6 +271,15 @@ class Session:
                 _forget_gone(entries)
             # The weak reference keeps the storage's identity, not its memory, from being used again.
             entries[_key(x, config)] = StorageWeakRef(x.untyped_storage()), kept
+
+    def offer(self, y, kept) -> None:
+        """Linear layers, convolutions and activations that ask for y get `kept`, whatever their bits are."""
+        self.fuses = True
+        self.add(y, _PREACTIVATION, kept)
+
+    def offered(self, x):
+        """What a norm, or an activation after it, has kept of x, or None."""
+        return self.find(x, _PREACTIVATION) if self.fuses else None
 
     # -- Activations that a layer follows ----------------------------------------------------------------
 

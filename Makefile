@@ -55,6 +55,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml setup.py $(KERNELS) | $(BIN)/python
+	@echo "installing fewbit: its kernels are compiled without a word, with nvcc for a few minutes"
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 

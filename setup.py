@@ -42,7 +42,7 @@ COMMON_FLAGS = [
 # Each of PER_ISA in csrc/cpu is compiled once for each, with the flags in csrc/cpu/<name>.flags;
 # csrc/cpu/dispatch.cpp asks the processor which of them it can run.
 X86_ISAS = ("avx512", "avx2", "baseline")
-PER_ISA = ("kernels", "quantise")
+PER_ISA = ("kernels", "quantise", "fixed_point")
 CUDA_ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 

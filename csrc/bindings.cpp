@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "common/dtype.h"
+#include "common/fixed_point.h"
 #include "common/planes.h"
 #include "common/table.h"
 #include "cpu/allocation.h"
@@ -157,6 +158,19 @@ fewbit::Affine affine_at(uintptr_t scale, uintptr_t shift, int64_t entries, int6
   if (scattered) refuse("scale_ptr, shift_ptr", "none for short samples of several widths", "one");
   return {reinterpret_cast<const float*>(scale), reinterpret_cast<const float*>(shift),
           vector_index(entries, inner, n)};
+}
+
+// n elements of x~ or y in `bits` bits each, by a grid of `channels` columns.
+fewbit::Grid grid_at(uintptr_t grid, int64_t channels, int64_t inner, int bits, int64_t n) {
+  check_size(n);
+  check_bits(bits);
+  return {pointer<const float>("grid_ptr", grid, n), vector_index(channels, inner, n)};
+}
+
+// None where the address is 0.
+fewbit::Scale scale_at(uintptr_t scale, int64_t entries, int64_t inner, int64_t n) {
+  if (scale == 0) return {};
+  return {reinterpret_cast<const float*>(scale), vector_index(entries, inner, n)};
 }
 
 // -- Table ------------------------------------------------------------------------------------------------
@@ -362,6 +376,56 @@ class Cpu {
     fewbit::dequantise(*kernels_, plan, codes, rows, affine, to, dtype, threads);
   }
 
+  void grid_fixed(uintptr_t gamma, uintptr_t beta, int64_t n, int bits, uintptr_t grid, int) const {
+    check_size(n);
+    check_bits(bits);
+    const auto *scales = pointer<const float>("gamma_ptr", gamma, n), *shifts = pointer<const float>("beta_ptr", beta, n);
+    auto* to = pointer<float>("grid_ptr", grid, n);
+    for (int64_t i = 0; i < n; ++i) fewbit::make_column(scales[i], shifts[i], bits, to, i, n);
+  }
+
+  void encode_fixed(uintptr_t x, uintptr_t y, int dtype_number, int64_t n, uintptr_t grid, int64_t channels,
+                    int64_t inner, int bits, uintptr_t packed, int threads, uintptr_t mean, uintptr_t rstd,
+                    int64_t entries, int64_t inner_of_entries) const {
+    const DType dtype = dtype_of(dtype_number);
+    const auto by = grid_at(grid, channels, inner, bits, n);
+    const auto normalisation = normalisation_at(mean, rstd, entries, inner_of_entries, n);
+    const auto* from = pointer<const void>("x_ptr", x, n);
+    const auto* result = pointer<const void>("y_ptr", y, n);
+    auto* to = pointer<uint32_t>("packed_ptr", packed, n);
+    fewbit::will_write(to, packed_bytes(n, bits));
+    run(n, threads, [=](int64_t begin, int64_t end) {
+      kernels_->fixed_point->encode(by, normalisation, from, result, dtype, bits, begin, end, to);
+    });
+  }
+
+  void decode_fixed(uintptr_t packed, int64_t n, uintptr_t grid, int64_t channels, int64_t inner, int bits,
+                    bool activated, float slope, uintptr_t out, int dtype_number, int threads, uintptr_t scale,
+                    int64_t entries, int64_t inner_of_entries) const {
+    const DType dtype = dtype_of(dtype_number);
+    const auto by = grid_at(grid, channels, inner, bits, n);
+    const auto times = scale_at(scale, entries, inner_of_entries, n);
+    const auto* codes = pointer<const uint32_t>("packed_ptr", packed, n);
+    auto* to = pointer<void>("out_ptr", out, n);
+    fewbit::will_write(to, n * fewbit::item_size(dtype));
+    run(n, threads, [=](int64_t begin, int64_t end) {
+      kernels_->fixed_point->decode(by, times, codes, bits, begin, end, activated, slope, to, dtype);
+    });
+  }
+
+  void mask_fixed(uintptr_t grad, int dtype_number, int64_t n, uintptr_t packed, uintptr_t grid, int64_t channels,
+                  int64_t inner, int bits, double slope, uintptr_t out, int threads) const {
+    const DType dtype = dtype_of(dtype_number);
+    const auto by = grid_at(grid, channels, inner, bits, n);
+    const auto* from = pointer<const void>("grad_ptr", grad, n);
+    const auto* codes = pointer<const uint32_t>("packed_ptr", packed, n);
+    auto* to = pointer<void>("out_ptr", out, n);
+    fewbit::will_write(to, n * fewbit::item_size(dtype));
+    run(n, threads, [=](int64_t begin, int64_t end) {
+      kernels_->fixed_point->mask(by, codes, bits, begin, end, slope, from, to, dtype);
+    });
+  }
+
  private:
   // The streams of a tensor whose codes have `words` words and whose ranges `groups` rows.
   static fewbit::StreamPlan plan_of(const QuantisedShape& shape, int bits, uintptr_t widths, int64_t words,
@@ -506,6 +570,52 @@ struct Cuda {
     fewbit::cuda::dequantise(of, codes, rows, groups, affine, to, dtype, device, stream_at(stream));
   }
 
+  void grid_fixed(uintptr_t gamma, uintptr_t beta, int64_t n, int bits, uintptr_t grid, int device,
+                  uintptr_t stream) const {
+    check_size(n);
+    check_bits(bits);
+    const auto *scales = pointer<const float>("gamma_ptr", gamma, n), *shifts = pointer<const float>("beta_ptr", beta, n);
+    auto* to = pointer<float>("grid_ptr", grid, n);
+    py::gil_scoped_release release;
+    fewbit::cuda::grid_fixed(scales, shifts, n, bits, to, device, stream_at(stream));
+  }
+
+  void encode_fixed(uintptr_t x, uintptr_t y, int dtype, int64_t n, uintptr_t grid, int64_t channels, int64_t inner,
+                    int bits, uintptr_t packed, int device, uintptr_t stream, uintptr_t mean, uintptr_t rstd,
+                    int64_t entries, int64_t inner_of_entries) const {
+    dtype_of(dtype);
+    const auto by = grid_at(grid, channels, inner, bits, n);
+    const auto normalisation = normalisation_at(mean, rstd, entries, inner_of_entries, n);
+    const auto* from = pointer<const void>("x_ptr", x, n);
+    const auto* result = pointer<const void>("y_ptr", y, n);
+    auto* to = pointer<int32_t>("packed_ptr", packed, n);
+    py::gil_scoped_release release;
+    fewbit::cuda::encode_fixed(by, normalisation, from, result, dtype, n, bits, to, device, stream_at(stream));
+  }
+
+  void decode_fixed(uintptr_t packed, int64_t n, uintptr_t grid, int64_t channels, int64_t inner, int bits,
+                    bool activated, float slope, uintptr_t out, int dtype, int device, uintptr_t stream,
+                    uintptr_t scale, int64_t entries, int64_t inner_of_entries) const {
+    dtype_of(dtype);
+    const auto by = grid_at(grid, channels, inner, bits, n);
+    const auto times = scale_at(scale, entries, inner_of_entries, n);
+    const auto* codes = pointer<const int32_t>("packed_ptr", packed, n);
+    auto* to = pointer<void>("out_ptr", out, n);
+    py::gil_scoped_release release;
+    fewbit::cuda::decode_fixed(by, times, codes, n, bits, activated, slope, to, dtype, device, stream_at(stream));
+  }
+
+  void mask_fixed(uintptr_t grad, int dtype, int64_t n, uintptr_t packed, uintptr_t grid, int64_t channels,
+                  int64_t inner, int bits, double slope, uintptr_t out, int device, uintptr_t stream) const {
+    dtype_of(dtype);
+    const auto by = grid_at(grid, channels, inner, bits, n);
+    const auto* from = pointer<const void>("grad_ptr", grad, n);
+    const auto* codes = pointer<const int32_t>("packed_ptr", packed, n);
+    auto* to = pointer<void>("out_ptr", out, n);
+    py::gil_scoped_release release;
+    fewbit::cuda::mask_fixed(by, codes, n, bits, slope, from, to, dtype, device, stream_at(stream));
+  }
+
  private:
   // Widths are only known on the device: then the caller answers for `words` and `groups`.
   static fewbit::cuda::Quantised quantised(const QuantisedShape& shape, int bits, uintptr_t order, uintptr_t counts,
@@ -559,7 +669,20 @@ void bind_cuda(py::module_& module) {
            py::arg("groups"), py::arg("bits"), py::arg("order_ptr"), py::arg("counts_ptr"), py::arg("wide"),
            py::arg("samples"), py::arg("features"), py::arg("group_size"), py::arg("out_ptr"), py::arg("dtype"),
            py::arg("device_index"), py::arg("stream_ptr"), py::arg("scale_ptr") = 0, py::arg("shift_ptr") = 0,
-           py::arg("entries") = 0, py::arg("inner") = 1);
+           py::arg("entries") = 0, py::arg("inner") = 1)
+      .def("grid_fixed", &Cuda::grid_fixed, py::arg("gamma_ptr"), py::arg("beta_ptr"), py::arg("n"), py::arg("bits"),
+           py::arg("grid_ptr"), py::arg("device_index"), py::arg("stream_ptr"))
+      .def("encode_fixed", &Cuda::encode_fixed, py::arg("x_ptr"), py::arg("y_ptr"), py::arg("dtype"), py::arg("n"),
+           py::arg("grid_ptr"), py::arg("channels"), py::arg("inner"), py::arg("bits"), py::arg("packed_ptr"),
+           py::arg("device_index"), py::arg("stream_ptr"), py::arg("mean_ptr") = 0, py::arg("rstd_ptr") = 0,
+           py::arg("entries") = 0, py::arg("inner_of_entries") = 1)
+      .def("decode_fixed", &Cuda::decode_fixed, py::arg("packed_ptr"), py::arg("n"), py::arg("grid_ptr"),
+           py::arg("channels"), py::arg("inner"), py::arg("bits"), py::arg("activated"), py::arg("slope"),
+           py::arg("out_ptr"), py::arg("dtype"), py::arg("device_index"), py::arg("stream_ptr"),
+           py::arg("scale_ptr") = 0, py::arg("entries") = 0, py::arg("inner_of_entries") = 1)
+      .def("mask_fixed", &Cuda::mask_fixed, py::arg("grad_ptr"), py::arg("dtype"), py::arg("n"), py::arg("packed_ptr"),
+           py::arg("grid_ptr"), py::arg("channels"), py::arg("inner"), py::arg("bits"), py::arg("slope"),
+           py::arg("out_ptr"), py::arg("device_index"), py::arg("stream_ptr"));
   module.attr("cuda") = py::cast(Cuda{});
 }
 #endif
@@ -623,7 +746,24 @@ PYBIND11_MODULE(_kernels, module) {
            py::arg("features"), py::arg("group_size"), py::arg("out_ptr"), py::arg("dtype"), py::arg("threads"),
            py::arg("scale_ptr") = 0, py::arg("shift_ptr") = 0, py::arg("entries") = 0, py::arg("inner") = 1,
            "Packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantise; element e is "
-           "value scale[i] + shift[i].");
+           "value scale[i] + shift[i].")
+      .def("grid_fixed", &Cpu::grid_fixed, py::arg("gamma_ptr"), py::arg("beta_ptr"), py::arg("n"), py::arg("bits"),
+           py::arg("grid_ptr"), py::arg("threads"), "n float32 weights and biases of a norm to GRID_ROWS rows of n.")
+      .def("encode_fixed", &Cpu::encode_fixed, py::arg("x_ptr"), py::arg("y_ptr"), py::arg("dtype"), py::arg("n"),
+           py::arg("grid_ptr"), py::arg("channels"), py::arg("inner"), py::arg("bits"), py::arg("packed_ptr"),
+           py::arg("threads"), py::arg("mean_ptr") = 0, py::arg("rstd_ptr") = 0, py::arg("entries") = 0,
+           py::arg("inner_of_entries") = 1,
+           "x to packed fixed-point codes with the sign of y. grid: 7 rows of `channels` float32; element e has column "
+           "e / inner % channels. mean, rstd: as in quantise.")
+      .def("decode_fixed", &Cpu::decode_fixed, py::arg("packed_ptr"), py::arg("n"), py::arg("grid_ptr"),
+           py::arg("channels"), py::arg("inner"), py::arg("bits"), py::arg("activated"), py::arg("slope"),
+           py::arg("out_ptr"), py::arg("dtype"), py::arg("threads"), py::arg("scale_ptr") = 0, py::arg("entries") = 0,
+           py::arg("inner_of_entries") = 1,
+           "Fixed-point codes to values: activated: y, times slope where it is not positive; else the normalised input, "
+           "times scale[i].")
+      .def("mask_fixed", &Cpu::mask_fixed, py::arg("grad_ptr"), py::arg("dtype"), py::arg("n"), py::arg("packed_ptr"),
+           py::arg("grid_ptr"), py::arg("channels"), py::arg("inner"), py::arg("bits"), py::arg("slope"),
+           py::arg("out_ptr"), py::arg("threads"), "out = grad, times slope where y is not positive; out may be grad.");
 
   module.def("cpu_isas", [] { return py::tuple(py::cast(fewbit::cpu_isas())); },
              "Names of the instruction sets that can be used here, best first.");
@@ -638,6 +778,7 @@ PYBIND11_MODULE(_kernels, module) {
       }, py::arg("n"), py::arg("bits"), "int32 words that n elements take.");
   module.def("use_openmp_of", &fewbit::use_openmp_of, py::arg("path"),
              "Use the OpenMP runtime that the loaded library at path uses; whether there is one.");
+  module.attr("GRID_ROWS") = fewbit::kGridRows;
   module.attr("FUNCTIONS") = functions();
   module.attr("cuda") = py::none();
 #ifdef FEWBIT_WITH_CUDA

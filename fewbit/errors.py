@@ -30,4 +30,11 @@ class GradientError(FewbitError):
 
 
 class OutputExistsError(FewbitError):
-    """Refusal to overwrite an existing file."""
+    """Refusal to overwrite an existing file. Its one argument is the path."""
+
+    @property
+    def path(self):
+        return self.args[0]
+
+    def __str__(self) -> str:
+        return f"{self.path} exists; pass force=True to overwrite it"

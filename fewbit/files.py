@@ -22,7 +22,7 @@ def write_atomic(path: str | os.PathLike, data: str | bytes, force: bool = False
         if not target.is_file():  # renaming over a device node would destroy it
             raise FewbitError(f"{path}: expected a path to a regular file, got something else")
         if not force:
-            raise _exists(path)
+            raise OutputExistsError(path)
     # The temporary file sits beside the target: a rename is atomic only within one file system.
     temporary = target.with_name(f".{target.name[:100]}.{os.urandom(8).hex()}.tmp")
     payload = data.encode("utf-8") if isinstance(data, str) else data
@@ -33,17 +33,13 @@ def write_atomic(path: str | os.PathLike, data: str | bytes, force: bool = False
         else:
             _publish_new(temporary, target)
     except FileExistsError:
-        raise _exists(path) from None
+        raise OutputExistsError(path) from None
     except OSError as error:
         raise FewbitError(
             f"{path}: expected a writable path, got: {error.strerror or error}"
         ) from None
     finally:
         _remove(temporary)
-
-
-def _exists(path: str | os.PathLike) -> OutputExistsError:
-    return OutputExistsError(f"{path} exists; pass force=True (--force) to overwrite it")
 
 
 def _write_durably(path: Path, payload: bytes) -> None:

@@ -575,7 +575,7 @@ def _parse_json(text: str, prefix: str) -> Any:
     except json.JSONDecodeError as error:
         raise TableError(f"{prefix}expected JSON, got: {error}") from None
     except RecursionError:
-        raise TableError(f"{prefix}expected a table document, got JSON nested too deeply") from None
+        raise TableError(f"{prefix}expected a document, got JSON nested too deeply") from None
 
 
 def _format_json(document: Mapping) -> str:

@@ -244,10 +244,8 @@ def resumed(rank):
         assert (list(train(again, range(stop, 20))), controller.allocation) == expected
 
 
-def sync_batch_norm(rank):
-    """torch's own kernels for it are on GPUs only: written out here for the CPU."""
-    from fewbit.functional.sync_batch_norm import sync_batch_norm
-    from fewbit.runtime.quantiser import Quantiser
+def _synchronise_on_the_cpu():
+    """torch's own kernels of SyncBatchNorm are on GPUs only: written out here."""
 
     def stats(x, eps):
         flat = x.transpose(0, 1).flatten(1)
@@ -281,6 +279,13 @@ def sync_batch_norm(rank):
     torch.batch_norm_stats, torch.batch_norm_gather_stats_with_counts = stats, gather
     torch.batch_norm_elemt = elemt
     torch.batch_norm_backward_reduce, torch.batch_norm_backward_elemt = reduce, backward
+
+
+def sync_batch_norm(rank):
+    from fewbit.functional.sync_batch_norm import sync_batch_norm
+    from fewbit.runtime.quantiser import Quantiser
+
+    _synchronise_on_the_cpu()
     x = [torch.randn(4, 5, 40, generator=torch.Generator().manual_seed(i)) * 2 + 1 for i in (0, 1)]
     grad = [torch.randn(4, 5, 40, generator=torch.Generator().manual_seed(i)) for i in (2, 3)]
     own = nn.BatchNorm1d(5)
@@ -305,6 +310,28 @@ def sync_batch_norm(rank):
     torch.testing.assert_close(own.running_var, both.running_var, rtol=1e-4, atol=1e-4)
 
 
+def sync_batch_norm_observed(rank):
+    """Each backward pass of the norm sums up once, also where one process has an empty batch or observes nothing."""
+    _synchronise_on_the_cpu()
+    torch.manual_seed(0)
+    layers = nn.Conv1d(3, 5, 3), nn.SyncBatchNorm(5), nn.Tanh(), nn.Conv1d(5, 5, 1)
+    module = nn.Sequential(*layers)
+    controller = fewbit.compress_(module, 2.5, interval=1 + rank, verbose=False)
+    sums, all_reduce = [], dist.all_reduce
+
+    def counted(*arguments, **options):
+        sums.append(arguments)
+        return all_reduce(*arguments, **options)
+
+    dist.all_reduce = counted
+    for step in range(6):
+        x = torch.randn(4 if (step + rank) % 3 else 0, 3, 40)
+        module(x).square().sum().backward()
+    assert len(sums) == 6
+    bits = {row.name: row.bits for row in controller.allocation}
+    assert bits["1"] == 2.5 and len(bits) == 3
+
+
 CASES = (
     ddp,
     sharded,
@@ -314,6 +341,7 @@ CASES = (
     stages,
     resumed,
     sync_batch_norm,
+    sync_batch_norm_observed,
 )
 
 

@@ -1,5 +1,7 @@
 """Level L3 in odd programs: graphs of several models, other ways to backward passes, threads, partly watched layers."""
 
+import copy
+import math
 import threading
 
 import pytest
@@ -78,13 +80,30 @@ def test_a_model_applied_to_its_own_result():
 
 def test_a_compressed_model_within_another():
     torch.manual_seed(0)
+    outer = nn.Sequential(mlp(), nn.ReLU(), nn.Linear(64, 8))
+    controller = compressed(outer, exclude="0")
+    own = compressed(outer[0])
+    for _ in range(8):
+        loss_of(outer(normal((8, 64), scale=1.0))).backward()
+    assert names(controller) == {"2"} and names(own) == {"0", "2"}
+    # Each has what one controller of all would find out.
+    found = [row.sensitivity for row in (*own.allocation, *controller.allocation)]
+    together = compressed(outer)
+    for _ in range(8):
+        loss_of(outer(normal((8, 64), scale=1.0))).backward()
+    assert [row.name for row in together.allocation] == ["0.0", "0.2", "2"]
+    assert found == pytest.approx([row.sensitivity for row in together.allocation], rel=0.3)
+
+
+def test_a_model_around_a_compressed_one_takes_it_over():
     inner = mlp()
     own = compressed(inner)
     outer = nn.Sequential(inner, nn.ReLU(), nn.Linear(64, 8))
     controller = compressed(outer, exclude="0")
-    for _ in range(8):
-        loss_of(outer(normal((8, 64), scale=1.0))).backward()
-    assert controller.allocation and not any(row.sensitivity < 0 for row in own.allocation)
+    assert type(inner[0]) is nn.Linear
+    for _ in range(3):
+        step(outer, normal((8, 64), scale=1.0))
+    assert names(controller) == {"2"} and not own.allocation
 
 
 # -- other backward passes ---------------------------------------------------------------------------------
@@ -150,28 +169,43 @@ def test_nested_results():
 
 
 def test_sensitivities_that_overflow():
+    """Such a step says nothing; one that comes near does."""
+
     class Long(nn.Module):
+        """Noise is carried on through each part of it as if the parts were independent: 5 times the square."""
+
         def __init__(self):
             super().__init__()
-            self.body = mlp()
+            self.body, self.parts = mlp(), 0
 
         def forward(self, x):
             x = self.body(x)
-            for _ in range(500):
+            for _ in range(self.parts):
                 x = 2 * x - x.sigmoid() * 0 - x
             return x
 
-    model = Long()
+    torch.manual_seed(0)
+    model, x = Long(), normal((8, 64), scale=1.0)
     controller = compressed(model)
-    for _ in range(8):
-        step(model, normal((8, 64), scale=1.0))
-    assert all(row.sensitivity < float("inf") for row in controller.allocation)
+
+    def after(parts):
+        model.parts = parts
+        for _ in range(8):
+            step(model, x)
+        return [tuple(row) for row in controller.allocation]
+
+    few = after(1)
+    assert {row[0] for row in few} == {"body.0", "body.2"}
+    assert after(500) == few
+    many = after(200)
+    assert many != few and all(math.isfinite(row[-1]) for row in many)
 
 
 def test_several_threads():
     torch.manual_seed(0)
     model = mlp(results=8)
-    compressed(model)
+    exact = copy.deepcopy(model)
+    controller = compressed(model)
     errors = []
 
     def train(seed):
@@ -187,15 +221,36 @@ def test_several_threads():
     for each in threads:
         each.join()
     assert not errors
+    assert controller.session.variables.step == 36
+    # No gradient of a thread's is lost, or another's: those of biases are exact.
+    for first in (0, 100, 200):
+        for i in range(12):
+            loss_of(exact(normal((8, 64), scale=1.0, seed=first + i))).backward()
+    for place in (0, 2):
+        torch.testing.assert_close(model[place].bias.grad, exact[place].bias.grad)
+    # And what the threads have begun leaves nothing behind that keeps it from adapting.
+    for _ in range(6):
+        step(model, normal((8, 64), scale=1.0))
+    assert names(controller) == {"0", "2"}
+    assert all(row.sensitivity > 0 for row in controller.allocation)
+    assert controller.allocation.bits <= 2.5
 
 
 def test_an_empty_batch():
+    """Has gradients of 0, and says nothing to an observation."""
+    torch.manual_seed(0)
     model = mlp()
-    controller = fewbit.compress_(model, 2.5, verbose=False)
-    for _ in range(3):
+    controller = compressed(model)
+    for i in range(6):
         controller.number_samples(torch.zeros(0, dtype=torch.int64))
+        model.zero_grad()
         model(torch.zeros(0, 64)).sum().backward()
+        assert all(each.grad.eq(0).all() for each in model.parameters())
         step(model, normal((8, 64), scale=1.0))
+        shapes = {(row.elements, row.samples) for row in controller.allocation}
+        assert shapes == ({(8 * 64, 8)} if i else set())
+    assert controller.session.variables.step == 12
+    assert controller.state_dict().keys().isdisjoint({"magnitudes", "numbers"})
 
 
 # -- what is not watched -----------------------------------------------------------------------------------

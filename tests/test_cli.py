@@ -234,6 +234,14 @@ def test_an_existing_file_is_refused_before_any_work(command, name, monkeypatch)
     assert "existing directory" in result.stderr
 
 
+def test_a_file_that_comes_meanwhile_is_refused_in_the_same_words(monkeypatch):
+    monkeypatch.setattr("fewbit.cli._check_output", lambda *_: None)
+    Path("gelu.json").write_text("mine")
+    result = run("solve", "gelu", "--bits", "2", "-o", "gelu.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "fewbit: error: gelu.json exists; pass --force to overwrite it\n"
+
+
 def test_force_overwrites():
     Path("gelu.json").write_text("mine")
     succeed("solve", "gelu", "--bits", "2", "-o", "gelu.json", "--force")

@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 from samples import normal
 from test_adaptation import build, step
 from test_observation import MODELS
 
 import fewbit
 from fewbit.compress.allocation_report import Allocated, Allocation
+from fewbit.compress.convert_report import Report
 from fewbit.errors import InputError
 
 
@@ -66,3 +68,153 @@ def test_a_sample_that_is_part_of_a_larger_tensor_counts_for_itself(capsys):
     ours = fewbit.compress_(model, 4, sample=data[:n], verbose=False).report.kept
     alone = fewbit.compress_(model, 4, sample=data[:n].clone(), verbose=False).report.kept
     assert ours == alone
+
+
+def test_bytes_by_op_in_order_without_rows_of_nothing():
+    """What is kept now comes first, then what was kept before; what shows as 0.00 twice is summed up."""
+    mib = 2**20
+    before = {"b": 2 * mib, "a": 3 * mib, "kept": mib, "d": mib} | dict.fromkeys("pqrs", 4000)
+    after = {"kept": mib, "new": mib // 8, "u": 30}
+    lines = str(Report((), (), (before, after))).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("───")) + 1
+    rows = [line.split() for line in lines[start:]]
+    assert rows == [
+        ["kept", "1.00", "1.00"],
+        ["new", "0.00", "0.12"],
+        ["a", "3.00", "0.00"],
+        ["b", "2.00", "0.00"],
+        ["d", "1.00", "0.00"],
+        ["others", "0.02", "0.00"],
+        ["total", "(6.24x", "less)", "7.02", "1.13"],
+    ]
+    few = str(Report((), (), ({"a": 2 * mib, "p": 40}, {"kept": mib, "u": 30})))
+    assert "others" not in few and "0.00     0.00" not in few
+    # In bytes, a row says what it is.
+    small = str(Report((), (), ({"a": 200, "b": 1}, {"a": 100})))
+    assert small.splitlines()[-2].split() == ["b", "1", "0"]
+
+
+# -- numbers of samples, and states ------------------------------------------------------------------------
+
+
+def numbered(level, numbers):
+    """A controller that has seen a batch with those numbers once, and what it was trained on."""
+    model, controller, x = build(bits=2, level=level)
+    controller.number_samples(numbers)
+    step(model, x)
+    return model, controller, x
+
+
+def assert_same_state(state, expected):
+    assert state.keys() == expected.keys()
+    assert all(state[key] == expected[key] for key in state.keys() - {"magnitudes", "numbers"})
+    if "numbers" in expected:
+        assert torch.equal(state["numbers"], expected["numbers"])
+        for row, before in zip(state["magnitudes"], expected["magnitudes"], strict=True):
+            assert row["name"] == before["name"] and row["input"] == before["input"]
+            torch.testing.assert_close(row["squares"], before["squares"], equal_nan=True)
+
+
+@pytest.mark.parametrize("level", ["L2.5", "L3"])
+def test_numbers_are_copied(level):
+    """A loader may use the memory of its numbers again before the forward."""
+    model, controller, x = build(bits=2, level=level)
+    buffer = torch.arange(8)
+    controller.number_samples(buffer)
+    buffer += 100
+    step(model, x)
+    assert controller.state_dict()["numbers"].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    "numbers", [list(range(8)), range(8), np.arange(8), np.arange(8, dtype=np.uint16)], ids=str
+)
+def test_numbers_under_another_default_device(numbers):
+    model, controller, x = build(bits=2, level="L2.5")
+    with torch.device("meta"):
+        controller.number_samples(numbers)
+    step(model, x)
+    with torch.device("meta"):
+        state = controller.state_dict()
+    assert state["numbers"].device.type == "cpu" and state["numbers"].tolist() == list(range(8))
+    with pytest.raises(InputError, match="expected samples' numbers on the CPU, got them on meta"):
+        controller.number_samples(torch.arange(8, device="meta"))
+
+
+def test_numbers_of_64_bits_without_a_sign():
+    numbers = np.arange(8, dtype=np.uint64) + np.uint64(2**63 - 4)
+    _, controller, _ = numbered("L2.5", numbers)
+    state = controller.state_dict()["numbers"]
+    assert len(state.unique()) == 8 and state.dtype == torch.int64
+    np.testing.assert_array_equal(state.numpy().astype(np.uint64), numbers)
+
+
+def row(**changes):
+    """One of magnitudes."""
+    return {"name": "0", "input": 0, "squares": torch.ones(8), **changes}
+
+
+@pytest.mark.parametrize("level", ["L2.5", "L3"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"magnitudes": 3}, "magnitudes: expected rows of name, input and squares"),
+        ({"magnitudes": [{"nome": 1}]}, "got one of nome: int"),
+        ({"magnitudes": ["ab"]}, "got str"),
+        ({"magnitudes": torch.ones(2)}, r"got a tensor of shape \(2,\)"),
+        ({"magnitudes": [row(squares=[1.0])]}, "squares: list"),
+        ({"magnitudes": [row(squares=torch.ones(2, 2))]}, r"squares: a tensor of shape \(2, 2\)"),
+        ({"magnitudes": [row(squares=torch.ones(2, dtype=torch.int64))]}, r"torch\.int64"),
+        ({"magnitudes": [row(name=1)]}, "name: int"),
+        ({"magnitudes": [row(input=True)]}, "input: bool"),
+        ({"numbers": torch.zeros(2, dtype=torch.int64)}, "numbers: expected those of a controller's"),
+        ({"numbers": [1, 2]}, "numbers: expected those of a controller's .*, got list"),
+    ],
+)  # fmt: skip
+def test_states_with_other_magnitudes_change_nothing(level, change, message):
+    _, controller, _ = numbered(level, range(8))
+    before = controller.state_dict()
+    with pytest.raises(InputError, match=message) as caught:
+        controller.load_state_dict({**before, **change})
+    assert "\n" not in str(caught.value)
+    assert_same_state(controller.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        ({"garbage": 1}, "with 'garbage'"),
+        ({"0.weight": torch.ones(2)}, "with '0.weight'"),
+        ({"magnitudes": []}, "with 'magnitudes' alone"),
+        ({"numbers": torch.arange(8)}, "with 'numbers' alone"),
+        ({"version": 1}, "of level L3 or above"),
+    ],
+)
+def test_states_of_something_else_change_nothing(state, found):
+    _, controller, _ = numbered("L2.5", range(8))
+    before = controller.state_dict()
+    expected = f"^expected the state of a controller of level L2.5, got one {found}$"
+    with pytest.raises(InputError, match=expected):
+        controller.load_state_dict(state)
+    assert_same_state(controller.state_dict(), before)
+    fixed = build(bits=4, level="L2")[1]
+    with pytest.raises(
+        InputError, match="^expected the state of a controller of level L2, got one"
+    ):
+        fixed.load_state_dict(state)
+    _, adapting, _ = numbered("L3", range(8))
+    before = adapting.state_dict()
+    with pytest.raises(InputError, match="^expected"):
+        adapting.load_state_dict(state)
+    assert_same_state(adapting.state_dict(), before)
+
+
+@pytest.mark.parametrize("level", ["L2", "L2.5"])
+def test_a_state_without_anything_learned_is_one(level):
+    controller = build(bits=4, level=level)[1]
+    assert controller.state_dict() == {}
+    controller.load_state_dict({})
+    if level == "L2.5":
+        _, controller, _ = numbered(level, range(8))
+        controller.load_state_dict({})
+        assert controller.state_dict() == {}

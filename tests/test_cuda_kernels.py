@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fewbit import functions
-from fewbit.runtime import groups, reference
+from fewbit.runtime import fixed_point, groups, reference
 from fewbit.runtime.encoding import Encoding, packed_words
 from fewbit.table import Knots
 
@@ -40,7 +40,10 @@ class Emulation:
 
     def __init__(self, library):
         self.library = library
-        names = "pack unpack encode decode_mul forward quantise squares dequantise obstacle"
+        names = (
+            "pack unpack encode decode_mul forward quantise squares dequantise obstacle "
+            "grid_fixed encode_fixed decode_fixed mask_fixed"
+        )
         for name in names.split():
             getattr(library, f"emulated_{name}").restype = ctypes.c_char_p
         library.emulated_table.restype = ctypes.c_void_p
@@ -208,6 +211,51 @@ class Emulation:
             *_vectors(affine),
         )
         return out.checked().view(shape)
+
+    def grid_fixed(self, gamma, beta, bits):
+        grid = Guarded(7 * len(gamma), torch.float32)
+        self.call("grid_fixed", gamma, beta, _long(len(gamma)), bits, grid.data)
+        return grid.checked().view(7, -1)
+
+    def encode_fixed(self, x, y, grid, bits, inner, normalise=None):
+        packed = Guarded(packed_words(x.numel(), bits), torch.int32)
+        of = _long(grid.shape[1]), _long(inner), bits
+        self.call(
+            "encode_fixed",
+            x,
+            y,
+            DTYPES.index(x.dtype),
+            _long(x.numel()),
+            grid,
+            *of,
+            packed.data,
+            *_vectors(normalise),
+        )
+        return packed.checked()
+
+    def decode_fixed(self, packed, grid, bits, inner, n, dtype, slope=None, scale=None):
+        out = Guarded(n, dtype)
+        of = _long(grid.shape[1]), _long(inner), bits
+        activated, number = slope is not None, ctypes.c_float(slope or 0.0)
+        self.call(
+            "decode_fixed",
+            packed,
+            _long(n),
+            grid,
+            *of,
+            int(activated),
+            number,
+            out.data,
+            DTYPES.index(dtype),
+            *(_vectors(scale) if scale else (ctypes.c_void_p(0), _long(1), _long(1))),
+        )
+        return out.checked()
+
+    def mask_fixed(self, grad, packed, grid, bits, inner, slope):
+        out, n = Guarded(grad.numel(), grad.dtype), _long(grad.numel())
+        of = _long(grid.shape[1]), _long(inner), bits, ctypes.c_double(slope)
+        self.call("mask_fixed", grad, DTYPES.index(grad.dtype), n, packed, grid, *of, out.data)
+        return out.checked()
 
 
 class Guarded:
@@ -747,3 +795,38 @@ def test_errors_are_one_clear_line(cuda):
 def test_which_devices_can_run(cuda, driver, capability, reason):
     found = cuda.library.emulated_obstacle(driver, capability)
     assert (found and found.decode()) == reason
+
+
+# -- the fixed-point code of pre-activations ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", (1, 3, 8))
+@pytest.mark.parametrize(
+    "n, channels, inner", [(1, 1, 1), (33, 3, 1), (1400, 7, 5), (4096, 2, 512)]
+)
+def test_fixed_point(cuda, n, channels, inner, bits, dtype):
+    generator = torch.Generator().manual_seed(n + bits)
+
+    def normal(size, dtype=torch.float32):
+        return (2 * torch.randn(size, generator=generator)).to(dtype)
+
+    gamma, beta = normal(channels), normal(channels)
+    gamma[0] = 0.0
+    x, y = normal(n, dtype), normal(n, dtype)
+    y[::9] = 0.0
+    statistics = (normal(n // 10), normal(n // 10).abs(), 10) if n % 10 == 0 else None
+    grid = fixed_point.grid_of(gamma, beta, bits, "cpu")
+    assert torch.equal(cuda.grid_fixed(gamma, beta, bits), reference.grid_fixed(gamma, beta, bits))
+    of = grid, bits, inner
+    packed = cuda.encode_fixed(x, y, *of, statistics)
+    assert torch.equal(packed, reference.encode_fixed(x, y, *of, statistics))
+    scale = None if statistics is None else statistics[1:]
+    for options in ({}, {"scale": scale}, {"slope": 1.0}, {"slope": 0.0}, {"slope": 0.1}):
+        expected = torch.empty(n, dtype=dtype)
+        reference.decode_fixed(packed, *of, expected, **options)
+        assert torch.equal(cuda.decode_fixed(packed, *of, n, dtype, **options), expected)
+    grad, expected = normal(n, dtype), torch.empty(n, dtype=dtype)
+    for slope in (0.0, 0.1):
+        reference.mask_fixed(grad, packed, *of, slope, expected)
+        assert torch.equal(cuda.mask_fixed(grad, packed, *of, slope), expected)

@@ -10,7 +10,15 @@ WORKER = Path(__file__).parent / "distributed_worker.py"
 
 
 CASES = (
-    "ddp sharded adapting adapting_within adapting_sharded stages resumed sync_batch_norm".split()
+    "ddp",
+    "sharded",
+    "adapting",
+    "adapting_within",
+    "adapting_sharded",
+    "stages",
+    "resumed",
+    "sync_batch_norm",
+    "sync_batch_norm_observed",
 )
 
 

@@ -1,4 +1,5 @@
 import os
+import pickle
 import stat
 import threading
 
@@ -21,8 +22,11 @@ def test_does_not_overwrite(tmp_path):
     write_atomic(path, "first")
     with pytest.raises(OutputExistsError) as caught:
         write_atomic(path, "second")
-    assert str(caught.value) == f"{path} exists; pass force=True (--force) to overwrite it"
+    assert str(caught.value) == f"{path} exists; pass force=True to overwrite it"
     assert path.read_text() == "first" and os.listdir(tmp_path) == ["gelu.json"]
+    assert caught.value.path == path
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value)
 
 
 def test_force_overwrites(tmp_path):

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
-from fewbit.runtime.observation import Observation
+from fewbit.runtime.autograd import once_differentiable
+from fewbit.runtime.observation import MOST_EARLIER, Observation
 from fewbit.runtime.reference_quantiser import squares
 from fewbit.runtime.variables import Variable, Variables
 
@@ -178,6 +180,81 @@ def test_each_part_of_the_variance(name):
         assert 1 / 2 < measured[each] / (sensitivity / 49) < 2, each
     ratio = sum(measured.values()) / (sum(predicted.values()) / 49)
     assert 1 / 1.4 < ratio < 1.4
+
+
+class Twice(nn.Module):
+    """One layer for two inputs of different scales."""
+
+    def __init__(self, scales, is_checkpointed=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.scales, self.is_checkpointed = nn.Linear(64, 64), scales, is_checkpointed
+
+    def forward(self, x):
+        def both(x):
+            a, b = (
+                self.linear(scale * each)
+                for scale, each in zip(self.scales, (x, x.flip(0)), strict=True)
+            )
+            return a + b
+
+        return checkpoint(both, x, use_reentrant=False) if self.is_checkpointed else both(x)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("scales", [(1.0, 100.0), (100.0, 1.0), (3.0, 3.0)])
+def test_each_call_of_a_layer_has_noise_of_its_own(scales, is_checkpointed):
+    """In the order of the calls, in a region that is made again too, against sampling."""
+    model, x = Twice(scales, is_checkpointed), normal((16, 64), scale=1.0)
+    controller = converted(model, 4)
+    ((_, sensitivity),) = observed(model, controller, x, 4).items()
+    controller.session.variables = Fixed({("linear", 0): 4.0})
+    draws = torch.stack([gradient(model, x, seed) for seed in range(40)])
+    assert sensitivity / 225 == pytest.approx(float(draws.var(0).sum()), rel=0.25)
+
+
+def test_the_spread_of_a_layer_that_is_called_twice():
+    """Parts of all its tensors together, each in the order of its own samples."""
+    model, x = Twice((1.0, 3.0)), normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
+    observation = Observation(0)
+    converted(model).session.variables = Fixed(observation=observation)
+    gradient(model, x)
+    observation.send()
+    (found,) = observation.results().values()
+    expected = squares(x, 256).sort().values * (1 + 9)
+    assert found.samples == 16 and found.elements == 2 * 16 * 64
+    assert found.spread == pytest.approx(expected.tolist())
+
+
+class Product(nn.Module):
+    def forward(self, a, b):
+        return a @ b
+
+
+def test_products_of_one_module():
+    """q @ k and a @ v have one name, and together what they have in modules of their own."""
+
+    class ByHand(nn.Module):
+        def __init__(self, products):
+            super().__init__()
+            torch.manual_seed(0)
+            self.qkv, self.last = nn.Linear(64, 192), nn.Linear(64, 8)
+            self.products = nn.ModuleList(products)
+
+        def forward(self, x):
+            first, second = self.products or (torch.matmul, torch.matmul)
+            q, k, v = self.qkv(x).chunk(3, -1)
+            weights = (first(q, k.transpose(1, 2)) / 8).softmax(-1)
+            return self.last(second(weights, v))
+
+    x = normal((8, 16, 64))
+    sums = []
+    for products in ((), (Product(), Product())):
+        model = ByHand(products)
+        found = observed(model, converted(model, 4), x, 6)
+        sums.append(sum(each for (name, _), each in found.items() if "matmul" in name))
+        assert len([name for name, _ in found if "matmul" in name]) == max(len(products), 1)
+    assert sums[0] == pytest.approx(sums[1], rel=0.15)
 
 
 # -- without traces ----------------------------------------------------------------------------------------
@@ -368,6 +445,249 @@ def test_outputs_in_containers():
 
     found = observed(model, converted(model), normal((8, 64)), run=run)
     assert len(found) == 2 and all(each > 0 for each in found.values())
+
+
+@dataclass(slots=True)
+class Slots:
+    y: torch.Tensor
+    unset: int = field(init=False)
+
+
+@dataclass
+class Branch:
+    y: torch.Tensor
+    others: list = field(default_factory=list)
+
+
+def circle(a, b):
+    first, second = Branch(a), Branch(b)
+    first.others += [second, first.others]
+    second.others.append(first)
+    return first
+
+
+def deep(a, b):
+    nest = [b]
+    for _ in range(5000):
+        nest = [nest]
+    return a, nest
+
+
+@pytest.mark.parametrize("make", [lambda a, b: {"a": Slots(a), "b": (b,)}, circle, deep])
+def test_outputs_in_dataclasses_in_circles_and_in_the_deep(make):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 8), nn.Linear(64, 8)
+
+        def forward(self, x):
+            self.results = self.a(x), self.b(2 * x)
+            return make(*self.results)
+
+    model = Model()
+
+    def run(model, x):
+        model(x)
+        a, b = model.results
+        (a.square().sum() + b.square().sum()).backward()
+
+    found = observed(model, converted(model), normal((8, 64)), run=run)
+    assert len(found) == 2 and all(each > 0 for each in found.values())
+
+
+def padded(y):
+    return torch.nested.to_padded_tensor(2 * y, 0.0).flatten(0, 1)
+
+
+LAYOUTS = {  # {name: (to the layout, back again, whether gradients can be measured)}
+    "CSR": (lambda h: h.to_sparse_csr(), lambda y: y.to_dense(), False),
+    "COO": (lambda h: h.to_sparse(), lambda y: y.to_dense(), True),
+    "mkldnn": (lambda h: h.to_mkldnn(), lambda y: y.to_dense(), False),
+    "nested": (lambda h: torch.nested.as_nested_tensor([h[:3], h[3:]]), padded, False),
+    "negative": (
+        lambda h: (torch.complex(h, h).conj() * torch.complex(h, h)).real,
+        lambda y: y,
+        True,
+    ),
+    "sparse gradient": (
+        lambda h: torch.gather(h, 1, torch.arange(64).expand(8, 64), sparse_grad=True),
+        lambda y: y,
+        False,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+@pytest.mark.parametrize("is_inside", [False, True], ids=["of results", "within"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name, is_inside):
+    """Nothing raises, and the step is the same; what cannot be measured says nothing."""
+    there, back, is_measured = LAYOUTS[name]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            h = there(self.a(x))
+            return self.b(back(h)) if is_inside else h
+
+    torch.manual_seed(0)
+    model = Model()
+    controller = converted(model)
+    gradients = []
+
+    def run(model, x):
+        torch.manual_seed(0)
+        model.zero_grad()
+        controller.number_samples(range(8))
+        y = model(x)
+        (y if is_inside else back(y)).square().sum().backward()
+        gradients.append(model.a.weight.grad)
+
+    controller.session.variables = Fixed()
+    run(model, normal((8, 64), scale=1.0))
+    found = observed(model, controller, normal((8, 64), scale=1.0), run=run)
+    assert torch.equal(*gradients)
+    assert len(found) == (1 + is_inside if is_measured else 0)
+    assert all(each > 0 for each in found.values())
+
+
+def nodes_below(y) -> list:
+    found, waiting = [], [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.append(node)
+            waiting += [child for child, _ in node.next_functions]
+    return found
+
+
+def test_of_earlier_forwards_the_nearest_nodes_are_watched():
+    """And all of this one's, however far below."""
+
+    class Model(nn.Module):
+        def __init__(self, depth):
+            super().__init__()
+            self.norm, self.last, self.depth = nn.LayerNorm(64), nn.Linear(64, 8), depth
+
+        def forward(self, x):
+            y = self.norm(x)
+            for _ in range(self.depth):
+                y = y + 1
+            return self.last(y)
+
+    def sensitivity(between, depth=0):
+        """Of the norm, below which are `between` nodes and a layer."""
+        torch.manual_seed(0)
+        model, below = Model(depth), nn.Linear(64, 64)
+
+        below.weight.data *= 0.1
+        y = below(normal((8, 64), scale=10.0))
+        for _ in range(between):
+            y = y + 0
+        return observed(model, converted(model), y)["norm", 0]
+
+    near, far, off = sensitivity(1), sensitivity(MOST_EARLIER - 20), sensitivity(MOST_EARLIER + 20)
+    assert far == pytest.approx(near, rel=1e-4) and off < near / 2
+    assert sensitivity(1, 2 * MOST_EARLIER) == pytest.approx(near, rel=0.5)
+
+
+def test_an_observation_without_a_backward_pass_leaves_nothing_behind():
+    """A graph that goes on from forward to forward has hooks of the latest observation alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    controller = fewbit.compress_(model, 2, level="L3", interval=1, verbose=False)
+    x = normal((8, 64), scale=1.0)
+    for _ in range(20):
+        x = model(x)
+    functions = [node for node in nodes_below(x) if hasattr(node, "saved_tensors")]
+    assert len(functions) >= 20
+    assert all(len(node._fewbit_observed) == 1 for node in functions)
+    x.square().sum().backward()
+    model(x)
+    assert len(controller.allocation) == 1
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_backward_pass_within_the_forward(is_alone):
+    """Of a layer that the step's own pass reaches too that counts; else nothing is known of it."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 8)
+
+        def forward(self, x):
+            z = x.detach().requires_grad_()
+            (g,) = torch.autograd.grad(self.a(z).square().sum(), z)
+            x = x + g.detach()
+            return self.b(torch.relu(x if is_alone else self.a(x)))
+
+    torch.manual_seed(0)
+    model = Model()
+    controller = fewbit.compress_(model, 3, level="L3", interval=1, verbose=False)
+    for _ in range(4):
+        loss_of(model(normal((8, 64), scale=1.0))).backward()
+    seen = controller.session.variables.seen
+    assert seen["a", 0].is_known != is_alone and seen["b", 0].is_known
+    assert (seen["a", 0].sensitivity > 0) != is_alone
+    assert (("a", 0) in controller.session.variables.averages) != is_alone
+
+
+class Counted(torch.autograd.Function):
+    """x times a weight, from a quantised x; counts its backward passes."""
+
+    passes = 0
+
+    @staticmethod
+    def forward(ctx, x, weight, quantiser):
+        kept = quantiser.keep(x)
+        ctx.recipe, ctx.count = kept.recipe, type(ctx)._forward_cls
+        ctx.save_for_backward(weight, *kept.tensors)
+        return x * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        ctx.count.passes += 1
+        weight, *kept = ctx.saved_tensors
+        return grad * weight, (ctx.recipe.restore(kept) * grad).sum(0), None
+
+
+class Collective(Counted):
+    backward_has_collectives = True
+
+
+@pytest.mark.parametrize("function", [Counted, Collective])
+def test_backward_passes_with_collectives_run_once(function):
+    """They keep the average, and noise goes through them."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(normal((64,)))
+            self.linear, self.last = nn.Linear(64, 64), nn.Linear(64, 8)
+            self.norm = nn.LayerNorm(64)
+
+        def forward(self, x):
+            quantiser = self.linear.quantiser.named("scale")
+            x = function.apply(self.linear(x), self.weight, quantiser)
+            return self.last(self.norm(x))
+
+    torch.manual_seed(0)
+    model, observation = Scale(), Observation(0)
+    controller = converted(model, 4)
+    controller.session.variables = Fixed(observation=observation)
+    function.passes = 0
+    gradient(model, normal((8, 64), scale=1.0))
+    assert (function.passes == 1) == (function is Collective)
+    observation.send()
+    found = observation.results()
+    assert found["scale", 0].is_known == (function is Counted)
+    sensitivities = [found[name, 0].sensitivity for name in ("linear", "norm")]
+    assert all(each > 0 for each in sensitivities)
 
 
 def test_nothing_of_the_graph_is_held():

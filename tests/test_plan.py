@@ -100,8 +100,10 @@ def measured_by_hand(candidate, model, x, draws):
         torch.manual_seed(step)
         gradient(copy, x)
     exact = gradient(model, x)
-    found = []
+    found, state = [], controller and controller.state_dict()
     for draw in range(draws):
+        if state:  # else bits would go on adapting
+            controller.load_state_dict(state)
         torch.manual_seed(1000 + draw)
         found.append(gradient(copy, x))
     found = torch.stack(found)
@@ -378,9 +380,10 @@ def test_default_candidates_are_those_that_the_model_has_a_use_for():
     fixed = [f"fixed {each} bits" for each in (8, 4, 3, 2)]
     shared = [f"shared {each} bits" for each in (4, 3, 2, 1.5)]
     assert names(nn.Linear(4, 4)) == fixed + shared
-    assert names(Images()) == [*fixed, *shared, "activations 1 bit"]
+    fused = [f"pre-activation {each} bits" for each in (8, 4, 2)]
+    assert names(Images()) == [*fixed, *shared, *fused, "activations 1 bit"]
     few = [f"activations {each} bits" for each in (4, 3, 2)]
-    assert names(net()) == [*fixed, *shared, *few]
+    assert names(net()) == [*fixed, *shared, *fused, *few]
     assert names(net(), ["activations"]) == few
     with pytest.raises(
         InputError, match="expected one of fixed, shared for policy, got 'activations'"
@@ -484,24 +487,22 @@ def test_options_that_json_has_not_are_text():
     ("change", "message"),
     [
         (lambda document: document.update(schema="fewbit.table/1"), "expected the schema"),
-        (lambda document: document.pop("share"), "expected 'share' in a plan, which it lacks"),
+        (lambda document: document.pop("share"), 'expected the field "share", got none'),
+        (lambda document: document.update(of=1), "expected no other field than .*, got 'of'"),
         (lambda document: document.update(share="x"), "share: expected a number, got 'x'"),
-        (lambda document: document.update(draws=1.5), "draws: expected a whole number, got 1.5"),
-        (lambda document: document.update(rows=[]), "rows: expected a list of candidates"),
-        (lambda document: document.update(rows=[3]), "expected a row, got 3"),
-        (lambda document: document["rows"][0].pop("error"), "expected 'error' in a row"),
-        (lambda document: document["rows"][0].update(candidate={}), "expected 'policy' in a cand"),
-        (
-            lambda document: document["rows"][0]["candidate"].update(options=3),
-            "candidates: expected a name and a mapping of options",
-        ),
+        (lambda document: document.update(draws=1.5), "draws: expected an integer, got 1.5"),
+        (lambda document: document.update(rows=[]), "rows: expected at least 1 items"),
+        (lambda document: document.update(rows=[3]), r"rows\[0\]: expected an object, got 3"),
+        (lambda document: document["rows"][0].pop("error"), r'rows\[0\]: expected the field "error"'),
+        (lambda document: document["rows"][0].update(candidate={}), 'expected the field "policy"'),
+        (lambda document: document["rows"][0]["candidate"].update(options=3), "expected an object"),
     ],
-)
+)  # fmt: skip
 def test_files_that_are_no_plan(change, message, tmp_path):
     document, path = made(("a", 2, 10, 0.1)).to_dict(), tmp_path / "plan.json"
     change(document)
     path.write_text(json.dumps(document))
-    with pytest.raises(InputError, match=f"plan.json: {message}"):
+    with pytest.raises(InputError, match=f"plan.json: .*{message}"):
         TrainingPlan.load(path)
     path.write_text("{")
     with pytest.raises(InputError, match="expected JSON"):
@@ -629,7 +630,10 @@ def test_command_with_a_model_by_name():
         (["resnet19"], "unknown model 'resnet19': did you mean resnet18"),
         (["resnet18", "--size", "8"], "expected an image size of 64 to 8192 pixels, got 8"),
         (["resnet18", "-o", "plan.txt"], "plan.txt: expected a file name that ends in .json"),
-        (["resnet18", "--policy", "none"], "expected one of fixed, shared, activations for policy"),
+        (
+            ["resnet18", "--policy", "none"],
+            "expected one of fixed, shared, pre-activation, activations for",
+        ),
         (["{own}:wrong"], "expected it to return (model, batch, loss), got a tuple of 2"),
         (["{own}:missing"], "has no attribute 'missing'"),
         (["{own}:setting", "--batch", "3"], "--batch: expected the name of a model with it"),

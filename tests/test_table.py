@@ -666,7 +666,7 @@ def test_refuses_documents(change, message):
 REFUSED_TEXTS = [
     ("{", "expected JSON, got: "),
     ("", "expected JSON, got: "),
-    ("[" * 100_000, "expected a table document, got JSON nested too deeply"),
+    ("[" * 100_000, "expected a document, got JSON nested too deeply"),
     ('{"schema": NaN}', "expected finite numbers, got 'NaN'"),
     ('{"levels": [-Infinity]}', "expected finite numbers, got '-Infinity'"),
     ('{"levels": [1e999]}', "expected finite numbers, got '1e999'"),
@@ -709,7 +709,7 @@ def test_save_and_load(tmp_path, monkeypatch):
     assert Table.load("gelu.json") == table and load_file("gelu.json") == [table]
     with pytest.raises(
         OutputExistsError,
-        match=re.escape("gelu.json exists; pass force=True (--force) to overwrite"),
+        match=re.escape("gelu.json exists; pass force=True to overwrite"),
     ):
         table.save("gelu.json")
     replace(table, revision=2).save("gelu.json", force=True)

@@ -235,6 +235,55 @@ def test_parameters_of_an_attention_are_its_own():
     assert profile.parameters == ("norm", "attention")
 
 
+class Late(nn.Module):
+    """Parameters in another order than that of the forward, as in transformers' Llama: norms after what they feed."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(
+            torch.ones(4)
+        )  # the model's own: it is called first, and keeps nothing
+        self.head = nn.Linear(32, 4)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.bias = nn.Linear(1, 32)  # never called
+        self.norm = nn.LayerNorm(32)
+        self.embedding = nn.Embedding(20, 32)
+        self.scale = nn.Embedding(20, 32)
+
+    def forward(self, x):
+        y = self.norm(self.embedding(x))
+        y = y + self.attention(y, y, y, need_weights=False)[0] + self.bias.bias
+        return self.head(y * (1 + self.scale(x)).detach() + 0 * self.scale(x)) * self.unused
+
+
+def test_both_axes_are_in_the_order_of_the_forward():
+    model, batches = Late(), [torch.randint(20, (8, 6)) for _ in range(2)]
+    profile = variance_profile(model, batches, squared, draws=4)
+    assert profile.contexts == ("norm", "attention", "head")
+    called = "", "embedding", "norm", "attention", "scale", "head"
+    assert profile.parameters == (*called, "bias")
+    # The numbers are those of the names.
+    gradients = []
+    for batch in batches:
+        model.zero_grad()
+        squared(model, batch).backward()
+        named = dict(model.named_parameters())
+        gradients.append({name: each.grad for name, each in named.items() if each.grad is not None})
+    for column, path in enumerate(profile.parameters):
+        own = [name for name in gradients[0] if path_of(name) == path]
+        expected = sum((gradients[0][name] - gradients[1][name]).square().sum() / 2 for name in own)
+        assert profile.sampling[column] == pytest.approx(expected.item(), rel=1e-4)
+    head = profile.parameters.index("head")
+    assert profile.terms[2, head] > 0 and not profile.terms[:2, head].any()
+    assert profile.direct[head] == pytest.approx(profile.terms[2, head], rel=0.5)
+    assert (profile.bias_error[[0, 6]] == 0).all() and profile.bias_error[head] > 0
+
+
+def path_of(parameter):
+    path = parameter.rpartition(".")[0]
+    return path.removesuffix(".out_proj")
+
+
 def test_a_tied_parameter_and_a_frozen_one():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = model[0].weight
@@ -501,11 +550,30 @@ def test_json_has_every_number_back(tmp_path):
     ("change", "message"),
     [
         (lambda document: document.update(schema="fewbit.table/1"), "expected the schema"),
-        (lambda document: document.pop("direct"), "expected 'direct'"),
+        (lambda document: document.update(schema=["x"]), r"expected the schema .*, got \['x'\]"),
+        (lambda document: document.pop("direct"), 'expected the field "direct", got none'),
+        (lambda document: document.update(of=1), "expected no other field than .*, got 'of'"),
         (lambda document: document["terms"].pop(), r"terms: expected shape \(2, 2\), got \(1, 2\)"),
-        (lambda document: document["bias"].append("x"), "bias: expected numbers"),
+        (lambda document: document["terms"][1].pop(), r"terms: expected shape \(2, 2\), got rows of diff"),
+        (lambda document: document["bias"].append("x"), r"bias\[2\]: expected a number or null, got 'x'"),
+        (lambda document: document.update(bias=["1", 2]), r"bias\[0\]: expected a number or null"),
+        (lambda document: document.update(bias=[1, True]), r"bias\[1\]: expected a number or null"),
+        (lambda document: document.update(direct=[1, 10**400]), "expected finite numbers, got '1000"),
+        (lambda document: document.update(direct=[1, float("nan")]), "expected finite numbers, got 'NaN'"),
+        (lambda document: document.update(terms={"a": 1}), "terms: expected an array"),
+        (lambda document: document.update(contexts=3), "contexts: expected an array, got 3"),
+        (lambda document: document.update(contexts="ab"), "contexts: expected an array, got 'ab'"),
+        (lambda document: document.update(contexts=["a", 2]), r"contexts\[1\]: expected a string, got 2"),
+        (lambda document: document.update(contexts=["a", "a"]), "contexts: expected different items"),
+        (lambda document: document.update(parameters=[]), "parameters: expected at least 1 items"),
+        (lambda document: document.update(bits="2"), "bits: expected an integer, got '2'"),
+        (lambda document: document.update(bits=9), "bits: expected at most 8, got 9"),
+        (lambda document: document.update(draws=None), "draws: expected an integer, got None"),
+        (lambda document: document.update(batches=0), "batches: expected at least 1, got 0"),
+        (lambda document: document.update(model=None), "model: expected a string, got None"),
+        (lambda document: document.update(sampled=3), "sampled: expected a string, got 3"),
     ],
-)
+)  # fmt: skip
 def test_files_that_are_no_profile(change, message, tmp_path):
     document = made(("a", "b")).to_dict()
     change(document)
@@ -516,6 +584,22 @@ def test_files_that_are_no_profile(change, message, tmp_path):
     path.write_text("{")
     with pytest.raises(InputError, match="expected JSON"):
         VarianceProfile.load(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(InputError, match="expected JSON text in UTF-8"):
+        VarianceProfile.load(path)
+    with pytest.raises(InputError, match="expected a readable file, got: No such file"):
+        VarianceProfile.load(tmp_path / "other.json")
+
+
+def test_numbers_that_are_not_known_come_back_and_are_shown():
+    profile = made(("a", "b"))
+    profile.terms[1, 0] = profile.sampling[1] = profile.bias_error[0] = np.nan
+    text = profile.to_json()
+    document = json.loads(text)
+    assert document["terms"][1][0] is None and document["sampling"][1] is None
+    loaded = VarianceProfile.from_json(text.replace('"bits": 2', '"bits": 2.0'))
+    assert type(loaded.bits) is int and loaded.to_json() == text
+    assert "nan" in str(loaded) and "nan" in loaded._repr_html_()
 
 
 def test_findings_are_sums_of_the_matrix():
@@ -537,16 +621,32 @@ def test_table_names_the_largest_and_cuts_the_rest():
     largest = int(profile.quantisation.argmax())
     (row,) = [each.split() for each in lines if each.startswith(f"layers.{largest}.linear ")]
     assert row[-1] == f"{100 * profile.own[largest] / profile.quantisation[largest]:.0f}%"
-    assert (
-        row[4]
-        == f"{100 * profile.quantisation_error[largest] / profile.quantisation[largest]:.2g}%"
-    )
+    percent = 100 * profile.quantisation_error[largest] / profile.quantisation[largest]
+    assert row[4] == f"{percent:.0f}%"
     far = profile.terms - np.diag(np.diag(profile.terms))
     context, module = np.unravel_index(far.argmax(), far.shape)
     expected = f"most from other contexts: layers.{context}.linear to layers.{module}.linear"
     assert expected in " ".join(lines)
     assert "… 30 more" in text and render_plain(profile, 80) == text
     assert f"sampling variance is {profile.sampling_ratio:.3g} times" in text.replace("\n", " ")
+
+
+def test_numbers_of_a_column_have_one_form_and_room():
+    profile = made(tuple(f"layers.{i}.{'x' * 40}" for i in range(12)))
+    for name in ("terms", "sampling", "direct"):
+        getattr(profile, name)[:] *= 10.0 ** np.arange(-11, 1)
+        np.copyto(getattr(profile, f"{name}_error"), getattr(profile, name))  # 100%
+    profile.sampling[4], profile.direct[5] = 0.0, np.nan
+    profile.sampling_error[7] = 1e-3 * profile.sampling[7]
+    lines = str(profile).splitlines()
+    assert max(map(len, lines)) <= 80
+    (start,) = (i for i, line in enumerate(lines) if line.startswith("───"))
+    rows = [line[26:].split() for line in lines[start + 1 : start + 14]]
+    assert not any("…" in cell for row in rows for cell in row)
+    cells = [cell for row in rows for cell in row if "%" not in cell]
+    assert len(cells) == 39 and {"0", "nan"} <= set(cells)
+    assert all(re.fullmatch(r"\d\.\de-?\d+|0|nan", each) for each in cells)
+    assert "<1%" in rows[4]  # the fifth by its rounding, which rises with the number
 
 
 def test_html_is_one_piece_with_the_picture():
@@ -568,6 +668,7 @@ def test_picture_has_a_row_for_each_source_and_room_for_its_name(count, tmp_path
     np.testing.assert_array_equal(shown[-1], profile.sampling)
     names = [each.get_text() for each in axes.get_yticklabels()]
     assert names == [*profile.contexts, "", "sampling"]
+    assert bar.get_ylabel() == "variance (white: none)"
     figure.draw_without_rendering()
     boxes = [each.get_window_extent() for each in axes.get_yticklabels() if each.get_text()]
     heights = sorted((each.y0, each.y1) for each in boxes)

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../common/dtype.h"
+#include "../common/fixed_point.h"
 #include "../common/quantise.h"
 #include "../common/streams.h"
 #include "../common/table.h"
@@ -38,6 +39,19 @@ struct QuantiserKernels {
                      const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype, bool past_caches);
 };
 
+// The fixed-point code of pre-activations. Each function does the elements [begin, end), as in `Kernels`.
+struct FixedPointKernels {
+  // y: for its sign, of x's dtype.
+  void (*encode)(const Grid& grid, const Normalisation& normalisation, const void* x, const void* y, DType dtype,
+                 int bits, int64_t begin, int64_t end, uint32_t* packed);
+  // activated: y with that slope where it is not positive; else the normalised input, times scale if there is one.
+  void (*decode)(const Grid& grid, const Scale& scale, const uint32_t* packed, int bits, int64_t begin, int64_t end,
+                 bool activated, float slope, void* out, DType dtype);
+  // out may be grad.
+  void (*mask)(const Grid& grid, const uint32_t* packed, int bits, int64_t begin, int64_t end, double slope,
+               const void* grad, void* out, DType dtype);
+};
+
 // Each function does the elements [begin, end) of tensors that start at the pointers given; begin is a
 // multiple of kChunk, and so is end unless the tensor ends there. Pointers are aligned to one element.
 struct Kernels {
@@ -53,6 +67,7 @@ struct Kernels {
   void (*forward)(int function, double p0, double p1, const Table& table, const void* x, DType dtype,
                   int64_t begin, int64_t end, void* y, uint32_t* packed, uint64_t seed);
   const QuantiserKernels* quantiser;
+  const FixedPointKernels* fixed_point;
 };
 
 // The instruction sets of this build that this processor has, best first.

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/fixed_point.h"
 #include "common/quantise.h"
 #include "common/streams.h"
 #include "common/table.h"
@@ -72,5 +73,20 @@ void squares(const Streams& streams, const void* x, int dtype, const Normalisati
 // share groups.
 void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, int64_t groups,
                 const Affine& affine, void* out, int dtype, int device, void* stream);
+
+// gamma and beta (n,) -> grid (kGridRows, n).
+void grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid, int device, void* stream);
+
+// The fixed-point code of n pre-activations (fewbit/runtime/fixed_point.py). y: for its sign, of x's dtype.
+void encode_fixed(const Grid& grid, const Normalisation& normalisation, const void* x, const void* y, int dtype,
+                  int64_t n, int bits, int32_t* packed, int device, void* stream);
+
+// activated: y with that slope where it is not positive; else the normalised input, times scale if there is one.
+void decode_fixed(const Grid& grid, const Scale& scale, const int32_t* packed, int64_t n, int bits, bool activated,
+                  float slope, void* out, int dtype, int device, void* stream);
+
+// out (n,) = grad, times slope where y is not positive. `out` may be `grad`.
+void mask_fixed(const Grid& grid, const int32_t* packed, int64_t n, int bits, double slope, const void* grad,
+                void* out, int dtype, int device, void* stream);
 
 }  // namespace fewbit::cuda

@@ -129,4 +129,32 @@ const char* emulated_dequantise(const int32_t* packed, const uint16_t* ranges, i
   return guarded([&] { fewbit::cuda::dequantise(of, packed, ranges, groups, by, out, dtype, 1, nullptr); });
 }
 
+const char* emulated_grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid) {
+  return guarded([&] { fewbit::cuda::grid_fixed(gamma, beta, n, bits, grid, 1, nullptr); });
+}
+
+const char* emulated_encode_fixed(const void* x, const void* y, int dtype, int64_t n, const float* grid,
+                                  int64_t channels, int64_t inner, int bits, int32_t* packed, const float* mean,
+                                  const float* rstd, int64_t entries, int64_t inner_of_entries) {
+  const fewbit::Grid by{grid, {channels, inner}};
+  const fewbit::Normalisation normalisation{mean, rstd, {entries, inner_of_entries}};
+  return guarded([&] { fewbit::cuda::encode_fixed(by, normalisation, x, y, dtype, n, bits, packed, 1, nullptr); });
+}
+
+const char* emulated_decode_fixed(const int32_t* packed, int64_t n, const float* grid, int64_t channels, int64_t inner,
+                                  int bits, int activated, float slope, void* out, int dtype, const float* scale,
+                                  int64_t entries, int64_t inner_of_entries) {
+  const fewbit::Grid by{grid, {channels, inner}};
+  const fewbit::Scale times{scale, {entries, inner_of_entries}};
+  return guarded([&] {
+    fewbit::cuda::decode_fixed(by, times, packed, n, bits, activated != 0, slope, out, dtype, 1, nullptr);
+  });
+}
+
+const char* emulated_mask_fixed(const void* grad, int dtype, int64_t n, const int32_t* packed, const float* grid,
+                                int64_t channels, int64_t inner, int bits, double slope, void* out) {
+  const fewbit::Grid by{grid, {channels, inner}};
+  return guarded([&] { fewbit::cuda::mask_fixed(by, packed, n, bits, slope, grad, out, dtype, 1, nullptr); });
+}
+
 }  // extern "C"

@@ -142,7 +142,8 @@ class Adaptation(Variables):
         stage = self._stage
         if not self._is_due or (stage and (stage.groups or stage.do != self._send)):
             return None
-        # (An observation that no backward pass has come to by now is dropped.)
+        if stage is not None:  # an observation that no backward pass has come to by now
+            stage.what.end()
         self._is_due = False
         observation = Observation(self.step)
         self._stage = _Stage(self.step, self._send, observation, groups, device)

@@ -7,14 +7,15 @@ import math
 from fewbit.compress.meter_report import amount
 from fewbit.errors import FewbitError, InputError
 from fewbit.runtime.encoding import packed_words
-from fewbit.runtime.groups import GROUP_SIZE, most_groups, words_of_total
+from fewbit.runtime.groups import words_of_total
+from fewbit.runtime.observation import SPREAD
 from fewbit.runtime.sharing import in_checkpoint
 from fewbit.runtime.tables import plain_number
 from fewbit.runtime.variables import LEAST, MOST
 from fewbit.sizes import parse_size
 
-_SLACK = 4 * words_of_total(32, 1)
-"""Bytes by which a tensor's codes exceed bits * elements / 8, at most."""
+_SLACK = 4 * words_of_total(32, 1) + SPREAD
+"""Bytes by which a tensor's codes exceed bits * elements / 8, at most, elements being shared out in SPREAD equal parts."""
 
 
 def bytes_of(budget) -> int:
@@ -44,8 +45,12 @@ class Sizes:
         self.elements: dict[tuple[str, int], int] = {}
         self._codes = self._reserve = 0
 
-    def kept(self, variable, elements, sensitivities=None, rounding=None) -> None:
-        if variable.is_fixed or in_checkpoint():
+    def kept(self, variable, elements: int, sensitivities=None, widening: int = 0) -> None:
+        """As of an observation."""
+        if in_checkpoint():
+            return
+        self._reserve += widening  # of those with fixed bits too
+        if variable.is_fixed:
             return
         self.elements[variable.name] = self.elements.get(variable.name, 0) + elements
         samples = 0 if sensitivities is None else len(sensitivities)
@@ -53,12 +58,16 @@ class Sizes:
             self._codes += 4 * words_of_total(variable.total(samples), elements // samples)
         else:
             self._codes += 4 * packed_words(elements, variable.uniform())
-        # Minimums may become float32, and a group ends with each width.
-        groups = most_groups(max(samples, 1), elements // max(samples, 1), GROUP_SIZE)
-        self._reserve += _SLACK + 2 * groups
+        self._reserve += _SLACK
+
+    def rounding(self, measured) -> None:
+        """Nothing, as of the backward pass."""
 
     def watch(self, outputs) -> None:
-        """Nothing: a backward pass adds nothing to sizes."""
+        """Nothing."""
+
+    def reached(self, variables) -> None:
+        """Nothing."""
 
     def bits(self, budget: int, kept: int) -> float:
         """The average with which a forward like this one keeps `budget` bytes at most. kept: bytes it kept now.

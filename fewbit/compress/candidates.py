@@ -13,6 +13,7 @@ from fewbit.compress.controller import Controller
 from fewbit.compress.convert import compress_, restore_
 from fewbit.compress.replace import replace_activations_
 from fewbit.errors import InputError
+from fewbit.nn.preactivation import NORMS
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Policy(NamedTuple):
 POLICIES = (
     Policy("fixed", (8, 4, 3, 2), {"level": "L2"}),
     Policy("shared", (4, 3, 2, 1.5), {"level": "L3"}),
+    Policy("pre-activation", (8, 4, 2), {"fuse": "preactivation"}, needs=tuple(NORMS)),
 )
 ACTIVATION_BITS = (4, 3, 2)
 
@@ -76,7 +78,7 @@ ACTIVATION_BITS = (4, 3, 2)
 def default_candidates(
     model: nn.Module, policies: Iterable[str] | None = None
 ) -> tuple[Candidate, ...]:
-    """The same bits for all layers ("fixed"); shared between layers ("shared"); "activations" in few bits, alone.
+    """The same bits for all layers ("fixed"); shared between layers ("shared"); fused norms; "activations" alone.
 
     The last where the model has activations as modules; of those with two slopes alone, as ReLU, with 1 bit, which
     is exact. policies: only these. InputError for one that there is not for this model.

@@ -15,6 +15,9 @@ from fewbit.errors import InputError
 from fewbit.runtime.offload import Offload
 from fewbit.runtime.sharing import Session
 
+SAMPLES = ("magnitudes", "numbers")
+"""What the state has at level L2.5 and above, both or neither: what is known of numbered samples."""
+
 
 class Controller:
     """Stands for one compressed model; nothing in the training loop needs it.
@@ -85,14 +88,29 @@ class Controller:
             raise InputError(
                 f"expected what a controller's state_dict() gave, got {type(state).__name__}"
             )
-        adapts = self._adaptation is not None
-        if not state and adapts or "version" in state and not adapts:
-            found = "level L3 or above" if "version" in state else "a level below L3"
-            raise InputError(
-                f"expected the state of a controller of level {self.level}, got one of {found}"
-            )
+        self._check_state(state)
         if self.session.variables is not None:
             self.session.variables.load(state)
+
+    def _check_state(self, state: Mapping) -> None:
+        """Raises InputError for the state of another level, and for entries that no state has."""
+        adapts = self._adaptation is not None
+        known = () if self.session.variables is None else SAMPLES
+        given = [each for each in SAMPLES if each in state]
+        strange = [each for each in state if not adapts and each not in known]
+        if "version" in state and not adapts:
+            found = "of level L3 or above"
+        elif not state and adapts:
+            found = "of a level below L3"
+        elif strange:
+            found = f"with {strange[0]!r}"
+        elif len(given) == 1:
+            found = f"with {given[0]!r} alone"
+        else:
+            return
+        raise InputError(
+            f"expected the state of a controller of level {self.level}, got one {found}"
+        )
 
     def number_samples(self, numbers) -> None:
         """Says which samples of the data the next forward has, so that bits go by the gradients they had before.

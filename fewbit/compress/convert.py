@@ -22,6 +22,7 @@ from fewbit.compress.meter import alone, saved_bytes
 from fewbit.compress.meter_report import amount
 from fewbit.errors import InputError
 from fewbit.functional.normalization import check_copies
+from fewbit.nn.preactivation import NORMS, PreActivation
 from fewbit.nn.quantised import Quantised
 from fewbit.runtime.exact import Switch
 from fewbit.runtime.groups import GROUP_SIZE
@@ -40,6 +41,8 @@ ACTIVATION_BITS = 3
 ATTENTION_BITS = 4
 """At least, of q, k and v: their gradient goes through the exponential of their products, and at 2 bits is
 mostly noise (docs/decisions/0008)."""
+FUSED = tuple(NORMS.values())
+"""Norms that keep fixed-point copies with fuse="preactivation"."""
 OWN_FORWARD = "its forward was replaced on the instance, so its class does not say what it computes"
 _ORIGINAL = "_fewbit_original"
 _FUNCTIONS = "_fewbit_functions"
@@ -49,7 +52,7 @@ Filter = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True)
 class Settings:
-    """What one module is to keep. families: those of `kinds` that are converted.
+    """What one module is to keep. families: those of `kinds` that are converted. fuse: see `compress_`.
 
     is_mixed: samples share bits, which are then averages. adapts: layers too, but for those with bits of their own.
     """
@@ -61,6 +64,7 @@ class Settings:
     minimum: str = "auto"
     copies: int = 1
     functional: bool = False
+    fuse: str | None = None
     is_mixed: bool = False
     adapts: bool = False
     families: tuple[str, ...] = (kinds.ACTIVATION, kinds.CONVOLUTION, kinds.LAYER, kinds.EXACT)
@@ -100,7 +104,7 @@ class Settings:
     def _quantiser(self, bits, session, name, is_fixed) -> Quantiser:
         # Where samples share bits, what cannot (compiled parts) keeps the whole ones.
         settings = math.floor(bits), self.group_size, self.minimum
-        return Quantiser(*settings, session, name, bits, is_fixed)
+        return Quantiser(*settings, session, name, bits, is_fixed, self.fuse is not None)
 
 
 @dataclass
@@ -126,6 +130,7 @@ def compress_(
     minimum: str = "auto",
     copies: int = 1,
     functional: bool = True,
+    fuse: str | None = None,
     include: Filter = "*",
     exclude: Filter = (),
     overrides: Mapping[str, int | Mapping | None] | None = None,
@@ -152,6 +157,9 @@ def compress_(
     "auto", "bfloat16" or "float32", see docs/quantiser.md. copies: 2 for norms that keep two independent copies.
     functional: also compress functions of torch and torch.nn.functional that a forward calls (F.gelu,
     F.scaled_dot_product_attention, a product of two activations ...) while the model trains in eager mode.
+    fuse: "preactivation": batch and layer norms keep their normalised input in fixed point, from which a ReLU or LeakyReLU
+    after them has its gradient, exactly, and the linear layers and convolutions after either restore their inputs, whatever
+    their own bits are: one tensor a block in place of three (docs/preactivation.md). At level L2, with copies=1.
     include, exclude: globs over dotted module paths ("" is the model itself; any path of a shared module
     counts; a glob that matches a module matches what is inside), or a function (path, module) -> bool;
     exclude wins. overrides: {glob: bits, or a mapping of bits, activation_bits, attention_bits,
@@ -175,6 +183,7 @@ def compress_(
         minimum,
         copies,
         functional,
+        fuse,
         is_mixed=level in MIXED,
         adapts=level in ADAPTING,
     ).check()
@@ -182,6 +191,7 @@ def compress_(
     _check_sample(sample)
     budget = _checked_budget(budget, level, bits, sample, model)
     check_interval(interval)
+    _check_fuse(fuse, level, settings)
     if settings is None:
         restore_(model)
         return _reported(model, Report((), ()), Session(), level, verbose)
@@ -203,7 +213,7 @@ def compress_(
     if settings.adapts:
         adaptation = Adaptation(settings.bits, _names(model), interval, elements, budget)
         controller.session.variables = adaptation
-    notes, allocator = [_of_level(level, settings, interval)], None
+    notes, allocator = [_of_level(level, settings, interval), _of_fused(model, settings)], None
     if budget is not None:
         notes.append(f"budget: {amount(budget)} for the sample")
         if settings.bits == MOST:
@@ -241,7 +251,7 @@ def restore_(model: nn.Module) -> None:
     for module in list(model.modules()):
         _remove_hooks(module)
         original = vars(module).pop(_ORIGINAL, None)
-        if original is None and isinstance(module, Quantised):
+        if original is None and isinstance(module, Quantised) and not _is_private(module.quantiser):
             module.quantiser.session = None  # made as fewbit's own
         if original is not None:
             for name in original.added:
@@ -272,7 +282,15 @@ def convert(
     between()
     session = Session(variables=Variables() if settings.is_mixed else None)
     rows = []
+    inside = {
+        id(child)
+        for module in model.modules()
+        if isinstance(module, PreActivation)
+        for child in module.children()
+    }
     for (paths, module, attribute), is_chosen, own in zip(found, chosen, each, strict=True):
+        if id(module) in inside:
+            continue
         rows.append(_convert(paths[0], module, attribute, is_chosen, own, session, whole))
     if kinds.LAYER in settings.families:
         rows += _convert_attention(model, found, chosen, each, session)
@@ -425,6 +443,34 @@ def _of_level(level, settings, interval) -> str:
     if level in OFFLOADING:
         text += "; what is kept on a GPU goes to the host until the backward pass"
     return f"level {level}: {text}"
+
+
+def _check_fuse(fuse, level, settings) -> None:
+    if fuse is None:
+        return
+    if fuse != "preactivation":
+        raise InputError(f"expected 'preactivation' or None for fuse, got {fuse!r}")
+    if level != "L2":
+        raise InputError(
+            f"fuse: expected level L2, got {level}: of fixed-point copies neither samples nor layers share bits"
+        )
+    if settings.copies != 1:
+        raise InputError(
+            f"fuse: expected copies=1, got {settings.copies}: two fixed-point copies would be alike"
+        )
+
+
+def _of_fused(model, settings) -> str:
+    """What the report says of it."""
+    if settings.fuse is None:
+        return ""
+    norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, FUSED) and module.quantiser.fuse and module.copies == 1
+    ]
+    count = f"{len(norms)} norm{'s' * (len(norms) != 1)}"
+    return f"pre-activations: {count} in fixed point, shared with the layers that follow"
 
 
 def _reported(model, report, session, level, verbose, allocator=None) -> Controller:
@@ -619,13 +665,22 @@ def _again(path, module, chosen, settings, session, whole) -> Converted | LeftAl
         if not whole:
             return None
         own = module.quantiser
-        module.quantiser = Quantiser(own.bits, own.group_size, own.minimum, session, path)
+        rest = {"fuse": settings is not None and settings.fuse is not None}
+        module.quantiser = Quantiser(own.bits, own.group_size, own.minimum, session, path, **rest)
+    if isinstance(module, PreActivation):
+        reason = f"few-bit already: one tensor of {module.bits} bits an element"
+        return LeftAlone(path, type(module).__name__, reason)
     name, original = type(module).__name__, vars(module).get(_ORIGINAL)
     if original is None or not chosen or settings is None:
         return LeftAlone(path, name, f"few-bit already: {module!r}")
     kind = kinds.of_class(original.cls)
     bits = _configure(path, module, kind.one_bit, settings, session)
     return Converted(path, original.cls.__name__, kinds.name_of(type(module)), bits)
+
+
+def _is_private(quantiser: Quantiser) -> bool:
+    """Whether it is that of a block which stays as it was made, whatever is around it."""
+    return quantiser.session is not None and quantiser.session.is_private
 
 
 def _settings_of(cls) -> tuple[str, ...]:
@@ -657,6 +712,8 @@ def _remove_hooks(module) -> None:
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, Session):
                 owner.abandon()
+                if owner.is_private:
+                    continue
             if isinstance(owner, Session | Switch):
                 del hooks[number]
                 vars(module).pop(PATH, None)

@@ -112,8 +112,20 @@ class Report:
         table.add_column("kept for backward, by op")
         table.add_column(f"before, {unit[0]}", justify="right")
         table.add_column(f"now, {unit[0]}", justify="right")
-        for name in sorted({*before, *after}, key=lambda each: -after.get(each, 0)):
-            table.add_row(name, amount(before.get(name, 0), unit), amount(after.get(name, 0), unit))
+        rest, nothing = [0, 0], amount(0, unit)
+        # What is kept now says what to do next, and what is gone what was done.
+        for name in sorted(
+            {*before, *after}, key=lambda each: (-after.get(each, 0), -before.get(each, 0), each)
+        ):
+            sizes = before.get(name, 0), after.get(name, 0)
+            shown = [amount(each, unit) for each in sizes]
+            if shown == [nothing, nothing]:
+                rest = [sum(each) for each in zip(rest, sizes, strict=True)]
+            else:
+                table.add_row(name, *shown)
+        shown = [amount(each, unit) for each in rest]
+        if shown != [nothing, nothing]:
+            table.add_row("others", *shown)
         ratio = f" ({totals[0] / totals[1]:.2f}x less)" if totals[1] else ""
         table.add_row("total" + ratio, *(amount(each, unit) for each in totals), style="bold")
         return table

@@ -133,5 +133,5 @@ class _Seeded(Quantiser):
         self._offset = like._offset
         self._given = seed
 
-    def _seed(self, x):
+    def _seed(self, x, *_):
         return torch.tensor([self._given], dtype=torch.int64, device=x.device)

@@ -239,6 +239,9 @@ class _Recorder:
         self.running = [outside]
         self._tokens: list[weakref.ref[_Token]] = []
 
+    def enter(self, place: _Place) -> None:
+        self.running.append(place)
+
     def save(self, tensor) -> _Token:
         token = _Token(tensor, self.running[-1])
         self._tokens.append(weakref.ref(token))
@@ -264,7 +267,7 @@ class _Recorder:
             compiled = module._compiled_call_impl
 
             def call(*args, **kwargs):
-                self.running.append(place)
+                self.enter(place)
                 try:
                     return compiled(*args, **kwargs)
                 finally:
@@ -280,7 +283,7 @@ class _Recorder:
         def enter(*_):
             # Where a compiler traces into a module that belongs to nobody compiled, it finds no-ops.
             if not torch.compiler.is_compiling():
-                self.running.append(place)
+                self.enter(place)
 
         def leave(*_):
             # A child that raised, and was caught, may not have left.

@@ -41,11 +41,12 @@ from fewbit.compress.gradients import (
 )
 from fewbit.compress.progress import Progress
 from fewbit.compress.training_plan_report import TrainingPlanReport
-from fewbit.errors import InputError
+from fewbit.errors import InputError, TableError
 from fewbit.files import write_atomic
 from fewbit.runtime.sharing import measuring
+from fewbit.schema import PLAN, find_error, shorten
+from fewbit.table import _parse_json, _read_text
 
-SCHEMA = "fewbit.plan/1"
 ADAPTING_STEPS = 3
 """Steps at the given weights before bits that adapt are measured: two observations, and what follows from them."""
 
@@ -126,7 +127,7 @@ class TrainingPlan(TrainingPlanReport):
     def to_dict(self) -> dict:
         """Everything as JSON-able values; numbers that are not known as None, options that JSON has not as text."""
         values = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
-        return {"schema": SCHEMA} | values | {"rows": [_row(each) for each in self.rows]}
+        return {"schema": PLAN} | values | {"rows": [_row(each) for each in self.rows]}
 
     def to_json(self) -> str:
         """`to_dict()` as JSON text; `from_json` has every number back exactly."""
@@ -136,17 +137,21 @@ class TrainingPlan(TrainingPlanReport):
     def from_json(cls, text: str) -> TrainingPlan:
         """InputError for what is not a document of schema fewbit.plan/1."""
         try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(f"expected JSON of a plan, got: {error}") from None
-        schema = document.get("schema") if isinstance(document, dict) else None
-        if schema != SCHEMA:
-            raise InputError(f"expected the schema {SCHEMA!r}, got {schema!r}")
-        values = _read(cls, document, "a plan")
-        rows = values["rows"]
-        if not isinstance(rows, list) or not rows:
-            raise InputError(f"rows: expected a list of candidates, got {rows!r}")
-        return cls(**{**values, "rows": tuple(map(_of_row, rows))})
+            document = _parse_json(text, "")
+        except TableError as error:
+            raise InputError(str(error)) from None
+        found = document.get("schema") if isinstance(document, dict) else None
+        if found != PLAN:
+            raise InputError(f"expected the schema {PLAN!r}, got {shorten(found)}")
+        problem = find_error(document, PLAN)
+        if problem is not None:
+            path, message = problem
+            raise InputError(f"{path}: {message}" if path else message)
+        rows = [
+            {**_values(Planned, row), "candidate": Candidate(**row["candidate"])}
+            for row in document["rows"]
+        ]
+        return cls(**{**_values(cls, document), "rows": tuple(Planned(**row) for row in rows)})
 
     def save(self, path, force: bool = False) -> None:
         """Writes `to_json()` to `path`; OutputExistsError if it exists, unless `force`."""
@@ -154,9 +159,11 @@ class TrainingPlan(TrainingPlanReport):
 
     @classmethod
     def load(cls, path) -> TrainingPlan:
-        """What `save` wrote; InputError as `from_json`."""
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        """What `save` wrote; InputError for a file that cannot be read, and as `from_json`."""
+        try:
+            text = _read_text(path)
+        except TableError as error:
+            raise InputError(str(error)) from None
         try:
             return cls.from_json(text)
         except InputError as error:
@@ -295,7 +302,7 @@ class _Found:
             controller.load_state_dict(self._state)
         for draw in range(draws):
             if controller is not None:
-                controller.session.stream = 1 + draw
+                controller.session.salt = draw.to_bytes(8)
             with measuring():
                 error = difference(steps.gradient(batch, number), exact)
             if (
@@ -403,31 +410,12 @@ def _jsonable(value):
         return str(value)
 
 
-def _of_row(row) -> Planned:
-    values = _read(Planned, row, "a row")
-    candidate = _read(Candidate, values["candidate"], "a candidate")
-    (checked,) = check_candidates(Candidate(**candidate))
-    return Planned(**{**values, "candidate": checked})
-
-
-def _read(cls, document, what: str) -> dict:
-    """{name: value} of the fields of a dataclass; None as NaN where that is a number. InputError for what lacks one."""
-    if not isinstance(document, dict):
-        raise InputError(f"expected {what}, got {document!r}")
-    values = {}
+def _values(cls, document: dict) -> dict:
+    """{name: value} of the fields of a dataclass; None is NaN, and a schema's integer may be written as 2.0."""
+    values = {each.name: document[each.name] for each in fields(cls)}
     for each in fields(cls):
-        if each.name not in document:
-            raise InputError(f"expected {each.name!r} in {what}, which it lacks")
-        value = document[each.name]
-        if each.type == "float":
-            value = math.nan if value is None else value
-        if each.type in _TYPES and (
-            not isinstance(value, _TYPES[each.type]) or isinstance(value, bool)
-        ):
-            raise InputError(f"{each.name}: expected {_NAMES[each.type]}, got {value!r}")
-        values[each.name] = value
+        if each.type == "int":
+            values[each.name] = int(values[each.name])
+        if each.type == "float" and values[each.name] is None:
+            values[each.name] = math.nan
     return values
-
-
-_TYPES = {"float": int | float, "int": int, "str": str}
-_NAMES = {"float": "a number", "int": "a whole number", "str": "text"}

@@ -41,12 +41,12 @@ from fewbit.compress.gradients import (
 )
 from fewbit.compress.progress import Progress
 from fewbit.compress.variance_profile_report import VarianceProfileReport
-from fewbit.errors import InputError
+from fewbit.errors import InputError, TableError
 from fewbit.files import write_atomic
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import Quantiser
-
-SCHEMA = "fewbit.variance_profile/1"
+from fewbit.schema import VARIANCE_PROFILE, find_error, shorten
+from fewbit.table import _parse_json, _read_text
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -58,7 +58,8 @@ class VarianceProfile(VarianceProfileReport):
     Errors are those of the draws, given the batches, but for `sampling_error`.
 
     contexts: paths of the modules whose kept tensors are rounded ("" is the model itself), in the order of the
-    forward. parameters: paths of the modules that own parameters which require grad. terms: (C, P). sampling:
+    forward. parameters: paths of the modules that own parameters which require grad, in the same order, those
+    that are no contexts where they are called. terms: (C, P). sampling:
     (P,), the variance of the exact gradient between minibatches. direct: (P,), the variance with all
     contexts drawn at once, to compare with `quantisation`. bias: (P,), the squared norm of the
     compressed gradient's mean minus the exact gradient, of few-bit activations too; an estimate that is
@@ -127,7 +128,9 @@ class VarianceProfile(VarianceProfileReport):
     def to_dict(self) -> dict:
         """Everything as JSON-able values; standard errors that are not known as None."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {"schema": SCHEMA} | {name: _plain(value) for name, value in values.items()}
+        return {"schema": VARIANCE_PROFILE} | {
+            name: _plain(value) for name, value in values.items()
+        }
 
     def to_json(self) -> str:
         """`to_dict()` as JSON text; `from_json` has every number back exactly."""
@@ -137,28 +140,24 @@ class VarianceProfile(VarianceProfileReport):
     def from_json(cls, text: str) -> VarianceProfile:
         """InputError for what is not a document of schema fewbit.variance_profile/1."""
         try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(f"expected JSON of a variance profile, got: {error}") from None
-        schema = document.get("schema") if isinstance(document, dict) else None
-        if schema != SCHEMA:
-            raise InputError(f"expected the schema {SCHEMA!r}, got {schema!r}")
-        names = [each.name for each in fields(cls)]
-        missing = [name for name in names if name not in document]
-        if missing:
-            raise InputError(f"expected {missing[0]!r} in a variance profile, which it lacks")
-        values = {name: document[name] for name in names}
+            document = _parse_json(text, "")
+        except TableError as error:
+            raise InputError(str(error)) from None
+        found = document.get("schema") if isinstance(document, dict) else None
+        if found != VARIANCE_PROFILE:
+            raise InputError(f"expected the schema {VARIANCE_PROFILE!r}, got {shorten(found)}")
+        problem = find_error(document, VARIANCE_PROFILE)
+        if problem is not None:
+            path, message = problem
+            raise InputError(f"{path}: {message}" if path else message)
+        values = {each.name: document[each.name] for each in fields(cls)}
         shape = len(values["contexts"]), len(values["parameters"])
         for name in ARRAYS:
-            try:
-                values[name] = np.array(values[name], dtype=np.float64)
-            except (TypeError, ValueError) as error:
-                raise InputError(f"{name}: expected numbers, got: {error}") from None
-            expected = shape if name.startswith("terms") else shape[1:]
-            if values[name].shape != expected:
-                raise InputError(f"{name}: expected shape {expected}, got {values[name].shape}")
+            values[name] = _array(name, values[name], shape if name in MATRICES else shape[1:])
         for name in ("contexts", "parameters"):
             values[name] = tuple(values[name])
+        for name in ("bits", "draws", "batches"):
+            values[name] = int(values[name])  # a schema's integer may be written as 2.0
         return cls(**values)
 
     def save(self, path, force: bool = False) -> None:
@@ -167,9 +166,11 @@ class VarianceProfile(VarianceProfileReport):
 
     @classmethod
     def load(cls, path) -> VarianceProfile:
-        """What `save` wrote; InputError as `from_json`."""
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        """What `save` wrote; InputError for a file that cannot be read, and as `from_json`."""
+        try:
+            text = _read_text(path)
+        except TableError as error:
+            raise InputError(str(error)) from None
         try:
             return cls.from_json(text)
         except InputError as error:
@@ -177,6 +178,7 @@ class VarianceProfile(VarianceProfileReport):
 
 
 ARRAYS = tuple(each.name for each in fields(VarianceProfile) if each.type == "np.ndarray")
+MATRICES = "terms", "terms_error"
 
 
 def variance_profile(
@@ -254,13 +256,14 @@ def variance_profile(
     if len({each.shape for each in terms}) > 1:
         raise InputError("batch: expected batches that go through the same modules, got others")
     arrays = {"sampling": sampling[None], "terms": terms, "direct": direct, "bias": bias}
-    numbers = {}
+    numbers, order = {}, compressed.order()
     for name, each in arrays.items():
-        numbers[name], numbers[f"{name}_error"] = _summed_up(each)
+        mean, error = _summed_up(each)
+        numbers[name], numbers[f"{name}_error"] = mean[..., order], error[..., order]
     return VarianceProfile(
         model=type(model).__name__,
         contexts=tuple(compressed.noise.contexts),
-        parameters=tuple(compressed.groups),
+        parameters=tuple(np.array(list(compressed.groups), dtype=object)[order]),
         **numbers,
         bits=bits,
         draws=draws,
@@ -285,13 +288,43 @@ class _Deferring(Settings):
         return self.noise.defer(super().attention_quantiser(*args, **kwargs))
 
 
+class _Recorder(meter._Recorder):
+    """Also remembers when modules were first called. called: {path: contexts that there were before}."""
+
+    def __init__(self, noise: Noise):
+        super().__init__(meter._Place("", "", False))
+        self.noise = noise
+        self.called: dict[str, int] = {}
+
+    def enter(self, place) -> None:
+        self.called.setdefault(place.path, len(self.noise.contexts))
+        super().enter(place)
+
+
 class _Measured(Measured):
     """A copy of the model, whose gradients are taken with the noise that is asked for."""
 
     def __init__(self, model: nn.Module, loss, seed: int):
         super().__init__(model, loss, seed)
-        self._recorder = meter._Recorder(meter._Place("", "", False))
         self.noise = Noise(seed, lambda: self._recorder.running[-1].path)
+        self._recorder = _Recorder(self.noise)
+
+    def order(self) -> list[int]:
+        """The groups in the order of the forward: contexts in theirs, others where they are first called.
+
+        Those of modules that are never called themselves come last.
+        """
+        contexts = {path: place for place, path in enumerate(self.noise.contexts)}
+        called = {path: place for place, path in enumerate(self._recorder.called)}
+
+        def place(path):
+            if path in contexts:
+                return contexts[path], 1, 0
+            before = self._recorder.called.get(path, len(contexts))
+            return before, 0, called.get(path, len(called))
+
+        paths = list(self.groups)
+        return sorted(range(len(paths)), key=lambda i: place(paths[i]))
 
     def defer(self) -> None:
         """Defers the quantisers that modules had when they were made, too."""
@@ -357,6 +390,17 @@ def _summed_up(batches) -> tuple[np.ndarray, np.ndarray]:
 
 def _ratio(a: float, b: float) -> float:
     return float(a / b) if b else float("nan") if not a else float("inf")
+
+
+def _array(name: str, value: list, shape: tuple[int, ...]) -> np.ndarray:
+    """float64, None as NaN. Raises InputError for another shape."""
+    try:
+        array = np.array(value, dtype=np.float64)
+    except ValueError:
+        raise InputError(f"{name}: expected shape {shape}, got rows of different lengths") from None
+    if array.shape != shape:
+        raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
+    return array
 
 
 def _plain(value):

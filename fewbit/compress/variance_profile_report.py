@@ -11,10 +11,10 @@ import numpy as np
 
 from fewbit import plot
 from fewbit.errors import FewbitError
-from fewbit.report import _Report, short, shortened
+from fewbit.report import _Report, shortened
 
 MOST_ROWS = 20
-MOST_NAME, MOST_LABEL = 24, 34  # characters of a path, in the table and in the picture
+MOST_NAME, MOST_LABEL = 26, 34  # characters of a path, in the table and in the picture
 MOST_FAR = 3  # contexts that are named because they add most to other modules' gradients
 DECADES = 8  # that the colours of the picture span at most
 SAMPLING = "sampling"
@@ -37,7 +37,7 @@ class VarianceProfileReport(_Report):
         return f"{self.model}, {self.bits} bit{'s' * (self.bits > 1)}"
 
     def records(self) -> list[dict]:
-        """A row for each module with parameters, in the order of the model."""
+        """A row for each module with parameters, in the order of the forward."""
         columns = {
             "sampling": self.sampling,
             "sampling_error": self.sampling_error,
@@ -84,7 +84,8 @@ class VarianceProfileReport(_Report):
         sampling, rounding, direct, own = (
             each[which].sum() for each in (self.sampling, self.quantisation, self.direct, self.own)
         )
-        return short(sampling), "", short(rounding), "", short(direct), "", _share(own, rounding)
+        shown = (cell for each in (sampling, rounding, direct) for cell in (_variance(each), ""))
+        return *shown, _share(own, rounding)
 
     def _far(self) -> str:
         """The contexts that add most to other modules' gradients."""
@@ -106,7 +107,7 @@ class VarianceProfileReport(_Report):
         draws = f"{self.draws} pairs of draws of each of {len(self.contexts)} contexts"
         far = self._far()
         return [
-            "variances of gradients, summed over a module's parameters. rounding: the sum of the terms of "
+            "variances of gradients, summed over a module's parameters, largest rounding first. rounding: the sum of the terms of "
             "ActNN's Theorem 3; direct: all contexts drawn at once; ±: standard errors; own: the share of "
             "rounding from the module's own context",
             *([f"most from other contexts: {far}"] if far else []),
@@ -130,7 +131,8 @@ class VarianceProfileReport(_Report):
     def plot(self, path: str | os.PathLike | None = None, force: bool = False):
         """The heat map of ActNN's figure 8: a row for each source of noise, a column for each module's gradient.
 
-        The last row is the sampling variance; colours are logarithmic, white is none. Returns the
+        Both are in the order of the forward. The last row is the sampling variance; colours are logarithmic, white is
+        none. Returns the
         matplotlib Figure. path: also save as .png or .svg (OutputExistsError if it exists, unless
         `force`). Raises FewbitError for another suffix, or if matplotlib is not installed.
         """
@@ -165,9 +167,8 @@ def _draw(figure, axes, profile, room: float) -> None:
         spine.set_visible(False)
     axes.set_xlabel("gradient of the parameters of")
     axes.set_ylabel("noise from the context of")
-    figure.colorbar(image, ax=axes, label="variance", fraction=0.05, pad=0.02).outline.set_visible(
-        False
-    )
+    bar = figure.colorbar(image, ax=axes, label="variance (white: none)", fraction=0.05, pad=0.02)
+    bar.outline.set_visible(False)
     axes.set_title(profile._name_and_bits, loc="left", color=plot.INK, fontweight="bold")
 
 
@@ -177,8 +178,18 @@ def _name(path: str) -> str:
 
 def _pair(value: float, error: float) -> tuple[str, str]:
     """A value, and its standard error as a share of it."""
-    is_known = value and math.isfinite(error)
-    return short(value), f"{100 * error / abs(value):.2g}%" if is_known else ""
+    if not value or not math.isfinite(value) or not math.isfinite(error):
+        return _variance(value), ""
+    percent = 100 * error / abs(value)
+    return _variance(value), f"{percent:.0f}%" if percent >= 0.5 or not percent else "<1%"
+
+
+def _variance(value: float) -> str:
+    """In one form for all, as those of a model differ by many powers of ten: 1.2e-4."""
+    if not value or not math.isfinite(value):
+        return f"{value:.3g}"
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
 
 
 def _share(part: float, whole: float) -> str:

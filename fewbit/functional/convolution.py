@@ -218,7 +218,7 @@ class _Convolution(Function):
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         kept = ()
         if ctx.needs_input_grad[1]:
-            keep = quantiser.keep(x)
+            keep = quantiser.keep_factor(x)
             kept, ctx.recipe, y = keep.tensors, keep.recipe, keep.mark(y)
         # Without an input gradient only the weight's shape matters.
         ctx.save_for_backward(weight, *kept)

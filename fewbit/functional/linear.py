@@ -50,7 +50,7 @@ class _Linear(Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         kept = ()
         if needs_weight:
-            keep = quantiser.keep(x)
+            keep = quantiser.keep_factor(x)
             kept, ctx.recipe, y = keep.tensors, keep.recipe, keep.mark(y)
         ctx.save_for_backward(weight if needs_x else None, *kept)
         return y

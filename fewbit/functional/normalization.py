@@ -28,6 +28,7 @@ from torch.nn import functional as torch_functional
 
 from fewbit.errors import InputError
 from fewbit.functional import sums
+from fewbit.runtime import preactivation
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.casts import in_float32
 from fewbit.runtime.groups import GROUP_SIZE
@@ -211,11 +212,16 @@ class _LayerNorm(Function):
         kept = ()
         if needs_x or needs_weight:
             inner = math.prod(shape) if x.is_contiguous() else None
-            keep, tensors = keep_copies(ctx, x, mean, rstd, inner, copies, quantiser)
-            # Statistics of 16 bits shift x~ by more than y's own rounding.
-            if rstd.dtype.itemsize > 2:
-                offer(quantiser, y, keep, weight, bias)
-            y, kept = keep.mark(y), (rstd, weight, *tensors)
+            if preactivation.can_keep(quantiser, x, rstd, weight, bias, copies):
+                fixed = preactivation.keep(quantiser, x, y, mean, rstd, inner, weight, bias, None)
+                tensors, ctx.recipe, ctx.inner = fixed.tensors, fixed.recipe, inner
+            else:
+                keep, tensors = keep_copies(ctx, x, mean, rstd, inner, copies, quantiser)
+                # Statistics of 16 bits shift x~ by more than y's own rounding.
+                if rstd.dtype.itemsize > 2:
+                    offer(quantiser, y, keep, weight, bias)
+                y = keep.mark(y)
+            kept = rstd, weight, *tensors
         ctx.save_for_backward(*kept)
         return y
 
@@ -382,10 +388,16 @@ class _BatchNorm(Function):
         if needs_x or needs_weight:
             placed = [_of_channels(each, view, x.shape) for each in (mean, rstd)]
             inner = _channel_stride(x) if view == x.shape else math.prod(x.shape[2:])
-            keep, tensors = keep_copies(ctx, x, *placed, inner, copies, quantiser)
-            if view == x.shape and rstd.dtype.itemsize > 2:
-                offer(quantiser, y, keep, weight, bias, (1, -1, *[1] * (x.dim() - 2)))
-            y, kept = keep.mark(y), (rstd, weight, reserve, *tensors)
+            fuses = preactivation.can_keep(quantiser, x, rstd, weight, bias, copies)
+            if fuses and view == x.shape:
+                fixed = preactivation.keep(quantiser, x, y, *placed, inner, weight, bias, 1)
+                tensors, ctx.recipe, ctx.inner = fixed.tensors, fixed.recipe, inner
+            else:
+                keep, tensors = keep_copies(ctx, x, *placed, inner, copies, quantiser)
+                if view == x.shape and rstd.dtype.itemsize > 2:
+                    offer(quantiser, y, keep, weight, bias, (1, -1, *[1] * (x.dim() - 2)))
+                y = keep.mark(y)
+            kept = rstd, weight, reserve, *tensors
         ctx.save_for_backward(*kept)
         ctx.mark_non_differentiable(mean, rstd)
         return y, mean, rstd

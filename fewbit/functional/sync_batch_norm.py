@@ -50,6 +50,8 @@ class _Context:
 
 
 class _SyncBatchNorm(Function):
+    backward_has_collectives = True
+
     @staticmethod
     def forward(
         ctx, x, weight, bias, running_mean, running_var, eps, momentum, process_group, quantiser

@@ -10,6 +10,7 @@ from fewbit.nn import (
     linear,
     normalization,
     pooling,
+    preactivation,
     prelu,
     softmax,
     sparse,
@@ -24,6 +25,7 @@ from fewbit.nn.gated import *  # noqa: F403
 from fewbit.nn.linear import *  # noqa: F403
 from fewbit.nn.normalization import *  # noqa: F403
 from fewbit.nn.pooling import *  # noqa: F403
+from fewbit.nn.preactivation import *  # noqa: F403
 from fewbit.nn.prelu import *  # noqa: F403
 from fewbit.nn.softmax import *  # noqa: F403
 from fewbit.nn.sparse import *  # noqa: F403
@@ -39,6 +41,7 @@ __all__ = [
     *linear.__all__,
     *normalization.__all__,
     *pooling.__all__,
+    *preactivation.__all__,
     *prelu.__all__,
     *softmax.__all__,
     *sparse.__all__,

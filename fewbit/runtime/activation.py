@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fewbit.errors import GradientError, InputError
-from fewbit.runtime import autograd, layout, ops
+from fewbit.runtime import autograd, layout, ops, preactivation
 from fewbit.runtime.encoding import Encoding
 from fewbit.runtime.exact import exactly
 from fewbit.runtime.plain import is_plain
@@ -33,6 +33,9 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
     if inplace:
         check_inplace(x, function, plain)
     if plain:
+        y = preactivation.activate(x, function, parameters, encoding, inplace)
+        if y is not None:
+            return y
         encoded = Encoding.parse(encoding)
         return autograd.Activation.of_plain(x, function, parameters, encoded, inplace)
     y = _traceable(x, _forward(function, parameters), encoding)

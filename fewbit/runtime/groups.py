@@ -69,6 +69,12 @@ def quantised_bytes(shape, bits: int, group_size: int = GROUP_SIZE, wide: bool =
     return 4 * packed_words(samples * features, bits) + (6 if wide else 4) * groups
 
 
+def widening(ranges) -> int:
+    """Bytes by which (groups, 2 or 3) ranges grow where their minimums become float32."""
+    count, columns = ranges.shape
+    return 2 * count * (WIDE - columns)
+
+
 def check_group_size(group_size) -> int:
     """InputError if it is not a multiple of 32 from 32 to 65536."""
     whole = isinstance(group_size, int) and not isinstance(group_size, bool)

@@ -6,6 +6,7 @@ sample had an epoch ago is a guess. Whoever numbers the samples of the data gets
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,8 @@ class Places:
     def of(self, numbers) -> Numbers:
         """On the CPU. Raises InputError for anything that is not whole numbers of 64 bits."""
         try:
-            found = torch.as_tensor(numbers)
+            is_tensor = isinstance(numbers, torch.Tensor)
+            found = numbers if is_tensor else torch.as_tensor(numbers, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             found = torch.empty((), device="cpu")
         is_whole = not (
@@ -49,7 +51,8 @@ class Places:
             )
         if found.device.type != "cpu":
             raise InputError(f"expected samples' numbers on the CPU, got them on {found.device}")
-        places = [self._of.setdefault(each, len(self._of)) for each in found.tolist()]
+        found = found.to(torch.int64).tolist()  # (of uint64 other numbers, as different as those)
+        places = [self._of.setdefault(each, len(self._of)) for each in found]
         indices = torch.tensor(places, dtype=torch.int64, device="cpu")
         return Numbers(indices, len(self._of))
 
@@ -118,20 +121,24 @@ class Magnitudes:
     def load(self, rows) -> None:
         """Raises InputError, with nothing changed, for rows that `state` does not give."""
         tables = {}
-        try:
-            for row in rows:
-                squares = row["squares"]
-                if not isinstance(squares, torch.Tensor) or squares.dim() != 1:
-                    raise TypeError("squares")
-                tables[str(row["name"]), int(row["input"])] = squares.detach().float().clone()
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"magnitudes: expected what a controller's state_dict() gave, got one without a usable {error}"
-            ) from None
+        for row in rows if isinstance(rows, list | tuple) else (rows,):
+            entries = row if isinstance(row, Mapping) else {}
+            name, slot, squares = (entries.get(each) for each in ("name", "input", "squares"))
+            is_table = isinstance(squares, torch.Tensor) and squares.is_floating_point()
+            if not (
+                isinstance(name, str) and type(slot) is int and is_table and squares.dim() == 1
+            ):
+                raise InputError(
+                    "magnitudes: expected rows of name, input and squares, as a controller's state_dict() "
+                    f"gave them, got {_described(row)}"
+                )
+            tables[name, slot] = squares.detach().float().clone()
         self._tables = tables
 
 
 def _described(value) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    if isinstance(value, Mapping):
+        return f"one of {', '.join(f'{name}: {_described(each)}' for name, each in value.items())}"
     return type(value).__name__

@@ -228,6 +228,69 @@ class Kernels:
             *_vectors(affine, out.numel()),
         )
 
+    def grid_fixed(self, gamma, beta, bits):
+        """As `reference.grid_fixed`."""
+        if gamma.dtype != torch.float32:
+            return reference.grid_fixed(gamma, beta, bits)
+        n = len(gamma)
+        grid = torch.empty(_kernels.GRID_ROWS, n, dtype=torch.float32, device=gamma.device)
+        addresses = gamma.data_ptr(), beta.data_ptr(), n, bits, grid.data_ptr()
+        self._kernels.grid_fixed(*addresses, *self._where(gamma))
+        return grid
+
+    def encode_fixed(self, x, y, grid, bits, inner, normalise=None):
+        """As `reference.encode_fixed`."""
+        n = x.numel()
+        packed = _packed(n, bits, x.device)
+        self._kernels.encode_fixed(
+            x.data_ptr(),
+            y.data_ptr(),
+            _DTYPES[x.dtype],
+            n,
+            grid.data_ptr(),
+            grid.shape[1],
+            inner,
+            bits,
+            packed.data_ptr(),
+            *self._where(x),
+            *_vectors(normalise, n),
+        )
+        return packed
+
+    def decode_fixed(self, packed, grid, bits, inner, out, slope=None, scale=None) -> None:
+        """As `reference.decode_fixed`."""
+        n = out.numel()
+        self._kernels.decode_fixed(
+            packed.data_ptr(),
+            n,
+            grid.data_ptr(),
+            grid.shape[1],
+            inner,
+            bits,
+            slope is not None,
+            slope or 0.0,
+            out.data_ptr(),
+            _DTYPES[out.dtype],
+            *self._where(out),
+            *_vectors(scale, n),
+        )
+
+    def mask_fixed(self, grad, packed, grid, bits, inner, slope, out) -> None:
+        """As `reference.mask_fixed`."""
+        self._kernels.mask_fixed(
+            grad.data_ptr(),
+            _DTYPES[grad.dtype],
+            grad.numel(),
+            packed.data_ptr(),
+            grid.data_ptr(),
+            grid.shape[1],
+            inner,
+            bits,
+            slope,
+            out.data_ptr(),
+            *self._where(grad),
+        )
+
 
 def _vectors(given, n):
     """The trailing arguments for `normalise` or `affine` of n elements."""

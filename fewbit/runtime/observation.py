@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,7 +42,11 @@ SPREAD = 16
 """Parts that a variable's samples are remembered in, by what they share bits by."""
 LEVELS = (1, 2)
 """Bits for which rounding is measured. The noise of more bits is as that of 2, but smaller."""
+MOST_EARLIER = 1024
+"""Nodes of a graph that was there before the forward; those further below count as if they had no parameters."""
 _PARAMETER, _NOTHING = -1, -2  # below an edge in place of a node
+HAS_COLLECTIVES = "backward_has_collectives"
+"""What a Function sets to True whose backward must run as often in all processes: it is not run again."""
 _OBSERVED = "_fewbit_observed"
 _running = threading.local()
 
@@ -53,8 +58,9 @@ class Seen:
     average: bits it had, fixed or not. elements: of all its tensors. samples: that share its bits, 0 where they do
     not. sensitivity: the variance that rounding adds, times (2^bits - 1)^2; 0 where no gradient came by. at_one: the
     variance that rounding to 1 bit adds. spread: SPREAD values in rising order, what samples share bits by, each the
-    mean of as many samples; of fewer samples than that the values themselves, and zeros.
-    is_known: whether that is so; not of a layer that the backward pass reached on a way that was not watched.
+    mean of as many samples; of fewer samples than that the values themselves, and zeros. Of several tensors their sums.
+    is_known: whether that is so; not of a layer that the backward pass reached on a way that was not watched, or that
+    cannot be probed.
     """
 
     average: float
@@ -99,7 +105,7 @@ class _Node:
 class Observation:
     """Of one forward and the backward pass through it. seed: of the noise.
 
-    Nothing that it meets makes it raise: where gradients are not plain tensors it is void.
+    Nothing that it meets makes it raise: where gradients are not plain, dense or COO, it is void.
     """
 
     def __init__(self, seed: int):
@@ -107,42 +113,55 @@ class Observation:
         self.is_void = False
         self._seed = seed
         self._generators = {}
-        self._rounding = {}  # {name: {level: (samples,) variance of an element}}
+        self._reached_within = set()  # names of variables, by a backward pass in the forward
         self._nodes: list[_Node] = []
+        self._hooks = []  # of those nodes
         self._is_open = True
+        self._is_watching = False
+        self._start = torch.autograd._get_sequence_nr()  # of the first node that the forward makes
         self._will_let_go = False  # when the backward pass ends
         self._arrival = None
 
     # -- in the forward ----------------------------------------------------------------------------------
 
-    def kept(
-        self, variable, elements: int, sensitivities=None, rounding: Callable | None = None
-    ) -> None:
+    def kept(self, variable, elements: int, sensitivities=None, widening: int = 0) -> None:
         """A tensor of that variable was kept.
 
-        sensitivities: (samples,) float32, by which samples share bits, if they do. rounding: a function (bits,
-        generator) -> (samples,) variance of an element that is rounded to so many bits.
+        sensitivities: (samples,) float32, by which samples share bits, if they do. widening: bytes by which it grows
+        where its minimums become float32.
         """
+        if not self._is_open:
+            return
         seen = self.variables.setdefault(variable.name, Seen(variable.average, variable.is_fixed))
         seen.elements += elements
         if sensitivities is not None:
             seen.samples = len(sensitivities)
-            seen.spread = _means(sensitivities.nan_to_num(0.0, 0.0, 0.0).sort().values)
-        if rounding is not None:
-            self._rounding[variable.name] = {
-                level: rounding(level, self._generator) for level in LEVELS
-            }
+            spread = _means(sensitivities.nan_to_num(0.0, 0.0, 0.0).sort().values)
+            # The samples of each tensor share its bits in the order of their own.
+            if seen.spread is not None:
+                spread = seen.spread + spread.to(seen.spread.device)
+            seen.spread = spread
+
+    def rounding(self, measured: Callable) -> dict[int, torch.Tensor] | None:
+        """{level: (samples,) variance of an element} of a tensor that is kept, if that is to be known.
+
+        measured: a function (bits, generator) -> the variance of an element that is rounded to so many bits.
+        """
+        if not self._is_open:
+            return None
+        return {level: measured(level, self._generator) for level in LEVELS}
 
     def watch(self, outputs) -> None:
         """Follows the backward pass from those results of the forward: tensors, in any nest of containers."""
-        numbers, entered = {}, set()
+        self._is_watching = True
         tensors = tensors_in(outputs)
-        self.is_void |= not all(map(is_plain, tensors))
-        waiting = [] if self.is_void else [(each.grad_fn, False) for each in tensors]
+        if not self._can_measure(tensors):
+            return
+        roots = [each.grad_fn for each in tensors if each.grad_fn is not None]
+        reached, numbers, entered = self._reached(roots), {}, set()
+        waiting = [(node, False) for node in roots if node in reached]
         while waiting:
             node, is_below_done = waiting.pop()
-            if node is None:
-                continue
             following = [child for child, _ in node.next_functions]
             if is_below_done:
                 numbers[node] = len(self._nodes)
@@ -153,13 +172,29 @@ class Observation:
             elif node not in entered:
                 entered.add(node)
                 waiting.append((node, True))
-                waiting += [(child, False) for child in following if _is_inner(child)]
+                waiting += [(child, False) for child in following if child in reached]
+
+    def _reached(self, roots) -> set:
+        """The nodes from those on, without leaves. Of what was there before the forward the nearest, but not all."""
+        reached, waiting, earlier = set(), deque(roots), 0
+        while waiting:
+            node = waiting.popleft()
+            if node in reached:
+                continue
+            if node._sequence_nr() < self._start:
+                earlier += 1
+                if earlier > MOST_EARLIER:
+                    continue
+            reached.add(node)
+            waiting += [child for child, _ in node.next_functions if _is_inner(child)]
+        return reached
 
     def _attach(self, node, number) -> None:
         if _is_function(node):
             # A graph below this forward may be followed by other observations too.
-            setattr(node, _OBSERVED, (*getattr(node, _OBSERVED, ()), (self, number)))
-        node.register_hook(partial(self._passed, number))
+            others = (each for each in getattr(node, _OBSERVED, ()) if each[0]._is_open)
+            setattr(node, _OBSERVED, (*others, (self, number)))
+        self._hooks.append(node.register_hook(partial(self._passed, number)))
 
     # -- in the backward pass ----------------------------------------------------------------------------
 
@@ -171,14 +206,31 @@ class Observation:
             edges = zip(leaving, node.exists, strict=False)
             node.leaving = [_norm([each]) for each, exists in edges if exists]
 
+    def reached(self, variables) -> None:
+        """A backward pass restores those, in a layer that is not probed.
+
+        One within the forward is no part of the step's: then what the step's says of them counts.
+        """
+        names = {each.name for each in variables} & self.variables.keys()
+        if not self._is_open:
+            return
+        if self._is_watching:
+            for name in names:
+                self.variables[name].is_known = False
+        else:
+            self._reached_within |= names
+
     def probe(self, number: int, backward, context, grads, results, variables) -> None:
         """Runs a layer's backward again, with noise in those variables that it restores, and in `grads`."""
         node = self._nodes[number]
         results = _by_edge(context, results)
+        self.is_void |= any(each is not None and each.is_sparse for each in grads)
         if not (self._is_open and self._can_measure((*grads, *results))):
             return
         node.noise, handed, node.handed = [], node.handed, []
         for variable in variables:
+            if variable.rounding is None or variable.name not in self.variables:
+                continue
             for level in LEVELS:
                 with _Restoring(variable, level, self):
                     noisy = _by_edge(context, backward(context, *grads))
@@ -194,7 +246,7 @@ class Observation:
 
     def _can_measure(self, tensors) -> bool:
         self.is_void |= not all(
-            each is None or each.is_sparse or is_plain(each) for each in tensors
+            each is None or each.is_sparse or _is_dense(each) for each in tensors
         )
         return not self.is_void
 
@@ -219,7 +271,7 @@ class Observation:
 
     def noise(self, rows: torch.Tensor, variable, level: int) -> torch.Tensor:
         """As rounding restored values (samples, features) has, on average over each sample; float32."""
-        variance = self._rounding[variable.name][level].nan_to_num(0.0)
+        variance = variable.rounding[level].nan_to_num(0.0)
         if len(variance) != len(rows):
             variance = variance.mean().expand(len(rows))
         deviation = variance.sqrt() * ((2**level - 1) / _levels(variable, level))
@@ -244,9 +296,15 @@ class Observation:
         """Whether a backward pass has come by."""
         return self.is_void or any(node.arriving is not None for node in self._nodes)
 
+    def end(self) -> None:
+        """No more is measured."""
+        self._is_open = False
+        while self._hooks:
+            self._hooks.pop().remove()
+
     def send(self) -> None:
         """Ends it, and starts to bring the measurements to the host; nothing waits for a device."""
-        self._is_open = False
+        self.end()
         self._let_go()
         self._arrival = self._sent()
 
@@ -300,7 +358,9 @@ class Observation:
         for name, seen in self.variables.items():
             spread = None if seen.spread is None else host[id(seen.spread)]
             at_one, sensitivity = (sums[name, level] for level in LEVELS)
-            found[name] = replace(seen, at_one=at_one, sensitivity=sensitivity, spread=spread)
+            is_known = seen.is_known and (sensitivity > 0 or name not in self._reached_within)
+            measured = {"at_one": at_one, "sensitivity": sensitivity, "is_known": is_known}
+            found[name] = replace(seen, spread=spread, **measured)
         return found
 
 
@@ -318,16 +378,14 @@ def observed(backward, context, grads):
     for observation in {each.plan.observation for each in restoring.variables.values()} - {None}:
         # Of other forwards through the same graph this layer is a node like any other.
         own = [
-            each
-            for each in restoring.variables.values()
-            if each.plan.observation is observation and each.name in observation.variables
+            each for each in restoring.variables.values() if each.plan.observation is observation
         ]
         number = dict(followers).get(observation)
-        if number is not None:
-            observation.probe(number, backward, context, grads, results, own)
+        if number is None or getattr(context._forward_cls, HAS_COLLECTIVES, False):
+            observation.reached(own)
         else:
-            for variable in own:
-                observation.variables[variable.name].is_known = False
+            observation.reached([each for each in own if each.rounding is None])
+            observation.probe(number, backward, context, grads, results, own)
     return results
 
 
@@ -352,7 +410,7 @@ class _Restoring:
     def restored(self, values, recipe, packed):
         variable = recipe.variable
         self.variables.setdefault(variable.name, variable)
-        if self.is_target(variable) and values.numel():
+        if self.is_target(variable) and variable.rounding is not None:
             flat = layout.storage_order(values)
             rows = flat.view(recipe.samples or (len(values) if values.dim() else 1), -1)
             noise = self._noise.get(packed.data_ptr())
@@ -419,6 +477,11 @@ def _difference(exact, noisy):
     return noisy - exact
 
 
+def _is_dense(x) -> bool:
+    """Whether x is plain, or will be with its signs: gradients of conjugates are flagged as negative."""
+    return is_plain(x) or (type(x) is torch.Tensor and x.is_neg() and is_plain(x.resolve_neg()))
+
+
 def _is_function(node) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
@@ -434,7 +497,7 @@ def _is_leaf(node) -> bool:
 def _below(node, numbers) -> int:
     if _is_leaf(node):
         return _PARAMETER if isinstance(node.variable, torch.nn.Parameter) else _NOTHING
-    return numbers[node]
+    return numbers.get(node, _NOTHING)
 
 
 def _norm(tensors) -> torch.Tensor | None:

@@ -48,7 +48,7 @@ class Recipe(NamedTuple):
         plain = all(each is None or is_plain(each) for each in (*tensors, *vectors))
         fits = plain and inner is not None and self.dtype == torch.float32 and self._maps()
         if fits and not observation.has_noise(self):
-            return self._restore(tensors, dtype or self.dtype, (*map(_flat, vectors), inner))
+            return self._restore(tensors, dtype or self.dtype, (*map(flat, vectors), inner))
         scale, shift = vectors
         values = self.restore(tensors)
         if scale is not None:
@@ -109,7 +109,8 @@ class Quantiser:
     bits: 1 to 8. group_size: a multiple of 32. minimum: "auto" (float32 where a tensor's offset asks for
     it), "bfloat16" or "float32". session: what the layers of a converted model share, or None. name: of the
     layer in there. average: bits where the model's variables share them between samples (bits); is_fixed: whether
-    that is not to change. Raises InputError for anything else.
+    that is not to change. fuse: norms keep fixed-point copies, which the layers after them share. Raises InputError
+    for anything else.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Quantiser:
         name: str = "",
         average: float | None = None,
         is_fixed: bool = True,
+        fuse: bool = False,
     ):
         check_choice(bits, None)
         groups.check_group_size(group_size)
@@ -133,6 +135,7 @@ class Quantiser:
         self.name = name
         self.average = bits if average is None else average
         self.is_fixed = is_fixed
+        self.fuse = fuse
         self._offset = Offset()
 
     def named(self, name: str) -> Quantiser:
@@ -140,6 +143,14 @@ class Quantiser:
         other = copy(self)
         other.name, other._offset = name, Offset()
         return other
+
+    def keep_factor(self, x: torch.Tensor) -> Kept:
+        """`keep` for linear layers and convolutions: what a norm offers of x in fixed point will do."""
+        if self.session is not None and self.session.fuses and is_plain(x):
+            kept = self.session.offered(x)
+            if kept is not None:
+                return kept
+        return self.keep(x)
 
     def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> Kept:
         """A quantised copy of x, floating, any shape and strides.
@@ -155,9 +166,9 @@ class Quantiser:
         if not shared or self.session is None or not is_plain(x):
             return self._keep(x, x.dtype, slot)
         kept = self.session.find(x, self.key)
-        self.session.follows(x, self)
+        activation = self.session.follows(x, self)
         if kept is None:
-            kept = self._keep(x, x.dtype, slot)
+            kept = self._keep(x, x.dtype, slot, activation=activation)
             self.session.add(x, self.key, kept)
         return kept
 
@@ -177,44 +188,48 @@ class Quantiser:
         """
         fits = inner is not None and layout.is_by_sample(x)
         if fits and is_plain(x) and rstd.dtype == torch.float32 and x.dtype != torch.float64:
-            return self._keep(x, torch.float32, normalise=(_flat(mean), _flat(rstd), inner))
+            return self._keep(x, torch.float32, normalise=(flat(mean), flat(rstd), inner))
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
         return self._keep(x, x.dtype)
 
-    def _keep(self, x, dtype, slot=0, normalise=None) -> Kept:
-        """x, or what `normalise` makes of it, to be restored in dtype."""
+    def _keep(self, x, dtype, slot=0, normalise=None, activation=None) -> Kept:
+        """x, or what `normalise` makes of it, to be restored in dtype. activation: number of that which made x."""
         if not is_plain(x):
             return self._traced(x)
         wide, ask = self._wide(), False
         if wide is None and x.is_cuda:
             wide, ask = self._on_device()
         settings = self.group_size, wide, normalise
+        seed = self._seed(x, slot, activation)
         if self._variables is None:
-            tensors = quantiser_ops.quantise(x, self._seed(x), self.bits, *settings)
+            tensors = quantiser_ops.quantise(x, seed, self.bits, *settings)
             recipe = self._recipe(x, dtype, self.bits)
         else:
-            tensors, recipe = self._keep_variable(x, dtype, slot, settings)
+            tensors, recipe = self._keep_variable(x, seed, dtype, slot, settings)
         offload.mark(*tensors)
         if ask:
             self._offset.ask(tensors[1])
         return Kept(tensors, recipe)
 
-    def _keep_variable(self, x, dtype, slot, settings):
-        plan = self.session.plan()
+    def _keep_variable(self, x, seed, dtype, slot, settings):
+        plan = self.session.plan(x)
         variable = plan.of((self.name, slot), self.average, self.is_fixed)
         samples = plan.samples_of(x)
         bits, sensitivities = variable.uniform(), None
         if samples is None:
-            tensors = quantiser_ops.quantise(x, self._seed(x), bits, *settings)
+            tensors = quantiser_ops.quantise(x, seed, bits, *settings)
         else:
             *tensors, sensitivities = quantiser_ops.quantise_samples(
-                x, self._seed(x), variable, samples, *settings
+                x, seed, variable, samples, *settings
             )
-        if plan.observation is not None and x.numel() and not in_backward():
+        observation = plan.observation
+        if observation is not None and x.numel() and not in_backward():
+            widening = groups.widening(tensors[1]) if self.minimum == "auto" else 0
+            observation.kept(variable, x.numel(), sensitivities, widening)
             rounding = partial(quantiser_ops.rounding_variance, x, samples, *settings)
-            plan.observation.kept(variable, x.numel(), sensitivities, rounding)
+            variable = variable._replace(rounding=observation.rounding(rounding))
         return tuple(tensors), self._recipe(x, dtype, bits, samples, variable)
 
     @property
@@ -236,14 +251,12 @@ class Quantiser:
         """
         if self._variables is not None:
             return None
-        seed = self.session.seed(y)
+        seed = self.session.seed_of_result(y, self.key)
         made = run(seed, self.bits, self.group_size, self.minimum == "float32")
         if made is None:
-            self.session.give_back(y, seed)
             return None
         codes, (packed, ranges, spread) = made
         if self.minimum == "auto" and quantiser_ops.is_offset(*spread):
-            self.session.give_back(y, seed)
             return codes, None
         offload.mark(packed, ranges)
         return codes, Kept((packed, ranges), self._recipe(y, y.dtype, self.bits))
@@ -266,8 +279,12 @@ class Quantiser:
         stride = layout.by_sample_stride(x)
         return Recipe(bits, self.group_size, tuple(x.shape), tuple(stride), dtype, *rest)
 
-    def _seed(self, x):
-        return ops.new_seed(x) if self.session is None else self.session.seed(x)
+    def _seed(self, x, slot, activation):
+        if self.session is None:
+            return ops.new_seed(x)
+        if activation is None:
+            return self.session.seed(x, self.name, slot)
+        return self.session.seed_of_result(x, self.key, activation)
 
     def _wide(self) -> bool | None:
         return None if self.minimum == "auto" else self.minimum == "float32"
@@ -287,7 +304,7 @@ def _is_one_memory(x, other) -> bool:
     return x.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def _flat(vector):
+def flat(vector):
     """Its entries as the kernels take them."""
     return None if vector is None else vector.detach().reshape(-1).to(torch.float32).contiguous()
 

@@ -10,14 +10,24 @@ import torch
 from fewbit.runtime.encoding import Encoding, gray
 from fewbit.runtime.layout import is_broadcast_scalar, storage_order
 from fewbit.runtime.reference_bits import pack, philox_words, unpack
+from fewbit.runtime.reference_fixed_point import (
+    decode_fixed,
+    encode_fixed,
+    grid_fixed,
+    mask_fixed,
+)
 from fewbit.runtime.reference_quantiser import dequantise, quantise, squares
 
 __all__ = [
+    "decode_fixed",
     "decode_mul",
     "dequantise",
     "encode",
+    "encode_fixed",
     "forward",
     "forward_quantised",
+    "grid_fixed",
+    "mask_fixed",
     "pack",
     "quantise",
     "squares",

@@ -3,43 +3,42 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import count
 
 import torch
 
+from fewbit.runtime.plain import is_plain
+
 
 class Seeds:
-    """Seeds of the tensors that the layers of one model keep, one after the other.
+    """Seeds of the tensors that the layers of one model keep, each a hash of what it is for.
 
-    From generators of our own, which start from the state of torch's without drawing from it. What dropout draws is
-    then what it would draw without us, also where a checkpoint makes a region again, having put torch's generator
-    back, and draws another number of seeds. stream: another one gives independent draws from the same state, as
-    measurements need that leave dropout alike.
+    They start from the state of torch's generator for the CPU and draw nothing from it. What dropout draws is then what
+    it would draw without us, also where a checkpoint makes a region again, having put torch's generator back, and
+    quantises another number of tensors. Nor does it matter in which order, or pass, tensors are quantised. salt: of up
+    to 16 bytes; what differs in it has nothing in common.
     """
 
-    def __init__(self, stream: int = 0):
-        salt = stream.to_bytes(8)  # of 0 it is none
-        state = torch.get_rng_state().numpy()
-        state = hashlib.blake2b(state, digest_size=8, salt=salt).digest()
-        self._start = int.from_bytes(state) >> 1
-        self._generators = {}
-        self._unused = {}
+    def __init__(self, salt: bytes = b""):
+        state = b""
+        # (Under a transform or a tracer it cannot be read, and nothing is kept.)
+        if not torch.jit.is_tracing() and is_plain(generator := torch.get_rng_state()):
+            state = generator.numpy()
+        self.start = hashlib.blake2b(state, digest_size=16, salt=salt).digest()
+        self._counts = {}
 
-    def draw(self, device: torch.device) -> torch.Tensor:
-        """(1,) int64 on that device."""
-        seed = self._unused.pop(device, None)
-        if seed is not None:
-            return seed
-        generator = self._generators.get(device)
-        if generator is None:
-            generator = torch.Generator(device).manual_seed(self._start)
-            self._generators[device] = generator
-        return torch.randint(
-            -(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device, generator=generator
-        )
+    def next(self, device: torch.device, *purpose) -> torch.Tensor:
+        """(1,) int64 on that device: another one each time. purpose: of anything that has a repr."""
+        return self.of(device, *purpose, self.number(*purpose))
 
-    def give_back(self, seed: torch.Tensor) -> None:
-        """The next tensor gets this seed: what it was drawn for is not kept.
+    def number(self, *purpose) -> int:
+        """How often it was asked for that before."""
+        # (In one step, as several threads may run backward passes at once.)
+        return next(self._counts.setdefault(purpose, count()))
 
-        Which tensors are kept in one pass with what makes them differs from forward to forward; draws do not.
-        """
-        self._unused[seed.device] = seed
+    def of(self, device: torch.device, *purpose) -> torch.Tensor:
+        """(1,) int64 on that device: the same one each time. The host does not wait for the device."""
+        text = repr((device.index or 0, *purpose)).encode()
+        value = hashlib.blake2b(text, digest_size=8, key=self.start).digest()
+        value = int.from_bytes(value, "big", signed=True)
+        return torch.full((1,), value, dtype=torch.int64, device=device)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import _CheckpointFrame
+from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 from fewbit.runtime import offload, ops
 from fewbit.runtime.exact import forget
@@ -28,8 +28,10 @@ from fewbit.runtime.seeds import Seeds
 from fewbit.runtime.variables import Plan
 
 MOST_FOLLOWED = 4096
+_PREACTIVATION = "pre-activation"
 PATH = "_fewbit_path"
 """The attribute of a module that says where in the converted model it is."""
+_REENTRANT = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
 _running = threading.local()
 
 
@@ -56,21 +58,24 @@ class Session:
     """Shared by the layers of one converted model, and by no other model.
 
     contexts: entered around each forward in training, in that order. variables: makes a plan for each forward,
-    whose tensors then share bits, or None for bits that are fixed. A deep copy, or what pickle restores, is a new
-    session with nothing in it but these. stream: see Seeds.
+    whose tensors then share bits, or None for bits that are fixed. is_private: of one block, whatever the model
+    around it is converted to. A deep copy, or what pickle restores, is a new session with nothing in it but these.
+    salt: see Seeds; another one draws anew where all else is alike.
     """
 
-    def __init__(self, contexts=(), variables=None):
+    def __init__(self, contexts=(), variables=None, is_private=False):
         self.contexts = contexts
         self.variables = variables
-        self.stream = 0
+        self.is_private = is_private
+        self.fuses = False  # whether a norm has offered its result
+        self.salt = b""
         self._local = _Local()
         self._followed = {}
-        self._seeds = None  # of the latest forward, once there is one
-        self._plans = weakref.WeakKeyDictionary()  # of checkpointed regions that may be made again
+        self._forwards = weakref.WeakKeyDictionary()  # by the region of a checkpoint
 
     def __getstate__(self):
-        return {"contexts": self.contexts, "variables": self.variables}
+        kept = "contexts", "variables", "is_private"
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state):
         self.__init__(**state)
@@ -93,18 +98,22 @@ class Session:
             around.abandon()
         path = vars(module).get(PATH, "")
         local.calls.append(_Call(_checkpoint(), module.training, path))
-        if len(local.calls) > 1:
-            return
-        local.outermost = weakref.ref(module)
-        local.entries, local.results = {}, {}
-        local.around, _running.session = current(), self
-        local.started = torch.is_grad_enabled() and not in_backward()
-        if local.started:
-            self._seeds = None
-            if self.variables is not None:
+        has_grad, is_outermost = torch.is_grad_enabled(), len(local.calls) == 1
+        is_first_of_two = module.training and not has_grad and _reentrant_region() is not None
+        if is_outermost:
+            local.outermost = weakref.ref(module)
+            local.entries, local.results, local.keeps = {}, {}, False
+            local.around, _running.session = current(), self
+            if has_grad or is_first_of_two:
                 inputs = *args, *(kwargs or {}).values()
-                local.plan = self._plan_of(module, inputs)
-        if torch.is_grad_enabled() and module.training:
+                local.started = not in_backward()
+                begin = self._begun if local.started else self._part_of
+                self._go_by(begin(module, inputs))
+        region = _reentrant_region() if is_first_of_two else _frame(_checkpoint())
+        if region is not None and local.forward is not None:
+            self._forwards.setdefault(region, local.forward)
+            local.keeps |= is_first_of_two  # when it is made again
+        if is_outermost and has_grad and module.training:
             for context in self.contexts:
                 context.__enter__()
                 local.entered.append(context)
@@ -117,16 +126,19 @@ class Session:
         local.calls.pop()
         if not local.calls:
             self._forget_unused()
+            forward = local.forward if local.started else None
             self._end()
-            if local.started and local.plan and local.plan.observation is not None:
-                local.plan.observation.watch(outputs)
-            # Torch's generator moves on, once a forward and after all that the model draws.
-            if local.started and self._seeds is not None:
+            if forward and forward.plan and forward.plan.observation is not None:
+                forward.plan.observation.watch(outputs)
+            # Torch's generator moves on, once a forward and after all that the model draws. (What was made for
+            # layers that then did not ask for it does not count.)
+            if forward and local.keeps:
                 torch.randint(2**63 - 1, (), device="cpu")
 
     def _end(self) -> None:
         local = self._local
         local.entries, local.results, _running.session = None, {}, local.around
+        local.forward, local.started = None, False
         while local.entered:
             local.entered.pop().__exit__(None, None, None)
 
@@ -168,27 +180,87 @@ class Session:
         calls = self._local.calls
         return calls[-1].path if calls else ""
 
-    # -- Variables ---------------------------------------------------------------------------------------
+    # -- What a forward goes by --------------------------------------------------------------------------
 
-    def _plan_of(self, module, inputs) -> Plan:
-        measured = getattr(_running, "measured", ())
-        if measured or not module.training:
-            return self.variables.plan(inputs, *measured)
-        return self.variables.begin(module, inputs)
+    def _begun(self, module, inputs) -> _Forward:
+        plan = None
+        if self.variables is not None:
+            measured = getattr(_running, "measured", ())
+            if measured or not module.training:
+                plan = self.variables.plan(inputs, *measured)
+            else:
+                plan = self.variables.begin(module, inputs)
+        return _Forward(plan, Seeds(self.salt))
 
-    def plan(self) -> Plan:
-        """Of this forward; in a checkpointed region that is made again, of the forward that it was a part of.
-
-        (Its tensors have to be of the same shapes.)
-        """
-        latest = self._local.plan or self.variables.plan(())
+    def _part_of(self, module, inputs) -> _Forward:
+        """Of which what runs now is a part, if that is known."""
         frame = _frame(_checkpoint())
-        return latest if frame is None else self._plans.setdefault(frame, latest)
+        found = None if frame is None else self._forwards.get(frame)
+        if found is None and in_backward():
+            region = _reentrant_region()
+            found = None if region is None else self._forwards.get(region)
+        return found or self._local.forward or self._unknown(inputs)
+
+    def _unknown(self, inputs) -> _Forward:
+        """For what is of no forward that is known: numbers of samples are not, either."""
+        seeds, before = Seeds(b"unknown"), self._local.unknown
+        if before is not None and before.start == seeds.start:
+            seeds = before  # else two regions that run from one state would be rounded alike
+        self._local.unknown = seeds
+        return _Forward(None if self.variables is None else self.variables.plan(inputs), seeds)
+
+    def _go_by(self, forward: _Forward) -> None:
+        self._local.forward = forward
+        self._local.part = forward.seeds.number("part")
+
+    def _forward_of(self, x) -> _Forward:
+        """In which x is kept; in a checkpointed region that is made again, that which it was a part of."""
+        local, frame = self._local, _frame(_checkpoint())
+        if frame is None and local.forward is not None:
+            return local.forward
+        forward = self._part_of(None, (x,))
+        if frame is not None:
+            return self._forwards.setdefault(frame, forward)
+        if local.entries is not None:
+            self._go_by(forward)
+        return forward
+
+    def _is_outside(self) -> bool:
+        """Whether a layer is called by itself, not within a forward of the model, nor in a backward pass."""
+        return self._local.entries is None and not in_backward()
+
+    def plan(self, x) -> Plan:
+        """Of the forward in which a layer keeps x; of a layer that is called by itself one for x alone.
+
+        In a checkpointed region that is made again its tensors have to be of the same shapes.
+        """
+        return self.variables.plan((x,)) if self._is_outside() else self._forward_of(x).plan
+
+    def seed(self, x, name: str, slot: int) -> torch.Tensor:
+        """For one tensor of the layer of that name, its input number `slot`: (1,) int64 on x's device."""
+        if self._is_outside() or _is_capturing(x):
+            return ops.new_seed(x)
+        self._local.keeps = True
+        return self._forward_of(x).seeds.next(x.device, name, slot)
+
+    def seed_of_result(self, y, config, number: int | None = None) -> torch.Tensor:
+        """For the copy of an activation's result that all layers with that configuration share.
+
+        The same whoever makes it: the layer that asks first, or before that the activation itself. number: as
+        `follows` gave it; None: of the activation that runs.
+        """
+        if _is_capturing(y):
+            return ops.new_seed(y)
+        seeds = self._forward_of(y).seeds
+        if number is None:
+            number = len(self._local.results)
+        return seeds.of(y.device, "result", self._local.part, number, config)
 
     # -- Copies ------------------------------------------------------------------------------------------
 
     def find(self, x, config):
         """What was kept of x for a layer with that configuration in this forward, or None."""
+        self._local.keeps = True
         entries = self._entries()
         found = entries.get(_key(x, config)) if entries else None
         return None if found is None else found[1]
@@ -201,6 +273,15 @@ class Session:
                 _forget_gone(entries)
             # The weak reference keeps the storage's identity, not its memory, from being used again.
             entries[_key(x, config)] = StorageWeakRef(x.untyped_storage()), kept
+
+    def offer(self, y, kept) -> None:
+        """Linear layers, convolutions and activations that ask for y get `kept`, whatever their bits are."""
+        self.fuses = True
+        self.add(y, _PREACTIVATION, kept)
+
+    def offered(self, x):
+        """What a norm, or an activation after it, has kept of x, or None."""
+        return self.find(x, _PREACTIVATION) if self.fuses else None
 
     # -- Activations that a layer follows ----------------------------------------------------------------
 
@@ -223,16 +304,21 @@ class Session:
         if kept is not None:
             self.add(y, quantiser.key, kept)
 
-    def follows(self, x, quantiser) -> None:
-        """Notes that a layer keeps x: if that is an activation's result, both are one pass next time."""
+    def follows(self, x, quantiser) -> int | None:
+        """Notes that a layer keeps x: if that is an activation's result, both are one pass next time.
+
+        Returns the number of that activation, or None.
+        """
         if self._local.entries is None or in_checkpoint():
-            return
+            return None
         result = self._local.results.get(_place(x))
-        if result is not None:
-            result.used = True
-            if len(self._followed) >= MOST_FOLLOWED:  # of ever new shapes
-                self._followed.clear()
-            self._followed[result.number] = quantiser
+        if result is None:
+            return None
+        result.used = True
+        if len(self._followed) >= MOST_FOLLOWED:  # of ever new shapes
+            self._followed.clear()
+        self._followed[result.number] = quantiser
+        return result.number[0]
 
     def _forget_unused(self) -> None:
         for result in self._local.results.values():
@@ -247,25 +333,6 @@ class Session:
         pack = _checkpoint()
         return self._local.entries if pack is None else self._local.regions.setdefault(pack, {})
 
-    # -- Seeds -------------------------------------------------------------------------------------------
-
-    def seed(self, x) -> torch.Tensor:
-        """A seed for one tensor: (1,) int64 on x's device."""
-        if self._is_outside(x):
-            return ops.new_seed(x)
-        if self._seeds is None:
-            self._seeds = Seeds(self.stream)
-        return self._seeds.draw(x.device)
-
-    def give_back(self, x, seed: torch.Tensor) -> None:
-        """The seed for x was not needed."""
-        if not self._is_outside(x):
-            self._seeds.give_back(seed)
-
-    def _is_outside(self, x) -> bool:
-        outside = self._local.entries is None and not in_backward()
-        return outside or _is_capturing(x)
-
 
 class _Local(threading.local):
     """The forward that runs in a thread. regions: by the hooks of a checkpoint, which live as long as it."""
@@ -275,11 +342,21 @@ class _Local(threading.local):
         self.outermost = None  # a weak reference to the module
         self.entries = None
         self.entered = []  # contexts of this forward
-        self.started = False  # whether seeds start in this forward
-        self.plan = None  # of the latest forward
+        self.started = False  # whether this forward is to be differentiated, and no part of another
+        self.forward = None  # a _Forward, while one runs, or a part of one again
+        self.part = 0  # number of that part
+        self.keeps = False  # whether a layer has asked to keep something
+        self.unknown = None  # the latest Seeds of what is of no forward that is known
         self.results = {}  # those of activations, by place
         self.around = None
         self.regions = weakref.WeakKeyDictionary()
+
+
+class _Forward(NamedTuple):
+    """What a forward goes by, and whoever makes a part of it again. plan: None where bits are fixed."""
+
+    plan: Plan | None
+    seeds: Seeds
 
 
 class _Call(NamedTuple):
@@ -314,6 +391,19 @@ def _frame(pack):
             return held
         if isinstance(held, FunctionType) and (frame := _frame(held)) is not None:
             return frame
+    return None
+
+
+def _reentrant_region():
+    """The autograd context of the innermost reentrant checkpoint whose region this thread runs, or None.
+
+    It is the same when the region is made again, perhaps in another thread.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _REENTRANT:
+            return frame.f_locals["ctx"]
+        frame = frame.f_back
     return None
 
 

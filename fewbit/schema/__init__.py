@@ -1,4 +1,4 @@
-"""The JSON Schemas of table documents, and their errors as one line each."""
+"""The JSON Schemas of documents, and their errors as one line each."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from functools import cache
 
 TABLE = "fewbit.table/1"
 TABLES = "fewbit.tables/1"
+VARIANCE_PROFILE = "fewbit.variance_profile/1"
+PLAN = "fewbit.plan/1"
 
-FILES = {TABLE: "table-1.json", TABLES: "tables-1.json"}
+FILES = {
+    TABLE: "table-1.json",
+    TABLES: "tables-1.json",
+    VARIANCE_PROFILE: "variance_profile-1.json",
+    PLAN: "plan-1.json",
+}
 
 
 @cache
@@ -54,7 +61,7 @@ def _validator(name: str):
 
 
 _EXPECTED = {
-    "type": lambda limit: f"an {limit}" if limit[0] in "aio" else f"a {limit}",
+    "type": lambda limit: _with_article(limit if isinstance(limit, str) else " or ".join(limit)),
     "enum": lambda limit: "one of " + ", ".join(map(json.dumps, limit)),
     "const": json.dumps,
     "minimum": lambda limit: f"at least {limit}",
@@ -63,7 +70,12 @@ _EXPECTED = {
     "minItems": lambda limit: f"at least {limit} items",
     "maxItems": lambda limit: f"at most {limit} items",
     "minLength": lambda limit: f"at least {limit} character(s)",
+    "uniqueItems": lambda _: "different items",
 }
+
+
+def _with_article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aio" else f"a {noun}"
 
 
 def _explain(error) -> str:

@@ -1,0 +1,88 @@
+"""The pre-activation block: a norm, an activation and a linear layer that share one K-bit tensor."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fewbit.errors import InputError
+from fewbit.nn import activations, convolution, linear, normalization
+from fewbit.runtime.quantiser import Quantiser
+from fewbit.runtime.sharing import Session
+
+__all__ = ["PreActivation"]
+
+
+def _pairs(module, *names):
+    return {getattr(nn, name): getattr(module, name) for name in names}
+
+
+NORMS = _pairs(normalization, "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm")
+ACTIVATIONS = {**_pairs(activations, "ReLU", "LeakyReLU"), nn.Identity: nn.Identity}
+LINEAR = {
+    **_pairs(linear, "Linear"),
+    **_pairs(convolution, "Conv1d", "Conv2d", "Conv3d"),
+    **_pairs(convolution, "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"),
+}
+"""What each class of torch becomes. Subclasses of these may compute something else."""
+
+
+class PreActivation(nn.Module):
+    """linear(activation(norm(x))), keeping one fixed-point tensor of `bits` bits an element (BLPA).
+
+    norm: a torch.nn.BatchNorm1d to 3d or LayerNorm. linear: a Linear, or a plain or transposed
+    convolution. activation: a ReLU (also None), LeakyReLU or Identity. They are children of those names and become
+    fewbit's in place, which are subclasses of torch's: `state_dict` keys are norm.weight, linear.weight ...
+    bits: 1 to 8.
+
+    In training the forward is torch's own. Kept: 4 * bits * ceil(n / 32) bytes for n elements of the norm's input, and a
+    deviation for each channel (batch norm) or row (layer norm). The gradients of the norm's bias and the linear bias, and
+    that through linear layer and activation, are exact; that of the input but for the term of the variance; those of
+    both weights are made from the restored tensor (docs/preactivation.md). In evaluation mode it is torch's own.
+
+    Works alone and inside of a converted model, which leaves it as it is. Raises InputError for other modules or bits.
+    """
+
+    def __init__(
+        self,
+        norm: nn.Module,
+        linear: nn.Module,
+        activation: nn.Module | None = None,
+        bits: int = 4,
+    ):
+        super().__init__()
+        activation = nn.ReLU() if activation is None else activation
+        session = Session(is_private=True)
+        quantiser = Quantiser(bits, session=session, fuse=True)
+        children = (
+            ("norm", norm, NORMS),
+            ("activation", activation, ACTIVATIONS),
+            ("linear", linear, LINEAR),
+        )
+        for child in children:
+            _check(*child)
+        for name, module, classes in children:
+            self.add_module(name, module)
+            module.__class__ = classes.get(type(module), type(module))
+        self.norm.quantiser, self.norm.copies = quantiser, 1
+        self.linear.quantiser = quantiser.named("linear")
+        if hasattr(type(self.activation), "_kept_bits"):
+            self.activation.bits, self.activation.table = 1, None
+        self.register_forward_pre_hook(session.enter, prepend=True, with_kwargs=True)
+        self.register_forward_hook(session.leave, always_call=True, with_kwargs=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.linear(self.activation(self.norm(input)))
+
+    @property
+    def bits(self) -> int:
+        """Kept of each element of the norm's input."""
+        return self.norm.quantiser.bits
+
+    def extra_repr(self) -> str:
+        return f"bits={self.bits}"
+
+
+def _check(name, module, classes) -> None:
+    if type(module) not in classes and type(module) not in classes.values():
+        known = ", ".join(cls.__name__ for cls in classes)
+        raise InputError(f"{name}: expected one of torch.nn's {known}, got {type(module).__name__}")

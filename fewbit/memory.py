@@ -18,7 +18,6 @@ IMAGE_SIZE = 256
 SEQUENCE_LENGTH = 256
 DEVICE_BYTES = 32 * GB
 BITS = (1, 2, 3, 4)
-_SMALLEST_IMAGE, _LARGEST_IMAGE = 64, 8192
 
 # Appendix B, as printed: MB of the model, of all activations and of the nonlinearities' per sample,
 # then the largest batch without compression and at 1 to 4 bits.
@@ -157,20 +156,8 @@ def measure(
 
 
 def _check_size(name, size):
-    if models.family(name) in models.TEXT:
-        from fewbit.models.transformer import LONGEST
-
-        size = SEQUENCE_LENGTH if size is None else size
-        if not 1 <= size <= LONGEST[name]:
-            raise FewbitError(f"{name}: expected 1 to {LONGEST[name]} tokens, got {size}")
-    else:
-        size = IMAGE_SIZE if size is None else size
-        if not _SMALLEST_IMAGE <= size <= _LARGEST_IMAGE:
-            raise FewbitError(
-                f"{name}: expected an image size of {_SMALLEST_IMAGE} to {_LARGEST_IMAGE} pixels, "
-                f"got {size}"
-            )
-    return size
+    default = SEQUENCE_LENGTH if models.family(name) in models.TEXT else IMAGE_SIZE
+    return models.check_size(name, default if size is None else size)
 
 
 def freeze_dropout(model):

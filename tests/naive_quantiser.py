@@ -154,3 +154,14 @@ def _planes(codes, bits):
 def _codes(words, bits):
     planes = words.reshape(-1, bits, 1) >> np.arange(32, dtype=np.uint32) & 1
     return (planes.astype(np.int64) << np.arange(bits)[:, None]).sum(1).reshape(-1)
+
+
+def grid(x, bits):
+    """(lower value, step, fraction above it) of each element of one group, in float64."""
+    x = np.asarray(x, np.float32)
+    minimum = _bfloat16(x.min(), up=False)
+    extent = _bfloat16(np.float32(x.max() - minimum), up=True)
+    step = float(extent) / (2**bits - 1)
+    steps = (x.astype(np.float64) - float(minimum)) / step
+    below = np.minimum(np.floor(steps), 2**bits - 2)
+    return float(minimum) + below * step, step, steps - below

@@ -42,20 +42,9 @@ def assert_measures(measured, error, expected, most=0.1):
     assert abs(measured - expected) <= SIGMAS * error
 
 
-def grid(x, bits):
-    """(lower value, step, fraction above it) of each element of one group, in float64."""
-    x = np.asarray(x, np.float32)
-    minimum = naive._bfloat16(x.min(), up=False)
-    extent = naive._bfloat16(np.float32(x.max() - minimum), up=True)
-    step = float(extent) / (2**bits - 1)
-    steps = (x.astype(np.float64) - float(minimum)) / step
-    below = np.minimum(np.floor(steps), 2**bits - 2)
-    return float(minimum) + below * step, step, steps - below
-
-
 def outcomes(x, bits):
     """[(probability, rounded values)] of all the ways in which one group can be rounded."""
-    lower, step, fraction = grid(x, bits)
+    lower, step, fraction = naive.grid(x, bits)
     return [
         (np.prod(np.where(up, fraction, 1 - fraction)), lower + step * np.array(up))
         for up in itertools.product((0, 1), repeat=len(lower))
@@ -81,7 +70,7 @@ def test_linear_layers_as_their_formula_says(bits):
     of_hidden = of_y @ model[1].weight
     assert profile.contexts == profile.parameters == ("0", "1")
     for i, (kept, gradient) in enumerate([(x, of_hidden), (hidden, of_y)]):
-        rows = [grid(row, bits) for row in kept.detach()]
+        rows = [naive.grid(row, bits) for row in kept.detach()]
         variance = np.array([(step**2 * f * (1 - f)).sum() for _, step, f in rows])
         expected = np.square(gradient.detach().double().numpy()).sum(1) @ variance
         assert_measures(profile.terms[i, i], profile.terms_error[i, i], expected)
@@ -694,9 +683,9 @@ def test_picture_has_a_row_for_each_source_and_room_for_its_name(count, tmp_path
 
 
 def test_progress_is_shown_if_it_takes_long(monkeypatch, capsys):
-    from fewbit.compress import variance_profile_report as report
+    from fewbit.compress import progress
 
-    monkeypatch.setattr(report, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
     for terminal, asked in ((True, True), (True, False), (False, True)):
         monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
         variance_profile(nn.Linear(4, 2), torch.randn(8, 4), mean, draws=2, progress=asked)

@@ -18,7 +18,7 @@ from fewbit.compress.budget import Sizes, bytes_of
 from fewbit.compress.calls import QUANTISED, Calls, FunctionSettings, name_of_call
 from fewbit.compress.controller import Controller
 from fewbit.compress.convert_report import Converted, LeftAlone, Report
-from fewbit.compress.meter import saved_bytes
+from fewbit.compress.meter import alone, saved_bytes
 from fewbit.compress.meter_report import amount
 from fewbit.errors import InputError
 from fewbit.functional.normalization import check_copies
@@ -27,7 +27,6 @@ from fewbit.nn.quantised import Quantised
 from fewbit.runtime.exact import Switch
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.offload import Offload
-from fewbit.runtime.plain import is_plain
 from fewbit.runtime.quantiser import Quantiser
 from fewbit.runtime.sharing import PATH, Session, measuring
 from fewbit.runtime.tables import check_average, check_bits, plain_number
@@ -492,7 +491,7 @@ def _check_sample(sample) -> None:
 
 def _by_op(model, sample) -> dict[str, int]:
     # Of a part of a larger tensor the meter would count all that it holds on to.
-    sample = tree_map(_alone, sample)
+    sample = tree_map(alone, sample)
     inputs = (sample,) if isinstance(sample, torch.Tensor) else sample
     named = inputs if isinstance(inputs, Mapping) else {}
     inputs = () if named else inputs
@@ -501,13 +500,6 @@ def _by_op(model, sample) -> dict[str, int]:
         name = entry.node or "unknown"
         sums[name] = sums.get(name, 0) + entry.bytes
     return sums
-
-
-def _alone(value):
-    """A tensor in memory of its own; anything else as it is."""
-    if not is_plain(value) or value.untyped_storage().nbytes() <= value.numel() * value.itemsize:
-        return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _check_model(model) -> None:

@@ -30,6 +30,7 @@ from fewbit.files import write_atomic
 from fewbit.runtime import sharing
 from fewbit.runtime.groups import WIDE
 from fewbit.runtime.nested import tensors_in
+from fewbit.runtime.plain import is_plain
 
 STATE = (
     "parameter",
@@ -183,7 +184,7 @@ def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
     tensors = tensors_in((inputs, kwargs))
     recorder = _Recorder(_Place("", _type_name(model), _is_fewbit(model)))
     with ExitStack() as stack:
-        stack.enter_context(_unchanged(modules, tensors))
+        stack.enter_context(unchanged(modules, tensors))
         stack.enter_context(sharing.measuring())
         stack.enter_context(recorder.watching({} if compiled else modules))
         stack.enter_context(torch.inference_mode(False))
@@ -197,6 +198,13 @@ def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
         entries = _entries(tokens, _known(roots, tensors))
     del output
     return SavedBytes(_type_name(model), entries)
+
+
+def alone(value):
+    """A tensor in memory of its own, as the meter counts whole storages; anything else as it is."""
+    if not is_plain(value) or value.untyped_storage().nbytes() <= value.numel() * value.itemsize:
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -319,12 +327,12 @@ def _outside_compiled(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.M
         if isinstance(module, torch.jit.ScriptModule):
             inside.update(map(id, module.modules()))
             continue
-        if _is_compiled(module):
+        if is_compiled(module):
             inside.update(id(child) for child in module.modules() if child is not module)
         yield path, module
 
 
-def _is_compiled(module) -> bool:
+def is_compiled(module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
@@ -389,7 +397,7 @@ def _is_fewbit_class(cls) -> bool:
 def _type_name(model) -> str:
     if isinstance(model, nn.Module):
         original = getattr(model, "_orig_mod", model)
-        return type(original).__name__ + " (compiled)" * _is_compiled(model)
+        return type(original).__name__ + " (compiled)" * is_compiled(model)
     return getattr(model, "__name__", type(model).__name__)
 
 
@@ -445,7 +453,7 @@ def _named_modules(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def _unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
+def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
     """Puts buffers and torch's random state back, whatever happens inside."""
     with _disable_current_modes():  # under a fake mode too: these are real
         kept = [

@@ -16,23 +16,31 @@ they keep; where it is not (docs/layers.md), the sum agrees up to terms of the o
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, fields
-from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from fewbit.compress import kinds, meter
+from fewbit.compress import meter
 from fewbit.compress.convert import Filter, Settings, convert, restore_
 from fewbit.compress.deferred import Noise
-from fewbit.compress.variance_profile_report import Progress, VarianceProfileReport
+from fewbit.compress.gradients import (
+    Measured,
+    batches_of,
+    check_count,
+    check_loss,
+    check_model,
+    copied,
+    difference,
+    sampling_of,
+    tensors_of,
+)
+from fewbit.compress.progress import Progress
+from fewbit.compress.variance_profile_report import VarianceProfileReport
 from fewbit.errors import InputError, TableError
 from fewbit.files import write_atomic
 from fewbit.runtime.groups import GROUP_SIZE
@@ -224,41 +232,29 @@ def variance_profile(
     )
     settings = {name: value for name, value in settings.items() if value is not None}
     Settings(**settings).check()
-    _check_count("draws", draws, 2, even=False)
-    _check_count("chunks", chunks, 4, even=True)
-    _check_count("seed", seed, 0, even=False)
-    _check_model(model)
-    _check_loss(loss)
-    batches = _batches(batch)
-    tensors = [each for each in tree_leaves(batches) if isinstance(each, torch.Tensor)]
-    with meter._unchanged(dict(model.named_modules()), tensors):
-        exact = _Measured(_copy(model), loss, seed)
+    check_count("draws", draws, 2)
+    check_count("chunks", chunks, 4, even=True)
+    check_count("seed", seed, 0)
+    check_model(model)
+    check_loss(loss)
+    batches = batches_of(batch)
+    with meter.unchanged(dict(model.named_modules()), tensors_of(batches)):
+        exact = _Measured(copied(model), loss, seed)
         restore_(exact.model)
         exact.defer()
-        compressed = _Measured(_copy(model), loss, seed)
+        compressed = _Measured(copied(model), loss, seed)
         own = _Deferring(**settings, noise=compressed.noise)
         convert(compressed.model, own, include, exclude, overrides)
         compressed.defer()
-        if len(batches) == 1:
-            sampling = _sampling(exact, _parts(batches[0], chunks)) / chunks
-        else:
-            with _explained(batch):
-                sampling = _sampling(exact, batches)
-        with Progress(progress, len(batches)) as bar:
+        sampling, sampled = sampling_of(exact, batch, batches, chunks)
+        with Progress("variance profile", progress) as bar:
             samples = [
-                _measured(compressed, exact, one, number, draws, bar)
+                _measured(compressed, exact, one, number, draws, len(batches), bar)
                 for number, one in enumerate(batches)
             ]
     terms, direct, bias = zip(*samples, strict=True)
     if len({each.shape for each in terms}) > 1:
         raise InputError("batch: expected batches that go through the same modules, got others")
-    sampled = f"{len(batches)} batches of {_size(batches[0])}"
-    if len(batches) == 1:
-        sampled = f"{chunks} chunks of one batch of {_size(batches[0])}"
-        if _has_batch_norm(model):
-            sampled += (
-                " (too much, as chunks have batch norm statistics of their own: give batches)"
-            )
     arrays = {"sampling": sampling[None], "terms": terms, "direct": direct, "bias": bias}
     numbers, order = {}, compressed.order()
     for name, each in arrays.items():
@@ -305,18 +301,11 @@ class _Recorder(meter._Recorder):
         super().enter(place)
 
 
-class _Measured:
-    """A copy of the model, whose gradients are taken.
-
-    groups: {path of a module: its own parameters that require grad}, each parameter once.
-    """
+class _Measured(Measured):
+    """A copy of the model, whose gradients are taken with the noise that is asked for."""
 
     def __init__(self, model: nn.Module, loss, seed: int):
-        self.model = model
-        self.loss = loss
-        self.seed = seed
-        self.groups = _groups(model)
-        self.parameters = [each for group in self.groups.values() for each in group]
+        super().__init__(model, loss, seed)
         self.noise = Noise(seed, lambda: self._recorder.running[-1].path)
         self._recorder = _Recorder(self.noise)
 
@@ -345,88 +334,48 @@ class _Measured:
                     self.noise.defer(value)
 
     @contextmanager
-    def forward(self, batch, number: int):
-        """Yields a function from draws (`Noise.drawn`) to gradients. number: dropout is as it was for that."""
+    def drawing(self, batch, number: int):
+        """Yields a function from draws (`Noise.drawn`) to gradients. number: as for `forward`."""
         modules = dict(self.model.named_modules())
-        tensors = [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
-        with meter._unchanged(modules, tensors), self._recorder.watching(modules):
-            devices = {each.device for each in (*self.parameters, *tensors)}
-            _seed_generators(devices, self.seed + number)
-            with torch.enable_grad():
-                value = self.loss(self.model, batch)
-            _check_value(value)
-            yield lambda draws: self._gradients(value, draws)
+        with self._recorder.watching(modules), self.forward(batch, number) as value:
+            yield lambda draws: self._drawn(value, draws)
 
-    def _gradients(self, value, draws):
+    def _drawn(self, value, draws):
         with self.noise.drawn(draws):
-            found = torch.autograd.grad(
-                value, self.parameters, retain_graph=True, allow_unused=True
-            )
-        if all(each is None for each in found):
-            raise InputError(
-                "loss: expected a loss of the model that it is called with, got one that depends on none of "
-                "its parameters"
-            )
-        return [
-            torch.zeros_like(parameter) if each is None else each.to_dense()
-            for parameter, each in zip(self.parameters, found, strict=True)
-        ]
+            return self.backward(value, again=True)
 
-    def inner(self, a, b) -> np.ndarray:
-        """(P,) float64: the inner products of two gradients by group."""
-        products = [(x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)]
-        device = products[0].device  # one transfer of them all, also of a model on several devices
-        products = iter(torch.stack([each.to(device) for each in products]).tolist())
-        return np.array([sum(next(products) for _ in group) for group in self.groups.values()])
+    def gradient(self, batch, number: int):
+        """One step's, without noise."""
+        with self.drawing(batch, number) as gradient:
+            return gradient({})
 
 
-def _sampling(exact: _Measured, parts) -> np.ndarray:
-    """(pairs, P): half the squared differences of the exact gradients of two minibatches."""
-    pairs = []
-    for first in range(0, len(parts) - 1, 2):
-        gradients = []
-        for number in (first, first + 1):
-            with exact.forward(parts[number], number) as gradient:
-                gradients.append(gradient({}))
-        pairs.append(_halved(exact, *gradients))
-    return np.array(pairs)
-
-
-def _measured(compressed: _Measured, exact: _Measured, batch, number, draws, bar):
+def _measured(compressed: _Measured, exact: _Measured, batch, number, draws, batches, bar):
     """Of a batch: terms (draws, C, P), direct and bias (draws, P)."""
-    with exact.forward(batch, number) as gradient:
-        true = gradient({})
+    true = exact.gradient(batch, number)
     terms, direct, bias = [], [], []
-    with compressed.forward(batch, number) as gradient:
+    with compressed.drawing(batch, number) as gradient:
         contexts = list(compressed.noise.contexts)
         if not contexts:
             raise InputError(
                 "model: expected layers that quantise what they keep for parameters that require grad, got "
                 "none: fewbit.compress_ says what it converts"
             )
+        steps = batches * draws * (len(contexts) + 1)
         for draw in range(draws):
             pairs = []
             for place, context in enumerate(contexts):
                 name = number, context, draw
                 later = dict.fromkeys(contexts[place + 1 :], (*name, "later"))
                 pair = [gradient({**later, context: (*name, side)}) for side in (0, 1)]
-                pairs.append(_halved(compressed, *pair))
-                bar.step(draws * (len(contexts) + 1))
+                pairs.append(compressed.halved(*pair))
+                bar.step(steps)
             terms.append(pairs)
             pair = [gradient(dict.fromkeys(contexts, (number, draw, side))) for side in (0, 1)]
-            direct.append(_halved(compressed, *pair))
-            bias.append(compressed.inner(*(_difference(each, true) for each in pair)))
-            bar.step(draws * (len(contexts) + 1))
+            direct.append(compressed.halved(*pair))
+            bias.append(compressed.inner(*(difference(each, true) for each in pair)))
+            bar.step(steps)
     return np.array(terms), np.array(direct), np.array(bias)
-
-
-def _halved(measured, a, b) -> np.ndarray:
-    difference = _difference(a, b)
-    return measured.inner(difference, difference) / 2
-
-
-def _difference(a, b):
-    return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def _summed_up(batches) -> tuple[np.ndarray, np.ndarray]:
@@ -437,154 +386,6 @@ def _summed_up(batches) -> tuple[np.ndarray, np.ndarray]:
         return mean, np.full_like(mean, np.nan)
     squares = [each.var(0, ddof=1) / len(each) for each in draws]
     return mean, np.sqrt(np.sum(squares, axis=0)) / len(draws)
-
-
-# -- What is given -------------------------------------------------------------------------------------------
-
-
-def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    groups, seen = {}, set()
-    for path, module in model.named_modules():
-        if type(module) is kinds._PART_OF_ATTENTION:
-            # Never called: its parameters are those of the attention around it.
-            path = path.rpartition(".")[0]
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                groups.setdefault(path, []).append(parameter)
-    return groups
-
-
-def _check_model(model) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if not model.training:
-        raise InputError(
-            "model: expected one in training mode, got one in evaluation mode, in which nothing is compressed"
-        )
-    if any(map(meter._is_compiled, model.modules())):
-        raise InputError("model: expected one that is not compiled, got one of torch.compile")
-    if not any(each.requires_grad for each in model.parameters()):
-        raise InputError("model: expected parameters that require grad, got none")
-
-
-def _has_batch_norm(model) -> bool:
-    """Whether samples of a batch change each other's gradients."""
-    norms = nn.modules.batchnorm._BatchNorm
-    return any(isinstance(each, norms) and each.training for each in model.modules())
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    try:
-        return deepcopy(model)
-    except Exception as error:
-        raise InputError(f"model: expected one that copy.deepcopy copies, got: {error}") from error
-
-
-def _check_loss(loss) -> None:
-    if not callable(loss):
-        raise InputError(
-            f"loss: expected a function (model, batch) -> scalar tensor, got {type(loss).__name__}"
-        )
-    try:
-        inspect.signature(loss).bind(None, None)
-    except TypeError as error:
-        raise InputError(
-            f"loss: expected a function (model, batch) -> scalar tensor, got one for which: {error}"
-        ) from None
-    except ValueError:  # of built-in functions that do not tell
-        pass
-
-
-def _check_value(value) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise InputError(f"loss: expected a scalar tensor, got {type(value).__name__}")
-    if value.numel() != 1 or not value.requires_grad:
-        how = "one" if value.requires_grad else "one that requires no grad,"
-        raise InputError(
-            f"loss: expected a scalar tensor with a graph, got {how} of {_shape(value)}"
-        )
-    if not torch.isfinite(value).all():
-        raise InputError(f"loss: expected a finite value, got {value.item()}")
-
-
-def _check_count(name: str, value, least: int, even: bool) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least or (even and value % 2):
-        kind = "an even integer" if even else "an integer"
-        raise InputError(f"{name}: expected {kind} of at least {least}, got {value!r}")
-
-
-def _batches(batch) -> list:
-    """The batches that are given, one or several, of equal sizes; mappings as dictionaries."""
-    if isinstance(batch, torch.Tensor | tuple | Mapping):
-        batch = [batch]
-    if not isinstance(batch, Iterable) or isinstance(batch, str):
-        raise InputError(
-            "batch: expected a tensor, a tuple or a mapping of tensors, or a list of batches, got "
-            f"{type(batch).__name__}"
-        )
-    batches = [dict(each) if isinstance(each, Mapping) else each for each in batch]
-    if not batches:
-        raise InputError("batch: expected a batch or several, got an empty list")
-    sizes = [_size(each) for each in batches]
-    if len(set(sizes)) > 1:
-        raise InputError(
-            f"batch: expected batches of one size, got {', '.join(map(str, sizes))} samples"
-        )
-    return batches
-
-
-@contextmanager
-def _explained(batch):
-    """What a data loader calls a batch, a list [inputs, targets], is several batches here."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(batch, list) and all(isinstance(each, torch.Tensor) for each in batch):
-            raise InputError(
-                f"batch: expected a list of batches, got {len(batch)} tensors that loss cannot be called with one by "
-                f"one ({type(error).__name__}); if they are one batch, give tuple(batch)"
-            ) from error
-        raise
-
-
-def _size(batch) -> int:
-    """How many samples a batch has: dimension 0 of its first tensor that has one."""
-    for each in tree_leaves(batch):
-        if isinstance(each, torch.Tensor) and each.dim():
-            return len(each)
-    raise InputError("batch: expected a tensor with samples in dimension 0, got none")
-
-
-def _parts(batch, chunks: int) -> list:
-    """Equal parts; tensors with another dimension 0 than the batch's size are in each of them."""
-    size = _size(batch)
-    if size % chunks:
-        raise InputError(
-            f"batch: expected a multiple of chunks={chunks} samples, or several batches, got {size}"
-        )
-    step = size // chunks
-
-    def part(start, each):
-        is_split = isinstance(each, torch.Tensor) and each.dim() and len(each) == size
-        return each[start : start + step] if is_split else each
-
-    return [tree_map(partial(part, start), batch) for start in range(0, size, step)]
-
-
-def _seed_generators(devices, seed: int) -> None:
-    """The CPU's and those of the devices; torch.manual_seed would reach those of others."""
-    torch.default_generator.manual_seed(seed)
-    for device in devices:
-        if device.type != "cpu" and device.type != "meta":
-            module = torch.get_device_module(device)
-            with module.device(device):
-                module.manual_seed(seed)
-
-
-def _shape(value) -> str:
-    return f"shape {tuple(value.shape)}"
 
 
 def _ratio(a: float, b: float) -> float:

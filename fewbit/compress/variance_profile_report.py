@@ -1,4 +1,4 @@
-"""How a variance profile shows itself: a table, HTML with the heat map, a picture, progress. No torch here."""
+"""How a variance profile shows itself: a table, HTML with the heat map, a picture. No torch here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import html
 import math
 import os
-import time
 
 import numpy as np
 
@@ -18,7 +17,6 @@ MOST_ROWS = 20
 MOST_NAME, MOST_LABEL = 26, 34  # characters of a path, in the table and in the picture
 MOST_FAR = 3  # contexts that are named because they add most to other modules' gradients
 DECADES = 8  # that the colours of the picture span at most
-PATIENCE = 2.0  # seconds before progress is shown
 SAMPLING = "sampling"
 
 
@@ -172,39 +170,6 @@ def _draw(figure, axes, profile, room: float) -> None:
     bar = figure.colorbar(image, ax=axes, label="variance (white: none)", fraction=0.05, pad=0.02)
     bar.outline.set_visible(False)
     axes.set_title(profile._name_and_bits, loc="left", color=plot.INK, fontweight="bold")
-
-
-class Progress:
-    """A bar on standard error, if asked for, and if it takes long."""
-
-    def __init__(self, is_asked: bool, batches: int):
-        self._is_asked, self._batches = is_asked, batches
-        self._bar, self._done, self._started = None, 0, time.monotonic()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self._bar is not None:
-            self._bar.stop()
-
-    def step(self, of: int) -> None:
-        """One more of as many steps a batch."""
-        self._done += 1
-        if not self._is_asked or time.monotonic() - self._started < PATIENCE:
-            return
-        if self._bar is None:
-            from rich.console import Console
-            from rich.progress import Progress as Bar
-
-            console = Console(stderr=True)
-            self._is_asked = console.is_terminal or console.is_jupyter
-            if not self._is_asked:
-                return
-            self._bar = Bar(console=console, transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("variance profile", total=None)
-        self._bar.update(self._task, completed=self._done, total=of * self._batches)
 
 
 def _name(path: str) -> str:

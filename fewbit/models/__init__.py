@@ -33,6 +33,7 @@ _FAMILIES = {
     "GPT-2": ("transformer", "build", ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")),
 }
 TEXT = ("RoBERTa", "GPT-2")
+_SMALLEST_IMAGE, _LARGEST_IMAGE = 64, 8192
 
 
 def names() -> tuple[str, ...]:
@@ -63,6 +64,21 @@ def resolve(name: str) -> str:
 
 def _plain(name):
     return "".join(character for character in name.lower() if character.isalnum())
+
+
+def check_size(name: str, size: int) -> int:
+    """The size, of an image's side or in tokens. FewbitError if the model does not take it."""
+    if family(name) in TEXT:
+        from fewbit.models.transformer import LONGEST
+
+        if not 1 <= size <= LONGEST[name]:
+            raise FewbitError(f"{name}: expected 1 to {LONGEST[name]} tokens, got {size}")
+    elif not _SMALLEST_IMAGE <= size <= _LARGEST_IMAGE:
+        raise FewbitError(
+            f"{name}: expected an image size of {_SMALLEST_IMAGE} to {_LARGEST_IMAGE} pixels, "
+            f"got {size}"
+        )
+    return size
 
 
 def build(name: str, activation: str | Callable | None = None):

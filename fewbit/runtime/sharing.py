@@ -60,6 +60,7 @@ class Session:
     contexts: entered around each forward in training, in that order. variables: makes a plan for each forward,
     whose tensors then share bits, or None for bits that are fixed. is_private: of one block, whatever the model
     around it is converted to. A deep copy, or what pickle restores, is a new session with nothing in it but these.
+    salt: see Seeds; another one draws anew where all else is alike.
     """
 
     def __init__(self, contexts=(), variables=None, is_private=False):
@@ -67,6 +68,7 @@ class Session:
         self.variables = variables
         self.is_private = is_private
         self.fuses = False  # whether a norm has offered its result
+        self.salt = b""
         self._local = _Local()
         self._followed = {}
         self._forwards = weakref.WeakKeyDictionary()  # by the region of a checkpoint
@@ -188,7 +190,7 @@ class Session:
                 plan = self.variables.plan(inputs, *measured)
             else:
                 plan = self.variables.begin(module, inputs)
-        return _Forward(plan, Seeds())
+        return _Forward(plan, Seeds(self.salt))
 
     def _part_of(self, module, inputs) -> _Forward:
         """Of which what runs now is a part, if that is known."""

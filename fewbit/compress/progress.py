@@ -1,0 +1,40 @@
+"""How far a measurement is, for who waits for it. No torch here."""
+
+from __future__ import annotations
+
+import time
+
+PATIENCE = 2.0  # seconds before progress is shown
+
+
+class Progress:
+    """A bar on standard error, if asked for, and if it takes long. Nothing unless that is a terminal or a notebook."""
+
+    def __init__(self, name: str, is_asked: bool):
+        self._name, self._is_asked = name, is_asked
+        self._bar, self._done, self._started = None, 0, time.monotonic()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, of: int) -> None:
+        """One more of as many steps."""
+        self._done += 1
+        if not self._is_asked or time.monotonic() - self._started < PATIENCE:
+            return
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+
+            console = Console(stderr=True)
+            self._is_asked = console.is_terminal or console.is_jupyter
+            if not self._is_asked:
+                return
+            self._bar = Bar(console=console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(self._name, total=None)
+        self._bar.update(self._task, completed=self._done, total=of)

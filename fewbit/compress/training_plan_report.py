@@ -1,0 +1,249 @@
+"""How a plan shows itself: a table, HTML with the picture, the picture. No torch here."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+import os
+
+from fewbit import plot
+from fewbit.compress.meter_report import amount, unit_of
+from fewbit.errors import FewbitError
+from fewbit.report import _Report, short, shortened
+
+UNSURE = 0.2  # a standard error, of an error, from which on the notes say so
+MOST_POLICY, MOST_LABEL = 12, 8  # characters in the table
+DECADES = 8  # of errors that the picture spans at most
+# Safe for colour-blind readers.
+COLOURS = ("#4477aa", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#66ccee")
+MARKERS = "osD^vP"
+
+
+class TrainingPlanReport(_Report):
+    """The ways to show a result with the attributes of TrainingPlan."""
+
+    @property
+    def title(self) -> str:
+        chosen, best = self.recommended, self.closest
+        if chosen is None:
+            share = _percent(best.error, self.sampling)
+            return (
+                f"{self.model}: no setting keeps its error within {_short(100 * self.share)}% of the variance between "
+                f"minibatches; {_name(best)} comes closest, with {share} of it"
+            )
+        less = self.exact_bytes / chosen.saved_bytes if chosen.saved_bytes else math.inf
+        return (
+            f"{self.model}: {_name(chosen)} keeps {amount(chosen.saved_bytes)} in place of "
+            f"{amount(self.exact_bytes)}, {less:.3g} times less; its error is {_percent(chosen.error, self.sampling)} "
+            f"of the variance between minibatches, its passes take {self._time(chosen):.2f} times as long"
+        )
+
+    @property
+    def _unit(self) -> tuple[str, int]:
+        return unit_of(self.exact_bytes)
+
+    def _time(self, row) -> float:
+        return row.seconds / self.exact_seconds
+
+    def records(self) -> list[dict]:
+        """A flat dict for each candidate, in the order in which they came."""
+        return [
+            {
+                "policy": each.policy,
+                "setting": each.label,
+                "saved_bytes": each.saved_bytes,
+                "bytes_ratio": self.exact_bytes / each.saved_bytes if each.saved_bytes else None,
+                "error": each.error,
+                "error_error": each.error_error,
+                "variance": each.variance,
+                "variance_error": each.variance_error,
+                "bias": each.bias,
+                "relative_error": each.error / self.gradient,
+                "error_of_sampling": each.error / self.sampling if self.sampling else None,
+                "variance_of_sampling": each.variance / self.sampling if self.sampling else None,
+                "seconds": each.seconds,
+                "time_ratio": self._time(each),
+                "recommended": each is self.recommended,
+            }
+            for each in self.rows
+        ]
+
+    @property
+    def _header(self):
+        unit = self._unit[0]
+        return ("policy", "setting", unit, "less", "error", "±", "random", "noise", "time")
+
+    def _cells(self):
+        chosen = self.recommended
+        rows = [("exact", "", amount(self.exact_bytes, self._unit), "", "", "", "", "", "1.00")]
+        for each in self.rows:
+            mark = "*" if each is chosen else ""
+            rows.append(
+                (
+                    shortened(each.policy, MOST_POLICY),
+                    shortened(each.label, MOST_LABEL) + mark,
+                    amount(each.saved_bytes, self._unit),
+                    _times(self.exact_bytes, each.saved_bytes),
+                    _short(each.error),
+                    _percent(min(each.error_error, 9.99 * each.error), each.error),
+                    _percent(max(each.variance, 0.0), each.error),
+                    _percent(each.error, self.sampling),
+                    f"{self._time(each):.4g}"
+                    if self._time(each) >= 100
+                    else f"{self._time(each):.2f}",
+                )
+            )
+        return rows
+
+    def _notes(self):
+        batches = f"{self.batches} batch{'es' * (self.batches > 1)} of {self.batch_size}"
+        spread = "between batches" if self.batches > 1 else "of draws alone, as there is one batch"
+        noise = f"{_short(self.sampling)} ± {_percent(self.sampling_error, self.sampling) or '?'}"
+        unsure = any(each.error_error > UNSURE * each.error for each in self.rows)
+        chosen = "*: " if self.recommended is not None else "to be recommended: "
+        return [
+            f"{self._unit[0]}: kept for the backward pass, metered. error: squared distance from the exact gradient, "
+            f"bias included (the squared gradient is {_short(self.gradient)}); ±: its standard error, {spread}; "
+            f"random: the part of it by which draws differ. Of {batches}, {self.draws} draws each",
+            f"noise: the error over the variance between minibatches, which is {noise}, from {self.sampled}",
+            f"{chosen}the fewest bytes with an error of at most {_short(100 * self.share)}% of that variance",
+            *(["errors differ much between these batches: give more of them"] if unsure else []),
+            f"time: of a forward and backward pass here ({self.device}); exact {_seconds(self.exact_seconds)}. Bits that "
+            "adapt take longer in the few steps that observe",
+        ]
+
+    def _repr_html_(self) -> str:
+        return f"<div>{super()._repr_html_()}{self._html_picture()}</div>"
+
+    def to_html(self) -> str:
+        """A whole document, with the table and the picture in it."""
+        title = html.escape(f"Plan for {self.model}")
+        return (
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n'
+            f'<body style="font-family:system-ui,sans-serif;max-width:60em">{self._repr_html_()}</body></html>\n'
+        )
+
+    def _html_picture(self) -> str:
+        try:
+            picture = base64.b64encode(plot.render(self.plot(), dpi=110)).decode()
+        except FewbitError:  # no matplotlib
+            return ""
+        alt = html.escape(self.title, quote=True)
+        return f'<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{picture}">'
+
+    def plot(self, path: str | os.PathLike | None = None, force: bool = False):
+        """Memory against gradient error, a curve for each policy, both logarithmic. Returns the matplotlib Figure.
+
+        Lines mark the variance between minibatches and the share of it that is allowed, a ring what is recommended. An error of 0, or
+        below the picture, lies on its lower edge. path: also save as .png or .svg (OutputExistsError if it
+        exists, unless `force`). Raises FewbitError for another suffix, or if matplotlib is not installed.
+        """
+        plot._check_suffix(path)
+        with plot._style():
+            figure = plot._new_figure(7.2, 4.6)
+            _draw(figure.subplots(), self)
+        return plot._finish(figure, path, force)
+
+
+def _draw(axes, plan) -> None:
+    unit, scale = plan._unit
+    limits = {
+        "variance between minibatches": (plan.sampling, "-"),
+        f"{_short(100 * plan.share)}% of it": (plan.limit, "--"),
+    }
+    shown = [each for each in plan.rows if math.isfinite(each.error)]
+    values = [value for value, _ in limits.values()] + [each.error for each in shown]
+    top = max(values, default=1.0) or 1.0
+    floor = min(each for each in (*values, top) if each > top / 10**DECADES) / 4
+    policies = list(dict.fromkeys(each.policy for each in plan.rows))
+    for number, policy in enumerate(policies):
+        points = [each for each in shown if each.policy == policy]
+        points.sort(key=lambda each: each.saved_bytes)
+        x = [each.saved_bytes / scale for each in points]
+        y = [max(each.error, floor) for each in points]
+        axes.plot(
+            x,
+            y,
+            color=COLOURS[number % len(COLOURS)],
+            marker=MARKERS[number % len(MARKERS)],
+            markersize=5,
+            linewidth=1.4,
+            label=policy,
+            clip_on=False,
+            zorder=3,
+        )
+        for each, *place in zip(points, x, y, strict=True):
+            axes.annotate(
+                shortened(each.label, 18),
+                place,
+                xytext=(5, 4),
+                textcoords="offset points",
+                fontsize=7.5,
+                color=plot.MUTED,
+            )
+    chosen = plan.recommended
+    if chosen is not None:
+        place = [chosen.saved_bytes / scale], [max(chosen.error, floor)]
+        ring = {"markersize": 14, "markeredgewidth": 1.6, "markerfacecolor": "none"}
+        axes.plot(*place, "o", color=plot.ERROR, label="recommended", zorder=4, **ring)
+    for name, (value, style) in limits.items():
+        if value > 0:
+            axes.axhline(value, color=plot.INK, linewidth=1, linestyle=style, label=name, zorder=1)
+    exact = plan.exact_bytes / scale
+    axes.axvline(exact, color=plot.MUTED, linewidth=1, linestyle=":", label="exact", zorder=1)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(floor, 3 * top)
+    axes.xaxis.set_major_formatter(_plain_number)
+    axes.xaxis.set_minor_formatter(_plain_number)
+    axes.tick_params(axis="x", which="both", labelsize=8)
+    axes.set_xlabel(f"kept for the backward pass, {unit}")
+    axes.set_ylabel("squared error of the gradient")
+    axes.legend(loc="best", fontsize=8, handlelength=1.8)
+    axes.set_title(
+        f"{plan.model}, {plan.batches} batch{'es' * (plan.batches > 1)} of {plan.batch_size}",
+        loc="left",
+        color=plot.INK,
+        fontweight="bold",
+    )
+
+
+def _plain_number(value: float, _position) -> str:
+    """Of powers of ten, and of twice and five times those."""
+    digit = f"{value:e}"[0]
+    return f"{value:g}" if digit in "125" else ""
+
+
+def _name(row) -> str:
+    return f"{row.policy} at {row.label}"
+
+
+def _short(value: float) -> str:
+    """A number in 3 digits, or 2 with an exponent."""
+    if not math.isfinite(value):
+        return "-"
+    text = f"{value:.3g}"
+    return text if len(text) <= 6 and "e" not in text else short(float(f"{value:.1e}"))
+
+
+def _times(whole: int, part: int) -> str:
+    if not part:
+        return ""
+    ratio = whole / part
+    if ratio >= 1000:
+        return ">999x"
+    return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.3g}x" if ratio >= 0.01 else "<.01x"
+
+
+def _percent(part: float, whole: float) -> str:
+    if not (math.isfinite(part) and math.isfinite(whole) and whole > 0):
+        return ""
+    percent = 100 * part / whole
+    if percent >= 10:
+        return f"{percent:.0f}%" if percent < 1e5 else f"{percent:.0e}%"
+    return f"{percent:.2g}%" if percent >= 1e-2 or not percent else "<.01%"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"

@@ -244,6 +244,26 @@ def resumed(rank):
         assert (list(train(again, range(stop, 20))), controller.allocation) == expected
 
 
+def adapting_parts(rank):
+    """Modules of a model that are wrapped and called one by one."""
+    torch.manual_seed(0)
+    sizes = (16, 64), (64, 64), (64, 8)
+    parts = nn.ModuleList(nn.Sequential(nn.Linear(*each), nn.ReLU()) for each in sizes)
+    controller = fewbit.compress_(parts, 2, level="L3", interval=2, verbose=False)
+    wrapped = [DistributedDataParallel(each) for each in parts]
+    for step in range(12):
+        torch.manual_seed(100 * step + rank)
+        x = torch.randn(8, 16)
+        for each in wrapped:
+            x = each(x)
+        x.square().mean().backward()
+    found = [(row.name, row.bits, row.sensitivity) for row in controller.allocation]
+    assert {name for name, _, sensitivity in found if sensitivity > 0} == {"0.0", "1.0", "2.0"}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    assert everyone[0] == everyone[1]
+
+
 def _synchronise_on_the_cpu():
     """torch's own kernels of SyncBatchNorm are on GPUs only: written out here."""
 
@@ -340,6 +360,7 @@ CASES = (
     adapting_sharded,
     stages,
     resumed,
+    adapting_parts,
     sync_batch_norm,
     sync_batch_norm_observed,
 )

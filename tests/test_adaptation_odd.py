@@ -1,6 +1,7 @@
 """Level L3 in odd programs: graphs of several models, other ways to backward passes, threads, partly watched layers."""
 
 import copy
+import json
 import math
 import threading
 
@@ -31,15 +32,50 @@ def names(controller):
 # -- graphs of several models ------------------------------------------------------------------------------
 
 
-def test_modules_of_a_model_called_one_by_one():
+def parts_called_one_by_one(interval):
     torch.manual_seed(0)
-    model = nn.ModuleDict({"enc": mlp(), "head": mlp(results=8)})
-    controller = compressed(model)
-    for _ in range(8):
-        model.zero_grad()
-        loss_of(model["head"](model["enc"](normal((8, 64), scale=1.0)))).backward()
-    assert names(controller) == {"enc.0", "enc.2", "head.0", "head.2"}
-    assert all(row.sensitivity > 0 for row in controller.allocation if row.name[0] == "h")
+    model = nn.ModuleDict({"enc": mlp(), "head": mlp(results=8), "rare": mlp()})
+    return model, fewbit.compress_(model, 2, level="L3", interval=interval, verbose=False)
+
+
+def losses_of_parts(model, numbers):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in numbers:
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        h = model["enc"](normal((8, 64), scale=1.0))
+        if number == 0:
+            model["rare"](h)  # once, and without a backward pass
+        loss = model["head"](h).square().mean()
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 4])
+def test_modules_of_a_model_called_one_by_one(interval):
+    """Each has its turn, also where one would be due whenever it is observed."""
+    model, controller = parts_called_one_by_one(interval)
+    list(losses_of_parts(model, range(30)))
+    found = {row.name: row for row in controller.allocation}
+    assert {"enc.0", "enc.2", "head.0", "head.2"} <= found.keys()
+    assert all(row.sensitivity > 0 for name, row in found.items() if name[:4] != "rare")
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 9, 20])
+def test_modules_called_one_by_one_go_on_as_before(stop):
+    model, controller = parts_called_one_by_one(4)
+    expected = list(losses_of_parts(model, range(30)))[stop:], controller.allocation
+    model, controller = parts_called_one_by_one(4)
+    list(losses_of_parts(model, range(stop)))
+    weights, state = (
+        copy.deepcopy(model.state_dict()),
+        json.loads(json.dumps(controller.state_dict())),
+    )
+    model, controller = parts_called_one_by_one(4)
+    model.load_state_dict(weights)
+    controller.load_state_dict(state)
+    assert (list(losses_of_parts(model, range(stop, 30))), controller.allocation) == expected
 
 
 def test_two_models_with_layers_of_the_same_names():
@@ -199,6 +235,28 @@ def test_sensitivities_that_overflow():
     assert after(500) == few
     many = after(200)
     assert many != few and all(math.isfinite(row[-1]) for row in many)
+
+
+def test_a_forward_of_another_thread_during_a_backward_pass():
+    """It does not take the pass for one that is over: layers below would seem to have no gradient."""
+    torch.manual_seed(0)
+    model = mlp(results=8)
+    controller = compressed(model)
+    seen = []
+
+    def other(grad):
+        thread = threading.Thread(target=model, args=(normal((8, 64)),))
+        thread.start()
+        thread.join()
+        seen.append(len(controller.allocation))
+
+    x = normal((8, 64), scale=1.0)
+    handle = model[1].register_forward_hook(lambda module, args, y: y.register_hook(other) and None)
+    loss_of(model(x)).backward()
+    handle.remove()
+    assert seen == [0]
+    step(model, x)
+    assert {row.name for row in controller.allocation if row.sensitivity > 0} == {"0", "2"}
 
 
 def test_several_threads():

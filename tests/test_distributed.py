@@ -15,6 +15,7 @@ CASES = (
     "adapting",
     "adapting_within",
     "adapting_sharded",
+    "adapting_parts",
     "stages",
     "resumed",
     "sync_batch_norm",

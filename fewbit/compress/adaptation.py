@@ -19,6 +19,7 @@ from fewbit.compress.allocation import allocate
 from fewbit.errors import InputError
 from fewbit.runtime.arrival import Arrival
 from fewbit.runtime.observation import SPREAD, Observation, Seen
+from fewbit.runtime.sharing import PATH
 from fewbit.runtime.variables import LEAST, MOST, Plan, Variables
 
 INTERVAL = 200
@@ -28,6 +29,8 @@ MOMENTUM = 0.5
 """Of sensitivities, from one observation to the next."""
 LAG = 2
 """Steps that several processes with GPUs give numbers to arrive; a process of its own looks whether they have."""
+PATIENCE = 16
+"""Forwards that an observation waits for a backward pass, or for a module of the model whose turn it is."""
 FORGOTTEN = 8
 """Observations after which a variable that is not met any more is forgotten."""
 COLUMNS = 9 + SPREAD
@@ -45,8 +48,12 @@ def check_interval(interval) -> None:
 
 @dataclass
 class _Stage:
-    """What is under way since a step: what is to be done next, with what, between which processes, on which device."""
+    """What is under way since a step: what is to be done next, with what, between which processes, on which device.
 
+    path: of the module whose forward began it.
+    """
+
+    path: str
     since: int
     do: Callable
     what: object
@@ -56,9 +63,10 @@ class _Stage:
 
 @dataclass
 class _Pending:
-    """What was seen, to be learned from. since: as of its stage. is_summed: over all processes."""
+    """What was seen, to be learned from. path, since: as of its stage. is_summed: over all processes."""
 
     seen: dict[tuple, Seen]
+    path: str
     since: int
     is_summed: bool = False
 
@@ -95,6 +103,7 @@ class Adaptation(Variables):
         self._is_joint = False  # whether several processes train the model
         self._before_alone = None  # what was known before steps outside of them
         self._is_due = False
+        self._turns: dict[str, tuple[int, int]] = {}  # of modules: step now, when last observed
         self._stage: _Stage | None = None
         self._pending: _Pending | None = None  # seen before a stop
         self._lock = threading.Lock()
@@ -114,11 +123,12 @@ class Adaptation(Variables):
             return plan
         groups = _groups_of(module)
         with self._lock:
-            plan.observation = self._observation(groups, _device_of(module, groups))
+            path = vars(module).get(PATH, "")
+            plan.observation = self._observation(path, groups, _device_of(module, groups))
         plan.averages = self.averages
         return plan
 
-    def _observation(self, groups, device) -> Observation | None:
+    def _observation(self, path, groups, device) -> Observation | None:
         """Goes on with what is under way, and begins something new if it is time."""
         if groups:
             self._is_joint = True
@@ -134,47 +144,71 @@ class Adaptation(Variables):
             self._learn(pending.seen)
         elif pending is not None:
             do = self._learn_from if pending.is_summed else self._reduce
-            self._stage = _Stage(pending.since, do, pending.seen, groups, device)
-        while self._stage is not None and self._go_on():
+            self._stage = _Stage(pending.path, pending.since, do, pending.seen, groups, device)
+        while self._stage is not None and self._go_on(path):
             pass
         self.step += 1
         self._is_due |= self._is_scheduled(self.step)
-        stage = self._stage
-        if not self._is_due or (stage and (stage.groups or stage.do != self._send)):
+        _, observed = self._turns.get(path, (0, 0))
+        self._turns[path] = self.step, observed
+        if not (self._is_due and self._is_free(path) and self._is_turn_of(path)):
             return None
-        if stage is not None:  # an observation that no backward pass has come to by now
-            stage.what.end()
+        if self._stage is not None:
+            self._stage.what.end()
         self._is_due = False
+        self._turns[path] = self.step, self.step
         observation = Observation(self.step)
-        self._stage = _Stage(self.step, self._send, observation, groups, device)
+        self._stage = _Stage(path, self.step, self._send, observation, groups, device)
         return observation
 
+    def _is_free(self, path) -> bool:
+        """Whether nothing is under way, or an observation that no backward pass has come to in its time."""
+        stage = self._stage
+        if stage is None:
+            return True
+        if stage.do != self._send or stage.groups:
+            return False
+        is_passed_over = stage.path == path and not stage.what.runs()
+        return is_passed_over or self.step > stage.since + PATIENCE
+
+    def _is_turn_of(self, path) -> bool:
+        """Whether no other module of the model, of those that are called one by one, has waited longer."""
+        _, own = self._turns[path]
+        return all(
+            observed >= own
+            for latest, observed in self._turns.values()
+            if latest + PATIENCE >= self.step
+        )
+
     def _known(self) -> tuple:
-        return self.step, self._is_due, self._pending, self.seen, self._missed, self.averages
+        progress = self.step, self._is_due, dict(self._turns), self._pending
+        return *progress, self.seen, self._missed, self.averages
 
     def _go_back(self, known: tuple) -> None:
-        self.step, self._is_due, self._pending, self.seen, self._missed, self.averages = known
+        self.step, self._is_due, self._turns, self._pending, *found = known
+        self.seen, self._missed, self.averages = found
         self._before_alone = self._stage = None
 
     def _is_scheduled(self, step: int) -> bool:
         return step % self.interval == 0 or (step < self.interval and step & (step - 1) == 0)
 
-    def _go_on(self) -> bool:
+    def _go_on(self, path) -> bool:
         """Does what is to be done next, if it can be done; says whether it was."""
         stage = self._stage
         is_first = stage.do == self._send
         if not stage.groups:
             is_ready = stage.what.has_run() if is_first else stage.what.is_there()
-        elif is_first or stage.device.type != "cuda":
-            is_ready = self.step >= stage.since + is_first
         else:
-            is_ready = self.step >= stage.since + LAG
+            wait = LAG if stage.device.type == "cuda" else 0
+            if is_first:
+                wait = 1 if stage.path == path else PATIENCE
+            is_ready = self.step >= stage.since + wait
         if not is_ready:
             return False
         self._stage = None
         following = stage.do(stage.what, stage.groups, stage.device)
         if following is not None:
-            self._stage = _Stage(self.step, *following, stage.groups, stage.device)
+            self._stage = _Stage(stage.path, self.step, *following, stage.groups, stage.device)
         return True
 
     def _send(self, observation: Observation, groups, device):
@@ -306,6 +340,7 @@ class Adaptation(Variables):
             "version": VERSION,
             "step": self.step,
             "due": self._is_due,
+            "turns": [[path, *steps] for path, steps in self._turns.items()],
             "budget": self.budget,
             "bits": self.bits,
             "sizes": None if self.sizes is None else [[*name, n] for name, n in self.sizes.items()],
@@ -314,6 +349,7 @@ class Adaptation(Variables):
                 for name, each in self.seen.items()
             ],
             "pending": None if pending is None else pending.rows(),
+            "path": "" if pending is None else pending.path,
             "since": 0 if pending is None else pending.since,
             "is_summed": pending is not None and pending.is_summed,
         }
@@ -330,12 +366,14 @@ class Adaptation(Variables):
         if stage.do == self._send:
             if not stage.what.has_run():
                 return None
-            return _Pending(stage.what.snapshot(), stage.since + 1)  # as when it has been sent
+            return _Pending(
+                stage.what.snapshot(), stage.path, stage.since + 1
+            )  # as when it has been sent
         if stage.do == self._receive:
-            return _Pending(stage.what.results(), stage.since)
+            return _Pending(stage.what.results(), stage.path, stage.since)
         if stage.do == self._share:
-            return _Pending(self._of_sums(stage.what), stage.since, is_summed=True)
-        return _Pending(stage.what, stage.since, stage.do == self._learn_from)
+            return _Pending(self._of_sums(stage.what), stage.path, stage.since, is_summed=True)
+        return _Pending(stage.what, stage.path, stage.since, stage.do == self._learn_from)
 
     def load(self, state: dict) -> None:
         """Goes on with what was seen; the bits that follow are those of this budget.
@@ -348,6 +386,7 @@ class Adaptation(Variables):
                 f"expected version {VERSION} of a controller's state, as its state_dict() gave it, got {found!r}"
             )
         step, is_due = _read(state, "step", check_step), _read(state, "due", bool)
+        turns, path = _read(state, "turns", _turns), _read(state, "path", str)
         rows = _read(state, "variables", self._rows)
         pending = _read(state, "pending", lambda rows: None if rows is None else self._rows(rows))
         since, is_summed = _read(state, "since", check_step), _read(state, "is_summed", bool)
@@ -366,10 +405,10 @@ class Adaptation(Variables):
             self.bits, self.sizes = before
             raise
         if pending is not None:
-            pending = _Pending({name: each for name, each, _ in pending}, since, is_summed)
+            pending = _Pending({name: each for name, each, _ in pending}, path, since, is_summed)
         missed = {name: missed for name, _, missed in rows if missed}
         with self._lock:
-            self._go_back((step, is_due, pending, seen, missed, averages))
+            self._go_back((step, is_due, turns, pending, seen, missed, averages))
 
     def _rows(self, rows) -> list:
         found = [_of_row(row) for row in rows]
@@ -394,6 +433,10 @@ def _in_units_of(seen: dict, before: dict) -> dict:
 
 def _sizes(rows) -> dict[tuple[str, int], int]:
     return {(str(name), int(slot)): check_step(size) for name, slot, size in rows}
+
+
+def _turns(rows) -> dict[str, tuple[int, int]]:
+    return {str(path): (check_step(now), check_step(then)) for path, now, then in rows}
 
 
 def _read(state, key: str, of):

@@ -119,7 +119,8 @@ class Observation:
         self._is_open = True
         self._is_watching = False
         self._start = torch.autograd._get_sequence_nr()  # of the first node that the forward makes
-        self._will_let_go = False  # when the backward pass ends
+        self._runs = False
+        self._is_over = False
         self._arrival = None
 
     # -- in the forward ----------------------------------------------------------------------------------
@@ -201,6 +202,9 @@ class Observation:
     def _passed(self, number, leaving, arriving) -> None:
         node = self._nodes[number]
         node.handed = []
+        if self._is_open and not self._runs:
+            self._runs = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._ends)
         if self._is_open and not node.is_probed and self._can_measure((*leaving, *arriving)):
             node.arriving = _norm(arriving)
             edges = zip(leaving, node.exists, strict=False)
@@ -257,15 +261,16 @@ class Observation:
             noisy[at] = None
             norms.append(_norm([change]))
             if change is not None and below >= 0 and self._nodes[below].is_layer:
-                if not self._will_let_go:
-                    self._will_let_go = True
-                    torch.autograd.Variable._execution_engine.queue_callback(self._let_go)
                 self._nodes[below].handed.append((variable.name, level, scale, change))
         node.noise.append(_Noise(variable.name, level, scale, norms, True))
 
+    def _ends(self) -> None:
+        """At the end of a backward pass."""
+        self._runs, self._is_over = False, True
+        self._let_go()
+
     def _let_go(self) -> None:
         """Of noise that was handed to layers whose backward did not run."""
-        self._will_let_go = False
         for node in self._nodes:
             node.handed = []
 
@@ -293,8 +298,12 @@ class Observation:
     # -- afterwards --------------------------------------------------------------------------------------
 
     def has_run(self) -> bool:
-        """Whether a backward pass has come by."""
-        return self.is_void or any(node.arriving is not None for node in self._nodes)
+        """Whether a backward pass has come by, to its end."""
+        return self.is_void or self._is_over
+
+    def runs(self) -> bool:
+        """Whether a backward pass is under way, perhaps in another thread, or has failed."""
+        return self._runs
 
     def end(self) -> None:
         """No more is measured."""

@@ -1,6 +1,6 @@
 """What pre-activation networks keep by depth, and how far their gradients are off beside the noise of SGD (BLPA).
 
-python benchmarks/preactivation.py [--quick]:
+python benchmarks/preactivation.py [--quick | --plot]:
 
 - results/preactivation_memory.json and .csv: bytes that a forward of a pre-activation ResNet on 32 by 32 images keeps,
   by depth and bits, counted; beside it what a formula says, of K bits an element and a deviation a channel; of torch's
@@ -16,6 +16,7 @@ full run takes some minutes, nearly all of it training.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 from functools import partial
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import digits_resnet
 import harness
+import preactivation_plots as plots
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -237,65 +239,21 @@ def train(network, epochs):
         print(f"epoch {epoch}: loss {statistics.mean(losses):.4f}", flush=True)
 
 
-def plot_memory(rows, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for number, (kind, bits) in enumerate(
-        [("torch", 32), ("one tensor", 32), *(("PreActivation", bits) for bits in BITS)]
-    ):
-        of = [row for row in rows if (row["kind"], row["bits"]) == (kind, bits)]
-        depths = [row["depth"] for row in of]
-        label = "torch's own" if kind == "torch" else f"one tensor of {bits} bits"
-        axes.plot(
-            depths, [row["of_blocks"] / 2**20 for row in of], "o", color=f"C{number}", label=label
-        )
-        if kind != "torch":
-            formula = [row["formula"] / 2**20 for row in of]
-            axes.plot(depths, formula, "-", color=f"C{number}", linewidth=1)
-    axes.set(xlabel="layers", ylabel="kept by blocks, MiB (batch of 2)", yscale="log", xscale="log")
-    axes.set_xticks(sorted({row["depth"] for row in rows}), minor=False)
-    axes.get_xaxis().set_major_formatter(matplotlib.ticker.ScalarFormatter())
-    axes.minorticks_off()
-    axes.legend(title="dots: counted; lines: formula", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
-def plot_noise(rows, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    moments = list(dict.fromkeys(row["moment"] for row in rows))
-    figure, panels = pyplot.subplots(1, len(moments), figsize=(10, 4), sharey=True, squeeze=False)
-    for axes, moment in zip(panels[0], moments, strict=True):
-        for number, bits in enumerate(NOISE_BITS):
-            of = [row for row in rows if (row["moment"], row["bits"]) == (moment, bits)]
-            layers = [row["layer"] for row in of]
-            label = f"squared error, {bits} bits"
-            axes.plot(
-                layers, [row["error"] for row in of], ".", color=f"C{number + 1}", label=label
-            )
-        label = "variance between batches"
-        axes.plot(layers, [row["variance"] for row in of], ".", color="C0", label=label)
-        axes.set(title=f"{moment} of training", xlabel="convolution", yscale="log")
-    panels[0][0].set_ylabel("an element of the weight's gradient")
-    panels[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+def _stored(name) -> list[dict]:
+    return json.loads((harness.RESULTS / f"{name}.json").read_text())["rows"]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="seconds in place of minutes")
     parser.add_argument("--only", choices=("memory", "noise"), help="one of the two parts")
+    parser.add_argument("--plot", action="store_true", help="draw what is measured already")
     options = parser.parse_args()
     images = harness.IMAGES
+    if options.plot:
+        plots.memory(_stored("preactivation_memory"), images / "preactivation_memory.png")
+        plots.noise(_stored("preactivation_noise"), images / "preactivation_noise.png")
+        return
     if options.quick:
         harness.RESULTS = images = Path(tempfile.mkdtemp())
         print(f"results in {images}")
@@ -303,7 +261,7 @@ def main():
     if options.only != "noise":
         rows = memory((29, 56) if options.quick else DEPTHS)
         harness.save("preactivation_memory", about, rows)
-        plot_memory(rows, images / "preactivation_memory.png")
+        plots.memory(rows, images / "preactivation_memory.png")
     if options.only != "memory":
         torch.manual_seed(0)
         depth, epochs, count = (29, 2, 4) if options.quick else (164, 15, BATCHES)
@@ -315,7 +273,7 @@ def main():
         about |= {"depth": depth, "epochs": epochs, "batches": len(batches)}
         harness.save("preactivation_noise", about, rows)
         harness.save("preactivation_noise_summary", about, summary(rows))
-        plot_noise(rows, images / "preactivation_noise.png")
+        plots.noise(rows, images / "preactivation_noise.png")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,9 @@ def measured(name: str) -> list[dict]:
     if name == PICTURED:
         plan.plot(harness.IMAGES / "plan.png", force=True)
     candidates = [
-        row.candidate for row in plan.rows if (row.policy, row.candidate.options["bits"]) in CHECKED
+        row.candidate
+        for row in plan.rows
+        if (row.policy, row.candidate.options.get("bits")) in CHECKED
     ]
     of_one = fewbit.plan(model, batches[0], loss, candidates=candidates, chunks=4)
     found, squares = following(model, batches[count:], loss, candidates)

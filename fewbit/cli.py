@@ -777,6 +777,10 @@ def plan_(name, batch, batches, size, policies, share, draws, output, force, as_
     if output is not None and Path(output).suffix.lower() not in endings:
         raise FewbitError(f"{output}: expected a file name that ends in {', '.join(endings)}")
     _check_output(output, force)
+    if output is not None and Path(output).suffix.lower() in (".png", ".svg"):
+        from fewbit.plot import check_matplotlib
+
+        check_matplotlib()  # before minutes of work, not after them
     work = _workload(name, **_given(batch=batch, batches=batches, size=size))
     from fewbit.compress.candidates import default_candidates
     from fewbit.compress.training_plan import plan

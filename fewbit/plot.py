@@ -215,6 +215,11 @@ def _matplotlib():
     return matplotlib
 
 
+def check_matplotlib() -> None:
+    """FewbitError if matplotlib is not installed."""
+    _matplotlib()
+
+
 def _style():
     return _matplotlib().rc_context(STYLE)
 

@@ -228,11 +228,32 @@ def test_no_element(name):
         (torch.zeros(2, 3, 4, 4, dtype=torch.int32), 1.0, "got torch.int32"),
         ([1.0], 1.0, "got list"),
         (torch.zeros(2, 3, 4, 4, device="meta"), 1.0, "ordinary tensor"),
+        (torch.zeros(2, 3, 4, 4), "much", "expected a number for a bound, .*, got 'much'"),
+        (torch.zeros(2, 3, 4, 4), None, "got None"),
+        (torch.zeros(2, 3, 4, 4), True, "got True"),
+        (torch.zeros(2, 3, 4, 4), 10**400, "got 1000"),
+        (torch.zeros(2, 3, 4, 4), torch.tensor(1j), "got tensor"),
     ],
 )
 def test_bad_input(name, tensor, bound, said):
     with pytest.raises(InputError, match=said):
         codec(name).compress(tensor, bound)
+
+
+@names
+@pytest.mark.parametrize(
+    ("seed", "said"),
+    [
+        (5, "a tensor for a seed, got int"),
+        (torch.tensor([5.0]), "one int64 on cpu for a seed, got 1 of torch.float32"),
+        (torch.tensor([1, 2]), "got 2 of torch.int64"),
+        (torch.tensor([1], device="meta"), "on meta"),
+    ],
+)
+def test_bad_seeds(name, seed, said):
+    """Kernels read 8 bytes at its address."""
+    with pytest.raises(InputError, match=said):
+        codec(name).compress(activations(), 0.1, seed)
 
 
 # -- each codec --------------------------------------------------------------------------------------------

@@ -383,6 +383,19 @@ def test_a_gradient_of_zero_allows_any_error():
     assert bounds.pointwise_error(0.0, 1.0, 0.5, 1.0) == math.inf
 
 
+@pytest.mark.parametrize("e2, v2, scalar", [(math.inf, 1.0, math.inf), (0.0, math.inf, 0.0)])
+def test_gradients_that_overflow_leave_no_nan(e2, v2, scalar):
+    """Squared norms of float16 training may be infinite for a step."""
+    layer, of_groups = CASES["groups"].layer(), torch.tensor([2.0, math.inf])
+    assert bounds.linear_error(2, 3, 1.0, e2, v2) == scalar
+    assert bounds.linear_error(2, 3, math.inf, e2, v2) == 0.0
+    assert bounds.convolution_error(layer, of_groups, e2, v2).tolist() == [scalar] * 2 + [0.0] * 2
+    for expectation in (False, True):
+        assert bounds.norm_input_error(4, 1.0, None, e2, v2, expectation) == scalar
+        found = bounds.norm_input_error(4, of_groups, None, e2, v2, expectation)
+        assert found.tolist() == [scalar, 0.0]
+
+
 # --- norms ------------------------------------------------------------------------------------------
 
 

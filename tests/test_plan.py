@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -421,7 +422,14 @@ def test_labels_tell_candidates_of_a_policy_apart(options, label):
             "expected a gradient that is finite and not 0",
         ),
         ({"batch": []}, "got an empty list"),
-        ({"batch": list(torch.ones(2, 4))}, None),
+        (
+            {"batch": [torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)]},
+            r"cannot be called with one by one \(RuntimeError\(.*give tuple\(batch\)",
+        ),
+        (
+            {"batch": list(torch.full((4, 8, 4), math.nan))},
+            "loss: expected a finite value, got nan",
+        ),
         ({"chunks": 6}, "expected a multiple of chunks=6 samples, or several batches, got 8"),
         ({"draws": 1}, "draws: expected an integer of at least 2, got 1"),
         ({"share": 0}, "share: expected a number above 0, got 0"),
@@ -539,6 +547,15 @@ def test_the_notes_say_when_batches_are_too_few():
     assert "give more of them" in str(unsure) and "give more" not in str(sure)
 
 
+def test_batches_that_are_all_alike_have_no_variance_between_them():
+    """And a seed may be any number."""
+    found = plan(net(), [torch.randn(8, 32)] * 4, squared, candidates=[FIXED], seed=2**64)
+    assert found.sampling == 0 and found.recommended is None
+    assert re.search(r"comes closest, with an error of [\d.]+$", found.title)
+    assert "0 of the variance" in made(("a", 2, 300, 0.0), sampling=0.0).title
+    assert "% of it" in made(("a", 2, 300, 5.0)).title
+
+
 def test_html_is_one_piece_with_the_picture():
     found = made(("a<b", 2, 300, 0.05))
     text = found._repr_html_()
@@ -613,6 +630,13 @@ def test_command_with_a_function_of_the_users(own, tmp_path):
         "fixed"
     ] * 4
     assert Path("plan.html").read_text().startswith("<!doctype html>")
+
+
+def test_command_knows_before_the_work_that_it_cannot_draw(own, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("fewbit.compress.training_plan.plan", None)  # is not called
+    result = run(f"{own}:setting", "-o", "plan.png")
+    assert result.exit_code == 2 and "needs matplotlib" in result.stderr
 
 
 def test_command_with_a_model_by_name():

@@ -426,6 +426,61 @@ def test_checkpoints(reentrant, as_function):
     assert relative(x.grad, y.grad) < 0.02
 
 
+def living() -> int:
+    """How many tensors of codes there are, whoever holds them."""
+    gc.collect()
+    return sum(
+        type(each) is torch.Tensor and each.dtype == torch.int32 for each in gc.get_objects()
+    )
+
+
+class Regions(nn.Module):
+    """Units in checkpointed regions: each its own, as a module or in a function, or two of them, one within the other."""
+
+    def __init__(self, made, how):
+        super().__init__()
+        self.units = nn.ModuleList(made() for _ in range(4))
+        self.how = how
+
+    def forward(self, x):
+        for first, second in zip(self.units[::2], self.units[1::2], strict=True):
+            if self.how == "nested":
+                x = region(lambda x, a=first, b=second: a(x) + region(b, x) + a(x), x)
+            elif self.how == "functions":
+                x = region(lambda x, a=first, b=second: a(x) + b(x), x)
+            else:
+                x = region(second, region(first, x))
+        return x
+
+
+def region(run, x):
+    return checkpoint(run, x, use_reentrant=False)
+
+
+def unit():
+    return nn.Sequential(nn.LayerNorm(96), nn.ReLU(), nn.Linear(96, 96))
+
+
+def block():
+    return fewbit.nn.PreActivation(nn.LayerNorm(96), nn.Linear(96, 96), bits=8)
+
+
+@pytest.mark.parametrize("fuse", [None, "preactivation"])
+@pytest.mark.parametrize("how", ["modules", "functions", "nested", "whole", "apart", "blocks"])
+def test_nothing_of_a_region_lives_on_after_the_forward(how, fuse):
+    """The hooks of a checkpoint live as long as the graph; what was kept within it must not."""
+    model = Regions(block if how == "blocks" else unit, how)
+    for each in model.units if how == "apart" else [model]:
+        compressed(each, fuse=fuse)
+    run = (lambda x: region(lambda x: model(x) + model(x), x)) if how == "whole" else model
+    x, before = X.clone().requires_grad_(), living()
+    y = run(x)
+    assert living() == before
+    y.square().sum().backward()  # and is made again as it was, else torch complains
+    del y
+    assert x.grad.abs().sum() > 0 and living() == before
+
+
 def test_seeds_reproduce_a_run():
     model = compressed(Branches(), bits=1)
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fewbit.compress import kinds, meter
 from fewbit.errors import InputError
+from fewbit.schema import shorten
 
 Loss = Callable[[nn.Module, object], torch.Tensor]
 
@@ -221,11 +222,13 @@ def explained(batch):
     """What a data loader calls a batch, a list [inputs, targets], is several batches here."""
     try:
         yield
+    except InputError:  # of what the loss returned: it could be called
+        raise
     except Exception as error:
         if isinstance(batch, list) and all(isinstance(each, torch.Tensor) for each in batch):
             raise InputError(
                 f"batch: expected a list of batches, got {len(batch)} tensors that loss cannot be called with one by "
-                f"one ({type(error).__name__}); if they are one batch, give tuple(batch)"
+                f"one ({shorten(error, 120)}); if they are one batch, give tuple(batch)"
             ) from error
         raise
 
@@ -261,6 +264,7 @@ def parts_of(batch, chunks: int) -> list:
 
 def _seed_generators(devices, seed: int) -> None:
     """The CPU's and those of the devices; torch.manual_seed would reach those of others."""
+    seed %= 2**63  # torch takes no more
     torch.default_generator.manual_seed(seed)
     for device in devices:
         if device.type != "cpu" and device.type != "meta":

@@ -28,14 +28,15 @@ class TrainingPlanReport(_Report):
         chosen, best = self.recommended, self.closest
         if chosen is None:
             share = _percent(best.error, self.sampling)
+            how = f"{share} of it" if share else f"an error of {_short(best.error)}"
             return (
                 f"{self.model}: no setting keeps its error within {_short(100 * self.share)}% of the variance between "
-                f"minibatches; {_name(best)} comes closest, with {share} of it"
+                f"minibatches; {_name(best)} comes closest, with {how}"
             )
         less = self.exact_bytes / chosen.saved_bytes if chosen.saved_bytes else math.inf
         return (
             f"{self.model}: {_name(chosen)} keeps {amount(chosen.saved_bytes)} in place of "
-            f"{amount(self.exact_bytes)}, {less:.3g} times less; its error is {_percent(chosen.error, self.sampling)} "
+            f"{amount(self.exact_bytes)}, {less:.3g} times less; its error is {_percent(chosen.error, self.sampling) or 0} "
             f"of the variance between minibatches, its passes take {self._time(chosen):.2f} times as long"
         )
 

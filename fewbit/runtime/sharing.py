@@ -72,6 +72,7 @@ class Session:
         self._local = _Local()
         self._followed = {}
         self._forwards = weakref.WeakKeyDictionary()  # by the region of a checkpoint
+        self._whole = weakref.WeakSet()  # regions around whole forwards
 
     def __getstate__(self):
         kept = "contexts", "variables", "is_private"
@@ -137,10 +138,24 @@ class Session:
 
     def _end(self) -> None:
         local = self._local
+        if self._is_region_over():
+            local.regions.clear()
         local.entries, local.results, _running.session = None, {}, local.around
         local.forward, local.started = None, False
         while local.entered:
             local.entered.pop().__exit__(None, None, None)
+
+    def _is_region_over(self) -> bool:
+        """Whether to drop what was kept in the checkpointed region in which the outermost call ends, if it is in one.
+
+        The same when the region is made again, in which calls are outermost that were within others at first.
+        """
+        if self.is_private or not in_checkpoint():
+            return True
+        frame = _frame(_checkpoint())
+        if frame is not None and not in_backward():
+            self._whole.add(frame)
+        return frame in self._whole
 
     def abandon(self) -> None:
         """Ends a forward of this thread that no hook has ended."""
@@ -328,14 +343,17 @@ class Session:
     def _entries(self) -> dict | None:
         """Those of this forward; within a checkpointed region its own, in the first forward and the second.
 
-        The second has nothing of what the forward around the region had kept, so the first may not use it.
+        The second has nothing of what the forward around the region had kept, so the first may not use it. Whatever
+        makes an end of a region's entries has to come in both: another region, or none, that asks for its own.
         """
-        pack = _checkpoint()
-        return self._local.entries if pack is None else self._local.regions.setdefault(pack, {})
+        pack, regions = _checkpoint(), self._local.regions
+        if pack is None or pack not in regions:
+            regions.clear()  # their hooks live as long as the graph, which is to hold nothing of regions
+        return self._local.entries if pack is None else regions.setdefault(pack, {})
 
 
 class _Local(threading.local):
-    """The forward that runs in a thread. regions: by the hooks of a checkpoint, which live as long as it."""
+    """The forward that runs in a thread. regions: entries by the hook of a checkpoint, of the latest region alone."""
 
     def __init__(self):
         self.calls = []  # a _Call for each of the modules that run, outermost first

@@ -24,6 +24,6 @@ DEFAULT = "quant"
 
 def codec(name: str) -> Codec:
     """The codec of that name. Raises InputError for any other."""
-    if name not in CODECS:
+    if not isinstance(name, str) or name not in CODECS:
         raise InputError(f"expected {', '.join(CODECS)} for a codec, got {name!r}")
     return CODECS[name]

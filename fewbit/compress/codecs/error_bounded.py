@@ -39,7 +39,7 @@ class ErrorBounded:
 
     def compress(self, tensor, bound, seed=None) -> Payload:
         """As `Codec.compress`."""
-        limits, library = checked(tensor, bound), _library()
+        limits, library = checked(tensor, bound, seed), _library()
         x = tensor.detach()
         if not x.numel():
             return exact(x)

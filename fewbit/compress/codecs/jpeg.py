@@ -46,7 +46,7 @@ class Jpeg:
 
     def compress(self, tensor, bound, seed=None) -> Payload:
         """As `Codec.compress`."""
-        limits = checked(tensor, bound)
+        limits = checked(tensor, bound, seed)
         x = tensor.detach()
         if x.dim() != 4:
             raise InputError(

@@ -83,7 +83,7 @@ def mapped(values: torch.Tensor, dtype: torch.dtype, affine) -> torch.Tensor:
     return values.to(dtype)
 
 
-def checked(tensor: torch.Tensor, bound) -> torch.Tensor:
+def checked(tensor: torch.Tensor, bound, seed=None) -> torch.Tensor:
     """The bound as float64 on the CPU: (1,) for all elements or (C,), one a channel. InputError for bad input.
 
     Reads a bound that is a tensor on another device, which waits for it.
@@ -96,22 +96,42 @@ def checked(tensor: torch.Tensor, bound) -> torch.Tensor:
             "expected an ordinary tensor in eager mode (codecs choose sizes by values), got "
             f"{type(tensor).__name__} of layout {tensor.layout}, or a traced one"
         )
-    if isinstance(bound, Real) and not isinstance(bound, bool):
-        limits = torch.tensor([float(bound)], dtype=torch.float64)
-    elif isinstance(bound, torch.Tensor) and bound.dim() == 0:
-        limits = bound.detach().reshape(1).to("cpu", torch.float64)
-    else:
-        limits = torch.as_tensor(bound).detach().to("cpu", torch.float64)
-        if tensor.dim() < 2 or limits.shape != (tensor.shape[1],):
-            channels = tensor.shape[1] if tensor.dim() > 1 else "none"
-            raise InputError(
-                f"expected a bound for each channel ({channels}) of a tensor of shape {tuple(tensor.shape)}, "
-                f"got shape {tuple(limits.shape)}"
-            )
+    _check_seed(seed, tensor)
+    limits = _numbers(bound)
+    if limits.dim() == 0:
+        limits = limits.reshape(1)
+    elif tensor.dim() < 2 or limits.shape != (tensor.shape[1],):
+        channels = tensor.shape[1] if tensor.dim() > 1 else "none"
+        raise InputError(
+            f"expected a bound for each channel ({channels}) of a tensor of shape {tuple(tensor.shape)}, "
+            f"got shape {tuple(limits.shape)}"
+        )
     if not bool((limits >= 0).all()):
         worst = limits.min().item() if not limits.isnan().any() else math.nan
         raise InputError(f"expected a bound of at least 0, got {worst}")
     return limits.clamp(max=torch.finfo(torch.float64).max)  # so that differences have values
+
+
+def _numbers(bound) -> torch.Tensor:
+    """A number or several, in float64 on the CPU."""
+    try:
+        numbers = torch.as_tensor(float(bound) if isinstance(bound, Real) else bound)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        numbers = None
+    if numbers is None or numbers.is_complex() or isinstance(bound, bool):
+        raise InputError(f"expected a number for a bound, or one a channel, got {bound!r:.50}")
+    return numbers.detach().to("cpu", torch.float64)
+
+
+def _check_seed(seed, tensor) -> None:
+    if seed is None:
+        return
+    if not isinstance(seed, torch.Tensor):
+        raise InputError(f"expected a tensor for a seed, got {type(seed).__name__}")
+    if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != tensor.device:
+        raise InputError(
+            f"expected one int64 on {tensor.device} for a seed, got {seed.numel()} of {seed.dtype} on {seed.device}"
+        )
 
 
 def largest(x: torch.Tensor, channels: bool) -> torch.Tensor:

@@ -29,7 +29,7 @@ class Quant:
 
     def compress(self, tensor, bound, seed=None) -> Payload:
         """As `Codec.compress`."""
-        limits = checked(tensor, bound)
+        limits = checked(tensor, bound, seed)
         x = tensor.detach()
         return joined(x, pieces(x, limits, seed))
 

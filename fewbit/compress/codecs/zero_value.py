@@ -25,7 +25,7 @@ class ZeroValue:
 
     def compress(self, tensor, bound, seed=None) -> Payload:
         """As `Codec.compress`."""
-        limits = checked(tensor, bound)
+        limits = checked(tensor, bound, seed)
         x = tensor.detach()
         return joined(x, [_without_zeros(piece) for piece in pieces(x, limits, seed)])
 

@@ -14,8 +14,9 @@ from fewbit.errors import InputError
 
 
 def tolerance(e2: float, v2: float) -> float:
-    """e2 V2, the squared gradient error that is allowed: (6) of AC-GC. InputError below 0."""
-    return square("e2", e2) * square("v2", v2)
+    """e2 V2, the squared gradient error that is allowed: (6) of AC-GC; 0 where one of them is. InputError below 0."""
+    e2, v2 = square("e2", e2), square("v2", v2)
+    return e2 * v2 if e2 and v2 else 0.0
 
 
 def square(name: str, value: float) -> float:
@@ -44,10 +45,12 @@ def whole(name: str, value: int, least: int = 1) -> int:
 
 
 def quotient(allowed: float, cost) -> float | Tensor:
-    """allowed / cost; infinite where cost is 0, as nothing that is kept matters there."""
+    """allowed / cost; infinite where cost is 0, as nothing that is kept matters there; 0 where cost is infinite."""
     if isinstance(cost, Tensor):
         infinite = torch.full_like(cost, math.inf)
-        return torch.where(cost > 0, allowed / cost, infinite)
+        return torch.where(cost > 0, allowed / cost, infinite).masked_fill(cost == math.inf, 0.0)
+    if cost == math.inf:
+        return 0.0
     return allowed / cost if cost > 0 else math.inf
 
 
@@ -62,6 +65,8 @@ def polynomial_error(allowed: float, first, second) -> float | Tensor:
     first, second: 0 or more. In the form that loses no digits where second is small.
     """
     target = math.sqrt(allowed)
+    if target in (0.0, math.inf):
+        return quotient(target, first + second)
     denominator = first + root(first * first + 4.0 * target * second)
     dx = quotient(2.0 * target, denominator)
     return dx * dx

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from fewbit.compress import kinds, transformers_attention
-from fewbit.compress.adaptation import INTERVAL, Adaptation, check_interval
+from fewbit.compress.adaptation import INTERVAL, Adaptation
 from fewbit.compress.allocator import use_expandable_segments
 from fewbit.compress.budget import Sizes, bytes_of
 from fewbit.compress.calls import QUANTISED, Calls, FunctionSettings, name_of_call
@@ -20,6 +20,7 @@ from fewbit.compress.controller import Controller
 from fewbit.compress.convert_report import Converted, LeftAlone, Report
 from fewbit.compress.meter import alone, saved_bytes
 from fewbit.compress.meter_report import amount
+from fewbit.compress.observing import check_interval
 from fewbit.errors import InputError
 from fewbit.functional.normalization import check_copies
 from fewbit.nn.preactivation import NORMS, PreActivation

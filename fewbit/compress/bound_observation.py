@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -40,7 +40,8 @@ class Demand:
     label: which gradient: "weight", "input", "query" ..., with the layer's name in front where it is not the one that
     keeps the variable ("block.q_proj: weight"). kind: "in expectation" or "measured". v2: the squared norm of the
     gradient as it would be without errors. D = (first dx + second dx^2)^2, dx^2 being the mean squared error of the kept
-    elements. Of several calls of a layer their sums.
+    elements; where the gradient depends on several variables, D is that of this one times their number, so that each
+    has an equal share. Of several calls of a layer their sums.
     """
 
     label: str
@@ -103,14 +104,16 @@ class BoundsSeen:
 
 @dataclass
 class _Tensor:
-    """One that was kept. errors: (rows,) squared errors, summed over each entry of dimension 0; squares: 0-D, by which
-    rounding it is measured; deviation: 0-D, of the noise that is tried. exact: its values, where it is monitored.
+    """One that was kept. errors: (rows,) squared errors, summed over each entry of dimension 0; 0-D: error, the root of
+    their sum, squares, what its rounding goes by, deviation, of the noise that is tried. exact: its values, where it is
+    monitored.
     """
 
     name: tuple[str, int]
     elements: int
     has_samples: bool
     errors: torch.Tensor
+    error: torch.Tensor
     squares: torch.Tensor
     deviation: torch.Tensor
     exact: torch.Tensor | None = None
@@ -118,10 +121,12 @@ class _Tensor:
 
 @dataclass
 class _Found:
-    """Of one gradient of a layer, on its way to the host. tensor: that is restored for it. size: its norm; numbers,
-    finish: as of `layer_demands.Part`. exact: its norm from exact values, where that is known.
+    """Of one gradient of a layer, on its way to the host. place: among the inputs of the autograd Function. tensor: that
+    is restored for it. size: its norm; numbers, finish: as of `layer_demands.Part`. exact: its norm from exact values,
+    where that is known.
     """
 
+    place: int
     label: str
     kind: str
     tensor: _Tensor
@@ -155,10 +160,13 @@ class BoundObservation(Observation):
         exact = rounded.exact()
         errors = _row_squares(rounded.restored().sub_(exact))
         squares = rounded.squares().double()
-        deviation = (torch.maximum(errors.sum(), _LEAST_ERROR * squares) / exact.numel()).sqrt()
+        error2 = errors.sum()
+        deviation = (torch.maximum(error2, _LEAST_ERROR * squares) / exact.numel()).sqrt()
         has_samples = rounded.recipe.samples is not None
-        of = variable.name, exact.numel(), has_samples, errors, squares, deviation
-        tensor = _Tensor(*of, exact if variable.name in self.monitored else None)
+        numbers = errors, error2.sqrt(), squares, deviation
+        tensor = _Tensor(variable.name, exact.numel(), has_samples, *numbers)
+        if variable.name in self.monitored:
+            tensor.exact = exact
         self._tensors.append(tensor)
         self._bytes[variable.name] = exact.element_size()
         return tensor
@@ -210,7 +218,8 @@ class BoundObservation(Observation):
                 label = labels[part.place]
                 if variable.user is not None:
                     label = f"{variable.user}: {label}"
-                one = _Found(label, kind, tensor, norm([results[part.place]]), *part[1:])
+                size = norm([results[part.place]])
+                one = _Found(part.place, label, kind, tensor, size, part.numbers, part.finish)
                 if exact is not None and tensor.exact is not None:
                     one.exact = norm([exact[part.place]])
                 found.append(one)
@@ -240,7 +249,7 @@ class BoundObservation(Observation):
 
     def _measured(self):
         for each in self._tensors:
-            yield from (each.errors, each.squares, each.deviation)
+            yield from (each.error, each.squares, each.deviation)
         for found in self._found.values():
             for each in found:
                 yield from (each.size, *each.numbers)
@@ -255,14 +264,12 @@ class BoundObservation(Observation):
             return None
         if not all(math.isfinite(number) for each in host.values() for number in each):
             return None
-        found = {}
-        for each in (one for of in self._found.values() for one in of):
-            error2 = sum(host[id(each.tensor.errors)]) / each.tensor.elements
-            cost = each.finish([host[id(one)] for one in each.numbers], error2)
-            if cost.first or cost.second:
-                found.setdefault(each.tensor.name, []).append((each, cost))
         if not (self._found or self._passes):
             return None
+        found = {}
+        for of in self._found.values():
+            for part in _of_node(host, of):
+                found.setdefault(part.found.tensor.name, []).append(part)
         tensors = {}
         for each in self._tensors:
             tensors.setdefault(each.name, []).append(each)
@@ -272,7 +279,7 @@ class BoundObservation(Observation):
         }
         monitored = {}
         for name, of in found.items():
-            pairs = [each for each, _ in of if each.exact is not None]
+            pairs = [each.found for each in of if each.found.exact is not None]
             if pairs:
                 monitored[name] = [
                     (each.label, _square(host, each.size), _square(host, each.exact))
@@ -283,18 +290,14 @@ class BoundObservation(Observation):
     def _variable(self, host, name, tensors, found) -> VariableSeen:
         seen = self.variables[name]
         elements = sum(each.elements for each in tensors)
-        errors = sum(sum(host[id(each.errors)]) for each in tensors)
+        errors = sum(_square(host, each.error) for each in tensors)
         squares = sum(host[id(each.squares)][0] for each in tensors)
         spread = [squares] + [0.0] * (SPREAD - 1)
         has_samples = all(each.has_samples for each in tensors)
         if has_samples:
             spread = host[id(seen.spread)]
         tried = sum(_square(host, each.deviation) * each.elements for each in tensors) / elements
-        parts = [
-            (each, cost, _square(host, each.tensor.deviation) / tried if tried > 0 else 1.0)
-            for each, cost in found
-        ]
-        costs = _costs(host, parts)
+        costs = _costs(host, found, tried)
         return VariableSeen(
             seen.average,
             seen.is_fixed,
@@ -343,28 +346,56 @@ def _measured_cost(entries, _):
     return Cost(change / deviation if deviation > 0 else 0.0)
 
 
-def _costs(host, parts) -> list[tuple[Demand, list[float] | None]]:
-    """A demand for each label, and the channels of its cost.
+class _Part(NamedTuple):
+    """Of one gradient of one call. v2: its squared norm without errors; sharing: how many variables it depends on."""
 
-    parts: (_Found, Cost, how many times the variable's mean squared error its tensor has).
+    found: _Found
+    cost: Cost
+    v2: float
+    sharing: int
+
+
+def _of_node(host, found: list[_Found]) -> list[_Part]:
+    """Those that cost something."""
+    by_place = {}
+    for each in found:
+        error2 = _square(host, each.tensor.error) / each.tensor.elements
+        cost = each.finish([host[id(one)] for one in each.numbers], error2)
+        if cost.first or cost.second:
+            present = (cost.first * math.sqrt(error2) + cost.second * error2) ** 2
+            by_place.setdefault(each.place, []).append((each, cost, present))
+    parts = []
+    for of in by_place.values():
+        present = sum(each for *_, each in of)
+        parts += [
+            _Part(each, cost, _square(host, each.size) - present, len(of)) for each, cost, _ in of
+        ]
+    return parts
+
+
+def _costs(host, parts: list[_Part], tried: float) -> list[tuple[Demand, list[float] | None]]:
+    """A demand of one variable for each label, and the channels of its cost.
+
+    tried: the mean of the variances of noise that is tried, over all elements of the variable: what one tensor
+    adds in a call is D where all errors are in proportion to those.
     """
     by_label = {}
-    for each, *rest in parts:
-        by_label.setdefault((each.label, each.kind), []).append((each, *rest))
+    for each in parts:
+        by_label.setdefault((each.found.label, each.found.kind), []).append(each)
     costs = []
     for (label, kind), of in by_label.items():
-        v2 = first2 = second2 = 0.0
-        for each, cost, ratio in of:
-            error = math.sqrt(sum(host[id(each.tensor.errors)]) / each.tensor.elements)
-            v2 += _square(host, each.size) - (cost.first * error + cost.second * error**2) ** 2
-            first2 += cost.first**2 * ratio
-            second2 += cost.second**2 * ratio**2
-        demand = Demand(label, kind, max(v2, 0.0), math.sqrt(first2), math.sqrt(second2))
-        channels = None
-        if len({len(cost.channels or ()) for _, cost, _ in of}) == 1 and of[0][1].channels:
-            scaled = [[ratio * one for one in cost.channels] for _, cost, ratio in of]
-            channels = [sum(each) for each in zip(*scaled, strict=True)]
-        costs.append((demand, channels))
+        first2 = second2 = 0.0
+        channels = []
+        for each in of:
+            ratio = _square(host, each.found.tensor.deviation) / tried if tried > 0 else 1.0
+            first2 += each.sharing * ratio * each.cost.first**2
+            second2 += each.sharing * (ratio * each.cost.second) ** 2
+            channels.append([ratio * one for one in each.cost.channels or ()])
+        v2 = max(sum(each.v2 for each in of), 0.0)
+        demand = Demand(label, kind, v2, math.sqrt(first2), math.sqrt(second2))
+        is_one_size = len({len(each) for each in channels}) == 1 and channels[0]
+        of_channels = [sum(each) for each in zip(*channels, strict=True)] if is_one_size else None
+        costs.append((demand, of_channels))
     return costs
 
 

@@ -330,6 +330,8 @@ def _attach(model, settings: Settings, session: Session) -> None:
             vars(module)[PATH] = path
             module.register_forward_pre_hook(session.enter, prepend=True, with_kwargs=True)
             module.register_forward_hook(session.leave, always_call=True, with_kwargs=True)
+        elif kinds.is_activation(type(module)):
+            vars(module)[PATH] = path
 
 
 def _tell_apart(model, settings, found, chosen, each, session) -> None:
@@ -708,6 +710,8 @@ def _configure(path, module, one_bit, settings, session) -> float | None:
 
 
 def _remove_hooks(module) -> None:
+    if kinds.is_activation(type(module)):
+        vars(module).pop(PATH, None)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ class Recipe(NamedTuple):
             return self._restore(tensors, dtype or self.dtype)
         plain = all(each is None or is_plain(each) for each in (*tensors, *vectors))
         fits = plain and inner is not None and self.dtype == torch.float32 and self._maps()
-        if fits and not observation.has_noise(self):
+        if fits and not observation.is_changed(self):
             return self._restore(tensors, dtype or self.dtype, (*map(flat, vectors), inner))
         scale, shift = vectors
         values = self.restore(tensors)
@@ -56,6 +56,13 @@ class Recipe(NamedTuple):
         if shift is not None:
             values.add_(shift)
         return values.to(dtype or self.dtype)
+
+    def used_by(self, name: str) -> Recipe:
+        """For another layer, of that name."""
+        variable = self.variable
+        if variable is None or variable.rounding is None or variable.name[0] == name:
+            return self
+        return self._replace(variable=variable._replace(user=name))
 
     def _restore(self, tensors, dtype, affine=None):
         values = self._values(tensors, dtype, affine)
@@ -101,6 +108,48 @@ class Kept(NamedTuple):
     def mark(self, y: torch.Tensor) -> torch.Tensor:
         """y, as a compiler must see it so that what is kept is made in the forward pass."""
         return y if self.one is None else y * self.one.to(y.dtype)
+
+
+class Rounded(NamedTuple):
+    """A tensor x, what is kept of it or of what `normalise` makes of it, and how: for observations."""
+
+    x: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+    recipe: Recipe
+    group_size: int
+    wide: bool | None
+    normalise: tuple | None
+
+    def variance(self, bits: int, generator) -> torch.Tensor:
+        """As `quantiser_ops.rounding_variance`."""
+        settings = self.group_size, self.wide, self.normalise
+        return quantiser_ops.rounding_variance(
+            self.x, self.recipe.samples, *settings, bits, generator
+        )
+
+    def squares(self) -> torch.Tensor:
+        """0-D float32: the sum over groups of length times range squared."""
+        x = self.x if layout.is_by_sample(self.x) else self.x.contiguous()
+        return quantiser_ops.squares(x, self.group_size, self.normalise).sum()
+
+    def exact(self) -> torch.Tensor:
+        """What is kept, without errors; of the size, strides and dtype in which it is restored."""
+        recipe = self.recipe
+        x = torch.empty_strided(
+            recipe.size, recipe.stride, dtype=recipe.dtype, device=self.x.device
+        )
+        x.copy_(self.x)
+        if self.normalise is not None:
+            mean, rstd, inner = self.normalise
+            rows = layout.storage_order(x).view(-1, len(rstd), inner)
+            if mean is not None:
+                rows.sub_(mean[:, None])
+            rows.mul_(rstd[:, None])
+        return x
+
+    def restored(self) -> torch.Tensor:
+        """What backward would restore."""
+        return self.recipe._values(self.tensors, self.recipe.dtype, None)
 
 
 class Quantiser:
@@ -170,6 +219,8 @@ class Quantiser:
         if kept is None:
             kept = self._keep(x, x.dtype, slot, activation=activation)
             self.session.add(x, self.key, kept)
+        elif self._variables is not None:
+            kept = kept._replace(recipe=kept.recipe.used_by(self.name))
         return kept
 
     def keep_beside(self, x: torch.Tensor, *others: torch.Tensor) -> Kept:
@@ -224,13 +275,15 @@ class Quantiser:
             *tensors, sensitivities = quantiser_ops.quantise_samples(
                 x, seed, variable, samples, *settings
             )
+        recipe = self._recipe(x, dtype, bits, samples, variable)
         observation = plan.observation
         if observation is not None and x.numel() and not in_backward():
             widening = groups.widening(tensors[1]) if self.minimum == "auto" else 0
             observation.kept(variable, x.numel(), sensitivities, widening)
-            rounding = partial(quantiser_ops.rounding_variance, x, samples, *settings)
-            variable = variable._replace(rounding=observation.rounding(rounding))
-        return tuple(tensors), self._recipe(x, dtype, bits, samples, variable)
+            rounded = Rounded(x.detach(), tuple(tensors), recipe, *settings)
+            found = observation.rounding(variable, rounded)
+            recipe = recipe._replace(variable=variable._replace(rounding=found))
+        return tuple(tensors), recipe
 
     @property
     def _variables(self):

@@ -55,6 +55,11 @@ def quantise_samples(x, seed, variable, samples, group_size, wide=None, normalis
     return *kept, widths, sensitivities
 
 
+def squares(x, group_size, normalise=None):
+    """(N,) float32: of each sample of x, `layout.is_by_sample`, the sum over groups of length times range squared."""
+    return backends.of(x).squares(x, group_size, normalise)
+
+
 def rounding_variance(x, samples, group_size, wide, normalise, bits, generator):
     """(samples,) float32: of each sample of x the mean variance of an element that is rounded to so many bits.
 

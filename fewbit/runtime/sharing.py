@@ -180,6 +180,28 @@ class Session:
         calls = self._local.calls
         return calls[-1].path if calls else ""
 
+    @contextmanager
+    def activation(self, path: str):
+        """Within it a module of that path runs, whose activation is to be known by that."""
+        before, self._local.activation = self._local.activation, path
+        try:
+            yield
+        finally:
+            self._local.activation = before
+
+    def observed_activation(self, function: str, parameters: tuple) -> tuple | None:
+        """(name, function, parameters) of an activation that runs now, if the forward is observed, or None.
+
+        The name is the path of the module, or for functions that modules call "path of the module:function".
+        """
+        forward = self._local.forward
+        if forward is None or forward.plan is None or forward.plan.observation is None:
+            return None
+        name = self._local.activation
+        if name is None:
+            name = f"{self.path()}:{function}"
+        return name, function, parameters
+
     # -- What a forward goes by --------------------------------------------------------------------------
 
     def _begun(self, module, inputs) -> _Forward:
@@ -348,6 +370,7 @@ class _Local(threading.local):
         self.keeps = False  # whether a layer has asked to keep something
         self.unknown = None  # the latest Seeds of what is of no forward that is known
         self.results = {}  # those of activations, by place
+        self.activation = None  # path of the module that runs one
         self.around = None
         self.regions = weakref.WeakKeyDictionary()
 

@@ -32,14 +32,16 @@ class Variable(NamedTuple):
     """One compressed tensor of a model's forward. name: (of the layer, number of its input).
 
     average: bits an element, from 1 to 8. is_fixed: whether nobody but the user may change that. plan: of the forward.
-    rounding: {bits: (samples,) variance of an element of this tensor that is rounded to so many}, where observed.
+    rounding: what the forward's observation has found out of how this tensor is rounded, where observed. user: the name
+    of the layer that restores the tensor, where observed and not the one that keeps it.
     """
 
     name: tuple[str, int]
     average: float
     is_fixed: bool = True
     plan: Plan | None = None
-    rounding: dict[int, torch.Tensor] | None = None
+    rounding: object = None
+    user: str | None = None
 
     def total(self, samples: int) -> int:
         """Bits of one element of each of `samples` samples together."""

@@ -17,13 +17,13 @@ def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> 
     Of bits that no table has been shipped for one is solved, once.
     """
     for bits in range(LEAST, MOST + 1):
-        if table_errors(function, parameters, bits) <= allowed:
+        if table_error(function, parameters, bits) <= allowed:
             return bits
     return None
 
 
 @lru_cache(maxsize=1024)
-def table_errors(function: str, parameters: tuple[float, ...], bits: int) -> float:
+def table_error(function: str, parameters: tuple[float, ...], bits: int) -> float:
     """max |q - f'| of the default table over its domain."""
     names = functions.get(function).parameters
     given = dict(zip(names, parameters, strict=True))
@@ -34,7 +34,7 @@ def table_errors(function: str, parameters: tuple[float, ...], bits: int) -> flo
 def is_known(function: str, parameters: tuple[float, ...]) -> bool:
     """Whether there is a default table of that function."""
     try:
-        table_errors(function, parameters, MOST)
+        table_error(function, parameters, MOST)
     except FewbitError:
         return False
     return True

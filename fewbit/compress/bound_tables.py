@@ -13,7 +13,14 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from fewbit.compress.bound_observation import ActivationSeen, BoundsSeen, Demand, VariableSeen
+from fewbit.compress.bound_observation import (
+    EXPECTED,
+    MEASURED,
+    ActivationSeen,
+    BoundsSeen,
+    Demand,
+    VariableSeen,
+)
 from fewbit.compress.observing import SLOTS
 from fewbit.runtime.observation import SPREAD
 
@@ -24,7 +31,7 @@ _UNKNOWN = "gradient "  # and its number: what only other processes have seen
 _NUMBERS = 1 << 20  # so that squares of sums over many processes are exact in float64
 _FACTS = 7 + SPREAD
 _COLUMNS = 9  # of a demand
-_KINDS = ("in expectation", "measured")
+_KINDS = (EXPECTED, MEASURED)
 
 
 def number_of(label: str) -> int:
@@ -105,7 +112,7 @@ class BoundTables:
         flags = seen.is_fixed, not seen.is_known
         squares = (*seen.squares, *[0.0] * SPREAD)[:SPREAD]
         row = [1.0, *map(float, (*numbers, *flags, *squares))]
-        pairs = {number_of(label): (hat2, exact2) for label, hat2, exact2 in monitored}
+        pairs = pairs_by_number(monitored)
         demands = combined(seen.demands)
         for number, each in demands:
             self._labels[number] = each.label
@@ -161,6 +168,15 @@ def by_number(demands: Iterable[Demand]) -> dict[int, Demand]:
     for each in demands:
         found.setdefault(number_of(each.label), []).append(each)
     return {number: _strictest(each) for number, each in found.items()}
+
+
+def pairs_by_number(monitored) -> dict[int, tuple[float, float]]:
+    """{number of a demand: (|g^|^2, |g|^2)}, sums over calls."""
+    found = {}
+    for label, *pair in monitored:
+        sums = found.get(number_of(label), (0.0, 0.0))
+        found[number_of(label)] = tuple(a + b for a, b in zip(sums, pair, strict=True))
+    return found
 
 
 def _strictest(demands: list[Demand]) -> Demand:

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.compress import bound_observation
-from fewbit.compress.activation_bits import is_known, least_bits
-from fewbit.compress.bound_observation import BoundsSeen, VariableSeen
+from fewbit.compress.activation_bits import is_known, least_bits, table_error
+from fewbit.compress.bound_observation import BoundObservation, BoundsSeen, VariableSeen
 from fewbit.compress.bound_state import (
     plain_known,
     plain_seen,
@@ -25,7 +24,7 @@ from fewbit.compress.bound_state import (
     read_known,
     read_seen,
 )
-from fewbit.compress.bound_tables import BoundTables, by_number, number_of
+from fewbit.compress.bound_tables import BoundTables, by_number, pairs_by_number
 from fewbit.compress.codecs import DEFAULT as QUANT
 from fewbit.compress.estimates import (
     Estimate,
@@ -40,6 +39,7 @@ from fewbit.compress.estimates import (
 from fewbit.compress.keepers import CodecKeeper, Exactly
 from fewbit.compress.observing import FORGOTTEN, Observing, check_step, read
 from fewbit.errors import BoundWarning
+from fewbit.runtime.groups import LEAST_FEATURES
 from fewbit.runtime.observation import SPREAD
 from fewbit.runtime.variables import LEAST, MOST, Plan, Weights
 
@@ -92,7 +92,7 @@ class Guarantee(Observing):
         self.known: dict[tuple[str, int], Known] = {}
         self.known_activations: dict[str, KnownActivation] = {}
         self.choices: dict[tuple[str, int], Choice] = {}
-        self.activations: dict[str, int | None] = {}
+        self.activations: dict[str, int] = {}
         self._channels = dict(channels or {}) if bound.by_channel else {}
         self._of_activations = frozenset(activations)
         self._tables = BoundTables(names, self._channels, sorted(self._of_activations))
@@ -112,9 +112,12 @@ class Guarantee(Observing):
         super()._tell(plan)
         plan.keepers, plan.activations = self._keepers, self.activations
         plan.channels, plan.weights = self._channels, self._weights
+        plan.least_features = (
+            LEAST_FEATURES  # groups run across shorter ones, and so do their errors
+        )
 
-    def _new_observation(self):
-        return bound_observation.BoundObservation(self.step, self._monitored())
+    def _new_observation(self) -> BoundObservation:
+        return BoundObservation(self.step, self._monitored())
 
     def _monitored(self) -> frozenset:
         """The variables whose exact values are kept beside: those whose turn it is, as many as the largest has room for."""
@@ -175,7 +178,7 @@ class Guarantee(Observing):
         choices = {name: self._choice(each) for name, each in known.items() if not each.is_fixed}
         e2, window = self.bound.e2, self.bound.window
         bits = {
-            name: least_bits(each.function, each.parameters, each.allowed(e2, window))
+            name: least_bits(each.function, each.parameters, each.allowed(e2, window)) or MOST
             for name, each in activations.items()
             if each.function and is_known(each.function, each.parameters)
         }
@@ -239,6 +242,30 @@ class Guarantee(Observing):
             BoundWarning,
             stacklevel=2,
         )
+
+    # -- What was found ----------------------------------------------------------------------------------
+
+    def rows(self) -> list[tuple]:
+        """The fields of `bounds_report.Bounded`, of all variables and activations."""
+        e2, window, found = self.bound.e2, self.bound.window, []
+        for name, known in self.known.items():
+            choice = self.choices.get(name) or self._choice(known)
+            keeper = None if known.is_fixed else self._keepers.get(name)
+            average = known.average if known.is_fixed else choice.average
+            demand = choice.demand or Estimate()
+            kept = "bits"
+            if keeper is not None:
+                kept, average = ("exact" if isinstance(keeper, Exactly) else keeper.name), None
+            decides = demand.label, demand.kind, math.sqrt(choice.dx2)
+            rest = known.elements, known.is_fixed, True, known.ratio
+            found.append((*name, *decides, kept, average, *rest))
+        for name, bits in self.activations.items():
+            each = self.known_activations[name]
+            allowed = each.allowed(e2, window)
+            is_met = table_error(each.function, each.parameters, bits) <= allowed
+            decides = "input", "worst case", allowed
+            found.append((name, None, *decides, "bits", float(bits), None, False, is_met, None))
+        return found
 
     # -- Between processes -------------------------------------------------------------------------------
 
@@ -310,7 +337,7 @@ def _updated(before: Known | None, now: VariableSeen, monitored, total: float) -
 
 def _updated_demands(before: dict[int, Estimate], now, monitored, total) -> dict[int, Estimate]:
     seen = by_number(now.demands)
-    pairs = {number_of(label): (hat2, exact2) for label, hat2, exact2 in monitored}
+    pairs = pairs_by_number(monitored)
     found = {}
     for number in {**before, **seen}:
         each, demand = before.get(number, Estimate()), seen.get(number)

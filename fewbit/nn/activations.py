@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbit import functional as F
-from fewbit.runtime.sharing import PATH, current
+from fewbit.runtime.sharing import PATH, SESSION
 from fewbit.runtime.tables import check_choice
 from fewbit.table import Table
 
@@ -63,14 +63,17 @@ class _FewBit:
         """None, torch's own function, in evaluation mode: gradients asked for there are to be exact."""
         return self.bits if self.training else None
 
-    def _run(self, function, *arguments):
-        """function of those, with what this module keeps; in a converted model it is known by its path there."""
+    def _run(self, function, input, *arguments):
+        """function(input, *arguments), with what this module keeps; in a converted model it is known by its path there."""
         settings = {"bits": self._kept_bits, "table": self.table}
-        session = None if torch.compiler.is_compiling() else current()
-        if session is None or session.variables is None or PATH not in vars(self):
-            return function(*arguments, **settings)
-        with session.activation(vars(self)[PATH]):
-            return function(*arguments, **settings)
+        session = None if torch.compiler.is_compiling() else vars(self).get(SESSION)
+        if session is None or session.variables is None or not self.training:
+            return function(input, *arguments, **settings)
+        path = vars(self)[PATH]
+        if self.table is None:
+            settings["bits"] = session.activation_bits(path, self.bits, input)
+        with session.activation(path):
+            return function(input, *arguments, **settings)
 
     def extra_repr(self) -> str:
         ours = f"bits={self.bits}" if self.table is None else f"table={self.table!r}"

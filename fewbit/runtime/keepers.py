@@ -6,8 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fewbit.runtime import layout, observation
-from fewbit.runtime.variables import Variable
+from fewbit.runtime import observation
 
 
 class Keeper(Protocol):
@@ -24,24 +23,50 @@ class Keeper(Protocol):
 
 
 class KeptBy(NamedTuple):
-    """How what a keeper has kept becomes values again, with the interface of `Recipe`."""
+    """How what a keeper has kept becomes values again, with the interface of `quantiser.Recipe`.
+
+    inner: the keeper's recipe. place: a `Recipe`, with all but the bits.
+    """
 
     inner: object
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    samples: int | None
-    variable: Variable
+    place: object
 
     @property
     def count(self) -> int:
         """How many tensors are kept."""
         return self.inner.count
 
+    @property
+    def size(self) -> tuple[int, ...]:
+        return self.place.size
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return self.place.stride
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.place.dtype
+
+    @property
+    def samples(self) -> int | None:
+        return self.place.samples
+
+    @property
+    def variable(self):
+        return self.place.variable
+
+    def of(self, variable) -> KeptBy:
+        """For that variable."""
+        return self._replace(place=self.place.of(variable))
+
+    def used_by(self, name: str) -> KeptBy:
+        """For another layer, of that name."""
+        return self._replace(place=self.place.used_by(name))
+
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, in the dtype that was asked for when they were kept unless given; affine: as for `Recipe`."""
-        values = self.inner.restore(tensors).to(self.dtype)
-        values = observation.restored(values, self, tensors[0])
+        """The values, in the dtype that is asked for, its own unless given; affine: as for `Recipe.restore`."""
+        values = observation.restored(self.exactly(tensors), self, tensors[0])
         scale, shift, _ = affine or (None, None, None)
         if scale is not None:
             values.mul_(scale)
@@ -49,25 +74,6 @@ class KeptBy(NamedTuple):
             values.add_(shift)
         return values.to(dtype or self.dtype)
 
-
-def keep_by(keeper: Keeper, x, seed, dtype, normalise, samples, variable):
-    """(tensors, recipe) of x, or of what `normalise` makes of it (as for `quantiser_ops.quantise`).
-
-    dtype: to be restored in. What is normalised is kept in x's own dtype, as fine as what it was made from.
-    """
-    values = x.detach()
-    if normalise is not None:
-        values = normalised(values, *normalise).to(x.dtype)
-    tensors, inner = keeper.keep(values, seed)
-    place = tuple(x.shape), tuple(layout.by_sample_stride(x)), dtype
-    return tuple(tensors), KeptBy(inner, *place, samples, variable)
-
-
-def normalised(x, mean, rstd, inner: int) -> torch.Tensor:
-    """(x - mean) rstd in float32 and x's strides; x: `layout.is_by_sample`; the rest as for `quantise`."""
-    values = torch.empty_strided(x.shape, x.stride(), dtype=torch.float32, device=x.device)
-    rows = layout.storage_order(values.copy_(x)).view(-1, len(rstd), inner)
-    if mean is not None:
-        rows -= mean[:, None]
-    rows *= rstd[:, None]
-    return values
+    def exactly(self, tensors) -> torch.Tensor:
+        """What was kept, whatever an observation tries."""
+        return self.inner.restore(tensors).to(self.dtype)

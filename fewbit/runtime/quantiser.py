@@ -11,6 +11,7 @@ import torch
 
 from fewbit.errors import InputError
 from fewbit.runtime import groups, layout, observation, offload, ops, quantiser_ops
+from fewbit.runtime.keepers import Keeper, KeptBy
 from fewbit.runtime.offset import Offset
 from fewbit.runtime.plain import is_plain
 from fewbit.runtime.sharing import Session, in_backward, in_checkpoint
@@ -57,12 +58,20 @@ class Recipe(NamedTuple):
             values.add_(shift)
         return values.to(dtype or self.dtype)
 
+    def of(self, variable: Variable) -> Recipe:
+        """For that variable."""
+        return self._replace(variable=variable)
+
     def used_by(self, name: str) -> Recipe:
         """For another layer, of that name."""
         variable = self.variable
         if variable is None or variable.rounding is None or variable.name[0] == name:
             return self
         return self._replace(variable=variable._replace(user=name))
+
+    def exactly(self, tensors) -> torch.Tensor:
+        """What was kept, whatever an observation tries."""
+        return self._values(tensors, self.dtype, None)
 
     def _restore(self, tensors, dtype, affine=None):
         values = self._values(tensors, dtype, affine)
@@ -130,6 +139,8 @@ class Rounded(NamedTuple):
     def squares(self) -> torch.Tensor:
         """0-D float32: the sum over groups of length times range squared."""
         x = self.x if layout.is_by_sample(self.x) else self.x.contiguous()
+        if x.numel() < groups.LEAST_FEATURES * len(x):
+            x = layout.storage_order(x).view(1, -1)  # as groups run across samples so short
         return quantiser_ops.squares(x, self.group_size, self.normalise).sum()
 
     def exact(self) -> torch.Tensor:
@@ -149,7 +160,7 @@ class Rounded(NamedTuple):
 
     def restored(self) -> torch.Tensor:
         """What backward would restore."""
-        return self.recipe._values(self.tensors, self.recipe.dtype, None)
+        return self.recipe.exactly(self.tensors)
 
 
 class Quantiser:
@@ -267,22 +278,29 @@ class Quantiser:
     def _keep_variable(self, x, seed, dtype, slot, settings):
         plan = self.session.plan(x)
         variable = plan.of((self.name, slot), self.average, self.is_fixed)
-        samples = plan.samples_of(x)
+        samples = plan.samples_of(x, self.name if slot == 0 else "")
         bits, sensitivities = variable.uniform(), None
-        if samples is None:
+        recipe = self._recipe(x, dtype, bits, samples, variable)
+        keeper = plan.keeper(variable)
+        if keeper is not None:
+            tensors, recipe = _kept_by(keeper, x, seed, recipe, settings)
+            if samples is not None and plan.observation is not None:
+                sensitivities = quantiser_ops.sensitivities(x, variable, samples, *settings)
+        elif samples is None:
             tensors = quantiser_ops.quantise(x, seed, bits, *settings)
         else:
             *tensors, sensitivities = quantiser_ops.quantise_samples(
                 x, seed, variable, samples, *settings
             )
-        recipe = self._recipe(x, dtype, bits, samples, variable)
         observation = plan.observation
         if observation is not None and x.numel() and not in_backward():
-            widening = groups.widening(tensors[1]) if self.minimum == "auto" else 0
+            widening = 0
+            if self.minimum == "auto" and keeper is None:
+                widening = groups.widening(tensors[1])
             observation.kept(variable, x.numel(), sensitivities, widening)
             rounded = Rounded(x.detach(), tuple(tensors), recipe, *settings)
             found = observation.rounding(variable, rounded)
-            recipe = recipe._replace(variable=variable._replace(rounding=found))
+            recipe = recipe.of(variable._replace(rounding=found))
         return tuple(tensors), recipe
 
     @property
@@ -349,6 +367,16 @@ class Quantiser:
         if self.minimum != "auto":
             parts.append(f"minimum={self.minimum!r}")
         return ", ".join(parts)
+
+
+def _kept_by(keeper: Keeper, x, seed, recipe: Recipe, settings):
+    """(tensors, recipe). What is normalised is kept in x's own dtype, as fine as what it was made from."""
+    _, _, normalise = settings
+    values = x.detach()
+    if normalise is not None:
+        values = Rounded(values, (), recipe, *settings).exact().to(x.dtype)
+    tensors, inner = keeper.keep(values, seed)
+    return tuple(tensors), KeptBy(inner, recipe)
 
 
 def _is_one_memory(x, other) -> bool:

@@ -31,6 +31,8 @@ MOST_FOLLOWED = 4096
 _PREACTIVATION = "pre-activation"
 PATH = "_fewbit_path"
 """The attribute of a module that says where in the converted model it is."""
+SESSION = "_fewbit_session"
+"""That of an activation which has its model's session; layers have it in their quantiser."""
 _REENTRANT = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
 _running = threading.local()
 
@@ -188,6 +190,15 @@ class Session:
             yield
         finally:
             self._local.activation = before
+
+    def activation_bits(self, name: str, bits: int, x) -> int:
+        """Of a few-bit activation of x: `bits`, unless the plan of the forward has others for that name."""
+        if self.variables is None or not x.requires_grad or not torch.is_grad_enabled():
+            return bits
+        if self._is_outside() or torch._C._functorch.maybe_current_level() is not None:
+            return bits
+        plan = self._forward_of(x).plan
+        return bits if plan is None else plan.activations.get(name, bits)
 
     def observed_activation(self, function: str, parameters: tuple) -> tuple | None:
         """(name, function, parameters) of an activation that runs now, if the forward is observed, or None.

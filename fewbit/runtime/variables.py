@@ -77,9 +77,9 @@ class Plan:
     averages: {name: bits}, of variables that do not have those of their layer. samples: in the forward, or None.
     observation: what is to be found out on the way, or None. Where the samples are numbered also magnitudes, of
     gradients by sample, and numbers, of the samples of this forward. keepers: {name: what keeps a variable in place of
-    the group quantiser}. activations: {name: bits, None for exactly}, of few-bit activations that do not have their own.
+    the group quantiser}. activations: {name: bits}, of few-bit activations that do not have their own.
     channels: {name of a layer: how many}, where those of each sample have bits of their own; weights: {name of a layer:
-    Weights}, by which they share them.
+    Weights}, by which they share them. least_features: samples of fewer have no bits of their own.
     """
 
     def __init__(self, averages, samples: int | None, observation=None):
@@ -88,6 +88,7 @@ class Plan:
         self.observation = observation
         self.magnitudes = self.numbers = None
         self.keepers, self.activations, self.channels, self.weights = {}, {}, {}, {}
+        self.least_features = 0
         self._placed = {}
 
     def of(self, name: tuple[str, int], average: float, is_fixed: bool) -> Variable:
@@ -136,6 +137,8 @@ class Plan:
         channels = self.channels.get(name)
         if channels is not None and _has_planes(x, channels):
             return len(x) * channels
+        if x.numel() < self.least_features * self.samples:
+            return None
         if len(x) == self.samples:
             return self.samples
         return self.samples if len(x) % self.samples == 0 and x.is_contiguous() else None

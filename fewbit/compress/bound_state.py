@@ -129,6 +129,10 @@ def read_activations(rows) -> dict[str, KnownActivation]:
     }
 
 
+def read_pairs(rows) -> tuple[Pair, ...]:
+    return tuple(Pair(*_row(each, 2)) for each in rows)
+
+
 def _monitored(seen: BoundsSeen, name) -> list:
     return [list(each) for each in seen.monitored.get(name, ())]
 
@@ -148,7 +152,7 @@ def _estimate(plain) -> Estimate:
         str(plain["label"]),
         str(plain["kind"]),
         tuple(Row(*_row(each, 3)) for each in plain["rows"]),
-        tuple(Pair(*_row(each, 2)) for each in plain["pairs"]),
+        read_pairs(plain["pairs"]),
         check_step(plain["missed"]),
     )
 

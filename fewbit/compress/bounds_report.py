@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from fewbit.report import _Report, shortened
 
-MOST_NAME = 34  # characters
+MOST_NAME, MOST_DEMAND = 22, 16  # characters
+KINDS = {"in expectation": "mean", "worst case": "worst"}
 
 
 class Bounded(NamedTuple):
@@ -42,7 +43,7 @@ class Bounds(_Report, Sequence):
     it; None before that. empty: what is said where there are no rows.
     """
 
-    _header = ("layer", "input", "decides", "kind", "error allowed", "kept", "ratio")
+    _header = ("layer", "decides", "bound", "dx*", "bits", "ratio")
 
     def __init__(self, rows=(), e2=None, ratio=None, empty="no bounds found"):
         self._rows = tuple(rows)
@@ -99,15 +100,14 @@ class Bounds(_Report, Sequence):
         return [row._asdict() for row in self]
 
     def _keys(self, rows):
-        return [row.name for row in self]
+        return [_name(row) for row in self]
 
     def _cells(self):
         return [
             (
-                shortened(row.name or "(the model)", MOST_NAME),
-                "f'" if row.input is None else str(row.input),
-                row.demand or "-",
-                row.kind or "-",
+                _name(row),
+                shortened(row.demand, MOST_DEMAND) if row.demand else "-",
+                KINDS.get(row.kind, row.kind) or "-",
                 "any" if row.dx == float("inf") else f"{row.dx:.3g}",
                 _kept(row),
                 "-" if row.ratio is None else f"{row.ratio:.3g}" + "!" * (row.ratio > self.limit),
@@ -119,17 +119,25 @@ class Bounds(_Report, Sequence):
         if not self:
             return []
         notes = [
-            "decides: the gradient that allows the smallest error; error allowed: dx*, the root of the mean square, of what is "
-            "kept (of what is normalised, in norms), or the largest of an activation's table (f')",
-            "ratio: E|g^|^2 / E|g|^2 of the layer's gradients, as the monitor saw it",
+            "decides: the gradient that allows the smallest error; bound: on the mean of its squared error, on the worst case, or "
+            "measured; dx*: the root mean square error that what is kept may have (of norms what is normalised), of f' the "
+            "largest error of an activation's table",
+            "ratio: E|g^|^2 / E|g|^2 of the layer's own gradients, as the monitor saw it; controller.gradient_ratio tells that "
+            "of all layers together",
         ]
         if any(not row.is_met for row in self):
             notes.append("*: the table with the most bits errs by more than is allowed")
         return notes
 
 
+def _name(row: Bounded) -> str:
+    """With the number of the input, where it is not the first."""
+    last = " f'" if row.input is None else f" [{row.input}]" * (row.input > 0)
+    return shortened(row.name or "(the model)", MOST_NAME - len(last)) + last
+
+
 def _kept(row: Bounded) -> str:
     if row.bits is None:
         return row.kept
     text = f"{row.bits:.3f}".rstrip("0").rstrip(".")
-    return f"{text} bit{'s' * (row.bits > 1)}" + " fixed" * row.is_fixed + "*" * (not row.is_met)
+    return text + " given" * row.is_fixed + "*" * (not row.is_met)

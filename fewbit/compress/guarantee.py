@@ -8,6 +8,7 @@ variable's demands gives its bits for the steps up to the next observation (docs
 from __future__ import annotations
 
 import math
+import statistics
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from fewbit.compress.bound_state import (
     plain_seen,
     read_activations,
     read_known,
+    read_pairs,
     read_seen,
 )
 from fewbit.compress.bound_tables import BoundTables, by_number, pairs_by_number
@@ -47,6 +49,8 @@ E2, INTERVAL, WINDOW = 0.5, 100, "mean"
 POLICY = "error-bound"
 NAMED = 3
 """Layers that a warning names."""
+LEAST_SEEN = 3
+"""Observations without which there is no warning."""
 _NOTHING = BoundsSeen({}, {}, {})
 
 
@@ -97,6 +101,7 @@ class Guarantee(Observing):
         self._of_activations = frozenset(activations)
         self._tables = BoundTables(names, self._channels, sorted(self._of_activations))
         self._next = 0  # of the variables that the monitor takes in turn
+        self._sums: tuple[Pair, ...] = ()  # of what the monitor saw, of each observation
         self._has_warned = False
         self._keepers = {}
         self._weights = {}
@@ -149,12 +154,15 @@ class Guarantee(Observing):
         for name in {**self.known, **seen.variables}:
             before, now = self.known.get(name), seen.variables.get(name)
             if now is not None:
+                if name[0] not in self._channels or name[1]:
+                    now = replace(now, channel_weights=None)
                 known[name] = _updated(before, now, seen.monitored.get(name, ()), total)
             elif before.missed < FORGOTTEN:
                 known[name] = replace(before, missed=before.missed + 1)
         activations = self._learned_activations(seen.activations, total)
         chosen = self._chosen(known, activations)
         self.known, self.known_activations = known, activations
+        self._sums = self._summed(seen, total)
         self._choose(*chosen)
         self._warn()
 
@@ -226,9 +234,19 @@ class Guarantee(Observing):
         of_parameters, of_all = total_of(self.known.values())
         return ratio_of(of_parameters if of_parameters.exact2 > 0 else of_all)
 
+    def _summed(self, seen: BoundsSeen, total: float) -> tuple[Pair, ...]:
+        pairs = [pair for of in seen.monitored.values() for _, *pair in of]
+        if not pairs:
+            return self._sums
+        return latest(self._sums, Pair(*(sum(each) / total for each in zip(*pairs, strict=True))))
+
     def _warn(self) -> None:
+        """If the bound is exceeded, and not by chance: each observation is one draw."""
         ratio, limit = self.ratio, 1 + self.bound.e2
         if self._has_warned or ratio is None or not ratio > limit:
+            return
+        beyond = [each.hat2 - limit * each.exact2 for each in self._sums]
+        if len(beyond) < LEAST_SEEN or not _is_positive(beyond):
             return
         self._has_warned = True
         ratios = [(each.ratio, name) for name, each in self.known.items() if each.ratio is not None]
@@ -281,10 +299,11 @@ class Guarantee(Observing):
         return {"policy": POLICY, **super().state()}
 
     def _learned(self) -> tuple:
-        return self.known, self.known_activations, self._next, self._has_warned
+        return self.known, self.known_activations, self._sums, self._next, self._has_warned
 
     def _relearn(self, learned: tuple) -> None:
-        self.known, self.known_activations, self._next, self._has_warned = learned
+        self.known, self.known_activations, self._sums, *rest = learned
+        self._next, self._has_warned = rest
         self._choose(*self._chosen(self.known, self.known_activations))
 
     def _plain(self, seen: BoundsSeen | None) -> dict:
@@ -296,6 +315,7 @@ class Guarantee(Observing):
     def _plain_learned(self) -> dict:
         return {
             **plain_known(self.known, self.known_activations),
+            "sums": [list(each) for each in self._sums],
             "next": self._next,
             "has_warned": self._has_warned,
         }
@@ -304,9 +324,16 @@ class Guarantee(Observing):
         known = read(state, "variables", lambda rows: read_known(rows, self._places))
         activations = read(state, "activations", read_activations)
         taken = {name: each for name, each in activations.items() if name in self._of_activations}
+        sums = read(state, "sums", read_pairs)
         following, has_warned = read(state, "next", check_step), read(state, "has_warned", bool)
         self._chosen(known, taken)  # raises here if at all
-        return known, taken, following, has_warned
+        return known, taken, sums, following, has_warned
+
+
+def _is_positive(values: list[float]) -> bool:
+    """Whether their mean is above 0 by more than three standard errors."""
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values) > 3 * error
 
 
 def _updated(before: Known | None, now: VariableSeen, monitored, total: float) -> Known:
@@ -314,7 +341,11 @@ def _updated(before: Known | None, now: VariableSeen, monitored, total: float) -
     parts = min(now.samples, SPREAD) or 1
     scale = (now.samples or 1) / now.elements if now.elements else 0.0
     spread = tuple(scale * each for each in now.squares[:parts])
-    weights, weighed = (None, 0) if before is None else (before.weights, before.weighed)
+    weights, weighed, spreads = None, 0, ()
+    if before is not None:
+        weights, weighed, spreads = before.weights, before.weighed, before.spreads
+    if weighed == 1:
+        spreads = ()  # they were those of channels that count alike
     if now.channel_weights is not None:
         if weights is None or len(weights) != len(now.channel_weights):
             weights, weighed = (0.0,) * len(now.channel_weights), 0
@@ -328,7 +359,7 @@ def _updated(before: Known | None, now: VariableSeen, monitored, total: float) -
         now.elements,
         now.samples,
         now.dtype_bytes,
-        latest(() if before is None else before.spreads, spread),
+        latest(spreads, spread),
         weights,
         weighed,
         _updated_demands({} if before is None else before.demands, now, monitored, total),

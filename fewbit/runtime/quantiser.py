@@ -251,13 +251,17 @@ class Quantiser:
         fits = inner is not None and layout.is_by_sample(x)
         if fits and is_plain(x) and rstd.dtype == torch.float32 and x.dtype != torch.float64:
             return self._keep(x, torch.float32, normalise=(flat(mean), flat(rstd), inner))
+        given = x.dtype
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
-        return self._keep(x, x.dtype)
+        return self._keep(x, x.dtype, given=given)
 
-    def _keep(self, x, dtype, slot=0, normalise=None, activation=None) -> Kept:
-        """x, or what `normalise` makes of it, to be restored in dtype. activation: number of that which made x."""
+    def _keep(self, x, dtype, slot=0, normalise=None, activation=None, given=None) -> Kept:
+        """x, or what `normalise` makes of it, to be restored in dtype. activation: number of that which made x.
+
+        given: the dtype of what the layer got, where that is not x.
+        """
         if not is_plain(x):
             return self._traced(x)
         wide, ask = self._wide(), False
@@ -269,13 +273,13 @@ class Quantiser:
             tensors = quantiser_ops.quantise(x, seed, self.bits, *settings)
             recipe = self._recipe(x, dtype, self.bits)
         else:
-            tensors, recipe = self._keep_variable(x, seed, dtype, slot, settings)
+            tensors, recipe = self._keep_variable(x, seed, dtype, slot, settings, given or x.dtype)
         offload.mark(*tensors)
         if ask:
             self._offset.ask(tensors[1])
         return Kept(tensors, recipe)
 
-    def _keep_variable(self, x, seed, dtype, slot, settings):
+    def _keep_variable(self, x, seed, dtype, slot, settings, given):
         plan = self.session.plan(x)
         variable = plan.of((self.name, slot), self.average, self.is_fixed)
         samples = plan.samples_of(x, self.name if slot == 0 else "")
@@ -283,7 +287,7 @@ class Quantiser:
         recipe = self._recipe(x, dtype, bits, samples, variable)
         keeper = plan.keeper(variable)
         if keeper is not None:
-            tensors, recipe = _kept_by(keeper, x, seed, recipe, settings)
+            tensors, recipe = _kept_by(keeper, x, seed, recipe, settings, given)
             if samples is not None and plan.observation is not None:
                 sensitivities = quantiser_ops.sensitivities(x, variable, samples, *settings)
         elif samples is None:
@@ -369,13 +373,13 @@ class Quantiser:
         return ", ".join(parts)
 
 
-def _kept_by(keeper: Keeper, x, seed, recipe: Recipe, settings):
-    """(tensors, recipe). What is normalised is kept in x's own dtype, as fine as what it was made from."""
+def _kept_by(keeper: Keeper, x, seed, recipe: Recipe, settings, given):
+    """(tensors, recipe). What is normalised is kept in the dtype of what it was made from, which is as fine."""
     _, _, normalise = settings
     values = x.detach()
     if normalise is not None:
-        values = Rounded(values, (), recipe, *settings).exact().to(x.dtype)
-    tensors, inner = keeper.keep(values, seed)
+        values = Rounded(values, (), recipe, *settings).exact()
+    tensors, inner = keeper.keep(values.to(given), seed)
     return tuple(tensors), KeptBy(inner, recipe)
 
 

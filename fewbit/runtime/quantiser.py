@@ -147,9 +147,11 @@ class Rounded(NamedTuple):
             rows.mul_(rstd[:, None])
         return x
 
-    def restored(self) -> torch.Tensor:
-        """What backward would restore."""
-        return self.recipe._values(self.tensors, self.recipe.dtype, None)
+    def errors(self, exact: torch.Tensor | None = None) -> torch.Tensor:
+        """What backward would restore, minus what should be. exact: that of `exact`, if it is there."""
+        if exact is None:
+            exact = self.x if self.normalise is None else self.exact()
+        return self.recipe._values(self.tensors, self.recipe.dtype, None).sub_(exact)
 
 
 class Quantiser:
@@ -279,9 +281,12 @@ class Quantiser:
         observation = plan.observation
         if observation is not None and x.numel() and not in_backward():
             widening = groups.widening(tensors[1]) if self.minimum == "auto" else 0
-            observation.kept(variable, x.numel(), sensitivities, widening)
             rounded = Rounded(x.detach(), tuple(tensors), recipe, *settings)
-            found = observation.rounding(variable, rounded)
+            with (
+                torch._C.DisableTorchFunction()
+            ):  # nothing here is to be replaced: it would be asked often
+                observation.kept(variable, x.numel(), sensitivities, widening)
+                found = observation.rounding(variable, rounded)
             recipe = recipe._replace(variable=variable._replace(rounding=found))
         return tuple(tensors), recipe
 

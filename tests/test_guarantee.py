@@ -174,6 +174,15 @@ def test_where_not_all_gradients_were_seen_bits_stay():
     policy = learned({"a": variable(weight(1.0, 1.0), is_known=False)})
     assert policy.choices["a", 0].average == 8
     assert policy.choices["a", 0].dx2 == pytest.approx(0.5)
+    for codec, v2, kept in (
+        ("quant+zvc", 1.0, 8),
+        ("quant+zvc", 1e-9, None),
+        ("quant", 1e-9, None),
+    ):
+        seen = {"a": variable(weight(v2, 1.0), is_known=False), "b": variable(weight(1.0, 1.0))}
+        policy = learned(seen, codec=codec)
+        assert policy.choices["a", 0].average == kept
+        assert kept or isinstance(policy._keepers["a", 0], Exactly)
 
 
 def test_bits_that_are_given_stay():

@@ -194,14 +194,13 @@ class Guarantee(Observing):
 
     def _choice(self, known: Known) -> Choice:
         dx2, demand = known.deciding(self.bound.e2, self.bound.window)
-        if demand is None:
-            # What no gradient is made of may err; what was not seen may not.
-            return Choice(float(LEAST if known.is_known else MOST), dx2)
-        if dx2 == 0 or self.bound.codec != QUANT:
+        if demand is None and known.is_known:
+            return Choice(float(LEAST), dx2)  # no gradient is made of it
+        if known.is_known and (dx2 == 0 or self.bound.codec != QUANT):
             return Choice(None, dx2, demand)
         average = known.least_average(dx2, self.bound.window)
         if average is not None and not known.is_known:
-            average = float(MOST)
+            average = float(MOST)  # of gradients that were not seen nothing is known
         return Choice(average, dx2, demand)
 
     def _choose(self, choices: dict, bits: dict) -> None:
@@ -219,7 +218,8 @@ class Guarantee(Observing):
         }
 
     def _keeper(self, name, choice: Choice):
-        if choice.dx2 == 0 or self.bound.codec == QUANT:
+        is_known = self.known[name].is_known
+        if choice.dx2 == 0 or not is_known or self.bound.codec == QUANT:
             return Exactly()
         weights, channels = self.known[name].weights, None
         if self.bound.by_channel and weights is not None:

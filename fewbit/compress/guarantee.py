@@ -34,6 +34,7 @@ from fewbit.compress.estimates import (
     KnownActivation,
     Pair,
     Row,
+    is_of_parameter,
     latest,
     ratio_of,
     total_of,
@@ -117,9 +118,8 @@ class Guarantee(Observing):
         super()._tell(plan)
         plan.keepers, plan.activations = self._keepers, self.activations
         plan.channels, plan.weights = self._channels, self._weights
-        plan.least_features = (
-            LEAST_FEATURES  # groups run across shorter ones, and so do their errors
-        )
+        # Groups run across shorter samples, and so do their errors.
+        plan.least_features = LEAST_FEATURES
 
     def _new_observation(self) -> BoundObservation:
         return BoundObservation(self.step, self._monitored())
@@ -235,7 +235,9 @@ class Guarantee(Observing):
         return ratio_of(of_parameters if of_parameters.exact2 > 0 else of_all)
 
     def _summed(self, seen: BoundsSeen, total: float) -> tuple[Pair, ...]:
-        pairs = [pair for of in seen.monitored.values() for _, *pair in of]
+        found = [(label, pair) for of in seen.monitored.values() for label, *pair in of]
+        of_parameters = [pair for label, pair in found if is_of_parameter(label)]
+        pairs = of_parameters or [pair for _, pair in found]
         if not pairs:
             return self._sums
         return latest(self._sums, Pair(*(sum(each) / total for each in zip(*pairs, strict=True))))

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fewbit.compress.bits_for_error import least_average, sizes
@@ -57,6 +57,7 @@ def best_error(squares, samples, total):
     return best
 
 
+@settings(max_examples=30)
 @given(
     st.lists(st.floats(0, 1e3), min_size=1, max_size=3),
     st.floats(1e-6, 1e3),
@@ -142,6 +143,7 @@ def test_more_tolerance_never_takes_more_bits(first, second, v2, e2, factor):
     assert found[1] <= found[0]
 
 
+@settings(max_examples=30)
 @given(st.floats(0.01, 50), st.floats(0, 50), st.floats(0.01, 10), st.floats(0.05, 4))
 def test_the_bound_of_the_bits_is_within_what_is_allowed(first, second, v2, e2):
     policy = learned({"a": variable(weight(v2, first, second))}, e2=e2)

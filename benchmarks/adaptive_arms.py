@@ -89,9 +89,9 @@ class OneRange(Quantiser):
     def with_result(self, run, y):
         return None
 
-    def _keep(self, x, dtype, slot=0, normalise=None) -> Kept:
+    def _keep(self, x, dtype, slot=0, normalise=None, activation=None) -> Kept:
         assert normalise is None
-        generator = torch.Generator().manual_seed(self._seed(x).item())
+        generator = torch.Generator().manual_seed(self._seed(x, slot, activation).item())
         bounds, codes = rounded(x.detach().float(), self.bits, generator)
         return Kept((codes, bounds), OneRangeRecipe(tuple(x.shape), codes.stride(), dtype))
 

@@ -242,8 +242,13 @@ class Observation:
                     noisy = by_edge(context, backward(context, *grads))
                 self._add(node, variable, level, results, noisy)
         if len(grads) == 1:
-            for name, level, scale, change in handed:
-                norms = [norm([each]) for each in by_edge(context, backward(context, change))]
+            while handed:
+                name, level, scale, change = handed.pop()
+                (like,) = grads
+                passed = by_edge(context, backward(context, change.to(like.dtype)))
+                del change
+                norms = [norm([each]) for each in passed]
+                del passed
                 node.noise.append(_Noise(name, level, scale, norms, False))
             with Restoring():
                 carried = backward(context, self._with_signs(*grads))
@@ -263,7 +268,10 @@ class Observation:
             noisy[at] = None
             norms.append(norm([change]))
             if change is not None and below >= 0 and self._nodes[below].is_layer:
-                self._nodes[below].handed.append((variable.name, level, scale, change))
+                # (Two of these wait at a time: half the room, and noise needs no more.)
+                noise = change.bfloat16() if change.dtype == torch.float32 else change
+                self._nodes[below].handed.append((variable.name, level, scale, noise))
+            del change
         node.noise.append(_Noise(variable.name, level, scale, norms, True))
 
     def _ends(self) -> None:

@@ -75,10 +75,11 @@ def test_bytes_are_those_of_a_model_that_is_compressed_by_hand():
     assert [each.candidate for each in found.rows] == list(default_candidates(model))
     for row in found.rows:
         copy, controller = converted(row.candidate, model)
-        for step in range(3 if row.policy == "shared" else 0):
-            torch.manual_seed(step)  # as in the plan
+        adapts = row.policy in ("shared", "error-bound")
+        for _ in range(3 if adapts else 0):
+            torch.manual_seed(0)  # as in the plan, of its one batch
             squared(copy, x).backward()
-        if row.policy == "shared":
+        if adapts:
             controller.load_state_dict(controller.state_dict())
         assert row.saved_bytes == fewbit.saved_bytes(lambda x, copy=copy: squared(copy, x), x).total
         assert row.saved_bytes < found.exact_bytes
@@ -380,6 +381,7 @@ def test_default_candidates_are_those_that_the_model_has_a_use_for():
 
     fixed = [f"fixed {each} bits" for each in (8, 4, 3, 2)]
     shared = [f"shared {each} bits" for each in (4, 3, 2, 1.5)]
+    shared += [f"error-bound e2={each}" for each in ("0.1", "0.5", "1", "2")]
     assert names(nn.Linear(4, 4)) == fixed + shared
     fused = [f"pre-activation {each} bits" for each in (8, 4, 2)]
     assert names(Images()) == [*fixed, *shared, *fused, "activations 1 bit"]
@@ -387,7 +389,7 @@ def test_default_candidates_are_those_that_the_model_has_a_use_for():
     assert names(net()) == [*fixed, *shared, *fused, *few]
     assert names(net(), ["activations"]) == few
     with pytest.raises(
-        InputError, match="expected one of fixed, shared for policy, got 'activations'"
+        InputError, match="expected one of fixed, shared, error-bound for policy, got 'activations'"
     ):
         default_candidates(nn.Linear(4, 4), ["activations"])
 
@@ -656,7 +658,7 @@ def test_command_with_a_model_by_name():
         (["resnet18", "-o", "plan.txt"], "plan.txt: expected a file name that ends in .json"),
         (
             ["resnet18", "--policy", "none"],
-            "expected one of fixed, shared, pre-activation, activations for",
+            "expected one of fixed, shared, error-bound, pre-activation, activations for",
         ),
         (["{own}:wrong"], "expected it to return (model, batch, loss), got a tuple of 2"),
         (["{own}:missing"], "has no attribute 'missing'"),

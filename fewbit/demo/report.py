@@ -94,9 +94,11 @@ class DemoReport:
         """The stored runs' own means: a single seed's difference is mostly chance."""
         stored = self.demo.stored
         yield f"mean differences of those {stored['seeds']} seeds:"
-        for arm in stored["arms"][1:]:
+        arms = stored["arms"][1:]
+        width = max(len(arm["name"]) for arm in arms)
+        for arm in arms:
             verdict = "within" if arm["within_one_std"] else "not within"
-            yield f"  {arm['name']:7} {arm['difference']:+.4f}, {verdict} one std"
+            yield f"  {arm['name']:{width}} {arm['difference']:+.4f}, {verdict} one std"
 
 
 def _with_spread(values: list[float], form: str) -> str:

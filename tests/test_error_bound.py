@@ -510,7 +510,7 @@ def test_a_warning_when_gradients_exceed_it(monkeypatch):
 
 
 def _one_bit(self, known):
-    from fewbit.compress.guarantee import Choice
+    from fewbit.compress.guarantee.policy import Choice
 
     dx2, demand = known.deciding(self.bound.e2, self.bound.window)
     return Choice(1.0, dx2, demand)

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fewbit.compress.bits_for_error import least_average, sizes
-from fewbit.compress.bound_observation import ActivationSeen, BoundsSeen, Demand, VariableSeen
-from fewbit.compress.bound_tables import DEMANDS, BoundTables, combined, number_of
 from fewbit.compress.error_bounds.shares import polynomial_error
-from fewbit.compress.guarantee import Bound, Guarantee
-from fewbit.compress.keepers import CodecKeeper, Exactly
+from fewbit.compress.guarantee.bits import least_average, sizes
+from fewbit.compress.guarantee.keepers import CodecKeeper, Exactly
+from fewbit.compress.guarantee.observation import ActivationSeen, BoundsSeen, Demand, VariableSeen
+from fewbit.compress.guarantee.policy import Bound, Guarantee
+from fewbit.compress.guarantee.sums import DEMANDS, BoundTables, combined, number_of
 from fewbit.errors import BoundWarning, InputError
 
 EXPECTED, MEASURED = "in expectation", "measured"

@@ -11,8 +11,8 @@ from test_observation import Fixed, converted, loss_of
 from torch import nn
 from torch.nn import functional as F
 
-from fewbit.compress.bound_observation import BoundObservation
-from fewbit.compress.layer_demands import labels
+from fewbit.compress.guarantee.demands import labels
+from fewbit.compress.guarantee.observation import BoundObservation
 from fewbit.functional.gated import gated as fewbit_gated
 from fewbit.functional.linear import _Linear
 

@@ -21,9 +21,9 @@ from fewbit.compress.codecs import DEFAULT as QUANT
 from fewbit.compress.codecs import check_codec
 from fewbit.compress.controller import Controller
 from fewbit.compress.convert_report import Converted, LeftAlone, Report
-from fewbit.compress.estimates import WINDOWS
-from fewbit.compress.guarantee import INTERVAL as BOUND_INTERVAL
-from fewbit.compress.guarantee import POLICY, Bound, Guarantee
+from fewbit.compress.guarantee.estimates import WINDOWS
+from fewbit.compress.guarantee.policy import INTERVAL as BOUND_INTERVAL
+from fewbit.compress.guarantee.policy import POLICY, Bound, Guarantee
 from fewbit.compress.meter import alone, saved_bytes
 from fewbit.compress.meter_report import amount
 from fewbit.compress.observing import check_interval

@@ -16,19 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.compress.activation_bits import is_known, least_bits, table_error
-from fewbit.compress.bound_observation import BoundObservation, BoundsSeen, VariableSeen
-from fewbit.compress.bound_state import (
-    plain_known,
-    plain_seen,
-    read_activations,
-    read_known,
-    read_pairs,
-    read_seen,
-)
-from fewbit.compress.bound_tables import BoundTables, by_number, pairs_by_number
 from fewbit.compress.codecs import DEFAULT as QUANT
-from fewbit.compress.estimates import (
+from fewbit.compress.guarantee.estimates import (
     Estimate,
     Known,
     KnownActivation,
@@ -39,7 +28,18 @@ from fewbit.compress.estimates import (
     ratio_of,
     total_of,
 )
-from fewbit.compress.keepers import CodecKeeper, Exactly
+from fewbit.compress.guarantee.keepers import CodecKeeper, Exactly
+from fewbit.compress.guarantee.observation import BoundObservation, BoundsSeen, VariableSeen
+from fewbit.compress.guarantee.state import (
+    plain_known,
+    plain_seen,
+    read_activations,
+    read_known,
+    read_pairs,
+    read_seen,
+)
+from fewbit.compress.guarantee.sums import BoundTables, by_number, pairs_by_number
+from fewbit.compress.guarantee.tables import is_known, least_bits, table_error
 from fewbit.compress.observing import FORGOTTEN, Observing, check_step, read
 from fewbit.errors import BoundWarning
 from fewbit.runtime.groups import LEAST_FEATURES
@@ -266,7 +266,7 @@ class Guarantee(Observing):
     # -- What was found ----------------------------------------------------------------------------------
 
     def rows(self) -> list[tuple]:
-        """The fields of `bounds_report.Bounded`, of all variables and activations."""
+        """The fields of `report.Bounded`, of all variables and activations."""
         e2, window, found = self.bound.e2, self.bound.window, []
         for name, known in self.known.items():
             choice = self.choices.get(name) or self._choice(known)

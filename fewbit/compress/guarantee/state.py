@@ -9,9 +9,9 @@ import math
 from collections.abc import Container, Mapping
 from dataclasses import asdict
 
-from fewbit.compress.bound_observation import ActivationSeen, BoundsSeen, Demand, VariableSeen
-from fewbit.compress.bound_tables import number_of
-from fewbit.compress.estimates import Estimate, Known, KnownActivation, Pair, Row
+from fewbit.compress.guarantee.estimates import Estimate, Known, KnownActivation, Pair, Row
+from fewbit.compress.guarantee.observation import ActivationSeen, BoundsSeen, Demand, VariableSeen
+from fewbit.compress.guarantee.sums import number_of
 from fewbit.compress.observing import check_step
 from fewbit.errors import InputError
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fewbit.compress.bits_for_error import least_average
 from fewbit.compress.error_bounds import table_error
 from fewbit.compress.error_bounds.shares import polynomial_error, tolerance
+from fewbit.compress.guarantee.bits import least_average
 from fewbit.runtime.observation import SPREAD
 
 HISTORY = 10
@@ -68,7 +68,7 @@ class Known:
     """Of one variable. average, is_fixed, is_known, elements, samples, dtype_bytes: as of `VariableSeen`, the latest.
 
     spreads: of each observation squares a part, in units of the mean of range^2 over the elements of its samples.
-    weights: of channels, the mean of the last `weighed` observations. demands: by number (`bound_tables.number_of`).
+    weights: of channels, the mean of the last `weighed` observations. demands: by number (`sums.number_of`).
     missed: observations since without the variable.
     """
 

@@ -3,7 +3,7 @@
 `of_layer` looks at a layer's backward pass, where gradients and restored tensors are, and takes small numbers that
 come to the host later; `Part.finish` there makes D of them, by `error_bounds` in expectation. Functions without
 a formula of use (attention, whose bound asks for some bits too many; gated units, products, softmax) get None: what
-noise does to their gradients is measured instead (`bound_observation`).
+noise does to their gradients is measured instead (`observation`).
 
 D is a function of the mean squared error of the tensor, dx^2. Where a formula has one error for all elements, rows
 n (entries of dimension 0) weigh by the errors dx_n^2 that they have now, as samples have bits of their own:

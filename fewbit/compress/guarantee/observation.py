@@ -217,10 +217,10 @@ class BoundObservation(Observation):
                 label = labels[part.place]
                 if variable.user is not None:
                     label = f"{variable.user}: {label}"
-                size = norm([results[part.place]])
+                size = norm([part.of(results)])
                 one = _Found(part.place, label, kind, tensor, size, part.numbers, part.finish)
                 if exact is not None and tensor.exact is not None:
-                    one.exact = norm([exact[part.place]])
+                    one.exact = norm([part.of(exact)])
                 found.append(one)
         self._found[number] = found
 

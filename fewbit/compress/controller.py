@@ -98,7 +98,8 @@ class Controller:
 
         batch, loss: as for `fewbit.plan`. draws: of rounding, independent, for each batch. seed: of dropout. A copy of the
         model is measured; the model, and torch's random state, stay as they are. Takes draws + 1 forward and backward
-        passes a batch. Raises InputError for what cannot be measured.
+        passes a batch. Warns (BoundWarning) where the ratio is above 1 + e2 by more than three standard errors. Raises
+        InputError for what cannot be measured.
         """
         from fewbit.compress.guarantee.ratio import gradient_ratio
 

@@ -368,7 +368,8 @@ def _bounded_activations(model, settings, selection) -> list[str]:
         if not is_chosen or own is None or not own.bounds_activations or attribute is not None:
             continue
         if kinds.is_activation(type(module)):
-            names.append(paths[0])
+            if _ORIGINAL in vars(module):  # else it was few-bit before, with bits of its own
+                names.append(paths[0])
         elif own.functional and _may_call(module):
             names += [name_of_call(paths[0], function) for function in ACTIVATIONS]
     return names

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
-from fewbit.compress.bound_observation import BoundObservation
+from fewbit.compress.guarantee.observation import BoundObservation
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 

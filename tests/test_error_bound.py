@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import pickle
 import warnings
 
@@ -157,6 +158,24 @@ def test_what_would_need_more_than_eight_bits_is_kept_exactly():
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_smaller_batches_do_not_lose_bits_to_rounding():
+    """A fraction of a bit less than the bound asks for would be an error above it, up to four times."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 24))
+    controller = bounded(model)
+    x = normal((16, 96), scale=1.0)
+    step(model, x), step(model, x)
+    (row,) = controller.bounds
+    assert row.bits % 1
+    for samples in (16, 5, 1):
+        plan = controller.session.variables.plan((x[:samples],))
+        variable = plan.of(("0", 0), 8, False)
+        assert row.bits * samples <= variable.total(samples) < row.bits * samples + 1
+        assert variable.uniform() == math.ceil(row.bits)
+    given = plan.of(("0", 0), 2.5, True)
+    assert (given.total(1), given.uniform()) == (2, 2)
+
+
 def test_an_exact_copy_is_the_tensor_itself():
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     controller = bounded(model, e2=1e-12, activation_bits=8)
@@ -224,6 +243,19 @@ def _largest_error(function, bits):
     from fewbit import functions
 
     return np.abs(table(x) - functions.get(function).derivative(x)).max()
+
+
+def test_activations_that_were_few_bit_before_keep_their_bits():
+    """The report says that they are left alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), fewbit.nn.GELU(bits=4), nn.Linear(64, 64), nn.GELU())
+    controller = bounded(model)
+    x = normal((16, 64), scale=1.0)
+    step(model, x), step(model, x)
+    assert [row.name for row in controller.bounds if row.input is None] == ["3"]
+    assert {row.path for row in controller.report.left_alone} == {"1"}
+    fewbit.restore_(model)
+    assert model[1].bits == 4 and not any(name.startswith("_fewbit") for name in vars(model[1]))
 
 
 def test_activation_bits_that_are_given_stay():
@@ -506,11 +538,30 @@ def test_a_warning_when_gradients_exceed_it(monkeypatch):
     assert len(found) == 1
     assert controller.bounds.ratio > 1.05
     assert "!" in str(controller.bounds)
-    assert controller.gradient_ratio(x, lambda model, x: loss_of(model(x))).ratio > 1.05
+    with pytest.warns(
+        BoundWarning, match=r"= .* \+- .*, more than 1\.05 = 1 \+ e2; most in 0 \("
+    ) as found:
+        ratio = controller.gradient_ratio(x, lambda model, x: loss_of(model(x)))
+    assert len(found) == 1 and found[0].filename == __file__
+    assert ratio.is_exceeded and ratio.ratio > 1.05 + 3 * ratio.error
+
+
+def test_a_ratio_within_the_bound_is_not_exceeded():
+    model, controller, x = build(e2=2.0)
+    step(model, x), step(model, x)
+    found = controller.gradient_ratio(x, lambda model, x: loss_of(model(x)))
+    assert not found.is_exceeded and str(found).endswith("to stay within 3")
+
+
+def test_what_is_kept_exactly_counts_in_the_ratio():
+    """As it is: all of it, where all is kept exactly."""
+    model, controller, x = build("convnet", e2=1e-12)
+    step(model, x), step(model, x)
+    assert controller.bounds.ratio == 1
 
 
 def _one_bit(self, known):
-    from fewbit.compress.guarantee import Choice
+    from fewbit.compress.guarantee.policy import Choice
 
     dx2, demand = known.deciding(self.bound.e2, self.bound.window)
     return Choice(1.0, dx2, demand)

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fewbit.compress.bits_for_error import least_average, sizes
-from fewbit.compress.bound_observation import ActivationSeen, BoundsSeen, Demand, VariableSeen
-from fewbit.compress.bound_tables import DEMANDS, BoundTables, combined, number_of
 from fewbit.compress.error_bounds.shares import polynomial_error
-from fewbit.compress.guarantee import Bound, Guarantee
-from fewbit.compress.keepers import CodecKeeper, Exactly
+from fewbit.compress.guarantee import tables
+from fewbit.compress.guarantee.bits import least_average, sizes
+from fewbit.compress.guarantee.keepers import CodecKeeper, Exactly
+from fewbit.compress.guarantee.observation import ActivationSeen, BoundsSeen, Demand, VariableSeen
+from fewbit.compress.guarantee.policy import Bound, Guarantee
+from fewbit.compress.guarantee.sums import DEMANDS, BoundTables, combined, number_of
 from fewbit.errors import BoundWarning, InputError
 
 EXPECTED, MEASURED = "in expectation", "measured"
@@ -316,6 +317,20 @@ def test_what_has_two_slopes_keeps_one_bit():
     assert learned(seen).activations == {"act": 1}
 
 
+def test_of_two_slopes_no_larger_table_is_solved(monkeypatch):
+    """Which takes a second or more, in a training step."""
+    seen = BoundsSeen({}, {"act": ActivationSeen("leaky_relu", (0.01,), 1.0, 1.0)}, {})
+    asked, load = [], tables.store.load_table
+    tables.table_error.cache_clear()
+    monkeypatch.setattr(
+        tables.store,
+        "load_table",
+        lambda *args, **options: asked.append(args) or load(*args, **options),
+    )
+    assert learned(seen).activations == {"act": 1}
+    assert asked == [("leaky_relu", 1)]
+
+
 def test_activations_by_the_mean_or_each_observation():
     seen = {("a", 0): variable(weight(100.0, 1.0))}
     first, second = (
@@ -347,6 +362,15 @@ def test_ratios_are_of_sums():
         )
     assert policy.ratio == pytest.approx((1.1 + 3.0) / (1 + 3))
     assert policy.known["a", 0].ratio == pytest.approx(1.1)
+
+
+def test_exact_variables_count_as_they_are():
+    """The monitor does not look at them: 3 of 4 parts of |g|^2."""
+    first = monitored(("a", "weight", (1.2, 1.0)))
+    first.variables["b", 0] = variable(weight(3.0, 1e9))
+    policy = learned(first)
+    assert policy.choices["b", 0].average is None and policy.choices["a", 0].average
+    assert policy.ratio == pytest.approx((1.2 + 3.0) / (1.0 + 3.0))
 
 
 def test_parameters_gradients_count_in_all():
@@ -515,6 +539,8 @@ def test_states_go_on_bit_for_bit():
         ("name", "z", "got one with a layer 'z', which it lacks"),
         ("average", -1, "expected a finite number of 0 or more, got -1"),
         ("elements", 1.5, "got 1.5"),
+        ("spreads", [[]], "expected 1 to 16 numbers of a spread, got 0"),
+        ("weights", [1.0, 1.0], "expected weights of 0 channels of 'a', got 2"),
         ("demands", [{}], "without usable 'variables'"),
         ("demands", [{"label": "w", "kind": "k", "rows": [[1, 2]], "pairs": [], "missed": 0}], "expected 3 numbers, got 2"),
     ],
@@ -528,3 +554,22 @@ def test_states_that_are_refused(key, value, message):
         policy.load(state)
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert policy.state() == before
+
+
+@pytest.mark.parametrize("change", [{"parameters": [3.0]}, {"rows": []}])
+def test_activations_of_states_that_are_refused(change):
+    seen = BoundsSeen({}, {"act": ActivationSeen("relu", (), 1.0, 1.0)}, {})
+    policy = learned({"a": variable(weight(1.0, 1.0))}, seen)
+    before = policy.state()
+    state = json.loads(json.dumps(before))
+    state["activations"][0].update(change)
+    with pytest.raises(InputError, match="without usable 'activations'"):
+        policy.load(state)
+    assert policy.state() == before
+
+
+def test_a_state_by_channel_is_for_one_by_channel():
+    """Squares of samples say nothing of those of channels."""
+    state = learned({"a": variable(weight(1.0, 1.0))}).state()
+    with pytest.raises(InputError, match="with by_channel=True, .* got False"):
+        learned(by_channel=True).load(state)

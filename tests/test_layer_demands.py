@@ -11,8 +11,8 @@ from test_observation import Fixed, converted, loss_of
 from torch import nn
 from torch.nn import functional as F
 
-from fewbit.compress.bound_observation import BoundObservation
-from fewbit.compress.layer_demands import labels
+from fewbit.compress.guarantee.demands import labels
+from fewbit.compress.guarantee.observation import BoundObservation
 from fewbit.functional.gated import gated as fewbit_gated
 from fewbit.functional.linear import _Linear
 
@@ -57,10 +57,6 @@ def pair(layer, device):
     return nn.Sequential(copy.deepcopy(theirs)), theirs, layer.input(device)
 
 
-def has_one_weight(layer) -> bool:
-    return not layer.name.startswith("Instance")  # whose weight is repeated for each sample
-
-
 # -- formulas ----------------------------------------------------------------------------------------------
 
 
@@ -75,11 +71,10 @@ def test_squares_of_gradients(device, layer):
     expected = {"weight"} if layer in LINEAR else {"input", "weight"}
     assert {each.label for each in seen.demands} == expected & exact.keys()
     for each in seen.demands:
-        if each.label == "input" or has_one_weight(layer):
-            true = float(exact[each.label].double().square().sum())
-            # Of one draw: what g^ - g has along g is of mean 0 and of this size.
-            along = 2 * math.sqrt(d_of(each, seen.error2) * true / exact[each.label].numel())
-            assert each.v2 == pytest.approx(true, rel=0.01, abs=3 * along), each.label
+        true = float(exact[each.label].double().square().sum())
+        # Of one draw: what g^ - g has along g is of mean 0 and of this size.
+        along = 2 * math.sqrt(d_of(each, seen.error2) * true / exact[each.label].numel())
+        assert each.v2 == pytest.approx(true, rel=0.01, abs=3 * along), each.label
 
 
 def is_padded(layer) -> bool:
@@ -95,8 +90,6 @@ def test_d_against_rounding(device, layer):
     ((_, seen),) = observed(model, controller, x).variables.items()
     errors = squared_error(model, x, exact, 40)
     for each in seen.demands:
-        if each.label == "weight" and not has_one_weight(layer):
-            continue
         d = d_of(each, seen.error2)
         assert errors[each.label] < 1.25 * d, each.label
         is_equal = layer in LINEAR and "Transpose" not in layer.name and layer.name != "Conv3d"
@@ -106,7 +99,9 @@ def test_d_against_rounding(device, layer):
             assert errors[each.label] > 0.05 * d
 
 
-@pytest.mark.parametrize("kind", ["linear", "convolution", "layer norm"])
+@pytest.mark.parametrize(
+    "kind", ["linear", "convolution", "layer norm", "batch norm", "instance norm"]
+)
 def test_samples_of_very_different_size(device, kind):
     """Bits are shared between samples, and rows with large gradients have large errors: D goes by both."""
     torch.manual_seed(0)
@@ -114,9 +109,11 @@ def test_samples_of_very_different_size(device, kind):
         "linear": lambda: nn.Linear(256, 16),
         "convolution": lambda: nn.Conv2d(4, 8, 3, groups=2),
         "layer norm": lambda: nn.LayerNorm(256),
+        "batch norm": lambda: nn.BatchNorm2d(4),
+        "instance norm": lambda: nn.InstanceNorm2d(4, affine=True),
     }[kind]
     theirs = make().to(device)
-    shape = (16, 4, 8, 8) if kind == "convolution" else (16, 256)
+    shape = (16, 256) if kind in ("linear", "layer norm") else (16, 4, 8, 8)
     scale = torch.logspace(-1, 1, 16).view(-1, *[1] * (len(shape) - 1))
     x = (normal(shape, scale=1.0) * scale).to(device)
 

@@ -12,15 +12,15 @@ from torch import nn
 from fewbit.compress.adaptation import Adaptation
 from fewbit.compress.allocation_report import Allocated, Allocation
 from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
-from fewbit.compress.bounds_report import Bounded, Bounds
 from fewbit.compress.convert_report import Report
-from fewbit.compress.guarantee import POLICY, Guarantee
+from fewbit.compress.guarantee.policy import POLICY, Guarantee
+from fewbit.compress.guarantee.report import Bounded, Bounds
 from fewbit.errors import InputError
 from fewbit.runtime.offload import Offload
 from fewbit.runtime.sharing import Session
 
 if TYPE_CHECKING:
-    from fewbit.compress.gradient_ratio import GradientRatio
+    from fewbit.compress.guarantee.ratio import GradientRatio
 
 SAMPLES = ("magnitudes", "numbers")
 """What the state has at level L2.5 and above, both or neither: what is known of numbered samples."""
@@ -98,9 +98,10 @@ class Controller:
 
         batch, loss: as for `fewbit.plan`. draws: of rounding, independent, for each batch. seed: of dropout. A copy of the
         model is measured; the model, and torch's random state, stay as they are. Takes draws + 1 forward and backward
-        passes a batch. Raises InputError for what cannot be measured.
+        passes a batch. Warns (BoundWarning) where the ratio is above 1 + e2 by more than three standard errors. Raises
+        InputError for what cannot be measured.
         """
-        from fewbit.compress.gradient_ratio import gradient_ratio
+        from fewbit.compress.guarantee.ratio import gradient_ratio
 
         if self.model is None:
             raise InputError("expected the controller's model, got one that is gone")

@@ -21,9 +21,9 @@ from fewbit.compress.codecs import DEFAULT as QUANT
 from fewbit.compress.codecs import check_codec
 from fewbit.compress.controller import Controller
 from fewbit.compress.convert_report import Converted, LeftAlone, Report
-from fewbit.compress.estimates import WINDOWS
-from fewbit.compress.guarantee import INTERVAL as BOUND_INTERVAL
-from fewbit.compress.guarantee import POLICY, Bound, Guarantee
+from fewbit.compress.guarantee.estimates import WINDOWS
+from fewbit.compress.guarantee.policy import INTERVAL as BOUND_INTERVAL
+from fewbit.compress.guarantee.policy import POLICY, Bound, Guarantee
 from fewbit.compress.meter import alone, saved_bytes
 from fewbit.compress.meter_report import amount
 from fewbit.compress.observing import check_interval
@@ -368,7 +368,8 @@ def _bounded_activations(model, settings, selection) -> list[str]:
         if not is_chosen or own is None or not own.bounds_activations or attribute is not None:
             continue
         if kinds.is_activation(type(module)):
-            names.append(paths[0])
+            if _ORIGINAL in vars(module):  # else it was few-bit before, with bits of its own
+                names.append(paths[0])
         elif own.functional and _may_call(module):
             names += [name_of_call(paths[0], function) for function in ACTIVATIONS]
     return names

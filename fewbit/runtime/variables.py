@@ -45,11 +45,16 @@ class Variable(NamedTuple):
 
     def total(self, samples: int) -> int:
         """Bits of one element of each of `samples` samples together."""
-        return min(max(math.floor(self.average * samples + 1e-6), LEAST * samples), MOST * samples)
+        return min(max(self._whole(self.average * samples), LEAST * samples), MOST * samples)
 
     def uniform(self) -> int:
         """Bits of a tensor whose samples are not known."""
-        return min(max(math.floor(self.average + 1e-6), LEAST), MOST)
+        return min(max(self._whole(self.average), LEAST), MOST)
+
+    def _whole(self, bits: float) -> int:
+        if self.plan is not None and self.plan.rounds_up and not self.is_fixed:
+            return math.ceil(bits - 1e-6)
+        return math.floor(bits + 1e-6)
 
     @property
     def levels(self) -> float:
@@ -79,7 +84,8 @@ class Plan:
     gradients by sample, and numbers, of the samples of this forward. keepers: {name: what keeps a variable in place of
     the group quantiser}. activations: {name: bits}, of few-bit activations that do not have their own.
     channels: {name of a layer: how many}, where those of each sample have bits of their own; weights: {name of a layer:
-    Weights}, by which they share them. least_features: samples of fewer have no bits of their own.
+    Weights}, by which they share them. least_features: samples of fewer have no bits of their own. rounds_up: averages
+    that are not fixed are least ones, so that their bits are at least as many; else they are at most.
     """
 
     def __init__(self, averages, samples: int | None, observation=None):
@@ -88,7 +94,7 @@ class Plan:
         self.observation = observation
         self.magnitudes = self.numbers = None
         self.keepers, self.activations, self.channels, self.weights = {}, {}, {}, {}
-        self.least_features = 0
+        self.least_features, self.rounds_up = 0, False
         self._placed = {}
 
     def of(self, name: tuple[str, int], average: float, is_fixed: bool) -> Variable:

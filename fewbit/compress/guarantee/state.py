@@ -9,11 +9,12 @@ import math
 from collections.abc import Container, Mapping
 from dataclasses import asdict
 
-from fewbit.compress.bound_observation import ActivationSeen, BoundsSeen, Demand, VariableSeen
-from fewbit.compress.bound_tables import number_of
-from fewbit.compress.estimates import Estimate, Known, KnownActivation, Pair, Row
+from fewbit.compress.guarantee.estimates import Estimate, Known, KnownActivation, Pair, Row
+from fewbit.compress.guarantee.observation import ActivationSeen, BoundsSeen, Demand, VariableSeen
+from fewbit.compress.guarantee.sums import number_of
 from fewbit.compress.observing import check_step
 from fewbit.errors import InputError
+from fewbit.runtime.observation import SPREAD
 
 
 def plain_seen(seen: BoundsSeen) -> dict:
@@ -107,7 +108,7 @@ def read_known(rows, names: Container[str]) -> dict[tuple[str, int], Known]:
     return {
         _name(row, names): Known(
             *_facts(row),
-            tuple(tuple(_numbers(spread)) for spread in row["spreads"]),
+            tuple(_spread(spread) for spread in row["spreads"]),
             None if row["weights"] is None else tuple(_numbers(row["weights"])),
             check_step(row["weighed"]),
             {number_of(str(each["label"])): _estimate(each) for each in row["demands"]},
@@ -175,6 +176,13 @@ def _name(row, names) -> tuple[str, int]:
             f"expected the state of this model's controller, got one with a layer {name!r}, which it lacks"
         )
     return name, check_step(row["input"])
+
+
+def _spread(values) -> tuple[float, ...]:
+    numbers = tuple(_numbers(values))
+    if not 0 < len(numbers) <= SPREAD:
+        raise InputError(f"expected 1 to {SPREAD} numbers of a spread, got {len(numbers)}")
+    return numbers
 
 
 def _row(values, count: int) -> tuple[float, ...]:

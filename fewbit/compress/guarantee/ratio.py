@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ from fewbit.compress.gradients import (
     explained,
     tensors_of,
 )
-from fewbit.errors import InputError
+from fewbit.compress.guarantee.policy import NAMED
+from fewbit.errors import BoundWarning, InputError
 from fewbit.runtime.sharing import Session, measuring
 
 
@@ -44,12 +46,20 @@ class GradientRatio:
     by_module: dict[str, float]
     draws: int
 
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether the ratio is above the limit, by more than three standard errors."""
+        return self.limit is not None and self.ratio > self.limit + 3 * self.error
+
     def __float__(self) -> float:
         return self.ratio
 
     def __str__(self) -> str:
         text = f"E|g^|^2 / E|g|^2 = {self.ratio:.4g} +- {self.error:.2g}"
-        return text if self.limit is None else f"{text}, to stay within {self.limit:.4g}"
+        if self.limit is None:
+            return text
+        how = "more than" if self.is_exceeded else "to stay within"
+        return f"{text}, {how} {self.limit:.4g}"
 
 
 def gradient_ratio(
@@ -86,13 +96,24 @@ def gradient_ratio(
     each = of_draws.sum(1) / exact.sum()
     with np.errstate(divide="ignore", invalid="ignore"):
         by_module = np.where(exact > 0, of_draws.mean(0) / exact, np.nan)
-    return GradientRatio(
+    found = GradientRatio(
         float(each.mean()),
         float(each.std(ddof=1) / math.sqrt(draws)),
         limit,
         dict(zip(measured.groups, by_module.tolist(), strict=True)),
         draws,
     )
+    if found.is_exceeded:
+        excess = of_draws.mean(0) - limit * exact
+        most = [list(found.by_module)[place] for place in np.argsort(-excess)[:NAMED]]
+        named = ", ".join(f"{name or 'the model'} ({found.by_module[name]:.3g})" for name in most)
+        warnings.warn(
+            f"gradients are larger than their bound allows: {found} = 1 + e2; most in {named}. "
+            "A smaller e2 keeps more bits",
+            BoundWarning,
+            stacklevel=3,
+        )
+    return found
 
 
 def _squares(measured: Measured, batch, number: int) -> np.ndarray:

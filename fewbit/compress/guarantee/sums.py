@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from fewbit.compress.bound_observation import (
+from fewbit.compress.guarantee.observation import (
     EXPECTED,
     MEASURED,
     ActivationSeen,

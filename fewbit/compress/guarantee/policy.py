@@ -16,19 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.compress.activation_bits import is_known, least_bits, table_error
-from fewbit.compress.bound_observation import BoundObservation, BoundsSeen, VariableSeen
-from fewbit.compress.bound_state import (
-    plain_known,
-    plain_seen,
-    read_activations,
-    read_known,
-    read_pairs,
-    read_seen,
-)
-from fewbit.compress.bound_tables import BoundTables, by_number, pairs_by_number
 from fewbit.compress.codecs import DEFAULT as QUANT
-from fewbit.compress.estimates import (
+from fewbit.compress.guarantee.estimates import (
     Estimate,
     Known,
     KnownActivation,
@@ -39,9 +28,20 @@ from fewbit.compress.estimates import (
     ratio_of,
     total_of,
 )
-from fewbit.compress.keepers import CodecKeeper, Exactly
+from fewbit.compress.guarantee.keepers import CodecKeeper, Exactly
+from fewbit.compress.guarantee.observation import BoundObservation, BoundsSeen, VariableSeen
+from fewbit.compress.guarantee.state import (
+    plain_known,
+    plain_seen,
+    read_activations,
+    read_known,
+    read_pairs,
+    read_seen,
+)
+from fewbit.compress.guarantee.sums import BoundTables, by_number, pairs_by_number
+from fewbit.compress.guarantee.tables import is_known, least_bits, table_error
 from fewbit.compress.observing import FORGOTTEN, Observing, check_step, read
-from fewbit.errors import BoundWarning
+from fewbit.errors import BoundWarning, InputError
 from fewbit.runtime.groups import LEAST_FEATURES
 from fewbit.runtime.observation import SPREAD
 from fewbit.runtime.variables import LEAST, MOST, Plan, Weights
@@ -120,6 +120,7 @@ class Guarantee(Observing):
         plan.channels, plan.weights = self._channels, self._weights
         # Groups run across shorter samples, and so do their errors.
         plan.least_features = LEAST_FEATURES
+        plan.rounds_up = True
 
     def _new_observation(self) -> BoundObservation:
         return BoundObservation(self.step, self._monitored())
@@ -129,7 +130,7 @@ class Guarantee(Observing):
         sizes = {
             name: each.elements * each.dtype_bytes
             for name, each in self.known.items()
-            if not isinstance(self._keepers.get(name), Exactly)
+            if not self._is_exact(name)
         }
         names, room = list(sizes), max(sizes.values(), default=0)
         start, taken = self._next, []
@@ -141,6 +142,9 @@ class Guarantee(Observing):
             taken.append(name)
         self._next = (start + len(taken)) % len(names) if names else 0
         return frozenset(taken)
+
+    def _is_exact(self, name) -> bool:
+        return not self.known[name].is_fixed and isinstance(self._keepers.get(name), Exactly)
 
     # -- Learning ----------------------------------------------------------------------------------------
 
@@ -230,8 +234,12 @@ class Guarantee(Observing):
 
     @property
     def ratio(self) -> float | None:
-        """E|g^|^2 / E|g|^2 in all, of parameters' gradients if any were seen; None before the monitor has seen any."""
-        of_parameters, of_all = total_of(self.known.values())
+        """E|g^|^2 / E|g|^2 in all, of parameters' gradients if any were seen; None before the monitor has seen any.
+
+        What is kept exactly counts as exact; the monitor does not look at it.
+        """
+        each = ((known, self._is_exact(name)) for name, known in self.known.items())
+        of_parameters, of_all = total_of(each)
         return ratio_of(of_parameters if of_parameters.exact2 > 0 else of_all)
 
     def _summed(self, seen: BoundsSeen, total: float) -> tuple[Pair, ...]:
@@ -266,7 +274,7 @@ class Guarantee(Observing):
     # -- What was found ----------------------------------------------------------------------------------
 
     def rows(self) -> list[tuple]:
-        """The fields of `bounds_report.Bounded`, of all variables and activations."""
+        """The fields of `report.Bounded`, of all variables and activations."""
         e2, window, found = self.bound.e2, self.bound.window, []
         for name, known in self.known.items():
             choice = self.choices.get(name) or self._choice(known)
@@ -298,7 +306,16 @@ class Guarantee(Observing):
     # -- State -------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        return {"policy": POLICY, **super().state()}
+        return {"policy": POLICY, "by_channel": self.bound.by_channel, **super().state()}
+
+    def load(self, state: dict) -> None:
+        by_channel = self.bound.by_channel
+        if isinstance(state, Mapping) and state.get("by_channel", by_channel) != by_channel:
+            raise InputError(
+                f"expected a state with by_channel={by_channel}, as squares are of samples or of their channels, "
+                f"got {state['by_channel']!r}"
+            )
+        super().load(state)
 
     def _learned(self) -> tuple:
         return self.known, self.known_activations, self._sums, self._next, self._has_warned
@@ -328,7 +345,14 @@ class Guarantee(Observing):
         taken = {name: each for name, each in activations.items() if name in self._of_activations}
         sums = read(state, "sums", read_pairs)
         following, has_warned = read(state, "next", check_step), read(state, "has_warned", bool)
-        self._chosen(known, taken)  # raises here if at all
+        for (name, slot), each in known.items():
+            count = self._channels.get(name) if slot == 0 else None
+            if each.weights is not None and len(each.weights) != count:
+                raise InputError(
+                    f"expected weights of {count or 0} channels of {name!r}, got {len(each.weights)}"
+                )
+        read({"variables": known}, "variables", lambda known: self._chosen(known, {}))
+        read({"activations": taken}, "activations", lambda taken: self._chosen({}, taken))
         return known, taken, sums, following, has_warned
 
 

@@ -3,7 +3,7 @@
 `of_layer` looks at a layer's backward pass, where gradients and restored tensors are, and takes small numbers that
 come to the host later; `Part.finish` there makes D of them, by `error_bounds` in expectation. Functions without
 a formula of use (attention, whose bound asks for some bits too many; gated units, products, softmax) get None: what
-noise does to their gradients is measured instead (`bound_observation`).
+noise does to their gradients is measured instead (`observation`).
 
 D is a function of the mean squared error of the tensor, dx^2. Where a formula has one error for all elements, rows
 n (entries of dimension 0) weigh by the errors dx_n^2 that they have now, as samples have bits of their own:
@@ -45,12 +45,19 @@ class Cost(NamedTuple):
 class Part(NamedTuple):
     """Of one gradient. place: among the inputs of the autograd Function. numbers: 1-D float64, for the host.
 
-    finish: (entries of each of numbers, the mean squared error that the tensor has now) -> Cost.
+    finish: (entries of each of numbers, the mean squared error that the tensor has now) -> Cost. repeats: how many times the
+    parameter was repeated to be this input; its gradient is the sum of that many parts, one after the other.
     """
 
     place: int
     numbers: tuple[Tensor, ...]
     finish: Callable[[list[list[float]], float], Cost]
+    repeats: int = 1
+
+    def of(self, results) -> Tensor:
+        """The gradient, of those that a backward has made."""
+        found = results[self.place]
+        return found if self.repeats == 1 else found.view(self.repeats, -1).sum(0)
 
 
 def of_layer(context, grads, results, errors: Tensor) -> list[Part] | None:
@@ -191,8 +198,16 @@ def _batch_norm(context, grad, results, errors):
     is_whole = (
         context.view == context.recipe.size
     )  # not an instance norm, whose channels are those of samples
-    grad2 = _squares(grad, dims).flatten()
-    parts = [Part(4, (grad2 if is_whole else grad2.sum()[None],), _weight_cost)]
+    samples = context.recipe.size[0]
+    of_rows = grad.double().square()
+    if grad.dim() > 2:
+        of_rows = _squares(grad, dims[1:])
+    weighted = (of_rows.reshape(samples, -1) * _row_weights(errors, samples)).sum(0)
+    grad2 = of_rows.reshape(grad.shape[:2]).sum(0)
+    if is_whole:
+        parts = [Part(4, (weighted,), _weight_cost)]
+    else:
+        parts = [Part(4, (weighted.sum()[None],), _weight_cost, samples)]
     if context.needs_input_grad[0] and weight is not None and results[4] is not None:
         scale2 = (weight * rstd).double().square()
         sums = grad2 * scale2, results[4].double().square() * scale2
@@ -256,12 +271,15 @@ def _by_rows(grad, errors, groups: int = 1) -> Tensor:
         squares = _squares(grad, tuple(range(1, grad.dim())))
     else:
         squares = _squares(grad.reshape(rows, groups, -1), 2)
-    squares = squares.view(rows, groups)
-    if len(errors) == rows:
-        mean = errors.mean()
-        weights = torch.where(mean > 0, errors / mean, torch.ones_like(errors))
-        squares = squares * weights.double()[:, None]
-    return squares.sum(0)
+    return (squares.view(rows, groups) * _row_weights(errors, rows)).sum(0)
+
+
+def _row_weights(errors, rows: int) -> Tensor:
+    """(rows, 1) float64, of mean 1; (1, 1) where errors are not those of rows."""
+    if len(errors) != rows:
+        return torch.ones_like(errors[:1, None], dtype=torch.float64)
+    mean = errors.mean()
+    return torch.where(mean > 0, errors / mean, torch.ones_like(errors)).double()[:, None]
 
 
 def _squares(x, dims) -> Tensor:

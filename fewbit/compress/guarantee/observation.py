@@ -4,7 +4,7 @@ Rounding what a layer keeps adds D to the squared error of a gradient that the l
 D <= e^2 V^2, V^2 being the squared norm of the exact gradient (docs/theory/ac_gc.md). While the backward pass of one
 forward runs, each layer tells V^2 and D of its gradients:
 
-- by the formulas of `layer_demands`, from norms of tensors that are there;
+- by the formulas of `demands`, from norms of tensors that are there;
 - of other layers D is measured: their backward runs again with noise in one of the tensors that they restore. Its
   variance is that of the errors that the tensor has, or of rounding to 8 bits where that is more.
 
@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.compress import layer_demands
-from fewbit.compress.layer_demands import Cost, Part
+from fewbit.compress.guarantee import demands
+from fewbit.compress.guarantee.demands import Cost, Part
 from fewbit.runtime.observation import SPREAD, Observation, Restoring, is_dense, norm
 from fewbit.runtime.quantiser import Rounded
 from fewbit.runtime.variables import MOST, Variable
@@ -122,7 +122,7 @@ class _Tensor:
 @dataclass
 class _Found:
     """Of one gradient of a layer, on its way to the host. place: among the inputs of the autograd Function. tensor: that
-    is restored for it. size: its norm; numbers, finish: as of `layer_demands.Part`. exact: its norm from exact values,
+    is restored for it. size: its norm; numbers, finish: as of `demands.Part`. exact: its norm from exact values,
     where that is known.
     """
 
@@ -196,8 +196,8 @@ class BoundObservation(Observation):
         parts = None
         if len(variables) == 1:
             errors = variables[0].rounding.errors
-            parts = layer_demands.of_layer(context, grads, results, errors)
-        labels = layer_demands.labels(context._forward_cls)
+            parts = demands.of_layer(context, grads, results, errors)
+        labels = demands.labels(context._forward_cls)
         exact = None
         if any(each.rounding.exact is not None for each in variables):
             with _Exactly():
@@ -217,10 +217,10 @@ class BoundObservation(Observation):
                 label = labels[part.place]
                 if variable.user is not None:
                     label = f"{variable.user}: {label}"
-                size = norm([results[part.place]])
+                size = norm([part.of(results)])
                 one = _Found(part.place, label, kind, tensor, size, part.numbers, part.finish)
                 if exact is not None and tensor.exact is not None:
-                    one.exact = norm([exact[part.place]])
+                    one.exact = norm([part.of(exact)])
                 found.append(one)
         self._found[number] = found
 

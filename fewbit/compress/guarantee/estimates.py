@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fewbit.compress.bits_for_error import least_average
 from fewbit.compress.error_bounds import table_error
 from fewbit.compress.error_bounds.shares import polynomial_error, tolerance
+from fewbit.compress.guarantee.bits import least_average
 from fewbit.runtime.observation import SPREAD
 
 HISTORY = 10
@@ -68,7 +68,7 @@ class Known:
     """Of one variable. average, is_fixed, is_known, elements, samples, dtype_bytes: as of `VariableSeen`, the latest.
 
     spreads: of each observation squares a part, in units of the mean of range^2 over the elements of its samples.
-    weights: of channels, the mean of the last `weighed` observations. demands: by number (`bound_tables.number_of`).
+    weights: of channels, the mean of the last `weighed` observations. demands: by number (`sums.number_of`).
     missed: observations since without the variable.
     """
 
@@ -97,9 +97,19 @@ class Known:
         squares = [combined(each) for each in zip(*alike, strict=True)]
         return least_average(squares, self.samples, self.samples or 1, dx2)
 
-    def pairs(self) -> tuple[Pair, Pair]:
-        """Sums over demands of the means of what the monitor saw: (of parameters' gradients, of all)."""
-        seen = [(each, _mean_pair(each.pairs)) for each in self.demands.values() if each.pairs]
+    def pairs(self, is_exact: bool = False) -> tuple[Pair, Pair]:
+        """Sums over demands of the means of what the monitor saw: (of parameters' gradients, of all).
+
+        is_exact: of a variable that is kept exactly: both are V^2.
+        """
+        if is_exact:
+            seen = [
+                (each, Pair(*2 * (_mean([row.v2 for row in each.rows]),)))
+                for each in self.demands.values()
+                if each.rows
+            ]
+        else:
+            seen = [(each, _mean_pair(each.pairs)) for each in self.demands.values() if each.pairs]
         of_parameters = _sum(pair for each, pair in seen if is_of_parameter(each.label))
         return of_parameters, _sum(pair for _, pair in seen)
 
@@ -140,11 +150,11 @@ def ratio_of(pair: Pair) -> float | None:
     return pair.hat2 / pair.exact2 if pair.exact2 > 0 else None
 
 
-def total_of(known: Iterable[Known]) -> tuple[Pair, Pair]:
-    """Sums of `Known.pairs`."""
+def total_of(known: Iterable[tuple[Known, bool]]) -> tuple[Pair, Pair]:
+    """Sums of `Known.pairs`. known: with whether it is kept exactly."""
     of_parameters, of_all = [], []
-    for each in known:
-        for to, pair in zip((of_parameters, of_all), each.pairs(), strict=True):
+    for each, is_exact in known:
+        for to, pair in zip((of_parameters, of_all), each.pairs(is_exact), strict=True):
             to.append(pair)
     return _sum(of_parameters), _sum(of_all)
 

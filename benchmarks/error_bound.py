@@ -53,22 +53,23 @@ def run(task, name: str, arm: str, seed: int, has_ratios: bool) -> tuple[dict, l
     controller = arms.compress(model, arm)
     ends = {round(task.steps * (i + 1) / POINTS) for i in range(POINTS)}
     others = task.batches(torch.Generator().manual_seed(1000 + seed))
-    kept, rows = [], []
+    kept, rows, measuring = [], [], []
 
     def progress(step):
         if step not in ends:
             return
+        start = time.perf_counter()
         batch = next(others)
         kept.append(arms.saved_bytes(model, task.loss, batch))
-        if not has_ratios:
-            return
-        found = arms.gradient_ratio(model, task.loss, batch)._asdict()
-        where = {"task": name, "arm": arm, "seed": seed, "step": step}
-        rows.append(where | found | {"saved_bytes": kept[-1]} | observed(controller))
+        if has_ratios:
+            found = arms.gradient_ratio(model, task.loss, batch)._asdict()
+            where = {"task": name, "arm": arm, "seed": seed, "step": step}
+            rows.append(where | found | {"saved_bytes": kept[-1]} | observed(controller))
+        measuring.append(time.perf_counter() - start)
 
     start = time.perf_counter()
     result = task.train(model, seed, progress)
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - start - sum(measuring)
     finite = {key: value if math.isfinite(value) else None for key, value in result.items()}
     row = {
         "task": name,

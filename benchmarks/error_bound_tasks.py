@@ -72,10 +72,13 @@ def with_steps(train, steps):
     return lambda model, seed, progress: train(model, seed, progress, steps)
 
 
+EPOCHS = 30
+"""Of digits, so that bounds are found more than three times after the first steps."""
+
+
 def digits(quick: bool) -> Task:
     """The ResNet for digits, with ReLU."""
-    if quick:
-        digits_resnet.EPOCHS = 1
+    digits_resnet.EPOCHS = 1 if quick else EPOCHS
     of_epoch = len(digits_resnet.digits()[1]) // digits_resnet.BATCH
 
     def loss(model, batch):

@@ -147,7 +147,8 @@ def cost(task, name: str) -> dict:
 def summary(rows, ratios, of):
     """Per task and arm: the score and its paired change, compression, and the ratio of gradients.
 
-    is_grid: whether grid search takes this one. of: the tasks.
+    is_grid: whether grid search takes this one; is_paper_grid: whether it does of 2 bits and more, as the paper's
+    begins with 2. of: the tasks.
     """
     for name, task in of.items():
         own = [row for row in rows if row["task"] == name]
@@ -155,9 +156,9 @@ def summary(rows, ratios, of):
         if not exact:
             continue
         records = [r for arm in arms.ARMS if (r := _of_arm(task, name, arm, own, exact))]
-        taken = chosen(task, records)
+        taken = [chosen(task, records, least) for least in (1, 2)]
         for record in records:
-            record["is_grid"] = record is taken
+            record["is_grid"], record["is_paper_grid"] = (record is each for each in taken)
             points = [r for r in ratios if (r["task"], r["arm"]) == (name, record["arm"])]
             if points:
                 record["ratio"] = statistics.fmean(r["ratio"] for r in points)
@@ -186,13 +187,13 @@ def _of_arm(task, name, arm, own, exact):
     return record
 
 
-def chosen(task, records):
-    """What grid search takes, or None where no bits will do."""
+def chosen(task, records, least: int = 1):
+    """What grid search over that many bits and more takes, or None where none will do."""
     exact = next(each for each in records if each["arm"] == arms.EXACT)
     allowed = tolerance(exact)
-    for arm in arms.FIXED:
+    for arm, bits in arms.FIXED.items():
         for record in records:
-            is_kept = record["arm"] == arm and not record["diverged"]
+            is_kept = record["arm"] == arm and bits >= least and not record["diverged"]
             if is_kept and task.sign * record["score_change"] >= -allowed:
                 return record
     return None
@@ -230,6 +231,7 @@ def show(records, of):
             f"at most {record.get('ratio_most', math.nan):.3f}; error {record.get('error', math.nan):.3g}"
             + f"; {record['diverged']} diverged" * bool(record["diverged"])
             + " <- grid search" * record["is_grid"]
+            + " <- from 2 bits on" * (record["is_paper_grid"] and not record["is_grid"])
         )
 
 

@@ -33,6 +33,7 @@ _HOME = {
     "TableError": "fewbit.errors",
     "InputError": "fewbit.errors",
     "GradientError": "fewbit.errors",
+    "BoundWarning": "fewbit.errors",
     "OutputExistsError": "fewbit.errors",
     "CELU": "fewbit.nn",
     "ClippedGELU": "fewbit.nn",

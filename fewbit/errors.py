@@ -29,6 +29,10 @@ class GradientError(FewbitError):
     """A derivative that few-bit codes cannot give."""
 
 
+class BoundWarning(UserWarning):
+    """Gradients that are larger than the bound of policy="error-bound" allows."""
+
+
 class OutputExistsError(FewbitError):
     """Refusal to overwrite an existing file. Its one argument is the path."""
 

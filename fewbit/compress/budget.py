@@ -60,7 +60,7 @@ class Sizes:
             self._codes += 4 * packed_words(elements, variable.uniform())
         self._reserve += _SLACK
 
-    def rounding(self, measured) -> None:
+    def rounding(self, variable, rounded) -> None:
         """Nothing, as of the backward pass."""
 
     def watch(self, outputs) -> None:

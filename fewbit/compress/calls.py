@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,8 @@ _ACTIVATIONS = (
     "celu elu gelu hardsigmoid hardswish leaky_relu logsigmoid mish selu silu softplus softsign tanhshrink "
     "relu relu6 rrelu"
 )
+ACTIVATIONS = (*_ACTIVATIONS.split(), "sigmoid", "tanh")
+"""Names of functions that keep few-bit codes."""
 _ONE_BIT = ("relu", "relu6", "leaky_relu", "rrelu", "hardsigmoid")
 _QUANTISED = (
     "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm "
@@ -65,7 +68,7 @@ def _table() -> dict:
     """{torch's function: (ours, "activation", "one bit", "quantised" or "exact")}."""
     table = {}
     families = {
-        "activation": (*_ACTIVATIONS.split(), "sigmoid", "tanh"),
+        "activation": ACTIVATIONS,
         "quantised": QUANTISED,
         "exact": _EXACT.split(),
     }
@@ -106,8 +109,16 @@ class FunctionSettings:
         if not takes(args[0] if args else kwargs.get("input")):
             return function(*args, **kwargs)
         bits = {"bits": self.activation_bits} if family == "activation" else {}
+        session, named = self.quantiser.session, nullcontext()
+        if session is not None and session.variables is not None:
+            name = name_of_call(session.path(), ours.__name__)
+            named = session.activation(name)
+            if bits:
+                x = args[0] if args else kwargs["input"]
+                bits["bits"] = session.activation_bits(name, self.activation_bits, x)
         try:
-            return ours(*args, **kwargs, **bits)
+            with named:
+                return ours(*args, **kwargs, **bits)
         except FunctionError:  # of parameters that torch alone takes
             return function(*args, **kwargs)
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from fewbit.compress.adaptation import Adaptation
 from fewbit.compress.allocation_report import Allocated, Allocation
 from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
+from fewbit.compress.bounds_report import Bounded, Bounds
 from fewbit.compress.convert_report import Report
+from fewbit.compress.guarantee import POLICY, Guarantee
 from fewbit.errors import InputError
 from fewbit.runtime.offload import Offload
 from fewbit.runtime.sharing import Session
+
+if TYPE_CHECKING:
+    from fewbit.compress.gradient_ratio import GradientRatio
 
 SAMPLES = ("magnitudes", "numbers")
 """What the state has at level L2.5 and above, both or neither: what is known of numbered samples."""
@@ -23,7 +30,7 @@ class Controller:
     """Stands for one compressed model; nothing in the training loop needs it.
 
     report: what was converted. session: shared by the model's layers. allocator: what came of setting PyTorch's,
-    at level L5, else None. level: that of `compress_`, else None.
+    at level L5, else None. level, policy: those of `compress_`, else None.
     """
 
     def __init__(
@@ -33,12 +40,14 @@ class Controller:
         session: Session,
         allocator: AllocatorReport | None = None,
         level: str | None = None,
+        policy: str | None = None,
     ):
         self._model = weakref.ref(model)
         self.report = report
         self.session = session
         self.allocator = allocator
         self.level = level
+        self.policy = policy
 
     @property
     def model(self) -> nn.Module | None:
@@ -49,6 +58,8 @@ class Controller:
     def allocation(self) -> Allocation:
         """From level L3 on, as of the latest adaptation; before the first, and at other levels, empty."""
         adaptation = self._adaptation
+        if self._guarantee is not None:
+            return Allocation(empty=f"policy {POLICY}: see bounds")
         if adaptation is None:
             level = "" if self.level is None else f"at level {self.level} "
             return Allocation(empty=f"{level}bits are not chosen by layer: levels from L3 on do so")
@@ -64,6 +75,37 @@ class Controller:
             for name, each in adaptation.seen.items()
         )
         return Allocation(rows, "no bits chosen yet: that comes after the first steps of training")
+
+    @property
+    def bounds(self) -> Bounds:
+        """With policy="error-bound" what may err by how much, and how it is kept, as of the latest observation; else empty."""
+        guarantee = self._guarantee
+        if guarantee is None:
+            return Bounds(empty=f'bounds are found with policy="{POLICY}"')
+        rows = (Bounded(*row) for row in guarantee.rows())
+        empty = "no bounds found yet: that comes after the first steps of training"
+        return Bounds(rows, guarantee.bound.e2, guarantee.ratio, empty)
+
+    def gradient_ratio(
+        self,
+        batch,
+        loss: Callable[[nn.Module, object], torch.Tensor],
+        *,
+        draws: int = 8,
+        seed: int = 0,
+    ) -> GradientRatio:
+        """E|g^|^2 / E|g|^2 over all parameters, on a batch or several, of the model as it is compressed now.
+
+        batch, loss: as for `fewbit.plan`. draws: of rounding, independent, for each batch. seed: of dropout. A copy of the
+        model is measured; the model, and torch's random state, stay as they are. Takes draws + 1 forward and backward
+        passes a batch. Raises InputError for what cannot be measured.
+        """
+        from fewbit.compress.gradient_ratio import gradient_ratio
+
+        if self.model is None:
+            raise InputError("expected the controller's model, got one that is gone")
+        limit = None if self._guarantee is None else 1.0 + self._guarantee.bound.e2
+        return gradient_ratio(self.model, batch, loss, draws, seed, limit)
 
     @property
     def offload(self) -> Offload | None:
@@ -93,7 +135,14 @@ class Controller:
             self.session.variables.load(state)
 
     def _check_state(self, state: Mapping) -> None:
-        """Raises InputError for the state of another level, and for entries that no state has."""
+        """Raises InputError for the state of another level or policy, and for entries that no state has."""
+        of_policy = state.get("policy") if "version" in state else None
+        expected = None if self._guarantee is None else POLICY
+        if of_policy != expected or (expected and not state):
+            found = f"of policy {of_policy}" if of_policy else "of another"
+            raise InputError(f"expected the state of a controller of {self._kind}, got one {found}")
+        if expected:
+            return
         adapts = self._adaptation is not None
         known = () if self.session.variables is None else SAMPLES
         given = [each for each in SAMPLES if each in state]
@@ -108,8 +157,12 @@ class Controller:
             found = f"with {given[0]!r} alone"
         else:
             return
-        raise InputError(
-            f"expected the state of a controller of level {self.level}, got one {found}"
+        raise InputError(f"expected the state of a controller of {self._kind}, got one {found}")
+
+    @property
+    def _kind(self) -> str:
+        return (
+            f"policy {self.policy}" if self.level is None and self.policy else f"level {self.level}"
         )
 
     def number_samples(self, numbers) -> None:
@@ -119,6 +172,10 @@ class Controller:
         apart. At level L2.5 and above; optional, for one forward. For each number that was ever given, 4 to 8 bytes
         are kept for each tensor that layers keep. Raises InputError for anything else.
         """
+        if self._guarantee is not None:
+            raise InputError(
+                f"expected a level for numbers of samples, got policy {POLICY}, whose bits follow from bounds"
+            )
         if self.session.variables is None:
             raise InputError(
                 "expected level L2.5 or above for numbers of samples, got one with fixed bits"
@@ -129,6 +186,11 @@ class Controller:
     def _adaptation(self) -> Adaptation | None:
         variables = self.session.variables
         return variables if isinstance(variables, Adaptation) else None
+
+    @property
+    def _guarantee(self) -> Guarantee | None:
+        variables = self.session.variables
+        return variables if isinstance(variables, Guarantee) else None
 
     def __reduce__(self):
         raise InputError("a controller cannot be pickled: save its state_dict()")

@@ -6,20 +6,27 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from numbers import Real
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from fewbit.compress import kinds, transformers_attention
-from fewbit.compress.adaptation import INTERVAL, Adaptation, check_interval
+from fewbit.compress.adaptation import INTERVAL, Adaptation
 from fewbit.compress.allocator import use_expandable_segments
 from fewbit.compress.budget import Sizes, bytes_of
-from fewbit.compress.calls import QUANTISED, Calls, FunctionSettings, name_of_call
+from fewbit.compress.calls import ACTIVATIONS, QUANTISED, Calls, FunctionSettings, name_of_call
+from fewbit.compress.codecs import DEFAULT as QUANT
+from fewbit.compress.codecs import check_codec
 from fewbit.compress.controller import Controller
 from fewbit.compress.convert_report import Converted, LeftAlone, Report
+from fewbit.compress.estimates import WINDOWS
+from fewbit.compress.guarantee import INTERVAL as BOUND_INTERVAL
+from fewbit.compress.guarantee import POLICY, Bound, Guarantee
 from fewbit.compress.meter import alone, saved_bytes
 from fewbit.compress.meter_report import amount
+from fewbit.compress.observing import check_interval
 from fewbit.errors import InputError
 from fewbit.functional.normalization import check_copies
 from fewbit.nn.preactivation import NORMS, PreActivation
@@ -28,7 +35,7 @@ from fewbit.runtime.exact import Switch
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.offload import Offload
 from fewbit.runtime.quantiser import Quantiser
-from fewbit.runtime.sharing import PATH, Session, measuring
+from fewbit.runtime.sharing import PATH, SESSION, Session, measuring
 from fewbit.runtime.tables import check_average, check_bits, plain_number
 from fewbit.runtime.variables import MOST, Variables
 
@@ -55,6 +62,7 @@ class Settings:
     """What one module is to keep. families: those of `kinds` that are converted. fuse: see `compress_`.
 
     is_mixed: samples share bits, which are then averages. adapts: layers too, but for those with bits of their own.
+    bounds_activations: bits of activations follow from a bound.
     """
 
     bits: float = LEVEL_BITS
@@ -67,6 +75,7 @@ class Settings:
     fuse: str | None = None
     is_mixed: bool = False
     adapts: bool = False
+    bounds_activations: bool = False
     families: tuple[str, ...] = (kinds.ACTIVATION, kinds.CONVOLUTION, kinds.LAYER, kinds.EXACT)
 
     def check(self) -> Settings:
@@ -122,10 +131,14 @@ def compress_(
     *,
     level: str | None = None,
     budget: int | str | None = None,
-    interval: int = INTERVAL,
+    interval: int | None = None,
     activation_bits: int | None = None,
     attention_bits: float | None = None,
     policy: str | None = None,
+    e2: float | None = None,
+    window: str | None = None,
+    codec: str | None = None,
+    by_channel: bool = False,
     group_size: int = GROUP_SIZE,
     minimum: str = "auto",
     copies: int = 1,
@@ -153,7 +166,11 @@ def compress_(
     place of bits, all that a forward of `sample` may keep: bytes, or "6 GiB". interval: steps from one adaptation
     to the next (200; the first are after steps 1, 2, 4, 8 ...). activation_bits: of few-bit activations (3; those
     with a derivative of two values keep 1, which is exact). attention_bits: of q, k and v (as bits, but 4 at
-    least; at L3 part of the average). policy: "fixed". group_size: features that share a range (256). minimum:
+    least; at L3 part of the average). policy: "fixed", or "error-bound": bits of each tensor follow from a bound on the
+    error of the gradients that it goes into, e2 (0.5) times their squared norm (docs/error_bound.md), found out every
+    interval (100) steps; window: by the "mean" (default) or "max" of the last ten; codec: how they are kept ("quant",
+    "quant+zvc", "error-bounded", "jpeg"; docs/codecs.md); by_channel: channels of samples have bits of their own. It takes no
+    level, bits, budget or fuse; activation_bits and attention_bits, where given, stay. group_size: features that share a range (256). minimum:
     "auto", "bfloat16" or "float32", see docs/quantiser.md. copies: 2 for norms that keep two independent copies.
     functional: also compress functions of torch and torch.nn.functional that a forward calls (F.gelu,
     F.scaled_dot_product_attention, a product of two activations ...) while the model trains in eager mode.
@@ -173,23 +190,31 @@ def compress_(
     bits, activation_bits, attention_bits = map(
         plain_number, (bits, activation_bits, attention_bits)
     )
-    level = _level(level, bits, budget)
-    _check_fraction(level, bits, attention_bits)
+    bound = _checked_bound(policy, e2, window, codec, by_channel)
+    if bound is not None:
+        _check_alone(bits=bits, budget=budget, level=level, fuse=fuse)
+    else:
+        level = _level(level, bits, budget)
+        _check_fraction(level, bits, attention_bits)
+    usual = (MOST, MOST) if bound is not None else (LEVEL_BITS, ACTIVATION_BITS)
     settings = Settings(
-        LEVEL_BITS if bits is None else bits,
-        ACTIVATION_BITS if activation_bits is None else activation_bits,
+        usual[0] if bits is None else bits,
+        usual[1] if activation_bits is None else activation_bits,
         attention_bits,
         group_size,
         minimum,
         copies,
         functional,
         fuse,
-        is_mixed=level in MIXED,
-        adapts=level in ADAPTING,
+        is_mixed=bound is not None or level in MIXED,
+        adapts=bound is not None or level in ADAPTING,
+        bounds_activations=bound is not None and activation_bits is None,
     ).check()
-    settings = _at_level(settings, level, policy, bits, activation_bits, attention_bits)
+    settings = _at_level(settings, level, bits, activation_bits, attention_bits)
     _check_sample(sample)
     budget = _checked_budget(budget, level, bits, sample, model)
+    if interval is None:
+        interval = INTERVAL if bound is None else BOUND_INTERVAL
     check_interval(interval)
     _check_fuse(fuse, level, settings)
     if settings is None:
@@ -210,10 +235,15 @@ def compress_(
         bits, elements = _bits_for(model, sample, budget)
         settings = replace(settings, bits=bits)
         controller = convert(model, settings, *selection)
-    if settings.adapts:
+    if bound is not None:
+        taking_part = _bounded_activations(model, settings, selection)
+        own = bound, _names(model), interval, _channels(model), taking_part
+        controller.session.variables = Guarantee(*own)
+    elif settings.adapts:
         adaptation = Adaptation(settings.bits, _names(model), interval, elements, budget)
         controller.session.variables = adaptation
-    notes, allocator = [_of_level(level, settings, interval), _of_fused(model, settings)], None
+    how = _of_level(level, settings, interval) if bound is None else _of_bound(bound, interval)
+    notes, allocator = [how, _of_fused(model, settings)], None
     if budget is not None:
         notes.append(f"budget: {amount(budget)} for the sample")
         if settings.bits == MOST:
@@ -230,7 +260,8 @@ def compress_(
     if sample is not None:
         changes |= {"kept": (before, _by_op(model, sample)), "is_training": model.training}
     report = replace(controller.report, **changes)
-    return _reported(model, report, controller.session, level, verbose, allocator)
+    policy = None if bound is None else POLICY
+    return _reported(model, report, controller.session, level, verbose, allocator, policy)
 
 
 def restore_(model: nn.Module) -> None:
@@ -317,6 +348,32 @@ def _names(model) -> list[str]:
     return names
 
 
+def _channels(model) -> dict[str, int]:
+    """{path: how many} of layers whose input has channels in dimension 1."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Quantised):
+            for name in ("in_channels", "num_features", "num_channels"):
+                count = getattr(module, name, None)
+                if isinstance(count, int):
+                    found[path] = count
+    return found
+
+
+def _bounded_activations(model, settings, selection) -> list[str]:
+    """The names of activations whose bits follow from a bound: of modules, and of functions that modules call."""
+    found, chosen, each = _selected(model, settings, *selection)
+    names = []
+    for (paths, module, attribute), is_chosen, own in zip(found, chosen, each, strict=True):
+        if not is_chosen or own is None or not own.bounds_activations or attribute is not None:
+            continue
+        if kinds.is_activation(type(module)):
+            names.append(paths[0])
+        elif own.functional and _may_call(module):
+            names += [name_of_call(paths[0], function) for function in ACTIVATIONS]
+    return names
+
+
 def _attach(model, settings: Settings, session: Session) -> None:
     """Tells the session of the model's forwards."""
     if settings.functional:
@@ -329,6 +386,8 @@ def _attach(model, settings: Settings, session: Session) -> None:
             vars(module)[PATH] = path
             module.register_forward_pre_hook(session.enter, prepend=True, with_kwargs=True)
             module.register_forward_hook(session.leave, always_call=True, with_kwargs=True)
+        elif settings.is_mixed and kinds.is_activation(type(module)):
+            vars(module).update({PATH: path, SESSION: session})
 
 
 def _tell_apart(model, settings, found, chosen, each, session) -> None:
@@ -420,10 +479,49 @@ def _bits_for(model, sample, budget: int) -> tuple[float, dict]:
         raise
 
 
-def _at_level(settings, level, policy, *bits) -> Settings | None:
+def _checked_bound(policy, e2, window, codec, by_channel) -> Bound | None:
+    """What policy="error-bound" is asked for; None with another."""
+    if policy not in (None, "fixed", POLICY):
+        raise InputError(f"expected 'fixed' or {POLICY!r} for policy, got {policy!r}")
+    given = {"e2": e2, "window": window, "codec": codec, "by_channel": by_channel or None}
+    given = {name: value for name, value in given.items() if value is not None}
+    if policy != POLICY:
+        for name, value in given.items():
+            raise InputError(
+                f"{name}: expected policy={POLICY!r} with it, got policy={policy!r} and {name}={value!r}"
+            )
+        return None
+    bound = Bound(**given)
+    is_number = isinstance(bound.e2, Real) and not isinstance(bound.e2, bool)
+    if not is_number or not 0 < bound.e2 < math.inf:
+        raise InputError(f"expected a finite number above 0 for e2, got {bound.e2!r}")
+    if bound.window not in WINDOWS:
+        raise InputError(f"expected {' or '.join(WINDOWS)} for window, got {bound.window!r}")
+    if not isinstance(bound.by_channel, bool):
+        raise InputError(f"expected True or False for by_channel, got {bound.by_channel!r}")
+    check_codec(bound.codec)
+    return replace(bound, e2=float(bound.e2))
+
+
+def _check_alone(**given) -> None:
+    """Refuses what the bound is there to find, or is a matter of ActNN's levels."""
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(f"expected no {name} with policy={POLICY!r}, got {name}={value!r}")
+
+
+def _of_bound(bound: Bound, interval: int) -> str:
+    """What the report says of it."""
+    unit = "channels of samples" if bound.by_channel else "samples"
+    how = f"bits by layers and {unit}" if bound.codec == QUANT else f"codec {bound.codec}"
+    return (
+        f"policy {POLICY}: e2 = {bound.e2:.4g}, {how}, {bound.window} of the last ten, found out every {interval} steps; "
+        f"{MOST} bits before the first"
+    )
+
+
+def _at_level(settings, level, *bits) -> Settings | None:
     """The settings at that level; None for L0. bits: those that were asked for."""
-    if policy not in (None, "fixed"):
-        raise InputError(f"expected 'fixed' for policy, got {policy!r}")
     if level == "L0":
         if bits != (None,) * len(bits):
             raise InputError("expected no bits at level L0, which compresses nothing")
@@ -473,12 +571,12 @@ def _of_fused(model, settings) -> str:
     return f"pre-activations: {count} in fixed point, shared with the layers that follow"
 
 
-def _reported(model, report, session, level, verbose, allocator=None) -> Controller:
+def _reported(model, report, session, level, verbose, allocator=None, policy=None) -> Controller:
     if verbose:
         from rich.console import Console
 
         Console().print(report)
-    return Controller(model, report, session, allocator, level)
+    return Controller(model, report, session, allocator, level, policy)
 
 
 def _check_sample(sample) -> None:
@@ -591,8 +689,11 @@ def _overridden(found, settings: Settings, overrides: Mapping) -> list[Settings 
 
 def _changed(settings, change) -> Settings:
     """With what an override says; bits that it says stay."""
-    adapts = settings.adapts and "bits" not in change
-    return replace(settings, **change, adapts=adapts)
+    own = {
+        "adapts": settings.adapts and "bits" not in change,
+        "bounds_activations": settings.bounds_activations and "activation_bits" not in change,
+    }
+    return replace(settings, **change, **own)
 
 
 # -- One module ----------------------------------------------------------------------------------------------
@@ -707,6 +808,8 @@ def _configure(path, module, one_bit, settings, session) -> float | None:
 
 
 def _remove_hooks(module) -> None:
+    if kinds.is_activation(type(module)):
+        vars(module).pop(PATH, None), vars(module).pop(SESSION, None)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)

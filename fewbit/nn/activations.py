@@ -6,9 +6,11 @@ otherwise what `fewbit.functional` says. In evaluation mode torch's own function
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from fewbit import functional as F
+from fewbit.runtime.sharing import PATH, SESSION
 from fewbit.runtime.tables import check_choice
 from fewbit.table import Table
 
@@ -61,6 +63,18 @@ class _FewBit:
         """None, torch's own function, in evaluation mode: gradients asked for there are to be exact."""
         return self.bits if self.training else None
 
+    def _run(self, function, input, *arguments):
+        """function(input, *arguments), with what this module keeps; in a converted model it is known by its path there."""
+        settings = {"bits": self._kept_bits, "table": self.table}
+        session = None if torch.compiler.is_compiling() else vars(self).get(SESSION)
+        if session is None or session.variables is None or not self.training:
+            return function(input, *arguments, **settings)
+        path = vars(self)[PATH]
+        if self.table is None:
+            settings["bits"] = session.activation_bits(path, self.bits, input)
+        with session.activation(path):
+            return function(input, *arguments, **settings)
+
     def extra_repr(self) -> str:
         ours = f"bits={self.bits}" if self.table is None else f"table={self.table!r}"
         return ", ".join(filter(None, [super().extra_repr(), ours]))
@@ -74,7 +88,7 @@ class ReLU(_FewBit, nn.ReLU):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.relu(input, self.inplace, bits=self._kept_bits, table=self.table)
+        return self._run(F.relu, input, self.inplace)
 
 
 class ReLU6(_FewBit, nn.ReLU6):
@@ -85,7 +99,7 @@ class ReLU6(_FewBit, nn.ReLU6):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.relu6(input, self.inplace, bits=self._kept_bits, table=self.table)
+        return self._run(F.relu6, input, self.inplace)
 
 
 class LeakyReLU(_FewBit, nn.LeakyReLU):
@@ -103,9 +117,7 @@ class LeakyReLU(_FewBit, nn.LeakyReLU):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.leaky_relu(
-            input, self.negative_slope, self.inplace, bits=self._kept_bits, table=self.table
-        )
+        return self._run(F.leaky_relu, input, self.negative_slope, self.inplace)
 
 
 class Threshold(_FewBit, nn.Threshold):
@@ -124,9 +136,7 @@ class Threshold(_FewBit, nn.Threshold):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.threshold(
-            input, self.threshold, self.value, self.inplace, bits=self._kept_bits, table=self.table
-        )
+        return self._run(F.threshold, input, self.threshold, self.value, self.inplace)
 
 
 class Hardtanh(_FewBit, nn.Hardtanh):
@@ -145,9 +155,7 @@ class Hardtanh(_FewBit, nn.Hardtanh):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.hardtanh(
-            input, self.min_val, self.max_val, self.inplace, bits=self._kept_bits, table=self.table
-        )
+        return self._run(F.hardtanh, input, self.min_val, self.max_val, self.inplace)
 
 
 class Hardsigmoid(_FewBit, nn.Hardsigmoid):
@@ -158,7 +166,7 @@ class Hardsigmoid(_FewBit, nn.Hardsigmoid):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.hardsigmoid(input, self.inplace, bits=self._kept_bits, table=self.table)
+        return self._run(F.hardsigmoid, input, self.inplace)
 
 
 class Hardshrink(_FewBit, nn.Hardshrink):
@@ -169,7 +177,7 @@ class Hardshrink(_FewBit, nn.Hardshrink):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.hardshrink(input, self.lambd, bits=self._kept_bits, table=self.table)
+        return self._run(F.hardshrink, input, self.lambd)
 
 
 class Softshrink(_FewBit, nn.Softshrink):
@@ -180,7 +188,7 @@ class Softshrink(_FewBit, nn.Softshrink):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.softshrink(input, self.lambd, bits=self._kept_bits, table=self.table)
+        return self._run(F.softshrink, input, self.lambd)
 
 
 class RReLU(_FewBit, nn.RReLU):
@@ -199,15 +207,7 @@ class RReLU(_FewBit, nn.RReLU):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.rrelu(
-            input,
-            self.lower,
-            self.upper,
-            self.training,
-            self.inplace,
-            bits=self._kept_bits,
-            table=self.table,
-        )
+        return self._run(F.rrelu, input, self.lower, self.upper, self.training, self.inplace)
 
 
 class GELU(_FewBit, nn.GELU):
@@ -218,7 +218,7 @@ class GELU(_FewBit, nn.GELU):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.gelu(input, self.approximate, bits=self._kept_bits, table=self.table)
+        return self._run(F.gelu, input, self.approximate)
 
 
 class ELU(_FewBit, nn.ELU):
@@ -236,7 +236,7 @@ class ELU(_FewBit, nn.ELU):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.elu(input, self.alpha, self.inplace, bits=self._kept_bits, table=self.table)
+        return self._run(F.elu, input, self.alpha, self.inplace)
 
 
 class CELU(_FewBit, nn.CELU):
@@ -254,7 +254,7 @@ class CELU(_FewBit, nn.CELU):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.celu(input, self.alpha, self.inplace, bits=self._kept_bits, table=self.table)
+        return self._run(F.celu, input, self.alpha, self.inplace)
 
 
 class SELU(_FewBit, nn.SELU):
@@ -265,7 +265,7 @@ class SELU(_FewBit, nn.SELU):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.selu(input, self.inplace, bits=self._kept_bits, table=self.table)
+        return self._run(F.selu, input, self.inplace)
 
 
 class SiLU(_FewBit, nn.SiLU):
@@ -276,7 +276,7 @@ class SiLU(_FewBit, nn.SiLU):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.silu(input, self.inplace, bits=self._kept_bits, table=self.table)
+        return self._run(F.silu, input, self.inplace)
 
 
 class Mish(_FewBit, nn.Mish):
@@ -287,7 +287,7 @@ class Mish(_FewBit, nn.Mish):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.mish(input, self.inplace, bits=self._kept_bits, table=self.table)
+        return self._run(F.mish, input, self.inplace)
 
 
 class Hardswish(_FewBit, nn.Hardswish):
@@ -298,7 +298,7 @@ class Hardswish(_FewBit, nn.Hardswish):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.hardswish(input, self.inplace, bits=self._kept_bits, table=self.table)
+        return self._run(F.hardswish, input, self.inplace)
 
 
 class Sigmoid(_FewBit, nn.Sigmoid):
@@ -309,7 +309,7 @@ class Sigmoid(_FewBit, nn.Sigmoid):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.sigmoid(input, bits=self._kept_bits, table=self.table)
+        return self._run(F.sigmoid, input)
 
 
 class LogSigmoid(_FewBit, nn.LogSigmoid):
@@ -320,7 +320,7 @@ class LogSigmoid(_FewBit, nn.LogSigmoid):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.logsigmoid(input, bits=self._kept_bits, table=self.table)
+        return self._run(F.logsigmoid, input)
 
 
 class Tanh(_FewBit, nn.Tanh):
@@ -331,7 +331,7 @@ class Tanh(_FewBit, nn.Tanh):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.tanh(input, bits=self._kept_bits, table=self.table)
+        return self._run(F.tanh, input)
 
 
 class Tanhshrink(_FewBit, nn.Tanhshrink):
@@ -342,7 +342,7 @@ class Tanhshrink(_FewBit, nn.Tanhshrink):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.tanhshrink(input, bits=self._kept_bits, table=self.table)
+        return self._run(F.tanhshrink, input)
 
 
 class Softsign(_FewBit, nn.Softsign):
@@ -353,7 +353,7 @@ class Softsign(_FewBit, nn.Softsign):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.softsign(input, bits=self._kept_bits, table=self.table)
+        return self._run(F.softsign, input)
 
 
 class Softplus(_FewBit, nn.Softplus):
@@ -371,7 +371,7 @@ class Softplus(_FewBit, nn.Softplus):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.softplus(input, self.beta, self.threshold, bits=self._kept_bits, table=self.table)
+        return self._run(F.softplus, input, self.beta, self.threshold)
 
 
 class QuickGELU(_FewBit, nn.Module):
@@ -382,7 +382,7 @@ class QuickGELU(_FewBit, nn.Module):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.quick_gelu(input, bits=self._kept_bits, table=self.table)
+        return self._run(F.quick_gelu, input)
 
 
 class FastGELU(_FewBit, nn.Module):
@@ -393,7 +393,7 @@ class FastGELU(_FewBit, nn.Module):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.gelu_fast(input, bits=self._kept_bits, table=self.table)
+        return self._run(F.gelu_fast, input)
 
 
 class ClippedGELU(_FewBit, nn.Module):
@@ -404,7 +404,7 @@ class ClippedGELU(_FewBit, nn.Module):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.gelu_10(input, bits=self._kept_bits, table=self.table)
+        return self._run(F.gelu_10, input)
 
 
 class ReLUSquared(_FewBit, nn.Module):
@@ -415,7 +415,7 @@ class ReLUSquared(_FewBit, nn.Module):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.relu_squared(input, bits=self._kept_bits, table=self.table)
+        return self._run(F.relu_squared, input)
 
 
 class SqrtSoftplus(_FewBit, nn.Module):
@@ -426,7 +426,7 @@ class SqrtSoftplus(_FewBit, nn.Module):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.sqrtsoftplus(input, bits=self._kept_bits, table=self.table)
+        return self._run(F.sqrtsoftplus, input)
 
 
 class Laplace(_FewBit, nn.Module):
@@ -446,7 +446,7 @@ class Laplace(_FewBit, nn.Module):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.laplace(input, self.mu, self.sigma, bits=self._kept_bits, table=self.table)
+        return self._run(F.laplace, input, self.mu, self.sigma)
 
 
 class Pointwise(_FewBit, nn.Module):
@@ -458,4 +458,4 @@ class Pointwise(_FewBit, nn.Module):
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.pointwise(input, self.function, bits=self._kept_bits, table=self.table)
+        return self._run(F.pointwise, input, self.function)

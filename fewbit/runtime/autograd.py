@@ -27,8 +27,12 @@ class Activation(Function):
         seed = ops.new_seed(x) if encoding.unbiased else None
         ctx.stride = x.stride() if x.is_contiguous() else layout.dense_stride(x)
         ctx.encoding = encoding
-        session = None if inplace else sharing.current()
-        if session is None:
+        session = sharing.current()
+        if session is not None:
+            observed_as = session.observed_activation(function, parameters)
+            if observed_as is not None:
+                ctx.observed_as = observed_as
+        if session is None or inplace:
             y, packed = ops.activation(x, function, parameters, encoding, seed, inplace)
         else:
             y, packed = _in_session(session, x, function, parameters, encoding, seed)

@@ -32,6 +32,10 @@ class Affine(NamedTuple):
         affine = self._placed(weight), self._placed(bias), self._inner()
         return self.normalised.restore(kept, dtype or self.dtype, affine)
 
+    def used_by(self, name: str) -> Affine:
+        """For the layer of that name."""
+        return self._replace(normalised=self.normalised.used_by(name))
+
     def _inner(self) -> int | None:
         """How many elements in storage order have the same entry in a row; None for other layouts."""
         size, stride = self.normalised.size, self.normalised.stride

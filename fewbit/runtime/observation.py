@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -143,14 +142,14 @@ class Observation:
                 spread = seen.spread + spread.to(seen.spread.device)
             seen.spread = spread
 
-    def rounding(self, measured: Callable) -> dict[int, torch.Tensor] | None:
+    def rounding(self, variable, rounded) -> dict[int, torch.Tensor] | None:
         """{level: (samples,) variance of an element} of a tensor that is kept, if that is to be known.
 
-        measured: a function (bits, generator) -> the variance of an element that is rounded to so many bits.
+        rounded: a `quantiser.Rounded`.
         """
         if not self._is_open:
             return None
-        return {level: measured(level, self._generator) for level in LEVELS}
+        return {level: rounded.variance(level, self._generator) for level in LEVELS}
 
     def watch(self, outputs) -> None:
         """Follows the backward pass from those results of the forward: tensors, in any nest of containers."""
@@ -202,13 +201,17 @@ class Observation:
     def _passed(self, number, leaving, arriving) -> None:
         node = self._nodes[number]
         node.handed = []
+        self._begins()
+        if self._is_open and not node.is_probed and self._can_measure((*leaving, *arriving)):
+            node.arriving = norm(arriving)
+            edges = zip(leaving, node.exists, strict=False)
+            node.leaving = [norm([each]) for each, exists in edges if exists]
+
+    def _begins(self) -> None:
+        """A backward pass has come by."""
         if self._is_open and not self._runs:
             self._runs = True
             torch.autograd.Variable._execution_engine.queue_callback(self._ends)
-        if self._is_open and not node.is_probed and self._can_measure((*leaving, *arriving)):
-            node.arriving = _norm(arriving)
-            edges = zip(leaving, node.exists, strict=False)
-            node.leaving = [_norm([each]) for each, exists in edges if exists]
 
     def reached(self, variables) -> None:
         """A backward pass restores those, in a layer that is not probed.
@@ -227,7 +230,7 @@ class Observation:
     def probe(self, number: int, backward, context, grads, results, variables) -> None:
         """Runs a layer's backward again, with noise in those variables that it restores, and in `grads`."""
         node = self._nodes[number]
-        results = _by_edge(context, results)
+        results = by_edge(context, results)
         self.is_void |= any(each is not None and each.is_sparse for each in grads)
         if not (self._is_open and self._can_measure((*grads, *results))):
             return
@@ -236,21 +239,21 @@ class Observation:
             if variable.rounding is None or variable.name not in self.variables:
                 continue
             for level in LEVELS:
-                with _Restoring(variable, level, self):
-                    noisy = _by_edge(context, backward(context, *grads))
+                with Restoring(variable, level, self):
+                    noisy = by_edge(context, backward(context, *grads))
                 self._add(node, variable, level, results, noisy)
         if len(grads) == 1:
             for name, level, scale, change in handed:
-                norms = [_norm([each]) for each in _by_edge(context, backward(context, change))]
+                norms = [norm([each]) for each in by_edge(context, backward(context, change))]
                 node.noise.append(_Noise(name, level, scale, norms, False))
-            with _Restoring():
+            with Restoring():
                 carried = backward(context, self._with_signs(*grads))
-            node.leaving = [_norm([each]) for each in _by_edge(context, carried)]
-            node.arriving, node.is_probed = _norm(grads), True
+            node.leaving = [norm([each]) for each in by_edge(context, carried)]
+            node.arriving, node.is_probed = norm(grads), True
 
     def _can_measure(self, tensors) -> bool:
         self.is_void |= not all(
-            each is None or each.is_sparse or _is_dense(each) for each in tensors
+            each is None or each.is_sparse or is_dense(each) for each in tensors
         )
         return not self.is_void
 
@@ -259,7 +262,7 @@ class Observation:
         for at, below in enumerate(node.below):
             change = _difference(exact[at], noisy[at])
             noisy[at] = None
-            norms.append(_norm([change]))
+            norms.append(norm([change]))
             if change is not None and below >= 0 and self._nodes[below].is_layer:
                 self._nodes[below].handed.append((variable.name, level, scale, change))
         node.noise.append(_Noise(variable.name, level, scale, norms, True))
@@ -378,7 +381,7 @@ def observed(backward, context, grads):
     followers = getattr(context, _OBSERVED, ())
     if followers:
         context = _Context(context)
-    with _Restoring() as restoring:
+    with Restoring() as restoring:
         results = backward(context, *grads)
     if not restoring.variables:
         return results
@@ -398,7 +401,7 @@ def observed(backward, context, grads):
     return results
 
 
-class _Restoring:
+class Restoring:
     """Within it the variables of restored tensors are noted, and those of one, the target, have noise."""
 
     def __init__(self, target=None, level: int = 0, observation: Observation | None = None):
@@ -419,7 +422,12 @@ class _Restoring:
     def restored(self, values, recipe, packed):
         variable = recipe.variable
         self.variables.setdefault(variable.name, variable)
-        if self.is_target(variable) and variable.rounding is not None:
+        return self.changed(values, recipe, packed) if self.is_target(variable) else values
+
+    def changed(self, values, recipe, packed):
+        """With noise, in place."""
+        variable = recipe.variable
+        if variable.rounding is not None:
             flat = layout.storage_order(values)
             rows = flat.view(recipe.samples or (len(values) if values.dim() else 1), -1)
             noise = self._noise.get(packed.data_ptr())
@@ -438,8 +446,8 @@ def restored(values, recipe, packed):
     return values if restoring is None else restoring.restored(values, recipe, packed)
 
 
-def has_noise(recipe) -> bool:
-    """Whether `restored` adds noise."""
+def is_changed(recipe) -> bool:
+    """Whether `restored` adds noise, or puts other values in place."""
     restoring = getattr(_running, "restoring", None)
     return (
         restoring is not None
@@ -473,7 +481,7 @@ def _levels(variable, level: int) -> float:
     return 1.0 if level == 1 else max(variable.levels, 3.0)
 
 
-def _by_edge(context, results) -> list:
+def by_edge(context, results) -> list:
     """The gradients of a Function's backward for its edges: of the inputs that need one."""
     results = results if isinstance(results, tuple) else (results,)
     needed = context.needs_input_grad
@@ -486,7 +494,7 @@ def _difference(exact, noisy):
     return noisy - exact
 
 
-def _is_dense(x) -> bool:
+def is_dense(x) -> bool:
     """Whether x is plain, or will be with its signs: gradients of conjugates are flagged as negative."""
     return is_plain(x) or (type(x) is torch.Tensor and x.is_neg() and is_plain(x.resolve_neg()))
 
@@ -509,7 +517,7 @@ def _below(node, numbers) -> int:
     return numbers.get(node, _NOTHING)
 
 
-def _norm(tensors) -> torch.Tensor | None:
+def norm(tensors) -> torch.Tensor | None:
     """0-D float32: the square root of the sum of squares of all entries of all that are tensors; None without any."""
     norms = [
         torch.linalg.vector_norm(

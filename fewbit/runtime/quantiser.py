@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 
 from fewbit.errors import InputError
 from fewbit.runtime import groups, layout, observation, offload, ops, quantiser_ops
+from fewbit.runtime.keepers import Keeper, KeptBy
 from fewbit.runtime.offset import Offset
 from fewbit.runtime.plain import is_plain
 from fewbit.runtime.sharing import Session, in_backward, in_checkpoint
@@ -47,7 +48,7 @@ class Recipe(NamedTuple):
             return self._restore(tensors, dtype or self.dtype)
         plain = all(each is None or is_plain(each) for each in (*tensors, *vectors))
         fits = plain and inner is not None and self.dtype == torch.float32 and self._maps()
-        if fits and not observation.has_noise(self):
+        if fits and not observation.is_changed(self):
             return self._restore(tensors, dtype or self.dtype, (*map(flat, vectors), inner))
         scale, shift = vectors
         values = self.restore(tensors)
@@ -56,6 +57,21 @@ class Recipe(NamedTuple):
         if shift is not None:
             values.add_(shift)
         return values.to(dtype or self.dtype)
+
+    def of(self, variable: Variable) -> Recipe:
+        """For that variable."""
+        return self._replace(variable=variable)
+
+    def used_by(self, name: str) -> Recipe:
+        """For another layer, of that name."""
+        variable = self.variable
+        if variable is None or variable.rounding is None or variable.name[0] == name:
+            return self
+        return self._replace(variable=variable._replace(user=name))
+
+    def exactly(self, tensors) -> torch.Tensor:
+        """What was kept, whatever an observation tries."""
+        return self._values(tensors, self.dtype, None)
 
     def _restore(self, tensors, dtype, affine=None):
         values = self._values(tensors, dtype, affine)
@@ -101,6 +117,50 @@ class Kept(NamedTuple):
     def mark(self, y: torch.Tensor) -> torch.Tensor:
         """y, as a compiler must see it so that what is kept is made in the forward pass."""
         return y if self.one is None else y * self.one.to(y.dtype)
+
+
+class Rounded(NamedTuple):
+    """A tensor x, what is kept of it or of what `normalise` makes of it, and how: for observations."""
+
+    x: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+    recipe: Recipe
+    group_size: int
+    wide: bool | None
+    normalise: tuple | None
+
+    def variance(self, bits: int, generator) -> torch.Tensor:
+        """As `quantiser_ops.rounding_variance`."""
+        settings = self.group_size, self.wide, self.normalise
+        return quantiser_ops.rounding_variance(
+            self.x, self.recipe.samples, *settings, bits, generator
+        )
+
+    def squares(self) -> torch.Tensor:
+        """0-D float32: the sum over groups of length times range squared."""
+        x = self.x if layout.is_by_sample(self.x) else self.x.contiguous()
+        if x.numel() < groups.LEAST_FEATURES * len(x):
+            x = layout.storage_order(x).view(1, -1)  # as groups run across samples so short
+        return quantiser_ops.squares(x, self.group_size, self.normalise).sum()
+
+    def exact(self) -> torch.Tensor:
+        """What is kept, without errors; of the size, strides and dtype in which it is restored."""
+        recipe = self.recipe
+        x = torch.empty_strided(
+            recipe.size, recipe.stride, dtype=recipe.dtype, device=self.x.device
+        )
+        x.copy_(self.x)
+        if self.normalise is not None:
+            mean, rstd, inner = self.normalise
+            rows = layout.storage_order(x).view(-1, len(rstd), inner)
+            if mean is not None:
+                rows.sub_(mean[:, None])
+            rows.mul_(rstd[:, None])
+        return x
+
+    def restored(self) -> torch.Tensor:
+        """What backward would restore."""
+        return self.recipe.exactly(self.tensors)
 
 
 class Quantiser:
@@ -170,6 +230,8 @@ class Quantiser:
         if kept is None:
             kept = self._keep(x, x.dtype, slot, activation=activation)
             self.session.add(x, self.key, kept)
+        elif self._variables is not None:
+            kept = kept._replace(recipe=kept.recipe.used_by(self.name))
         return kept
 
     def keep_beside(self, x: torch.Tensor, *others: torch.Tensor) -> Kept:
@@ -189,13 +251,17 @@ class Quantiser:
         fits = inner is not None and layout.is_by_sample(x)
         if fits and is_plain(x) and rstd.dtype == torch.float32 and x.dtype != torch.float64:
             return self._keep(x, torch.float32, normalise=(flat(mean), flat(rstd), inner))
+        given = x.dtype
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
-        return self._keep(x, x.dtype)
+        return self._keep(x, x.dtype, given=given)
 
-    def _keep(self, x, dtype, slot=0, normalise=None, activation=None) -> Kept:
-        """x, or what `normalise` makes of it, to be restored in dtype. activation: number of that which made x."""
+    def _keep(self, x, dtype, slot=0, normalise=None, activation=None, given=None) -> Kept:
+        """x, or what `normalise` makes of it, to be restored in dtype. activation: number of that which made x.
+
+        given: the dtype of what the layer got, where that is not x.
+        """
         if not is_plain(x):
             return self._traced(x)
         wide, ask = self._wide(), False
@@ -207,18 +273,24 @@ class Quantiser:
             tensors = quantiser_ops.quantise(x, seed, self.bits, *settings)
             recipe = self._recipe(x, dtype, self.bits)
         else:
-            tensors, recipe = self._keep_variable(x, seed, dtype, slot, settings)
+            tensors, recipe = self._keep_variable(x, seed, dtype, slot, settings, given or x.dtype)
         offload.mark(*tensors)
         if ask:
             self._offset.ask(tensors[1])
         return Kept(tensors, recipe)
 
-    def _keep_variable(self, x, seed, dtype, slot, settings):
+    def _keep_variable(self, x, seed, dtype, slot, settings, given):
         plan = self.session.plan(x)
         variable = plan.of((self.name, slot), self.average, self.is_fixed)
-        samples = plan.samples_of(x)
+        samples = plan.samples_of(x, self.name if slot == 0 else "")
         bits, sensitivities = variable.uniform(), None
-        if samples is None:
+        recipe = self._recipe(x, dtype, bits, samples, variable)
+        keeper = plan.keeper(variable)
+        if keeper is not None:
+            tensors, recipe = _kept_by(keeper, x, seed, recipe, settings, given)
+            if samples is not None and plan.observation is not None:
+                sensitivities = quantiser_ops.sensitivities(x, variable, samples, *settings)
+        elif samples is None:
             tensors = quantiser_ops.quantise(x, seed, bits, *settings)
         else:
             *tensors, sensitivities = quantiser_ops.quantise_samples(
@@ -226,11 +298,14 @@ class Quantiser:
             )
         observation = plan.observation
         if observation is not None and x.numel() and not in_backward():
-            widening = groups.widening(tensors[1]) if self.minimum == "auto" else 0
+            widening = 0
+            if self.minimum == "auto" and keeper is None:
+                widening = groups.widening(tensors[1])
             observation.kept(variable, x.numel(), sensitivities, widening)
-            rounding = partial(quantiser_ops.rounding_variance, x, samples, *settings)
-            variable = variable._replace(rounding=observation.rounding(rounding))
-        return tuple(tensors), self._recipe(x, dtype, bits, samples, variable)
+            rounded = Rounded(x.detach(), tuple(tensors), recipe, *settings)
+            found = observation.rounding(variable, rounded)
+            recipe = recipe.of(variable._replace(rounding=found))
+        return tuple(tensors), recipe
 
     @property
     def _variables(self):
@@ -296,6 +371,16 @@ class Quantiser:
         if self.minimum != "auto":
             parts.append(f"minimum={self.minimum!r}")
         return ", ".join(parts)
+
+
+def _kept_by(keeper: Keeper, x, seed, recipe: Recipe, settings, given):
+    """(tensors, recipe). What is normalised is kept in the dtype of what it was made from, which is as fine."""
+    _, _, normalise = settings
+    values = x.detach()
+    if normalise is not None:
+        values = Rounded(values, (), recipe, *settings).exact()
+    tensors, inner = keeper.keep(values.to(given), seed)
+    return tuple(tensors), KeptBy(inner, recipe)
 
 
 def _is_one_memory(x, other) -> bool:

@@ -41,18 +41,35 @@ def quantise_samples(x, seed, variable, samples, group_size, wide=None, normalis
 
     widths: (samples,) uint8. sensitivities: (samples,) float32, which they are shared by.
     """
-    x = x.detach()
-    source = x if layout.is_by_sample(x) else x.contiguous()
-    if len(source) != samples:
-        source = source.view(samples, -1)
-    squares = backends.of(source).squares(source, group_size, normalise)
+    source = _by_samples(x, samples)
     features = source.numel() // samples
     total = variable.total(samples)
-    sensitivities = variable.plan.sensitivities(variable, squares)
-    widths = split(sensitivities, total)
+    of_samples = _sensitivities(source, variable, group_size, normalise)
+    widths = split(of_samples, total)
     words = groups.words_of_total(total, features)
     kept = quantise(source, seed, 0, group_size, wide, normalise, widths, words)
-    return *kept, widths, sensitivities
+    return *kept, widths, of_samples
+
+
+def sensitivities(x, variable, samples, group_size, wide=None, normalise=None):
+    """(samples,) float32, which samples would share bits by, as in `quantise_samples`."""
+    return _sensitivities(_by_samples(x, samples), variable, group_size, normalise)
+
+
+def _by_samples(x, samples):
+    """x with that many entries in dimension 0."""
+    x = x.detach()
+    source = x if layout.is_by_sample(x) else x.contiguous()
+    return source if len(source) == samples else source.view(samples, -1)
+
+
+def _sensitivities(source, variable, group_size, normalise):
+    return variable.plan.sensitivities(variable, squares(source, group_size, normalise))
+
+
+def squares(x, group_size, normalise=None):
+    """(N,) float32: of each sample of x, `layout.is_by_sample`, the sum over groups of length times range squared."""
+    return backends.of(x).squares(x, group_size, normalise)
 
 
 def rounding_variance(x, samples, group_size, wide, normalise, bits, generator):

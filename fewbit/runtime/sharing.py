@@ -31,6 +31,8 @@ MOST_FOLLOWED = 4096
 _PREACTIVATION = "pre-activation"
 PATH = "_fewbit_path"
 """The attribute of a module that says where in the converted model it is."""
+SESSION = "_fewbit_session"
+"""That of an activation which has its model's session; layers have it in their quantiser."""
 _REENTRANT = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
 _running = threading.local()
 
@@ -179,6 +181,37 @@ class Session:
         """Of the innermost module that runs, from the converted model on."""
         calls = self._local.calls
         return calls[-1].path if calls else ""
+
+    @contextmanager
+    def activation(self, path: str):
+        """Within it a module of that path runs, whose activation is to be known by that."""
+        before, self._local.activation = self._local.activation, path
+        try:
+            yield
+        finally:
+            self._local.activation = before
+
+    def activation_bits(self, name: str, bits: int, x) -> int:
+        """Of a few-bit activation of x: `bits`, unless the plan of the forward has others for that name."""
+        if self.variables is None or not x.requires_grad or not torch.is_grad_enabled():
+            return bits
+        if self._is_outside() or torch._C._functorch.maybe_current_level() is not None:
+            return bits
+        plan = self._forward_of(x).plan
+        return bits if plan is None else plan.activations.get(name, bits)
+
+    def observed_activation(self, function: str, parameters: tuple) -> tuple | None:
+        """(name, function, parameters) of an activation that runs now, if the forward is observed, or None.
+
+        The name is the path of the module, or for functions that modules call "path of the module:function".
+        """
+        forward = self._local.forward
+        if forward is None or forward.plan is None or forward.plan.observation is None:
+            return None
+        name = self._local.activation
+        if name is None:
+            name = f"{self.path()}:{function}"
+        return name, function, parameters
 
     # -- What a forward goes by --------------------------------------------------------------------------
 
@@ -348,6 +381,7 @@ class _Local(threading.local):
         self.keeps = False  # whether a layer has asked to keep something
         self.unknown = None  # the latest Seeds of what is of no forward that is known
         self.results = {}  # those of activations, by place
+        self.activation = None  # path of the module that runs one
         self.around = None
         self.regions = weakref.WeakKeyDictionary()
 

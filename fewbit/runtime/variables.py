@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.errors import InputError
+from fewbit.runtime.groups import LEAST_FEATURES
 from fewbit.runtime.magnitudes import Magnitudes, Numbers, Places
 from fewbit.runtime.plain import is_plain
 
@@ -31,14 +32,16 @@ class Variable(NamedTuple):
     """One compressed tensor of a model's forward. name: (of the layer, number of its input).
 
     average: bits an element, from 1 to 8. is_fixed: whether nobody but the user may change that. plan: of the forward.
-    rounding: {bits: (samples,) variance of an element of this tensor that is rounded to so many}, where observed.
+    rounding: what the forward's observation has found out of how this tensor is rounded, where observed. user: the name
+    of the layer that restores the tensor, where observed and not the one that keeps it.
     """
 
     name: tuple[str, int]
     average: float
     is_fixed: bool = True
     plan: Plan | None = None
-    rounding: dict[int, torch.Tensor] | None = None
+    rounding: object = None
+    user: str | None = None
 
     def total(self, samples: int) -> int:
         """Bits of one element of each of `samples` samples together."""
@@ -54,12 +57,29 @@ class Variable(NamedTuple):
         return 2.0**self.average - 1
 
 
+class Weights:
+    """Numbers by which channels count, of mean 1."""
+
+    def __init__(self, weights):
+        self._of = {torch.device("cpu"): torch.tensor(weights, dtype=torch.float32, device="cpu")}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """(channels,) float32."""
+        found = self._of.get(device)
+        if found is None:
+            found = self._of[device] = self._of[torch.device("cpu")].to(device)
+        return found
+
+
 class Plan:
     """What one forward goes by, and whoever makes a part of it again for a checkpoint.
 
     averages: {name: bits}, of variables that do not have those of their layer. samples: in the forward, or None.
     observation: what is to be found out on the way, or None. Where the samples are numbered also magnitudes, of
-    gradients by sample, and numbers, of the samples of this forward.
+    gradients by sample, and numbers, of the samples of this forward. keepers: {name: what keeps a variable in place of
+    the group quantiser}. activations: {name: bits}, of few-bit activations that do not have their own.
+    channels: {name of a layer: how many}, where those of each sample have bits of their own; weights: {name of a layer:
+    Weights}, by which they share them. least_features: samples of fewer have no bits of their own.
     """
 
     def __init__(self, averages, samples: int | None, observation=None):
@@ -67,6 +87,8 @@ class Plan:
         self.samples = samples
         self.observation = observation
         self.magnitudes = self.numbers = None
+        self.keepers, self.activations, self.channels, self.weights = {}, {}, {}, {}
+        self.least_features = 0
         self._placed = {}
 
     def of(self, name: tuple[str, int], average: float, is_fixed: bool) -> Variable:
@@ -75,8 +97,20 @@ class Plan:
             average = self.averages.get(name, average)
         return Variable(name, average, is_fixed, self)
 
+    def keeper(self, variable: Variable):
+        """What keeps it in place of the group quantiser, or None."""
+        return None if variable.is_fixed else self.keepers.get(variable.name)
+
     def sensitivities(self, variable: Variable, squares: torch.Tensor) -> torch.Tensor:
-        """(samples,) float32: squares of ranges, times those of gradients if the samples have been seen."""
+        """(samples,) float32: squares of ranges, times those of gradients if the samples have been seen.
+
+        Of samples that are channels times their weights.
+        """
+        name, slot = variable.name
+        channels = self.channels.get(name, 0)
+        if slot == 0 and name in self.weights and len(squares) >= channels * self.samples:
+            weights = self.weights[name].on(squares.device)
+            return (squares.view(-1, channels) * weights).view(-1)
         if self.numbers is None:
             return squares
         magnitudes = self.magnitudes.of(variable.name, self._on(squares.device))
@@ -93,9 +127,17 @@ class Plan:
             found = self._placed[device] = self.numbers.to(device)
         return found
 
-    def samples_of(self, x) -> int | None:
-        """How many samples lie in x one after the other, in storage order; None where that is not known."""
+    def samples_of(self, x, name: str = "") -> int | None:
+        """How many samples lie in x one after the other, in storage order; None where that is not known.
+
+        name: of the layer: where its channels have bits of their own, each of a sample is one.
+        """
         if not self.samples or not x.dim() or not x.numel():
+            return None
+        channels = self.channels.get(name)
+        if channels is not None and _has_planes(x, channels):
+            return len(x) * channels
+        if x.numel() < self.least_features * self.samples:
             return None
         if len(x) == self.samples:
             return self.samples
@@ -142,6 +184,12 @@ class Variables:
         magnitudes.load(state.get("magnitudes", ()))
         places.load(state.get("numbers", places.state()))
         self.magnitudes, self._places_of_samples = magnitudes, places
+
+
+def _has_planes(x, channels: int) -> bool:
+    """Whether x, (N, channels, ...), has the elements of a channel of a sample together, enough for groups of their own."""
+    fits = x.dim() > 2 and x.shape[1] == channels and x.is_contiguous()
+    return fits and x.numel() >= LEAST_FEATURES * len(x) * channels
 
 
 def batch_size(inputs) -> int | None:

@@ -6,14 +6,14 @@ values = codec("quant").decompress(payload)
 
 from __future__ import annotations
 
-from fewbit.compress.codecs.error_bounded import ErrorBounded
+from fewbit.compress.codecs.error_bounded import ErrorBounded, check_library
 from fewbit.compress.codecs.jpeg import Jpeg
 from fewbit.compress.codecs.payload import Codec, Payload
 from fewbit.compress.codecs.quant import Quant
 from fewbit.compress.codecs.zero_value import ZeroValue
 from fewbit.errors import InputError
 
-__all__ = ["CODECS", "DEFAULT", "Codec", "Payload", "codec"]
+__all__ = ["CODECS", "DEFAULT", "Codec", "Payload", "check_codec", "codec"]
 
 CODECS: dict[str, Codec] = {
     each.name: each for each in (Quant(), ZeroValue(), ErrorBounded(), Jpeg())
@@ -24,6 +24,12 @@ DEFAULT = "quant"
 
 def codec(name: str) -> Codec:
     """The codec of that name. Raises InputError for any other."""
-    if name not in CODECS:
+    if not isinstance(name, str) or name not in CODECS:
         raise InputError(f"expected {', '.join(CODECS)} for a codec, got {name!r}")
     return CODECS[name]
+
+
+def check_codec(name: str) -> None:
+    """Raises InputError if there is none of that name, or it needs a package that is not there."""
+    if isinstance(codec(name), ErrorBounded):
+        check_library()

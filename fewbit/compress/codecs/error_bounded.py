@@ -82,6 +82,11 @@ class Predicted(NamedTuple):
         return mapped(values.to(self.dtype), dtype or self.dtype, affine)
 
 
+def check_library() -> None:
+    """InputError, with what to install, where the package is not there."""
+    _library()
+
+
 def _library():
     try:
         import imagecodecs

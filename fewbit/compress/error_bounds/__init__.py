@@ -29,6 +29,7 @@ from fewbit.compress.error_bounds.linear import (
 )
 from fewbit.compress.error_bounds.norms import (
     norm_error,
+    norm_input_coefficients,
     norm_input_d,
     norm_input_error,
     norm_squares,
@@ -59,6 +60,7 @@ __all__ = [
     "linear_error",
     "most_reads",
     "norm_error",
+    "norm_input_coefficients",
     "norm_input_d",
     "norm_input_error",
     "norm_squares",

@@ -49,7 +49,7 @@ def norm_input_d(dx2, size: int, scaled2, alignment2=None, expectation: bool = F
     errors with E dx^4 <= 4/3 dx2^2 as stochastic rounding has them, dx2 being step^2 / 4.
     """
     dx2 = squares("dx2", dx2)
-    first, second = _coefficients(size, scaled2, alignment2, expectation)
+    first, second = norm_input_coefficients(size, scaled2, alignment2, expectation)
     d = (first * root(dx2) + second * dx2) ** 2
     return d.sum().item() if isinstance(d, Tensor) else d
 
@@ -61,13 +61,13 @@ def norm_input_error(
 
     (C,) if scaled2 is: each channel then has an equal share of e2 v2. alignment2 may be None.
     """
-    first, second = _coefficients(size, scaled2, alignment2, expectation)
+    first, second = norm_input_coefficients(size, scaled2, alignment2, expectation)
     parts = len(first) if isinstance(first, Tensor) else 1
     return polynomial_error(tolerance(e2, v2) / parts, first, second)
 
 
-def _coefficients(size: int, scaled2, alignment2, expectation: bool):
-    """(first, second) of D = (first dx + second dx2)^2."""
+def norm_input_coefficients(size: int, scaled2, alignment2=None, expectation: bool = False):
+    """(first, second) of D = (first dx + second dx2)^2, as `norm_input_d` has it; (C,) if scaled2 is."""
     whole("size", size)
     scaled2 = squares("scaled2", scaled2)
     alignment2 = size * scaled2 if alignment2 is None else squares("alignment2", alignment2)

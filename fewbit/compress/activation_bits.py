@@ -1,0 +1,40 @@
+"""How many bits an activation's table needs for its largest error to be within a bound."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from fewbit import functions, store
+from fewbit.compress.error_bounds import largest_table_error
+from fewbit.errors import FewbitError
+from fewbit.runtime.tables import DEFAULT
+from fewbit.runtime.variables import LEAST, MOST
+
+
+def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> int | None:
+    """The fewest bits with which the default table's largest error is at most `allowed`; None if there are none.
+
+    Of bits that no table has been shipped for one is solved, once.
+    """
+    for bits in range(LEAST, MOST + 1):
+        if table_error(function, parameters, bits) <= allowed:
+            return bits
+    return None
+
+
+@lru_cache(maxsize=1024)
+def table_error(function: str, parameters: tuple[float, ...], bits: int) -> float:
+    """max |q - f'| of the default table over its domain."""
+    names = functions.get(function).parameters
+    given = dict(zip(names, parameters, strict=True))
+    table = store.load_table(function, bits, parameters=given, **DEFAULT)
+    return largest_table_error(table, *table.domain)
+
+
+def is_known(function: str, parameters: tuple[float, ...]) -> bool:
+    """Whether there is a default table of that function."""
+    try:
+        table_error(function, parameters, MOST)
+    except FewbitError:
+        return False
+    return True

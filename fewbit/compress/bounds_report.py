@@ -1,0 +1,143 @@
+"""The bounds that policy="error-bound" has found, as a sequence, a table and HTML. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fewbit.report import _Report, shortened
+
+MOST_NAME, MOST_DEMAND = 22, 16  # characters
+KINDS = {"in expectation": "mean", "worst case": "worst"}
+
+
+class Bounded(NamedTuple):
+    """What a layer keeps of one of its inputs, or the codes of an activation.
+
+    name: the layer's path; of a function that a module calls, the module's path and the function's name. input: the
+    number of the input; None for activations. demand: the gradient that allows the smallest error. kind: of the bound
+    on its error: "in expectation", "measured" (docs/error_bound.md), or "worst case" for activations. dx: root of the
+    mean squared error that is allowed, of what is kept; of an activation the error of f'. kept: by bits, "exact", or the
+    name of a codec. bits: an element, on average; None where not by bits. elements: in one forward, of all
+    processes; None for activations. is_fixed: bits were given. is_met: False where an activation's table with the most
+    bits errs by more. ratio: E|g^|^2 / E|g|^2 that the monitor saw, the largest of the gradients; None where it has seen none.
+    """
+
+    name: str
+    input: int | None
+    demand: str
+    kind: str
+    dx: float
+    kept: str
+    bits: float | None
+    elements: int | None
+    is_fixed: bool = False
+    is_met: bool = True
+    ratio: float | None = None
+
+
+class Bounds(_Report, Sequence):
+    """Rows of Bounded, in the order of the forward, activations last; equal to one with the same rows.
+
+    e2: as of `compress_`, None without the policy. ratio: E|g^|^2 / E|g|^2 in all, as far as the monitor has seen
+    it; None before that. empty: what is said where there are no rows.
+    """
+
+    _header = ("layer", "decides", "bound", "dx*", "bits", "ratio")
+
+    def __init__(self, rows=(), e2=None, ratio=None, empty="no bounds found"):
+        self._rows = tuple(rows)
+        self.e2 = e2
+        self.ratio = ratio
+        self._empty = empty
+
+    def __getitem__(self, index):
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Bounds) and (self._rows, self.e2, self.ratio) == (
+            other._rows,
+            other.e2,
+            other.ratio,
+        )
+
+    __hash__ = None
+
+    @property
+    def limit(self) -> float | None:
+        """1 + e2, which the ratio is to stay within."""
+        return None if self.e2 is None else 1.0 + self.e2
+
+    @property
+    def bits(self) -> float | None:
+        """The average over all elements that are kept by bits; None without any."""
+        found = [(row.bits, row.elements) for row in self if row.bits and row.elements]
+        elements = sum(each for _, each in found)
+        return sum(bits * each for bits, each in found) / elements if elements else None
+
+    @property
+    def title(self) -> str:
+        if not self:
+            return self._empty
+        layers = [row for row in self if row.input is not None]
+        exact = sum(row.kept == "exact" for row in layers)
+        text = f"e2 = {self.e2:.4g}: {len(layers)} tensors that layers keep"
+        if self.bits is not None:
+            text += f", {self.bits:.4g} bits on average"
+        if exact:
+            text += f", {exact} of them exact"
+        seen = "not seen yet" if self.ratio is None else f"{self.ratio:.4g}"
+        return f"{text}; E|g^|^2 / E|g|^2 {seen}, to stay within {self.limit:.4g}"
+
+    def __rich__(self):
+        return super().__rich__() if self else self.title
+
+    def records(self) -> list[dict]:
+        """A dictionary for each row."""
+        return [row._asdict() for row in self]
+
+    def _keys(self, rows):
+        return [_name(row) for row in self]
+
+    def _cells(self):
+        return [
+            (
+                _name(row),
+                shortened(row.demand, MOST_DEMAND) if row.demand else "-",
+                KINDS.get(row.kind, row.kind) or "-",
+                "any" if row.dx == float("inf") else f"{row.dx:.3g}",
+                _kept(row),
+                "-" if row.ratio is None else f"{row.ratio:.3g}" + "!" * (row.ratio > self.limit),
+            )
+            for row in self
+        ]
+
+    def _notes(self):
+        if not self:
+            return []
+        notes = [
+            "decides: the gradient that allows the smallest error; bound: on the mean of its squared error, on the worst case, or "
+            "measured; dx*: the root mean square error that what is kept may have (of norms what is normalised), of f' the "
+            "largest error of an activation's table",
+            "ratio: E|g^|^2 / E|g|^2 of the layer's own gradients, as the monitor saw it; controller.gradient_ratio tells that "
+            "of all layers together",
+        ]
+        if any(not row.is_met for row in self):
+            notes.append("*: the table with the most bits errs by more than is allowed")
+        return notes
+
+
+def _name(row: Bounded) -> str:
+    """With the number of the input, where it is not the first."""
+    last = " f'" if row.input is None else f" [{row.input}]" * (row.input > 0)
+    return shortened(row.name or "(the model)", MOST_NAME - len(last)) + last
+
+
+def _kept(row: Bounded) -> str:
+    if row.bits is None:
+        return row.kept
+    text = f"{row.bits:.3f}".rstrip("0").rstrip(".")
+    return text + " given" * row.is_fixed + "*" * (not row.is_met)

@@ -1,0 +1,384 @@
+"""policy="error-bound": the fewest bits with which the error of the gradient stays within a bound (AC-GC).
+
+In some steps a `BoundObservation` finds out how large errors of what each layer keeps may be: of every gradient that it
+goes into V^2, and D as a function of the mean squared error dx^2. D(dx*) = e^2 V^2 gives dx*; the smallest dx* of a
+variable's demands gives its bits for the steps up to the next observation (docs/error_bound.md).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from fewbit.compress.activation_bits import is_known, least_bits, table_error
+from fewbit.compress.bound_observation import BoundObservation, BoundsSeen, VariableSeen
+from fewbit.compress.bound_state import (
+    plain_known,
+    plain_seen,
+    read_activations,
+    read_known,
+    read_pairs,
+    read_seen,
+)
+from fewbit.compress.bound_tables import BoundTables, by_number, pairs_by_number
+from fewbit.compress.codecs import DEFAULT as QUANT
+from fewbit.compress.estimates import (
+    Estimate,
+    Known,
+    KnownActivation,
+    Pair,
+    Row,
+    latest,
+    ratio_of,
+    total_of,
+)
+from fewbit.compress.keepers import CodecKeeper, Exactly
+from fewbit.compress.observing import FORGOTTEN, Observing, check_step, read
+from fewbit.errors import BoundWarning
+from fewbit.runtime.groups import LEAST_FEATURES
+from fewbit.runtime.observation import SPREAD
+from fewbit.runtime.variables import LEAST, MOST, Plan, Weights
+
+E2, INTERVAL, WINDOW = 0.5, 100, "mean"
+POLICY = "error-bound"
+NAMED = 3
+"""Layers that a warning names."""
+LEAST_SEEN = 3
+"""Observations without which there is no warning."""
+_NOTHING = BoundsSeen({}, {}, {})
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What may err, and how it is kept. e2: of the gradient's squared error, in units of V^2.
+
+    window: "mean" or "max" of the last observations. codec: a name of `codecs`. by_channel: bits go to channels of samples.
+    """
+
+    e2: float = E2
+    window: str = WINDOW
+    codec: str = QUANT
+    by_channel: bool = False
+
+
+class Choice(NamedTuple):
+    """For one variable. average: bits; None: kept exactly, or by a codec. dx2: dx*^2. demand: whose it is."""
+
+    average: float | None
+    dx2: float
+    demand: Estimate | None = None
+
+
+class Guarantee(Observing):
+    """Bits of each variable and activation by what its error may be.
+
+    names, interval: as for `Observing`. channels: {name: how many} of layers that have some. activations: names of the
+    few-bit activations that take part.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        names: Iterable[str],
+        interval: int = INTERVAL,
+        channels: Mapping[str, int] | None = None,
+        activations: Iterable[str] = (),
+    ):
+        names = list(names)
+        super().__init__(names, interval)
+        self.bound = bound
+        self.known: dict[tuple[str, int], Known] = {}
+        self.known_activations: dict[str, KnownActivation] = {}
+        self.choices: dict[tuple[str, int], Choice] = {}
+        self.activations: dict[str, int] = {}
+        self._channels = dict(channels or {}) if bound.by_channel else {}
+        self._of_activations = frozenset(activations)
+        self._tables = BoundTables(names, self._channels, sorted(self._of_activations))
+        self._next = 0  # of the variables that the monitor takes in turn
+        self._sums: tuple[Pair, ...] = ()  # of what the monitor saw, of each observation
+        self._has_warned = False
+        self._keepers = {}
+        self._weights = {}
+
+    # -- In a forward ------------------------------------------------------------------------------------
+
+    def plan(self, inputs, observation=None) -> Plan:
+        plan = super().plan(inputs, observation)
+        self._tell(plan)
+        return plan
+
+    def _tell(self, plan: Plan) -> None:
+        super()._tell(plan)
+        plan.keepers, plan.activations = self._keepers, self.activations
+        plan.channels, plan.weights = self._channels, self._weights
+        plan.least_features = (
+            LEAST_FEATURES  # groups run across shorter ones, and so do their errors
+        )
+
+    def _new_observation(self) -> BoundObservation:
+        return BoundObservation(self.step, self._monitored())
+
+    def _monitored(self) -> frozenset:
+        """The variables whose exact values are kept beside: those whose turn it is, as many as the largest has room for."""
+        sizes = {
+            name: each.elements * each.dtype_bytes
+            for name, each in self.known.items()
+            if not isinstance(self._keepers.get(name), Exactly)
+        }
+        names, room = list(sizes), max(sizes.values(), default=0)
+        start, taken = self._next, []
+        for count in range(len(names)):
+            name = names[(start + count) % len(names)]
+            if sizes[name] > room:
+                break
+            room -= sizes[name]
+            taken.append(name)
+        self._next = (start + len(taken)) % len(names) if names else 0
+        return frozenset(taken)
+
+    # -- Learning ----------------------------------------------------------------------------------------
+
+    def _learn(self, seen: BoundsSeen | None) -> None:
+        seen = seen or _NOTHING
+        total = math.fsum(each.v2 for of in seen.variables.values() for each in of.demands)
+        total = total or math.fsum(each.v2 for each in seen.activations.values())
+        if not 0 < total < math.inf:
+            return
+        known = {}
+        for name in {**self.known, **seen.variables}:
+            before, now = self.known.get(name), seen.variables.get(name)
+            if now is not None:
+                if name[0] not in self._channels or name[1]:
+                    now = replace(now, channel_weights=None)
+                known[name] = _updated(before, now, seen.monitored.get(name, ()), total)
+            elif before.missed < FORGOTTEN:
+                known[name] = replace(before, missed=before.missed + 1)
+        activations = self._learned_activations(seen.activations, total)
+        chosen = self._chosen(known, activations)
+        self.known, self.known_activations = known, activations
+        self._sums = self._summed(seen, total)
+        self._choose(*chosen)
+        self._warn()
+
+    def _learned_activations(self, seen, total: float) -> dict[str, KnownActivation]:
+        found = {}
+        for name in {**self.known_activations, **seen}:
+            before, now = self.known_activations.get(name), seen.get(name)
+            if now is None and before.missed < FORGOTTEN:
+                found[name] = replace(before, missed=before.missed + 1)
+            elif now is not None and name in self._of_activations:
+                rows = () if before is None else before.rows
+                function, parameters = now.function, tuple(now.parameters)
+                if not function and before is not None:
+                    function, parameters = before.function, before.parameters
+                row = now.v2 / total, now.grad2 / total
+                found[name] = KnownActivation(function, parameters, latest(rows, row))
+        return found
+
+    def _chosen(self, known, activations) -> tuple[dict, dict]:
+        """(choices by variable, bits by activation)."""
+        choices = {name: self._choice(each) for name, each in known.items() if not each.is_fixed}
+        e2, window = self.bound.e2, self.bound.window
+        bits = {
+            name: least_bits(each.function, each.parameters, each.allowed(e2, window)) or MOST
+            for name, each in activations.items()
+            if each.function and is_known(each.function, each.parameters)
+        }
+        return choices, bits
+
+    def _choice(self, known: Known) -> Choice:
+        dx2, demand = known.deciding(self.bound.e2, self.bound.window)
+        if demand is None:
+            # What no gradient is made of may err; what was not seen may not.
+            return Choice(float(LEAST if known.is_known else MOST), dx2)
+        if dx2 == 0 or self.bound.codec != QUANT:
+            return Choice(None, dx2, demand)
+        average = known.least_average(dx2, self.bound.window)
+        if average is not None and not known.is_known:
+            average = float(MOST)
+        return Choice(average, dx2, demand)
+
+    def _choose(self, choices: dict, bits: dict) -> None:
+        self.choices, self.activations = choices, bits
+        self.averages = {
+            name: each.average for name, each in choices.items() if each.average is not None
+        }
+        self._weights = {
+            name: Weights(each.weights)
+            for (name, slot), each in self.known.items()
+            if slot == 0 and each.weights is not None and name in self._channels
+        }
+        self._keepers = {
+            name: self._keeper(name, each) for name, each in choices.items() if each.average is None
+        }
+
+    def _keeper(self, name, choice: Choice):
+        if choice.dx2 == 0 or self.bound.codec == QUANT:
+            return Exactly()
+        weights, channels = self.known[name].weights, None
+        if self.bound.by_channel and weights is not None:
+            channels = tuple(choice.dx2 / each if each > 0 else math.inf for each in weights)
+        return CodecKeeper(self.bound.codec, choice.dx2, channels)
+
+    # -- The monitor -------------------------------------------------------------------------------------
+
+    @property
+    def ratio(self) -> float | None:
+        """E|g^|^2 / E|g|^2 in all, of parameters' gradients if any were seen; None before the monitor has seen any."""
+        of_parameters, of_all = total_of(self.known.values())
+        return ratio_of(of_parameters if of_parameters.exact2 > 0 else of_all)
+
+    def _summed(self, seen: BoundsSeen, total: float) -> tuple[Pair, ...]:
+        pairs = [pair for of in seen.monitored.values() for _, *pair in of]
+        if not pairs:
+            return self._sums
+        return latest(self._sums, Pair(*(sum(each) / total for each in zip(*pairs, strict=True))))
+
+    def _warn(self) -> None:
+        """If the bound is exceeded, and not by chance: each observation is one draw."""
+        ratio, limit = self.ratio, 1 + self.bound.e2
+        if self._has_warned or ratio is None or not ratio > limit:
+            return
+        beyond = [each.hat2 - limit * each.exact2 for each in self._sums]
+        if len(beyond) < LEAST_SEEN or not _is_positive(beyond):
+            return
+        self._has_warned = True
+        ratios = [(each.ratio, name) for name, each in self.known.items() if each.ratio is not None]
+        worst = ", ".join(
+            f"{name or 'the model'} ({ratio:.3g})"
+            for ratio, (name, _) in sorted(ratios, reverse=True)[:NAMED]
+        )
+        warnings.warn(
+            f"gradients are larger than their bound allows: E|g^|^2 / E|g|^2 is {ratio:.3g}, above 1 + e2 = {limit:.3g}; "
+            f"most in {worst}. See controller.bounds; a smaller e2 keeps more bits",
+            BoundWarning,
+            stacklevel=2,
+        )
+
+    # -- What was found ----------------------------------------------------------------------------------
+
+    def rows(self) -> list[tuple]:
+        """The fields of `bounds_report.Bounded`, of all variables and activations."""
+        e2, window, found = self.bound.e2, self.bound.window, []
+        for name, known in self.known.items():
+            choice = self.choices.get(name) or self._choice(known)
+            keeper = None if known.is_fixed else self._keepers.get(name)
+            average = known.average if known.is_fixed else choice.average
+            demand = choice.demand or Estimate()
+            kept = "bits"
+            if keeper is not None:
+                kept, average = ("exact" if isinstance(keeper, Exactly) else keeper.name), None
+            decides = demand.label, demand.kind, math.sqrt(choice.dx2)
+            rest = known.elements, known.is_fixed, True, known.ratio
+            found.append((*name, *decides, kept, average, *rest))
+        for name, bits in self.activations.items():
+            each = self.known_activations[name]
+            allowed = each.allowed(e2, window)
+            is_met = table_error(each.function, each.parameters, bits) <= allowed
+            decides = "input", "worst case", allowed
+            found.append((name, None, *decides, "bits", float(bits), None, False, is_met, None))
+        return found
+
+    # -- Between processes -------------------------------------------------------------------------------
+
+    def _table(self, seen: BoundsSeen | None) -> torch.Tensor:
+        return self._tables.table(seen or _NOTHING)
+
+    def _of_table(self, sums: torch.Tensor) -> BoundsSeen:
+        return self._tables.of_table(sums)
+
+    # -- State -------------------------------------------------------------------------------------------
+
+    def state(self) -> dict:
+        return {"policy": POLICY, **super().state()}
+
+    def _learned(self) -> tuple:
+        return self.known, self.known_activations, self._sums, self._next, self._has_warned
+
+    def _relearn(self, learned: tuple) -> None:
+        self.known, self.known_activations, self._sums, *rest = learned
+        self._next, self._has_warned = rest
+        self._choose(*self._chosen(self.known, self.known_activations))
+
+    def _plain(self, seen: BoundsSeen | None) -> dict:
+        return plain_seen(seen or _NOTHING)
+
+    def _of_plain(self, plain) -> BoundsSeen:
+        return read_seen(plain, self._places)
+
+    def _plain_learned(self) -> dict:
+        return {
+            **plain_known(self.known, self.known_activations),
+            "sums": [list(each) for each in self._sums],
+            "next": self._next,
+            "has_warned": self._has_warned,
+        }
+
+    def _of_plain_learned(self, state) -> tuple:
+        known = read(state, "variables", lambda rows: read_known(rows, self._places))
+        activations = read(state, "activations", read_activations)
+        taken = {name: each for name, each in activations.items() if name in self._of_activations}
+        sums = read(state, "sums", read_pairs)
+        following, has_warned = read(state, "next", check_step), read(state, "has_warned", bool)
+        self._chosen(known, taken)  # raises here if at all
+        return known, taken, sums, following, has_warned
+
+
+def _is_positive(values: list[float]) -> bool:
+    """Whether their mean is above 0 by more than three standard errors."""
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values) > 3 * error
+
+
+def _updated(before: Known | None, now: VariableSeen, monitored, total: float) -> Known:
+    """What is known of a variable after one more observation."""
+    parts = min(now.samples, SPREAD) or 1
+    scale = (now.samples or 1) / now.elements if now.elements else 0.0
+    spread = tuple(scale * each for each in now.squares[:parts])
+    weights, weighed, spreads = None, 0, ()
+    if before is not None:
+        weights, weighed, spreads = before.weights, before.weighed, before.spreads
+    if weighed == 1:
+        spreads = ()  # they were those of channels that count alike
+    if now.channel_weights is not None:
+        if weights is None or len(weights) != len(now.channel_weights):
+            weights, weighed = (0.0,) * len(now.channel_weights), 0
+        weighed = min(weighed + 1, 10)
+        pairs = zip(weights, now.channel_weights, strict=True)
+        weights = tuple(old + (new - old) / weighed for old, new in pairs)
+    return Known(
+        now.average,
+        now.is_fixed,
+        now.is_known,
+        now.elements,
+        now.samples,
+        now.dtype_bytes,
+        latest(spreads, spread),
+        weights,
+        weighed,
+        _updated_demands({} if before is None else before.demands, now, monitored, total),
+    )
+
+
+def _updated_demands(before: dict[int, Estimate], now, monitored, total) -> dict[int, Estimate]:
+    seen = by_number(now.demands)
+    pairs = pairs_by_number(monitored)
+    found = {}
+    for number in {**before, **seen}:
+        each, demand = before.get(number, Estimate()), seen.get(number)
+        if demand is None:
+            if each.missed < FORGOTTEN:
+                found[number] = replace(each, missed=each.missed + 1)
+            continue
+        row = Row(demand.v2 / total, demand.first**2 / total, demand.second**2 / total)
+        seen_pairs = each.pairs
+        if number in pairs:
+            seen_pairs = latest(seen_pairs, Pair(*(value / total for value in pairs[number])))
+        found[number] = Estimate(demand.label, demand.kind, latest(each.rows, row), seen_pairs)
+    return found

@@ -1,0 +1,35 @@
+"""What keeps variables for the error-bound policy where the group quantiser's own bits do not: exactly, or by a codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fewbit.compress.codecs import DEFAULT, codec
+from fewbit.compress.codecs.payload import exact
+
+
+class Exactly:
+    """The tensor as it is, as torch's own layer would."""
+
+    def keep(self, x, seed):
+        return exact(x)
+
+
+@dataclass(frozen=True)
+class CodecKeeper:
+    """A codec's payload within a bound.
+
+    bound: dx*^2, of the squared error of an element. channels: that of each channel, where x has as many; or None.
+    """
+
+    name: str
+    bound: float
+    channels: tuple[float, ...] | None = None
+
+    def keep(self, x, seed):
+        bound = self.bound
+        if self.channels is not None and x.dim() > 1 and x.shape[1] == len(self.channels):
+            bound = self.channels
+        # (Of what is not made of images the cosine transform makes nothing.)
+        fits = self.name != "jpeg" or x.dim() == 4
+        return codec(self.name if fits else DEFAULT).compress(x, bound, seed)

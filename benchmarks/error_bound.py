@@ -88,8 +88,16 @@ def run(task, name: str, arm: str, seed: int, has_ratios: bool) -> tuple[dict, l
 
 
 def observed(controller) -> dict:
-    """The ratio that the controller's own monitor has seen so far, where it has one."""
-    return {}
+    """What the controller's own monitor says so far, and its bits, where bounds are found."""
+    if controller is None or controller.policy != "error-bound":
+        return {}
+    rows = [row for row in controller.bounds if row.bits is not None and row.elements]
+    elements = sum(row.elements for row in rows)
+    return {
+        "monitor": controller.bounds.ratio,
+        "bits": sum(row.bits * row.elements for row in rows) / elements if elements else None,
+        "exact_variables": sum(row.kept == "exact" for row in controller.bounds),
+    }
 
 
 # -- What it costs -------------------------------------------------------------------------------------------

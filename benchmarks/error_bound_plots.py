@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-
 import error_bound_arms as arms
 import matplotlib
 from matplotlib.figure import Figure
@@ -77,7 +75,7 @@ def ratio(records, ratios, of):
                     label=text,
                 )
         axes.set_xlabel("step")
-        axes.set_ylabel("E |compressed gradient|² / |exact gradient|²")
+        axes.set_ylabel("E|ĝ|² / |g|²")
     legend(figure, found)
     return figure
 
@@ -118,9 +116,8 @@ def scores(records, of):
         for arm in arms.CODECS:
             record = [r for r in own if r["arm"] == arm]
             _points(axes, task, record, COLOURS[arm], MARKERS[arm], NAMES[arm], markersize=7)
-        values = [r["score_change"] for r in own]
-        if max(map(abs, values)) > 20 * max(spread, statistics.median(map(abs, values)), 1e-9):
-            axes.set_yscale("symlog", linthresh=max(spread, 1e-3))
+        if max(abs(r["score_change"]) for r in own) > 8 * spread > 0:
+            axes.set_yscale("symlog", linthresh=2 * spread)
         if task.sign < 0:
             axes.invert_yaxis()
         axes.set_xlabel("compression")

@@ -194,6 +194,59 @@ def adapting_sharded(rank):
     _adapt(rank, controller, run)
 
 
+def _bounded(rank, module, controller, run, first="conv"):
+    """Both processes find the same bounds, and keep to the same bits, by what both have seen."""
+    for number in range(1, 13):
+        run(number)
+    both = [None, None]
+    guarantee = controller.session.variables
+    learned = guarantee.averages, guarantee.activations, guarantee._monitored()
+    dist.all_gather_object(both, (controller.bounds, learned))
+    assert both[0] == both[1]
+    rows = [row for row in controller.bounds if row.input is not None]
+    assert {row.elements for row in rows if row.name == first} == {2 * 16 * 3 * 64}
+    assert len({row.bits for row in rows}) > 1 and all(row.dx > 0 for row in rows)
+    assert controller.bounds.ratio < 1.5
+    assert len(rows) > 3 and any(row.input is None for row in controller.bounds)
+
+
+def bounded(rank):
+    """Also where losses are scaled, one process has run the model before, and another does in between."""
+    module = model()
+    options = {"interval": 2, "by_channel": True, "verbose": False}
+    controller = fewbit.compress_(module, policy="error-bound", **options)
+    if rank == 0:
+        module(inputs(rank)).square().mean().backward()
+    wrapped = DistributedDataParallel(module)
+
+    def run(number):
+        wrapped.zero_grad()
+        scale = 2.0 ** (number % 3)
+        if number % 4 == 3 and rank == 0:
+            scale = float("inf")  # what one process saw counts alone
+        (scale * wrapped(inputs(rank)).square().mean()).backward()
+        if number % 3 == 0 and rank == 1:
+            module(inputs(rank)).square().mean().backward()
+
+    _bounded(rank, module, controller, run)
+
+
+def bounded_sharded(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    module = model()
+    controller = fewbit.compress_(module, policy="error-bound", interval=2, verbose=False)
+    for layer in (module.a, module.head):
+        fully_shard(layer)
+    fully_shard(module)
+
+    def run(number):
+        module.zero_grad()
+        module(inputs(rank)).square().mean().backward()
+
+    _bounded(rank, module, controller, run)
+
+
 def stages(rank):
     """Each process has a model of its own, sharded over a mesh of one: they do not wait for each other."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -358,6 +411,8 @@ CASES = (
     adapting,
     adapting_within,
     adapting_sharded,
+    bounded,
+    bounded_sharded,
     stages,
     resumed,
     adapting_parts,

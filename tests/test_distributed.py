@@ -16,6 +16,8 @@ CASES = (
     "adapting_within",
     "adapting_sharded",
     "adapting_parts",
+    "bounded",
+    "bounded_sharded",
     "stages",
     "resumed",
     "sync_batch_norm",

@@ -379,6 +379,7 @@ def test_default_candidates_are_those_that_the_model_has_a_use_for():
 
     fixed = [f"fixed {each} bits" for each in (8, 4, 3, 2)]
     shared = [f"shared {each} bits" for each in (4, 3, 2, 1.5)]
+    shared += [f"error-bound e2={each}" for each in ("0.1", "0.5", "1", "2")]
     assert names(nn.Linear(4, 4)) == fixed + shared
     fused = [f"pre-activation {each} bits" for each in (8, 4, 2)]
     assert names(Images()) == [*fixed, *shared, *fused, "activations 1 bit"]
@@ -386,7 +387,7 @@ def test_default_candidates_are_those_that_the_model_has_a_use_for():
     assert names(net()) == [*fixed, *shared, *fused, *few]
     assert names(net(), ["activations"]) == few
     with pytest.raises(
-        InputError, match="expected one of fixed, shared for policy, got 'activations'"
+        InputError, match="expected one of fixed, shared, error-bound for policy, got 'activations'"
     ):
         default_candidates(nn.Linear(4, 4), ["activations"])
 
@@ -632,7 +633,7 @@ def test_command_with_a_model_by_name():
         (["resnet18", "-o", "plan.txt"], "plan.txt: expected a file name that ends in .json"),
         (
             ["resnet18", "--policy", "none"],
-            "expected one of fixed, shared, pre-activation, activations for",
+            "expected one of fixed, shared, error-bound, pre-activation, activations for",
         ),
         (["{own}:wrong"], "expected it to return (model, batch, loss), got a tuple of 2"),
         (["{own}:missing"], "has no attribute 'missing'"),

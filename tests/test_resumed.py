@@ -154,13 +154,17 @@ OPTIONS = {
 }
 
 
+LEVELS = ["L2", "L2.5", "L3", "error-bound"]
+
+
 def check(make, shape, level, stops, steps, **options):
     """That many steps are the same in one run, and in runs that go on from where that one was at those stops."""
 
     def start():
         torch.manual_seed(0)
         model = make()
-        controller = fewbit.compress_(model, 2, level=level, interval=3, verbose=False, **options)
+        how = {"policy": level} if level == "error-bound" else {"bits": 2, "level": level}
+        controller = fewbit.compress_(model, interval=3, verbose=False, **how, **options)
         return model, controller, torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
 
     def step(model, controller, optimizer):
@@ -170,7 +174,7 @@ def check(make, shape, level, stops, steps, **options):
         loss.backward()
         optimizer.step()
         parameters = [parameter.tolist() for parameter in model.parameters()]
-        return loss.item(), parameters, controller.allocation
+        return loss.item(), parameters, controller.allocation, controller.bounds
 
     running, states, expected = start(), {}, []
     for done in range(steps):
@@ -203,14 +207,20 @@ def saved(model, controller, optimizer) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("level", ["L2", "L2.5", "L3"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", MODELS)
 def test_resumed_training_is_the_same(level, name):
     make, shape = MODELS[name]
     check(lambda: nn.Sequential(make(), nn.Dropout(0.1)), shape, level, (1, 2, 5), 9)
 
 
-@pytest.mark.parametrize("level", ["L2", "L2.5", "L3"])
+@pytest.mark.parametrize("options", [{"codec": "quant+zvc"}, {"by_channel": True, "window": "max"}])
+def test_also_with_codecs_and_channels(options):
+    make, shape = MODELS["convnet"]
+    check(make, shape, "error-bound", (1, 2, 5), 9, **options)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("kernels", ["reference", "native"])
 def test_also_of_odd_models(level, name, kernels, choice, monkeypatch):

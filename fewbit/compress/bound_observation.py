@@ -157,18 +157,17 @@ class BoundObservation(Observation):
     def rounding(self, variable: Variable, rounded: Rounded) -> _Tensor | None:
         if not self._is_open:
             return None
-        exact = rounded.exact()
-        errors = _row_squares(rounded.restored().sub_(exact))
+        exact = rounded.exact() if variable.name in self.monitored else None
+        difference = rounded.errors(exact)
+        errors = _row_squares(difference)
         squares = rounded.squares().double()
-        error2 = errors.sum()
-        deviation = (torch.maximum(error2, _LEAST_ERROR * squares) / exact.numel()).sqrt()
+        error2, elements = errors.sum(), difference.numel()
+        deviation = (torch.maximum(error2, _LEAST_ERROR * squares) / elements).sqrt()
         has_samples = rounded.recipe.samples is not None
         numbers = errors, error2.sqrt(), squares, deviation
-        tensor = _Tensor(variable.name, exact.numel(), has_samples, *numbers)
-        if variable.name in self.monitored:
-            tensor.exact = exact
+        tensor = _Tensor(variable.name, elements, has_samples, *numbers, exact)
         self._tensors.append(tensor)
-        self._bytes[variable.name] = exact.element_size()
+        self._bytes[variable.name] = difference.element_size()
         return tensor
 
     def _attach(self, node, number) -> None:
@@ -419,9 +418,9 @@ def _channel_weights(costs) -> list[float] | None:
 
 def _row_squares(x) -> torch.Tensor:
     """(len(x),) float64, or (1,) of a number: sums of squares."""
-    rows = x.reshape(len(x) if x.dim() else 1, -1)
+    x = x if x.dim() > 1 else x.reshape(-1, 1)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return torch.linalg.vector_norm(rows, dim=1, dtype=dtype).double().square()
+    return torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim())), dtype=dtype).double().square()
 
 
 def _are_dense(tensors) -> bool:

@@ -70,6 +70,7 @@ class Policy(NamedTuple):
 POLICIES = (
     Policy("fixed", (8, 4, 3, 2), {"level": "L2"}),
     Policy("shared", (4, 3, 2, 1.5), {"level": "L3"}),
+    Policy("error-bound", (0.1, 0.5, 1.0, 2.0), {"policy": "error-bound"}, "e2"),
     Policy("pre-activation", (8, 4, 2), {"fuse": "preactivation"}, needs=tuple(NORMS)),
 )
 ACTIVATION_BITS = (4, 3, 2)
@@ -78,7 +79,8 @@ ACTIVATION_BITS = (4, 3, 2)
 def default_candidates(
     model: nn.Module, policies: Iterable[str] | None = None
 ) -> tuple[Candidate, ...]:
-    """The same bits for all layers ("fixed"); shared between layers ("shared"); fused norms; "activations" alone.
+    """The same bits for all layers ("fixed"); shared between layers ("shared"); by a bound on the gradient's error
+    ("error-bound"); fused norms; "activations" alone.
 
     The last where the model has activations as modules; of those with two slopes alone, as ReLU, with 1 bit, which
     is exact. policies: only these. InputError for one that there is not for this model.

@@ -2,8 +2,8 @@
 
 `of_layer` looks at a layer's backward pass, where gradients and restored tensors are, and takes small numbers that
 come to the host later; `Part.finish` there makes D of them, by `error_bounds` in expectation. Functions without
-a formula of use (attention, whose bound asks for some bits too many; gated units, PReLU, products, softmax) get None:
-what noise does to their gradients is measured instead (`bound_observation`).
+a formula of use (attention, whose bound asks for some bits too many; gated units, products, softmax) get None: what
+noise does to their gradients is measured instead (`bound_observation`).
 
 D is a function of the mean squared error of the tensor, dx^2. Where a formula has one error for all elements, rows
 n (entries of dimension 0) weigh by the errors dx_n^2 that they have now, as samples have bits of their own:
@@ -27,6 +27,7 @@ from fewbit.compress.transformers_modules import _scale
 from fewbit.functional.convolution import _Convolution
 from fewbit.functional.linear import _Linear
 from fewbit.functional.normalization import _BatchNorm, _GroupNorm, _LayerNorm, _RMSNorm
+from fewbit.functional.prelu import _PReLU
 from fewbit.runtime.normalised import Affine
 from fewbit.runtime.quantiser import Permuted
 
@@ -74,7 +75,10 @@ def of_layer(context, grads, results, errors: Tensor) -> list[Part] | None:
 def labels(function) -> tuple[str, ...]:
     """What the inputs of an autograd Function are called."""
     names = list(signature(function.forward).parameters)[1:]
-    return tuple("input" if name == "x" else name for name in names)
+    return tuple(_AS_IN_TORCH.get(name, name) for name in names)
+
+
+_AS_IN_TORCH = {"x": "input", "x1": "input1", "x2": "input2", "a": "input", "b": "other"}
 
 
 # -- linear layers and convolutions: docs/theory/ac_gc.md, sections 3 to 5 -----------------------------------
@@ -131,6 +135,22 @@ def _mean(scales2) -> float:
     return sum(scales2[0]) / len(scales2[0]) if scales2 else 1.0
 
 
+def _prelu(context, grad, results, errors):
+    """The weight's gradient is sum of g min(x, 0), linear; elements of 0 are kept without errors, at an end of the range.
+
+    So D = n / negative elements * |g there|^2 dx^2.
+    """
+    if context.needs_input_grad[0]:
+        _, sign, *_ = context.saved_tensors
+        is_negative = ~context.sign.restore((sign,)).view(torch.bool)
+    else:
+        _, *kept = context.saved_tensors
+        is_negative = context.recipe.restore(kept) < 0
+    grad2 = _squares(grad * is_negative, tuple(range(grad.dim()))).sum()
+    count = is_negative.sum().clamp(min=1)
+    return [Part(1, ((grad2 / count * grad.numel())[None],), _weight_cost)]
+
+
 # -- norms: section 6 ----------------------------------------------------------------------------------------
 
 
@@ -173,7 +193,11 @@ def _batch_norm(context, grad, results, errors):
     )  # not an instance norm, whose channels are those of samples
     grad2 = _squares(grad, dims).flatten()
     parts = [Part(4, (grad2 if is_whole else grad2.sum()[None],), _weight_cost)]
-    if context.needs_input_grad[0]:
+    if context.needs_input_grad[0] and weight is not None and results[4] is not None:
+        scale2 = (weight * rstd).double().square()
+        sums = grad2 * scale2, results[4].double().square() * scale2
+        parts.append(_of_sums(*sums, grad.numel() // len(rstd), is_whole))
+    elif context.needs_input_grad[0]:
         x = context.recipe.restore(kept[: context.recipe.count]).reshape(context.view)
         g = _product(grad, _of_channels(weight, grad), x)
         parts.append(_of_input(x, g, _of_channels(rstd, grad), dims, is_whole))
@@ -189,9 +213,15 @@ def _of_input(x, g, rstd, dims, has_channels=False):
     """x: restored x~; g: the gradient times the weight; rstd: 1 / s of sets, which are over `dims`."""
     rstd = rstd.to(x.dtype)
     alignment = (x * g).sum(dims, keepdim=True) * rstd
-    sums = _squares(g * rstd, dims), alignment.double().square()
-    numbers = tuple(each.flatten() if has_channels else each.sum()[None] for each in sums)
-    return Part(0, numbers, partial(_input_cost, x.numel() // rstd.numel()))
+    sums = _squares(g, dims) * rstd.double().square(), alignment.double().square()
+    return _of_sums(*sums, x.numel() // rstd.numel(), has_channels)
+
+
+def _of_sums(scaled2, alignment2, size, has_channels):
+    """Of sums in sets of `size` elements each, which are channels, if has_channels."""
+    each = scaled2.flatten(), alignment2.flatten()
+    numbers = each if has_channels else tuple(one.sum()[None] for one in each)
+    return Part(0, numbers, partial(_input_cost, size))
 
 
 def _input_cost(size, entries, error2):
@@ -248,4 +278,5 @@ _FORMULAS = {
     _TransformersRMSNorm: _transformers_rms_norm,
     _GroupNorm: _group_norm,
     _BatchNorm: _batch_norm,
+    _PReLU: _prelu,
 }

@@ -27,8 +27,7 @@ import math
 import threading
 from collections import deque
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import pairwise
+from functools import lru_cache, partial
 
 import torch
 
@@ -469,11 +468,18 @@ class _Context:
 
 def _means(values: torch.Tensor) -> torch.Tensor:
     """(SPREAD,) float64: of parts of equal length, as far as whole values allow."""
-    count = min(len(values), SPREAD)
-    ends = [round(i * len(values) / count) for i in range(count + 1)]
-    sums = values.double().cumsum(0)
-    parts = [(sums[b - 1] - (sums[a - 1] if a else 0)) / (b - a) for a, b in pairwise(ends)]
-    return torch.nn.functional.pad(torch.stack(parts), (0, SPREAD - count))
+    ends, lengths = _ends(len(values), values.device)
+    sums = torch.nn.functional.pad(values.double().cumsum(0), (1, 0))
+    parts = sums[ends].diff() / lengths
+    return torch.nn.functional.pad(parts, (0, SPREAD - len(lengths)))
+
+
+@lru_cache(maxsize=256)
+def _ends(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where parts of `count` values end, after a 0 at which the first begins, and how long they are."""
+    parts = min(count, SPREAD)
+    ends = torch.tensor([round(i * count / parts) for i in range(parts + 1)], device="cpu")
+    return ends.to(device), ends.diff().double().to(device)
 
 
 def _levels(variable, level: int) -> float:

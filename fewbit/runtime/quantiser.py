@@ -158,9 +158,11 @@ class Rounded(NamedTuple):
             rows.mul_(rstd[:, None])
         return x
 
-    def restored(self) -> torch.Tensor:
-        """What backward would restore."""
-        return self.recipe.exactly(self.tensors)
+    def errors(self, exact: torch.Tensor | None = None) -> torch.Tensor:
+        """What backward would restore, minus what should be. exact: that of `exact`, if it is there."""
+        if exact is None:
+            exact = self.x if self.normalise is None else self.exact()
+        return self.recipe.exactly(self.tensors).sub_(exact)
 
 
 class Quantiser:
@@ -301,9 +303,11 @@ class Quantiser:
             widening = 0
             if self.minimum == "auto" and keeper is None:
                 widening = groups.widening(tensors[1])
-            observation.kept(variable, x.numel(), sensitivities, widening)
             rounded = Rounded(x.detach(), tuple(tensors), recipe, *settings)
-            found = observation.rounding(variable, rounded)
+            # Nothing here is to be replaced: the mode of functions would be asked often.
+            with torch._C.DisableTorchFunction():
+                observation.kept(variable, x.numel(), sensitivities, widening)
+                found = observation.rounding(variable, rounded)
             recipe = recipe.of(variable._replace(rounding=found))
         return tuple(tensors), recipe
 

@@ -17,10 +17,15 @@ from fewbit.compress import meter
 from fewbit.compress.gradients import Measured, difference
 from fewbit.runtime.sharing import measuring
 
-E2, INTERVAL = 0.5, 100
+INTERVAL = 100
 GRID = (1, 2, 3, 4, 5, 6, 7, 8)
-BOUND, BOUND_ZEROS = "error bound", "error bound, zeros"
-CODECS = {BOUND: "quant", BOUND_ZEROS: "quant+zvc"}
+BOUND, TIGHT, ZEROS = "error bound", "error bound, e2 0.1", "error bound, zeros"
+BOUNDS = {
+    BOUND: {"e2": 0.5, "codec": "quant"},
+    TIGHT: {"e2": 0.1, "codec": "quant"},
+    ZEROS: {"e2": 0.5, "codec": "quant+zvc"},
+}
+"""Options of the policy."""
 EXACT = "exact"
 DRAWS = 8
 
@@ -31,7 +36,7 @@ def fixed(bits: int) -> str:
 
 
 FIXED = {fixed(bits): bits for bits in GRID}
-ARMS = (EXACT, *FIXED, *CODECS)
+ARMS = (EXACT, *FIXED, *BOUNDS)
 
 
 def compress(model: nn.Module, arm: str, interval: int = INTERVAL):
@@ -46,7 +51,7 @@ def compress(model: nn.Module, arm: str, interval: int = INTERVAL):
         return fewbit.compress_(model, bits=FIXED[arm], level="L2", verbose=False)
     if "e2" not in inspect.signature(fewbit.compress_).parameters:
         raise NotImplementedError(f"{arm}: this fewbit has no policy 'error-bound'")
-    options = {"policy": "error-bound", "e2": E2, "interval": interval, "codec": CODECS[arm]}
+    options = {"policy": "error-bound", "interval": interval, **BOUNDS[arm]}
     return fewbit.compress_(model, **options, verbose=False)
 
 

@@ -8,9 +8,15 @@ from matplotlib.figure import Figure
 
 from fewbit import plot as style
 
-COLOURS = {arms.BOUND: "#440154", arms.BOUND_ZEROS: "#2a788e"}
-MARKERS = {arms.BOUND: "o", arms.BOUND_ZEROS: "D"}
-NAMES = {arms.BOUND: "error bound", arms.BOUND_ZEROS: "error bound, zeros left out"}
+COLOURS = {arms.BOUND: "#440154", arms.TIGHT: "#2a788e", arms.ZEROS: "#5ec962"}
+MARKERS = {arms.BOUND: "o", arms.TIGHT: "D", arms.ZEROS: "^"}
+NAMES = {
+    arms.BOUND: "error bound, e² = 0.5",
+    arms.TIGHT: "e² = 0.1",
+    arms.ZEROS: "e² = 0.5, zeros left out",
+}
+PICTURED = arms.BOUND, arms.TIGHT
+"""Whose gradients are drawn, each beside the line of its 1 + e^2."""
 GRID = "#6e7781"
 
 
@@ -49,13 +55,15 @@ def ratio(records, ratios, of):
     """E|g^|^2 / |g|^2 over the steps of training: a line a seed, fixed bits of the grid search, and 1 + e^2."""
     figure, found = panels(of)
     for name, axes in found.items():
-        axes.axhline(
-            1 + arms.E2, color=style.ERROR, linestyle="--", linewidth=1.3, label="1 + e², the bound"
-        )
+        for arm in PICTURED:
+            limit = 1 + arms.BOUNDS[arm]["e2"]
+            axes.axhline(
+                limit, color=COLOURS[arm], linestyle="--", linewidth=1.2, label=f"1 + e² = {limit}"
+            )
         axes.axhline(1, color=style.INK, linewidth=0.8)
         taken = {r["arm"] for r in records if r["task"] == name and r["is_grid"]}
         drawn = dict.fromkeys(taken, (GRID, "s", "fixed bits of the grid search"))
-        drawn |= {arm: (COLOURS[arm], MARKERS[arm], NAMES[arm]) for arm in COLOURS}
+        drawn |= {arm: (COLOURS[arm], MARKERS[arm], NAMES[arm]) for arm in PICTURED}
         for arm, (colour, marker, text) in drawn.items():
             runs = {}
             for row in ratios:
@@ -113,7 +121,7 @@ def scores(records, of):
                     linestyle="none",
                     label="taken by grid search",
                 )
-        for arm in arms.CODECS:
+        for arm in arms.BOUNDS:
             record = [r for r in own if r["arm"] == arm]
             _points(axes, task, record, COLOURS[arm], MARKERS[arm], NAMES[arm], markersize=7)
         if max(abs(r["score_change"]) for r in own) > 8 * spread > 0:

@@ -443,6 +443,30 @@ def test_each_call_of_a_layer(scales, is_checkpointed):
     assert demand.v2 == pytest.approx(sum(squares), rel=0.05)
 
 
+def test_reentrant_checkpoints_show_nothing():
+    """The rest is seen, and the step is the same."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.region, self.last = nn.Linear(64, 64), mlp(), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.last(checkpoint(self.region, self.first(x), use_reentrant=True))
+
+    model = Model()
+    controller = converted(model)
+    controller.session.variables = Fixed()
+    expected = gradient(model, X)
+    found = observed(model, controller, X, run=gradient, monitored={("region.0", 0), ("last", 0)})
+    after = torch.cat([each.grad.flatten() for each in model.parameters()])
+    assert torch.equal(after, expected)
+    demanding = {name for (name, _), each in found.variables.items() if each.demands}
+    assert demanding == {"first", "last"} == {name for name, _ in found.variables}
+    assert found.monitored.keys() == {("last", 0)} and not found.activations
+
+
 def test_skipped_and_frozen_layers():
     class Model(nn.Module):
         def __init__(self):

@@ -424,7 +424,7 @@ A_FILTER = "expected a glob, a list of globs or a function (path, module) -> boo
         ({"activation_bits": 9}, "expected a whole number from 1 to 8 for activation_bits, got 9"),
         ({"level": "L9"}, "expected one of L0, L1, L2, L2.5, L3, L4, L5 for level, got 'L9'"),
         ({"level": "L0", "bits": 2}, "expected no bits at level L0, which compresses nothing"),
-        ({"policy": "magic"}, "expected 'fixed' for policy, got 'magic'"),
+        ({"policy": "magic"}, "expected 'fixed' or 'error-bound' for policy, got 'magic'"),
         ({"group_size": 33}, "expected a multiple of 32 from 32 to 65536 for group_size, got 33"),
         ({"minimum": "int8"}, "expected auto, bfloat16 or float32 for minimum, got 'int8'"),
         ({"copies": 0}, "expected 1 or 2 for copies, got 0"),

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fewbit.compress.bits_for_error import least_average, sizes
@@ -57,6 +57,7 @@ def best_error(squares, samples, total):
     return best
 
 
+@settings(max_examples=30)
 @given(
     st.lists(st.floats(0, 1e3), min_size=1, max_size=3),
     st.floats(1e-6, 1e3),
@@ -142,6 +143,7 @@ def test_more_tolerance_never_takes_more_bits(first, second, v2, e2, factor):
     assert found[1] <= found[0]
 
 
+@settings(max_examples=30)
 @given(st.floats(0.01, 50), st.floats(0, 50), st.floats(0.01, 10), st.floats(0.05, 4))
 def test_the_bound_of_the_bits_is_within_what_is_allowed(first, second, v2, e2):
     policy = learned({"a": variable(weight(v2, first, second))}, e2=e2)
@@ -174,6 +176,15 @@ def test_where_not_all_gradients_were_seen_bits_stay():
     policy = learned({"a": variable(weight(1.0, 1.0), is_known=False)})
     assert policy.choices["a", 0].average == 8
     assert policy.choices["a", 0].dx2 == pytest.approx(0.5)
+    for codec, v2, kept in (
+        ("quant+zvc", 1.0, 8),
+        ("quant+zvc", 1e-9, None),
+        ("quant", 1e-9, None),
+    ):
+        seen = {"a": variable(weight(v2, 1.0), is_known=False), "b": variable(weight(1.0, 1.0))}
+        policy = learned(seen, codec=codec)
+        assert policy.choices["a", 0].average == kept
+        assert kept or isinstance(policy._keepers["a", 0], Exactly)
 
 
 def test_bits_that_are_given_stay():

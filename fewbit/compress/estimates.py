@@ -62,11 +62,6 @@ class Estimate:
             first2, second2 = (max(each) for each in list(zip(*self.rows, strict=True))[1:])
         return polynomial_error(tolerance(e2, v2), math.sqrt(first2), math.sqrt(second2))
 
-    @property
-    def is_of_parameter(self) -> bool:
-        """Whether the gradient is that of a parameter."""
-        return self.label.rpartition(" ")[2] == "weight"
-
 
 @dataclass(frozen=True)
 class Known:
@@ -105,7 +100,7 @@ class Known:
     def pairs(self) -> tuple[Pair, Pair]:
         """Sums over demands of the means of what the monitor saw: (of parameters' gradients, of all)."""
         seen = [(each, _mean_pair(each.pairs)) for each in self.demands.values() if each.pairs]
-        of_parameters = _sum(pair for each, pair in seen if each.is_of_parameter)
+        of_parameters = _sum(pair for each, pair in seen if is_of_parameter(each.label))
         return of_parameters, _sum(pair for _, pair in seen)
 
     @property
@@ -133,6 +128,11 @@ class KnownActivation:
             return min(table_error(grad2, e2, v2) for v2, grad2 in self.rows)
         v2, grad2 = (_mean(each) for each in zip(*self.rows, strict=True))
         return table_error(grad2, e2, v2)
+
+
+def is_of_parameter(label: str) -> bool:
+    """Whether a demand's gradient is that of a parameter."""
+    return label.rpartition(" ")[2] == "weight"
 
 
 def ratio_of(pair: Pair) -> float | None:

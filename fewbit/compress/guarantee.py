@@ -34,6 +34,7 @@ from fewbit.compress.estimates import (
     KnownActivation,
     Pair,
     Row,
+    is_of_parameter,
     latest,
     ratio_of,
     total_of,
@@ -117,9 +118,8 @@ class Guarantee(Observing):
         super()._tell(plan)
         plan.keepers, plan.activations = self._keepers, self.activations
         plan.channels, plan.weights = self._channels, self._weights
-        plan.least_features = (
-            LEAST_FEATURES  # groups run across shorter ones, and so do their errors
-        )
+        # Groups run across shorter samples, and so do their errors.
+        plan.least_features = LEAST_FEATURES
 
     def _new_observation(self) -> BoundObservation:
         return BoundObservation(self.step, self._monitored())
@@ -194,14 +194,13 @@ class Guarantee(Observing):
 
     def _choice(self, known: Known) -> Choice:
         dx2, demand = known.deciding(self.bound.e2, self.bound.window)
-        if demand is None:
-            # What no gradient is made of may err; what was not seen may not.
-            return Choice(float(LEAST if known.is_known else MOST), dx2)
-        if dx2 == 0 or self.bound.codec != QUANT:
+        if demand is None and known.is_known:
+            return Choice(float(LEAST), dx2)  # no gradient is made of it
+        if known.is_known and (dx2 == 0 or self.bound.codec != QUANT):
             return Choice(None, dx2, demand)
         average = known.least_average(dx2, self.bound.window)
         if average is not None and not known.is_known:
-            average = float(MOST)
+            average = float(MOST)  # of gradients that were not seen nothing is known
         return Choice(average, dx2, demand)
 
     def _choose(self, choices: dict, bits: dict) -> None:
@@ -219,7 +218,8 @@ class Guarantee(Observing):
         }
 
     def _keeper(self, name, choice: Choice):
-        if choice.dx2 == 0 or self.bound.codec == QUANT:
+        is_known = self.known[name].is_known
+        if choice.dx2 == 0 or not is_known or self.bound.codec == QUANT:
             return Exactly()
         weights, channels = self.known[name].weights, None
         if self.bound.by_channel and weights is not None:
@@ -235,7 +235,9 @@ class Guarantee(Observing):
         return ratio_of(of_parameters if of_parameters.exact2 > 0 else of_all)
 
     def _summed(self, seen: BoundsSeen, total: float) -> tuple[Pair, ...]:
-        pairs = [pair for of in seen.monitored.values() for _, *pair in of]
+        found = [(label, pair) for of in seen.monitored.values() for label, *pair in of]
+        of_parameters = [pair for label, pair in found if is_of_parameter(label)]
+        pairs = of_parameters or [pair for _, pair in found]
         if not pairs:
             return self._sums
         return latest(self._sums, Pair(*(sum(each) / total for each in zip(*pairs, strict=True))))

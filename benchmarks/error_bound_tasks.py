@@ -1,0 +1,127 @@
+"""The four tasks of `error_bound.py`: small networks on real data that needs no download, behind one form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
+from typing import NamedTuple
+
+import digits_resnet
+import super_resolution
+import text_classifier
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fewbit.demo import text, training
+
+
+class Task(NamedTuple):
+    """One network, its data and one training run of it.
+
+    score: what the result is judged by, a key of what `train` returns. unit: it is shown in, after `factor`. sign: 1 if
+    more is better, else -1. build: by seed; equal for equal seeds. batches: without end, from a generator. train:
+    (model, seed, progress) trains in place and tells held-out results; batches follow from the seed alone.
+    """
+
+    title: str
+    score: str
+    unit: str
+    factor: float
+    sign: int
+    steps: int
+    build: Callable[[int], nn.Module]
+    batches: Callable[[torch.Generator], Iterator]
+    loss: Callable[[nn.Module, object], Tensor]
+    train: Callable[..., dict[str, float]]
+
+
+def tasks(quick: bool = False) -> dict[str, Task]:
+    """By name. quick: a few steps each, to see that all works."""
+    return {
+        "digits": digits(quick),
+        "transformer": transformer(quick),
+        "text": Task(
+            "Text classifier",
+            "accuracy",
+            "%",
+            100,
+            1,
+            20 if quick else text_classifier.STEPS,
+            text_classifier.build,
+            text_classifier.batches,
+            text_classifier.loss,
+            with_steps(text_classifier.train, 20 if quick else text_classifier.STEPS),
+        ),
+        "photographs": Task(
+            "Super-resolution",
+            "psnr",
+            "dB",
+            1,
+            1,
+            20 if quick else super_resolution.STEPS,
+            super_resolution.build,
+            super_resolution.batches,
+            super_resolution.loss,
+            with_steps(super_resolution.train, 20 if quick else super_resolution.STEPS),
+        ),
+    }
+
+
+def with_steps(train, steps):
+    return lambda model, seed, progress: train(model, seed, progress, steps)
+
+
+EPOCHS = 30
+"""Of digits, so that bounds are found more than three times after the first steps."""
+
+
+def digits(quick: bool) -> Task:
+    """The ResNet for digits, with ReLU."""
+    digits_resnet.EPOCHS = 1 if quick else EPOCHS
+    of_epoch = len(digits_resnet.digits()[1]) // digits_resnet.BATCH
+
+    def loss(model, batch):
+        images, labels = batch
+        return cross_entropy(model(images), labels)
+
+    return Task(
+        "ResNet, digits",
+        "accuracy",
+        "%",
+        100,
+        1,
+        digits_resnet.EPOCHS * of_epoch,
+        lambda seed: digits_resnet.build(nn.ReLU, seed),
+        lambda generator: chain.from_iterable(map(digits_resnet.batches, repeat(generator))),
+        loss,
+        digits_resnet.train,
+    )
+
+
+def transformer(quick: bool) -> Task:
+    """The demo's, over the characters of Python's help texts."""
+    settings = training.Settings(steps=20) if quick else training.Settings()
+    corpus = text.python_topics()
+
+    def train(model, seed, progress):
+        run = training.train(model, corpus, settings, seed, progress)
+        last = run.train[-max(settings.steps // 10, 1) :]
+        return {"final": run.final, "train": sum(last) / len(last)}
+
+    def batches(generator):
+        while True:
+            yield corpus.batch(settings.batch, settings.context, generator)
+
+    return Task(
+        "Transformer, characters",
+        "final",
+        "nats",
+        1,
+        -1,
+        settings.steps,
+        lambda seed: training.build(corpus, settings, nn.GELU, seed),
+        batches,
+        lambda model, batch: training.loss(model, *batch),
+        train,
+    )

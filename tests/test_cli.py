@@ -549,8 +549,11 @@ def test_version_and_help():
     assert succeed().stdout == succeed("--help").stdout == succeed("-h").stdout
 
 
-def test_the_checkout_runs_the_same_app():
+def test_the_checkout_and_the_package_run_the_same_app():
     assert program("--version").stdout == f"fewbit {fewbit.__version__}\n"
+    command = sys.executable, "-m", "fewbit", "--version"
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert run.stdout == f"fewbit {fewbit.__version__}\n"
 
 
 def test_standalone_mode_leaves_errors_to_the_caller():

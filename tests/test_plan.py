@@ -16,6 +16,7 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import fewbit  # noqa: E402
 from fewbit import cli  # noqa: E402
@@ -463,6 +464,29 @@ def test_bad_input_is_refused_in_one_line(changes, message):
     with pytest.raises(InputError, match=message) as error:
         plan(model, batch, loss, **arguments)
     assert "\n" not in str(error.value)
+
+
+class Reentrant(nn.Sequential):
+    """With a checkpoint whose gradients torch gives by backward() alone."""
+
+    def forward(self, x):
+        first, *rest = self
+        return checkpoint(nn.Sequential(*rest), first(x), use_reentrant=True)
+
+
+def test_reentrant_checkpoints_are_refused_by_name():
+    model, x = Reentrant(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), torch.randn(8, 4)
+    compressed = deepcopy(model)
+    controller = fewbit.compress_(compressed, policy="error-bound", verbose=False)
+    for measure in (
+        lambda: plan(model, [x, x], squared, candidates=[FIXED]),
+        lambda: fewbit.variance_profile(model, x, squared),
+        lambda: controller.gradient_ratio(x, squared),
+    ):
+        with pytest.raises(
+            InputError, match="^model: expected checkpoints with use_reentrant=False"
+        ):
+            measure()
 
 
 # --- what it shows, and files -----------------------------------------------------------------------

@@ -54,7 +54,17 @@ class Measured:
 
     def backward(self, value: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
         """The gradient of each of `parameters`, zeros where there is none. again: the graph stays."""
-        found = torch.autograd.grad(value, self.parameters, retain_graph=again, allow_unused=True)
+        try:
+            found = torch.autograd.grad(
+                value, self.parameters, retain_graph=again, allow_unused=True
+            )
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise InputError(
+                "model: expected checkpoints with use_reentrant=False, got reentrant ones, whose gradients cannot be "
+                "asked for one by one"
+            ) from None
         if all(each is None for each in found):
             raise InputError(
                 "loss: expected a loss of the model that it is called with, got one that depends on none of "

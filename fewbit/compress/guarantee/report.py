@@ -84,13 +84,17 @@ class Bounds(_Report, Sequence):
             return self._empty
         layers = [row for row in self if row.input is not None]
         exact = sum(row.kept == "exact" for row in layers)
-        text = f"e2 = {self.e2:.4g}: {len(layers)} tensors that layers keep"
+        count = "1 tensor" if len(layers) == 1 else f"{len(layers)} tensors"
+        text = f"e2 = {self.e2:.4g}: {count} that layers keep"
         if self.bits is not None:
             text += f", {self.bits:.4g} bits on average"
         if exact:
             text += f", {exact} of them exact"
-        seen = "not seen yet" if self.ratio is None else f"{self.ratio:.4g}"
-        return f"{text}; E|g^|^2 / E|g|^2 {seen}, to stay within {self.limit:.4g}"
+        limit = f"{self.limit:.4g}" if self.e2 >= 1e-3 else f"1 + {self.e2:.3g}"
+        if self.ratio is None:
+            return f"{text}; E|g^|^2 / E|g|^2 not seen yet, to stay within {limit}"
+        verdict = "more than" if self.ratio > self.limit else "within"
+        return f"{text}; E|g^|^2 / E|g|^2 {self.ratio:.4g}, {verdict} {limit}"
 
     def __rich__(self):
         return super().__rich__() if self else self.title
@@ -121,10 +125,14 @@ class Bounds(_Report, Sequence):
         notes = [
             "decides: the gradient that allows the smallest error; bound: on the mean of its squared error, on the worst case, or "
             "measured; dx*: the root mean square error that what is kept may have (of norms what is normalised), of f' the "
-            "largest error of an activation's table",
+            "largest that its table may have",
             "ratio: E|g^|^2 / E|g|^2 of the layer's own gradients, as the monitor saw it; controller.gradient_ratio tells that "
             "of all layers together",
         ]
+        if any(row.ratio is not None and row.ratio > self.limit for row in self):
+            notes.append(
+                "!: more than 1 + e2, by chance or not: a warning comes where all of them together are, beyond chance"
+            )
         if any(not row.is_met for row in self):
             notes.append("*: the table with the most bits errs by more than is allowed")
         return notes

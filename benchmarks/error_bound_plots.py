@@ -48,7 +48,7 @@ def legend(figure, found):
     for axes in found.values():
         for curve, text in zip(*axes.get_legend_handles_labels(), strict=True):
             named.setdefault(text, curve)
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=len(named))
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=4)
 
 
 def ratio(records, ratios, of):

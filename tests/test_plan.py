@@ -733,6 +733,7 @@ def test_workloads_of_text_tell_hidden_tokens(name, monkeypatch):
     if name == "roberta-base":
         tokens, places, masked = batches[0]
         assert places.shape == masked.shape == (3, 3)
+        assert all(each._base is None for each in batches[0])  # or bytes are of more than a batch
         assert (tokens == 99).sum() == 9 and (tokens.gather(1, places) == 99).all()
         assert (masked < 99).all()
 

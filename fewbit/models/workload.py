@@ -97,6 +97,7 @@ def _images(batch, size):
 def _masked(batch, size, words):
     tokens = torch.randint(words - 1, (batch, size))
     count = max(1, round(MASKED * size))
-    places = torch.rand(batch, size).argsort(1)[:, :count]
+    # (A slice would keep all that it is a slice of.)
+    places = torch.rand(batch, size).argsort(1)[:, :count].clone()
     masked = tokens.gather(1, places)
     return tokens.scatter(1, places, words - 1), places, masked

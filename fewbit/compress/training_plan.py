@@ -39,13 +39,12 @@ from fewbit.compress.gradients import (
     size_of,
     tensors_of,
 )
+from fewbit.compress.measurement import Document
 from fewbit.compress.progress import Progress
 from fewbit.compress.training_plan_report import TrainingPlanReport
-from fewbit.errors import InputError, TableError
-from fewbit.files import write_atomic
+from fewbit.errors import InputError
 from fewbit.runtime.sharing import measuring
-from fewbit.schema import PLAN, find_error, shorten
-from fewbit.table import _parse_json, _read_text
+from fewbit.schema import PLAN
 
 ADAPTING_STEPS = 3
 """Steps at the given weights before bits that adapt are measured: two observations, and what follows from them."""
@@ -80,13 +79,15 @@ class Planned:
 
 
 @dataclass(frozen=True, repr=False)
-class TrainingPlan(TrainingPlanReport):
+class TrainingPlan(Document, TrainingPlanReport):
     """What each candidate costs and saves.
 
     exact_bytes, exact_seconds: as of Planned, of the exact model. gradient: mean of |g|^2 over the batches. sampling:
     the variance of g between minibatches; sampling_error: its standard error, NaN if not known. sampled: what it was
     measured from. share: of it that a recommended candidate's error may be. rows: as the candidates came.
     """
+
+    _schema = PLAN
 
     model: str
     device: str
@@ -129,45 +130,13 @@ class TrainingPlan(TrainingPlanReport):
         values = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
         return {"schema": PLAN} | values | {"rows": [_row(each) for each in self.rows]}
 
-    def to_json(self) -> str:
-        """`to_dict()` as JSON text; `from_json` has every number back exactly."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
-
     @classmethod
-    def from_json(cls, text: str) -> TrainingPlan:
-        """InputError for what is not a document of schema fewbit.plan/1."""
-        try:
-            document = _parse_json(text, "")
-        except TableError as error:
-            raise InputError(str(error)) from None
-        found = document.get("schema") if isinstance(document, dict) else None
-        if found != PLAN:
-            raise InputError(f"expected the schema {PLAN!r}, got {shorten(found)}")
-        problem = find_error(document, PLAN)
-        if problem is not None:
-            path, message = problem
-            raise InputError(f"{path}: {message}" if path else message)
+    def _of_document(cls, document: dict) -> TrainingPlan:
         rows = [
             {**_values(Planned, row), "candidate": Candidate(**row["candidate"])}
             for row in document["rows"]
         ]
         return cls(**{**_values(cls, document), "rows": tuple(Planned(**row) for row in rows)})
-
-    def save(self, path, force: bool = False) -> None:
-        """Writes `to_json()` to `path`; OutputExistsError if it exists, unless `force`."""
-        write_atomic(path, self.to_json(), force=force)
-
-    @classmethod
-    def load(cls, path) -> TrainingPlan:
-        """What `save` wrote; InputError for a file that cannot be read, and as `from_json`."""
-        try:
-            text = _read_text(path)
-        except TableError as error:
-            raise InputError(str(error)) from None
-        try:
-            return cls.from_json(text)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
 
 
 def plan(

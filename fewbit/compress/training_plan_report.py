@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import math
 import os
 
 from fewbit import plot
+from fewbit.compress.measurement import PicturedReport
 from fewbit.compress.meter_report import amount, unit_of
-from fewbit.errors import FewbitError
-from fewbit.report import _Report, short, shortened
+from fewbit.report import short, shortened
 
 UNSURE = 0.2  # a standard error, of an error, from which on the notes say so
 MOST_POLICY, MOST_LABEL = 12, 8  # characters in the table
@@ -20,7 +19,7 @@ COLOURS = ("#4477aa", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#66ccee")
 MARKERS = "osD^vP"
 
 
-class TrainingPlanReport(_Report):
+class TrainingPlanReport(PicturedReport):
     """The ways to show a result with the attributes of TrainingPlan."""
 
     @property
@@ -114,9 +113,6 @@ class TrainingPlanReport(_Report):
             "adapt take longer in the few steps that observe",
         ]
 
-    def _repr_html_(self) -> str:
-        return f"<div>{super()._repr_html_()}{self._html_picture()}</div>"
-
     def to_html(self) -> str:
         """A whole document, with the table and the picture in it."""
         title = html.escape(f"Plan for {self.model}")
@@ -124,14 +120,6 @@ class TrainingPlanReport(_Report):
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n'
             f'<body style="font-family:system-ui,sans-serif;max-width:60em">{self._repr_html_()}</body></html>\n'
         )
-
-    def _html_picture(self) -> str:
-        try:
-            picture = base64.b64encode(plot.render(self.plot(), dpi=110)).decode()
-        except FewbitError:  # no matplotlib
-            return ""
-        alt = html.escape(self.title, quote=True)
-        return f'<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{picture}">'
 
     def plot(self, path: str | os.PathLike | None = None, force: bool = False):
         """Memory against gradient error, a curve for each policy, both logarithmic. Returns the matplotlib Figure.

@@ -16,7 +16,6 @@ they keep; where it is not (docs/layers.md), the sum agrees up to terms of the o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -39,18 +38,17 @@ from fewbit.compress.gradients import (
     sampling_of,
     tensors_of,
 )
+from fewbit.compress.measurement import Document
 from fewbit.compress.progress import Progress
 from fewbit.compress.variance_profile_report import VarianceProfileReport
-from fewbit.errors import InputError, TableError
-from fewbit.files import write_atomic
+from fewbit.errors import InputError
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import Quantiser
-from fewbit.schema import VARIANCE_PROFILE, find_error, shorten
-from fewbit.table import _parse_json, _read_text
+from fewbit.schema import VARIANCE_PROFILE
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class VarianceProfile(VarianceProfileReport):
+class VarianceProfile(Document, VarianceProfileReport):
     """The terms of ActNN's Theorem 3, C contexts by P modules with parameters, float64 NumPy arrays.
 
     A variance is summed over all elements of a module's parameters, in units of the gradient squared. Each array
@@ -66,6 +64,8 @@ class VarianceProfile(VarianceProfileReport):
     exact in expectation, so that it may be below 0. bits: of the settings. draws: pairs of draws for each
     context and batch. sampled: what `sampling` was measured from.
     """
+
+    _schema = VARIANCE_PROFILE
 
     model: str
     contexts: tuple[str, ...]
@@ -132,24 +132,8 @@ class VarianceProfile(VarianceProfileReport):
             name: _plain(value) for name, value in values.items()
         }
 
-    def to_json(self) -> str:
-        """`to_dict()` as JSON text; `from_json` has every number back exactly."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
-
     @classmethod
-    def from_json(cls, text: str) -> VarianceProfile:
-        """InputError for what is not a document of schema fewbit.variance_profile/1."""
-        try:
-            document = _parse_json(text, "")
-        except TableError as error:
-            raise InputError(str(error)) from None
-        found = document.get("schema") if isinstance(document, dict) else None
-        if found != VARIANCE_PROFILE:
-            raise InputError(f"expected the schema {VARIANCE_PROFILE!r}, got {shorten(found)}")
-        problem = find_error(document, VARIANCE_PROFILE)
-        if problem is not None:
-            path, message = problem
-            raise InputError(f"{path}: {message}" if path else message)
+    def _of_document(cls, document: dict) -> VarianceProfile:
         values = {each.name: document[each.name] for each in fields(cls)}
         shape = len(values["contexts"]), len(values["parameters"])
         for name in ARRAYS:
@@ -159,22 +143,6 @@ class VarianceProfile(VarianceProfileReport):
         for name in ("bits", "draws", "batches"):
             values[name] = int(values[name])  # a schema's integer may be written as 2.0
         return cls(**values)
-
-    def save(self, path, force: bool = False) -> None:
-        """Writes `to_json()` to `path`; OutputExistsError if it exists, unless `force`."""
-        write_atomic(path, self.to_json(), force=force)
-
-    @classmethod
-    def load(cls, path) -> VarianceProfile:
-        """What `save` wrote; InputError for a file that cannot be read, and as `from_json`."""
-        try:
-            text = _read_text(path)
-        except TableError as error:
-            raise InputError(str(error)) from None
-        try:
-            return cls.from_json(text)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
 
 
 ARRAYS = tuple(each.name for each in fields(VarianceProfile) if each.type == "np.ndarray")

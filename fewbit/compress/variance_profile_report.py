@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import html
 import math
 import os
 
 import numpy as np
 
 from fewbit import plot
-from fewbit.errors import FewbitError
-from fewbit.report import _Report, shortened
+from fewbit.compress.measurement import PicturedReport
+from fewbit.report import shortened
 
 MOST_ROWS = 20
 MOST_NAME, MOST_LABEL = 26, 34  # characters of a path, in the table and in the picture
@@ -20,7 +18,7 @@ DECADES = 8  # that the colours of the picture span at most
 SAMPLING = "sampling"
 
 
-class VarianceProfileReport(_Report):
+class VarianceProfileReport(PicturedReport):
     """The ways to show a result with the attributes of VarianceProfile."""
 
     _header = ("module", "sampling", "±", "rounding", "±", "direct", "±", "own")
@@ -116,17 +114,6 @@ class VarianceProfileReport(_Report):
             f"{_share(bias, self.quantisation.sum())} of rounding",
             f"sampling from {self.sampled}; {draws}" + ", for each batch" * (self.batches > 1),
         ]
-
-    def _repr_html_(self) -> str:
-        return f"<div>{super()._repr_html_()}{self._html_picture()}</div>"
-
-    def _html_picture(self) -> str:
-        try:
-            picture = base64.b64encode(plot.render(self.plot(), dpi=110)).decode()
-        except FewbitError:  # no matplotlib
-            return ""
-        alt = html.escape(self.title, quote=True)
-        return f'<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{picture}">'
 
     def plot(self, path: str | os.PathLike | None = None, force: bool = False):
         """The heat map of ActNN's figure 8: a row for each source of noise, a column for each module's gradient.

@@ -1,0 +1,72 @@
+"""What measurements have in common: they are saved as JSON documents, and show a picture beside their table."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from typing import ClassVar, Self
+
+from fewbit import plot
+from fewbit.errors import FewbitError, InputError, TableError
+from fewbit.files import write_atomic
+from fewbit.report import _Report
+from fewbit.schema import find_error, shorten
+from fewbit.table import _parse_json, _read_text
+
+
+class Document:
+    """Saved and loaded by a JSON schema; a subclass has `_schema`, its name, `to_dict` and `_of_document`."""
+
+    _schema: ClassVar[str]
+
+    def to_json(self) -> str:
+        """`to_dict()` as JSON text; `from_json` has every number back exactly."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """InputError for what is not a document of the class's schema."""
+        try:
+            document = _parse_json(text, "")
+        except TableError as error:
+            raise InputError(str(error)) from None
+        found = document.get("schema") if isinstance(document, dict) else None
+        if found != cls._schema:
+            raise InputError(f"expected the schema {cls._schema!r}, got {shorten(found)}")
+        problem = find_error(document, cls._schema)
+        if problem is not None:
+            path, message = problem
+            raise InputError(f"{path}: {message}" if path else message)
+        return cls._of_document(document)
+
+    def save(self, path, force: bool = False) -> None:
+        """Writes `to_json()` to `path`; OutputExistsError if it exists, unless `force`."""
+        write_atomic(path, self.to_json(), force=force)
+
+    @classmethod
+    def load(cls, path) -> Self:
+        """What `save` wrote; InputError for a file that cannot be read, and as `from_json`."""
+        try:
+            text = _read_text(path)
+        except TableError as error:
+            raise InputError(str(error)) from None
+        try:
+            return cls.from_json(text)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+
+
+class PicturedReport(_Report):
+    """A report whose HTML has the picture below the table; a subclass has `plot()`."""
+
+    def _repr_html_(self) -> str:
+        return f"<div>{super()._repr_html_()}{self._html_picture()}</div>"
+
+    def _html_picture(self) -> str:
+        try:
+            picture = base64.b64encode(plot.render(self.plot(), dpi=110)).decode()
+        except FewbitError:  # no matplotlib
+            return ""
+        alt = html.escape(self.title, quote=True)
+        return f'<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{picture}">'

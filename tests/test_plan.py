@@ -24,6 +24,7 @@ from fewbit.compress.candidates import Candidate, default_candidates  # noqa: E4
 from fewbit.compress.training_plan import Planned, TrainingPlan, plan  # noqa: E402
 from fewbit.errors import InputError, OutputExistsError  # noqa: E402
 from fewbit.models.workload import workload  # noqa: E402
+from fewbit.report import render_plain  # noqa: E402
 
 FIXED = Candidate("fixed", {"bits": 2})
 SHARED = Candidate("shared", {"bits": 2, "level": "L3"})
@@ -525,7 +526,7 @@ def test_options_that_json_has_not_are_text():
         (lambda document: document.update(of=1), "expected no other field than .*, got 'of'"),
         (lambda document: document.update(share="x"), "share: expected a number, got 'x'"),
         (lambda document: document.update(draws=1.5), "draws: expected an integer, got 1.5"),
-        (lambda document: document.update(rows=[]), "rows: expected at least 1 items"),
+        (lambda document: document.update(rows=[]), "rows: expected at least 1 item,"),
         (lambda document: document.update(rows=[3]), r"rows\[0\]: expected an object, got 3"),
         (lambda document: document["rows"][0].pop("error"), r'rows\[0\]: expected the field "error"'),
         (lambda document: document["rows"][0].update(candidate={}), 'expected the field "policy"'),
@@ -557,11 +558,13 @@ def test_the_table_fits_80_columns_whatever_is_in_it():
     found = replace(found, exact_bytes=1023 * 2**20, exact_seconds=1.1e-3)
     lines = str(found).splitlines()
     assert max(map(len, lines)) <= 80
-    table = [line for line in lines if "1.…" in line]
-    assert len(table) == 9 and table[0].startswith("a-p…ong-name")
+    table = [line for line in lines if "1.2346 bits" in line]
+    assert len(table) == 9 and re.match("a-.*….*name ", table[0])
     assert all(
-        each.count("…") == 1 + (not i) for i, each in enumerate(table)
-    )  # names alone are cut
+        each.count("…") == (not i) for i, each in enumerate(table)
+    )  # names alone are cut, and the longest first
+    assert "a-policy-of-a-long-name" in render_plain(found, 120)
+    assert "a-policy-of-a-long-name" in found._repr_html_()
     assert len(found.to_csv().splitlines()) == 1 + len(found.rows)
 
 

@@ -45,6 +45,7 @@ from fewbit.compress.training_plan_report import TrainingPlanReport
 from fewbit.errors import InputError
 from fewbit.runtime.sharing import measuring
 from fewbit.schema import PLAN
+from fewbit.sizes import counted
 
 ADAPTING_STEPS = 3
 """Steps at the given weights before bits that adapt are measured: two observations, and what follows from them."""
@@ -349,7 +350,7 @@ def _standard_error(values: np.ndarray) -> float:
 
 def _device_of(steps: _Steps) -> str:
     devices = sorted({str(each.device) for each in steps.parameters})
-    threads = f", {torch.get_num_threads()} threads" if devices == ["cpu"] else ""
+    threads = f", {counted(torch.get_num_threads(), 'thread')}" if devices == ["cpu"] else ""
     return ", ".join(devices) + threads
 
 

@@ -12,7 +12,6 @@ from fewbit.compress.meter_report import amount, unit_of
 from fewbit.report import short, shortened
 
 UNSURE = 0.2  # a standard error, of an error, from which on the notes say so
-MOST_POLICY, MOST_LABEL = 12, 8  # characters in the table
 DECADES = 8  # of errors that the picture spans at most
 # Safe for colour-blind readers.
 COLOURS = ("#4477aa", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#66ccee")
@@ -21,6 +20,8 @@ MARKERS = "osD^vP"
 
 class TrainingPlanReport(PicturedReport):
     """The ways to show a result with the attributes of TrainingPlan."""
+
+    _names = (0, 1)
 
     @property
     def title(self) -> str:
@@ -81,8 +82,8 @@ class TrainingPlanReport(PicturedReport):
             mark = "*" if each is chosen else ""
             rows.append(
                 (
-                    shortened(each.policy, MOST_POLICY),
-                    shortened(each.label, MOST_LABEL) + mark,
+                    each.policy,
+                    each.label + mark,
                     amount(each.saved_bytes, self._unit),
                     _times(self.exact_bytes, each.saved_bytes),
                     _short(each.error),

@@ -29,8 +29,8 @@ _WIDTH = 80
 class _Report:
     """The ways to show that reports share; a subclass has ``title``, ``_header``, ``_cells``, ``_notes``.
 
-    ``_cells()``: rows of text with names in full, as HTML shows them. ``_names``: the columns that a terminal shortens
-    where they do not fit.
+    ``_cells()``: rows of text with names in full, as HTML shows them. ``_names``: the columns of names, which a
+    terminal shortens where they do not fit; the others are numbers.
     """
 
     _names = (0,)
@@ -40,7 +40,7 @@ class _Report:
 
         grid = new_grid()
         for i, name in enumerate(self._header):
-            grid.add_column(name, justify="right" if i else "left", no_wrap=True)
+            grid.add_column(name, justify=self._side(i), no_wrap=True)
         previous, rows = None, self._cells()
         shown = fitted(self._header, rows, self._names, options.max_width)
         for cells, (name, *rest) in zip(rows, shown, strict=True):
@@ -54,6 +54,9 @@ class _Report:
         for note in self._notes():
             yield Text(note, style="dim")
 
+    def _side(self, column):
+        return "left" if column in self._names else "right"
+
     def __str__(self):
         return render_plain(self)
 
@@ -62,7 +65,7 @@ class _Report:
     def _repr_html_(self):
         def line(tag, cells):
             inner = "".join(
-                f'<{tag} style="text-align:{"right" if i else "left"};padding:2px 8px">'
+                f'<{tag} style="text-align:{self._side(i)};padding:2px 8px">'
                 f"{html.escape(cell)}</{tag}>"
                 for i, cell in enumerate(cells)
             )

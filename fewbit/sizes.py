@@ -12,7 +12,7 @@ UNITS = {"B": 1, "KB": 2**10, "MB": MB, "GB": GB, "TB": 2**40}
 
 def counted(count: int, noun: str) -> str:
     """`1 module`, `2 modules`, `3 batches`."""
-    ending = "es" if noun.endswith("ch") else "s"
+    ending = "es" if noun.endswith(("ch", "s")) else "s"
     return f"{count} {noun}{ending * (count != 1)}"
 
 

@@ -302,8 +302,10 @@ def test_the_model_stays_as_it_is(is_compressed, fails):
 
 
 def without_times(found):
-    rows = tuple(replace(each, seconds=0.0) for each in found.rows)
-    return replace(found, exact_seconds=0.0, rows=rows).to_json()
+    none = dict.fromkeys(("seconds", "seconds_least", "seconds_most"), 0.0)
+    rows = tuple(replace(each, **none) for each in found.rows)
+    none = {f"exact_{name}": value for name, value in none.items()}
+    return replace(found, **none, rows=rows).to_json()
 
 
 def test_it_is_reproducible_and_what_the_model_was_compressed_with_does_not_matter():
@@ -315,7 +317,8 @@ def test_it_is_reproducible_and_what_the_model_was_compressed_with_does_not_matt
     second = plan(model, x, squared, **arguments)
     assert without_times(first) == without_times(second)
     assert all(a.error != b.error for a, b in zip(first.rows, other.rows, strict=True))
-    assert first.exact_seconds > 0 and all(each.seconds > 0 for each in first.rows)
+    assert 0 < first.exact_seconds_least <= first.exact_seconds <= first.exact_seconds_most
+    assert all(0 < each.seconds_least <= each.seconds <= each.seconds_most for each in first.rows)
 
 
 # --- what it recommends -----------------------------------------------------------------------------
@@ -323,11 +326,12 @@ def test_it_is_reproducible_and_what_the_model_was_compressed_with_does_not_matt
 
 def made(*rows, sampling=1.0, share=0.1):
     """A plan of made-up numbers; a row: (policy, bits, bytes, error)."""
+    times, exact = (2.0, 1.6, 2.5), (1.0, 0.875, 1.25)
     planned = [
-        Planned(Candidate(policy, {"bits": bits}), size, error, 0.01, error, math.nan, 0.0, 2.0)
+        Planned(Candidate(policy, {"bits": bits}), size, error, 0.01, error, math.nan, 0.0, *times)
         for policy, bits, size, error in rows
     ]
-    about = "Net<1>", "cpu", 2, 8, 2, share, 4096, 1.0, 3.0, sampling, math.nan, "2 batches of 8"
+    about = "Net<1>", "cpu", 2, 8, 2, share, 4096, *exact, 3.0, sampling, math.nan, "2 batches of 8"
     return TrainingPlan(*about, tuple(planned))
 
 
@@ -360,7 +364,7 @@ def test_the_cheapest_within_the_share_is_recommended(rows, expected):
         assert (
             f"{row.policy} at {row.label} keeps {row.saved_bytes} B in place of 4.00 KiB" in title
         )
-        assert "2.00 times as long" in title
+        assert "2.00 times as long (1.60 to 2.50)" in title
         assert f"{row.label}*" in str(found)
 
 
@@ -558,7 +562,7 @@ def test_the_table_fits_80_columns_whatever_is_in_it():
     found = replace(found, exact_bytes=1023 * 2**20, exact_seconds=1.1e-3)
     lines = str(found).splitlines()
     assert max(map(len, lines)) <= 80
-    table = [line for line in lines if "1.2346 bits" in line]
+    table = [line for line in lines if "1.23" in line]
     assert len(table) == 9 and re.match("a-.*….*name ", table[0])
     assert all(
         each.count("…") == (not i) for i, each in enumerate(table)
@@ -566,6 +570,33 @@ def test_the_table_fits_80_columns_whatever_is_in_it():
     assert "a-policy-of-a-long-name" in render_plain(found, 120)
     assert "a-policy-of-a-long-name" in found._repr_html_()
     assert len(found.to_csv().splitlines()) == 1 + len(found.rows)
+
+
+def test_times_come_with_the_spread_of_their_passes():
+    found = made(("a", 2, 300, 0.04), ("b", 2, 300, 0.04))
+    found = replace(found, rows=(replace(found.rows[0], seconds_least=1.25), found.rows[1]))
+    first, second = found.records()
+    names = "time_ratio", "time_least", "time_most"
+    assert [first[each] for each in names] == [2.0, 1.25, 2.5]
+    assert [second[each] for each in names] == [2.0, 1.6, 2.5]
+    text = " ".join(str(found).split())
+    assert "single ones are up to 60% off" in text  # 2 / 1.25
+    assert "median of 2 passes" in text
+
+
+def test_what_is_random_is_shown_within_the_error_and_kept_as_it_came():
+    (row,) = made(("a", 2, 300, 0.04)).rows
+    for variance, shown, told in (
+        (0.0412, "100%", True),
+        (0.04, "100%", False),
+        (0.03, "75%", False),
+        (-0.001, "0%", False),
+    ):
+        row = replace(row, variance=variance, bias=0.04 - variance)
+        found = replace(made(("a", 2, 300, 0.04)), rows=(row,))
+        assert found._cells()[1][6] == shown
+        assert ("by chance it came out above the error" in " ".join(str(found).split())) == told
+        assert (found.records()[0]["variance"], found.records()[0]["bias"]) == (variance, row.bias)
 
 
 def test_the_notes_say_when_batches_are_too_few():

@@ -10,6 +10,7 @@ from fewbit import plot
 from fewbit.compress.measurement import PicturedReport
 from fewbit.compress.meter_report import amount, unit_of
 from fewbit.report import short, shortened
+from fewbit.sizes import counted
 
 UNSURE = 0.2  # a standard error, of an error, from which on the notes say so
 DECADES = 8  # of errors that the picture spans at most
@@ -37,7 +38,7 @@ class TrainingPlanReport(PicturedReport):
         return (
             f"{self.model}: {_name(chosen)} keeps {amount(chosen.saved_bytes)} in place of "
             f"{amount(self.exact_bytes)}, {less:.3g} times less; its error is {_percent(chosen.error, self.sampling) or 0} "
-            f"of the variance between minibatches, its passes take {self._time(chosen):.2f} times as long"
+            f"of the variance between minibatches, its passes take {self._time(chosen):.2f} times as long ({self._range(chosen)})"
         )
 
     @property
@@ -46,6 +47,18 @@ class TrainingPlanReport(PicturedReport):
 
     def _time(self, row) -> float:
         return row.seconds / self.exact_seconds
+
+    @property
+    def _spread(self) -> float:
+        """The largest part by which a pass took longer, or less long, than the median of its kind."""
+        times = [(each.seconds_least, each.seconds, each.seconds_most) for each in self.rows]
+        times.append((self.exact_seconds_least, self.exact_seconds, self.exact_seconds_most))
+        return max(max(most / median, median / least) - 1 for least, median, most in times)
+
+    def _range(self, row) -> str:
+        """Of single passes, over the median of exact ones."""
+        exact = self.exact_seconds
+        return f"{row.seconds_least / exact:.2f} to {row.seconds_most / exact:.2f}"
 
     def records(self) -> list[dict]:
         """A flat dict for each candidate, in the order in which they came."""
@@ -65,6 +78,8 @@ class TrainingPlanReport(PicturedReport):
                 "variance_of_sampling": each.variance / self.sampling if self.sampling else None,
                 "seconds": each.seconds,
                 "time_ratio": self._time(each),
+                "time_least": each.seconds_least / self.exact_seconds,
+                "time_most": each.seconds_most / self.exact_seconds,
                 "recommended": each is self.recommended,
             }
             for each in self.rows
@@ -88,7 +103,7 @@ class TrainingPlanReport(PicturedReport):
                     _times(self.exact_bytes, each.saved_bytes),
                     _short(each.error),
                     _percent(min(each.error_error, 9.99 * each.error), each.error),
-                    _percent(max(each.variance, 0.0), each.error),
+                    _percent(min(max(each.variance, 0.0), each.error), each.error),
                     _percent(each.error, self.sampling),
                     f"{self._time(each):.4g}"
                     if self._time(each) >= 100
@@ -98,20 +113,24 @@ class TrainingPlanReport(PicturedReport):
         return rows
 
     def _notes(self):
-        batches = f"{self.batches} batch{'es' * (self.batches > 1)} of {self.batch_size}"
+        batches = f"{counted(self.batches, 'batch')} of {self.batch_size}"
         spread = "between batches" if self.batches > 1 else "of draws alone, as there is one batch"
         noise = f"{_short(self.sampling)} ± {_percent(self.sampling_error, self.sampling) or '?'}"
         unsure = any(each.error_error > UNSURE * each.error for each in self.rows)
+        by_chance = "; by chance it came out above the error, and is shown as 100%"
+        is_above = any(each.variance > 1.005 * each.error for each in self.rows)
         chosen = "*: " if self.recommended is not None else "to be recommended: "
         return [
             f"{self._unit[0]}: kept for the backward pass, metered. error: squared distance from the exact gradient, "
             f"bias included (the squared gradient is {_short(self.gradient)}); ±: its standard error, {spread}; "
-            f"random: the part of it by which draws differ. Of {batches}, {self.draws} draws each",
+            f"random: the part of it by which draws differ, an estimate{by_chance * is_above}. Of {batches}, "
+            f"{self.draws} draws each",
             f"noise: the error over the variance between minibatches, which is {noise}, from {self.sampled}",
             f"{chosen}the fewest bytes with an error of at most {_short(100 * self.share)}% of that variance",
             *(["errors differ much between these batches: give more of them"] if unsure else []),
-            f"time: of a forward and backward pass here ({self.device}); exact {_seconds(self.exact_seconds)}. Bits that "
-            "adapt take longer in the few steps that observe",
+            f"time: median of {counted(self.batches * (self.draws - 1), 'pass')}, forward and backward, here ({self.device}); single ones are up "
+            f"to {100 * self._spread:.0f}% off; exact {_seconds(self.exact_seconds)}. Bits that adapt take longer in the few steps "
+            "that observe",
         ]
 
     def to_html(self) -> str:
@@ -192,7 +211,7 @@ def _draw(axes, plan) -> None:
     axes.set_ylabel("squared error of the gradient")
     axes.legend(loc="best", fontsize=8, handlelength=1.8)
     axes.set_title(
-        f"{plan.model}, {plan.batches} batch{'es' * (plan.batches > 1)} of {plan.batch_size}",
+        f"{plan.model}, {counted(plan.batches, 'batch')} of {plan.batch_size}",
         loc="left",
         color=plot.INK,
         fontweight="bold",

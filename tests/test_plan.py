@@ -1,5 +1,6 @@
 """fewbit.plan: bytes as counted by hand, errors against loops of their own and a closed form, what it recommends."""
 
+import itertools
 import json
 import math
 import re
@@ -562,11 +563,11 @@ def test_the_table_fits_80_columns_whatever_is_in_it():
     found = replace(found, exact_bytes=1023 * 2**20, exact_seconds=1.1e-3)
     lines = str(found).splitlines()
     assert max(map(len, lines)) <= 80
-    table = [line for line in lines if "1.23" in line]
-    assert len(table) == 9 and re.match("a-.*….*name ", table[0])
+    table = [line for line in lines if "1.2…57 bits" in line]
+    assert len(table) == 9 and table[0].startswith("a-p…ng-name ")
     assert all(
-        each.count("…") == (not i) for i, each in enumerate(table)
-    )  # names alone are cut, and the longest first
+        each.count("…") == 1 + (not i) for i, each in enumerate(table)
+    )  # names alone are cut
     assert "a-policy-of-a-long-name" in render_plain(found, 120)
     assert "a-policy-of-a-long-name" in found._repr_html_()
     assert len(found.to_csv().splitlines()) == 1 + len(found.rows)
@@ -642,6 +643,69 @@ def test_the_picture_has_a_curve_for_each_policy_and_marks_what_is_recommended(t
     assert "recommended" not in labels
     with pytest.raises(OutputExistsError):
         found.plot(tmp_path / "plan.svg")
+
+
+def boxes(texts):
+    """Their corners in pixels, in the order of the texts."""
+    extents = [each.get_window_extent() for each in texts]
+    return [(each.x0, each.y0, each.x1, each.y1) for each in extents]
+
+
+CROWD = [("a", 8 - i, 1100 - 100 * i, 0.004 * 2.5**i) for i in range(7)]
+CROWD += [("b", 8 - i, 1070 - 90 * i, 0.005 * 2.2**i) for i in range(7)]
+CROWD += [("c", 4 - i, 700 - 130 * i, 0.02 * 4**i) for i in range(3)]
+
+
+@pytest.mark.parametrize("rows", [CROWD, [CROWD[0], *CROWD[7:]], CROWD[:1]], ids=len)
+@pytest.mark.parametrize("dpi", [80, 160])
+def test_labels_cover_neither_each_other_nor_points(rows, dpi):
+    found = made(*rows)
+    (axes,) = (figure := found.plot()).axes
+    figure.set_dpi(dpi)
+    figure.draw_without_rendering()
+    labels = boxes(axes.texts)
+    for (ax0, ay0, ax1, ay1), (bx0, by0, bx1, by1) in itertools.combinations(labels, 2):
+        assert ax1 <= bx0 or bx1 <= ax0 or ay1 <= by0 or by1 <= ay0
+    places = [(each.saved_bytes / 1024, each.error) for each in found.rows]
+    for x, y in axes.transData.transform(places):
+        assert not any(x0 < x < x1 and y0 < y < y1 for x0, y0, x1, y1 in labels)
+    frame = axes.get_window_extent()
+    assert all(frame.x0 <= each[0] and each[2] <= frame.x1 for each in labels)
+    assert len(labels) >= 0.8 * len(rows)
+    assert [each.get_text() for each in axes.texts][0] == found.recommended.label
+
+
+def test_a_label_stands_beside_its_own_point():
+    """And one for which there is no place is left out, but not that of what is recommended."""
+    rows = [(f"policy {i}", 1 + i / 100, 500 + i / 100, 0.05) for i in range(40)]
+    (axes,) = made(*rows).plot().axes
+    assert 1 <= len(axes.texts) < 40 and axes.texts[0].get_text() == "1 bit"
+    axes.figure.draw_without_rendering()
+    x, y = axes.transData.transform((500 / 1024, 0.05))
+    for x0, y0, x1, y1 in boxes(axes.texts):
+        assert (
+            max(x0 - x, x - x1, y0 - y, y - y1) < 23
+        )  # (7 + 9) / 72 of 100: the ring, and the distance
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ticks"),
+    [
+        ((1000, 1000), ["960", "970", "980", "990", "1000"]),
+        ((300, 1000), ["300", "400", "500", "700", "1000"]),
+        ((10, 1000), ["10", "30", "100", "300", "1000"]),
+        ((0, 1000), ["1", "10", "100", "1000"]),
+        ((2**30, 2**50), ["1", "10", "100", "1000", "10000", "1e5", "1e6"]),
+    ],
+)
+def test_ticks_are_plain_numbers_and_enough(sizes, ticks):
+    found = made(*(("a", 2, size, 0.05) for size in sizes))
+    (axes,) = replace(found, exact_bytes=sizes[1]).plot().axes
+    shown = [each.get_text() for each in axes.get_xticklabels()]
+    assert shown == ticks
+    assert [float(each) for each in shown] == pytest.approx(list(axes.get_xticks()))
+    low, high = axes.get_xlim()
+    assert all(low < each < high for each in (*axes.get_xticks(), *axes.lines[0].get_xdata()))
 
 
 # --- the command line -------------------------------------------------------------------------------

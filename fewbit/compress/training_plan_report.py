@@ -7,13 +7,19 @@ import math
 import os
 
 from fewbit import plot
+from fewbit.compress.labels import add_labels
 from fewbit.compress.measurement import PicturedReport
 from fewbit.compress.meter_report import amount, unit_of
 from fewbit.report import short, shortened
 from fewbit.sizes import counted
 
 UNSURE = 0.2  # a standard error, of an error, from which on the notes say so
+MOST_LABEL = 18  # characters in the picture
 DECADES = 8  # of errors that the picture spans at most
+TICKS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), tuple(i / 10 for i in range(10, 100)))
+LEAST_TICKS = 4
+MARGIN = 1.05  # at least, beside the points
+DARKER = 0.7  # text than its curve
 # Safe for colour-blind readers.
 COLOURS = ("#4477aa", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#66ccee")
 MARKERS = "osD^vP"
@@ -150,13 +156,18 @@ class TrainingPlanReport(PicturedReport):
         """
         plot._check_suffix(path)
         with plot._style():
-            figure = plot._new_figure(7.2, 4.6)
-            _draw(figure.subplots(), self)
+            figure = plot._new_figure(7.2, 5.2)
+            _draw(figure, self)
         return plot._finish(figure, path, force)
 
 
-def _draw(axes, plan) -> None:
-    unit, scale = plan._unit
+def _draw(figure, plan) -> None:
+    from matplotlib.colors import to_rgb
+
+    def place_of(size: int) -> float:
+        return max(size, 1) / scale  # nothing at all has no place on a logarithmic axis
+
+    axes, (unit, scale) = figure.subplots(), plan._unit
     limits = {
         "variance between minibatches": (plan.sampling, "-"),
         f"{_short(100 * plan.share)}% of it": (plan.limit, "--"),
@@ -165,16 +176,17 @@ def _draw(axes, plan) -> None:
     values = [value for value, _ in limits.values()] + [each.error for each in shown]
     top = max(values, default=1.0) or 1.0
     floor = min(each for each in (*values, top) if each > top / 10**DECADES) / 4
-    policies = list(dict.fromkeys(each.policy for each in plan.rows))
+    policies, labels = list(dict.fromkeys(each.policy for each in plan.rows)), []
     for number, policy in enumerate(policies):
         points = [each for each in shown if each.policy == policy]
         points.sort(key=lambda each: each.saved_bytes)
-        x = [each.saved_bytes / scale for each in points]
+        x = [place_of(each.saved_bytes) for each in points]
         y = [max(each.error, floor) for each in points]
+        colour = COLOURS[number % len(COLOURS)]
         axes.plot(
             x,
             y,
-            color=COLOURS[number % len(COLOURS)],
+            color=colour,
             marker=MARKERS[number % len(MARKERS)],
             markersize=5,
             linewidth=1.4,
@@ -182,46 +194,57 @@ def _draw(axes, plan) -> None:
             clip_on=False,
             zorder=3,
         )
+        dark = tuple(DARKER * each for each in to_rgb(colour))
         for each, *place in zip(points, x, y, strict=True):
-            axes.annotate(
-                shortened(each.label, 18),
-                place,
-                xytext=(5, 4),
-                textcoords="offset points",
-                fontsize=7.5,
-                color=plot.MUTED,
-            )
+            labels.append((shortened(each.label, MOST_LABEL), place, dark, each))
     chosen = plan.recommended
     if chosen is not None:
-        place = [chosen.saved_bytes / scale], [max(chosen.error, floor)]
+        place = [place_of(chosen.saved_bytes)], [max(chosen.error, floor)]
         ring = {"markersize": 14, "markeredgewidth": 1.6, "markerfacecolor": "none"}
-        axes.plot(*place, "o", color=plot.ERROR, label="recommended", zorder=4, **ring)
+        axes.plot(
+            *place, "o", color=plot.ERROR, label="recommended", clip_on=False, zorder=4, **ring
+        )
     for name, (value, style) in limits.items():
         if value > 0:
             axes.axhline(value, color=plot.INK, linewidth=1, linestyle=style, label=name, zorder=1)
-    exact = plan.exact_bytes / scale
+    exact = place_of(plan.exact_bytes)
     axes.axvline(exact, color=plot.MUTED, linewidth=1, linestyle=":", label="exact", zorder=1)
+    sizes = [exact, *(place_of(each.saved_bytes) for each in shown)]
+    margin = max(MARGIN, (max(sizes) / min(sizes)) ** 0.08)
+    axes.set_xlim(min(sizes) / margin, max(sizes) * margin)
+    axes.set_ylim(floor, 3 * top)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_ylim(floor, 3 * top)
-    axes.xaxis.set_major_formatter(_plain_number)
-    axes.xaxis.set_minor_formatter(_plain_number)
-    axes.tick_params(axis="x", which="both", labelsize=8)
+    _mark(axes.xaxis, *axes.get_xlim())
+    _mark(axes.yaxis, *axes.get_ylim())
     axes.set_xlabel(f"kept for the backward pass, {unit}")
     axes.set_ylabel("squared error of the gradient")
-    axes.legend(loc="best", fontsize=8, handlelength=1.8)
     axes.set_title(
         f"{plan.model}, {counted(plan.batches, 'batch')} of {plan.batch_size}",
         loc="left",
         color=plot.INK,
         fontweight="bold",
     )
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, handlelength=1.8)
+    labels.sort(key=lambda label: label[-1] is not chosen)  # that one first
+    add_labels(axes, [label[:-1] for label in labels])
 
 
-def _plain_number(value: float, _position) -> str:
-    """Of powers of ten, and of twice and five times those."""
-    digit = f"{value:e}"[0]
-    return f"{value:g}" if digit in "125" else ""
+def _mark(axis, low: float, high: float) -> None:
+    """Ticks at plain numbers, as few to a decade as there are enough of."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in TICKS:
+        ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+        ticks = [each for each in ticks if low <= each <= high]
+        if len(ticks) >= LEAST_TICKS:
+            break
+    axis.set_ticks(ticks, [_plain_number(each) for each in ticks])
+    axis.set_ticks([], minor=True)
+
+
+def _plain_number(value: float) -> str:
+    mantissa, _, exponent = f"{value:.5g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
 def _name(row) -> str:

@@ -30,19 +30,22 @@ class _Report:
     """The ways to show that reports share; a subclass has ``title``, ``_header``, ``_cells``, ``_notes``.
 
     ``_cells()``: rows of text with names in full, as HTML shows them. ``_names``: the columns of names, which a
-    terminal shortens where they do not fit; the others are numbers.
+    terminal shortens where they do not fit; the others are numbers. ``_spare``: how many of the last columns it leaves out
+    before that.
     """
 
-    _names = (0,)
+    _names, _spare = (0,), 0
 
     def __rich_console__(self, console, options):
         from rich.text import Text
 
+        header, rows, previous = self._header, self._cells(), None
+        if self._spare and _excess(_widths(header, rows), options.max_width) > 0:
+            header, *rows = (cells[: -self._spare] for cells in (header, *rows))
         grid = new_grid()
-        for i, name in enumerate(self._header):
+        for i, name in enumerate(header):
             grid.add_column(name, justify=self._side(i), no_wrap=True)
-        previous, rows = None, self._cells()
-        shown = fitted(self._header, rows, self._names, options.max_width)
+        shown = fitted(header, rows, self._names, options.max_width)
         for cells, (name, *rest) in zip(rows, shown, strict=True):
             # A function's name stands once above its own rows.
             repeated, previous = cells[0] == previous, cells[0]
@@ -101,16 +104,23 @@ def new_grid():
 
 def fitted(header, rows, names, width):
     """The rows with the cells of the columns `names` shortened, the widest first, as far as `width` characters demand."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    rooms = dict(enumerate(widths))
-    excess = sum(widths) + GAP * len(widths) - 1 - width  # the last column has no line after it
-    while excess > 0:
-        widest = max(names, key=rooms.get)
-        if rooms[widest] <= max(LEAST_NAME, len(header[widest])):
+    widths = _widths(header, rows)
+    while _excess(widths, width) > 0:
+        widest = max(names, key=widths.__getitem__)
+        if widths[widest] <= max(LEAST_NAME, len(header[widest])):
             break
-        rooms[widest] -= 1
-        excess -= 1
-    return [tuple(shortened(cell, rooms[i]) for i, cell in enumerate(cells)) for cells in rows]
+        widths[widest] -= 1
+    return [tuple(map(shortened, cells, widths)) for cells in rows]
+
+
+def _widths(header, rows):
+    """Of the columns, in characters."""
+    return [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+
+def _excess(widths, width):
+    """By how much columns of those widths are wider, in a grid."""
+    return sum(widths) + GAP * len(widths) - 1 - width  # after the last column there is one space
 
 
 def _bits(number):

@@ -365,7 +365,7 @@ def test_the_cheapest_within_the_share_is_recommended(rows, expected):
         assert (
             f"{row.policy} at {row.label} keeps {row.saved_bytes} B in place of 4.00 KiB" in title
         )
-        assert "2.00 times as long (1.60 to 2.50)" in title
+        assert "2.00 times as long (1.6 to 2.5)" in title
         assert f"{row.label}*" in str(found)
 
 
@@ -580,9 +580,12 @@ def test_times_come_with_the_spread_of_their_passes():
     names = "time_ratio", "time_least", "time_most"
     assert [first[each] for each in names] == [2.0, 1.25, 2.5]
     assert [second[each] for each in names] == [2.0, 1.6, 2.5]
-    text = " ".join(str(found).split())
-    assert "single ones are up to 60% off" in text  # 2 / 1.25
-    assert "median of 2 passes" in text
+    narrow, wide = render_plain(found, 70), str(found)
+    assert "median of 2 passes" in " ".join(narrow.split())
+    assert "1.25 to 2.5" in wide and "0.875 to 1.25" in wide and "1.6 to 2.5" in found._repr_html_()
+    (exact,) = [line for line in narrow.splitlines() if line.startswith("exact")]
+    table = narrow[: narrow.index("kept for the backward pass")]
+    assert exact.endswith("  1.00") and "0.875 to" not in narrow and "passes  " not in table
 
 
 def test_what_is_random_is_shown_within_the_error_and_kept_as_it_came():

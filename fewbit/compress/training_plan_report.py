@@ -28,7 +28,7 @@ MARKERS = "osD^vP"
 class TrainingPlanReport(PicturedReport):
     """The ways to show a result with the attributes of TrainingPlan."""
 
-    _names = (0, 1)
+    _names, _spare = (0, 1), 1
 
     @property
     def title(self) -> str:
@@ -44,7 +44,7 @@ class TrainingPlanReport(PicturedReport):
         return (
             f"{self.model}: {_name(chosen)} keeps {amount(chosen.saved_bytes)} in place of "
             f"{amount(self.exact_bytes)}, {less:.3g} times less; its error is {_percent(chosen.error, self.sampling) or 0} "
-            f"of the variance between minibatches, its passes take {self._time(chosen):.2f} times as long ({self._range(chosen)})"
+            f"of the variance between minibatches, its passes take {self._time(chosen):.2f} times as long ({self._range(chosen.seconds_least, chosen.seconds_most)})"
         )
 
     @property
@@ -54,17 +54,9 @@ class TrainingPlanReport(PicturedReport):
     def _time(self, row) -> float:
         return row.seconds / self.exact_seconds
 
-    @property
-    def _spread(self) -> float:
-        """The largest part by which a pass took longer, or less long, than the median of its kind."""
-        times = [(each.seconds_least, each.seconds, each.seconds_most) for each in self.rows]
-        times.append((self.exact_seconds_least, self.exact_seconds, self.exact_seconds_most))
-        return max(max(most / median, median / least) - 1 for least, median, most in times)
-
-    def _range(self, row) -> str:
-        """Of single passes, over the median of exact ones."""
-        exact = self.exact_seconds
-        return f"{row.seconds_least / exact:.2f} to {row.seconds_most / exact:.2f}"
+    def _range(self, least: float, most: float) -> str:
+        """Of seconds, over the median of exact passes."""
+        return f"{least / self.exact_seconds:.3g} to {most / self.exact_seconds:.3g}"
 
     def records(self) -> list[dict]:
         """A flat dict for each candidate, in the order in which they came."""
@@ -94,11 +86,24 @@ class TrainingPlanReport(PicturedReport):
     @property
     def _header(self):
         unit = self._unit[0]
-        return ("policy", "setting", unit, "less", "error", "±", "random", "noise", "time")
+        return (
+            "policy",
+            "setting",
+            unit,
+            "less",
+            "error",
+            "±",
+            "random",
+            "noise",
+            "time",
+            "passes",
+        )
 
     def _cells(self):
         chosen = self.recommended
-        rows = [("exact", "", amount(self.exact_bytes, self._unit), "", "", "", "", "", "1.00")]
+        empty = ("",) * 5
+        exact = self._range(self.exact_seconds_least, self.exact_seconds_most)
+        rows = [("exact", "", amount(self.exact_bytes, self._unit), *empty, "1.00", exact)]
         for each in self.rows:
             mark = "*" if each is chosen else ""
             rows.append(
@@ -114,6 +119,7 @@ class TrainingPlanReport(PicturedReport):
                     f"{self._time(each):.4g}"
                     if self._time(each) >= 100
                     else f"{self._time(each):.2f}",
+                    self._range(each.seconds_least, each.seconds_most),
                 )
             )
         return rows
@@ -134,9 +140,9 @@ class TrainingPlanReport(PicturedReport):
             f"noise: the error over the variance between minibatches, which is {noise}, from {self.sampled}",
             f"{chosen}the fewest bytes with an error of at most {_short(100 * self.share)}% of that variance",
             *(["errors differ much between these batches: give more of them"] if unsure else []),
-            f"time: median of {counted(self.batches * (self.draws - 1), 'pass')}, forward and backward, here ({self.device}); single ones are up "
-            f"to {100 * self._spread:.0f}% off; exact {_seconds(self.exact_seconds)}. Bits that adapt take longer in the few steps "
-            "that observe",
+            f"time: median of {counted(self.batches * (self.draws - 1), 'pass')}, forward and backward, over that of exact ones, "
+            f"{_seconds(self.exact_seconds)}, here ({self.device}); passes: the shortest to the longest, where there is room. "
+            "Bits that adapt take longer in the few steps that observe",
         ]
 
     def to_html(self) -> str:

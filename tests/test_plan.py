@@ -846,7 +846,7 @@ def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, capsys):
     names = {}
     for block in blocks:
         exec(compile(block, page.name, "exec"), names)
-    assert {each.name for each in tmp_path.iterdir()} == {"plan.json", "plan.png"}
+    assert {each.name for each in tmp_path.iterdir()} == {"plan.csv", "plan.json", "plan.png"}
     assert type(names["model"][0]) is fewbit.nn.Linear
     shown = capsys.readouterr().out
     assert "coarse norms" in shown and "20% of that variance" in " ".join(shown.split())

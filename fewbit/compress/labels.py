@@ -10,15 +10,18 @@ SIZE = 7.5  # of the text, in points
 SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))  # right first
 ALIGNED = {1: ("left", "bottom"), 0: ("center", "center"), -1: ("right", "top")}
 DISTANCES = (3, 9)  # of a label from its point's marker, in points
+APART = 40  # pixels of lines that a label rather covers than be on their other side
 STEP = 2.0  # pixels: between labels at least, and between the places at which lines are looked at
 
 
 def add_labels(axes, labels) -> None:
-    """Writes labels, each beside its point, where they cover no label, no point and, if there is such a place, no line.
+    """Writes labels, each beside its point, where they cover no label, no point and as little as can be of lines.
 
     axes: complete, with its limits. labels: (text, (x, y), colour) with the point in data coordinates, the most
     important first; one that finds no place is left out.
     """
+    from matplotlib.patheffects import withStroke
+
     axes.figure.draw_without_rendering()  # lays it out
     pixels = axes.figure.dpi / 72  # of a point of type
     lines, markers = _lines(axes, pixels)
@@ -27,6 +30,7 @@ def add_labels(axes, labels) -> None:
         note = axes.annotate(
             text, point, (0, 0), textcoords="offset points", fontsize=SIZE, color=colour
         )
+        note.set_path_effects([withStroke(linewidth=2, foreground="white")])  # for those on lines
         extent, place = note.get_window_extent(), axes.transData.transform(point)
         radius = max((r for at, r in markers if np.abs(at - place).sum() < 1), default=0.0)
         free = [
@@ -39,7 +43,9 @@ def add_labels(axes, labels) -> None:
         if not free:
             note.remove()
             continue
-        box, (right, up), gap = min(free, key=lambda each: _covered(each[0], lines, 1.0))
+        box, (right, up), gap = min(
+            free, key=lambda each: _hidden(each, place, radius, lines, pixels)
+        )
         note.set(ha=ALIGNED[right][0], va=ALIGNED[up][1], position=(right * gap, up * gap))
         taken.append(box)
 
@@ -50,6 +56,14 @@ def _boxes(place, size, radius: float, pixels: float):
         gap, where = radius + distance * pixels, np.array(side)
         low = place + where * gap + (where - 1) / 2 * size
         yield (*low, *(low + size)), side, gap / pixels
+
+
+def _hidden(found, place, radius: float, lines, pixels: float) -> int:
+    """What of lines a label covers, in pixels, and much where they lie between it and its marker."""
+    box, side, gap = found
+    between = [place + np.array(side) * each for each in np.linspace(radius, gap * pixels, 5)]
+    is_apart = any(_covered((*each, *each), lines, STEP) for each in between)
+    return int(STEP * _covered(box, lines, 1.0)) + APART * is_apart
 
 
 def _lines(axes, pixels):

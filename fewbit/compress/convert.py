@@ -38,6 +38,7 @@ from fewbit.runtime.quantiser import Quantiser
 from fewbit.runtime.sharing import PATH, SESSION, Session, measuring
 from fewbit.runtime.tables import check_average, check_bits, plain_number
 from fewbit.runtime.variables import MOST, Variables
+from fewbit.sizes import counted
 
 LEVELS = ("L0", "L1", "L2", "L2.5", "L3", "L4", "L5")
 MIXED, ADAPTING, OFFLOADING = LEVELS[3:], LEVELS[4:], LEVELS[5:]
@@ -516,7 +517,7 @@ def _of_bound(bound: Bound, interval: int) -> str:
     unit = "channels of samples" if bound.by_channel else "samples"
     how = f"bits by layers and {unit}" if bound.codec == QUANT else f"codec {bound.codec}"
     return (
-        f"policy {POLICY}: e2 = {bound.e2:.4g}, {how}, {bound.window} of the last ten, found out every {interval} steps; "
+        f"policy {POLICY}: e2 = {bound.e2:.4g}, {how}, {bound.window} of the last ten, found out {_every(interval)}; "
         f"{MOST} bits before the first"
     )
 
@@ -538,10 +539,14 @@ def _of_level(level, settings, interval) -> str:
         return f"level {level}"
     text = f"{settings.bits:.4g} bits on average, shared between samples"
     if settings.adapts:
-        text += f" and layers, adapted every {interval} steps"
+        text += f" and layers, adapted {_every(interval)}"
     if level in OFFLOADING:
         text += "; what is kept on a GPU goes to the host until the backward pass"
     return f"level {level}: {text}"
+
+
+def _every(interval: int) -> str:
+    return "every step" if interval == 1 else f"every {interval} steps"
 
 
 def _check_fuse(fuse, level, settings) -> None:
@@ -568,8 +573,7 @@ def _of_fused(model, settings) -> str:
         for module in model.modules()
         if isinstance(module, FUSED) and module.quantiser.fuse and module.copies == 1
     ]
-    count = f"{len(norms)} norm{'s' * (len(norms) != 1)}"
-    return f"pre-activations: {count} in fixed point, shared with the layers that follow"
+    return f"pre-activations: {counted(len(norms), 'norm')} in fixed point, shared with the layers that follow"
 
 
 def _reported(model, report, session, level, verbose, allocator=None, policy=None) -> Controller:

@@ -973,7 +973,7 @@ def _select(path, problem):
     tables = load_file(path)
     chosen = _matching(tables, problem)
     if not chosen:
-        raise TableError(f"{path}: none of its {counted(len(tables), 'table')} matches the options")
+        raise TableError(f"{path}: of its {counted(len(tables), 'table')} none matches the options")
     return chosen
 
 

@@ -20,8 +20,9 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import fewbit  # noqa: E402
-from fewbit import cli  # noqa: E402
+from fewbit import cli, plot  # noqa: E402
 from fewbit.compress.candidates import Candidate, default_candidates  # noqa: E402
+from fewbit.compress.labels import add_labels  # noqa: E402
 from fewbit.compress.training_plan import Planned, TrainingPlan, plan  # noqa: E402
 from fewbit.errors import InputError, OutputExistsError  # noqa: E402
 from fewbit.models.workload import workload  # noqa: E402
@@ -689,6 +690,29 @@ def test_a_label_stands_beside_its_own_point():
         assert (
             max(x0 - x, x - x1, y0 - y, y - y1) < 23
         )  # (7 + 9) / 72 of 100: the ring, and the distance
+
+
+@pytest.mark.parametrize(
+    ("lines", "side"),
+    [
+        ([], ("left", "center")),  # of the text: it is right of the point
+        ([([0.52, 0.52], [0, 1])], ("right", "center")),
+        (
+            [([0.52, 0.52], [0, 1]), ([0.48, 0.48], [0, 1]), ([0, 1], [0.53, 0.53])],
+            ("center", "top"),
+        ),
+    ],
+)
+def test_labels_are_where_no_line_is(lines, side):
+    axes = plot._new_figure(4, 4).subplots()
+    for line in lines:
+        axes.plot(*line)
+    axes.plot([0.5], [0.5], "o", markersize=5)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    add_labels(axes, [("text", (0.5, 0.5), "black")])
+    (note,) = axes.texts
+    assert (note.get_ha(), note.get_va()) == side
 
 
 @pytest.mark.parametrize(

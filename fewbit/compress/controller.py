@@ -20,7 +20,7 @@ from fewbit.runtime.offload import Offload
 from fewbit.runtime.sharing import Session
 
 if TYPE_CHECKING:
-    from fewbit.compress.guarantee.ratio import GradientRatio
+    from fewbit.compress.guarantee.ratio_report import GradientRatio
 
 SAMPLES = ("magnitudes", "numbers")
 """What the state has at level L2.5 and above, both or neither: what is known of numbered samples."""
@@ -96,9 +96,10 @@ class Controller:
     ) -> GradientRatio:
         """E|g^|^2 / E|g|^2 over all parameters, on a batch or several, of the model as it is compressed now.
 
-        batch, loss: as for `fewbit.plan`. draws: of rounding, independent, for each batch. seed: of dropout. A copy of the
-        model is measured; the model, and torch's random state, stay as they are. Takes draws + 1 forward and backward
-        passes a batch. Warns (BoundWarning) where the ratio is above 1 + e2 by more than three standard errors. Raises
+        With E|g^ - g|^2 / |g|^2, which shows a bias too. batch, loss: as for `fewbit.plan`. draws: of rounding, independent,
+        for each batch, 2 at least. seed: of dropout. Two copies of the model, one exact, are measured, a batch at a time; the
+        model, and torch's random state, stay as they are. Takes draws + 1 forward and backward passes a batch, and memory
+        for two more models, three gradients, and what the exact one keeps. Warns (BoundWarning) where the ratio is above 1 + e2 by more than three standard errors. Raises
         InputError for what cannot be measured.
         """
         from fewbit.compress.guarantee.ratio import gradient_ratio

@@ -172,7 +172,7 @@ def row(**changes):
     ],
 )  # fmt: skip
 def test_states_with_other_magnitudes_change_nothing(level, change, message):
-    _, controller, _ = numbered(level, range(8))
+    model, controller, _ = numbered(level, range(8))
     before = controller.state_dict()
     with pytest.raises(InputError, match=message) as caught:
         controller.load_state_dict({**before, **change})

@@ -11,7 +11,9 @@ from samples import normal
 from torch import nn
 
 import fewbit
+from fewbit.compress.candidates import Candidate
 from fewbit.compress.guarantee.ratio_report import GradientRatio
+from fewbit.errors import InputError
 from fewbit.runtime.sharing import measuring
 
 
@@ -101,6 +103,90 @@ def test_a_ratio_alone_is_no_error():
     assert found.ratio == pytest.approx(1 / 16, rel=1e-5)
     assert found.relative_error == pytest.approx(9 / 16, rel=1e-5)
     assert "errors have a bias" in str(found) and not found.is_exceeded
+
+
+# -- what is given for the loss ----------------------------------------------------------------------------
+
+
+def _ratio(model, batch, loss):
+    controller = bounded(model)
+    return controller.gradient_ratio(batch, loss)
+
+
+def _plan(model, batch, loss):
+    return fewbit.plan(model, [batch, batch], loss, candidates=[Candidate("8", {"bits": 8})])
+
+
+def _profile(model, batch, loss):
+    return fewbit.variance_profile(model, [batch, batch], loss)
+
+
+def criterion(output, target):
+    return nn.functional.mse_loss(output, target)
+
+
+@pytest.mark.parametrize("measure", [_ratio, _plan, _profile])
+@pytest.mark.parametrize(
+    ("loss", "cause"),
+    [
+        (nn.CrossEntropyLoss(), None),
+        (nn.MSELoss(), None),
+        (nn.functional.cross_entropy, TypeError),
+        (criterion, AttributeError),
+    ],
+)
+def test_a_loss_of_outputs_is_refused_by_name(measure, loss, cause):
+    model = nn.Sequential(nn.Linear(48, 12))
+    with pytest.raises(
+        InputError, match=r"^loss: expected a function \(model, batch\) -> "
+    ) as caught:
+        measure(model, batches(1)[0], loss)
+    assert type(caught.value.__cause__) is (cause or type(None))
+    assert "criterion(model(batch[0]), batch[1])" in str(caught.value)
+
+
+class Fails(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self) if self.training else x
+
+
+@pytest.mark.parametrize("measure", [_ratio, _plan, _profile])
+def test_errors_of_the_model_and_of_the_loss_are_their_own(measure):
+    """A TypeError within the model, even of torch's functions, says nothing of how the loss is called."""
+    (batch,) = batches(1)
+    with pytest.raises(TypeError, match="linear"):
+        measure(nn.Sequential(Fails(48, 12)), batch, squared)
+
+    def broken(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), None)
+
+    def unpacks(model, batch):
+        a, b, c = len(batch)
+
+    for loss in (broken, unpacks):
+        with pytest.raises((TypeError, AttributeError)) as caught:
+            measure(nn.Sequential(nn.Linear(48, 12)), batch, loss)
+        assert not isinstance(caught.value, InputError)
+
+
+def test_a_module_of_model_and_batch_is_a_loss():
+    class Loss(nn.Module):
+        def forward(self, model, batch):
+            return squared(model, batch)
+
+    model, (batch,) = nn.Sequential(nn.Linear(48, 12)), batches(1)
+    found = _ratio(model, batch, Loss())
+    assert found.title == _ratio(model, batch, squared).title
+
+
+@pytest.mark.parametrize("draws", [1, 0, 2.0, True])
+def test_draws_are_two_at_least(draws):
+    model, (batch,) = nn.Sequential(nn.Linear(48, 12)), batches(1)
+    with pytest.raises(InputError, match="draws: expected an integer of at least 2"):
+        bounded(model).gradient_ratio(batch, squared, draws=draws)
+
+
+# -- what is shown -----------------------------------------------------------------------------------------
 
 
 def test_it_shows_itself():

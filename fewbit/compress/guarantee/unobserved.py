@@ -45,17 +45,29 @@ class Unobserved:
         return {name: WHY[why] for name, why in found.items() if name not in seen}
 
 
-def _alike(model, traced: set[str]) -> set[str]:
-    """With the layers of compiled modules that run what was traced for another one of their class."""
-    blocks = {}
-    for path, module in model.named_modules() if traced else ():
-        if is_compiled(module):
-            parts = [part for part in path.split(".") if part != "_orig_mod"]
-            blocks[".".join(parts)] = type(getattr(module, "_orig_mod", module))
-    rests = {
-        (cls, name.removeprefix(path))
-        for path, cls in blocks.items()
-        for name in traced
-        if not path or name == path or name.startswith((f"{path}.", f"{path}:"))
+def _alike(model: nn.Module, traced: set[str]) -> set[str]:
+    """With the layers of their classes that train in compiled modules: one piece of code serves all that are alike."""
+    if not traced:
+        return traced
+    modules, inside = {}, set()
+    for path, module in model.named_modules():
+        # A wrapper that came after the conversion is no part of names.
+        path = ".".join(part for part in path.split(".") if part != "_orig_mod")
+        modules[path] = module
+        if is_compiled(module) or path.rpartition(".")[0] in inside:
+            inside.add(path)
+    kinds = set()
+    for name in traced:
+        path, colon, what = name.partition(":")
+        if path in modules:
+            kinds.add((type(modules[path]), colon + what))
+    return traced | {
+        path + what for path in inside for of, what in kinds if _is_alike(modules[path], of)
     }
-    return traced | {path + rest for path, cls in blocks.items() for of, rest in rests if of is cls}
+
+
+def _is_alike(module: nn.Module, cls: type) -> bool:
+    """Whether it is a layer of that class that trains."""
+    parameters = list(module.parameters())
+    is_trained = any(each.requires_grad for each in parameters) or not parameters
+    return type(module) is cls and module.training and is_trained

@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import re
+import warnings
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from fewbit.compress.allocation_report import Allocation
 from fewbit.compress.codecs import codec as codec_of
 from fewbit.compress.guarantee.keepers import CodecKeeper, Exactly
 from fewbit.compress.guarantee.report import Bounded, Bounds
-from fewbit.errors import InputError
+from fewbit.errors import BoundWarning, InputError
 
 X = normal((16, 64), scale=1.0)
 IN_COMPILE = "(inside torch.compile)"
@@ -439,6 +440,23 @@ def test_an_empty_table_is_its_text_in_html():
         assert found._repr_html_() == "<div><b>nothing &lt;yet&gt;</b></div>"
     controller = bounded(Called())
     assert "no bounds found yet" in controller.bounds._repr_html_()
+
+
+def test_steps_that_a_warning_takes(monkeypatch):
+    """The page says so: three observations that have something to compare are those of steps 2, 4 and 8."""
+    from fewbit.compress.guarantee.policy import Choice, Guarantee
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 24))
+    x = normal((32, 96), scale=1.0)
+    controller = bounded(model, e2=0.05)
+    monkeypatch.setattr(Guarantee, "_choice", lambda self, known: Choice(1.0, 1.0, None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BoundWarning)
+        steps(model, 8, x)
+    assert controller.bounds.ratio > 1.05 and "more than 1.05" in plain(controller.bounds.title)
+    with pytest.warns(BoundWarning):
+        steps(model, 1, x)
 
 
 # -- the report of the conversion --------------------------------------------------------------------------

@@ -315,8 +315,8 @@ class Quantiser:
 
     def _tell_unobserved(self, plan, variable) -> None:
         """Where what is kept now is not what the forward's observation has seen, or there is none."""
-        why = plan.unobserved
-        if not why and in_backward() and variable.name not in plan.observation.variables:
+        why, seen = plan.unobserved, getattr(plan.observation, "variables", None)
+        if seen is not None and in_backward() and variable.name not in seen:
             why = REENTRANT
         if why and not variable.is_fixed:
             self._variables.unobserved(self.name, why)
@@ -406,8 +406,9 @@ def _tell_traced(context) -> None:
 
     context: a ComptimeContext. Where there are other compilers, or later ones keep variables otherwise, nothing is told.
     """
-    variable = context.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
-    quantiser = getattr(variable, "value", None)
+    own = context.get_local("self")
+    tracked = getattr(own, "_i_will_not_complain_if_bc_breaks_VariableTracker", lambda: None)()
+    quantiser = getattr(tracked, "value", None)
     if isinstance(quantiser, Quantiser) and quantiser._variables is not None:
         if not quantiser.is_fixed:
             quantiser._variables.unobserved(quantiser.name, COMPILED)

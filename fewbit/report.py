@@ -94,6 +94,11 @@ class _Report:
         return buffer.getvalue()
 
 
+def said(text):
+    """A text in place of a table, as HTML."""
+    return f"<div><b>{html.escape(text)}</b></div>"
+
+
 def new_grid():
     """An empty rich table with a line under its header and no other rules."""
     from rich import box

@@ -143,7 +143,7 @@ def test_numbers_under_another_default_device(numbers):
 
 def test_numbers_of_64_bits_without_a_sign():
     numbers = np.arange(8, dtype=np.uint64) + np.uint64(2**63 - 4)
-    _, controller, _ = numbered("L2.5", numbers)
+    model, controller, _ = numbered("L2.5", numbers)
     state = controller.state_dict()["numbers"]
     assert len(state.unique()) == 8 and state.dtype == torch.int64
     np.testing.assert_array_equal(state.numpy().astype(np.uint64), numbers)
@@ -172,7 +172,7 @@ def row(**changes):
     ],
 )  # fmt: skip
 def test_states_with_other_magnitudes_change_nothing(level, change, message):
-    _, controller, _ = numbered(level, range(8))
+    model, controller, _ = numbered(level, range(8))
     before = controller.state_dict()
     with pytest.raises(InputError, match=message) as caught:
         controller.load_state_dict({**before, **change})
@@ -191,18 +191,18 @@ def test_states_with_other_magnitudes_change_nothing(level, change, message):
     ],
 )
 def test_states_of_something_else_change_nothing(state, found):
-    _, controller, _ = numbered("L2.5", range(8))
+    model, controller, _ = numbered("L2.5", range(8))
     before = controller.state_dict()
     expected = f"^expected the state of a controller of level L2.5, got one {found}$"
     with pytest.raises(InputError, match=expected):
         controller.load_state_dict(state)
     assert_same_state(controller.state_dict(), before)
-    fixed = build(bits=4, level="L2")[1]
+    other, fixed, *_ = build(bits=4, level="L2")
     with pytest.raises(
         InputError, match="^expected the state of a controller of level L2, got one"
     ):
         fixed.load_state_dict(state)
-    _, adapting, _ = numbered("L3", range(8))
+    another, adapting, _ = numbered("L3", range(8))
     before = adapting.state_dict()
     with pytest.raises(InputError, match="^expected"):
         adapting.load_state_dict(state)
@@ -211,10 +211,10 @@ def test_states_of_something_else_change_nothing(state, found):
 
 @pytest.mark.parametrize("level", ["L2", "L2.5"])
 def test_a_state_without_anything_learned_is_one(level):
-    controller = build(bits=4, level=level)[1]
+    model, controller, *_ = build(bits=4, level=level)
     assert controller.state_dict() == {}
     controller.load_state_dict({})
     if level == "L2.5":
-        _, controller, _ = numbered(level, range(8))
+        model, controller, _ = numbered(level, range(8))
         controller.load_state_dict({})
         assert controller.state_dict() == {}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fewbit.compress.meter_report import amount
-from fewbit.report import _Report
+from fewbit.report import _Report, said
 from fewbit.sizes import counted
 
 
@@ -41,14 +41,16 @@ class Allocated(NamedTuple):
 class Allocation(_Report, Sequence):
     """Rows of Allocated, in the order of the forward; compares equal to one with the same rows.
 
-    empty: what is said where there are none.
+    empty: what is said where there are none. ended: what has become of the model, where these bits are none of a model that
+    trains any more.
     """
 
     _header = ("layer", "input", "bits", "elements", "codes", "variance")
 
-    def __init__(self, rows=(), empty: str = "no bits chosen"):
+    def __init__(self, rows=(), empty: str = "no bits chosen", ended: str = ""):
         self._rows = tuple(rows)
         self._empty = empty
+        self._ended = ended
 
     def __getitem__(self, index):
         return self._rows[index]
@@ -68,8 +70,11 @@ class Allocation(_Report, Sequence):
 
     @property
     def title(self) -> str:
-        if not self:
-            return self._empty
+        text = self._found if self else self._empty
+        return f"{self._ended}: {text}" if self._ended else text
+
+    @property
+    def _found(self) -> str:
         chosen = [row for row in self if not row.is_fixed]
         tensors = f"{counted(len(chosen), 'tensor')} that layers keep"
         text = f"{_average(chosen):.4g} bits on average for {tensors}"
@@ -79,6 +84,9 @@ class Allocation(_Report, Sequence):
 
     def __rich_console__(self, console, options):
         return super().__rich_console__(console, options) if self else [self.title]
+
+    def _repr_html_(self):
+        return super()._repr_html_() if self else said(self.title)
 
     def records(self) -> list[dict]:
         """A dictionary for each row."""

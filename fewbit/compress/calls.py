@@ -136,6 +136,11 @@ def name_of_call(path: str, function: str) -> str:
     return f"{path}:{function}"
 
 
+def bits_of_call(function: str, bits: int) -> int:
+    """Of the codes that an activation keeps which a module calls. bits: of those whose derivative has more than two values."""
+    return 1 if function in _ONE_BIT else bits
+
+
 class Calls(TorchFunctionMode):
     """Within it torch's functions of the table run as fewbit's, on tensors that need a gradient."""
 

@@ -21,7 +21,7 @@ from fewbit.runtime.sharing import Session
 from fewbit.sizes import counted
 
 if TYPE_CHECKING:
-    from fewbit.compress.guarantee.ratio import GradientRatio
+    from fewbit.compress.guarantee.ratio_report import GradientRatio
 
 SAMPLES = ("magnitudes", "numbers")
 """What the state has at level L2.5 and above, both or neither: what is known of numbered samples."""
@@ -49,6 +49,7 @@ class Controller:
         self.allocator = allocator
         self.level = level
         self.policy = policy
+        self._was_attached = _is_attached(session, model)
 
     @property
     def model(self) -> nn.Module | None:
@@ -75,7 +76,8 @@ class Controller:
             )
             for name, each in adaptation.seen.items()
         )
-        return Allocation(rows, "no bits chosen yet: that comes after the first steps of training")
+        empty = "no bits chosen yet: that comes after the first steps of training"
+        return Allocation(rows, empty, self._ended)
 
     @property
     def bounds(self) -> Bounds:
@@ -85,7 +87,9 @@ class Controller:
             return Bounds(empty=f'bounds are found with policy="{POLICY}"')
         rows = (Bounded(*row) for row in guarantee.rows())
         empty = "no bounds found yet: that comes after the first steps of training"
-        return Bounds(rows, guarantee.bound.e2, guarantee.ratio, empty)
+        unobserved = guarantee.unobserved_layers(self.model)
+        e2, ratio = guarantee.bound.e2, guarantee.ratio
+        return Bounds(rows, e2, ratio, empty, unobserved, self._ended)
 
     def gradient_ratio(
         self,
@@ -97,9 +101,10 @@ class Controller:
     ) -> GradientRatio:
         """E|g^|^2 / E|g|^2 over all parameters, on a batch or several, of the model as it is compressed now.
 
-        batch, loss: as for `fewbit.plan`. draws: of rounding, independent, for each batch. seed: of dropout. A copy of the
-        model is measured; the model, and torch's random state, stay as they are. Takes draws + 1 forward and backward
-        passes a batch. Warns (BoundWarning) where the ratio is above 1 + e2 by more than three standard errors. Raises
+        With E|g^ - g|^2 / |g|^2, which shows a bias too. batch, loss: as for `fewbit.plan`. draws: of rounding, independent,
+        for each batch, 2 at least. seed: of dropout. Two copies of the model, one exact, are measured, a batch at a time; the
+        model, and torch's random state, stay as they are. Takes draws + 1 forward and backward passes a batch, and memory
+        for two more models, three gradients, and what the exact one keeps. Warns (BoundWarning) where the ratio is above 1 + e2 by more than three standard errors. Raises
         InputError for what cannot be measured.
         """
         from fewbit.compress.guarantee.ratio import gradient_ratio
@@ -127,7 +132,13 @@ class Controller:
         return {} if variables is None else variables.state()
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from there. Raises InputError, with nothing changed, for what is not of such a controller."""
+        """Go on from there. Raises InputError, with nothing changed, for what is not of such a controller, and where the model
+        is gone, was restored or compressed anew since.
+        """
+        if self._ended:
+            raise InputError(
+                f"expected the controller of a model as it is compressed now, got one {self._ended}"
+            )
         if not isinstance(state, Mapping):
             raise InputError(
                 f"expected what a controller's state_dict() gave, got {type(state).__name__}"
@@ -136,13 +147,23 @@ class Controller:
         if self.session.variables is not None:
             self.session.variables.load(state)
 
+    @property
+    def _ended(self) -> str:
+        """What has become of a model that is not this controller's any more, or ""."""
+        if self.model is None:
+            return "of a model that is gone"
+        if self._was_attached and not _is_attached(self.session, self.model):
+            return "of a model that was restored or compressed anew since"
+        return ""
+
     def _check_state(self, state: Mapping) -> None:
         """Raises InputError for the state of another level or policy, and for entries that no state has."""
         of_policy = state.get("policy") if "version" in state else None
         expected = None if self._guarantee is None else POLICY
         if of_policy != expected or (expected and not state):
-            found = f"of policy {of_policy}" if of_policy else "of another"
-            raise InputError(f"expected the state of a controller of {self._kind}, got one {found}")
+            raise InputError(
+                f"expected the state of a controller of {self._kind}, got one {_origin(state)}"
+            )
         if expected:
             return
         adapts = self._adaptation is not None
@@ -200,3 +221,22 @@ class Controller:
     def __repr__(self) -> str:
         model = type(self.model).__name__ if self.model is not None else "a model that is gone"
         return f"Controller({model}, {counted(len(self.report.converted), 'module')} converted)"
+
+
+def _origin(state: Mapping) -> str:
+    """Of which policy or level a state is, as far as it tells."""
+    if "version" in state:
+        return f"of policy {state['policy']}" if "policy" in state else "of level L3 or above"
+    if any(each in state for each in SAMPLES):
+        return "of level L2.5"
+    strange = next(iter(state), None)
+    return "of a level below L3" if strange is None else f"with {strange!r}"
+
+
+def _is_attached(session: Session, model: nn.Module) -> bool:
+    """Whether forwards of the model are told to that session."""
+    return any(
+        getattr(hook, "__self__", None) is session
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+    )

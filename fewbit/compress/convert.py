@@ -16,7 +16,14 @@ from fewbit.compress import kinds, transformers_attention
 from fewbit.compress.adaptation import INTERVAL, Adaptation
 from fewbit.compress.allocator import use_expandable_segments
 from fewbit.compress.budget import Sizes, bytes_of
-from fewbit.compress.calls import ACTIVATIONS, QUANTISED, Calls, FunctionSettings, name_of_call
+from fewbit.compress.calls import (
+    ACTIVATIONS,
+    QUANTISED,
+    Calls,
+    FunctionSettings,
+    bits_of_call,
+    name_of_call,
+)
 from fewbit.compress.codecs import DEFAULT as QUANT
 from fewbit.compress.codecs import check_codec
 from fewbit.compress.controller import Controller
@@ -167,7 +174,7 @@ def compress_(
     place of bits, all that a forward of `sample` may keep: bytes, or "6 GiB". interval: steps from one adaptation
     to the next (200; the first are after steps 1, 2, 4, 8 ...). activation_bits: of few-bit activations (3; those
     with a derivative of two values keep 1, which is exact). attention_bits: of q, k and v (as bits, but 4 at
-    least; at L3 part of the average). policy: "fixed", or "error-bound": bits of each tensor follow from a bound on the
+    least; at L3 part of the average). policy: "fixed" (as None), or "error-bound": bits of each tensor follow from a bound on the
     error of the gradients that it goes into, e2 (0.5) times their squared norm (docs/error_bound.md), found out every
     interval (100) steps; window: by the "mean" (default) or "max" of the last ten; codec: how they are kept ("quant",
     "quant+zvc", "error-bounded", "jpeg"; docs/codecs.md); by_channel: channels of samples have bits of their own. It takes no
@@ -238,7 +245,7 @@ def compress_(
         controller = convert(model, settings, *selection)
     if bound is not None:
         taking_part = _bounded_activations(model, settings, selection)
-        own = bound, _names(model), interval, _channels(model), taking_part
+        own = bound, _names(model), interval, _channels(model), *taking_part
         controller.session.variables = Guarantee(*own)
     elif settings.adapts:
         adaptation = Adaptation(settings.bits, _names(model), interval, elements, budget)
@@ -361,19 +368,29 @@ def _channels(model) -> dict[str, int]:
     return found
 
 
-def _bounded_activations(model, settings, selection) -> list[str]:
-    """The names of activations whose bits follow from a bound: of modules, and of functions that modules call."""
+def _bounded_activations(model, settings, selection) -> tuple[list[str], dict[str, int]]:
+    """Activations of modules, and of functions that modules call: names of those whose bits follow from a bound, and
+    {name: bits} of those whose bits were given.
+    """
     found, chosen, each = _selected(model, settings, *selection)
-    names = []
+    names, given = [], {}
     for (paths, module, attribute), is_chosen, own in zip(found, chosen, each, strict=True):
-        if not is_chosen or own is None or not own.bounds_activations or attribute is not None:
+        if not is_chosen or own is None or attribute is not None:
             continue
+        of_module = {}
         if kinds.is_activation(type(module)):
             if _ORIGINAL in vars(module):  # else it was few-bit before, with bits of its own
-                names.append(paths[0])
+                of_module = {paths[0]: module.bits}
         elif own.functional and _may_call(module):
-            names += [name_of_call(paths[0], function) for function in ACTIVATIONS]
-    return names
+            of_module = {
+                name_of_call(paths[0], function): bits_of_call(function, own.activation_bits)
+                for function in ACTIVATIONS
+            }
+        if own.bounds_activations:
+            names += of_module
+        else:
+            given |= of_module
+    return names, given
 
 
 def _attach(model, settings: Settings, session: Session) -> None:
@@ -518,7 +535,8 @@ def _of_bound(bound: Bound, interval: int) -> str:
     how = f"bits by layers and {unit}" if bound.codec == QUANT else f"codec {bound.codec}"
     return (
         f"policy {POLICY}: e2 = {bound.e2:.4g}, {how}, {bound.window} of the last ten, found out {_every(interval)}; "
-        f"{MOST} bits before the first"
+        f"{MOST} bits before the first: what this report says holds for the first steps, later bits follow from the bound "
+        "(controller.bounds)"
     )
 
 

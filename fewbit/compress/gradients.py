@@ -23,6 +23,9 @@ from fewbit.schema import shorten
 Loss = Callable[[nn.Module, object], torch.Tensor]
 
 
+EXPECTED_LOSS = "expected a function (model, batch) -> scalar tensor, as lambda model, batch: criterion(model(batch[0]), batch[1])"
+
+
 class Measured:
     """A copy of the model, whose gradients are taken.
 
@@ -49,8 +52,15 @@ class Measured:
             yield value
 
     def value(self, batch) -> torch.Tensor:
-        """The loss as it is."""
-        return self.loss(self.model, batch)
+        """The loss as it is; InputError where it takes the model for its output."""
+        try:
+            return self.loss(self.model, batch)
+        except (TypeError, AttributeError) as error:
+            if not _takes_for_output(error, self.model):
+                raise
+            raise InputError(
+                f"loss: {EXPECTED_LOSS}, got one that takes the model itself for a tensor: {shorten(error, 120)}"
+            ) from error
 
     def backward(self, value: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
         """The gradient of each of `parameters`, zeros where there is none. again: the graph stays."""
@@ -177,6 +187,10 @@ def check_loss(loss) -> None:
         raise InputError(
             f"loss: expected a function (model, batch) -> scalar tensor, got {type(loss).__name__}"
         )
+    if isinstance(loss, nn.modules.loss._Loss):
+        raise InputError(
+            f"loss: {EXPECTED_LOSS}, got {type(loss).__name__}, which takes an output and a target"
+        )
     try:
         inspect.signature(loss).bind(None, None)
     except TypeError as error:
@@ -185,6 +199,18 @@ def check_loss(loss) -> None:
         ) from None
     except ValueError:  # of built-in functions that do not tell
         pass
+
+
+def _takes_for_output(error: Exception, model: nn.Module) -> bool:
+    """Whether it comes from a function of torch.nn.functional that got the model in place of a tensor."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        is_functional = frame.f_globals.get("__name__") == nn.functional.__name__
+        if is_functional and any(each is model for each in frame.f_locals.values()):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _check_value(value) -> None:

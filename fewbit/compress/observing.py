@@ -316,6 +316,11 @@ class Observing(Variables):
         )
         since, is_summed = read(state, "since", check_step), read(state, "is_summed", bool)
         learned = self._of_plain_learned(state)
+        for each in turns:
+            if each not in self._places:
+                raise InputError(
+                    f"expected the state of this model's controller, got one with a module {each!r}, which it lacks"
+                )
         super().load(state)
         if pending is not None:
             pending = Pending(pending, path, since, is_summed)

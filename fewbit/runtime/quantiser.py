@@ -16,7 +16,7 @@ from fewbit.runtime.offset import Offset
 from fewbit.runtime.plain import is_plain
 from fewbit.runtime.sharing import Session, in_backward, in_checkpoint
 from fewbit.runtime.tables import check_choice
-from fewbit.runtime.variables import Variable
+from fewbit.runtime.variables import COMPILED, REENTRANT, Variable
 
 DEFAULT_BITS = 2
 
@@ -299,6 +299,8 @@ class Quantiser:
                 x, seed, variable, samples, *settings
             )
         observation = plan.observation
+        if observation is not None or plan.unobserved:
+            self._tell_unobserved(plan, variable)
         if observation is not None and x.numel() and not in_backward():
             widening = 0
             if self.minimum == "auto" and keeper is None:
@@ -310,6 +312,14 @@ class Quantiser:
                 found = observation.rounding(variable, rounded)
             recipe = recipe.of(variable._replace(rounding=found))
         return tuple(tensors), recipe
+
+    def _tell_unobserved(self, plan, variable) -> None:
+        """Where what is kept now is not what the forward's observation has seen, or there is none."""
+        why, seen = plan.unobserved, getattr(plan.observation, "variables", None)
+        if seen is not None and in_backward() and variable.name not in seen:
+            why = REENTRANT
+        if why and not variable.is_fixed:
+            self._variables.unobserved(self.name, why)
 
     @property
     def _variables(self):
@@ -349,6 +359,10 @@ class Quantiser:
         return bits, self.group_size, self.minimum
 
     def _traced(self, x) -> Kept:
+        if torch.compiler.is_dynamo_compiling():
+            from torch._dynamo.comptime import comptime
+
+            comptime(_tell_traced)
         packed, ranges, one = quantiser_ops.quantise_op(
             x, ops.new_seed(x), self.bits, self.group_size, bool(self._wide())
         )
@@ -385,6 +399,19 @@ def _kept_by(keeper: Keeper, x, seed, recipe: Recipe, settings, given):
         values = Rounded(values, (), recipe, *settings).exact()
     tensors, inner = keeper.keep(values.to(given), seed)
     return tuple(tensors), KeptBy(inner, recipe)
+
+
+def _tell_traced(context) -> None:
+    """Runs while torch.compile traces `Quantiser._traced`, and leaves nothing in what it makes.
+
+    context: a ComptimeContext. Where there are other compilers, or later ones keep variables otherwise, nothing is told.
+    """
+    own = context.get_local("self")
+    tracked = getattr(own, "_i_will_not_complain_if_bc_breaks_VariableTracker", lambda: None)()
+    quantiser = getattr(tracked, "value", None)
+    if isinstance(quantiser, Quantiser) and quantiser._variables is not None:
+        if not quantiser.is_fixed:
+            quantiser._variables.unobserved(quantiser.name, COMPILED)
 
 
 def _is_one_memory(x, other) -> bool:

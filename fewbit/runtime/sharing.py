@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 from fewbit.runtime import offload, ops
 from fewbit.runtime.exact import forget
 from fewbit.runtime.seeds import Seeds
-from fewbit.runtime.variables import Plan
+from fewbit.runtime.variables import ALONE, REENTRANT, Plan
 
 MOST_FOLLOWED = 4096
 _PREACTIVATION = "pre-activation"
@@ -255,7 +255,16 @@ class Session:
         if before is not None and before.start == seeds.start:
             seeds = before  # else two regions that run from one state would be rounded alike
         self._local.unknown = seeds
-        return _Forward(None if self.variables is None else self.variables.plan(inputs), seeds)
+        is_again = in_backward() and _reentrant_region() is not None
+        return _Forward(self._unobserved_plan(inputs, REENTRANT if is_again else ALONE), seeds)
+
+    def _unobserved_plan(self, inputs, why: str) -> Plan | None:
+        """For what is of no forward that an observation goes along with."""
+        if self.variables is None:
+            return None
+        plan = self.variables.plan(inputs)
+        plan.unobserved = "" if getattr(_running, "measured", ()) else why
+        return plan
 
     def _go_by(self, forward: _Forward) -> None:
         self._local.forward = forward
@@ -282,7 +291,9 @@ class Session:
 
         In a checkpointed region that is made again its tensors have to be of the same shapes.
         """
-        return self.variables.plan((x,)) if self._is_outside() else self._forward_of(x).plan
+        if self._is_outside():
+            return self._unobserved_plan((x,), ALONE)
+        return self._forward_of(x).plan
 
     def seed(self, x, name: str, slot: int) -> torch.Tensor:
         """For one tensor of the layer of that name, its input number `slot`: (1,) int64 on x's device."""

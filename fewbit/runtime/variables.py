@@ -25,6 +25,9 @@ from fewbit.runtime.plain import is_plain
 from fewbit.sizes import counted
 
 LEAST, MOST = 1, 8
+COMPILED, REENTRANT, ALONE = "compiled", "reentrant", "alone"
+"""Why no observation knows of what a layer keeps: in a part that is compiled; in a checkpoint with use_reentrant=True; by a
+layer that is called by itself, outside of a forward of the model."""
 _NOISE = [1.0 / (2.0**bits - 1) ** 2 for bits in range(LEAST, MOST + 1)]
 _GAINS = [a - b for a, b in zip(_NOISE, _NOISE[1:], strict=False)]
 
@@ -86,7 +89,8 @@ class Plan:
     the group quantiser}. activations: {name: bits}, of few-bit activations that do not have their own.
     channels: {name of a layer: how many}, where those of each sample have bits of their own; weights: {name of a layer:
     Weights}, by which they share them. least_features: samples of fewer have no bits of their own. rounds_up: averages
-    that are not fixed are least ones, so that their bits are at least as many; else they are at most.
+    that are not fixed are least ones, so that their bits are at least as many; else they are at most. unobserved: why no
+    observation may know of what goes by it (REENTRANT, ALONE), or "".
     """
 
     def __init__(self, averages, samples: int | None, observation=None):
@@ -95,7 +99,7 @@ class Plan:
         self.observation = observation
         self.magnitudes = self.numbers = None
         self.keepers, self.activations, self.channels, self.weights = {}, {}, {}, {}
-        self.least_features, self.rounds_up = 0, False
+        self.least_features, self.rounds_up, self.unobserved = 0, False, ""
         self._placed = {}
 
     def of(self, name: tuple[str, int], average: float, is_fixed: bool) -> Variable:
@@ -178,6 +182,9 @@ class Variables:
     def number(self, numbers) -> None:
         """Of the samples of the next forward in training; see `Places.of`."""
         self._numbers = self._places_of_samples.of(numbers)
+
+    def unobserved(self, name: str, why: str) -> None:
+        """A layer of that name keeps something of which no observation knows. why: COMPILED, REENTRANT or ALONE."""
 
     def state(self) -> dict:
         """What `load` makes again."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fewbit.compress.codecs import DEFAULT, codec
-from fewbit.compress.codecs.payload import exact
+from fewbit.compress.codecs.payload import Exact, exact
+from fewbit.compress.codecs.quant import ByChannel
+from fewbit.compress.codecs.zero_value import Sparse, ZeroValue
+
+EXACT = "exact"
 
 
 class Exactly:
@@ -15,16 +19,28 @@ class Exactly:
         return exact(x)
 
 
+@dataclass
+class Latest:
+    """Of the latest payload of one variable: bits an element (None before the first), and what made it: EXACT or a codec's
+    name.
+    """
+
+    bits: float | None = None
+    kept: str | None = None
+
+
 @dataclass(frozen=True)
 class CodecKeeper:
     """A codec's payload within a bound.
 
-    bound: dx*^2, of the squared error of an element. channels: that of each channel, where x has as many; or None.
+    bound: dx*^2, of the squared error of an element. channels: that of each channel, where x has as many; or None. latest:
+    is told of each payload.
     """
 
     name: str
     bound: float
     channels: tuple[float, ...] | None = None
+    latest: Latest = field(default_factory=Latest, compare=False, repr=False)
 
     def keep(self, x, seed):
         bound = self.bound
@@ -32,4 +48,19 @@ class CodecKeeper:
             bound = self.channels
         # (Of what is not made of images the cosine transform makes nothing.)
         fits = self.name != "jpeg" or x.dim() == 4
-        return codec(self.name if fits else DEFAULT).compress(x, bound, seed)
+        name = self.name if fits else DEFAULT
+        payload = codec(name).compress(x, bound, seed)
+        if x.numel():
+            self.latest.bits = 8 * payload.nbytes / x.numel()
+            self.latest.kept = _kept_by(name, payload.recipe)
+        return payload
+
+
+def _kept_by(name: str, recipe) -> str:
+    """What has really kept it: codecs leave to others what they do not make smaller."""
+    if isinstance(recipe, Exact):
+        return EXACT
+    parts = [each for _, each in recipe.parts] if isinstance(recipe, ByChannel) else [recipe]
+    if name == ZeroValue.name and not any(isinstance(each, Sparse) for each in parts):
+        return DEFAULT
+    return name

@@ -28,7 +28,7 @@ from fewbit.compress.guarantee.estimates import (
     ratio_of,
     total_of,
 )
-from fewbit.compress.guarantee.keepers import CodecKeeper, Exactly
+from fewbit.compress.guarantee.keepers import EXACT, CodecKeeper, Exactly, Latest
 from fewbit.compress.guarantee.observation import BoundObservation, BoundsSeen, VariableSeen
 from fewbit.compress.guarantee.state import (
     plain_known,
@@ -40,6 +40,7 @@ from fewbit.compress.guarantee.state import (
 )
 from fewbit.compress.guarantee.sums import BoundTables, by_number, pairs_by_number
 from fewbit.compress.guarantee.tables import is_known, least_bits, table_error
+from fewbit.compress.guarantee.unobserved import Unobserved
 from fewbit.compress.observing import FORGOTTEN, Observing, check_step, read
 from fewbit.errors import BoundWarning, InputError
 from fewbit.runtime.groups import LEAST_FEATURES
@@ -52,6 +53,8 @@ NAMED = 3
 """Layers that a warning names."""
 LEAST_SEEN = 3
 """Observations without which there is no warning."""
+WORST = "worst case"
+"""The kind of an activation's bound."""
 _NOTHING = BoundsSeen({}, {}, {})
 
 
@@ -80,7 +83,7 @@ class Guarantee(Observing):
     """Bits of each variable and activation by what its error may be.
 
     names, interval: as for `Observing`. channels: {name: how many} of layers that have some. activations: names of the
-    few-bit activations that take part.
+    few-bit activations that take part. given: {name: bits} of few-bit activations that do not, as their bits were given.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Guarantee(Observing):
         interval: int = INTERVAL,
         channels: Mapping[str, int] | None = None,
         activations: Iterable[str] = (),
+        given: Mapping[str, int] | None = None,
     ):
         names = list(names)
         super().__init__(names, interval)
@@ -99,13 +103,16 @@ class Guarantee(Observing):
         self.choices: dict[tuple[str, int], Choice] = {}
         self.activations: dict[str, int] = {}
         self._channels = dict(channels or {}) if bound.by_channel else {}
-        self._of_activations = frozenset(activations)
+        self.given = dict(given or {})
+        self._of_activations = frozenset(activations) | self.given.keys()
         self._tables = BoundTables(names, self._channels, sorted(self._of_activations))
         self._next = 0  # of the variables that the monitor takes in turn
         self._sums: tuple[Pair, ...] = ()  # of what the monitor saw, of each observation
         self._has_warned = False
         self._keepers = {}
         self._weights = {}
+        self._latest: dict[tuple[str, int], Latest] = {}  # of what codecs have kept in this process
+        self._unobserved = Unobserved()
 
     # -- In a forward ------------------------------------------------------------------------------------
 
@@ -122,7 +129,11 @@ class Guarantee(Observing):
         plan.least_features = LEAST_FEATURES
         plan.rounds_up = True
 
+    def unobserved(self, name: str, why: str) -> None:
+        self._unobserved.tell(name, why)
+
     def _new_observation(self) -> BoundObservation:
+        self._unobserved.observation_begins()
         return BoundObservation(self.step, self._monitored())
 
     def _monitored(self) -> frozenset:
@@ -192,7 +203,7 @@ class Guarantee(Observing):
         bits = {
             name: least_bits(each.function, each.parameters, each.allowed(e2, window)) or MOST
             for name, each in activations.items()
-            if each.function and is_known(each.function, each.parameters)
+            if name not in self.given and _has_tables(each)
         }
         return choices, bits
 
@@ -228,7 +239,8 @@ class Guarantee(Observing):
         weights, channels = self.known[name].weights, None
         if self.bound.by_channel and weights is not None:
             channels = tuple(choice.dx2 / each if each > 0 else math.inf for each in weights)
-        return CodecKeeper(self.bound.codec, choice.dx2, channels)
+        latest = self._latest.setdefault(name, Latest())
+        return CodecKeeper(self.bound.codec, choice.dx2, channels, latest)
 
     # -- The monitor -------------------------------------------------------------------------------------
 
@@ -282,18 +294,31 @@ class Guarantee(Observing):
             average = known.average if known.is_fixed else choice.average
             demand = choice.demand or Estimate()
             kept = "bits"
-            if keeper is not None:
-                kept, average = ("exact" if isinstance(keeper, Exactly) else keeper.name), None
+            if isinstance(keeper, Exactly):
+                kept, average = EXACT, None
+            elif keeper is not None:
+                kept, average = keeper.latest.kept or keeper.name, keeper.latest.bits
+                average = None if kept == EXACT else average
             decides = demand.label, demand.kind, math.sqrt(choice.dx2)
             rest = known.elements, known.is_fixed, True, known.ratio
             found.append((*name, *decides, kept, average, *rest))
-        for name, bits in self.activations.items():
-            each = self.known_activations[name]
+        for name, each in self.known_activations.items():
+            bits = self.given.get(name, self.activations.get(name))
+            if bits is None:
+                continue
             allowed = each.allowed(e2, window)
-            is_met = table_error(each.function, each.parameters, bits) <= allowed
-            decides = "input", "worst case", allowed
-            found.append((name, None, *decides, "bits", float(bits), None, False, is_met, None))
+            is_met = not _has_tables(each) or (
+                table_error(each.function, each.parameters, bits) <= allowed
+            )
+            decides = "input", WORST, allowed
+            is_given = name in self.given
+            found.append((name, None, *decides, "bits", float(bits), None, is_given, is_met, None))
         return found
+
+    def unobserved_layers(self, model) -> dict[str, str]:
+        """{name: why} of layers of which no observation knows what they keep. model: whose they are."""
+        found = self._unobserved.found(model, {name for name, _ in self.known})
+        return {name: found[name] for name in self._places if name in found}
 
     # -- Between processes -------------------------------------------------------------------------------
 
@@ -354,6 +379,11 @@ class Guarantee(Observing):
         read({"variables": known}, "variables", lambda known: self._chosen(known, {}))
         read({"activations": taken}, "activations", lambda taken: self._chosen({}, taken))
         return known, taken, sums, following, has_warned
+
+
+def _has_tables(known: KnownActivation) -> bool:
+    """Whether there are tables of its function, if that is known."""
+    return bool(known.function) and is_known(known.function, known.parameters)
 
 
 def _is_positive(values: list[float]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,42 +23,14 @@ from fewbit.compress.gradients import (
     check_loss,
     check_model,
     copied,
+    difference,
     explained,
     tensors_of,
 )
 from fewbit.compress.guarantee.policy import NAMED
+from fewbit.compress.guarantee.ratio_report import GradientRatio
 from fewbit.errors import BoundWarning, InputError
 from fewbit.runtime.sharing import Session, measuring
-
-
-@dataclass(frozen=True)
-class GradientRatio:
-    """E|g^|^2 / E|g|^2, sums over batches and all parameters; float(...) is `ratio`.
-
-    error: the standard error of the ratio, from the differences between draws. limit: 1 + e2; None where the model has no
-    such bound. by_module: of the parameters of each module alone; NaN where the exact gradient is 0. draws: of each batch.
-    """
-
-    ratio: float
-    error: float
-    limit: float | None
-    by_module: dict[str, float]
-    draws: int
-
-    @property
-    def is_exceeded(self) -> bool:
-        """Whether the ratio is above the limit, by more than three standard errors."""
-        return self.limit is not None and self.ratio > self.limit + 3 * self.error
-
-    def __float__(self) -> float:
-        return self.ratio
-
-    def __str__(self) -> str:
-        text = f"E|g^|^2 / E|g|^2 = {self.ratio:.4g} +- {self.error:.2g}"
-        if self.limit is None:
-            return text
-        how = "more than" if self.is_exceeded else "to stay within"
-        return f"{text}, {how} {self.limit:.4g}"
 
 
 def gradient_ratio(
@@ -77,49 +48,63 @@ def gradient_ratio(
     check_loss(loss)
     batches = [tree_map(meter.alone, each) for each in batches_of(batch)]
     with meter.unchanged(dict(model.named_modules()), tensors_of(batches)):
-        measured = Measured(copied(model), loss, seed)
+        exact, measured = (Measured(copied(model), loss, seed) for _ in range(2))
         session = _session_of(measured.model)
-        drawn = []  # (draws, P) of each batch
+        restore_(exact.model)
+        found = []  # of each batch (|g|^2, |g^|^2 of each draw, |g^ - g|^2 of each draw), by module
         with measuring(), explained(batch):
             for number, each in enumerate(batches):
-                drawn.append([])
-                for draw in range(draws):
-                    session.salt = draw.to_bytes(8)
-                    drawn[-1].append(_squares(measured, each, number))
-        restore_(measured.model)
-        exact = sum(_squares(measured, each, number) for number, each in enumerate(batches))
-    if not 0 < exact.sum() < math.inf:
-        raise InputError(
-            f"loss: expected a gradient that is finite and not 0, got |g|^2 = {exact.sum()}"
-        )
-    of_draws = np.array(drawn).sum(0)  # (draws, P): draws of different batches are independent
-    each = of_draws.sum(1) / exact.sum()
+                found.append(_of_batch(measured, exact, session, each, number, draws))
+    # (P,), (draws, P), (draws, P): draws of different batches are independent
+    squares, of_draws, errors = (np.sum(each, axis=0) for each in zip(*found, strict=True))
+    total = squares.sum()
+    if not 0 < total < math.inf:
+        raise InputError(f"loss: expected a gradient that is finite and not 0, got |g|^2 = {total}")
+    each = of_draws.sum(1) / total
     with np.errstate(divide="ignore", invalid="ignore"):
-        by_module = np.where(exact > 0, of_draws.mean(0) / exact, np.nan)
-    found = GradientRatio(
+        by_module, relative = (
+            dict(
+                zip(
+                    measured.groups,
+                    np.where(squares > 0, of / squares, np.nan).tolist(),
+                    strict=True,
+                )
+            )
+            for of in (of_draws.mean(0), errors.mean(0))
+        )
+    ratio = GradientRatio(
         float(each.mean()),
         float(each.std(ddof=1) / math.sqrt(draws)),
         limit,
-        dict(zip(measured.groups, by_module.tolist(), strict=True)),
+        by_module,
         draws,
+        float(errors.mean(0).sum() / total),
+        relative,
     )
-    if found.is_exceeded:
-        excess = of_draws.mean(0) - limit * exact
-        most = [list(found.by_module)[place] for place in np.argsort(-excess)[:NAMED]]
-        named = ", ".join(f"{name or 'the model'} ({found.by_module[name]:.3g})" for name in most)
+    if ratio.is_exceeded:
+        excess = of_draws.mean(0) - limit * squares
+        most = [list(by_module)[place] for place in np.argsort(-excess)[:NAMED]]
+        named = ", ".join(f"{name or 'the model'} ({by_module[name]:.3g})" for name in most)
         warnings.warn(
-            f"gradients are larger than their bound allows: {found} = 1 + e2; most in {named}. "
+            f"gradients are larger than their bound, 1 + e2, allows: {ratio.title}; most in {named}. "
             "A smaller e2 keeps more bits",
             BoundWarning,
             stacklevel=3,
         )
-    return found
+    return ratio
 
 
-def _squares(measured: Measured, batch, number: int) -> np.ndarray:
-    """(P,): |g|^2 of the parameters of each module."""
-    gradient = measured.gradient(batch, number)
-    return measured.inner(gradient, gradient)
+def _of_batch(measured: Measured, exact: Measured, session: Session, batch, number, draws) -> tuple:
+    """(P,) |g|^2, (draws, P) |g^|^2, (draws, P) |g^ - g|^2: of the parameters of each module."""
+    true = exact.gradient(batch, number)
+    squares, errors = [], []
+    for draw in range(draws):
+        session.salt = draw.to_bytes(8)
+        drawn = measured.gradient(batch, number)
+        squares.append(measured.inner(drawn, drawn))
+        between = difference(drawn, true)
+        errors.append(measured.inner(between, between))
+    return exact.inner(true, true), np.array(squares), np.array(errors)
 
 
 def _session_of(model: nn.Module) -> Session:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fewbit.report import _Report
+from fewbit.compress.guarantee.ratio_report import limit_text
+from fewbit.report import _Report, said
+from fewbit.sizes import counted
 
-KINDS = {"in expectation": "mean", "worst case": "worst"}
+NAMED = 4
+"""Layers that are named of those that are not observed."""
 
 
 class Bounded(NamedTuple):
@@ -16,10 +19,11 @@ class Bounded(NamedTuple):
     name: the layer's path; of a function that a module calls, the module's path and the function's name. input: the
     number of the input; None for activations. demand: the gradient that allows the smallest error. kind: of the bound
     on its error: "in expectation", "measured" (docs/error_bound.md), or "worst case" for activations. dx: root of the
-    mean squared error that is allowed, of what is kept; of an activation the error of f'. kept: by bits, "exact", or the
-    name of a codec. bits: an element, on average; None where not by bits. elements: in one forward, of all
-    processes; None for activations. is_fixed: bits were given. is_met: False where an activation's table with the most
-    bits errs by more. ratio: E|g^|^2 / E|g|^2 that the monitor saw, the largest of the gradients; None where it has seen none.
+    mean squared error that is allowed, of what is kept; of an activation the error of f'. kept: by "bits", "exact", or the
+    name of the codec that has kept it ("quant" where "jpeg" or "quant+zvc" left it to that). bits: an element, on average;
+    of a codec all bytes of its latest payload in this process, None before that; None where exact. elements: in one
+    forward, of all processes; None for activations. is_fixed: bits were given. is_met: False where an activation's table,
+    with the most bits or those given, errs by more. ratio: E|g^|^2 / E|g|^2 that the monitor saw, the largest of the gradients; None where it has seen none.
     """
 
     name: str
@@ -39,17 +43,29 @@ class Bounds(_Report, Sequence):
     """Rows of Bounded, in the order of the forward, activations last; equal to one with the same rows.
 
     e2: as of `compress_`, None without the policy. ratio: E|g^|^2 / E|g|^2 in all, as far as the monitor has seen
-    it; None before that. empty: what is said where there are no rows.
+    it; None before that. empty: what is said where there are no rows. unobserved: {name: why, in words} of layers that
+    keep something of which no observation knows, in this process, so that it has 8 bits. ended: what has become of
+    the model, where these bounds are none of a model that trains any more.
     """
 
     _header = ("layer", "decides", "bound", "dx*", "bits", "ratio")
     _names = (0, 1)
 
-    def __init__(self, rows=(), e2=None, ratio=None, empty="no bounds found"):
+    def __init__(
+        self,
+        rows=(),
+        e2=None,
+        ratio=None,
+        empty="no bounds found",
+        unobserved: Mapping[str, str] | None = None,
+        ended: str = "",
+    ):
         self._rows = tuple(rows)
         self.e2 = e2
         self.ratio = ratio
         self._empty = empty
+        self._why = dict(unobserved or {})
+        self._ended = ended
 
     def __getitem__(self, index):
         return self._rows[index]
@@ -67,37 +83,67 @@ class Bounds(_Report, Sequence):
     __hash__ = None
 
     @property
+    def unobserved(self) -> tuple[str, ...]:
+        """Names of layers that keep 8 bits as no observation knows what they keep, in the order of the model."""
+        return tuple(self._why)
+
+    @property
     def limit(self) -> float | None:
         """1 + e2, which the ratio is to stay within."""
         return None if self.e2 is None else 1.0 + self.e2
 
     @property
     def bits(self) -> float | None:
-        """The average over all elements that are kept by bits; None without any."""
+        """The average over all elements that are kept by bits, or by codecs that have; None without any."""
         found = [(row.bits, row.elements) for row in self if row.bits and row.elements]
         elements = sum(each for _, each in found)
         return sum(bits * each for bits, each in found) / elements if elements else None
 
     @property
     def title(self) -> str:
-        if not self:
+        text = self._found if self else self._nothing
+        return f"{self._ended}: {text}" if self._ended else text
+
+    @property
+    def _nothing(self) -> str:
+        if not self._why:
             return self._empty
+        return "no bounds found; " + "; ".join(self._of_unobserved())
+
+    @property
+    def _found(self) -> str:
         layers = [row for row in self if row.input is not None]
         exact = sum(row.kept == "exact" for row in layers)
-        count = "1 tensor" if len(layers) == 1 else f"{len(layers)} tensors"
-        text = f"e2 = {self.e2:.4g}: {count} that layers keep"
+        text = f"e2 = {self.e2:.4g}: {counted(len(layers), 'tensor')} that layers keep"
         if self.bits is not None:
             text += f", {self.bits:.4g} bits on average"
         if exact:
             text += f", {exact} of them exact"
-        limit = f"{self.limit:.4g}" if self.e2 >= 1e-3 else f"1 + {self.e2:.3g}"
+        if self._why:
+            text += f"; {counted(len(self._why), 'layer')} not observed"
         if self.ratio is None:
-            return f"{text}; E|g^|^2 / E|g|^2 not seen yet, to stay within {limit}"
+            return f"{text}; E|g^|^2 / E|g|^2 not seen yet, to stay within {limit_text(self.limit)}"
         verdict = "more than" if self.ratio > self.limit else "within"
-        return f"{text}; E|g^|^2 / E|g|^2 {self.ratio:.4g}, {verdict} {limit}"
+        return f"{text}; E|g^|^2 / E|g|^2 {self.ratio:.4g}, {verdict} {limit_text(self.limit)}"
 
     def __rich_console__(self, console, options):
         return super().__rich_console__(console, options) if self else [self.title]
+
+    def _repr_html_(self):
+        return super()._repr_html_() if self else said(self.title)
+
+    def _of_unobserved(self) -> list[str]:
+        """A line for each reason."""
+        by_reason = {}
+        for name, why in self._why.items():
+            by_reason.setdefault(why, []).append(name or "the model")
+        lines = []
+        for why, names in by_reason.items():
+            rest = len(names) - NAMED
+            more = f" and {rest} more" if rest > 0 else ""
+            named = ", ".join(names[:NAMED]) + more
+            lines.append(f"not observed, so that they keep 8 bits: {named} ({why})")
+        return lines
 
     def records(self) -> list[dict]:
         """A dictionary for each row."""
@@ -108,8 +154,8 @@ class Bounds(_Report, Sequence):
             (
                 _name(row),
                 row.demand or "-",
-                KINDS.get(row.kind, row.kind) or "-",
-                "any" if row.dx == float("inf") else f"{row.dx:.3g}",
+                row.kind or "-",
+                "any" if row.dx == float("inf") else _digits(row.dx),
                 _kept(row),
                 "-" if row.ratio is None else f"{row.ratio:.3g}" + "!" * (row.ratio > self.limit),
             )
@@ -120,8 +166,9 @@ class Bounds(_Report, Sequence):
         if not self:
             return []
         notes = [
-            "decides: the gradient that allows the smallest error; bound: on the mean of its squared error, on the worst case, or "
-            "measured; dx*: the root mean square error that what is kept may have (of norms what is normalised), of f' the "
+            *self._of_unobserved(),
+            "decides: the gradient that allows the smallest error; bound: on its squared error in expectation, on the worst case, "
+            "or measured; dx*: the root mean square error that what is kept may have (of norms what is normalised), of f' the "
             "largest that its table may have",
             "ratio: E|g^|^2 / E|g|^2 of the layer's own gradients, as the monitor saw it; controller.gradient_ratio tells that "
             "of all layers together",
@@ -131,7 +178,11 @@ class Bounds(_Report, Sequence):
                 "!: more than 1 + e2, by chance or not: a warning comes where all of them together are, beyond chance"
             )
         if any(not row.is_met for row in self):
-            notes.append("*: the table with the most bits errs by more than is allowed")
+            notes.append(
+                "*: the table, of the most bits that there are or those given, errs by more than is allowed"
+            )
+        if any(row.kept not in ("bits", "exact") for row in self):
+            notes.append("bits of codecs: all bytes of the latest payload in this process")
         return notes
 
 
@@ -145,4 +196,12 @@ def _kept(row: Bounded) -> str:
     if row.bits is None:
         return row.kept
     text = f"{row.bits:.3f}".rstrip("0").rstrip(".")
+    if row.kept != "bits":
+        return f"{row.bits:.3g} {row.kept}"
     return text + " given" * row.is_fixed + "*" * (not row.is_met)
+
+
+def _digits(value: float) -> str:
+    """At most 7 characters."""
+    text = f"{value:.3g}"
+    return text if len(text) <= 7 else f"{value:.1e}"

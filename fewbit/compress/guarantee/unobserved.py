@@ -1,0 +1,73 @@
+"""Layers that keep something of which no observation knows, so that they keep the most bits: which, and why.
+
+Only of this process, and no part of a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from torch import nn
+
+from fewbit.compress.meter import is_compiled
+from fewbit.runtime.variables import ALONE, COMPILED, REENTRANT
+
+WHY = {
+    COMPILED: "inside torch.compile",
+    REENTRANT: "in a checkpoint with use_reentrant=True; use use_reentrant=False",
+    ALONE: "called by themselves, outside of a forward of the model",
+}
+
+
+class Unobserved:
+    """What was told. What is compiled is told once, when it is traced; the rest holds for two observations."""
+
+    def __init__(self):
+        self._compiled: set[str] = set()
+        self._latest: dict[str, str] = {}
+        self._before: dict[str, str] = {}
+
+    def tell(self, name: str, why: str) -> None:
+        """As of `Variables.unobserved`."""
+        if why == COMPILED:
+            self._compiled.add(name)
+        else:
+            self._latest[name] = why
+
+    def observation_begins(self) -> None:
+        """What is not told again until the next one is forgotten."""
+        self._before, self._latest = self._latest, {}
+
+    def found(self, model: nn.Module | None, seen: Container[str]) -> dict[str, str]:
+        """{name: why, in words} but for those that were seen. model: whose layers they are."""
+        compiled = self._compiled if model is None else _alike(model, self._compiled)
+        found = dict.fromkeys(compiled, COMPILED) | self._before | self._latest
+        return {name: WHY[why] for name, why in found.items() if name not in seen}
+
+
+def _alike(model: nn.Module, traced: set[str]) -> set[str]:
+    """With the layers of their classes that train in compiled modules: one piece of code serves all that are alike."""
+    if not traced:
+        return traced
+    modules, inside = {}, set()
+    for path, module in model.named_modules():
+        # A wrapper that came after the conversion is no part of names.
+        path = ".".join(part for part in path.split(".") if part != "_orig_mod")
+        modules[path] = module
+        if is_compiled(module) or path.rpartition(".")[0] in inside:
+            inside.add(path)
+    kinds = set()
+    for name in traced:
+        path, colon, what = name.partition(":")
+        if path in modules:
+            kinds.add((type(modules[path]), colon + what))
+    return traced | {
+        path + what for path in inside for of, what in kinds if _is_alike(modules[path], of)
+    }
+
+
+def _is_alike(module: nn.Module, cls: type) -> bool:
+    """Whether it is a layer of that class that trains."""
+    parameters = list(module.parameters())
+    is_trained = any(each.requires_grad for each in parameters) or not parameters
+    return type(module) is cls and module.training and is_trained

@@ -287,6 +287,30 @@ def test_what_is_not_taken():
     assert type(norm) is nn.BatchNorm2d and type(linear) is nn.Conv2d
 
 
+@pytest.mark.parametrize("is_inside", (False, True), ids=("alone", "in a converted model"))
+@pytest.mark.parametrize("shared", ("norm", "linear", "norm and activation"))
+def test_layers_that_two_blocks_share(shared, is_inside):
+    """Each block keeps one tensor of its own, in the bits of its norm."""
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm2d(6) for _ in range(2)]
+    linears = [nn.Conv2d(6, 6, 3, padding=1, bias=False) for _ in range(2)]
+    activations = [nn.ReLU(), nn.ReLU()]
+    for name, layers in (("norm", norms), ("linear", linears), ("activation", activations)):
+        if name in shared:
+            layers[1] = layers[0]
+    exact = nn.Sequential(*map(nn.Sequential, norms, activations, linears))
+    exact = copy.deepcopy(exact)
+    model = nn.Sequential(*map(PreActivation, norms, linears, activations, (8, 8)))
+    x = normal((3, 6, 7, 5))
+    if is_inside:
+        fewbit.compress_(model, bits=2, verbose=False)
+    assert fewbit.saved_bytes(model, x).total == 2 * (4 * packed_words(x.numel(), 8) + 4 * 6)
+    y, ours = gradients(model, x)
+    expected, theirs = gradients(exact, x)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    assert all(relative(a, b) < 0.03 for a, b in zip(ours, theirs, strict=True))
+
+
 # -- wiring ------------------------------------------------------------------------------------------------
 
 

@@ -118,8 +118,9 @@ def keep(quantiser, x, y, mean, rstd, inner: int | None, weight, bias, channels:
         weight, bias = (None if each is None else each.detach().clone() for each in (weight, bias))
     tensors = packed, weight, bias
     recipe = FixedPoint(quantiser.bits, of_channels, tuple(y.shape), result.stride(), dtype)
-    if quantiser.session is not None:
-        quantiser.session.offer(y, Kept(tensors, PreActivated(recipe, y.dtype)))
+    session = quantiser.offering
+    if session is not None:
+        session.offer(y, Kept(tensors, PreActivated(recipe, y.dtype)))
     return Kept(tensors, recipe)
 
 

@@ -14,7 +14,7 @@ from fewbit.runtime import groups, layout, observation, offload, ops, quantiser_
 from fewbit.runtime.keepers import Keeper, KeptBy
 from fewbit.runtime.offset import Offset
 from fewbit.runtime.plain import is_plain
-from fewbit.runtime.sharing import Session, in_backward, in_checkpoint
+from fewbit.runtime.sharing import Session, current, in_backward, in_checkpoint
 from fewbit.runtime.tables import check_choice
 from fewbit.runtime.variables import Variable
 
@@ -208,11 +208,21 @@ class Quantiser:
 
     def keep_factor(self, x: torch.Tensor) -> Kept:
         """`keep` for linear layers and convolutions: what a norm offers of x in fixed point will do."""
-        if self.session is not None and self.session.fuses and is_plain(x):
-            kept = self.session.offered(x)
+        session = self.offering
+        if session is not None and session.fuses and is_plain(x):
+            kept = session.offered(x)
             if kept is not None:
                 return kept
         return self.keep(x)
+
+    @property
+    def offering(self) -> Session | None:
+        """Where norms offer what they keep in fixed point, and the layers after them look for it.
+
+        In a pre-activation block its own: of a layer that several blocks share, the quantiser is that of the last.
+        """
+        running = current()
+        return running if running is not None and running.is_private else self.session
 
     def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> Kept:
         """A quantised copy of x, floating, any shape and strides.

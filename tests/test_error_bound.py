@@ -573,7 +573,7 @@ def test_exact_values_are_let_go_of():
     step(model, x), step(model, x), step(model, x)
     observation = controller.session.variables._stage.what
     assert observation.monitored and observation.has_run()
-    assert all(each.exact is None for each in observation._tensors)
+    assert all(each.exact is None for each in observation._exact)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------

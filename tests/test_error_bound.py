@@ -523,6 +523,34 @@ def test_no_warning_while_gradients_keep_to_the_bound():
     assert any(row.ratio is not None for row in controller.bounds)
 
 
+def chain(*names):
+    """Modules with layers of one size, so that the monitor has room for one at a time."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(*(nn.Linear(32, 32) for _ in range(2))) for _ in names]
+    return nn.ModuleDict(zip(names, layers, strict=True))
+
+
+@pytest.mark.parametrize("forwards", [1, 2, 3])
+def test_each_variable_has_its_turn_where_steps_have_several_forwards(forwards):
+    """Of which all but the last are passed over, as no backward pass has come to them."""
+    model, x = nn.Sequential(*chain("a", "b").values()), normal((16, 32), scale=1.0)
+    controller = bounded(model, interval=1)
+    for _ in range(7):
+        sum(loss_of(model(x)) for _ in range(forwards)).backward()
+    assert len(controller.bounds) == 4
+    assert all(row.ratio is not None for row in controller.bounds)
+
+
+def test_each_variable_has_its_turn_where_modules_are_called_one_by_one():
+    model, x = chain("a", "b"), normal((16, 32), scale=1.0)
+    controller = bounded(model, interval=1)
+    for _ in range(8):
+        for each in model.values():
+            loss_of(each(x)).backward()
+    assert len(controller.bounds) == 4
+    assert all(row.ratio is not None for row in controller.bounds)
+
+
 def test_a_warning_when_gradients_exceed_it(monkeypatch):
     """With fewer bits than are asked for."""
     make, shape = SINGLE["linear"]

@@ -143,6 +143,25 @@ def test_bits_before_the_first_observation():
     )
 
 
+def test_a_part_that_is_kept_exactly_does_not_hold_the_whole():
+    """One that a layer takes, where nobody else keeps the rest."""
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(32, 96), nn.Linear(24, 8)
+
+        def forward(self, x):
+            return self.b(self.a(x)[:, :24])
+
+    model, x = Part(), normal((64, 32), scale=1.0)
+    bounded(model, e2=1e-12)
+    step(model, x), step(model, x)
+    kept = fewbit.saved_bytes(model, x)
+    assert {each.module: each.bytes for each in kept.kept} == {"a": x.nbytes, "b": 4 * 64 * 24}
+
+
 def test_what_would_need_more_than_eight_bits_is_kept_exactly():
     """Then gradients are those of the exact model."""
     model, controller, x = build("convnet", e2=1e-12)

@@ -9,7 +9,7 @@ from fewbit.compress.codecs.payload import exact
 
 
 class Exactly:
-    """The tensor as it is, as torch's own layer would."""
+    """The tensor as it is, as torch's own layer would; of a part of a larger storage a copy."""
 
     def keep(self, x, seed):
         return exact(x)

@@ -9,6 +9,7 @@ import torch
 from layers import LAST, LAST_3D, gradients, relative, saved_by
 from samples import normal
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
@@ -607,3 +608,59 @@ def test_networks_are_alike_whatever_their_blocks(width):
     assert fewbit.saved_bytes(plain, x).total < fewbit.saved_bytes(blocks, x).total
     plain(x).sum().backward()
     assert all(each.grad is not None for each in plain.parameters())
+
+
+# -- tensors without memory --------------------------------------------------------------------------------
+
+
+class Attentive(nn.Module):
+    """Three layers take a layer norm's result, two an input that no norm has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(96)
+        self.q, self.k, self.v = (nn.Linear(96, 96) for _ in range(3))
+        self.a, self.b = nn.Linear(96, 32), nn.Linear(96, 32)
+
+    def forward(self, x):
+        y = self.norm(x)
+        z = nn.functional.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y))
+        return self.a(z) + self.b(z)
+
+
+ABSTRACT = {
+    "blocks": (
+        lambda: PreActivationResNet(11, block=partial(PreActivation, bits=3)),
+        (2, 3, 32, 32),
+    ),
+    "network": (lambda: PreActivationResNet(11), (2, 3, 32, 32)),
+    "in place": (lambda: nn.Sequential(Residual(inplace=True)), (3, 6, 7, 5)),
+    "functions": (Called, (3, 6, 7, 5)),
+    "attention": (Attentive, (2, 16, 96)),
+}
+
+
+@pytest.mark.parametrize("fuse", ("blocks", None, "preactivation"))
+@pytest.mark.parametrize("name", ABSTRACT)
+@pytest.mark.parametrize("mode", ("meta", "fake"))
+def test_models_without_memory_keep_as_much(mode, name, fuse):
+    """Counts are those of the real model, module by module; its backward pass yields gradients of their sizes."""
+    make, shape = ABSTRACT[name]
+
+    def build():
+        torch.manual_seed(0)
+        model, x = make(), torch.randn(shape)
+        if fuse != "blocks":
+            fewbit.compress_(model, bits=4, fuse=fuse, verbose=False)
+        return model, x
+
+    model, x = build()
+    real = fewbit.saved_bytes(model, x)
+    with torch.device("meta") if mode == "meta" else FakeTensorMode():
+        model, x = build()
+        found = fewbit.saved_bytes(model, x)
+        assert found.by_module() == real.by_module()
+        assert found.by_kind() == real.by_kind()
+        model(x.requires_grad_()).sum().backward()
+    for each in (x, *model.parameters()):
+        assert each.grad.shape == each.shape and each.grad.stride() == each.stride()

@@ -418,6 +418,37 @@ def test_a_conversion_and_blocks_are_the_same():
     assert fewbit.saved_bytes(model, x).total == fewbit.saved_bytes(blocks, x).total == kept
 
 
+def test_the_report_says_who_keeps_nothing_of_its_own():
+    """With a sample by what it showed, which is what the meter counts; without one that it may be so."""
+    model, x = nn.Sequential(nn.Conv2d(3, 6, 1), *chain(1), nn.GELU()), normal((3, 3, 7, 5))
+    model.append(nn.Conv2d(6, 2, 1))
+    model.append(nn.Sequential(nn.Conv2d(2, 2, 1)).requires_grad_(False))
+    options = {"bits": 4, "fuse": "preactivation", "verbose": False}
+    report = fewbit.compress_(model, sample=x, **options).report
+    keeps = {row.path: row.keeps for row in report.converted}
+    assert keeps == {
+        "0": "4 bits",
+        "1.norm": "4 bits",
+        "1.activation": "the norm's",
+        "1.linear": "the norm's",
+        "2": "3 bits",
+        "3": "4 bits",
+        "4.0": "4 bits or the norm's",
+    }
+    kept = fewbit.saved_bytes(model, x).by_module()
+    for path in ("1.activation", "1.linear"):
+        assert not kept.get(path)
+    assert all(kept[path] for path in ("0", "1.norm", "2", "3"))
+    assert "1.linear      Conv2d       fewbit's  the norm's" in str(report)
+    unknown = {path: "4 bits or the norm's" for path in ("0", "1.linear", "3", "4.0")}
+    unknown["1.activation"] = "1 bit or the norm's"
+    for changes in ({}, {"sample": x}):  # the sample in evaluation mode
+        report = fewbit.compress_(model.eval(), **options, **changes).report
+        assert {row.path: row.keeps for row in report.converted if row.shared is None} == unknown
+    controller = fewbit.compress_(model.train(), bits=4, sample=x, verbose=False)
+    assert all(row.shared is False for row in controller.report.converted)
+
+
 def test_restored():
     model = chain()
     exact = copy.deepcopy(model)

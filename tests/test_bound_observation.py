@@ -6,10 +6,10 @@ import weakref
 import pytest
 import torch
 from layers import LAYERS, fresh, ids
+from layouts import LAYOUTS, InLayout
 from samples import normal
 from test_layer_demands import observed
 from test_observation import (
-    LAYOUTS,
     MODELS,
     Attention,
     Collective,
@@ -99,27 +99,15 @@ def test_whole_models(name, is_checkpointed):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name, is_inside):
     """Nothing raises, and the step is the same."""
-    there, back, is_measured = LAYOUTS[name]
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            h = there(self.a(x))
-            return self.b(back(h)) if is_inside else h
-
-    torch.manual_seed(0)
-    model = Model()
+    _, _, is_measured = LAYOUTS[name]
+    model = InLayout(name, is_inside)
     controller = converted(model)
     gradients = []
 
     def run(model, x, seed=0):
         torch.manual_seed(0)
         model.zero_grad()
-        y = model(x)
-        (y if is_inside else back(y)).square().sum().backward()
+        model.loss(x).backward()
         gradients.append(model.a.weight.grad)
 
     controller.session.variables = Fixed()

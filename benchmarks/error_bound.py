@@ -184,7 +184,7 @@ def _of_arm(task, name, arm, own, exact):
     found = [row for row in found if row["score"] is not None]
     for value in ("score", "loss"):
         values = [row[value] for row in found]
-        changes = [row[value] - exact[row["seed"]][value] for row in found]
+        changes = [round(row[value] - exact[row["seed"]][value], 9) for row in found]  # no -5e-15
         record[value] = statistics.fmean(values) if values else None
         record[value + "_std"] = statistics.stdev(values) if len(values) > 1 else None
         record[value + "_change"] = statistics.fmean(changes) if values else None

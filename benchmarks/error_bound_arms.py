@@ -32,7 +32,7 @@ DRAWS = 8
 
 def fixed(bits: int) -> str:
     """The name of the arm with as many bits in all steps."""
-    return f"{bits} bits"
+    return f"{bits} bit{'s' * (bits > 1)}"
 
 
 FIXED = {fixed(bits): bits for bits in GRID}

@@ -5,8 +5,7 @@ by a loop of its own over the next 20 batches, the mean error of some settings a
 two models are untrained, of their real size, on 4 batches of small synthetic inputs; the others are trained, on 16
 batches: a ResNet for digits after 5 epochs, the demo's transformer after 200 steps. Fails if a prediction of bytes is not exact (of
 bits that adapt: within 1 %), or if one of an error, of the first two, is off by more than 20 %. results/plan.json and .csv: a row
-for each setting; those of models that are not named stay; docs/images/plan.png: the plan for RoBERTa-base. Some minutes for
-each of the large models on two cores.
+for each setting; those of models that are not named stay. Some minutes for each of the large models on two cores.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ NEXT = 20
 BATCHES = {"resnet50": 4, "roberta-base": 4, "digits": 16, "characters": 16}
 TRAINED = "digits", "characters"
 MODELS = tuple(BATCHES)
-PICTURED = "roberta-base"
 TOLERANCE, ADAPTED_BYTES = 0.2, 0.01
 ADAPTING = 3  # steps, on batches of their own, before bits that adapt are compared
 CHECKED = {("fixed", 4), ("fixed", 2), ("shared", 2), ("activations", 3)}
@@ -109,8 +107,6 @@ def measured(name: str) -> list[dict]:
     plan = fewbit.plan(model, batches[:count], loss)
     seconds = time.perf_counter() - start
     print(plan, f"{seconds:.0f} s", sep="\n", end="\n\n", flush=True)
-    if name == PICTURED:
-        plan.plot(harness.IMAGES / "plan.png", force=True)
     candidates = [
         row.candidate
         for row in plan.rows

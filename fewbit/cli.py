@@ -967,12 +967,13 @@ def _load(source, problem, several):
 
 
 def _select(path, problem):
+    from fewbit.sizes import counted
     from fewbit.table import load_file
 
     tables = load_file(path)
     chosen = _matching(tables, problem)
     if not chosen:
-        raise TableError(f"{path}: none of its {len(tables)} tables matches the options")
+        raise TableError(f"{path}: of its {counted(len(tables), 'table')} none matches the options")
     return chosen
 
 

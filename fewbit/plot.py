@@ -16,6 +16,7 @@ import numpy as np
 
 from fewbit.errors import FewbitError
 from fewbit.files import write_atomic
+from fewbit.sizes import counted
 from fewbit.table import Table, describe_function, describe_weight
 
 INK, MUTED, GRID, ERROR = "#1f2328", "#6e7781", "#e6e8eb", "#c2410c"
@@ -248,7 +249,7 @@ def _finish(figure, path, force: bool):
 def _title(table: Table) -> str:
     quality = "exact" if table.exact else f"error {table.error:.4g}"
     kind = {"mse": "", "unbiased": ", unbiased", "minimax": ", minimax"}[table.objective]
-    return f"{describe_function(table)}, {table.bits} bit{'s' * (table.bits > 1)}{kind}: {quality}"
+    return f"{describe_function(table)}, {counted(table.bits, 'bit')}{kind}: {quality}"
 
 
 def _draw_figure(table: Table):
@@ -377,7 +378,7 @@ def _draw_cell(axes, table: Table | None, legend: bool, label: str | None, form:
         return
     _draw_values(axes, table, legend=legend, wide=1.9)
     quality = "exact" if table.exact else f"error {table.error:.3g}"
-    title = f"{table.bits} bit{'s' * (table.bits > 1)}{f', {form}' if form else ''}: {quality}"
+    title = f"{counted(table.bits, 'bit')}{f', {form}' if form else ''}: {quality}"
     axes.set_title(title, loc="left", fontsize=9, color=MUTED)
     axes.tick_params(labelsize=8)
     if label:
@@ -405,7 +406,7 @@ def _html_facts(table: Table) -> str:
     facts = {
         "weight": describe_weight(table),
         "form": f"{table.form}, tails {table.tails}",
-        "size": f"{len(table.levels)} levels, {table.n_pieces} pieces",
+        "size": f"{counted(len(table.levels), 'level')}, {counted(table.n_pieces, 'piece')}",
         "error": f"{table.error:.6g} (lower bound {table.lower_bound:.6g}, gap {100 * table.gap:.2g} %)",
         "relative error": f"{table.relative_error:.6g}",
         "solver": f"fewbit {table.solver['version']}, grid {table.solver['grid']}, revision {table.revision}",

@@ -16,34 +16,49 @@ from fewbit import functions, paper
 from fewbit.callables import resolve
 from fewbit.errors import FewbitError
 from fewbit.files import write_atomic
+from fewbit.sizes import counted
 from fewbit.table import describe_function, describe_weight
 
 METRICS = ("error", "relative_error")
 MOST_LEVELS = 16  # a table of more levels is not listed level by level
+LEAST_NAME = 8  # characters that a name is shortened to at most
+GAP = 2  # between columns
 _WIDTH = 80
 
 
 class _Report:
-    """The ways to show that reports share; a subclass has ``title``, ``_header``, ``_cells``, ``_notes``."""
+    """The ways to show that reports share; a subclass has ``title``, ``_header``, ``_cells``, ``_notes``.
 
-    def __rich__(self):
-        from rich.console import Group
+    ``_cells()``: rows of text with names in full, as HTML shows them. ``_names``: the columns of names, which a
+    terminal shortens where they do not fit; the others are numbers. ``_spare``: how many of the last columns it leaves out
+    before that.
+    """
+
+    _names, _spare = (0,), 0
+
+    def __rich_console__(self, console, options):
         from rich.text import Text
 
+        header, rows, previous = self._header, self._cells(), None
+        if self._spare and _excess(_widths(header, rows), options.max_width) > 0:
+            header, *rows = (cells[: -self._spare] for cells in (header, *rows))
         grid = new_grid()
-        for i, name in enumerate(self._header):
-            grid.add_column(name, justify="right" if i else "left", no_wrap=True)
-        previous, rows = None, self._cells()
-        for key, cells in zip(self._keys(rows), rows, strict=True):
+        for i, name in enumerate(header):
+            grid.add_column(name, justify=self._side(i), no_wrap=True)
+        shown = fitted(header, rows, self._names, options.max_width)
+        for cells, (name, *rest) in zip(rows, shown, strict=True):
             # A function's name stands once above its own rows.
-            repeated, previous = key == previous, key
-            grid.add_row(*(Text(each) for each in (("", *cells[1:]) if repeated else cells)))
-        notes = [Text(note, style="dim") for note in self._notes()]
-        return Group(Text(self.title, style="bold"), "", grid, "", *notes)
+            repeated, previous = cells[0] == previous, cells[0]
+            grid.add_row(*map(Text, ("" if repeated else name, *rest)))
+        yield Text(self.title, style="bold")
+        yield ""
+        yield grid
+        yield ""
+        for note in self._notes():
+            yield Text(note, style="dim")
 
-    def _keys(self, rows):
-        """What tells the rows' names apart: these are shown where they change."""
-        return [cells[0] for cells in rows]
+    def _side(self, column):
+        return "left" if column in self._names else "right"
 
     def __str__(self):
         return render_plain(self)
@@ -53,7 +68,7 @@ class _Report:
     def _repr_html_(self):
         def line(tag, cells):
             inner = "".join(
-                f'<{tag} style="text-align:{"right" if i else "left"};padding:2px 8px">'
+                f'<{tag} style="text-align:{self._side(i)};padding:2px 8px">'
                 f"{html.escape(cell)}</{tag}>"
                 for i, cell in enumerate(cells)
             )
@@ -87,8 +102,29 @@ def new_grid():
     return Grid(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
 
 
+def fitted(header, rows, names, width):
+    """The rows with the cells of the columns `names` shortened, the widest first, as far as `width` characters demand."""
+    widths = _widths(header, rows)
+    while _excess(widths, width) > 0:
+        widest = max(names, key=widths.__getitem__)
+        if widths[widest] <= max(LEAST_NAME, len(header[widest])):
+            break
+        widths[widest] -= 1
+    return [tuple(map(shortened, cells, widths)) for cells in rows]
+
+
+def _widths(header, rows):
+    """Of the columns, in characters."""
+    return [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+
+def _excess(widths, width):
+    """By how much columns of those widths are wider, in a grid."""
+    return sum(widths) + GAP * len(widths) - 1 - width  # after the last column there is one space
+
+
 def _bits(number):
-    return f"{number} bit{'s' * (number != 1)}"
+    return counted(number, "bit")
 
 
 def shortened(path, room):
@@ -176,7 +212,7 @@ class ErrorTable(_Report):
 
     @property
     def _header(self):
-        return ("function", *(f"{bits} bit{'s' * (bits > 1)}" for bits in self.bits))
+        return ("function", *(_bits(bits) for bits in self.bits))
 
     def _cells(self):
         return [
@@ -406,8 +442,7 @@ class TableReport:
 
 
 def _headline(table):
-    levels = f"{len(table.levels)} level{'s' * (len(table.levels) != 1)}"
-    pieces = f"{table.n_pieces} piece{'s' * (table.n_pieces != 1)}"
+    levels, pieces = counted(len(table.levels), "level"), counted(table.n_pieces, "piece")
     return f"{describe_function(table)}, {_bits(table.bits)}: {levels} in {pieces}"
 
 

@@ -11,6 +11,7 @@ import warnings
 from dataclasses import replace
 
 from fewbit import functions
+from fewbit.sizes import counted
 from fewbit.solver.solve import solve
 from fewbit.store import tables_directory
 from fewbit.table import load_file, save_tables
@@ -46,7 +47,7 @@ def main(names):
         if path.exists():
             tables = _with_revisions(tables, load_file(path))
         save_tables(path, name, tables, force=True)
-        print(f"{path.name}: {len(tables)} tables", flush=True)
+        print(f"{path.name}: {counted(len(tables), 'table')}", flush=True)
 
 
 def _with_revisions(tables, shipped):

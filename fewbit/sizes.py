@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Counts, and numbers of bytes, as people write them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from fewbit.errors import FewbitError
 
 MB, GB = 2**20, 2**30
 UNITS = {"B": 1, "KB": 2**10, "MB": MB, "GB": GB, "TB": 2**40}
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 module`, `2 modules`, `3 batches`."""
+    ending = "es" if noun.endswith(("ch", "s")) else "s"
+    return f"{count} {noun}{ending * (count != 1)}"
 
 
 def parse_size(text: str) -> int:

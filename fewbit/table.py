@@ -20,6 +20,7 @@ from fewbit import philox, schema
 from fewbit.errors import TableError
 from fewbit.files import write_atomic
 from fewbit.schema import shorten
+from fewbit.sizes import counted
 
 FORMS = ("levels", "intervals")
 OBJECTIVES = ("mse", "unbiased", "minimax")
@@ -436,9 +437,9 @@ class Table:
     def __repr__(self) -> str:
         quality = "exact" if self.exact else f"error {self.error:.4g}, gap {100 * self.gap:.2g} %"
         return (
-            f"Table({describe_function(self)}, {_count(self.bits, 'bit')}, {self.form}, {self.objective}, "
-            f"{describe_weight(self)}: {_count(len(self.levels), 'level')}, "
-            f"{_count(self.n_pieces, 'piece')}, {quality})"
+            f"Table({describe_function(self)}, {counted(self.bits, 'bit')}, {self.form}, {self.objective}, "
+            f"{describe_weight(self)}: {counted(len(self.levels), 'level')}, "
+            f"{counted(self.n_pieces, 'piece')}, {quality})"
         )
 
     def _repr_html_(self) -> str:
@@ -481,10 +482,6 @@ def describe_weight(table: Table) -> str:
         weight["kind"], "{kind}"
     ).format(**weight)
     return f"{text} on [{table.domain[0]:g}, {table.domain[1]:g}]"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -804,7 +801,7 @@ def _solver(where: str, value) -> dict[str, Any]:
 
 def _check_length(where: str, value, length: int, what: str) -> None:
     if len(value) != length:
-        raise _wrong(where, f"{length} items to match {what}", len(value))
+        raise _wrong(where, f"{counted(length, 'item')} to match {what}", len(value))
 
 
 def _check_ascending(where: str, numbers: np.ndarray, strict: bool = True) -> None:
@@ -819,7 +816,7 @@ def _check_levels(table: Table) -> None:
     if not 1 <= len(table.levels) <= 2**table.bits:
         raise _wrong(
             "levels",
-            f"1 to {2**table.bits} numbers for {_count(table.bits, 'bit')}",
+            f"1 to {2**table.bits} numbers for {counted(table.bits, 'bit')}",
             len(table.levels),
         )
     if table.form == "levels":

@@ -297,7 +297,7 @@ ERRORS = [
     ("show gelo --bits 3", "did you mean gelu"),
     ("show gelo", "did you mean gelu"),
     ("show gelu --bits 9", "bits: expected an integer from 1 to 8, got 9"),
-    ("show one.json --bits 7", "none of its 1 tables matches"),
+    ("show one.json --bits 7", "of its 1 table none matches"),
     ("plot gelu -o gelu.png", "expected --bits"),
     ("plot gelu --bits 2", "missing option '-o' / '--output'"),
     ("plot gelu --bits 2 -o gelu.gif", "gelu.gif: expected a file name that ends in .png or .svg"),

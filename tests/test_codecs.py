@@ -456,6 +456,36 @@ class Square(torch.autograd.Function):
 
 
 @names
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_payloads_show_what_they_are_and_no_numbers(name, dtype):
+    x = activations("sparse", dtype=dtype)
+    payload = codec(name).compress(x, 0.01)
+    dense = x.numel() * x.element_size()
+    size = sum(each.numel() * each.element_size() for each in payload.tensors)
+    assert repr(payload) == (
+        f"Payload({name}: {SHAPE} {str(dtype)[6:]} in {size} bytes, {dense / size:.3g} times less)"
+    )
+    assert str(payload) == repr(payload) and len(repr(payload)) < 100
+
+
+def test_payloads_show_what_kept_them_in_the_end():
+    x = activations("sparse")
+    assert repr(codec("jpeg").compress(x, 0.0)).startswith("Payload(exact: (6, 5, 12, 9) float32 ")
+    empty = codec("quant").compress(torch.empty(0, 3), 0.1)
+    assert repr(empty) == "Payload(exact: (0, 3) float32 in 0 bytes)"
+    normal = activations()
+    bounds = torch.full((5,), 0.01)
+    bounds[2] = 0.0
+    shown = {
+        name: repr(codec(name).compress(tensor, bounds))
+        for name, tensor in {"quant": normal, "quant+zvc": x}.items()
+    }
+    assert all(text.startswith(f"Payload({name}: ") for name, text in shown.items())
+    # Where nothing is zero there is nothing to leave out.
+    assert repr(codec("quant+zvc").compress(normal, 0.01)).startswith("Payload(quant: ")
+
+
+@names
 def test_what_layers_keep_is_counted(name):
     x = activations("sparse").requires_grad_()
     size = codec(name).compress(x, 1e-2, torch.tensor([0])).nbytes

@@ -1,5 +1,6 @@
 """fewbit.plan: bytes as counted by hand, errors against loops of their own and a closed form, what it recommends."""
 
+import itertools
 import json
 import math
 import re
@@ -19,11 +20,13 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import fewbit  # noqa: E402
-from fewbit import cli  # noqa: E402
+from fewbit import cli, plot  # noqa: E402
 from fewbit.compress.candidates import Candidate, default_candidates  # noqa: E402
+from fewbit.compress.labels import add_labels  # noqa: E402
 from fewbit.compress.training_plan import Planned, TrainingPlan, plan  # noqa: E402
 from fewbit.errors import InputError, OutputExistsError  # noqa: E402
 from fewbit.models.workload import workload  # noqa: E402
+from fewbit.report import render_plain  # noqa: E402
 
 FIXED = Candidate("fixed", {"bits": 2})
 SHARED = Candidate("shared", {"bits": 2, "level": "L3"})
@@ -301,8 +304,10 @@ def test_the_model_stays_as_it_is(is_compressed, fails):
 
 
 def without_times(found):
-    rows = tuple(replace(each, seconds=0.0) for each in found.rows)
-    return replace(found, exact_seconds=0.0, rows=rows).to_json()
+    none = dict.fromkeys(("seconds", "seconds_least", "seconds_most"), 0.0)
+    rows = tuple(replace(each, **none) for each in found.rows)
+    none = {f"exact_{name}": value for name, value in none.items()}
+    return replace(found, **none, rows=rows).to_json()
 
 
 def test_it_is_reproducible_and_what_the_model_was_compressed_with_does_not_matter():
@@ -314,7 +319,8 @@ def test_it_is_reproducible_and_what_the_model_was_compressed_with_does_not_matt
     second = plan(model, x, squared, **arguments)
     assert without_times(first) == without_times(second)
     assert all(a.error != b.error for a, b in zip(first.rows, other.rows, strict=True))
-    assert first.exact_seconds > 0 and all(each.seconds > 0 for each in first.rows)
+    assert 0 < first.exact_seconds_least <= first.exact_seconds <= first.exact_seconds_most
+    assert all(0 < each.seconds_least <= each.seconds <= each.seconds_most for each in first.rows)
 
 
 # --- what it recommends -----------------------------------------------------------------------------
@@ -322,11 +328,12 @@ def test_it_is_reproducible_and_what_the_model_was_compressed_with_does_not_matt
 
 def made(*rows, sampling=1.0, share=0.1):
     """A plan of made-up numbers; a row: (policy, bits, bytes, error)."""
+    times, exact = (2.0, 1.6, 2.5), (1.0, 0.875, 1.25)
     planned = [
-        Planned(Candidate(policy, {"bits": bits}), size, error, 0.01, error, math.nan, 0.0, 2.0)
+        Planned(Candidate(policy, {"bits": bits}), size, error, 0.01, error, math.nan, 0.0, *times)
         for policy, bits, size, error in rows
     ]
-    about = "Net<1>", "cpu", 2, 8, 2, share, 4096, 1.0, 3.0, sampling, math.nan, "2 batches of 8"
+    about = "Net<1>", "cpu", 2, 8, 2, share, 4096, *exact, 3.0, sampling, math.nan, "2 batches of 8"
     return TrainingPlan(*about, tuple(planned))
 
 
@@ -359,7 +366,7 @@ def test_the_cheapest_within_the_share_is_recommended(rows, expected):
         assert (
             f"{row.policy} at {row.label} keeps {row.saved_bytes} B in place of 4.00 KiB" in title
         )
-        assert "2.00 times as long" in title
+        assert "2.00 times as long (1.6 to 2.5)" in title
         assert f"{row.label}*" in str(found)
 
 
@@ -525,7 +532,7 @@ def test_options_that_json_has_not_are_text():
         (lambda document: document.update(of=1), "expected no other field than .*, got 'of'"),
         (lambda document: document.update(share="x"), "share: expected a number, got 'x'"),
         (lambda document: document.update(draws=1.5), "draws: expected an integer, got 1.5"),
-        (lambda document: document.update(rows=[]), "rows: expected at least 1 items"),
+        (lambda document: document.update(rows=[]), "rows: expected at least 1 item,"),
         (lambda document: document.update(rows=[3]), r"rows\[0\]: expected an object, got 3"),
         (lambda document: document["rows"][0].pop("error"), r'rows\[0\]: expected the field "error"'),
         (lambda document: document["rows"][0].update(candidate={}), 'expected the field "policy"'),
@@ -557,12 +564,44 @@ def test_the_table_fits_80_columns_whatever_is_in_it():
     found = replace(found, exact_bytes=1023 * 2**20, exact_seconds=1.1e-3)
     lines = str(found).splitlines()
     assert max(map(len, lines)) <= 80
-    table = [line for line in lines if "1.…" in line]
-    assert len(table) == 9 and table[0].startswith("a-p…ong-name")
+    table = [line for line in lines if "1.2…57 bits" in line]
+    assert len(table) == 9 and table[0].startswith("a-p…ng-name ")
     assert all(
         each.count("…") == 1 + (not i) for i, each in enumerate(table)
     )  # names alone are cut
+    assert "a-policy-of-a-long-name" in render_plain(found, 120)
+    assert "a-policy-of-a-long-name" in found._repr_html_()
     assert len(found.to_csv().splitlines()) == 1 + len(found.rows)
+
+
+def test_times_come_with_the_spread_of_their_passes():
+    found = made(("a", 2, 300, 0.04), ("b", 2, 300, 0.04))
+    found = replace(found, rows=(replace(found.rows[0], seconds_least=1.25), found.rows[1]))
+    first, second = found.records()
+    names = "time_ratio", "time_least", "time_most"
+    assert [first[each] for each in names] == [2.0, 1.25, 2.5]
+    assert [second[each] for each in names] == [2.0, 1.6, 2.5]
+    narrow, wide = render_plain(found, 70), str(found)
+    assert "median of 2 passes" in " ".join(narrow.split())
+    assert "1.25 to 2.5" in wide and "0.875 to 1.25" in wide and "1.6 to 2.5" in found._repr_html_()
+    (exact,) = [line for line in narrow.splitlines() if line.startswith("exact")]
+    table = narrow[: narrow.index("kept for the backward pass")]
+    assert exact.endswith("  1.00") and "0.875 to" not in narrow and "passes  " not in table
+
+
+def test_what_is_random_is_shown_within_the_error_and_kept_as_it_came():
+    (row,) = made(("a", 2, 300, 0.04)).rows
+    for variance, shown, told in (
+        (0.0412, "100%", True),
+        (0.04, "100%", False),
+        (0.03, "75%", False),
+        (-0.001, "0%", False),
+    ):
+        row = replace(row, variance=variance, bias=0.04 - variance)
+        found = replace(made(("a", 2, 300, 0.04)), rows=(row,))
+        assert found._cells()[1][6] == shown
+        assert ("by chance it came out above the error" in " ".join(str(found).split())) == told
+        assert (found.records()[0]["variance"], found.records()[0]["bias"]) == (variance, row.bias)
 
 
 def test_the_notes_say_when_batches_are_too_few():
@@ -608,6 +647,92 @@ def test_the_picture_has_a_curve_for_each_policy_and_marks_what_is_recommended(t
     assert "recommended" not in labels
     with pytest.raises(OutputExistsError):
         found.plot(tmp_path / "plan.svg")
+
+
+def boxes(texts):
+    """Their corners in pixels, in the order of the texts."""
+    extents = [each.get_window_extent() for each in texts]
+    return [(each.x0, each.y0, each.x1, each.y1) for each in extents]
+
+
+CROWD = [("a", 8 - i, 1100 - 100 * i, 0.004 * 2.5**i) for i in range(7)]
+CROWD += [("b", 8 - i, 1070 - 90 * i, 0.005 * 2.2**i) for i in range(7)]
+CROWD += [("c", 4 - i, 700 - 130 * i, 0.02 * 4**i) for i in range(3)]
+
+
+@pytest.mark.parametrize("rows", [CROWD, [CROWD[0], *CROWD[7:]], CROWD[:1]], ids=len)
+@pytest.mark.parametrize("dpi", [80, 160])
+def test_labels_cover_neither_each_other_nor_points(rows, dpi):
+    found = made(*rows)
+    (axes,) = (figure := found.plot()).axes
+    figure.set_dpi(dpi)
+    figure.draw_without_rendering()
+    labels = boxes(axes.texts)
+    for (ax0, ay0, ax1, ay1), (bx0, by0, bx1, by1) in itertools.combinations(labels, 2):
+        assert ax1 <= bx0 or bx1 <= ax0 or ay1 <= by0 or by1 <= ay0
+    places = [(each.saved_bytes / 1024, each.error) for each in found.rows]
+    for x, y in axes.transData.transform(places):
+        assert not any(x0 < x < x1 and y0 < y < y1 for x0, y0, x1, y1 in labels)
+    frame = axes.get_window_extent()
+    assert all(frame.x0 <= each[0] and each[2] <= frame.x1 for each in labels)
+    assert len(labels) >= 0.8 * len(rows)
+    assert [each.get_text() for each in axes.texts][0] == found.recommended.label
+
+
+def test_a_label_stands_beside_its_own_point():
+    """And one for which there is no place is left out, but not that of what is recommended."""
+    rows = [(f"policy {i}", 1 + i / 100, 500 + i / 100, 0.05) for i in range(40)]
+    (axes,) = made(*rows).plot().axes
+    assert 1 <= len(axes.texts) < 40 and axes.texts[0].get_text() == "1 bit"
+    axes.figure.draw_without_rendering()
+    x, y = axes.transData.transform((500 / 1024, 0.05))
+    for x0, y0, x1, y1 in boxes(axes.texts):
+        assert (
+            max(x0 - x, x - x1, y0 - y, y - y1) < 23
+        )  # (7 + 9) / 72 of 100: the ring, and the distance
+
+
+@pytest.mark.parametrize(
+    ("lines", "side"),
+    [
+        ([], ("left", "center")),  # of the text: it is right of the point
+        ([([0.52, 0.52], [0, 1])], ("right", "center")),
+        (
+            [([0.52, 0.52], [0, 1]), ([0.48, 0.48], [0, 1]), ([0, 1], [0.53, 0.53])],
+            ("center", "top"),
+        ),
+    ],
+)
+def test_labels_are_where_no_line_is(lines, side):
+    axes = plot._new_figure(4, 4).subplots()
+    for line in lines:
+        axes.plot(*line)
+    axes.plot([0.5], [0.5], "o", markersize=5)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    add_labels(axes, [("text", (0.5, 0.5), "black")])
+    (note,) = axes.texts
+    assert (note.get_ha(), note.get_va()) == side
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ticks"),
+    [
+        ((1000, 1000), ["960", "970", "980", "990", "1000"]),
+        ((300, 1000), ["300", "400", "500", "700", "1000"]),
+        ((10, 1000), ["10", "30", "100", "300", "1000"]),
+        ((0, 1000), ["1", "10", "100", "1000"]),
+        ((2**30, 2**50), ["1", "10", "100", "1000", "10000", "1e5", "1e6"]),
+    ],
+)
+def test_ticks_are_plain_numbers_and_enough(sizes, ticks):
+    found = made(*(("a", 2, size, 0.05) for size in sizes))
+    (axes,) = replace(found, exact_bytes=sizes[1]).plot().axes
+    shown = [each.get_text() for each in axes.get_xticklabels()]
+    assert shown == ticks
+    assert [float(each) for each in shown] == pytest.approx(list(axes.get_xticks()))
+    low, high = axes.get_xlim()
+    assert all(low < each < high for each in (*axes.get_xticks(), *axes.lines[0].get_xdata()))
 
 
 # --- the command line -------------------------------------------------------------------------------
@@ -745,7 +870,7 @@ def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, capsys):
     names = {}
     for block in blocks:
         exec(compile(block, page.name, "exec"), names)
-    assert {each.name for each in tmp_path.iterdir()} == {"plan.json", "plan.png"}
+    assert {each.name for each in tmp_path.iterdir()} == {"plan.csv", "plan.json", "plan.png"}
     assert type(names["model"][0]) is fewbit.nn.Linear
     shown = capsys.readouterr().out
     assert "coarse norms" in shown and "20% of that variance" in " ".join(shown.split())

@@ -10,6 +10,7 @@ import pytest
 import fewbit
 from fewbit import paper, report
 from fewbit.errors import FewbitError, FunctionError, OutputExistsError, SolveError
+from fewbit.sizes import counted
 
 
 @pytest.fixture(autouse=True)
@@ -216,11 +217,68 @@ def test_the_error_table_refuses_an_unknown_metric():
         fewbit.error_table("gelu", metric="gap")
 
 
+class Named(report._Report):
+    """Names of two columns beside a number."""
+
+    title, _header, _names = "names", ("layer", "from", "bits"), (0, 1)
+
+    def __init__(self, *rows):
+        self._rows = rows
+
+    def _cells(self):
+        return list(self._rows)
+
+    def _notes(self):
+        return []
+
+
+LONG = "encoder.layers.11.attention.output"
+LONGER = LONG + ".dense.weight"
+
+
+@pytest.mark.parametrize("width", [25, 40, 66, 86, 87, 88, 120])
+def test_names_are_shortened_no_more_than_the_width_demands(width):
+    lines = report.render_plain(Named((LONG, LONGER, "3.5"), ("a", "b", "12")), width).splitlines()
+    rows = [line.split() for line in lines[4:6]]
+    natural = len(LONG) + len(LONGER) + len("bits") + 2 * report.GAP + 1
+    assert natural == 90
+    assert rows[1] == ["a", "b", "12"]
+    first, second, _ = rows[0]
+    assert max(map(len, lines)) <= width
+    used = len(first) + len(second)
+    assert used == min(width - natural, 0) + len(LONG) + len(LONGER)
+    # The longer one gives way first.
+    assert first == LONG or abs(len(second) - len(first)) <= 1
+
+
+def test_html_has_names_in_full_and_a_repeated_name_stands_once():
+    found = Named((LONG, LONGER, "3"), (LONG, "b", "4"), (LONG + "2", "b", "5"))
+    page, text = found._repr_html_(), str(found)
+    assert page.count(LONG) == 4 and LONGER in page and "…" not in page
+    assert max(map(len, text.splitlines())) <= 80 and text == report.render_plain(found, 80)
+    starts = [line.split()[0] for line in text.splitlines()[4:7]]
+    assert starts == [LONG, "b", LONG + "2"] and "…" in text
+
+
 def test_nothing_to_show_shows():
     empty = fewbit.error_table([], bits=(1, 2))
     assert empty.records() == [] and empty.to_csv() == "\n"
     assert "function" in str(empty)
     assert "function" in str(report.Comparison(()))
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [
+        (0, "tensor", "0 tensors"),
+        (1, "tensor", "1 tensor"),
+        (2, "batch", "2 batches"),
+        (1, "batch", "1 batch"),
+        (1.5, "bit", "1.5 bits"),
+    ],
+)
+def test_counts(count, noun, text):
+    assert counted(count, noun) == text
 
 
 @pytest.mark.parametrize(

@@ -502,7 +502,7 @@ REFUSED = [
     ),
     (
         dict(weight={"kind": "histogram", "edges": [0, 1], "density": [1, 1]}),
-        "weight.density: expected 1 items to",
+        "weight.density: expected 1 item to",
     ),
     (dict(levels=[0, 1, 1, 2]), "levels[2]: expected more than the previous 1.0, got 1.0"),
     (
@@ -644,7 +644,7 @@ REFUSED_DOCUMENTS = [
     (lambda d: d | {"levels": [0.0, "a"]}, "levels[1]: expected a number, got 'a'"),
     (lambda d: d | {"codes": [1, 0, 2, 9, 2]}, "codes[3]: expected an integer in [0, 4), got 9"),
     (lambda d: d | {"codes": [1, 0, 2, 999, 2]}, "codes[3]: expected at most 255, got 999"),
-    (lambda d: d | {"codes": []}, "codes: expected at least 1 items, got []"),
+    (lambda d: d | {"codes": []}, "codes: expected at least 1 item, got []"),
     (lambda d: d | {"weight": {"kind": "normal", "mean": 0}}, 'weight: expected the field "std", got none'),
     (lambda d: d | {"weight": {"kind": "uniform", "x": 1}}, "weight: expected no other field than kind, got 'x'"),
     (lambda d: d | {"weight": {"kind": "flat"}}, 'weight.kind: expected one of "uniform", "normal", "histogram", "'),

@@ -565,7 +565,7 @@ def test_json_has_every_number_back(tmp_path):
         (lambda document: document.update(contexts="ab"), "contexts: expected an array, got 'ab'"),
         (lambda document: document.update(contexts=["a", 2]), r"contexts\[1\]: expected a string, got 2"),
         (lambda document: document.update(contexts=["a", "a"]), "contexts: expected different items"),
-        (lambda document: document.update(parameters=[]), "parameters: expected at least 1 items"),
+        (lambda document: document.update(parameters=[]), "parameters: expected at least 1 item,"),
         (lambda document: document.update(bits="2"), "bits: expected an integer, got '2'"),
         (lambda document: document.update(bits=9), "bits: expected at most 8, got 9"),
         (lambda document: document.update(draws=None), "draws: expected an integer, got None"),

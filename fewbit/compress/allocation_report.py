@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fewbit.compress.meter_report import amount
-from fewbit.report import _Report, shortened
-
-MOST_NAME = 30  # characters
+from fewbit.report import _Report
+from fewbit.sizes import counted
 
 
 class Allocated(NamedTuple):
@@ -72,27 +71,25 @@ class Allocation(_Report, Sequence):
         if not self:
             return self._empty
         chosen = [row for row in self if not row.is_fixed]
-        text = f"{_average(chosen):.4g} bits on average for {len(chosen)} tensors that layers keep"
+        tensors = f"{counted(len(chosen), 'tensor')} that layers keep"
+        text = f"{_average(chosen):.4g} bits on average for {tensors}"
         if len(chosen) == len(self):
             return text
         return f"{text}; {self.bits:.4g} with {len(self) - len(chosen)} of fixed bits"
 
-    def __rich__(self):
-        return super().__rich__() if self else self.title
+    def __rich_console__(self, console, options):
+        return super().__rich_console__(console, options) if self else [self.title]
 
     def records(self) -> list[dict]:
         """A dictionary for each row."""
         return [row._asdict() | {"variance": row.variance} for row in self]
-
-    def _keys(self, rows):
-        return [row.name for row in self]
 
     def _cells(self):
         total = sum(row.variance for row in self) or 1.0
         elements = sum(row.elements for row in self) or 1
         return [
             (
-                shortened(row.name or "(the model)", MOST_NAME),
+                row.name or "(the model)",
                 str(row.input),
                 f"{row.bits:.3f}".rstrip("0").rstrip(".") + (" fixed" if row.is_fixed else ""),
                 f"{100 * row.elements / elements:.1f}%",

@@ -18,6 +18,7 @@ from fewbit.compress.guarantee.report import Bounded, Bounds
 from fewbit.errors import InputError
 from fewbit.runtime.offload import Offload
 from fewbit.runtime.sharing import Session
+from fewbit.sizes import counted
 
 if TYPE_CHECKING:
     from fewbit.compress.guarantee.ratio import GradientRatio
@@ -198,4 +199,4 @@ class Controller:
 
     def __repr__(self) -> str:
         model = type(self.model).__name__ if self.model is not None else "a model that is gone"
-        return f"Controller({model}, {len(self.report.converted)} modules converted)"
+        return f"Controller({model}, {counted(len(self.report.converted), 'module')} converted)"

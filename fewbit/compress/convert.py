@@ -521,7 +521,7 @@ def _of_bound(bound: Bound, interval: int) -> str:
     unit = "channels of samples" if bound.by_channel else "samples"
     how = f"bits by layers and {unit}" if bound.codec == QUANT else f"codec {bound.codec}"
     return (
-        f"policy {POLICY}: e2 = {bound.e2:.4g}, {how}, {bound.window} of the last ten, found out every {interval} steps; "
+        f"policy {POLICY}: e2 = {bound.e2:.4g}, {how}, {bound.window} of the last ten, found out {_every(interval)}; "
         f"{MOST} bits before the first"
     )
 
@@ -543,10 +543,14 @@ def _of_level(level, settings, interval) -> str:
         return f"level {level}"
     text = f"{settings.bits:.4g} bits on average, shared between samples"
     if settings.adapts:
-        text += f" and layers, adapted every {interval} steps"
+        text += f" and layers, adapted {_every(interval)}"
     if level in OFFLOADING:
         text += "; what is kept on a GPU goes to the host until the backward pass"
     return f"level {level}: {text}"
+
+
+def _every(interval: int) -> str:
+    return "every step" if interval == 1 else f"every {interval} steps"
 
 
 def _check_fuse(fuse, level, settings) -> None:

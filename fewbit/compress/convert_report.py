@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-GAP = 2  # between columns
+from fewbit.report import fitted, new_grid
+from fewbit.sizes import counted
 
 
 class Converted(NamedTuple):
@@ -69,7 +70,7 @@ class Report:
 
         if self.converted:
             yield self._table(options.max_width)
-            yield f"{_counted(len(self.converted), 'module')} converted"
+            yield f"{counted(len(self.converted), 'module')} converted"
         else:
             yield "no module converted"
         if self.functions is not None:
@@ -80,7 +81,7 @@ class Report:
             )
         yield from self.notes
         for (pattern, kind, reason), count in self._reasons().items():
-            where = f"{_counted(count, 'module')} like {pattern}" if count > 1 else pattern
+            where = f"{counted(count, 'module')} like {pattern}" if count > 1 else pattern
             yield Text(f"left alone: {where} ({kind}): {reason}")
         if self.kept is not None:
             yield ""
@@ -89,17 +90,13 @@ class Report:
                 yield "the model is in evaluation mode, in which nothing is compressed"
 
     def _table(self, width: int):
-        from fewbit.report import new_grid, shortened
-
         rows = [(*key, str(count)) for key, count in self._rows().items()]
         names = ("modules", "was", "is", "keeps", "count")
-        others = [max(len(row[i]) for row in (names, *rows)) for i in range(1, 5)]
-        room = max(16, width - sum(others) - GAP * 5)
         table = new_grid()
         for name in names:
             table.add_column(name, no_wrap=True, justify="right" if name == "count" else "left")
-        for path, *cells in rows:
-            table.add_row(shortened(path, room), *cells)
+        for cells in fitted(names, rows, (0,), width):
+            table.add_row(*cells)
         return table
 
     def _rows(self) -> dict:
@@ -111,7 +108,6 @@ class Report:
 
     def _bytes(self):
         from fewbit.compress.meter_report import amount, unit_of
-        from fewbit.report import new_grid
 
         before, after = self.kept
         totals = sum(before.values()), sum(after.values())
@@ -165,7 +161,3 @@ def _pattern(path: str) -> str:
 
 def _bits(bits: float | None) -> str:
     return "exact" if bits is None else f"{bits:.4g} bit{'s' * (bits > 1)}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"

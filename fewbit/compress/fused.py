@@ -9,6 +9,7 @@ from fewbit.compress.meter import STATE, SavedBytes
 from fewbit.compress.transformers_modules import _Conv1D
 from fewbit.nn import LeakyReLU, ReLU
 from fewbit.nn.preactivation import LINEAR, NORMS
+from fewbit.sizes import counted
 
 FOLLOWING = (*LINEAR.values(), _Conv1D, ReLU, LeakyReLU)
 """Layers that find what a norm has kept."""
@@ -16,8 +17,8 @@ FOLLOWING = (*LINEAR.values(), _Conv1D, ReLU, LeakyReLU)
 
 def note(model: nn.Module) -> str:
     """What the report says of the norms."""
-    count = len(_norms(model))
-    return f"pre-activations: {count} norm{'s' * (count != 1)} in fixed point, shared with the layers that follow"
+    count = counted(len(_norms(model)), "norm")
+    return f"pre-activations: {count} in fixed point, shared with the layers that follow"
 
 
 def shared(model: nn.Module, rows, saved: SavedBytes | None = None) -> tuple[Converted, ...]:

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from fewbit import plot
 from fewbit.errors import FewbitError
-from fewbit.report import new_grid, render_plain, shortened
+from fewbit.report import GAP, fitted, new_grid, render_plain, shortened
 from fewbit.runtime.groups import WIDE
+from fewbit.sizes import counted
 
 MOST_ROWS, MOST_ROWS_HTML, MOST_BARS = 20, 60, 14
 PLAIN_WIDTH = 100
-LEAST_MODULE, MOST_TYPE, GAP = 26, 22, 2  # characters
+LEAST_MODULE, LEAST_TYPE = 26, 22  # characters; with less other columns go
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 NOTHING = (
     "Nothing is kept for backward: no output depends on anything that requires grad, "
@@ -102,7 +103,7 @@ class SavedBytesReport:
     def title(self) -> str:
         storages = sum(entry.bytes > 0 for entry in self.kept)
         name = f"{self.model}: " if self.model else ""
-        return f"{name}{amount(self.total)} kept for backward, in {storages} storage{'s' * (storages != 1)}"
+        return f"{name}{amount(self.total)} kept for backward, in {counted(storages, 'storage')}"
 
     def notes(self) -> list[str]:
         """What the table does not say by itself, as lines of text."""
@@ -122,7 +123,7 @@ class SavedBytesReport:
         shared = sum(entry.first_saver is not None for entry in self.kept)
         if shared:
             lines.append(
-                f"{shared} more saved tensors share a storage with an earlier module: 0 bytes"
+                f"{counted(shared, 'more saved tensor')} share{'s' * (shared == 1)} a storage with an earlier module: 0 bytes"
             )
         wide = [e for e in self.kept if e.kind == "range" and e.shape[1:] == (WIDE,) and e.bytes]
         if wide:
@@ -197,20 +198,21 @@ class SavedBytesReport:
         header, body, cut, total = self._cells(MOST_ROWS)
         lines = [*body, *([cut] if cut else []), total]
         widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-        widths[1] = min(widths[1], MOST_TYPE)
-        columns, name = list(range(len(header))), widths[0]
+        widths[:2] = min(widths[0], LEAST_MODULE), min(widths[1], LEAST_TYPE)
+        columns = list(range(len(header)))
         # A narrow terminal keeps the module's name readable and goes without these.
         for dropped in (5, 1, 4, 3):
-            if sum(widths[i] + GAP for i in columns) - name + min(name, LEAST_MODULE) <= width:
+            if sum(widths[i] + GAP for i in columns) <= width:
                 break
             columns.remove(dropped)
-        room = max(8, width - sum(widths[i] + GAP for i in columns[1:]) - GAP)
         grid = new_grid()
         for i in columns:
             grid.add_column(header[i], justify="right" if i in (2, 6, 7) else "left", no_wrap=True)
+        lines = [tuple(line[i] for i in columns) for line in lines]
+        names = (0, 1) if 1 in columns else (0,)
+        lines = fitted([header[i] for i in columns], lines, names, width)
         for number, line in enumerate(lines):
-            line = (shortened(line[0], room), _head(line[1], MOST_TYPE), *line[2:])
-            texts = [Text(line[i]) for i in columns]
+            texts = [Text(each) for each in line]
             style = (
                 "bold"
                 if number == len(lines) - 1
@@ -306,10 +308,6 @@ class SavedBytesReport:
                 groups[group][entry.kind] += entry.bytes
         order = [*last, *(group for group in groups if group not in last)]
         return {name or "(model)": dict(groups[name]) for name in order}
-
-
-def _head(text: str, room: int) -> str:
-    return text if len(text) <= room else text[: room - 1] + "…"
 
 
 def _draw(axes, bars: dict[str, dict[str, int]], report: SavedBytesReport) -> None:

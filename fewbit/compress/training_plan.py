@@ -45,6 +45,7 @@ from fewbit.compress.training_plan_report import TrainingPlanReport
 from fewbit.errors import InputError
 from fewbit.runtime.sharing import measuring
 from fewbit.schema import PLAN
+from fewbit.sizes import counted
 
 ADAPTING_STEPS = 3
 """Steps at the given weights before bits that adapt are measured: two observations, and what follows from them."""
@@ -57,7 +58,8 @@ class Planned:
     saved_bytes: kept for backward by one forward, by the meter. error: mean over batches and draws of |g^ - g|^2, bias
     and all; variance: the part of it by which draws of rounding differ; bias: the rest, squared, an estimate that is
     exact in expectation, so that it may be below 0. All three over all parameters, in units of the gradient squared.
-    error_error, variance_error: standard errors, NaN if not known. seconds: median of a forward and backward pass.
+    error_error, variance_error: standard errors, NaN if not known. seconds: median of its forward and backward
+    passes, which are in turns with all others'; seconds_least, seconds_most: the shortest and the longest of them.
     """
 
     candidate: Candidate
@@ -68,6 +70,8 @@ class Planned:
     variance_error: float
     bias: float
     seconds: float
+    seconds_least: float
+    seconds_most: float
 
     @property
     def policy(self) -> str:
@@ -82,7 +86,7 @@ class Planned:
 class TrainingPlan(Document, TrainingPlanReport):
     """What each candidate costs and saves.
 
-    exact_bytes, exact_seconds: as of Planned, of the exact model. gradient: mean of |g|^2 over the batches. sampling:
+    exact_bytes, exact_seconds, exact_seconds_least, exact_seconds_most: as of Planned, of the exact model. gradient: mean of |g|^2 over the batches. sampling:
     the variance of g between minibatches; sampling_error: its standard error, NaN if not known. sampled: what it was
     measured from. share: of it that a recommended candidate's error may be. rows: as the candidates came.
     """
@@ -97,6 +101,8 @@ class TrainingPlan(Document, TrainingPlanReport):
     share: float
     exact_bytes: int
     exact_seconds: float
+    exact_seconds_least: float
+    exact_seconds_most: float
     gradient: float
     sampling: float
     sampling_error: float
@@ -203,6 +209,8 @@ def plan(
         share=share,
         exact_bytes=exact_bytes,
         exact_seconds=statistics.median(seconds),
+        exact_seconds_least=min(seconds),
+        exact_seconds_most=max(seconds),
         gradient=float(np.mean(squares)),
         sampling=float(variances.mean()),
         sampling_error=_standard_error(variances),
@@ -303,6 +311,8 @@ class _Found:
             _standard_error(variances),
             float(biases.mean()),
             statistics.median(self.seconds),
+            min(self.seconds),
+            max(self.seconds),
         )
 
 
@@ -349,7 +359,7 @@ def _standard_error(values: np.ndarray) -> float:
 
 def _device_of(steps: _Steps) -> str:
     devices = sorted({str(each.device) for each in steps.parameters})
-    threads = f", {torch.get_num_threads()} threads" if devices == ["cpu"] else ""
+    threads = f", {counted(torch.get_num_threads(), 'thread')}" if devices == ["cpu"] else ""
     return ", ".join(devices) + threads
 
 

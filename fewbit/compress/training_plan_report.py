@@ -7,13 +7,19 @@ import math
 import os
 
 from fewbit import plot
+from fewbit.compress.labels import add_labels
 from fewbit.compress.measurement import PicturedReport
 from fewbit.compress.meter_report import amount, unit_of
 from fewbit.report import short, shortened
+from fewbit.sizes import counted
 
 UNSURE = 0.2  # a standard error, of an error, from which on the notes say so
-MOST_POLICY, MOST_LABEL = 12, 8  # characters in the table
+MOST_LABEL = 18  # characters in the picture
 DECADES = 8  # of errors that the picture spans at most
+TICKS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), tuple(i / 10 for i in range(10, 100)))
+LEAST_TICKS = 4
+MARGIN = 1.05  # at least, beside the points
+DARKER = 0.7  # text than its curve
 # Safe for colour-blind readers.
 COLOURS = ("#4477aa", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#66ccee")
 MARKERS = "osD^vP"
@@ -21,6 +27,8 @@ MARKERS = "osD^vP"
 
 class TrainingPlanReport(PicturedReport):
     """The ways to show a result with the attributes of TrainingPlan."""
+
+    _names, _spare = (0, 1), 1
 
     @property
     def title(self) -> str:
@@ -36,7 +44,7 @@ class TrainingPlanReport(PicturedReport):
         return (
             f"{self.model}: {_name(chosen)} keeps {amount(chosen.saved_bytes)} in place of "
             f"{amount(self.exact_bytes)}, {less:.3g} times less; its error is {_percent(chosen.error, self.sampling) or 0} "
-            f"of the variance between minibatches, its passes take {self._time(chosen):.2f} times as long"
+            f"of the variance between minibatches, its passes take {self._time(chosen):.2f} times as long ({self._range(chosen.seconds_least, chosen.seconds_most)})"
         )
 
     @property
@@ -45,6 +53,10 @@ class TrainingPlanReport(PicturedReport):
 
     def _time(self, row) -> float:
         return row.seconds / self.exact_seconds
+
+    def _range(self, least: float, most: float) -> str:
+        """Of seconds, over the median of exact passes."""
+        return f"{least / self.exact_seconds:.3g} to {most / self.exact_seconds:.3g}"
 
     def records(self) -> list[dict]:
         """A flat dict for each candidate, in the order in which they came."""
@@ -64,6 +76,8 @@ class TrainingPlanReport(PicturedReport):
                 "variance_of_sampling": each.variance / self.sampling if self.sampling else None,
                 "seconds": each.seconds,
                 "time_ratio": self._time(each),
+                "time_least": each.seconds_least / self.exact_seconds,
+                "time_most": each.seconds_most / self.exact_seconds,
                 "recommended": each is self.recommended,
             }
             for each in self.rows
@@ -72,45 +86,63 @@ class TrainingPlanReport(PicturedReport):
     @property
     def _header(self):
         unit = self._unit[0]
-        return ("policy", "setting", unit, "less", "error", "±", "random", "noise", "time")
+        return (
+            "policy",
+            "setting",
+            unit,
+            "less",
+            "error",
+            "±",
+            "random",
+            "noise",
+            "time",
+            "passes",
+        )
 
     def _cells(self):
         chosen = self.recommended
-        rows = [("exact", "", amount(self.exact_bytes, self._unit), "", "", "", "", "", "1.00")]
+        empty = ("",) * 5
+        exact = self._range(self.exact_seconds_least, self.exact_seconds_most)
+        rows = [("exact", "", amount(self.exact_bytes, self._unit), *empty, "1.00", exact)]
         for each in self.rows:
             mark = "*" if each is chosen else ""
             rows.append(
                 (
-                    shortened(each.policy, MOST_POLICY),
-                    shortened(each.label, MOST_LABEL) + mark,
+                    each.policy,
+                    each.label + mark,
                     amount(each.saved_bytes, self._unit),
                     _times(self.exact_bytes, each.saved_bytes),
                     _short(each.error),
                     _percent(min(each.error_error, 9.99 * each.error), each.error),
-                    _percent(max(each.variance, 0.0), each.error),
+                    _percent(min(max(each.variance, 0.0), each.error), each.error),
                     _percent(each.error, self.sampling),
                     f"{self._time(each):.4g}"
                     if self._time(each) >= 100
                     else f"{self._time(each):.2f}",
+                    self._range(each.seconds_least, each.seconds_most),
                 )
             )
         return rows
 
     def _notes(self):
-        batches = f"{self.batches} batch{'es' * (self.batches > 1)} of {self.batch_size}"
+        batches = f"{counted(self.batches, 'batch')} of {self.batch_size}"
         spread = "between batches" if self.batches > 1 else "of draws alone, as there is one batch"
         noise = f"{_short(self.sampling)} ± {_percent(self.sampling_error, self.sampling) or '?'}"
         unsure = any(each.error_error > UNSURE * each.error for each in self.rows)
+        by_chance = "; by chance it came out above the error, and is shown as 100%"
+        is_above = any(each.variance > 1.005 * each.error for each in self.rows)
         chosen = "*: " if self.recommended is not None else "to be recommended: "
         return [
             f"{self._unit[0]}: kept for the backward pass, metered. error: squared distance from the exact gradient, "
             f"bias included (the squared gradient is {_short(self.gradient)}); ±: its standard error, {spread}; "
-            f"random: the part of it by which draws differ. Of {batches}, {self.draws} draws each",
+            f"random: the part of it by which draws differ, an estimate{by_chance * is_above}. Of {batches}, "
+            f"{self.draws} draws each",
             f"noise: the error over the variance between minibatches, which is {noise}, from {self.sampled}",
             f"{chosen}the fewest bytes with an error of at most {_short(100 * self.share)}% of that variance",
             *(["errors differ much between these batches: give more of them"] if unsure else []),
-            f"time: of a forward and backward pass here ({self.device}); exact {_seconds(self.exact_seconds)}. Bits that "
-            "adapt take longer in the few steps that observe",
+            f"time: median of {counted(self.batches * (self.draws - 1), 'pass')}, forward and backward, over that of exact ones, "
+            f"{_seconds(self.exact_seconds)}, here ({self.device}); passes: the shortest to the longest, where there is room. "
+            "Bits that adapt take longer in the few steps that observe",
         ]
 
     def to_html(self) -> str:
@@ -130,13 +162,18 @@ class TrainingPlanReport(PicturedReport):
         """
         plot._check_suffix(path)
         with plot._style():
-            figure = plot._new_figure(7.2, 4.6)
-            _draw(figure.subplots(), self)
+            figure = plot._new_figure(7.2, 5.2)
+            _draw(figure, self)
         return plot._finish(figure, path, force)
 
 
-def _draw(axes, plan) -> None:
-    unit, scale = plan._unit
+def _draw(figure, plan) -> None:
+    from matplotlib.colors import to_rgb
+
+    def place_of(size: int) -> float:
+        return max(size, 1) / scale  # nothing at all has no place on a logarithmic axis
+
+    axes, (unit, scale) = figure.subplots(), plan._unit
     limits = {
         "variance between minibatches": (plan.sampling, "-"),
         f"{_short(100 * plan.share)}% of it": (plan.limit, "--"),
@@ -145,16 +182,17 @@ def _draw(axes, plan) -> None:
     values = [value for value, _ in limits.values()] + [each.error for each in shown]
     top = max(values, default=1.0) or 1.0
     floor = min(each for each in (*values, top) if each > top / 10**DECADES) / 4
-    policies = list(dict.fromkeys(each.policy for each in plan.rows))
+    policies, labels = list(dict.fromkeys(each.policy for each in plan.rows)), []
     for number, policy in enumerate(policies):
         points = [each for each in shown if each.policy == policy]
         points.sort(key=lambda each: each.saved_bytes)
-        x = [each.saved_bytes / scale for each in points]
+        x = [place_of(each.saved_bytes) for each in points]
         y = [max(each.error, floor) for each in points]
+        colour = COLOURS[number % len(COLOURS)]
         axes.plot(
             x,
             y,
-            color=COLOURS[number % len(COLOURS)],
+            color=colour,
             marker=MARKERS[number % len(MARKERS)],
             markersize=5,
             linewidth=1.4,
@@ -162,46 +200,57 @@ def _draw(axes, plan) -> None:
             clip_on=False,
             zorder=3,
         )
+        dark = tuple(DARKER * each for each in to_rgb(colour))
         for each, *place in zip(points, x, y, strict=True):
-            axes.annotate(
-                shortened(each.label, 18),
-                place,
-                xytext=(5, 4),
-                textcoords="offset points",
-                fontsize=7.5,
-                color=plot.MUTED,
-            )
+            labels.append((shortened(each.label, MOST_LABEL), place, dark, each))
     chosen = plan.recommended
     if chosen is not None:
-        place = [chosen.saved_bytes / scale], [max(chosen.error, floor)]
+        place = [place_of(chosen.saved_bytes)], [max(chosen.error, floor)]
         ring = {"markersize": 14, "markeredgewidth": 1.6, "markerfacecolor": "none"}
-        axes.plot(*place, "o", color=plot.ERROR, label="recommended", zorder=4, **ring)
+        axes.plot(
+            *place, "o", color=plot.ERROR, label="recommended", clip_on=False, zorder=4, **ring
+        )
     for name, (value, style) in limits.items():
         if value > 0:
             axes.axhline(value, color=plot.INK, linewidth=1, linestyle=style, label=name, zorder=1)
-    exact = plan.exact_bytes / scale
+    exact = place_of(plan.exact_bytes)
     axes.axvline(exact, color=plot.MUTED, linewidth=1, linestyle=":", label="exact", zorder=1)
+    sizes = [exact, *(place_of(each.saved_bytes) for each in shown)]
+    margin = max(MARGIN, (max(sizes) / min(sizes)) ** 0.08)
+    axes.set_xlim(min(sizes) / margin, max(sizes) * margin)
+    axes.set_ylim(floor, 3 * top)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_ylim(floor, 3 * top)
-    axes.xaxis.set_major_formatter(_plain_number)
-    axes.xaxis.set_minor_formatter(_plain_number)
-    axes.tick_params(axis="x", which="both", labelsize=8)
+    _mark(axes.xaxis, *axes.get_xlim())
+    _mark(axes.yaxis, *axes.get_ylim())
     axes.set_xlabel(f"kept for the backward pass, {unit}")
     axes.set_ylabel("squared error of the gradient")
-    axes.legend(loc="best", fontsize=8, handlelength=1.8)
     axes.set_title(
-        f"{plan.model}, {plan.batches} batch{'es' * (plan.batches > 1)} of {plan.batch_size}",
+        f"{plan.model}, {counted(plan.batches, 'batch')} of {plan.batch_size}",
         loc="left",
         color=plot.INK,
         fontweight="bold",
     )
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, handlelength=1.8)
+    labels.sort(key=lambda label: label[-1] is not chosen)  # that one first
+    add_labels(axes, [label[:-1] for label in labels])
 
 
-def _plain_number(value: float, _position) -> str:
-    """Of powers of ten, and of twice and five times those."""
-    digit = f"{value:e}"[0]
-    return f"{value:g}" if digit in "125" else ""
+def _mark(axis, low: float, high: float) -> None:
+    """Ticks at plain numbers, as few to a decade as there are enough of."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in TICKS:
+        ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+        ticks = [each for each in ticks if low <= each <= high]
+        if len(ticks) >= LEAST_TICKS:
+            break
+    axis.set_ticks(ticks, [_plain_number(each) for each in ticks])
+    axis.set_ticks([], minor=True)
+
+
+def _plain_number(value: float) -> str:
+    mantissa, _, exponent = f"{value:.5g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
 def _name(row) -> str:

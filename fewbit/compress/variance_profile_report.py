@@ -10,9 +10,10 @@ import numpy as np
 from fewbit import plot
 from fewbit.compress.measurement import PicturedReport
 from fewbit.report import shortened
+from fewbit.sizes import counted
 
 MOST_ROWS = 20
-MOST_NAME, MOST_LABEL = 26, 34  # characters of a path, in the table and in the picture
+MOST_LABEL = 34  # characters of a path in the picture
 MOST_FAR = 3  # contexts that are named because they add most to other modules' gradients
 DECADES = 8  # that the colours of the picture span at most
 SAMPLING = "sampling"
@@ -32,7 +33,7 @@ class VarianceProfileReport(PicturedReport):
 
     @property
     def _name_and_bits(self) -> str:
-        return f"{self.model}, {self.bits} bit{'s' * (self.bits > 1)}"
+        return f"{self.model}, {counted(self.bits, 'bit')}"
 
     def records(self) -> list[dict]:
         """A row for each module with parameters, in the order of the forward."""
@@ -64,7 +65,7 @@ class VarianceProfileReport(PicturedReport):
         ]
         rows = [
             (
-                shortened(_name(self.parameters[i]), MOST_NAME),
+                _name(self.parameters[i]),
                 *(cell for value, error in measured for cell in _pair(value[i], error[i])),
                 _share(self.own[i], self.quantisation[i]),
             )
@@ -74,9 +75,6 @@ class VarianceProfileReport(PicturedReport):
             rest = order[len(shown) :]
             rows.append((f"… {len(rest)} more", *self._sums(rest)))
         return [*rows, ("all", *self._sums(order))]
-
-    def _keys(self, rows):
-        return range(len(rows))  # modules of long names that are cut alike are different ones
 
     def _sums(self, which) -> tuple[str, ...]:
         sampling, rounding, direct, own = (
@@ -102,7 +100,7 @@ class VarianceProfileReport(PicturedReport):
     def _notes(self):
         worst = int(np.abs(np.nan_to_num(self.agreement)).argmax())
         bias = max(float(self.bias.sum()), 0.0)
-        draws = f"{self.draws} pairs of draws of each of {len(self.contexts)} contexts"
+        draws = f"{counted(self.draws, 'pair')} of draws of each of {counted(len(self.contexts), 'context')}"
         far = self._far()
         return [
             "variances of gradients, summed over a module's parameters, largest rounding first. rounding: the sum of the terms of "

@@ -8,6 +8,7 @@ from fewbit import plot
 from fewbit.compress.meter_report import amount
 from fewbit.demo.experiment import Arm, Demo
 from fewbit.report import new_grid
+from fewbit.sizes import counted
 
 VERDICT = "within 1 std"
 
@@ -30,7 +31,7 @@ class DemoReport:
             grid.add_row(*map(Text, self._cells(arm)))
         title = (
             f"A character transformer, exact, with few-bit GELU and compressed, "
-            f"{demo.settings.steps} steps each"
+            f"{counted(demo.settings.steps, 'step')} each"
         )
         notes = [Text(note, style="dim") for note in self.notes()]
         return Group(Text(title, style="bold"), "", grid, "", *notes)

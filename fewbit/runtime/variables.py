@@ -22,6 +22,7 @@ from fewbit.errors import InputError
 from fewbit.runtime.groups import LEAST_FEATURES
 from fewbit.runtime.magnitudes import Magnitudes, Numbers, Places
 from fewbit.runtime.plain import is_plain
+from fewbit.sizes import counted
 
 LEAST, MOST = 1, 8
 _NOISE = [1.0 / (2.0**bits - 1) ** 2 for bits in range(LEAST, MOST + 1)]
@@ -164,7 +165,7 @@ class Variables:
         plan, self._numbers, numbers = self.plan(inputs, observation), None, self._numbers
         if numbers is not None and len(numbers) != plan.samples:
             raise InputError(
-                f"expected the numbers of {plan.samples} samples, as many as this forward has, "
+                f"expected the numbers of {counted(plan.samples, 'sample')}, as many as this forward has, "
                 f"got {len(numbers)}"
             )
         plan.magnitudes, plan.numbers = self.magnitudes, numbers

@@ -6,6 +6,8 @@ import json
 import pkgutil
 from functools import cache
 
+from fewbit.sizes import counted
+
 TABLE = "fewbit.table/1"
 TABLES = "fewbit.tables/1"
 VARIANCE_PROFILE = "fewbit.variance_profile/1"
@@ -67,9 +69,9 @@ _EXPECTED = {
     "minimum": lambda limit: f"at least {limit}",
     "maximum": lambda limit: f"at most {limit}",
     "exclusiveMinimum": lambda limit: f"more than {limit}",
-    "minItems": lambda limit: f"at least {limit} items",
-    "maxItems": lambda limit: f"at most {limit} items",
-    "minLength": lambda limit: f"at least {limit} character(s)",
+    "minItems": lambda limit: f"at least {counted(limit, 'item')}",
+    "maxItems": lambda limit: f"at most {counted(limit, 'item')}",
+    "minLength": lambda limit: f"at least {counted(limit, 'character')}",
     "uniqueItems": lambda _: "different items",
 }
 

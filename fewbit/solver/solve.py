@@ -19,6 +19,7 @@ import numpy as np
 from fewbit._version import __version__
 from fewbit.callables import resolve
 from fewbit.errors import SolveError
+from fewbit.sizes import counted
 from fewbit.solver.cells import merge, survey
 from fewbit.solver.layers import thread_count
 from fewbit.solver.minimax import largest_deviation, minimax_intervals, minimax_levels
@@ -391,7 +392,9 @@ def _count_levels(bits, levels):
         raise SolveError(f"levels: expected an integer from 2 to 256, got {levels!r}")
     needed = int(levels - 1).bit_length()
     if bits is not None and bits < needed:
-        raise SolveError(f"levels: expected at most {2**bits} with {bits} bits, got {levels}")
+        raise SolveError(
+            f"levels: expected at most {2**bits} with {counted(bits, 'bit')}, got {levels}"
+        )
     return int(levels), int(bits) if bits is not None else needed
 
 

@@ -67,6 +67,7 @@ class Predicted(NamedTuple):
 
     size: tuple[int, ...]
     dtype: torch.dtype
+    codec = "error-bounded"
     count = 2
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:

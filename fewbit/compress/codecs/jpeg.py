@@ -72,6 +72,7 @@ class Transformed(NamedTuple):
     size: tuple[int, ...]
     dtype: torch.dtype
     nonzeros: tuple[int, ...]
+    codec = "jpeg"
     count = 3
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:

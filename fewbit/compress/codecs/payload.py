@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from math import prod
 from numbers import Real
 from typing import NamedTuple, Protocol
 
@@ -12,6 +13,7 @@ from fewbit.errors import InputError
 from fewbit.runtime import layout, offload
 from fewbit.runtime.ops import FLOATING
 from fewbit.runtime.plain import is_plain
+from fewbit.sizes import counted
 
 
 class Payload(NamedTuple):
@@ -28,6 +30,17 @@ class Payload(NamedTuple):
     def nbytes(self) -> int:
         """Of all tensors' elements."""
         return sum(each.numel() * each.element_size() for each in self.tensors)
+
+    def __repr__(self) -> str:
+        """What kept it, of what, and how small; not the numbers."""
+        recipe = self.recipe
+        kept_by = getattr(
+            recipe, "codec", "quant"
+        )  # a layer's own recipe is that of the group quantiser
+        size = self.tensors[0].shape if isinstance(recipe, Exact) else recipe.size
+        dense, dtype = prod(size) * recipe.dtype.itemsize, str(recipe.dtype).removeprefix("torch.")
+        times = f", {dense / self.nbytes:.3g} times less" if self.nbytes else ""
+        return f"Payload({kept_by}: {tuple(size)} {dtype} in {counted(self.nbytes, 'byte')}{times})"
 
 
 class Codec(Protocol):
@@ -49,9 +62,10 @@ class Codec(Protocol):
 
 
 class Exact(NamedTuple):
-    """How a tensor that was kept as it is becomes values."""
+    """How a tensor that was kept as it is becomes values. codec: what a payload with it is shown as."""
 
     dtype: torch.dtype
+    codec = "exact"
     count = 1
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:

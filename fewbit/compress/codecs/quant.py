@@ -53,6 +53,12 @@ class ByChannel(NamedTuple):
     dtype: torch.dtype
 
     @property
+    def codec(self) -> str:
+        """`quant+zvc` where zeros were left out of some part."""
+        kept_by = {getattr(recipe, "codec", "quant") for _, recipe in self.parts}
+        return "quant+zvc" if "quant+zvc" in kept_by else "quant"
+
+    @property
     def count(self) -> int:
         return sum(recipe.count for _, recipe in self.parts)
 

@@ -38,7 +38,16 @@ class Sparse(NamedTuple):
 
     inner: Recipe
     nonzero: int
+    codec = "quant+zvc"
     count = 3
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return self.inner.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inner.dtype
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         """The values in the size and strides of what was kept; affine: as for `Recipe.restore`."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fewbit.report import _Report, shortened
+from fewbit.report import _Report
 
-MOST_NAME, MOST_DEMAND = 22, 16  # characters
 KINDS = {"in expectation": "mean", "worst case": "worst"}
 
 
@@ -44,6 +43,7 @@ class Bounds(_Report, Sequence):
     """
 
     _header = ("layer", "decides", "bound", "dx*", "bits", "ratio")
+    _names = (0, 1)
 
     def __init__(self, rows=(), e2=None, ratio=None, empty="no bounds found"):
         self._rows = tuple(rows)
@@ -96,21 +96,18 @@ class Bounds(_Report, Sequence):
         verdict = "more than" if self.ratio > self.limit else "within"
         return f"{text}; E|g^|^2 / E|g|^2 {self.ratio:.4g}, {verdict} {limit}"
 
-    def __rich__(self):
-        return super().__rich__() if self else self.title
+    def __rich_console__(self, console, options):
+        return super().__rich_console__(console, options) if self else [self.title]
 
     def records(self) -> list[dict]:
         """A dictionary for each row."""
         return [row._asdict() for row in self]
 
-    def _keys(self, rows):
-        return [_name(row) for row in self]
-
     def _cells(self):
         return [
             (
                 _name(row),
-                shortened(row.demand, MOST_DEMAND) if row.demand else "-",
+                row.demand or "-",
                 KINDS.get(row.kind, row.kind) or "-",
                 "any" if row.dx == float("inf") else f"{row.dx:.3g}",
                 _kept(row),
@@ -141,7 +138,7 @@ class Bounds(_Report, Sequence):
 def _name(row: Bounded) -> str:
     """With the number of the input, where it is not the first."""
     last = " f'" if row.input is None else f" [{row.input}]" * (row.input > 0)
-    return shortened(row.name or "(the model)", MOST_NAME - len(last)) + last
+    return (row.name or "(the model)") + last
 
 
 def _kept(row: Bounded) -> str:

@@ -1,0 +1,99 @@
+"""Labels beside the points of a picture, where there is room for them. No torch here."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+
+SIZE = 7.5  # of the text, in points
+SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))  # right first
+ALIGNED = {1: ("left", "bottom"), 0: ("center", "center"), -1: ("right", "top")}
+DISTANCES = (3, 9)  # of a label from its point's marker, in points
+APART = 40  # pixels of lines that a label rather covers than be on their other side
+STEP = 2.0  # pixels: between labels at least, and between the places at which lines are looked at
+
+
+def add_labels(axes, labels) -> None:
+    """Writes labels, each beside its point, where they cover no label, no point and as little as can be of lines.
+
+    axes: complete, with its limits. labels: (text, (x, y), colour) with the point in data coordinates, the most
+    important first; one that finds no place is left out.
+    """
+    from matplotlib.patheffects import withStroke
+
+    axes.figure.draw_without_rendering()  # lays it out
+    pixels = axes.figure.dpi / 72  # of a point of type
+    lines, markers = _lines(axes, pixels)
+    taken, inside = [], axes.get_window_extent()
+    for text, point, colour in labels:
+        note = axes.annotate(
+            text, point, (0, 0), textcoords="offset points", fontsize=SIZE, color=colour
+        )
+        note.set_path_effects([withStroke(linewidth=2, foreground="white")])  # for those on lines
+        extent, place = note.get_window_extent(), axes.transData.transform(point)
+        radius = max((r for at, r in markers if np.abs(at - place).sum() < 1), default=0.0)
+        free = [
+            (box, side, gap)
+            for box, side, gap in _boxes(place, extent.size, radius, pixels)
+            if _is_within(box, inside)
+            and not any(_overlap(box, each) for each in taken)
+            and not any(_covered(box, at[None], r) for at, r in markers)
+        ]
+        if not free:
+            note.remove()
+            continue
+        box, (right, up), gap = min(
+            free, key=lambda each: _hidden(each, place, radius, lines, pixels)
+        )
+        note.set(ha=ALIGNED[right][0], va=ALIGNED[up][1], position=(right * gap, up * gap))
+        taken.append(box)
+
+
+def _boxes(place, size, radius: float, pixels: float):
+    """Around a marker: corners (x0, y0, x1, y1) in pixels, the side, and the gap in points; the best first."""
+    for distance, side in product(DISTANCES, SIDES):
+        gap, where = radius + distance * pixels, np.array(side)
+        low = place + where * gap + (where - 1) / 2 * size
+        yield (*low, *(low + size)), side, gap / pixels
+
+
+def _hidden(found, place, radius: float, lines, pixels: float) -> int:
+    """What of lines a label covers, in pixels, and much where they lie between it and its marker."""
+    box, side, gap = found
+    between = [place + np.array(side) * each for each in np.linspace(radius, gap * pixels, 5)]
+    is_apart = any(_covered((*each, *each), lines, STEP) for each in between)
+    return int(STEP * _covered(box, lines, 1.0)) + APART * is_apart
+
+
+def _lines(axes, pixels):
+    """(n, 2) places along all lines, and (place, radius) of all markers, in pixels."""
+    along, markers = [np.empty((0, 2))], []
+    for line in axes.lines:
+        corners = line.get_transform().transform(np.column_stack(line.get_data()))
+        if line.get_linestyle() != "None":
+            for start, end in zip(corners, corners[1:], strict=False):
+                count = 2 + int(np.hypot(*(end - start)) / STEP)
+                along.append(np.linspace(start, end, count))
+        if line.get_marker() != "None":
+            markers += [(each, line.get_markersize() / 2 * pixels) for each in corners]
+    return np.concatenate(along), markers
+
+
+def _is_within(box, extent) -> bool:
+    x0, y0, x1, y1 = box
+    return x0 >= extent.x0 and y0 >= extent.y0 and x1 <= extent.x1 and y1 <= extent.y1
+
+
+def _overlap(a, b) -> bool:
+    """Or nearly: at another resolution text has slightly other sizes."""
+    near_x = a[0] < b[2] + STEP and b[0] < a[2] + STEP
+    return near_x and a[1] < b[3] + STEP and b[1] < a[3] + STEP
+
+
+def _covered(box, places, margin: float) -> int:
+    """How many of the places are within the box, or within the margin of it."""
+    x0, y0, x1, y1 = box
+    x, y = places.T
+    near = (x > x0 - margin) & (x < x1 + margin) & (y > y0 - margin) & (y < y1 + margin)
+    return int(near.sum())

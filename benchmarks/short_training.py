@@ -42,3 +42,26 @@ def train(
             losses.append(value.item())
             progress(step + 1)
     return statistics.fmean(losses[-max(steps // 10, 1) :])
+
+
+def train_and_test(
+    model: nn.Module,
+    batches: Callable[[torch.Generator], Iterator],
+    loss: Callable[[nn.Module, object], Tensor],
+    test: Callable[[nn.Module], tuple[float, dict[str, float]]],
+    steps: int,
+    learning_rate: float,
+    seed: int,
+    progress: Callable[[int], None] = lambda step: None,
+) -> dict[str, float]:
+    """`train`, then a test in evaluation mode: {"final": the loss there, "train": that of training, and its scores}.
+
+    batches: without end, from a generator, which has the seed too. test: model -> (loss, {score: value}).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    of_training = train(model, batches(generator), loss, steps, learning_rate, seed, progress)
+    model.eval()
+    with torch.no_grad():
+        final, scores = test(model)
+    model.train()
+    return {"final": final, "train": of_training, **scores}

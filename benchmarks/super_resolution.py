@@ -112,6 +112,13 @@ def psnr(enlarge: Callable[[Tensor], Tensor]) -> float:
     return statistics.fmean(found)
 
 
+def test(model: nn.Module) -> tuple[float, dict[str, float]]:
+    """(loss, PSNR) on the test images."""
+    score = psnr(model)
+    pairs = [(small[None], large[None]) for small, large in photographs()[1]]
+    return statistics.fmean(loss(model, pair).item() for pair in pairs), {"psnr": score}
+
+
 def train(
     model: nn.Module,
     seed: int,
@@ -119,14 +126,6 @@ def train(
     steps: int = STEPS,
 ) -> dict[str, float]:
     """The loss at the end of training, the same on the test images, and their PSNR."""
-    generator = torch.Generator().manual_seed(seed)
-    final = short_training.train(
-        model, batches(generator), loss, steps, LEARNING_RATE, seed, progress
+    return short_training.train_and_test(
+        model, batches, loss, test, steps, LEARNING_RATE, seed, progress
     )
-    model.eval()
-    with torch.no_grad():
-        score = psnr(model)
-        pairs = [(small[None], large[None]) for small, large in photographs()[1]]
-        losses = [loss(model, pair).item() for pair in pairs]
-    model.train()
-    return {"final": statistics.fmean(losses), "train": final, "psnr": score}

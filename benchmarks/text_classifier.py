@@ -115,6 +115,14 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(model(passages), labels)
 
 
+def test(model: nn.Module) -> tuple[float, dict[str, float]]:
+    """(loss, accuracy) on the test passages."""
+    passages, labels = test_passages()
+    logits = torch.cat([model(part) for part in passages.split(256)])
+    accuracy = (logits.argmax(1) == labels).double().mean().item()
+    return cross_entropy(logits, labels).item(), {"accuracy": accuracy}
+
+
 def train(
     model: nn.Module,
     seed: int,
@@ -122,17 +130,6 @@ def train(
     steps: int = STEPS,
 ) -> dict[str, float]:
     """The loss at the end of training, and loss and accuracy on the test passages."""
-    generator = torch.Generator().manual_seed(seed)
-    final = short_training.train(
-        model, batches(generator), loss, steps, LEARNING_RATE, seed, progress
+    return short_training.train_and_test(
+        model, batches, loss, test, steps, LEARNING_RATE, seed, progress
     )
-    model.eval()
-    passages, labels = test_passages()
-    with torch.no_grad():
-        logits = torch.cat([model(part) for part in passages.split(256)])
-    model.train()
-    return {
-        "final": cross_entropy(logits, labels).item(),
-        "train": final,
-        "accuracy": (logits.argmax(1) == labels).double().mean().item(),
-    }

@@ -6,10 +6,10 @@ import weakref
 import pytest
 import torch
 from layers import LAYERS, fresh, ids
+from layouts import LAYOUTS, InLayout
 from samples import normal
 from test_layer_demands import observed
 from test_observation import (
-    LAYOUTS,
     MODELS,
     Attention,
     Collective,
@@ -99,27 +99,15 @@ def test_whole_models(name, is_checkpointed):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name, is_inside):
     """Nothing raises, and the step is the same."""
-    there, back, is_measured = LAYOUTS[name]
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            h = there(self.a(x))
-            return self.b(back(h)) if is_inside else h
-
-    torch.manual_seed(0)
-    model = Model()
+    _, _, is_measured = LAYOUTS[name]
+    model = InLayout(name, is_inside)
     controller = converted(model)
     gradients = []
 
     def run(model, x, seed=0):
         torch.manual_seed(0)
         model.zero_grad()
-        y = model(x)
-        (y if is_inside else back(y)).square().sum().backward()
+        model.loss(x).backward()
         gradients.append(model.a.weight.grad)
 
     controller.session.variables = Fixed()
@@ -322,10 +310,68 @@ def test_exact_values_of_a_forward_without_a_backward_pass_are_freed():
     model = mlp()
     converted(model).session.variables = Fixed(observation=observation)
     y = model(X)
-    assert any(each.exact is not None for each in observation._tensors)
+    assert any(each.exact is not None for each in observation._exact)
     observation.end()
-    assert all(each.exact is None for each in observation._tensors)
+    assert all(each.exact is None for each in observation._exact)
     loss_of(y).backward()  # which finds nothing, and raises nothing
+
+
+def test_exact_values_go_with_the_graph():
+    """Where an exception comes between forward and backward nothing else is to tell."""
+    observation = BoundObservation(0, {("0", 0)})
+    model = mlp()
+    converted(model).session.variables = Fixed(observation=observation)
+    y = model(X)
+    (rounding,) = observation._exact
+    exact = weakref.ref(rounding.exact)
+    del rounding
+    assert exact() is not None
+    del y
+    gc.collect()
+    assert exact() is None
+
+
+def test_a_backward_pass_that_fails():
+    """Exact values are let go of although the graph is there; one that comes later says what there is to say."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if Fails.fails:
+                raise RuntimeError("not this time")
+            return grad
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 8)
+
+        def forward(self, x):
+            return self.b(Fails.apply(self.a(x)))
+
+    observation = BoundObservation(0, {("a", 0), ("b", 0)})
+    model = Model()
+    converted(model).session.variables = Fixed(observation=observation)
+    loss = loss_of(model(X))
+    exact = [weakref.ref(each.exact) for each in observation._exact]
+    Fails.fails = True
+    with pytest.raises(RuntimeError, match="not this time"):
+        loss.backward(retain_graph=True)
+    gc.collect()
+    assert len(exact) == 2 and not any(each() is not None for each in exact)
+    assert not observation.runs() and not observation.has_run()
+    Fails.fails = False
+    loss.backward()
+    assert observation.has_run()
+    observation.send()
+    found = observation.results()
+    assert all(found.variables[name].demands for name in (("a", 0), ("b", 0)))
+    assert not found.monitored  # by then there was nothing to compare with
 
 
 # -- cost --------------------------------------------------------------------------------------------------

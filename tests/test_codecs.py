@@ -202,6 +202,31 @@ def test_a_bound_of_nothing_keeps_the_tensor(name):
     assert payload.tensors[0] is x or payload.tensors[0].data_ptr() == x.data_ptr()
 
 
+PARTS = {  # {name: (x to a view of it, whether it reaches less than the storage)}
+    "samples": (lambda x: x[2:], True),
+    "channels": (lambda x: x[:, 1:3], True),
+    "every other column": (lambda x: x[..., ::2], True),
+    "no sample": (lambda x: x[:0], True),
+    "all of it": (lambda x: x.view(x.shape), False),
+    "transposed": (lambda x: x.transpose(0, 1), False),
+    "repeated": (lambda x: x[:1].clone().expand(4, *x.shape[1:]), False),
+}
+
+
+@names
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_does_not_hold_the_whole(name, part):
+    """Of what is kept as it is: a copy of a part, and no copy of all that there is."""
+    view, is_part = PARTS[part]
+    x = view(activations())
+    payload = codec(name).compress(x, 0)
+    (kept,) = payload.tensors
+    assert kept.untyped_storage().nbytes() <= x.nbytes
+    assert is_part or kept.data_ptr() == x.data_ptr()
+    values = codec(name).decompress(payload)
+    assert torch.equal(values, x)
+
+
 @names
 @pytest.mark.parametrize("bound", [1e6, math.inf])
 def test_a_bound_of_anything_keeps_next_to_nothing(name, bound):

@@ -393,7 +393,7 @@ def test_modules_made_by_hand_keep_their_settings():
 def test_the_root_itself():
     model = nn.Linear(70, 3)
     (row,) = quiet(model, bits=3).report.converted
-    assert row == ("", "Linear", "fewbit.nn.Linear", 3)
+    assert row[:4] == ("", "Linear", "fewbit.nn.Linear", 3)
     _, saved = saved_by(model, normal((4, 70)))
     assert sum(each.nbytes for each in saved) == quantised_bytes((4, 70), 3)
 

@@ -143,6 +143,25 @@ def test_bits_before_the_first_observation():
     )
 
 
+def test_a_part_that_is_kept_exactly_does_not_hold_the_whole():
+    """One that a layer takes, where nobody else keeps the rest."""
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(32, 96), nn.Linear(24, 8)
+
+        def forward(self, x):
+            return self.b(self.a(x)[:, :24])
+
+    model, x = Part(), normal((64, 32), scale=1.0)
+    bounded(model, e2=1e-12)
+    step(model, x), step(model, x)
+    kept = fewbit.saved_bytes(model, x)
+    assert {each.module: each.bytes for each in kept.kept} == {"a": x.nbytes, "b": 4 * 64 * 24}
+
+
 def test_what_would_need_more_than_eight_bits_is_kept_exactly():
     """Then gradients are those of the exact model."""
     model, controller, x = build("convnet", e2=1e-12)
@@ -534,6 +553,34 @@ def test_no_warning_while_gradients_keep_to_the_bound():
     assert any(row.ratio is not None for row in controller.bounds)
 
 
+def chain(*names):
+    """Modules with layers of one size, so that the monitor has room for one at a time."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(*(nn.Linear(32, 32) for _ in range(2))) for _ in names]
+    return nn.ModuleDict(zip(names, layers, strict=True))
+
+
+@pytest.mark.parametrize("forwards", [1, 2, 3])
+def test_each_variable_has_its_turn_where_steps_have_several_forwards(forwards):
+    """Of which all but the last are passed over, as no backward pass has come to them."""
+    model, x = nn.Sequential(*chain("a", "b").values()), normal((16, 32), scale=1.0)
+    controller = bounded(model, interval=1)
+    for _ in range(7):
+        sum(loss_of(model(x)) for _ in range(forwards)).backward()
+    assert len(controller.bounds) == 4
+    assert all(row.ratio is not None for row in controller.bounds)
+
+
+def test_each_variable_has_its_turn_where_modules_are_called_one_by_one():
+    model, x = chain("a", "b"), normal((16, 32), scale=1.0)
+    controller = bounded(model, interval=1)
+    for _ in range(8):
+        for each in model.values():
+            loss_of(each(x)).backward()
+    assert len(controller.bounds) == 4
+    assert all(row.ratio is not None for row in controller.bounds)
+
+
 def test_a_warning_when_gradients_exceed_it(monkeypatch):
     """With fewer bits than are asked for."""
     make, shape = SINGLE["linear"]
@@ -585,7 +632,7 @@ def test_exact_values_are_let_go_of():
     step(model, x), step(model, x), step(model, x)
     observation = controller.session.variables._stage.what
     assert observation.monitored and observation.has_run()
-    assert all(each.exact is None for each in observation._tensors)
+    assert all(each.exact is None for each in observation._exact)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------

@@ -747,6 +747,24 @@ def test_rows_that_are_masked_throughout_do_not_count():
 
 
 @pytest.mark.parametrize("expectation", [False, True])
+@pytest.mark.parametrize("size", range(5))
+def test_attention_to_nothing(size, expectation):
+    """Without heads, queries, keys or features no gradient errs, or there is none."""
+    sizes = [2, 3, 5, 4, 6]
+    sizes[size] = 0
+    heads, queries, keys, features, value_features = sizes
+    q, k = normal(heads, queries, features), normal(heads, keys, features)
+    v, g = normal(heads, keys, value_features), normal(heads, queries, value_features)
+    exact = attention_gradients((q, k, v), g)
+    noisy = attention_gradients((q + 0.1, k - 0.2, v + 0.3), g)
+    assert [square(a - b) for a, b in zip(noisy, exact, strict=True)] == [0.0] * 3
+    norms = bounds.attention_norms(q, k, v, g)
+    assert bounds.attention_d(0.1, norms, expectation) == (0.0, 0.0, 0.0)
+    v2 = tuple(map(square, exact))
+    assert bounds.attention_error(norms, 0.5, v2, expectation) == math.inf
+
+
+@pytest.mark.parametrize("expectation", [False, True])
 @pytest.mark.parametrize("e2", [1e-6, 0.5, 1e6])
 def test_at_the_error_of_attention_a_d_is_what_is_allowed(expectation, e2):
     problem = Attention()

@@ -31,13 +31,16 @@ def weight(v2, first, second=0.0, label="weight"):
     return Demand(label, EXPECTED, v2, first, second)
 
 
+def of(variables):
+    """An observation of those: {name: VariableSeen}."""
+    return BoundsSeen({(name, 0): each for name, each in variables.items()}, {}, {})
+
+
 def learned(*observations, names=("a", "b"), **bound):
     """A policy that has seen those: BoundsSeen, or {name: VariableSeen}."""
     policy = Guarantee(Bound(**bound), names, activations=["act"])
     for seen in observations:
-        if not isinstance(seen, BoundsSeen):
-            seen = BoundsSeen({(name, 0): each for name, each in seen.items()}, {}, {})
-        policy._learn(seen)
+        policy._learn(seen if isinstance(seen, BoundsSeen) else of(seen))
     return policy
 
 
@@ -411,9 +414,30 @@ def test_exact_values_are_kept_of_a_few_in_turn():
     sizes = {"a": 100, "b": 60, "c": 40, "d": 30}
     seen = {name: variable(weight(1.0, 1.0), elements=each) for name, each in sizes.items()}
     policy = learned(seen, names="abcd")
-    found = [{name for name, _ in policy._monitored()} for _ in range(4)]
-    assert found == [{"a"}, {"b", "c"}, {"d"}, {"a"}]
-    assert Guarantee(Bound(), ["a"])._monitored() == frozenset()
+    found = []
+    for _ in range(4):
+        found.append([name for name, _ in policy._monitored()])
+        policy._monitored()  # of a forward that no backward pass came to
+        policy._learn(of(seen))
+    assert found == [["a"], ["b", "c"], ["d"], ["a"]]
+    assert Guarantee(Bound(), ["a"])._monitored() == []
+
+
+def test_those_that_a_forward_did_not_meet_are_next():
+    """They may belong to another module; of what is not met any more nothing is waited for."""
+    seen = {name: variable(weight(1.0, 1.0), elements=10) for name in "abc"}
+    policy = learned(seen, names="abcd")
+    assert policy._monitored() == [("a", 0)]
+    policy._learn(of({"b": seen["b"], "c": seen["c"]}))
+    assert policy._monitored() == [("a", 0)]
+    for _ in range(8):
+        policy._learn(of({"b": seen["b"], "d": seen["b"]}))
+    assert list(policy.known) == [("b", 0), ("c", 0), ("d", 0)]
+    turns = []
+    for _ in range(3):
+        turns += policy._monitored()
+        policy._learn(of({each: seen["a"] for each in "bcd"}))
+    assert turns == [("b", 0), ("c", 0), ("d", 0)]
 
 
 # -- between processes -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from layers import LAYERS, fresh, ids
+from layouts import LAYOUTS, InLayout
 from samples import normal
 from torch import nn
 from torch.nn import functional as F
@@ -495,46 +496,13 @@ def test_outputs_in_dataclasses_in_circles_and_in_the_deep(make):
     assert len(found) == 2 and all(each > 0 for each in found.values())
 
 
-def padded(y):
-    return torch.nested.to_padded_tensor(2 * y, 0.0).flatten(0, 1)
-
-
-LAYOUTS = {  # {name: (to the layout, back again, whether gradients can be measured)}
-    "CSR": (lambda h: h.to_sparse_csr(), lambda y: y.to_dense(), False),
-    "COO": (lambda h: h.to_sparse(), lambda y: y.to_dense(), True),
-    "mkldnn": (lambda h: h.to_mkldnn(), lambda y: y.to_dense(), False),
-    "nested": (lambda h: torch.nested.as_nested_tensor([h[:3], h[3:]]), padded, False),
-    "negative": (
-        lambda h: (torch.complex(h, h).conj() * torch.complex(h, h)).real,
-        lambda y: y,
-        True,
-    ),
-    "sparse gradient": (
-        lambda h: torch.gather(h, 1, torch.arange(64).expand(8, 64), sparse_grad=True),
-        lambda y: y,
-        False,
-    ),
-}
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
 @pytest.mark.parametrize("is_inside", [False, True], ids=["of results", "within"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name, is_inside):
     """Nothing raises, and the step is the same; what cannot be measured says nothing."""
-    there, back, is_measured = LAYOUTS[name]
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            h = there(self.a(x))
-            return self.b(back(h)) if is_inside else h
-
-    torch.manual_seed(0)
-    model = Model()
+    _, _, is_measured = LAYOUTS[name]
+    model = InLayout(name, is_inside)
     controller = converted(model)
     gradients = []
 
@@ -542,8 +510,7 @@ def test_layouts(name, is_inside):
         torch.manual_seed(0)
         model.zero_grad()
         controller.number_samples(range(8))
-        y = model(x)
-        (y if is_inside else back(y)).square().sum().backward()
+        model.loss(x).backward()
         gradients.append(model.a.weight.grad)
 
     controller.session.variables = Fixed()

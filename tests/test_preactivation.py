@@ -9,6 +9,7 @@ import torch
 from layers import LAST, LAST_3D, gradients, relative, saved_by
 from samples import normal
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
@@ -287,6 +288,30 @@ def test_what_is_not_taken():
     assert type(norm) is nn.BatchNorm2d and type(linear) is nn.Conv2d
 
 
+@pytest.mark.parametrize("is_inside", (False, True), ids=("alone", "in a converted model"))
+@pytest.mark.parametrize("shared", ("norm", "linear", "norm and activation"))
+def test_layers_that_two_blocks_share(shared, is_inside):
+    """Each block keeps one tensor of its own, in the bits of its norm."""
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm2d(6) for _ in range(2)]
+    linears = [nn.Conv2d(6, 6, 3, padding=1, bias=False) for _ in range(2)]
+    activations = [nn.ReLU(), nn.ReLU()]
+    for name, layers in (("norm", norms), ("linear", linears), ("activation", activations)):
+        if name in shared:
+            layers[1] = layers[0]
+    exact = nn.Sequential(*map(nn.Sequential, norms, activations, linears))
+    exact = copy.deepcopy(exact)
+    model = nn.Sequential(*map(PreActivation, norms, linears, activations, (8, 8)))
+    x = normal((3, 6, 7, 5))
+    if is_inside:
+        fewbit.compress_(model, bits=2, verbose=False)
+    assert fewbit.saved_bytes(model, x).total == 2 * (4 * packed_words(x.numel(), 8) + 4 * 6)
+    y, ours = gradients(model, x)
+    expected, theirs = gradients(exact, x)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    assert all(relative(a, b) < 0.03 for a, b in zip(ours, theirs, strict=True))
+
+
 # -- wiring ------------------------------------------------------------------------------------------------
 
 
@@ -391,6 +416,37 @@ def test_a_conversion_and_blocks_are_the_same():
     torch.testing.assert_close(gradients(model, x), gradients(blocks, x), rtol=0, atol=0)
     kept = 3 * (4 * packed_words(x.numel(), 3) + 4 * 6)
     assert fewbit.saved_bytes(model, x).total == fewbit.saved_bytes(blocks, x).total == kept
+
+
+def test_the_report_says_who_keeps_nothing_of_its_own():
+    """With a sample by what it showed, which is what the meter counts; without one that it may be so."""
+    model, x = nn.Sequential(nn.Conv2d(3, 6, 1), *chain(1), nn.GELU()), normal((3, 3, 7, 5))
+    model.append(nn.Conv2d(6, 2, 1))
+    model.append(nn.Sequential(nn.Conv2d(2, 2, 1)).requires_grad_(False))
+    options = {"bits": 4, "fuse": "preactivation", "verbose": False}
+    report = fewbit.compress_(model, sample=x, **options).report
+    keeps = {row.path: row.keeps for row in report.converted}
+    assert keeps == {
+        "0": "4 bits",
+        "1.norm": "4 bits",
+        "1.activation": "the norm's",
+        "1.linear": "the norm's",
+        "2": "3 bits",
+        "3": "4 bits",
+        "4.0": "4 bits or the norm's",
+    }
+    kept = fewbit.saved_bytes(model, x).by_module()
+    for path in ("1.activation", "1.linear"):
+        assert not kept.get(path)
+    assert all(kept[path] for path in ("0", "1.norm", "2", "3"))
+    assert "1.linear      Conv2d       fewbit's  the norm's" in str(report)
+    unknown = {path: "4 bits or the norm's" for path in ("0", "1.linear", "3", "4.0")}
+    unknown["1.activation"] = "1 bit or the norm's"
+    for changes in ({}, {"sample": x}):  # the sample in evaluation mode
+        report = fewbit.compress_(model.eval(), **options, **changes).report
+        assert {row.path: row.keeps for row in report.converted if row.shared is None} == unknown
+    controller = fewbit.compress_(model.train(), bits=4, sample=x, verbose=False)
+    assert all(row.shared is False for row in controller.report.converted)
 
 
 def test_restored():
@@ -583,3 +639,59 @@ def test_networks_are_alike_whatever_their_blocks(width):
     assert fewbit.saved_bytes(plain, x).total < fewbit.saved_bytes(blocks, x).total
     plain(x).sum().backward()
     assert all(each.grad is not None for each in plain.parameters())
+
+
+# -- tensors without memory --------------------------------------------------------------------------------
+
+
+class Attentive(nn.Module):
+    """Three layers take a layer norm's result, two an input that no norm has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(96)
+        self.q, self.k, self.v = (nn.Linear(96, 96) for _ in range(3))
+        self.a, self.b = nn.Linear(96, 32), nn.Linear(96, 32)
+
+    def forward(self, x):
+        y = self.norm(x)
+        z = nn.functional.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y))
+        return self.a(z) + self.b(z)
+
+
+ABSTRACT = {
+    "blocks": (
+        lambda: PreActivationResNet(11, block=partial(PreActivation, bits=3)),
+        (2, 3, 32, 32),
+    ),
+    "network": (lambda: PreActivationResNet(11), (2, 3, 32, 32)),
+    "in place": (lambda: nn.Sequential(Residual(inplace=True)), (3, 6, 7, 5)),
+    "functions": (Called, (3, 6, 7, 5)),
+    "attention": (Attentive, (2, 16, 96)),
+}
+
+
+@pytest.mark.parametrize("fuse", ("blocks", None, "preactivation"))
+@pytest.mark.parametrize("name", ABSTRACT)
+@pytest.mark.parametrize("mode", ("meta", "fake"))
+def test_models_without_memory_keep_as_much(mode, name, fuse):
+    """Counts are those of the real model, module by module; its backward pass yields gradients of their sizes."""
+    make, shape = ABSTRACT[name]
+
+    def build():
+        torch.manual_seed(0)
+        model, x = make(), torch.randn(shape)
+        if fuse != "blocks":
+            fewbit.compress_(model, bits=4, fuse=fuse, verbose=False)
+        return model, x
+
+    model, x = build()
+    real = fewbit.saved_bytes(model, x)
+    with torch.device("meta") if mode == "meta" else FakeTensorMode():
+        model, x = build()
+        found = fewbit.saved_bytes(model, x)
+        assert found.by_module() == real.by_module()
+        assert found.by_kind() == real.by_kind()
+        model(x.requires_grad_()).sum().backward()
+    for each in (x, *model.parameters()):
+        assert each.grad.shape == each.shape and each.grad.stride() == each.stride()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from fewbit.compress import kinds, transformers_attention
+from fewbit.compress import fused, kinds, transformers_attention
 from fewbit.compress.adaptation import INTERVAL, Adaptation
 from fewbit.compress.allocator import use_expandable_segments
 from fewbit.compress.budget import Sizes, bytes_of
@@ -31,12 +31,12 @@ from fewbit.compress.convert_report import Converted, LeftAlone, Report
 from fewbit.compress.guarantee.estimates import WINDOWS
 from fewbit.compress.guarantee.policy import INTERVAL as BOUND_INTERVAL
 from fewbit.compress.guarantee.policy import POLICY, Bound, Guarantee
-from fewbit.compress.meter import alone, saved_bytes
+from fewbit.compress.meter import SavedBytes, alone, saved_bytes
 from fewbit.compress.meter_report import amount
 from fewbit.compress.observing import check_interval
 from fewbit.errors import InputError
 from fewbit.functional.normalization import check_copies
-from fewbit.nn.preactivation import NORMS, PreActivation
+from fewbit.nn.preactivation import PreActivation
 from fewbit.nn.quantised import Quantised
 from fewbit.runtime.exact import Switch
 from fewbit.runtime.groups import GROUP_SIZE
@@ -45,7 +45,6 @@ from fewbit.runtime.quantiser import Quantiser
 from fewbit.runtime.sharing import PATH, SESSION, Session, measuring
 from fewbit.runtime.tables import check_average, check_bits, plain_number
 from fewbit.runtime.variables import MOST, Variables
-from fewbit.sizes import counted
 
 LEVELS = ("L0", "L1", "L2", "L2.5", "L3", "L4", "L5")
 MIXED, ADAPTING, OFFLOADING = LEVELS[3:], LEVELS[4:], LEVELS[5:]
@@ -56,8 +55,6 @@ ACTIVATION_BITS = 3
 ATTENTION_BITS = 4
 """At least, of q, k and v: their gradient goes through the exponential of their products, and at 2 bits is
 mostly noise (docs/decisions/0008)."""
-FUSED = tuple(NORMS.values())
-"""Norms that keep fixed-point copies with fuse="preactivation"."""
 OWN_FORWARD = "its forward was replaced on the instance, so its class does not say what it computes"
 _ORIGINAL = "_fewbit_original"
 _FUNCTIONS = "_fewbit_functions"
@@ -251,7 +248,9 @@ def compress_(
         adaptation = Adaptation(settings.bits, _names(model), interval, elements, budget)
         controller.session.variables = adaptation
     how = _of_level(level, settings, interval) if bound is None else _of_bound(bound, interval)
-    notes, allocator = [how, _of_fused(model, settings)], None
+    notes, allocator = [how], None
+    if settings.fuse is not None:
+        notes.append(fused.note(model))
     if budget is not None:
         notes.append(f"budget: {amount(budget)} for the sample")
         if settings.bits == MOST:
@@ -261,12 +260,17 @@ def compress_(
     if level == "L5":
         allocator = use_expandable_segments()
         notes.append(str(allocator))
-    changes = {"notes": tuple(filter(None, notes))}
+    changes = {"notes": tuple(notes)}
     if settings.functional:
         row = settings.bits, settings.bits_of_attention, settings.activation_bits
         changes["functions"] = row
+    saved = None
     if sample is not None:
-        changes |= {"kept": (before, _by_op(model, sample)), "is_training": model.training}
+        saved = _saved(model, sample)
+        changes |= {"kept": (before, _sums(saved)), "is_training": model.training}
+    if settings.fuse is not None:
+        seen = saved if model.training else None
+        changes["converted"] = fused.shared(model, controller.report.converted, seen)
     report = replace(controller.report, **changes)
     policy = None if bound is None else POLICY
     return _reported(model, report, controller.session, level, verbose, allocator, policy)
@@ -582,18 +586,6 @@ def _check_fuse(fuse, level, settings) -> None:
         )
 
 
-def _of_fused(model, settings) -> str:
-    """What the report says of it."""
-    if settings.fuse is None:
-        return ""
-    norms = [
-        module
-        for module in model.modules()
-        if isinstance(module, FUSED) and module.quantiser.fuse and module.copies == 1
-    ]
-    return f"pre-activations: {counted(len(norms), 'norm')} in fixed point, shared with the layers that follow"
-
-
 def _reported(model, report, session, level, verbose, allocator=None, policy=None) -> Controller:
     if verbose:
         from rich.console import Console
@@ -610,14 +602,24 @@ def _check_sample(sample) -> None:
         )
 
 
-def _by_op(model, sample) -> dict[str, int]:
+def _saved(model, sample) -> SavedBytes:
+    """What a forward of the sample keeps."""
     # Of a part of a larger tensor the meter would count all that it holds on to.
     sample = tree_map(alone, sample)
     inputs = (sample,) if isinstance(sample, torch.Tensor) else sample
     named = inputs if isinstance(inputs, Mapping) else {}
     inputs = () if named else inputs
+    return saved_bytes(model, *inputs, **named)
+
+
+def _by_op(model, sample) -> dict[str, int]:
+    return _sums(_saved(model, sample))
+
+
+def _sums(saved: SavedBytes) -> dict[str, int]:
+    """Bytes by op."""
     sums = {}
-    for entry in saved_bytes(model, *inputs, **named).kept:
+    for entry in saved.kept:
         name = entry.node or "unknown"
         sums[name] = sums.get(name, 0) + entry.bytes
     return sums

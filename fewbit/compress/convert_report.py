@@ -15,12 +15,22 @@ class Converted(NamedTuple):
     """One module: its dotted path ("" for the model itself), its old and new class, what it keeps now.
 
     bits: of its quantised input (an average, at level L2.5 and above) or its codes; None for what keeps less and stays exact.
+    shared: whether it keeps nothing of its own, as what a norm keeps in fixed point serves (`fuse`); None: where it
+    follows such a norm, which no sample has shown.
     """
 
     path: str
     before: str
     after: str
     bits: float | None
+    shared: bool | None = False
+
+    @property
+    def keeps(self) -> str:
+        """In words."""
+        if self.shared:
+            return "the norm's"
+        return _bits(self.bits) + (" or the norm's" if self.shared is None else "")
 
 
 class LeftAlone(NamedTuple):
@@ -91,9 +101,7 @@ class Report:
 
     def _rows(self) -> dict:
         """{(path, was, is, what it keeps): how many}; of several alike modules with numbers as *."""
-        return _grouped(
-            (row.path, (row.before, _is(row), _bits(row.bits))) for row in self.converted
-        )
+        return _grouped((row.path, (row.before, _is(row), row.keeps)) for row in self.converted)
 
     def _reasons(self) -> dict:
         return _grouped((row.path, (row.kind, row.reason)) for row in self.left_alone)

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from fewbit.compress.meter_report import SavedBytesReport
 from fewbit.errors import FewbitError
 from fewbit.files import write_atomic
-from fewbit.runtime import sharing
+from fewbit.runtime import layout, sharing
 from fewbit.runtime.groups import WIDE
 from fewbit.runtime.nested import tensors_in
 from fewbit.runtime.plain import is_plain
@@ -202,7 +202,7 @@ def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
 
 def alone(value):
     """A tensor in memory of its own, as the meter counts whole storages; anything else as it is."""
-    if not is_plain(value) or value.untyped_storage().nbytes() <= value.numel() * value.itemsize:
+    if not is_plain(value) or not layout.is_part(value):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
 

@@ -233,7 +233,9 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
         for x, is_needed in zip(inputs, needs, strict=True)
     ]
     wanted = [x for x, is_needed in zip(inputs, needs, strict=True) if is_needed]
-    cast = torch.autocast(query.device.type, autocast, enabled=autocast is not None)
+    cast = nullcontext()
+    if torch.amp.is_autocast_available(query.device.type):  # on the meta device it is not
+        cast = torch.autocast(query.device.type, autocast, enabled=autocast is not None)
     drawn_again = nullcontext() if state is None else replayed(query, state)
     with torch.enable_grad(), cast, drawn_again:
         results = _attend(*inputs, how)
@@ -247,7 +249,8 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
 
 def _autocast(x) -> torch.dtype | None:
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    is_enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_enabled else None
 
 
 @contextmanager

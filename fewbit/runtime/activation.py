@@ -8,7 +8,7 @@ from fewbit.errors import GradientError, InputError
 from fewbit.runtime import autograd, layout, ops, preactivation
 from fewbit.runtime.encoding import Encoding
 from fewbit.runtime.exact import exactly
-from fewbit.runtime.plain import is_plain
+from fewbit.runtime.plain import is_abstract, is_plain
 from fewbit.runtime.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE
 
 _creation_meta = torch._C._autograd._get_creation_meta
@@ -32,10 +32,11 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
         x = _autocast(x, function)
     if inplace:
         check_inplace(x, function, plain)
-    if plain:
+    if plain or is_abstract(x):
         y = preactivation.activate(x, function, parameters, encoding, inplace)
         if y is not None:
             return y
+    if plain:
         encoded = Encoding.parse(encoding)
         return autograd.Activation.of_plain(x, function, parameters, encoded, inplace)
     y = _traceable(x, _forward(function, parameters), encoding)

@@ -21,6 +21,8 @@ from __future__ import annotations
 import torch
 
 from fewbit.runtime import backends
+from fewbit.runtime.encoding import packed_words
+from fewbit.runtime.plain import is_abstract
 
 
 def grid_of(weight, bias, bits: int, device) -> torch.Tensor:
@@ -30,25 +32,31 @@ def grid_of(weight, bias, bits: int, device) -> torch.Tensor:
     least z that such a code stands for; the greatest of the others; the sign of gamma; |gamma|; beta.
     """
     gamma, beta = _vectors(weight, bias, device)
+    if is_abstract(gamma):
+        return gamma.new_empty((7, len(gamma)), dtype=torch.float32)
     return backends.of(gamma).grid_fixed(gamma, beta, bits)
 
 
 def encode(x, y, grid, bits: int, inner: int, normalise=None) -> torch.Tensor:
     """The packed codes of x, as `reference_fixed_point.encode_fixed`."""
+    if is_abstract(x):
+        return x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
     return backends.of(x).encode_fixed(x, y, grid, bits, inner, normalise)
 
 
 def decode(packed, grid, bits: int, inner: int, size, stride, dtype, slope=None, scale=None):
     """Restored values with those sizes and strides, as `reference_fixed_point.decode_fixed`."""
-    out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
-    backends.of(packed).decode_fixed(packed, grid, bits, inner, out, slope, scale)
+    out = packed.new_empty_strided(size, stride, dtype=dtype)
+    if not is_abstract(packed):
+        backends.of(packed).decode_fixed(packed, grid, bits, inner, out, slope, scale)
     return out
 
 
 def mask(grad, packed, grid, bits: int, inner: int, slope: float) -> torch.Tensor:
     """The gradient of ReLU (slope 0) or LeakyReLU, as `reference_fixed_point.mask_fixed`; grad: dense."""
     out = torch.empty_like(grad)
-    backends.of(grad).mask_fixed(grad, packed, grid, bits, inner, slope, out)
+    if not is_abstract(grad):
+        backends.of(grad).mask_fixed(grad, packed, grid, bits, inner, slope, out)
     return out
 
 

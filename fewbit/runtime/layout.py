@@ -41,6 +41,11 @@ def is_by_sample(x: torch.Tensor) -> bool:
     return x.shape[0] <= 1 or x.stride(0) * x.shape[0] == x.numel()
 
 
+def is_part(x: torch.Tensor) -> bool:
+    """Whether x holds on to a storage that is larger than its own elements."""
+    return x.untyped_storage().nbytes() > x.numel() * x.element_size()
+
+
 def storage_permutation(x: torch.Tensor) -> tuple[int, ...] | None:
     """The order of dimensions in which a dense x is contiguous; None if x is not dense, or by sample."""
     if is_by_sample(x) or not is_dense(x):

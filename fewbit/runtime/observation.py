@@ -210,7 +210,7 @@ class Observation:
         """A backward pass has come by."""
         if self._is_open and not self._runs:
             self._runs = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._ends)
+            torch.autograd.Variable._execution_engine.queue_callback(_End(self))
 
     def reached(self, variables) -> None:
         """A backward pass restores those, in a layer that is not probed.
@@ -279,6 +279,11 @@ class Observation:
         self._runs, self._is_over = False, True
         self._let_go()
 
+    def _fails(self) -> None:
+        """Where a backward pass has raised: perhaps there is another one."""
+        self._runs = False
+        self._let_go()
+
     def _let_go(self) -> None:
         """Of noise that was handed to layers whose backward did not run."""
         for node in self._nodes:
@@ -312,7 +317,7 @@ class Observation:
         return self.is_void or self._is_over
 
     def runs(self) -> bool:
-        """Whether a backward pass is under way, perhaps in another thread, or has failed."""
+        """Whether a backward pass is under way, perhaps in another thread."""
         return self._runs
 
     def end(self) -> None:
@@ -381,6 +386,21 @@ class Observation:
             measured = {"at_one": at_one, "sensitivity": sensitivity, "is_known": is_known}
             found[name] = replace(seen, spread=spread, **measured)
         return found
+
+
+class _End:
+    """What autograd calls at the end of a backward pass; one that raises drops it uncalled."""
+
+    def __init__(self, observation: Observation):
+        self._observation = observation
+
+    def __call__(self):
+        observation, self._observation = self._observation, None
+        observation._ends()
+
+    def __del__(self):
+        if self._observation is not None:
+            self._observation._fails()
 
 
 def observed(backward, context, grads):

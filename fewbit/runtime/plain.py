@@ -1,8 +1,10 @@
-"""Whether kernels may read a tensor's memory."""
+"""Whether kernels may read a tensor's memory, and whether it has any."""
 
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def is_plain(x) -> bool:
@@ -19,3 +21,18 @@ def is_plain(x) -> bool:
         and not x.is_meta
         and not x.is_neg()
     )
+
+
+def is_abstract(x) -> bool:
+    """Whether x is a meta or fake tensor in ordinary eager mode: with a storage that tells it from others, and no memory."""
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        return False
+    is_meta = type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_meta
+    if not (is_meta or type(x) is FakeTensor) or x.layout is not torch.strided or x.is_nested:
+        return False
+    return all(type(mode) is FakeTensorMode for mode in _get_current_dispatch_mode_stack())
+
+
+def is_eager(x) -> bool:
+    """Whether x is plain or abstract: layers keep the same of it, and share it alike."""
+    return is_plain(x) or is_abstract(x)

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from fewbit.runtime import fixed_point, layout, offload, sharing
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.encoding import Encoding
-from fewbit.runtime.plain import is_plain
+from fewbit.runtime.plain import is_eager
 from fewbit.runtime.quantiser import Kept, flat
 
 
@@ -57,7 +57,7 @@ class FixedPoint(NamedTuple):
     def masked(self, grad, tensors, slope: float) -> torch.Tensor:
         """grad where y is positive, grad * slope elsewhere."""
         packed, weight, bias = tensors
-        if not is_plain(grad):  # is_grads_batched=True
+        if not is_eager(grad):  # is_grads_batched=True
             ones = torch.ones(self.size, dtype=grad.dtype, device=packed.device)
             below = grad * slope if slope else torch.zeros_like(grad)
             return torch.where(self.masked(ones, tensors, 0.0) > 0, grad, below)
@@ -88,7 +88,7 @@ def can_keep(quantiser, x, rstd, weight, bias, copies: int) -> bool:
     """Whether a norm is to keep x~ in fixed point: not where a compiler traces, nor with statistics of 16 bits."""
     if not quantiser.fuse or copies != 1 or rstd.dtype.itemsize <= 2:
         return False
-    return all(each is None or is_plain(each) for each in (x, weight, bias))
+    return all(each is None or is_eager(each) for each in (x, weight, bias))
 
 
 def keep(quantiser, x, y, mean, rstd, inner: int | None, weight, bias, channels: int | None):
@@ -118,8 +118,9 @@ def keep(quantiser, x, y, mean, rstd, inner: int | None, weight, bias, channels:
         weight, bias = (None if each is None else each.detach().clone() for each in (weight, bias))
     tensors = packed, weight, bias
     recipe = FixedPoint(quantiser.bits, of_channels, tuple(y.shape), result.stride(), dtype)
-    if quantiser.session is not None:
-        quantiser.session.offer(y, Kept(tensors, PreActivated(recipe, y.dtype)))
+    session = quantiser.offering
+    if session is not None:
+        session.offer(y, Kept(tensors, PreActivated(recipe, y.dtype)))
     return Kept(tensors, recipe)
 
 

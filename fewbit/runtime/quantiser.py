@@ -13,8 +13,8 @@ from fewbit.errors import InputError
 from fewbit.runtime import groups, layout, observation, offload, ops, quantiser_ops
 from fewbit.runtime.keepers import Keeper, KeptBy
 from fewbit.runtime.offset import Offset
-from fewbit.runtime.plain import is_plain
-from fewbit.runtime.sharing import Session, in_backward, in_checkpoint
+from fewbit.runtime.plain import is_abstract, is_eager, is_plain
+from fewbit.runtime.sharing import Session, current, in_backward, in_checkpoint
 from fewbit.runtime.tables import check_choice
 from fewbit.runtime.variables import COMPILED, REENTRANT, Variable
 
@@ -208,11 +208,21 @@ class Quantiser:
 
     def keep_factor(self, x: torch.Tensor) -> Kept:
         """`keep` for linear layers and convolutions: what a norm offers of x in fixed point will do."""
-        if self.session is not None and self.session.fuses and is_plain(x):
-            kept = self.session.offered(x)
+        session = self.offering
+        if session is not None and session.fuses and is_eager(x):
+            kept = session.offered(x)
             if kept is not None:
                 return kept
         return self.keep(x)
+
+    @property
+    def offering(self) -> Session | None:
+        """Where norms offer what they keep in fixed point, and the layers after them look for it.
+
+        In a pre-activation block its own: of a layer that several blocks share, the quantiser is that of the last.
+        """
+        running = current()
+        return running if running is not None and running.is_private else self.session
 
     def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> Kept:
         """A quantised copy of x, floating, any shape and strides.
@@ -225,7 +235,7 @@ class Quantiser:
             kept = self.keep(x.permute(order), shared, slot)
             back = tuple(order.index(dim) for dim in range(x.dim()))
             return kept._replace(recipe=Permuted(kept.recipe, back))
-        if not shared or self.session is None or not is_plain(x):
+        if not shared or self.session is None or not is_eager(x):
             return self._keep(x, x.dtype, slot)
         kept = self.session.find(x, self.key)
         activation = self.session.follows(x, self)
@@ -366,6 +376,7 @@ class Quantiser:
         packed, ranges, one = quantiser_ops.quantise_op(
             x, ops.new_seed(x), self.bits, self.group_size, bool(self._wide())
         )
+        one = None if is_abstract(x) else one
         return Kept((packed, ranges), self._recipe(x, x.dtype, self.bits), one)
 
     def _recipe(self, x, dtype, bits, *rest) -> Recipe:
@@ -415,7 +426,7 @@ def _tell_traced(context) -> None:
 
 
 def _is_one_memory(x, other) -> bool:
-    if not (is_plain(x) and is_plain(other)):
+    if not (is_eager(x) and is_eager(other)):
         return False
     return x.untyped_storage()._cdata == other.untyped_storage()._cdata
 

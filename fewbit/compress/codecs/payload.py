@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from fewbit.errors import InputError
-from fewbit.runtime import offload
+from fewbit.runtime import layout, offload
 from fewbit.runtime.ops import FLOATING
 from fewbit.runtime.plain import is_plain
 from fewbit.sizes import counted
@@ -53,8 +53,8 @@ class Codec(Protocol):
 
         bound: of the squared error of an element, at least 0: a number, or (C,) numbers, one a channel
         (dimension 1). seed: (1,) int64 on the tensor's device, of the draws; drawn from torch's generator unless given.
-        A tensor with a number that is not finite, or that would not become smaller, is kept as it is, and so
-        is what cannot be kept within the bound. Raises InputError for bad input.
+        A tensor with a number that is not finite, or that would not become smaller, is kept as it is (a part of a
+        larger storage as a copy), and so is what cannot be kept within the bound. Raises InputError for bad input.
         """
 
     def decompress(self, payload: Payload) -> torch.Tensor:
@@ -74,8 +74,10 @@ class Exact(NamedTuple):
 
 
 def exact(x: torch.Tensor) -> Payload:
-    """x itself."""
-    return Payload((x,), Exact(x.dtype))
+    """x itself, or a copy where x is a part of a larger storage."""
+    # torch's own layer keeps the part, and with it all of the storage, which it shares with other layers that do. Here
+    # they keep a few bits, so that the rest would stay for x alone; of parts that are all kept the copies are no more.
+    return Payload((x.clone() if layout.is_part(x) else x,), Exact(x.dtype))
 
 
 def smaller(x: torch.Tensor, tensors, recipe) -> Payload:

@@ -57,7 +57,7 @@ def attention_norms(query, key, value, grad, scale=None, mask=None) -> Attention
 
     query: (..., L, E); key: (..., S, E); value: (..., S, Ev); grad: (..., L, Ev), the gradient of the output. scale:
     1 / sqrt(E) by default. mask: floating or boolean as torch's, or None; rows that are masked throughout do not
-    count. Heads that share keys go in as one head with all their queries. Raises InputError for other shapes.
+    count. Any size may be 0: what is empty has norms of 0. Heads that share keys go in as one head with all their queries. Raises InputError for other shapes.
     """
     heads = query.shape[:-2]
     if any(each.shape[:-2] != heads for each in (key, value, grad)):
@@ -67,13 +67,13 @@ def attention_norms(query, key, value, grad, scale=None, mask=None) -> Attention
         )
     q, k, v, g = (x.detach().double().flatten(0, -3) if heads else x.detach().double()[None]
                   for x in (query, key, value, grad))  # fmt: skip
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    scale = 1.0 / math.sqrt(q.shape[-1] or 1) if scale is None else float(scale)
     z = g @ v.mT
     added = _added(mask, (*heads, *z.shape[-2:]), z)
     p = torch.softmax(scale * (q @ k.mT) + added, -1).nan_to_num()
     seen = torch.isfinite(added)
-    low = z.masked_fill(~seen, math.inf).amin(-1)
-    high = z.masked_fill(~seen, -math.inf).amax(-1)
+    low = -_most(-z.masked_fill(~seen, math.inf))
+    high = _most(z.masked_fill(~seen, -math.inf))
     slopes = p * (z - (p * z).sum(-1, keepdim=True))
     return AttentionNorms(
         queries=q.shape[-2],
@@ -81,17 +81,27 @@ def attention_norms(query, key, value, grad, scale=None, mask=None) -> Attention
         features=q.shape[-1],
         value_features=v.shape[-1],
         scale=abs(scale),
-        query=torch.linalg.matrix_norm(q, 2),
-        key=torch.linalg.matrix_norm(k, 2),
-        grad=torch.linalg.matrix_norm(g, 2),
+        query=_largest_singular(q),
+        key=_largest_singular(k),
+        grad=_largest_singular(g),
         key_f=torch.linalg.matrix_norm(k),
         scores_f=torch.linalg.matrix_norm(slopes),
-        key_most=k.norm(dim=-1).amax(-1),
+        key_most=_most(k.norm(dim=-1)),
         query_rows=q.norm(dim=-1),
         grad_rows=g.norm(dim=-1),
         spread=(high - low).clamp(min=0.0),
-        peak=p.amax(-1),
+        peak=_most(p),
     )
+
+
+def _most(x: Tensor) -> Tensor:
+    """The largest entries in the last dimension; 0 where it is empty."""
+    return x.amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+
+
+def _largest_singular(x: Tensor) -> Tensor:
+    """Of each matrix; 0 of an empty one."""
+    return torch.linalg.matrix_norm(x, 2) if x.numel() else x.new_zeros(len(x))
 
 
 def _added(mask, shape, like) -> Tensor:
@@ -137,10 +147,10 @@ def _worst(dx: float, slope: Tensor, n: AttentionNorms):
 
     def scores(weight):
         """Of the errors of the scores, their rows times weight."""
-        of_query = torch.minimum(_norm(weight * n.query_rows), weight.amax(-1) * n.query)
+        of_query = torch.minimum(_norm(weight * n.query_rows), _most(weight) * n.query)
         return n.scale * (_norm(weight) * row * (n.key + k) + of_query * k)
 
-    of_grad = torch.minimum(_norm(slope * n.grad_rows), slope.amax(-1) * n.grad)
+    of_grad = torch.minimum(_norm(slope * n.grad_rows), _most(slope) * n.grad)
     slopes = of_grad * v + scores(slope * n.spread)
     of_query = n.scale * (slopes * (n.key + k) + n.scores_f * k)
     of_key = n.scale * (slopes * (n.query + q) + n.scores_f * q)

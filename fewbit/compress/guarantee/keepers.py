@@ -13,7 +13,7 @@ EXACT = "exact"
 
 
 class Exactly:
-    """The tensor as it is, as torch's own layer would."""
+    """The tensor as it is, as torch's own layer would; of a part of a larger storage a copy."""
 
     def keep(self, x, seed):
         return exact(x)

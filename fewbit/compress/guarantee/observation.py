@@ -16,6 +16,7 @@ for the truth about |g^|^2 / |g|^2, of gradients from one gradient of the layer'
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -105,8 +106,7 @@ class BoundsSeen:
 @dataclass
 class _Tensor:
     """One that was kept. errors: (rows,) squared errors, summed over each entry of dimension 0; 0-D: error, the root of
-    their sum, squares, what its rounding goes by, deviation, of the noise that is tried. exact: its values, where it is
-    monitored.
+    their sum, squares, what its rounding goes by, deviation, of the noise that is tried.
     """
 
     name: tuple[str, int]
@@ -116,6 +116,13 @@ class _Tensor:
     error: torch.Tensor
     squares: torch.Tensor
     deviation: torch.Tensor
+
+
+@dataclass(eq=False)
+class _Rounding:
+    """What the graph holds of a tensor, and nothing else does. exact: its values, where it is monitored."""
+
+    tensor: _Tensor
     exact: torch.Tensor | None = None
 
 
@@ -138,7 +145,7 @@ class _Found:
 
 class BoundObservation(Observation):
     """Of one forward and the backward pass through it. seed: of noise. monitored: variables whose exact values are kept
-    until the backward pass has ended.
+    until the backward pass has ended or failed, or the graph is gone.
 
     Nothing that it meets makes it raise: of layers whose gradients are not plain nothing is known.
     """
@@ -147,6 +154,7 @@ class BoundObservation(Observation):
         super().__init__(seed)
         self.monitored = monitored
         self._tensors: list[_Tensor] = []
+        self._exact = weakref.WeakSet()  # what the graph holds of those that are monitored
         self._bytes: dict[tuple[str, int], int] = {}
         self._found: dict[int, list[_Found]] = {}  # by node
         self._calls: dict[int, tuple] = {}  # activations, by node: name, function, parameters
@@ -154,7 +162,7 @@ class BoundObservation(Observation):
 
     # -- in the forward ----------------------------------------------------------------------------------
 
-    def rounding(self, variable: Variable, rounded: Rounded) -> _Tensor | None:
+    def rounding(self, variable: Variable, rounded: Rounded) -> _Rounding | None:
         if not self._is_open:
             return None
         exact = rounded.exact() if variable.name in self.monitored else None
@@ -165,10 +173,13 @@ class BoundObservation(Observation):
         deviation = (torch.maximum(error2, _LEAST_ERROR * squares) / elements).sqrt()
         has_samples = rounded.recipe.samples is not None
         numbers = errors, error2.sqrt(), squares, deviation
-        tensor = _Tensor(variable.name, elements, has_samples, *numbers, exact)
+        tensor = _Tensor(variable.name, elements, has_samples, *numbers)
         self._tensors.append(tensor)
         self._bytes[variable.name] = difference.element_size()
-        return tensor
+        rounding = _Rounding(tensor, exact)
+        if exact is not None:
+            self._exact.add(rounding)
+        return rounding
 
     def _attach(self, node, number) -> None:
         super()._attach(node, number)
@@ -195,7 +206,7 @@ class BoundObservation(Observation):
         variables = [each for each in variables if each.rounding is not None]
         parts = None
         if len(variables) == 1:
-            errors = variables[0].rounding.errors
+            errors = variables[0].rounding.tensor.errors
             parts = demands.of_layer(context, grads, results, errors)
         labels = demands.labels(context._forward_cls)
         exact = None
@@ -205,7 +216,7 @@ class BoundObservation(Observation):
             exact = exact if isinstance(exact, tuple) else (exact,)
         found = []
         for variable in variables:
-            tensor = variable.rounding
+            tensor = variable.rounding.tensor
             kind = EXPECTED
             of = parts
             if parts is None:
@@ -219,17 +230,18 @@ class BoundObservation(Observation):
                     label = f"{variable.user}: {label}"
                 size = norm([part.of(results)])
                 one = _Found(part.place, label, kind, tensor, size, part.numbers, part.finish)
-                if exact is not None and tensor.exact is not None:
+                if exact is not None and variable.rounding.exact is not None:
                     one.exact = norm([part.of(exact)])
                 found.append(one)
         self._found[number] = found
 
     def noise(self, rows: torch.Tensor, variable: Variable, level: int) -> torch.Tensor:
         """Of the variance that `_Tensor` says, all elements alike; float32."""
-        return self._uniform(rows).sub_(0.5).mul_(math.sqrt(12.0) * variable.rounding.deviation)
+        deviation = variable.rounding.tensor.deviation
+        return self._uniform(rows).sub_(0.5).mul_(math.sqrt(12.0) * deviation)
 
     def _let_go(self) -> None:
-        for each in self._tensors:
+        for each in list(self._exact):
             each.exact = None
 
     # -- afterwards --------------------------------------------------------------------------------------

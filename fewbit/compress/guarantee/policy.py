@@ -106,7 +106,7 @@ class Guarantee(Observing):
         self.given = dict(given or {})
         self._of_activations = frozenset(activations) | self.given.keys()
         self._tables = BoundTables(names, self._channels, sorted(self._of_activations))
-        self._next = 0  # of the variables that the monitor takes in turn
+        self._next = 0  # number among the known variables, which the monitor takes in turn
         self._sums: tuple[Pair, ...] = ()  # of what the monitor saw, of each observation
         self._has_warned = False
         self._keepers = {}
@@ -134,25 +134,38 @@ class Guarantee(Observing):
 
     def _new_observation(self) -> BoundObservation:
         self._unobserved.observation_begins()
-        return BoundObservation(self.step, self._monitored())
+        return BoundObservation(self.step, frozenset(self._monitored()))
 
-    def _monitored(self) -> frozenset:
+    def _monitored(self) -> list[tuple[str, int]]:
         """The variables whose exact values are kept beside: those whose turn it is, as many as the largest has room for."""
+        names, taken = list(self.known), []
         sizes = {
             name: each.elements * each.dtype_bytes
             for name, each in self.known.items()
             if not self._is_exact(name)
         }
-        names, room = list(sizes), max(sizes.values(), default=0)
-        start, taken = self._next, []
-        for count in range(len(names)):
-            name = names[(start + count) % len(names)]
+        room, start = max(sizes.values(), default=0), self._next % max(len(names), 1)
+        for name in names[start:] + names[:start]:
+            if name not in sizes:
+                continue
             if sizes[name] > room:
                 break
             room -= sizes[name]
             taken.append(name)
-        self._next = (start + len(taken)) % len(names) if names else 0
-        return frozenset(taken)
+        return taken
+
+    def _following(self, seen: BoundsSeen, known) -> int:
+        """`_next` after that observation, what is known then being `known`.
+
+        Only what was seen moves it: of forwards that were passed over, or that did not meet those whose turn it was,
+        as of another module of the model, that turn is still to come.
+        """
+        names, turn = list(self.known), self._monitored()
+        if not turn:
+            return self._next
+        unmet = [name for name in turn if name not in seen.variables]
+        end = names.index(unmet[0]) if unmet else names.index(turn[-1]) + 1
+        return sum(name in known for name in names[:end]) % max(len(known), 1)
 
     def _is_exact(self, name) -> bool:
         return not self.known[name].is_fixed and isinstance(self._keepers.get(name), Exactly)
@@ -175,7 +188,7 @@ class Guarantee(Observing):
             elif before.missed < FORGOTTEN:
                 known[name] = replace(before, missed=before.missed + 1)
         activations = self._learned_activations(seen.activations, total)
-        chosen = self._chosen(known, activations)
+        chosen, self._next = self._chosen(known, activations), self._following(seen, known)
         self.known, self.known_activations = known, activations
         self._sums = self._summed(seen, total)
         self._choose(*chosen)

@@ -20,8 +20,10 @@ import digits_resnet
 import harness
 import torch
 import variance_profile
+from torch.utils._pytree import tree_map
 
 import fewbit
+from fewbit.compress import meter
 from fewbit.compress.candidates import Candidate
 from fewbit.models.workload import workload
 
@@ -86,9 +88,10 @@ def following(model, batches, loss, candidates) -> tuple[list[dict], float]:
             error = squared(x - y for x, y in zip(found, exact, strict=True))
             errors[i] += error / len(batches)
             copy.zero_grad(set_to_none=True)
+    last = tree_map(meter.alone, batches[-1])  # the meter counts whole storages
     rows = [
         {
-            "next_bytes": fewbit.saved_bytes(partial(loss, copy), batches[-1]).total,
+            "next_bytes": fewbit.saved_bytes(partial(loss, copy), last).total,
             "next_error": error,
         }
         for copy, error in zip(copies, errors, strict=True)

@@ -420,9 +420,10 @@ def _tell_traced(context) -> None:
     own = context.get_local("self")
     tracked = getattr(own, "_i_will_not_complain_if_bc_breaks_VariableTracker", lambda: None)()
     quantiser = getattr(tracked, "value", None)
-    if isinstance(quantiser, Quantiser) and quantiser._variables is not None:
-        if not quantiser.is_fixed:
-            quantiser._variables.unobserved(quantiser.name, COMPILED)
+    if not isinstance(quantiser, Quantiser) or "session" not in vars(quantiser):
+        return  # one that is made in what is traced is not there yet
+    if quantiser._variables is not None and not quantiser.is_fixed:
+        quantiser._variables.unobserved(quantiser.name, COMPILED)
 
 
 def _is_one_memory(x, other) -> bool:

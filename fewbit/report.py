@@ -111,10 +111,10 @@ def fitted(header, rows, names, width):
     """The rows with the cells of the columns `names` shortened, the widest first, as far as `width` characters demand."""
     widths = _widths(header, rows)
     while _excess(widths, width) > 0:
-        widest = max(names, key=widths.__getitem__)
-        if widths[widest] <= max(LEAST_NAME, len(header[widest])):
+        wide = [each for each in names if widths[each] > max(LEAST_NAME, len(header[each]))]
+        if not wide:
             break
-        widths[widest] -= 1
+        widths[max(wide, key=widths.__getitem__)] -= 1
     return [tuple(map(shortened, cells, widths)) for cells in rows]
 
 

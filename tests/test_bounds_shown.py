@@ -19,6 +19,7 @@ from fewbit.compress.allocation_report import Allocation
 from fewbit.compress.codecs import codec as codec_of
 from fewbit.compress.guarantee.keepers import CodecKeeper, Exactly
 from fewbit.compress.guarantee.report import Bounded, Bounds
+from fewbit.compress.observing import FORGOTTEN
 from fewbit.errors import BoundWarning, InputError
 
 X = normal((16, 64), scale=1.0)
@@ -129,8 +130,33 @@ def test_layers_that_are_not_met_any_more_are_forgotten():
     steps(model)
     assert len(controller.bounds.unobserved) == 4
     model.blocks = model.blocks[:1]
-    steps(model, 4)
+    steps(model, FORGOTTEN + 1)
     assert controller.bounds.unobserved == ("blocks.0.0", "blocks.0.3")
+
+
+def test_layers_of_modules_that_are_called_one_by_one_are_all_named():
+    """Though a module is observed in its turn only."""
+    models = nn.ModuleDict({str(i): Regions(True) for i in range(4)})
+    controller = bounded(models, interval=1)
+    for _ in range(12):
+        for each in models.values():
+            loss_of(each(X)).backward()
+    assert len(controller.bounds.unobserved) == 4 * 4
+
+
+class Experts(nn.ModuleList):
+    """The second gets no samples."""
+
+    def forward(self, x):
+        parts = zip(self, (x, x[:0]), strict=True)
+        return torch.cat([checkpoint(each, part, use_reentrant=False) for each, part in parts])
+
+
+def test_layers_without_samples_are_not_named():
+    model = Experts([nn.Linear(64, 64), nn.Linear(64, 64)])
+    controller = bounded(model)
+    steps(model, 4)
+    assert controller.bounds.unobserved == ()
 
 
 def test_layers_that_are_called_by_themselves_are_named():
@@ -208,6 +234,16 @@ def test_compiled_layers_are_named(how):
     graphs = {_whole: 1, _function: 1, _each_block: 1, _each_wrapped: 2}
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == graphs.get(how, counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_layers_of_given_bits_are_not_named():
+    torch._dynamo.reset()
+    model = Blocks()
+    controller = bounded(model, overrides={"2.1": 5})
+    steps(_each_block(model))
+    assert controller.bounds.unobserved == tuple(each for each in COMPILED if each != "2.1")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")

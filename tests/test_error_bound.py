@@ -629,9 +629,12 @@ def _one_bit(self, known):
 def test_exact_values_are_let_go_of():
     """Those that are kept for the monitor, when the backward pass has ended."""
     model, controller, x = build(interval=1)
-    step(model, x), step(model, x), step(model, x)
+    step(model, x), step(model, x)
+    loss = loss_of(model(x))
     observation = controller.session.variables._stage.what
-    assert observation.monitored and observation.has_run()
+    assert any(each.exact is not None for each in observation._exact)
+    loss.backward(retain_graph=True)  # so that the graph holds them on
+    assert observation.monitored and observation.has_run() and len(observation._exact)
     assert all(each.exact is None for each in observation._exact)
 
 

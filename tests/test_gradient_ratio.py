@@ -174,9 +174,13 @@ def test_a_module_of_model_and_batch_is_a_loss():
         def forward(self, model, batch):
             return squared(model, batch)
 
+    class OfTorchs(nn.MSELoss):
+        def forward(self, model, batch):
+            return squared(model, batch)
+
     model, (batch,) = nn.Sequential(nn.Linear(48, 12)), batches(1)
-    found = _ratio(model, batch, Loss())
-    assert found.title == _ratio(model, batch, squared).title
+    expected = _ratio(model, batch, squared).title
+    assert _ratio(model, batch, Loss()).title == _ratio(model, batch, OfTorchs()).title == expected
 
 
 @pytest.mark.parametrize("draws", [1, 0, 2.0, True])

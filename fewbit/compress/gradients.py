@@ -187,7 +187,7 @@ def check_loss(loss) -> None:
         raise InputError(
             f"loss: expected a function (model, batch) -> scalar tensor, got {type(loss).__name__}"
         )
-    if isinstance(loss, nn.modules.loss._Loss):
+    if type(loss).__module__ == nn.modules.loss.__name__:
         raise InputError(
             f"loss: {EXPECTED_LOSS}, got {type(loss).__name__}, which takes an output and a target"
         )

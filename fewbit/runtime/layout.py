@@ -42,7 +42,7 @@ def is_by_sample(x: torch.Tensor) -> bool:
 
 
 def is_part(x: torch.Tensor) -> bool:
-    """Whether x holds on to a storage that is larger than its own elements."""
+    """Whether x holds on to a storage that is larger than its elements, each counted as often as it has a place in x."""
     return x.untyped_storage().nbytes() > x.numel() * x.element_size()
 
 

@@ -309,7 +309,7 @@ class Quantiser:
                 x, seed, variable, samples, *settings
             )
         observation = plan.observation
-        if observation is not None or plan.unobserved:
+        if x.numel() and (observation is not None or plan.unobserved):
             self._tell_unobserved(plan, variable)
         if observation is not None and x.numel() and not in_backward():
             widening = 0

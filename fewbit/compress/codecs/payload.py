@@ -15,6 +15,8 @@ from fewbit.runtime.ops import FLOATING
 from fewbit.runtime.plain import is_plain
 from fewbit.sizes import counted
 
+EXACT = "exact"
+
 
 class Payload(NamedTuple):
     """A compressed tensor: `fewbit.runtime.quantiser.Kept(*payload)` is the same for a layer.
@@ -31,16 +33,20 @@ class Payload(NamedTuple):
         """Of all tensors' elements."""
         return sum(each.numel() * each.element_size() for each in self.tensors)
 
+    @property
+    def codec(self) -> str:
+        """What has kept it, as codecs leave to others what they do not make smaller: a codec's name, or EXACT."""
+        return getattr(self.recipe, "codec", "quant")  # a layer's own recipe is the quantiser's
+
     def __repr__(self) -> str:
         """What kept it, of what, and how small; not the numbers."""
         recipe = self.recipe
-        kept_by = getattr(
-            recipe, "codec", "quant"
-        )  # a layer's own recipe is that of the group quantiser
         size = self.tensors[0].shape if isinstance(recipe, Exact) else recipe.size
         dense, dtype = prod(size) * recipe.dtype.itemsize, str(recipe.dtype).removeprefix("torch.")
         times = f", {dense / self.nbytes:.3g} times less" if self.nbytes else ""
-        return f"Payload({kept_by}: {tuple(size)} {dtype} in {counted(self.nbytes, 'byte')}{times})"
+        return (
+            f"Payload({self.codec}: {tuple(size)} {dtype} in {counted(self.nbytes, 'byte')}{times})"
+        )
 
 
 class Codec(Protocol):
@@ -65,7 +71,7 @@ class Exact(NamedTuple):
     """How a tensor that was kept as it is becomes values. codec: what a payload with it is shown as."""
 
     dtype: torch.dtype
-    codec = "exact"
+    codec = EXACT
     count = 1
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:

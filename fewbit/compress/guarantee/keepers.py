@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fewbit.compress.codecs import DEFAULT, codec
-from fewbit.compress.codecs.payload import Exact, exact
-from fewbit.compress.codecs.quant import ByChannel
-from fewbit.compress.codecs.zero_value import Sparse, ZeroValue
-
-EXACT = "exact"
+from fewbit.compress.codecs.payload import exact
 
 
 class Exactly:
@@ -21,9 +17,7 @@ class Exactly:
 
 @dataclass
 class Latest:
-    """Of the latest payload of one variable: bits an element (None before the first), and what made it: EXACT or a codec's
-    name.
-    """
+    """Of the latest payload of one variable: bits an element, and what made it (`Payload.codec`); None before the first."""
 
     bits: float | None = None
     kept: str | None = None
@@ -48,19 +42,8 @@ class CodecKeeper:
             bound = self.channels
         # (Of what is not made of images the cosine transform makes nothing.)
         fits = self.name != "jpeg" or x.dim() == 4
-        name = self.name if fits else DEFAULT
-        payload = codec(name).compress(x, bound, seed)
+        payload = codec(self.name if fits else DEFAULT).compress(x, bound, seed)
         if x.numel():
             self.latest.bits = 8 * payload.nbytes / x.numel()
-            self.latest.kept = _kept_by(name, payload.recipe)
+            self.latest.kept = payload.codec
         return payload
-
-
-def _kept_by(name: str, recipe) -> str:
-    """What has really kept it: codecs leave to others what they do not make smaller."""
-    if isinstance(recipe, Exact):
-        return EXACT
-    parts = [each for _, each in recipe.parts] if isinstance(recipe, ByChannel) else [recipe]
-    if name == ZeroValue.name and not any(isinstance(each, Sparse) for each in parts):
-        return DEFAULT
-    return name

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.compress.codecs import DEFAULT as QUANT
+from fewbit.compress.codecs.payload import EXACT
 from fewbit.compress.guarantee.estimates import (
     Estimate,
     Known,
@@ -28,7 +29,7 @@ from fewbit.compress.guarantee.estimates import (
     ratio_of,
     total_of,
 )
-from fewbit.compress.guarantee.keepers import EXACT, CodecKeeper, Exactly, Latest
+from fewbit.compress.guarantee.keepers import CodecKeeper, Exactly, Latest
 from fewbit.compress.guarantee.observation import BoundObservation, BoundsSeen, VariableSeen
 from fewbit.compress.guarantee.state import (
     plain_known,

@@ -49,6 +49,12 @@ class GradientRatio(_Report):
             return "more than"
         return "within" if self.ratio <= self.limit else "perhaps by chance above"
 
+    @property
+    def _is_smaller(self) -> bool:
+        """Whether the relative error is above e2 though the ratio is not above the limit, beyond chance."""
+        unbiased = 1 + self.relative_error
+        return self.ratio <= self.limit < unbiased and self.ratio + 3 * self.error < unbiased
+
     def records(self) -> list[dict]:
         """A dictionary for each module with parameters."""
         return [
@@ -75,7 +81,7 @@ class GradientRatio(_Report):
             notes.append(
                 "!: more than 1 + e2, of this module alone; the bound is on all of them together"
             )
-        if self.limit is not None and self.ratio <= self.limit < 1 + self.relative_error:
+        if self.limit is not None and self._is_smaller:
             notes.append(
                 "the squared error is above e2 all the same: errors have a bias that makes gradients smaller"
             )

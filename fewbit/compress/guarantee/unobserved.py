@@ -10,6 +10,7 @@ from collections.abc import Container
 from torch import nn
 
 from fewbit.compress.meter import is_compiled
+from fewbit.compress.observing import FORGOTTEN
 from fewbit.runtime.variables import ALONE, COMPILED, REENTRANT
 
 WHY = {
@@ -20,28 +21,32 @@ WHY = {
 
 
 class Unobserved:
-    """What was told. What is compiled is told once, when it is traced; the rest holds for two observations."""
+    """What was told. What is compiled is told once, when it is traced; the rest holds for FORGOTTEN observations."""
 
     def __init__(self):
         self._compiled: set[str] = set()
-        self._latest: dict[str, str] = {}
-        self._before: dict[str, str] = {}
+        self._told: dict[str, tuple[str, int]] = {}  # why, and at which observation
+        self._observation = 0
 
     def tell(self, name: str, why: str) -> None:
         """As of `Variables.unobserved`."""
         if why == COMPILED:
             self._compiled.add(name)
         else:
-            self._latest[name] = why
+            self._told[name] = why, self._observation
 
     def observation_begins(self) -> None:
-        """What is not told again until the next one is forgotten."""
-        self._before, self._latest = self._latest, {}
+        """What was not told again since FORGOTTEN of them is forgotten."""
+        self._observation += 1
+        oldest = self._observation - FORGOTTEN
+        self._told = {name: told for name, told in self._told.items() if told[1] > oldest}
 
     def found(self, model: nn.Module | None, seen: Container[str]) -> dict[str, str]:
         """{name: why, in words} but for those that were seen. model: whose layers they are."""
         compiled = self._compiled if model is None else _alike(model, self._compiled)
-        found = dict.fromkeys(compiled, COMPILED) | self._before | self._latest
+        found = dict.fromkeys(compiled, COMPILED) | {
+            name: why for name, (why, _) in self._told.items()
+        }
         return {name: WHY[why] for name, why in found.items() if name not in seen}
 
 
@@ -67,7 +72,8 @@ def _alike(model: nn.Module, traced: set[str]) -> set[str]:
 
 
 def _is_alike(module: nn.Module, cls: type) -> bool:
-    """Whether it is a layer of that class that trains."""
+    """Whether it is a layer of that class that trains, in bits that follow from the bound."""
     parameters = list(module.parameters())
     is_trained = any(each.requires_grad for each in parameters) or not parameters
-    return type(module) is cls and module.training and is_trained
+    has_given_bits = getattr(getattr(module, "quantiser", None), "is_fixed", False)
+    return type(module) is cls and module.training and is_trained and not has_given_bits

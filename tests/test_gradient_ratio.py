@@ -193,6 +193,15 @@ def test_draws_are_two_at_least(draws):
 # -- what is shown -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("draws", "factor"), [(2, 235.8), (8, 4.53), (10_000, 3.0)])
+def test_what_few_draws_may_be_off_by(draws, factor):
+    """Student's t at the probability of three standard deviations; its values from a table."""
+    for ratio in (1.5 + 0.01 * factor * 1.01, 1.5 + 0.01 * factor * 0.99):
+        found = GradientRatio(ratio, 0.01, 1.5, {"": ratio}, draws, 0.5, {"": 0.5})
+        assert found.chance == pytest.approx(0.01 * factor, rel=1e-3)
+        assert found.is_exceeded == (ratio > 1.5 + 0.01 * factor)
+
+
 def test_it_shows_itself():
     found = GradientRatio(
         1.3214, 0.0512, 1.5, {"": 1.6, "a.b": math.nan}, 8, 0.3312, {"": 0.7, "a.b": math.nan}
@@ -215,7 +224,7 @@ def test_it_shows_itself():
         (1.5, None, "= 1.5 +- 0.05; E", False),
         (1.5, 1.5, ", within 1.5;", False),
         (1.6, 1.5, ", perhaps by chance above 1.5;", False),
-        (1.7, 1.5, ", more than 1.5;", True),
+        (1.75, 1.5, ", more than 1.5;", True),
         (1.0, 1 + 1e-6, ", within 1 + 1e-06;", False),
     ],
 )

@@ -4,7 +4,9 @@ import itertools
 import json
 import math
 import warnings
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,9 +15,11 @@ from hypothesis import strategies as st
 from fewbit.compress.error_bounds.shares import polynomial_error
 from fewbit.compress.guarantee import tables
 from fewbit.compress.guarantee.bits import least_average, sizes
+from fewbit.compress.guarantee.estimates import Estimate, Known, Pair
 from fewbit.compress.guarantee.keepers import CodecKeeper, Exactly
 from fewbit.compress.guarantee.observation import ActivationSeen, BoundsSeen, Demand, VariableSeen
 from fewbit.compress.guarantee.policy import Bound, Guarantee
+from fewbit.compress.guarantee.report import Bounded
 from fewbit.compress.guarantee.sums import DEMANDS, BoundTables, combined, number_of
 from fewbit.errors import BoundWarning, InputError
 
@@ -408,6 +412,66 @@ def test_no_warning_for_what_may_be_chance():
         for hat2 in (1.0, 2.5, 0.9, 2.0, 1.2, 2.3):
             policy._learn(monitored(("a", "weight", (hat2, 1.0))))
     assert policy.ratio > 1.5
+
+
+def test_the_warning_comes_where_one_of_many_is_far_above_it():
+    """Each observation has others of them; what one adds does not count as chance between them."""
+    names = "abcdefgh"
+    policy = Guarantee(Bound(), list(names))
+    seen = {(name, 0): variable(weight(1.0, 1.0)) for name in names}
+
+    def learn(round_, name):
+        hat2 = (9.0 if name == "a" else 1.02) + 0.01 * round_
+        policy._learn(BoundsSeen(seen, {}, {(name, 0): [("weight", hat2, 1.0)]}))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for round_ in range(2):
+            for name in names:
+                learn(round_, name)
+        assert policy.ratio == pytest.approx((9.005 + 7 * 1.025) / 8)
+    with pytest.warns(BoundWarning, match=r"most in a \(9\.01\), "):
+        learn(2, "a")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_the_excess_is_a_mean_with_its_standard_error(count):
+    rng = np.random.default_rng(count)
+    pairs = [rng.uniform(0.5, 2.0, (count, 2)) for _ in range(3)]
+    labels = "weight", "input", "b: weight"
+    demands = {
+        number: Estimate(label, "measured", (), tuple(Pair(*each) for each in of))
+        for number, (label, of) in enumerate(zip(labels, pairs, strict=True))
+    }
+    known = Known(8.0, False, True, 400, 4, 4, demands=demands)
+    for of_parameters, which in ((True, (0, 2)), (False, (0, 1, 2))):
+        values = sum(pairs[i][:, 0] - 1.5 * pairs[i][:, 1] for i in which)
+        error = values.mean() if count < 3 else values.std(ddof=1) / np.sqrt(count)
+        assert known.excess(1.5, of_parameters, False) == pytest.approx((values.mean(), error**2))
+
+
+def test_what_the_monitor_saw_with_other_settings_is_not_taken_over():
+    first = learned(*[monitored(("a", "weight", (4.0, 1.0)), ("b", "weight", (3.3, 3.0)))] * 2)
+    for other in (Bound(e2=0.1), Bound(codec="quant+zvc"), Bound(window="max")):
+        policy = Guarantee(other, ["a", "b"])
+        policy.load(first.state())
+        assert policy.ratio is None and policy.known.keys() == first.known.keys()
+    policy = Guarantee(Bound(), ["a", "b"])
+    policy.load(first.state())
+    assert policy.ratio == first.ratio and policy.state() == first.state()
+
+
+@pytest.mark.parametrize(("e2", "bits", "is_met"), [(0.5, 8, True), (1e-3, 1, False)])
+def test_given_bits_that_are_too_few_are_told(e2, bits, is_met):
+    policy = Guarantee(Bound(e2=e2), ["a"])
+    policy._learn(
+        BoundsSeen(
+            {("a", 0): replace(variable(weight(1.0, 1.0)), average=bits, is_fixed=True)}, {}, {}
+        )
+    )
+    (row,) = policy.rows()
+    bounded = Bounded(*row)
+    assert bounded.is_fixed and bounded.is_met == is_met and bounded.bits == bits
 
 
 def test_exact_values_are_kept_of_a_few_in_turn():

@@ -86,7 +86,7 @@ class Controller:
         if guarantee is None:
             return Bounds(empty=f'bounds are found with policy="{POLICY}"')
         rows = (Bounded(*row) for row in guarantee.rows())
-        empty = "no bounds found yet: that comes after the first steps of training"
+        empty = "no bounds found yet: that comes after the first steps of training, with gradients that are finite"
         unobserved = guarantee.unobserved_layers(self.model)
         e2, ratio = guarantee.bound.e2, guarantee.ratio
         return Bounds(rows, e2, ratio, empty, unobserved, self._ended)
@@ -104,7 +104,7 @@ class Controller:
         With E|g^ - g|^2 / |g|^2, which shows a bias too. batch, loss: as for `fewbit.plan`. draws: of rounding, independent,
         for each batch, 2 at least. seed: of dropout. Two copies of the model, one exact, are measured, a batch at a time; the
         model, and torch's random state, stay as they are. Takes draws + 1 forward and backward passes a batch, and memory
-        for two more models, three gradients, and what the exact one keeps. Warns (BoundWarning) where the ratio is above 1 + e2 by more than three standard errors. Raises
+        for two more models, three gradients, and what the exact one keeps. Warns (BoundWarning) where the ratio is above 1 + e2 beyond chance. Raises
         InputError for what cannot be measured.
         """
         from fewbit.compress.guarantee.ratio import gradient_ratio

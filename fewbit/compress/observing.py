@@ -309,14 +309,14 @@ class Observing(Variables):
             raise InputError(
                 f"expected version {VERSION} of a controller's state, as its state_dict() gave it, got {found!r}"
             )
-        step, is_due = read(state, "step", check_step), read(state, "due", bool)
+        step, is_due = read(state, "step", check_step), read(state, "due", check_bool)
         turns, path = read(state, "turns", _turns), read(state, "path", str)
         pending = read(
             state, "pending", lambda seen: None if seen is None else self._of_plain(seen)
         )
-        since, is_summed = read(state, "since", check_step), read(state, "is_summed", bool)
+        since, is_summed = read(state, "since", check_step), read(state, "is_summed", check_bool)
         learned = self._of_plain_learned(state)
-        for each in turns:
+        for each in turns if pending is None else (*turns, path):
             if each not in self._places:
                 raise InputError(
                     f"expected the state of this model's controller, got one with a module {each!r}, which it lacks"
@@ -349,6 +349,13 @@ def check_step(step) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise InputError(f"expected a whole number of steps of 0 or more, got {step!r}")
     return step
+
+
+def check_bool(value) -> bool:
+    """Raises InputError if it is not one."""
+    if not isinstance(value, bool):
+        raise InputError(f"expected true or false, got {value!r}")
+    return value
 
 
 def _is_capturing() -> bool:

@@ -7,8 +7,9 @@ alike, and nothing here.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fewbit.compress.error_bounds import table_error
@@ -18,6 +19,8 @@ from fewbit.runtime.observation import SPREAD
 
 HISTORY = 10
 """Observations that count (AC-GC, section 4: of the last ten the mean, or the maximum)."""
+LEAST_SEEN = 3
+"""Times that the monitor has to see a variable to know how far its gradients' norms spread."""
 WINDOWS = ("mean", "max")
 
 
@@ -84,6 +87,11 @@ class Known:
     demands: dict[int, Estimate] = field(default_factory=dict)
     missed: int = 0
 
+    def unmonitored(self) -> Known:
+        """Without what the monitor saw."""
+        demands = {number: replace(each, pairs=()) for number, each in self.demands.items()}
+        return replace(self, demands=demands)
+
     def deciding(self, e2: float, window: str) -> tuple[float, Estimate | None]:
         """(the smallest dx*^2, the demand that has it); (infinity, None) without demands."""
         found = [(each.dx2(e2, window), each) for each in self.demands.values()]
@@ -112,6 +120,26 @@ class Known:
             seen = [(each, _mean_pair(each.pairs)) for each in self.demands.values() if each.pairs]
         of_parameters = _sum(pair for each, pair in seen if is_of_parameter(each.label))
         return of_parameters, _sum(pair for _, pair in seen)
+
+    def excess(self, limit: float, of_parameters: bool, is_exact: bool) -> tuple[float, float]:
+        """(mean, squared standard error) of |g^|^2 - limit |g|^2, of parameters' gradients or of all, as the monitor saw it.
+
+        The error of what was seen fewer than LEAST_SEEN times is as large as its mean. is_exact: as of `pairs`.
+        """
+        if is_exact:
+            pair = self.pairs(is_exact=True)[not of_parameters]
+            return pair.hat2 - limit * pair.exact2, 0.0
+        seen = [
+            [pair.hat2 - limit * pair.exact2 for pair in reversed(each.pairs)]
+            for each in self.demands.values()
+            if each.pairs and (is_of_parameter(each.label) or not of_parameters)
+        ]
+        # One after the other: gradients of one observation have their errors in common.
+        values = [math.fsum(each) for each in zip(*seen, strict=False)]
+        if len(values) < LEAST_SEEN:
+            mean = _mean(values) if values else 0.0
+            return mean, mean * mean
+        return _mean(values), statistics.variance(values) / len(values)
 
     @property
     def ratio(self) -> float | None:

@@ -8,10 +8,9 @@ variable's demands gives its bits for the steps up to the next observation (docs
 from __future__ import annotations
 
 import math
-import statistics
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ from fewbit.compress.guarantee.estimates import (
     KnownActivation,
     Pair,
     Row,
-    is_of_parameter,
     latest,
     ratio_of,
     total_of,
@@ -36,13 +34,12 @@ from fewbit.compress.guarantee.state import (
     plain_seen,
     read_activations,
     read_known,
-    read_pairs,
     read_seen,
 )
 from fewbit.compress.guarantee.sums import BoundTables, by_number, pairs_by_number
 from fewbit.compress.guarantee.tables import is_known, least_bits, table_error
 from fewbit.compress.guarantee.unobserved import Unobserved
-from fewbit.compress.observing import FORGOTTEN, Observing, check_step, read
+from fewbit.compress.observing import FORGOTTEN, Observing, check_bool, check_step, read
 from fewbit.errors import BoundWarning, InputError
 from fewbit.runtime.groups import LEAST_FEATURES
 from fewbit.runtime.observation import SPREAD
@@ -52,8 +49,6 @@ E2, INTERVAL, WINDOW = 0.5, 100, "mean"
 POLICY = "error-bound"
 NAMED = 3
 """Layers that a warning names."""
-LEAST_SEEN = 3
-"""Observations without which there is no warning."""
 WORST = "worst case"
 """The kind of an activation's bound."""
 _NOTHING = BoundsSeen({}, {}, {})
@@ -108,7 +103,6 @@ class Guarantee(Observing):
         self._of_activations = frozenset(activations) | self.given.keys()
         self._tables = BoundTables(names, self._channels, sorted(self._of_activations))
         self._next = 0  # number among the known variables, which the monitor takes in turn
-        self._sums: tuple[Pair, ...] = ()  # of what the monitor saw, of each observation
         self._has_warned = False
         self._keepers = {}
         self._weights = {}
@@ -191,7 +185,6 @@ class Guarantee(Observing):
         activations = self._learned_activations(seen.activations, total)
         chosen, self._next = self._chosen(known, activations), self._following(seen, known)
         self.known, self.known_activations = known, activations
-        self._sums = self._summed(seen, total)
         self._choose(*chosen)
         self._warn()
 
@@ -264,35 +257,36 @@ class Guarantee(Observing):
 
         What is kept exactly counts as exact; the monitor does not look at it.
         """
-        each = ((known, self._is_exact(name)) for name, known in self.known.items())
-        of_parameters, of_all = total_of(each)
+        of_parameters, of_all = total_of(self._monitored_so_far())
         return ratio_of(of_parameters if of_parameters.exact2 > 0 else of_all)
 
-    def _summed(self, seen: BoundsSeen, total: float) -> tuple[Pair, ...]:
-        found = [(label, pair) for of in seen.monitored.values() for label, *pair in of]
-        of_parameters = [pair for label, pair in found if is_of_parameter(label)]
-        pairs = of_parameters or [pair for _, pair in found]
-        if not pairs:
-            return self._sums
-        return latest(self._sums, Pair(*(sum(each) / total for each in zip(*pairs, strict=True))))
+    def _monitored_so_far(self) -> list[tuple[Known, bool]]:
+        """With whether it is kept exactly."""
+        return [(known, self._is_exact(name)) for name, known in self.known.items()]
+
+    def _is_exceeded(self) -> bool:
+        """Whether the ratio is above 1 + e2, by more than three standard errors: each observation is one draw."""
+        known, limit = self._monitored_so_far(), 1 + self.bound.e2
+        of_parameters = total_of(known)[0].exact2 > 0
+        means, squares = zip(
+            *(each.excess(limit, of_parameters, is_exact) for each, is_exact in known), strict=True
+        )
+        return math.fsum(means) > 3 * math.sqrt(math.fsum(squares))
 
     def _warn(self) -> None:
-        """If the bound is exceeded, and not by chance: each observation is one draw."""
+        """If the bound is exceeded, and not by chance."""
         ratio, limit = self.ratio, 1 + self.bound.e2
-        if self._has_warned or ratio is None or not ratio > limit:
-            return
-        beyond = [each.hat2 - limit * each.exact2 for each in self._sums]
-        if len(beyond) < LEAST_SEEN or not _is_positive(beyond):
+        if self._has_warned or ratio is None or not ratio > limit or not self._is_exceeded():
             return
         self._has_warned = True
         ratios = [(each.ratio, name) for name, each in self.known.items() if each.ratio is not None]
         worst = ", ".join(
-            f"{name or 'the model'} ({ratio:.3g})"
-            for ratio, (name, _) in sorted(ratios, reverse=True)[:NAMED]
+            f"{name[0] or 'the model'} ({ratio:.3g}{', its bits are given' * self.known[name].is_fixed})"
+            for ratio, name in sorted(ratios, reverse=True)[:NAMED]
         )
         warnings.warn(
             f"gradients are larger than their bound allows: E|g^|^2 / E|g|^2 is {ratio:.3g}, above 1 + e2 = {limit:.3g}; "
-            f"most in {worst}. See controller.bounds; a smaller e2 keeps more bits",
+            f"most in {worst}. See controller.bounds; a smaller e2 keeps more bits, where they are not given",
             BoundWarning,
             stacklevel=2,
         )
@@ -314,9 +308,10 @@ class Guarantee(Observing):
                 kept, average = keeper.latest.kept or keeper.name, keeper.latest.bits
                 average = None if kept == EXACT else average
             decides = demand.label, demand.kind, math.sqrt(choice.dx2)
-            rest = known.elements, known.is_fixed, True, known.ratio
+            is_met = not known.is_fixed or self._are_enough(known, choice)
+            rest = known.elements, known.is_fixed, is_met, known.ratio
             found.append((*name, *decides, kept, average, *rest))
-        for name, each in self.known_activations.items():
+        for name, each in reversed(self.known_activations.items()):  # the backward's order, turned
             bits = self.given.get(name, self.activations.get(name))
             if bits is None:
                 continue
@@ -328,6 +323,13 @@ class Guarantee(Observing):
             is_given = name in self.given
             found.append((name, None, *decides, "bits", float(bits), None, is_given, is_met, None))
         return found
+
+    def _are_enough(self, known: Known, choice: Choice) -> bool:
+        """Whether bits that were given are as many as the bound asks for, as far as that is known."""
+        if not known.is_known or choice.demand is None:
+            return True
+        least = known.least_average(choice.dx2, self.bound.window) if choice.dx2 > 0 else None
+        return least is not None and known.average >= least
 
     def unobserved_layers(self, model) -> dict[str, str]:
         """{name: why} of layers of which no observation knows what they keep. model: whose they are."""
@@ -345,7 +347,11 @@ class Guarantee(Observing):
     # -- State -------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        return {"policy": POLICY, "by_channel": self.bound.by_channel, **super().state()}
+        return {"policy": POLICY, **self._settings(), **super().state()}
+
+    def _settings(self) -> dict:
+        """What bits depend on, beside what is known."""
+        return asdict(self.bound)
 
     def load(self, state: dict) -> None:
         by_channel = self.bound.by_channel
@@ -357,11 +363,10 @@ class Guarantee(Observing):
         super().load(state)
 
     def _learned(self) -> tuple:
-        return self.known, self.known_activations, self._sums, self._next, self._has_warned
+        return self.known, self.known_activations, self._next, self._has_warned
 
     def _relearn(self, learned: tuple) -> None:
-        self.known, self.known_activations, self._sums, *rest = learned
-        self._next, self._has_warned = rest
+        self.known, self.known_activations, self._next, self._has_warned = learned
         self._choose(*self._chosen(self.known, self.known_activations))
 
     def _plain(self, seen: BoundsSeen | None) -> dict:
@@ -373,7 +378,6 @@ class Guarantee(Observing):
     def _plain_learned(self) -> dict:
         return {
             **plain_known(self.known, self.known_activations),
-            "sums": [list(each) for each in self._sums],
             "next": self._next,
             "has_warned": self._has_warned,
         }
@@ -382,8 +386,10 @@ class Guarantee(Observing):
         known = read(state, "variables", lambda rows: read_known(rows, self._places))
         activations = read(state, "activations", read_activations)
         taken = {name: each for name, each in activations.items() if name in self._of_activations}
-        sums = read(state, "sums", read_pairs)
-        following, has_warned = read(state, "next", check_step), read(state, "has_warned", bool)
+        following, has_warned = (
+            read(state, "next", check_step),
+            read(state, "has_warned", check_bool),
+        )
         for (name, slot), each in known.items():
             count = self._channels.get(name) if slot == 0 else None
             if each.weights is not None and len(each.weights) != count:
@@ -392,18 +398,15 @@ class Guarantee(Observing):
                 )
         read({"variables": known}, "variables", lambda known: self._chosen(known, {}))
         read({"activations": taken}, "activations", lambda taken: self._chosen({}, taken))
-        return known, taken, sums, following, has_warned
+        if any(state.get(key, value) != value for key, value in self._settings().items()):
+            # What the monitor saw is of other bits.
+            known, has_warned = {name: each.unmonitored() for name, each in known.items()}, False
+        return known, taken, following, has_warned
 
 
 def _has_tables(known: KnownActivation) -> bool:
     """Whether there are tables of its function, if that is known."""
     return bool(known.function) and is_known(known.function, known.parameters)
-
-
-def _is_positive(values: list[float]) -> bool:
-    """Whether their mean is above 0 by more than three standard errors."""
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.fmean(values) > 3 * error
 
 
 def _updated(before: Known | None, now: VariableSeen, monitored, total: float) -> Known:

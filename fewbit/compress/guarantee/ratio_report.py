@@ -30,8 +30,15 @@ class GradientRatio(_Report):
 
     @property
     def is_exceeded(self) -> bool:
-        """Whether the ratio is above the limit, by more than three standard errors."""
-        return self.limit is not None and self.ratio > self.limit + 3 * self.error
+        """Whether the ratio is above the limit, by more than `chance`."""
+        return self.limit is not None and self.ratio > self.limit + self.chance
+
+    @property
+    def chance(self) -> float:
+        """What it may be off by chance: three standard errors, of many draws; more of few, whose spread says less."""
+        from scipy import stats
+
+        return float(stats.t.isf(stats.norm.sf(3), self.draws - 1)) * self.error
 
     def __float__(self) -> float:
         return self.ratio
@@ -53,7 +60,7 @@ class GradientRatio(_Report):
     def _is_smaller(self) -> bool:
         """Whether the relative error is above e2 though the ratio is not above the limit, beyond chance."""
         unbiased = 1 + self.relative_error
-        return self.ratio <= self.limit < unbiased and self.ratio + 3 * self.error < unbiased
+        return self.ratio <= self.limit < unbiased and self.ratio + self.chance < unbiased
 
     def records(self) -> list[dict]:
         """A dictionary for each module with parameters."""

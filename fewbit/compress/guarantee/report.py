@@ -116,8 +116,9 @@ class Bounds(_Report, Sequence):
         exact = sum(row.kept == "exact" for row in layers)
         text = f"e2 = {self.e2:.4g}: {counted(len(layers), 'tensor')} that layers keep"
         if self.bits is not None:
-            text += f", {self.bits:.4g} bits on average"
-        if exact:
+            text += f", {exact} of them exact, the others" * bool(exact) + ","
+            text += f" {self.bits:.4g} bits on average"
+        elif exact:
             text += f", {exact} of them exact"
         if self._why:
             text += f"; {counted(len(self._why), 'layer')} not observed"
@@ -165,8 +166,12 @@ class Bounds(_Report, Sequence):
     def _notes(self):
         if not self:
             return []
-        notes = [
-            *self._of_unobserved(),
+        notes = self._of_unobserved()
+        if any(row.input is None for row in self):
+            notes.append("f': codes of an activation's derivative")
+        if any(row.input for row in self):
+            notes.append("[1], [2]: of a layer's inputs the second, the third")
+        notes += [
             "decides: the gradient that allows the smallest error; bound: on its squared error in expectation, on the worst case, "
             "or measured; dx*: the root mean square error that what is kept may have (of norms what is normalised), of f' the "
             "largest that its table may have",
@@ -179,7 +184,7 @@ class Bounds(_Report, Sequence):
             )
         if any(not row.is_met for row in self):
             notes.append(
-                "*: the table, of the most bits that there are or those given, errs by more than is allowed"
+                "*: errs by more than is allowed: bits that were given, or a table of the most bits that there are"
             )
         if any(row.kept not in ("bits", "exact") for row in self):
             notes.append("bits of codecs: all bytes of the latest payload in this process")

@@ -239,6 +239,14 @@ class MemoryReport(_Report):
             return ("MB per sample", "model", "kept", "nonl.", "share", "batch", *columns)
         return ("nonlinearities", "kept MB", "saved", "batch", "gain", "fewbit's", "paper")
 
+    @property
+    def _spare(self):
+        if (
+            self._alone is None
+        ):  # share, what nonlinearities keep, the model; then the most bits first
+            return (4, 3, 1, *range(5 + len(self.bits), 5, -1))
+        return (4, 2, 6, 1)
+
     def _cells(self):
         if self._alone is not None:
             return list(self._rows(self._alone))

@@ -574,6 +574,32 @@ def test_the_table_fits_80_columns_whatever_is_in_it():
     assert len(found.to_csv().splitlines()) == 1 + len(found.rows)
 
 
+@pytest.mark.parametrize("width", [*range(50, 121, 5), 82, 83])
+def test_numbers_and_the_star_are_whole_in_any_terminal(width):
+    rows = [("pre-activation", 2, 8_876_932, 1.2345e-3), ("error-bound", 1.5, 88_769_320, 0.9876)]
+    found = replace(made(*rows, sampling=1e-1), exact_bytes=1_034_567_890)
+    found = replace(
+        found, rows=tuple(replace(row, error_error=row.error / 9) for row in found.rows)
+    )
+    text = render_plain(found, width)
+    assert max(map(len, text.splitlines())) <= width
+    lines = [re.split(" {2,}", each.strip()) for each in text.splitlines()]
+    header = next(i for i, each in enumerate(lines) if each[:2] == ["policy", "setting"])
+    shown = lines[header]
+    left_out = [each for each in ("passes", "random", "±", "less") if each not in shown]
+    # In that order, and only where it has to be.
+    assert left_out == ["passes", "random", "±", "less"][: len(left_out)]
+    assert {"MiB", "error", "noise", "time"} <= set(shown)
+    said = f"no room here for: {', '.join(sorted(left_out, key=found._header.index))}"
+    assert " ".join(text.split()).endswith(said) or not left_out
+    for cells, full in zip(lines[header + 3 : header + 5], found._cells()[1:], strict=True):
+        wanted = dict(zip(found._header, full, strict=True))
+        assert cells[2:] == [wanted[name] for name in shown[2:]]
+        assert cells[1].endswith("*") == full[1].endswith("*")
+    assert found._cells()[1][1] == "2 bits*"
+    assert (not left_out) == (width >= 83)
+
+
 def test_times_come_with_the_spread_of_their_passes():
     found = made(("a", 2, 300, 0.04), ("b", 2, 300, 0.04))
     found = replace(found, rows=(replace(found.rows[0], seconds_least=1.25), found.rows[1]))

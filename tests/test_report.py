@@ -343,6 +343,9 @@ def test_nothing_to_show_shows():
         (2, "batch", "2 batches"),
         (1, "batch", "1 batch"),
         (1.5, "bit", "1.5 bits"),
+        (2.0, "bit", "2 bits"),
+        (1.0, "bit", "1 bit"),
+        (1234567, "byte", "1234567 bytes"),
     ],
 )
 def test_counts(count, noun, text):

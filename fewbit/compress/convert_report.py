@@ -160,4 +160,4 @@ def _pattern(path: str) -> str:
 
 
 def _bits(bits: float | None) -> str:
-    return "exact" if bits is None else f"{bits:.4g} bit{'s' * (bits > 1)}"
+    return "exact" if bits is None else counted(float(f"{bits:.4g}"), "bit")

@@ -130,7 +130,7 @@ class SavedBytesReport:
         shared = sum(entry.first_saver is not None for entry in self.kept)
         if shared:
             lines.append(
-                f"{counted(shared, 'more saved tensor')} share{'s' * (shared == 1)} a storage with an earlier module: 0 bytes"
+                f"in storages of earlier modules, 0 bytes: {counted(shared, 'more saved tensor')}"
             )
         wide = [e for e in self.kept if e.kind == "range" and e.shape[1:] == (WIDE,) and e.bytes]
         if wide:

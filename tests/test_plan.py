@@ -397,9 +397,43 @@ def test_default_candidates_are_those_that_the_model_has_a_use_for():
     assert names(net()) == [*fixed, *shared, *fused, *few]
     assert names(net(), ["activations"]) == few
     with pytest.raises(
-        InputError, match="expected one of fixed, shared, error-bound for policy, got 'activations'"
+        InputError, match="expected one of fixed, shared, error-bound for policy, got 'none'"
     ):
-        default_candidates(nn.Linear(4, 4), ["activations"])
+        default_candidates(nn.Linear(4, 4), ["none"])
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        (["activations"], "policy activations: expected a model with activations as modules, got"),
+        (["pre-activation"], "policy pre-activation: expected a model with a batch or layer norm,"),
+        ("fixed", "policies: expected a list of names, as ['fixed'], got 'fixed'"),
+        (3, "policies: expected a list of names, as ['fixed'], got 3"),
+    ],
+)
+def test_policies_that_are_none_of_the_models(policies, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        default_candidates(nn.Linear(4, 4), policies)
+
+
+def test_policies_may_come_from_a_generator():
+    found = default_candidates(net(), (each for each in ("shared", "fixed")))
+    assert {each.policy for each in found} == {"fixed", "shared"}
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.empty(0, 32), [torch.empty(0, 32)] * 2, (torch.empty(0, 32),)]
+)
+def test_a_batch_without_samples(batch):
+    def ratio(model, batch, loss):
+        return fewbit.compress_(model, bits=2, verbose=False).gradient_ratio(batch, loss)
+
+    def first(model, batch):
+        return squared(model, batch if isinstance(batch, torch.Tensor) else batch[0])
+
+    for measure in (plan, fewbit.variance_profile, ratio):
+        with pytest.raises(InputError, match="^batch: expected at least one sample, got 0$"):
+            measure(net(), batch, first)
 
 
 @pytest.mark.parametrize(
@@ -784,6 +818,29 @@ def setting():
     return model, list(torch.randn(4, 8, 32)), lambda model, batch: model(batch).square().mean()
 
 
+def single(samples=4):
+    model, batches, loss = setting()
+    return model, (batch[:samples] for batch in batches[:1]), loss
+
+
+def empty():
+    return single(0)
+
+
+def needy(size):
+    return setting()
+
+
+def broken():
+    return {}["data"]
+
+
+def refused():
+    from fewbit.errors import InputError
+
+    raise InputError("bits: expected 1 to 8")
+
+
 def wrong():
     return 1, 2
 """
@@ -838,6 +895,22 @@ def test_command_with_a_model_by_name():
         (["{own}:wrong"], "expected it to return (model, batch, loss), got a tuple of 2"),
         (["{own}:missing"], "has no attribute 'missing'"),
         (["{own}:setting", "--batch", "3"], "--batch: expected the name of a model with it"),
+        (
+            ["resnet18", "--batches", "1", "--batch", "4"],
+            "--batches of at least 2, or --batch of a multiple of 8, got --batches 1 with --batch 4",
+        ),
+        (
+            ["{own}:single"],
+            "expected several batches, or one of a multiple of 8 samples, got one of 4",
+        ),
+        (["{own}:empty"], "batch: expected at least one sample, got 0"),
+        (
+            ["{own}:needy"],
+            "needy: expected a function without arguments, got one for which: missing",
+        ),
+        (["{own}:broken"], "broken raised KeyError: 'data'"),
+        (["{own}:refused"], "error: bits: expected 1 to 8"),
+        (["{own}:setting", "--policy", "pre-activation"], "a batch or layer norm, got one without"),
         (["resnet18", "--share", "0"], "'--share': 0.0 is not in the range"),
         (["resnet18", "--draws", "1"], "'--draws': 1 is not in the range"),
     ],

@@ -739,6 +739,22 @@ def test_labels_cover_neither_each_other_nor_points(rows, dpi):
     assert [each.get_text() for each in axes.texts][0] == found.recommended.label
 
 
+NEAR_LIMITS = [("a", 8, 1100, 0.012), ("a", 4, 800, 0.09), ("a", 3, 600, 0.12), ("a", 2, 420, 0.9)]
+NEAR_LIMITS += [("b", 8, 900, 0.02), ("b", 4, 560, 0.1), ("b", 3, 450, 0.3), ("b", 2, 330, 1.1)]
+
+
+@pytest.mark.parametrize("rows", [NEAR_LIMITS, NEAR_LIMITS[:4], CROWD[7:]], ids=len)
+def test_labels_are_crossed_by_no_line_where_there_is_room(rows):
+    (axes,) = (figure := made(*rows).plot()).axes
+    figure.draw_without_rendering()
+    corners = [line.get_transform().transform(line.get_xydata()) for line in axes.lines]
+    segments = [pair for each in corners for pair in itertools.pairwise(each)]
+    places = np.concatenate([np.linspace(*pair, 5000) for pair in segments])
+    assert len(axes.texts) == len(rows)
+    for x0, y0, x1, y1 in boxes(axes.texts):
+        assert not ((places > (x0, y0)) & (places < (x1, y1))).all(1).any()
+
+
 def test_a_label_stands_beside_its_own_point():
     """And one for which there is no place is left out, but not that of what is recommended."""
     rows = [(f"policy {i}", 1 + i / 100, 500 + i / 100, 0.05) for i in range(40)]
@@ -759,8 +775,10 @@ def test_a_label_stands_beside_its_own_point():
         ([([0.52, 0.52], [0, 1])], ("right", "center")),
         (
             [([0.52, 0.52], [0, 1]), ([0.48, 0.48], [0, 1]), ([0, 1], [0.53, 0.53])],
-            ("center", "top"),
+            ("left", "center"),  # beyond a line, but on none
         ),
+        ([([0.5, 0.5], [0, 1]), ([0, 1], [0.5, 0.5])], ("left", "bottom")),
+        ([([each, each], [0, 1]) for each in np.linspace(0, 1, 80)], ("center", "bottom")),
     ],
 )
 def test_labels_are_where_no_line_is(lines, side):

@@ -10,7 +10,7 @@ SIZE = 7.5  # of the text, in points
 SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))  # right first
 BETWEEN = tuple(each for h in (0.5, -0.5) for each in ((1, h), (-1, h), (h, 1), (h, -1)))
 ALIGNED = {1: ("left", "bottom"), -1: ("right", "top")}
-DISTANCES = (3, 9)  # of a label from its point's marker, in points
+DISTANCES = (3, 6, 9)  # of a label from its point's marker, in points
 STEP = 2.0  # pixels: between labels at least, and between the places at which lines are looked at
 
 

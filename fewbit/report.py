@@ -61,7 +61,7 @@ class _Report:
         yield ""
         for note in self._notes():
             yield Text(note, style="dim")
-        left_out = [name for i, name in enumerate(header) if i not in columns]
+        left_out = dict.fromkeys(name for i, name in enumerate(header) if i not in columns)
         if left_out:
             yield Text(f"no room here for: {', '.join(left_out)}", style="dim")
 

@@ -217,6 +217,22 @@ def test_the_error_table_refuses_an_unknown_metric():
         fewbit.error_table("gelu", metric="gap")
 
 
+@pytest.mark.parametrize("width", range(50, 121, 10))
+def test_numbers_of_tables_are_never_cut(comparison, width):
+    errors = fewbit.error_table(["relu_squared", "gelu"])
+    for found in (comparison, errors):
+        text = report.render_plain(found, width)
+        before, table = text[: text.index("\n──")], text[text.index("\n──") + 1 :].split("\n\n")[0]
+        assert max(map(len, text.splitlines())) <= width
+        header = re.split(" {2,}", before.splitlines()[-1])
+        assert ("no room here for" in text) == (len(header) < len(found._header))
+        assert header == [name for name in found._header if name in header]
+        shown = table.splitlines()[1:]
+        for line, cells in zip(shown, found._cells(), strict=True):
+            wanted = dict(zip(found._header, cells, strict=True))
+            assert line.split()[1 - len(header) :] == [wanted[name] for name in header[1:]]
+
+
 class Named(report._Report):
     """Names of two columns beside a number."""
 

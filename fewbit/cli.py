@@ -657,7 +657,9 @@ def _deviation(findings):
     metavar="N",
     help="Samples of the forward that is counted.  [default: 1]",
 )
-@click.option("--image-size", type=int, metavar="N", help="Pixels of a side.  [default: 256]")
+@click.option(
+    "--image-size", type=int, metavar="N", help="Pixels of a side, at least 64.  [default: 256]"
+)
 @click.option("--sequence-length", type=int, metavar="N", help="Tokens.  [default: 256]")
 @click.option(
     "--activation",
@@ -737,7 +739,12 @@ def memory(
     metavar="N",
     help="Batches to measure on.  [default: 4]",
 )
-@click.option("--size", type=int, metavar="N", help="Pixels of a side, or tokens.  [default: 64]")
+@click.option(
+    "--size",
+    type=int,
+    metavar="N",
+    help="Pixels of a side, at least 64, or tokens.  [default: 64]",
+)
 @click.option(
     "--policy",
     "policies",
@@ -805,18 +812,53 @@ def _workload(name, **sizes):
         if error.name != "torch":
             raise
         raise FewbitError("plan needs torch: pip install torch") from None
+    from fewbit.compress.gradients import CHUNKS, batches_of, size_of
+
     if ":" not in name:
-        return workload(name, **sizes)
+        made = workload(name, **sizes)
+        size = size_of(made.batches[0])
+        if len(made.batches) == 1 and size % CHUNKS:
+            raise FewbitError(
+                f"expected --batches of at least 2, or --batch of a multiple of {CHUNKS}, got --batches 1 with --batch {size}"
+            )
+        return made
     if sizes:
         raise FewbitError(
             f"--{next(iter(sizes))}: expected the name of a model with it, got {name}, which makes its own batch"
         )
-    from fewbit.callables import import_callable
-
-    made = import_callable(name)()
+    made = _called(name)
     if not isinstance(made, tuple) or len(made) != 3:
         raise FewbitError(f"{name}: expected it to return (model, batch, loss), got {_kind(made)}")
-    return made
+    model, batch, loss = made
+    batches = batches_of(batch)
+    if len(batches) == 1 and (size := size_of(batches[0])) % CHUNKS:
+        raise FewbitError(
+            f"{name}: expected several batches, or one of a multiple of {CHUNKS} samples, got one of {size}"
+        )
+    return model, batches, loss
+
+
+def _called(name):
+    """What the user's function returns; what it raises is one line, as elsewhere of the user's code."""
+    import inspect
+
+    from fewbit.callables import _one_line, import_callable
+
+    function = import_callable(name)
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise FewbitError(
+            f"{name}: expected a function without arguments, got one for which: {error}"
+        ) from None
+    except ValueError:  # of built-in functions that do not tell
+        pass
+    try:
+        return function()
+    except FewbitError:
+        raise
+    except Exception as error:
+        raise FewbitError(f"{name} raised {_one_line(error)}") from error
 
 
 def _kind(value):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from fewbit import models
 from fewbit.errors import FewbitError
 from fewbit.report import _Report
-from fewbit.sizes import GB, MB, UNITS
+from fewbit.sizes import GB, MB, UNITS, counted
 
 COPIES = 4  # parameters, gradients and the two moments of Adam
 IMAGE_SIZE = 256
@@ -239,6 +239,14 @@ class MemoryReport(_Report):
             return ("MB per sample", "model", "kept", "nonl.", "share", "batch", *columns)
         return ("nonlinearities", "kept MB", "saved", "batch", "gain", "fewbit's", "paper")
 
+    @property
+    def _spare(self):
+        if (
+            self._alone is None
+        ):  # share, what nonlinearities keep, the model; then the most bits first
+            return (4, 3, 1, *range(5 + len(self.bits), 5, -1))
+        return (4, 2, 6, 1)
+
     def _cells(self):
         if self._alone is not None:
             return list(self._rows(self._alone))
@@ -267,7 +275,7 @@ class MemoryReport(_Report):
             known = printed and (bits is None or bits in BITS)
             packed = standard if bits is None else each.kept_packed(bits)
             yield (
-                "32 bits" if bits is None else f"{bits} bit{'s' * (bits != 1)}",
+                "32 bits" if bits is None else counted(bits, "bit"),
                 _mb(kept / each.batch),
                 f"{100 * (1 - kept / standard):.1f} %",
                 str(batch),
@@ -294,7 +302,7 @@ class MemoryReport(_Report):
 
 def _facts(each):
     printed = PAPER[each.model][:3] if each.like_paper else (None,) * 3
-    counted = (
+    figures = (
         ("model", each.model_bytes, f"{each.parameters:,} parameters, and buffers"),
         ("kept", each.activation_bytes / each.batch, "for backward, per sample"),
         (
@@ -303,7 +311,7 @@ def _facts(each):
             f"{100 * each.share:.1f} % of it, by nonlinearities alone",
         ),
     )
-    for (name, value, comment), figure in zip(counted, printed, strict=True):
+    for (name, value, comment), figure in zip(figures, printed, strict=True):
         paper = f"; paper {figure}" if figure is not None else ""
         yield f"{name:<10} {_mb(value):>8} MB  {comment}{paper}"
     if each.batch != 1:

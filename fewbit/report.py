@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import html
 import io
+import shutil
 import warnings
 from dataclasses import asdict, dataclass
 
@@ -30,22 +31,26 @@ class _Report:
     """The ways to show that reports share; a subclass has ``title``, ``_header``, ``_cells``, ``_notes``.
 
     ``_cells()``: rows of text with names in full, as HTML shows them. ``_names``: the columns of names, which a
-    terminal shortens where they do not fit; the others are numbers. ``_spare``: how many of the last columns it leaves out
-    before that.
+    terminal shortens where they do not fit; the others are numbers, which it shows in full or not at all. ``_spare``:
+    columns that it leaves out, the first first, where names cannot be shortened any more.
     """
 
-    _names, _spare = (0,), 0
+    _names, _spare = (0,), ()
 
     def __rich_console__(self, console, options):
         from rich.text import Text
 
         header, rows, previous = self._header, self._cells(), None
-        if self._spare and _excess(_widths(header, rows), options.max_width) > 0:
-            header, *rows = (cells[: -self._spare] for cells in (header, *rows))
+        width = options.max_width
+        columns = columns_within(header, rows, self._names, self._spare, width)
+        lines = [tuple(cells[i] for i in columns) for cells in rows]
+        names = [columns.index(each) for each in self._names]
         grid = new_grid()
-        for i, name in enumerate(header):
-            grid.add_column(name, justify=self._side(i), no_wrap=True)
-        shown = fitted(header, rows, self._names, options.max_width)
+        for i in columns:
+            # Should even so little be too wide, a number goes on in the next line.
+            is_name = i in self._names
+            grid.add_column(header[i], justify=self._side(i), no_wrap=is_name, overflow="fold")
+        shown = fitted([header[i] for i in columns], lines, names, width)
         for cells, (name, *rest) in zip(rows, shown, strict=True):
             # A function's name stands once above its own rows.
             repeated, previous = cells[0] == previous, cells[0]
@@ -56,12 +61,15 @@ class _Report:
         yield ""
         for note in self._notes():
             yield Text(note, style="dim")
+        left_out = dict.fromkeys(name for i, name in enumerate(header) if i not in columns)
+        if left_out:
+            yield Text(f"no room here for: {', '.join(left_out)}", style="dim")
 
     def _side(self, column):
         return "left" if column in self._names else "right"
 
     def __str__(self):
-        return render_plain(self)
+        return render_plain(self, plain_width())
 
     __repr__ = __str__
 
@@ -107,15 +115,44 @@ def new_grid():
     return Grid(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
 
 
+def columns_within(header, rows, names, spare, width, least=LEAST_NAME):
+    """Numbers of the columns to show: without those of `spare`, the first first, until the rest fits `width` characters.
+
+    names: columns that can be shortened, to `least` characters each or what their header takes.
+    """
+    widths = _widths(header, rows)
+    for each in names:
+        widths[each] = min(widths[each], max(least, len(header[each])))
+    columns = list(range(len(header)))
+    for each in spare:
+        if _excess([widths[i] for i in columns], width) <= 0:
+            break
+        columns.remove(each)
+    return columns
+
+
 def fitted(header, rows, names, width):
-    """The rows with the cells of the columns `names` shortened, the widest first, as far as `width` characters demand."""
+    """The rows with the cells of the columns `names` shortened, the widest first, as far as `width` characters demand.
+
+    Different names stay different, where that room allows it.
+    """
     widths = _widths(header, rows)
     while _excess(widths, width) > 0:
         wide = [each for each in names if widths[each] > max(LEAST_NAME, len(header[each]))]
         if not wide:
             break
         widths[max(wide, key=widths.__getitem__)] -= 1
-    return [tuple(map(shortened, cells, widths)) for cells in rows]
+    columns = map(_shortened_alike, zip(*rows, strict=True), widths)
+    return list(zip(*columns, strict=True))
+
+
+def _shortened_alike(paths, room):
+    """All with a beginning of one length, the shortest that keeps them apart best."""
+    if max(map(len, paths)) <= room:
+        return paths
+    heads = range((room - 1) // 3, room - 1)
+    head = max(heads, key=lambda head: len({shortened(each, room, head) for each in paths}))
+    return [shortened(each, room, head) for each in paths]
 
 
 def _widths(header, rows):
@@ -132,11 +169,14 @@ def _bits(number):
     return counted(number, "bit")
 
 
-def shortened(path, room):
-    """A dotted path in `room` characters: its end says most, its beginning which part of the model it is."""
+def shortened(path, room, head=None):
+    """A dotted path in `room` characters: its end says most, its beginning which part of the model it is.
+
+    head: characters of the beginning, by default a third of them.
+    """
     if len(path) <= room:
         return path
-    head = (room - 1) // 3
+    head = (room - 1) // 3 if head is None else head
     return f"{path[:head]}…{path[len(path) - (room - 1 - head) :]}"
 
 
@@ -147,6 +187,11 @@ def render_plain(renderable, width=_WIDTH):
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
     console.print(renderable)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def plain_width(least=_WIDTH):
+    """Characters of a line of `str()`: the terminal's (or those of COLUMNS), but at least so many."""
+    return max(least, shutil.get_terminal_size((least, 24)).columns)
 
 
 def short(value):
@@ -218,6 +263,10 @@ class ErrorTable(_Report):
     @property
     def _header(self):
         return ("function", *(_bits(bits) for bits in self.bits))
+
+    @property
+    def _spare(self):
+        return range(len(self.bits), 1, -1)
 
     def _cells(self):
         return [
@@ -308,6 +357,7 @@ class Comparison(_Report):
         return [asdict(row) for row in self.rows]
 
     _header = ("function", "bits", "paper", "eq. 9", "intervals", "levels", "lower", "bound")
+    _spare = (7, 6, 3, 2)
 
     def _cells(self):
         return [

@@ -10,10 +10,11 @@ MB, GB = 2**20, 2**30
 UNITS = {"B": 1, "KB": 2**10, "MB": MB, "GB": GB, "TB": 2**40}
 
 
-def counted(count: int, noun: str) -> str:
-    """`1 module`, `2 modules`, `3 batches`."""
+def counted(count: float, noun: str) -> str:
+    """`1 module`, `2 modules`, `3 batches`, `1.5 bits`."""
     ending = "es" if noun.endswith(("ch", "s")) else "s"
-    return f"{count} {noun}{ending * (count != 1)}"
+    number = f"{count:g}" if isinstance(count, float) else count
+    return f"{number} {noun}{ending * (count != 1)}"
 
 
 def parse_size(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fewbit.plot import Curve, Step, derivative_curve, resolve_function, steps, value_limits, window
+from fewbit.sizes import counted
 from fewbit.table import Table
 
 BRAILLE = 0x2800
@@ -108,4 +109,4 @@ def _legend(table: Table, curve: Curve | None) -> str:
     bars = "levels to draw from" if table.objective == "unbiased" else "q"
     quality = "exact" if table.exact else f"error {table.error:.4g}"
     dots = "⣀⠤⠒ f'   " if curve is not None else ""
-    return f"{'':{MARGIN}}{dots}── {bars}   ({table.bits} bit{'s' * (table.bits > 1)}, {quality})"
+    return f"{'':{MARGIN}}{dots}── {bars}   ({counted(table.bits, 'bit')}, {quality})"

@@ -32,6 +32,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def terminal():
+    """Of 80 columns, whatever the developer's has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def table_cache(tmp_path_factory):
     """Tables solved by tests are kept for the session and nowhere else."""
     with pytest.MonkeyPatch.context() as patch:

@@ -292,6 +292,15 @@ def test_names():
         codec("gzip")
 
 
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(
+    "given", [None, torch.zeros(3), (torch.zeros(3),)], ids=["none", "tensor", "tuple"]
+)
+def test_what_is_no_payload(name, given):
+    with pytest.raises(InputError, match=f"^expected a Payload, got {type(given).__name__}$"):
+        codec(name).decompress(given)
+
+
 def test_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "imagecodecs", None)
     with pytest.raises(InputError, match=r"pip install 'fewbit\[codecs\]'"):

@@ -397,9 +397,43 @@ def test_default_candidates_are_those_that_the_model_has_a_use_for():
     assert names(net()) == [*fixed, *shared, *fused, *few]
     assert names(net(), ["activations"]) == few
     with pytest.raises(
-        InputError, match="expected one of fixed, shared, error-bound for policy, got 'activations'"
+        InputError, match="expected one of fixed, shared, error-bound for policy, got 'none'"
     ):
-        default_candidates(nn.Linear(4, 4), ["activations"])
+        default_candidates(nn.Linear(4, 4), ["none"])
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        (["activations"], "policy activations: expected a model with activations as modules, got"),
+        (["pre-activation"], "policy pre-activation: expected a model with a batch or layer norm,"),
+        ("fixed", "policies: expected a list of names, as ['fixed'], got 'fixed'"),
+        (3, "policies: expected a list of names, as ['fixed'], got 3"),
+    ],
+)
+def test_policies_that_are_none_of_the_models(policies, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        default_candidates(nn.Linear(4, 4), policies)
+
+
+def test_policies_may_come_from_a_generator():
+    found = default_candidates(net(), (each for each in ("shared", "fixed")))
+    assert {each.policy for each in found} == {"fixed", "shared"}
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.empty(0, 32), [torch.empty(0, 32)] * 2, (torch.empty(0, 32),)]
+)
+def test_a_batch_without_samples(batch):
+    def ratio(model, batch, loss):
+        return fewbit.compress_(model, bits=2, verbose=False).gradient_ratio(batch, loss)
+
+    def first(model, batch):
+        return squared(model, batch if isinstance(batch, torch.Tensor) else batch[0])
+
+    for measure in (plan, fewbit.variance_profile, ratio):
+        with pytest.raises(InputError, match="^batch: expected at least one sample, got 0$"):
+            measure(net(), batch, first)
 
 
 @pytest.mark.parametrize(
@@ -574,6 +608,32 @@ def test_the_table_fits_80_columns_whatever_is_in_it():
     assert len(found.to_csv().splitlines()) == 1 + len(found.rows)
 
 
+@pytest.mark.parametrize("width", [*range(50, 121, 5), 82, 83])
+def test_numbers_and_the_star_are_whole_in_any_terminal(width):
+    rows = [("pre-activation", 2, 8_876_932, 1.2345e-3), ("error-bound", 1.5, 88_769_320, 0.9876)]
+    found = replace(made(*rows, sampling=1e-1), exact_bytes=1_034_567_890)
+    found = replace(
+        found, rows=tuple(replace(row, error_error=row.error / 9) for row in found.rows)
+    )
+    text = render_plain(found, width)
+    assert max(map(len, text.splitlines())) <= width
+    lines = [re.split(" {2,}", each.strip()) for each in text.splitlines()]
+    header = next(i for i, each in enumerate(lines) if each[:2] == ["policy", "setting"])
+    shown = lines[header]
+    left_out = [each for each in ("passes", "random", "±", "less") if each not in shown]
+    # In that order, and only where it has to be.
+    assert left_out == ["passes", "random", "±", "less"][: len(left_out)]
+    assert {"MiB", "error", "noise", "time"} <= set(shown)
+    said = f"no room here for: {', '.join(sorted(left_out, key=found._header.index))}"
+    assert " ".join(text.split()).endswith(said) or not left_out
+    for cells, full in zip(lines[header + 3 : header + 5], found._cells()[1:], strict=True):
+        wanted = dict(zip(found._header, full, strict=True))
+        assert cells[2:] == [wanted[name] for name in shown[2:]]
+        assert cells[1].endswith("*") == full[1].endswith("*")
+    assert found._cells()[1][1] == "2 bits*"
+    assert (not left_out) == (width >= 83)
+
+
 def test_times_come_with_the_spread_of_their_passes():
     found = made(("a", 2, 300, 0.04), ("b", 2, 300, 0.04))
     found = replace(found, rows=(replace(found.rows[0], seconds_least=1.25), found.rows[1]))
@@ -679,6 +739,22 @@ def test_labels_cover_neither_each_other_nor_points(rows, dpi):
     assert [each.get_text() for each in axes.texts][0] == found.recommended.label
 
 
+NEAR_LIMITS = [("a", 8, 1100, 0.012), ("a", 4, 800, 0.09), ("a", 3, 600, 0.12), ("a", 2, 420, 0.9)]
+NEAR_LIMITS += [("b", 8, 900, 0.02), ("b", 4, 560, 0.1), ("b", 3, 450, 0.3), ("b", 2, 330, 1.1)]
+
+
+@pytest.mark.parametrize("rows", [NEAR_LIMITS, NEAR_LIMITS[:4], CROWD[7:]], ids=len)
+def test_labels_are_crossed_by_no_line_where_there_is_room(rows):
+    (axes,) = (figure := made(*rows).plot()).axes
+    figure.draw_without_rendering()
+    corners = [line.get_transform().transform(line.get_xydata()) for line in axes.lines]
+    segments = [pair for each in corners for pair in itertools.pairwise(each)]
+    places = np.concatenate([np.linspace(*pair, 5000) for pair in segments])
+    assert len(axes.texts) == len(rows)
+    for x0, y0, x1, y1 in boxes(axes.texts):
+        assert not ((places > (x0, y0)) & (places < (x1, y1))).all(1).any()
+
+
 def test_a_label_stands_beside_its_own_point():
     """And one for which there is no place is left out, but not that of what is recommended."""
     rows = [(f"policy {i}", 1 + i / 100, 500 + i / 100, 0.05) for i in range(40)]
@@ -699,8 +775,10 @@ def test_a_label_stands_beside_its_own_point():
         ([([0.52, 0.52], [0, 1])], ("right", "center")),
         (
             [([0.52, 0.52], [0, 1]), ([0.48, 0.48], [0, 1]), ([0, 1], [0.53, 0.53])],
-            ("center", "top"),
+            ("left", "center"),  # beyond a line, but on none
         ),
+        ([([0.5, 0.5], [0, 1]), ([0, 1], [0.5, 0.5])], ("left", "bottom")),
+        ([([each, each], [0, 1]) for each in np.linspace(0, 1, 80)], ("center", "bottom")),
     ],
 )
 def test_labels_are_where_no_line_is(lines, side):
@@ -758,6 +836,29 @@ def setting():
     return model, list(torch.randn(4, 8, 32)), lambda model, batch: model(batch).square().mean()
 
 
+def single(samples=4):
+    model, batches, loss = setting()
+    return model, (batch[:samples] for batch in batches[:1]), loss
+
+
+def empty():
+    return single(0)
+
+
+def needy(size):
+    return setting()
+
+
+def broken():
+    return {}["data"]
+
+
+def refused():
+    from fewbit.errors import InputError
+
+    raise InputError("bits: expected 1 to 8")
+
+
 def wrong():
     return 1, 2
 """
@@ -812,6 +913,22 @@ def test_command_with_a_model_by_name():
         (["{own}:wrong"], "expected it to return (model, batch, loss), got a tuple of 2"),
         (["{own}:missing"], "has no attribute 'missing'"),
         (["{own}:setting", "--batch", "3"], "--batch: expected the name of a model with it"),
+        (
+            ["resnet18", "--batches", "1", "--batch", "4"],
+            "--batches of at least 2, or --batch of a multiple of 8, got --batches 1 with --batch 4",
+        ),
+        (
+            ["{own}:single"],
+            "expected several batches, or one of a multiple of 8 samples, got one of 4",
+        ),
+        (["{own}:empty"], "batch: expected at least one sample, got 0"),
+        (
+            ["{own}:needy"],
+            "needy: expected a function without arguments, got one for which: missing",
+        ),
+        (["{own}:broken"], "broken raised KeyError: 'data'"),
+        (["{own}:refused"], "error: bits: expected 1 to 8"),
+        (["{own}:setting", "--policy", "pre-activation"], "a batch or layer norm, got one without"),
         (["resnet18", "--share", "0"], "'--share': 0.0 is not in the range"),
         (["resnet18", "--draws", "1"], "'--draws': 1 is not in the range"),
     ],

@@ -217,6 +217,22 @@ def test_the_error_table_refuses_an_unknown_metric():
         fewbit.error_table("gelu", metric="gap")
 
 
+@pytest.mark.parametrize("width", range(50, 121, 10))
+def test_numbers_of_tables_are_never_cut(comparison, width):
+    errors = fewbit.error_table(["relu_squared", "gelu"])
+    for found in (comparison, errors):
+        text = report.render_plain(found, width)
+        before, table = text[: text.index("\n──")], text[text.index("\n──") + 1 :].split("\n\n")[0]
+        assert max(map(len, text.splitlines())) <= width
+        header = re.split(" {2,}", before.splitlines()[-1])
+        assert ("no room here for" in text) == (len(header) < len(found._header))
+        assert header == [name for name in found._header if name in header]
+        shown = table.splitlines()[1:]
+        for line, cells in zip(shown, found._cells(), strict=True):
+            wanted = dict(zip(found._header, cells, strict=True))
+            assert line.split()[1 - len(header) :] == [wanted[name] for name in header[1:]]
+
+
 class Named(report._Report):
     """Names of two columns beside a number."""
 
@@ -251,6 +267,74 @@ def test_names_are_shortened_no_more_than_the_width_demands(width):
     assert first == LONG or abs(len(second) - len(first)) <= 1
 
 
+NUMBERED = [
+    f"blocks.{block}.scaled_dot_product_attention [{i}]" for block in (0, 1) for i in (0, 1)
+]
+
+
+@pytest.mark.parametrize("width", range(37, 70))
+def test_different_names_stay_different(width):
+    rows = [(name, name, "3.5") for name in NUMBERED]
+    text = report.render_plain(Named(*rows), width)
+    shown = [re.split(" {2,}", line.strip()) for line in text.splitlines()[4:8]]
+    assert max(map(len, text.splitlines())) <= width and "…" in text
+    for cells in zip(*(each[:2] for each in shown), strict=True):
+        assert len(set(cells)) == 4
+        assert all(cell.endswith(name[-4:]) for cell, name in zip(cells, NUMBERED, strict=True))
+
+
+def test_names_begin_no_longer_than_keeps_them_apart():
+    def fitted(*names):
+        return [cell for (cell,) in report.fitted(("",), [(each,) for each in names], (0,), 21)]
+
+    ends = "tention [0]", "tention [1]"
+    assert fitted(*NUMBERED[:2]) == [
+        f"blocks…{each}" for each in ("attention [0]", "attention [1]")
+    ]
+    assert fitted(*NUMBERED) == [f"blocks.{block}…{end}" for block in (0, 1) for end in ends]
+    # A third, where no beginning tells them apart.
+    alike = ["a" * 20 + each + "a" * 20 for each in "bc"]
+    assert fitted(*alike) == ["aaaaaa…aaaaaaaaaaaaa"] * 2
+
+
+class Wide(Named):
+    """Numbers, of which a terminal leaves out the last, then the first."""
+
+    _header, _names, _spare = ("layer", "one", "two", "three"), (0,), (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"), [(60, ""), (40, ""), (39, "three"), (27, "three"), (26, "one, three")]
+)
+def test_numbers_are_shown_in_full_or_not_at_all(width, left_out):
+    cells = ("layer.of.a.long.name", "1111111", "2222222", "33333333333")
+    text = report.render_plain(Wide(cells), width)
+    row = text.splitlines()[4].split()
+    kept = [
+        each for each, name in zip(cells[1:], Wide._header[1:], strict=True) if name not in left_out
+    ]
+    assert row[1:] == kept and max(map(len, text.splitlines())) <= width
+    assert ("…" in row[0]) == (row[0] != cells[0])
+    assert (" ".join(text.split()).endswith(f"no room here for: {left_out}")) == bool(left_out)
+    assert "no room" not in Wide(cells)._repr_html_()
+
+
+def test_what_is_too_wide_without_all_that_can_go_is_continued():
+    text = report.render_plain(Wide(("a.long.name.of.it", "1", "123456789" * 3, "3")), 25)
+    table = text[: text.index("no room")]
+    assert "".join(re.findall(r"\d+", table)) == "123456789" * 3
+    assert max(map(len, text.splitlines())) <= 25
+
+
+@pytest.mark.parametrize(("columns", "width"), [("60", 80), ("80", 80), ("132", 132), ("", 80)])
+def test_text_is_as_wide_as_the_terminal_but_80_columns_at_least(columns, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    found = Named(("a" * 100, "b" * 40, "3"))
+    line = str(found).splitlines()[4]
+    assert len(line) == width - 1  # and a space
+    assert str(found) == repr(found) == report.render_plain(found, width)
+
+
 def test_html_has_names_in_full_and_a_repeated_name_stands_once():
     found = Named((LONG, LONGER, "3"), (LONG, "b", "4"), (LONG + "2", "b", "5"))
     page, text = found._repr_html_(), str(found)
@@ -275,6 +359,9 @@ def test_nothing_to_show_shows():
         (2, "batch", "2 batches"),
         (1, "batch", "1 batch"),
         (1.5, "bit", "1.5 bits"),
+        (2.0, "bit", "2 bits"),
+        (1.0, "bit", "1 bit"),
+        (1234567, "byte", "1234567 bytes"),
     ],
 )
 def test_counts(count, noun, text):

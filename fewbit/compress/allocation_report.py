@@ -46,6 +46,7 @@ class Allocation(_Report, Sequence):
     """
 
     _header = ("layer", "input", "bits", "elements", "codes", "variance")
+    _spare = (3, 4, 1, 5)
 
     def __init__(self, rows=(), empty: str = "no bits chosen", ended: str = ""):
         self._rows = tuple(rows)

@@ -14,6 +14,7 @@ from fewbit.compress.convert import compress_, restore_
 from fewbit.compress.replace import replace_activations_
 from fewbit.errors import InputError
 from fewbit.nn.preactivation import NORMS
+from fewbit.sizes import counted
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Candidate:
         ]
         bits = self.options.get("bits")
         if bits is not None:
-            rest.insert(0, f"{_short(bits)} bit{'s' * (bits != 1)}")
+            rest.insert(0, counted(bits, "bit"))
         return ", ".join(rest) or "default"
 
     def apply(self, model: nn.Module) -> Controller | None:
@@ -57,7 +58,7 @@ _OF_POLICY = ("level", "policy", "fuse", "sample", "verbose")
 class Policy(NamedTuple):
     """A curve of default candidates: `varies` takes each of the values, the other options stay.
 
-    needs: classes of modules, of which a model has to have one.
+    needs: classes of modules, of which a model has to have one; needed: the same in words.
     """
 
     name: str
@@ -65,14 +66,22 @@ class Policy(NamedTuple):
     options: Mapping[str, object]
     varies: str = "bits"
     needs: tuple[type, ...] = (nn.Module,)
+    needed: str = ""
 
 
 POLICIES = (
     Policy("fixed", (8, 4, 3, 2), {"level": "L2"}),
     Policy("shared", (4, 3, 2, 1.5), {"level": "L3"}),
     Policy("error-bound", (0.1, 0.5, 1.0, 2.0), {"policy": "error-bound"}, "e2"),
-    Policy("pre-activation", (8, 4, 2), {"fuse": "preactivation"}, needs=tuple(NORMS)),
+    Policy(
+        "pre-activation",
+        (8, 4, 2),
+        {"fuse": "preactivation"},
+        needs=tuple(NORMS),
+        needed="a batch or layer norm",
+    ),
 )
+ACTIVATIONS = "activations"
 ACTIVATION_BITS = (4, 3, 2)
 
 
@@ -83,8 +92,10 @@ def default_candidates(
     ("error-bound"); fused norms; "activations" alone.
 
     The last where the model has activations as modules; of those with two slopes alone, as ReLU, with 1 bit, which
-    is exact. policies: only these. InputError for one that there is not for this model.
+    is exact. policies: names, only these. InputError for one that there is not for this model.
     """
+    if isinstance(policies, str) or not isinstance(policies, Iterable | None):
+        raise InputError(f"policies: expected a list of names, as ['fixed'], got {policies!r}")
     found = [
         Candidate(policy.name, {**policy.options, policy.varies: value})
         for policy in POLICIES
@@ -98,13 +109,19 @@ def default_candidates(
     ]
     if activations:
         bits = (1,) if all(each.one_bit for each in activations) else ACTIVATION_BITS
-        found += [Candidate("activations", {"bits": each}, True) for each in bits]
+        found += [Candidate(ACTIVATIONS, {"bits": each}, True) for each in bits]
     if policies is None:
         return tuple(found)
-    names = list(dict.fromkeys(each.policy for each in found))
+    policies, names = list(policies), list(dict.fromkeys(each.policy for each in found))
+    needed = {each.name: each.needed for each in POLICIES} | {ACTIVATIONS: "activations as modules"}
     for name in policies:
-        if name not in names:
-            raise InputError(f"expected one of {', '.join(names)} for policy, got {name!r}")
+        if name in names:
+            continue
+        if name in needed:
+            raise InputError(
+                f"policy {name}: expected a model with {needed[name]}, got one without"
+            )
+        raise InputError(f"expected one of {', '.join(names)} for policy, got {name!r}")
     return tuple(each for each in found if each.policy in policies)
 
 

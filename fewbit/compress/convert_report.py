@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fewbit.report import fitted, new_grid
+from fewbit.report import fitted, new_grid, plain_width
 from fewbit.sizes import counted
 
 
@@ -60,7 +60,7 @@ class Report:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=100, color_system=None)
+        console = Console(width=plain_width(100), color_system=None)
         with console.capture() as capture:
             console.print(self)
         return capture.get().rstrip()
@@ -95,7 +95,7 @@ class Report:
         table = new_grid()
         for name in names:
             table.add_column(name, no_wrap=True, justify="right" if name == "count" else "left")
-        for cells in fitted(names, rows, (0,), width):
+        for cells in fitted(names, rows, (0, 1, 2), width):
             table.add_row(*cells)
         return table
 
@@ -160,4 +160,4 @@ def _pattern(path: str) -> str:
 
 
 def _bits(bits: float | None) -> str:
-    return "exact" if bits is None else f"{bits:.4g} bit{'s' * (bits > 1)}"
+    return "exact" if bits is None else counted(float(f"{bits:.4g}"), "bit")

@@ -22,6 +22,8 @@ from fewbit.schema import shorten
 
 Loss = Callable[[nn.Module, object], torch.Tensor]
 
+CHUNKS = 8
+"""Parts of a single batch, from which the variance between minibatches is taken unless told otherwise."""
 
 EXPECTED_LOSS = "expected a function (model, batch) -> scalar tensor, as lambda model, batch: criterion(model(batch[0]), batch[1])"
 
@@ -246,6 +248,8 @@ def batches_of(batch) -> list:
     if not batches:
         raise InputError("batch: expected a batch or several, got an empty list")
     sizes = [size_of(each) for each in batches]
+    if 0 in sizes:
+        raise InputError("batch: expected at least one sample, got 0")
     if len(set(sizes)) > 1:
         raise InputError(
             f"batch: expected batches of one size, got {', '.join(map(str, sizes))} samples"

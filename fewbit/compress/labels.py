@@ -8,14 +8,17 @@ import numpy as np
 
 SIZE = 7.5  # of the text, in points
 SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))  # right first
-ALIGNED = {1: ("left", "bottom"), 0: ("center", "center"), -1: ("right", "top")}
-DISTANCES = (3, 9)  # of a label from its point's marker, in points
-APART = 40  # pixels of lines that a label rather covers than be on their other side
+BETWEEN = tuple(each for h in (0.5, -0.5) for each in ((1, h), (-1, h), (h, 1), (h, -1)))
+ALIGNED = {1: ("left", "bottom"), -1: ("right", "top")}
+DISTANCES = (3, 6, 9)  # of a label from its point's marker, in points
 STEP = 2.0  # pixels: between labels at least, and between the places at which lines are looked at
 
 
 def add_labels(axes, labels) -> None:
-    """Writes labels, each beside its point, where they cover no label, no point and as little as can be of lines.
+    """Writes labels, each beside its point, where they cover no label and no point.
+
+    Of such places one that no line crosses, nor the way from it to the point, if there is one; else one that none crosses;
+    else where it covers the least of lines.
 
     axes: complete, with its limits. labels: (text, (x, y), colour) with the point in data coordinates, the most
     important first; one that finds no place is left out.
@@ -43,27 +46,37 @@ def add_labels(axes, labels) -> None:
         if not free:
             note.remove()
             continue
-        box, (right, up), gap = min(
-            free, key=lambda each: _hidden(each, place, radius, lines, pixels)
+        box, side, gap = min(free, key=lambda each: _hidden(each, place, radius, lines, pixels))
+        (ha, x), (va, y) = (
+            _aligned(each, gap, length / pixels, axis)
+            for axis, (each, length) in enumerate(zip(side, extent.size, strict=True))
         )
-        note.set(ha=ALIGNED[right][0], va=ALIGNED[up][1], position=(right * gap, up * gap))
+        note.set(ha=ha, va=va, position=(x, y))
         taken.append(box)
+
+
+def _aligned(where: float, gap: float, length: float, axis: int) -> tuple[str, float]:
+    """How a text is aligned along an axis (0: x, 1: y), and its offset from the point; lengths in points."""
+    if where in ALIGNED:
+        return ALIGNED[where][axis], where * gap
+    return "center", where * (gap + length / 2)
 
 
 def _boxes(place, size, radius: float, pixels: float):
     """Around a marker: corners (x0, y0, x1, y1) in pixels, the side, and the gap in points; the best first."""
-    for distance, side in product(DISTANCES, SIDES):
+    for distance, side in product(DISTANCES, SIDES + BETWEEN):
         gap, where = radius + distance * pixels, np.array(side)
         low = place + where * gap + (where - 1) / 2 * size
         yield (*low, *(low + size)), side, gap / pixels
 
 
-def _hidden(found, place, radius: float, lines, pixels: float) -> int:
-    """What of lines a label covers, in pixels, and much where they lie between it and its marker."""
+def _hidden(found, place, radius: float, lines, pixels: float) -> tuple[bool, bool, int]:
+    """Whether lines cross a label, whether they lie between it and its marker, and how much of them it covers."""
     box, side, gap = found
     between = [place + np.array(side) * each for each in np.linspace(radius, gap * pixels, 5)]
     is_apart = any(_covered((*each, *each), lines, STEP) for each in between)
-    return int(STEP * _covered(box, lines, 1.0)) + APART * is_apart
+    covered = _covered(box, lines, 1.0)
+    return covered > 0, is_apart, covered
 
 
 def _lines(axes, pixels):

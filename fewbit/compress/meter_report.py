@@ -9,13 +9,20 @@ from typing import NamedTuple
 
 from fewbit import plot
 from fewbit.errors import FewbitError
-from fewbit.report import GAP, fitted, new_grid, render_plain, shortened
+from fewbit.report import (
+    columns_within,
+    fitted,
+    new_grid,
+    plain_width,
+    render_plain,
+    shortened,
+)
 from fewbit.runtime.groups import WIDE
 from fewbit.sizes import counted
 
 MOST_ROWS, MOST_ROWS_HTML, MOST_BARS = 20, 60, 14
 PLAIN_WIDTH = 100
-LEAST_MODULE, LEAST_TYPE = 26, 22  # characters; with less other columns go
+LEAST_NAME = 24  # characters; with less other columns go
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 NOTHING = (
     "Nothing is kept for backward: no output depends on anything that requires grad, "
@@ -123,7 +130,7 @@ class SavedBytesReport:
         shared = sum(entry.first_saver is not None for entry in self.kept)
         if shared:
             lines.append(
-                f"{counted(shared, 'more saved tensor')} share{'s' * (shared == 1)} a storage with an earlier module: 0 bytes"
+                f"in storages of earlier modules, 0 bytes: {counted(shared, 'more saved tensor')}"
             )
         wide = [e for e in self.kept if e.kind == "range" and e.shape[1:] == (WIDE,) and e.bytes]
         if wide:
@@ -197,14 +204,8 @@ class SavedBytesReport:
 
         header, body, cut, total = self._cells(MOST_ROWS)
         lines = [*body, *([cut] if cut else []), total]
-        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-        widths[:2] = min(widths[0], LEAST_MODULE), min(widths[1], LEAST_TYPE)
-        columns = list(range(len(header)))
-        # A narrow terminal keeps the module's name readable and goes without these.
-        for dropped in (5, 1, 4, 3):
-            if sum(widths[i] + GAP for i in columns) <= width:
-                break
-            columns.remove(dropped)
+        # A narrow terminal keeps the module's name readable and goes without dtype, type, shape and kind.
+        columns = columns_within(header, lines, (0, 1), (5, 1, 4, 3), width, LEAST_NAME)
         grid = new_grid()
         for i in columns:
             grid.add_column(header[i], justify="right" if i in (2, 6, 7) else "left", no_wrap=True)
@@ -224,7 +225,7 @@ class SavedBytesReport:
         return grid
 
     def __str__(self) -> str:
-        return render_plain(self, PLAIN_WIDTH)
+        return render_plain(self, plain_width(PLAIN_WIDTH))
 
     __repr__ = __str__
 

@@ -28,6 +28,7 @@ from fewbit.compress import meter
 from fewbit.compress.candidates import Candidate, check_candidates, default_candidates
 from fewbit.compress.convert import restore_
 from fewbit.compress.gradients import (
+    CHUNKS,
     Measured,
     batches_of,
     check_count,
@@ -153,7 +154,7 @@ def plan(
     candidates: Iterable[Candidate] | None = None,
     share: float = 0.1,
     draws: int = 2,
-    chunks: int = 8,
+    chunks: int = CHUNKS,
     seed: int = 0,
     progress: bool = True,
 ) -> TrainingPlan:

@@ -28,7 +28,8 @@ MARKERS = "osD^vP"
 class TrainingPlanReport(PicturedReport):
     """The ways to show a result with the attributes of TrainingPlan."""
 
-    _names, _spare = (0, 1), 1
+    _names = (0, 1)
+    _spare = (9, 6, 5, 3, 8)  # passes, random, ±, less, time
 
     @property
     def title(self) -> str:
@@ -141,7 +142,7 @@ class TrainingPlanReport(PicturedReport):
             f"{chosen}the fewest bytes with an error of at most {_short(100 * self.share)}% of that variance",
             *(["errors differ much between these batches: give more of them"] if unsure else []),
             f"time: median of {counted(self.batches * (self.draws - 1), 'pass')}, forward and backward, over that of exact ones, "
-            f"{_seconds(self.exact_seconds)}, here ({self.device}); passes: the shortest to the longest, where there is room. "
+            f"{_seconds(self.exact_seconds)}, here ({self.device}); passes: the shortest to the longest. "
             "Bits that adapt take longer in the few steps that observe",
         ]
 

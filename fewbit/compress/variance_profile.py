@@ -28,6 +28,7 @@ from fewbit.compress import meter
 from fewbit.compress.convert import Filter, Settings, convert, restore_
 from fewbit.compress.deferred import Noise
 from fewbit.compress.gradients import (
+    CHUNKS,
     Measured,
     batches_of,
     check_count,
@@ -165,7 +166,7 @@ def variance_profile(
     exclude: Filter = (),
     overrides: Mapping[str, int | Mapping | None] | None = None,
     draws: int = 16,
-    chunks: int = 8,
+    chunks: int = CHUNKS,
     seed: int = 0,
     progress: bool = True,
 ) -> VarianceProfile:

@@ -23,6 +23,7 @@ class VarianceProfileReport(PicturedReport):
     """The ways to show a result with the attributes of VarianceProfile."""
 
     _header = ("module", "sampling", "±", "rounding", "±", "direct", "±", "own")
+    _spare = (6, 4, 2, 7, 5)
 
     @property
     def title(self) -> str:

@@ -24,6 +24,7 @@ from fewbit.demo.text import Corpus, python_topics
 from fewbit.errors import FewbitError
 from fewbit.nn import GELU
 from fewbit.runtime import backends
+from fewbit.sizes import counted
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
 """What `fewbit demo --seeds 5` gave; it is part of a checkout, not of the package."""
@@ -51,10 +52,10 @@ class Arm:
     def name(self) -> str:
         if self.everything is not None:
             start = "all" if self.level == "L2" else self.level
-            return f"{start} {self.everything:g} bit{'s' * (self.everything > 1)}"
+            return f"{start} {counted(self.everything, 'bit')}"
         if self.bits is None:
             return "exact"
-        return f"{self.bits} bit{'s' * (self.bits > 1)}"
+        return counted(self.bits, "bit")
 
     @property
     def finals(self) -> list[float]:

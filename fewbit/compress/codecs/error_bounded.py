@@ -16,6 +16,7 @@ from fewbit.compress.codecs.payload import (
     largest,
     left_over,
     mapped,
+    restored,
     smaller,
 )
 from fewbit.errors import InputError
@@ -59,7 +60,7 @@ class ErrorBounded:
         return payload if _holds(x, payload, limits) else exact(x)
 
     def decompress(self, payload: Payload) -> torch.Tensor:
-        return payload.recipe.restore(payload.tensors)
+        return restored(payload)
 
 
 class Predicted(NamedTuple):

@@ -20,6 +20,7 @@ from fewbit.compress.codecs.payload import (
     largest,
     left_over,
     mapped,
+    restored,
     smaller,
 )
 from fewbit.errors import InputError
@@ -63,7 +64,7 @@ class Jpeg:
         return _compressed(x, rest, seed)
 
     def decompress(self, payload: Payload) -> torch.Tensor:
-        return payload.recipe.restore(payload.tensors)
+        return restored(payload)
 
 
 class Transformed(NamedTuple):

@@ -13,6 +13,7 @@ from fewbit.errors import InputError
 from fewbit.runtime import layout, offload
 from fewbit.runtime.ops import FLOATING
 from fewbit.runtime.plain import is_plain
+from fewbit.runtime.quantiser import Kept
 from fewbit.sizes import counted
 
 EXACT = "exact"
@@ -64,7 +65,7 @@ class Codec(Protocol):
         """
 
     def decompress(self, payload: Payload) -> torch.Tensor:
-        """The values, of the tensor's size and dtype, in memory of their own."""
+        """The values, of the tensor's size and dtype, in memory of their own. Raises InputError for no payload."""
 
 
 class Exact(NamedTuple):
@@ -93,6 +94,13 @@ def smaller(x: torch.Tensor, tensors, recipe) -> Payload:
         return exact(x)
     offload.mark(*payload.tensors)
     return payload
+
+
+def restored(payload: Payload) -> torch.Tensor:
+    """The values, whichever codec has made it. InputError for what is no payload."""
+    if not isinstance(payload, Payload | Kept):  # Kept: what a layer has made of one
+        raise InputError(f"expected a Payload, got {type(payload).__name__}")
+    return payload.recipe.restore(payload.tensors)
 
 
 def mapped(values: torch.Tensor, dtype: torch.dtype, affine) -> torch.Tensor:

@@ -7,7 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.compress.codecs.payload import Exact, Payload, checked, left_over, mapped, smaller
+from fewbit.compress.codecs.payload import (
+    Exact,
+    Payload,
+    checked,
+    left_over,
+    mapped,
+    restored,
+    smaller,
+)
 from fewbit.compress.codecs.payload import exact as exact_payload
 from fewbit.runtime import groups, layout, ops, quantiser_ops
 from fewbit.runtime.quantiser import Recipe
@@ -34,7 +42,7 @@ class Quant:
         return joined(x, pieces(x, limits, seed))
 
     def decompress(self, payload: Payload) -> torch.Tensor:
-        return payload.recipe.restore(payload.tensors)
+        return restored(payload)
 
 
 class Piece(NamedTuple):

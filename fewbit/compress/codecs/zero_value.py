@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.compress.codecs.payload import Payload, checked, mapped
+from fewbit.compress.codecs.payload import Payload, checked, mapped, restored
 from fewbit.compress.codecs.quant import Piece, joined, pieces
 from fewbit.runtime import backends, layout, offload, quantiser_ops
 from fewbit.runtime.encoding import packed_words
@@ -30,7 +30,7 @@ class ZeroValue:
         return joined(x, [_without_zeros(piece) for piece in pieces(x, limits, seed)])
 
     def decompress(self, payload: Payload) -> torch.Tensor:
-        return payload.recipe.restore(payload.tensors)
+        return restored(payload)
 
 
 class Sparse(NamedTuple):

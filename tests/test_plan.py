@@ -756,7 +756,7 @@ def test_labels_are_crossed_by_no_line_where_there_is_room(rows):
 
 
 def test_a_label_stands_beside_its_own_point():
-    """And one for which there is no place is left out, but not that of what is recommended."""
+    """And one for which there is no place is left out; that of what is recommended is the first to get one."""
     rows = [(f"policy {i}", 1 + i / 100, 500 + i / 100, 0.05) for i in range(40)]
     (axes,) = made(*rows).plot().axes
     assert 1 <= len(axes.texts) < 40 and axes.texts[0].get_text() == "1 bit"
@@ -775,7 +775,7 @@ def test_a_label_stands_beside_its_own_point():
         ([([0.52, 0.52], [0, 1])], ("right", "center")),
         (
             [([0.52, 0.52], [0, 1]), ([0.48, 0.48], [0, 1]), ([0, 1], [0.53, 0.53])],
-            ("left", "center"),  # beyond a line, but on none
+            ("center", "top"),  # lines cross it, but none lies between it and the point
         ),
         ([([0.5, 0.5], [0, 1]), ([0, 1], [0.5, 0.5])], ("left", "bottom")),
         ([([each, each], [0, 1]) for each in np.linspace(0, 1, 80)], ("center", "bottom")),

@@ -17,8 +17,8 @@ STEP = 2.0  # pixels: between labels at least, and between the places at which l
 def add_labels(axes, labels) -> None:
     """Writes labels, each beside its point, where they cover no label and no point.
 
-    Of such places one that no line crosses, nor the way from it to the point, if there is one; else one that none crosses;
-    else where it covers the least of lines.
+    Of such places one with no line between it and the point, if there is one; of those one that no line crosses, or
+    where it covers the least of lines.
 
     axes: complete, with its limits. labels: (text, (x, y), colour) with the point in data coordinates, the most
     important first; one that finds no place is left out.
@@ -71,12 +71,12 @@ def _boxes(place, size, radius: float, pixels: float):
 
 
 def _hidden(found, place, radius: float, lines, pixels: float) -> tuple[bool, bool, int]:
-    """Whether lines cross a label, whether they lie between it and its marker, and how much of them it covers."""
+    """Whether lines lie between a label and its marker, whether they cross it, and how much of them it covers."""
     box, side, gap = found
     between = [place + np.array(side) * each for each in np.linspace(radius, gap * pixels, 5)]
     is_apart = any(_covered((*each, *each), lines, STEP) for each in between)
     covered = _covered(box, lines, 1.0)
-    return covered > 0, is_apart, covered
+    return is_apart, covered > 0, covered
 
 
 def _lines(axes, pixels):

@@ -50,6 +50,7 @@ class Bounds(_Report, Sequence):
 
     _header = ("layer", "decides", "bound", "dx*", "bits", "ratio")
     _names = (0, 1)
+    _spare = (2, 5)
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 import digits_resnet
+import short_training
 import super_resolution
 import text_classifier
 import torch
@@ -41,35 +42,22 @@ def tasks(quick: bool = False) -> dict[str, Task]:
     return {
         "digits": digits(quick),
         "transformer": transformer(quick),
-        "text": Task(
-            "Text classifier",
-            "accuracy",
-            "%",
-            100,
-            1,
-            20 if quick else text_classifier.STEPS,
-            text_classifier.build,
-            text_classifier.batches,
-            text_classifier.loss,
-            with_steps(text_classifier.train, 20 if quick else text_classifier.STEPS),
-        ),
-        "photographs": Task(
-            "Super-resolution",
-            "psnr",
-            "dB",
-            1,
-            1,
-            20 if quick else super_resolution.STEPS,
-            super_resolution.build,
-            super_resolution.batches,
-            super_resolution.loss,
-            with_steps(super_resolution.train, 20 if quick else super_resolution.STEPS),
-        ),
+        "text": short(text_classifier, quick, "Text classifier", "accuracy", "%", 100),
+        "photographs": short(super_resolution, quick, "Super-resolution", "psnr", "dB", 1),
     }
 
 
-def with_steps(train, steps):
-    return lambda model, seed, progress: train(model, seed, progress, steps)
+def short(module, quick: bool, title: str, score: str, unit: str, factor: float) -> Task:
+    """Of a module with `build`, `batches`, `loss`, `test`, STEPS and LEARNING_RATE; more of its score is better."""
+    steps = 20 if quick else module.STEPS
+
+    def train(model, seed, progress):
+        own = module.batches, module.loss, module.test, steps, module.LEARNING_RATE
+        return short_training.train_and_test(model, *own, seed, progress)
+
+    return Task(
+        title, score, unit, factor, 1, steps, module.build, module.batches, module.loss, train
+    )
 
 
 EPOCHS = 30

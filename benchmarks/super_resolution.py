@@ -11,7 +11,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 
-import short_training
 import torch
 from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
@@ -117,15 +116,3 @@ def test(model: nn.Module) -> tuple[float, dict[str, float]]:
     score = psnr(model)
     pairs = [(small[None], large[None]) for small, large in photographs()[1]]
     return statistics.fmean(loss(model, pair).item() for pair in pairs), {"psnr": score}
-
-
-def train(
-    model: nn.Module,
-    seed: int,
-    progress: Callable[[int], None] = lambda step: None,
-    steps: int = STEPS,
-) -> dict[str, float]:
-    """The loss at the end of training, the same on the test images, and their PSNR."""
-    return short_training.train_and_test(
-        model, batches, loss, test, steps, LEARNING_RATE, seed, progress
-    )

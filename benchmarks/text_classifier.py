@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import short_training
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -121,15 +120,3 @@ def test(model: nn.Module) -> tuple[float, dict[str, float]]:
     logits = torch.cat([model(part) for part in passages.split(256)])
     accuracy = (logits.argmax(1) == labels).double().mean().item()
     return cross_entropy(logits, labels).item(), {"accuracy": accuracy}
-
-
-def train(
-    model: nn.Module,
-    seed: int,
-    progress: Callable[[int], None] = lambda step: None,
-    steps: int = STEPS,
-) -> dict[str, float]:
-    """The loss at the end of training, and loss and accuracy on the test passages."""
-    return short_training.train_and_test(
-        model, batches, loss, test, steps, LEARNING_RATE, seed, progress
-    )

@@ -18,6 +18,7 @@ import contextlib
 import copy
 import importlib
 import importlib.util
+import inspect
 import itertools
 import math
 import numbers
@@ -147,6 +148,17 @@ def import_callable(path: str) -> Callable:
     if not callable(found):
         raise FunctionError(f"expected {path!r} to be callable, got {type(found).__name__}")
     return found
+
+
+def misfit_of(f: Callable, arguments: int) -> str:
+    """Why f cannot be called with so many arguments, by position; "" if it can, or does not tell, as some built-in functions."""
+    try:
+        inspect.signature(f).bind(*[None] * arguments)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        pass
+    return ""
 
 
 def qualified_name(f: object) -> str:

@@ -840,19 +840,14 @@ def _workload(name, **sizes):
 
 def _called(name):
     """What the user's function returns; what it raises is one line, as elsewhere of the user's code."""
-    import inspect
-
-    from fewbit.callables import _one_line, import_callable
+    from fewbit.callables import _one_line, import_callable, misfit_of
 
     function = import_callable(name)
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
+    misfit = misfit_of(function, 0)
+    if misfit:
         raise FewbitError(
-            f"{name}: expected a function without arguments, got one for which: {error}"
-        ) from None
-    except ValueError:  # of built-in functions that do not tell
-        pass
+            f"{name}: expected a function without arguments, got one for which: {misfit}"
+        )
     try:
         return function()
     except FewbitError:

@@ -42,15 +42,12 @@ class _Report:
 
         header, rows, previous = self._header, self._cells(), None
         width = options.max_width
-        columns = columns_within(header, rows, self._names, self._spare, width)
-        lines = [tuple(cells[i] for i in columns) for cells in rows]
-        names = [columns.index(each) for each in self._names]
+        columns, shown = laid_out(header, rows, self._names, self._spare, width)
         grid = new_grid()
         for i in columns:
             # Should even so little be too wide, a number goes on in the next line.
             is_name = i in self._names
             grid.add_column(header[i], justify=self._side(i), no_wrap=is_name, overflow="fold")
-        shown = fitted([header[i] for i in columns], lines, names, width)
         for cells, (name, *rest) in zip(rows, shown, strict=True):
             # A function's name stands once above its own rows.
             repeated, previous = cells[0] == previous, cells[0]
@@ -102,17 +99,20 @@ class _Report:
         return buffer.getvalue()
 
 
-def said(text):
-    """A text in place of a table, as HTML."""
-    return f"<div><b>{html.escape(text)}</b></div>"
-
-
 def new_grid():
     """An empty rich table with a line under its header and no other rules."""
     from rich import box
     from rich.table import Table as Grid
 
     return Grid(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+
+
+def laid_out(header, rows, names, spare, width, least=LEAST_NAME):
+    """(numbers of the columns to show, the rows of those, with names shortened): `columns_within`, then `fitted`."""
+    columns = columns_within(header, rows, names, spare, width, least)
+    lines = [tuple(cells[i] for i in columns) for cells in rows]
+    names = [columns.index(each) for each in names if each in columns]
+    return columns, fitted([header[i] for i in columns], lines, names, width)
 
 
 def columns_within(header, rows, names, spare, width, least=LEAST_NAME):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from fewbit.compress.meter_report import amount
-from fewbit.report import _Report, said
+from fewbit.compress.rows_report import Rows
 from fewbit.sizes import counted
 
 
@@ -38,7 +37,7 @@ class Allocated(NamedTuple):
         return self.sensitivity / (2.0**self.bits - 1) ** 2
 
 
-class Allocation(_Report, Sequence):
+class Allocation(Rows):
     """Rows of Allocated, in the order of the forward; compares equal to one with the same rows.
 
     empty: what is said where there are none. ended: what has become of the model, where these bits are none of a model that
@@ -49,15 +48,7 @@ class Allocation(_Report, Sequence):
     _spare = (3, 4, 1, 5)
 
     def __init__(self, rows=(), empty: str = "no bits chosen", ended: str = ""):
-        self._rows = tuple(rows)
-        self._empty = empty
-        self._ended = ended
-
-    def __getitem__(self, index):
-        return self._rows[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        super().__init__(rows, empty, ended)
 
     def __eq__(self, other) -> bool:
         return isinstance(other, Allocation) and self._rows == other._rows
@@ -70,11 +61,6 @@ class Allocation(_Report, Sequence):
         return _average(self)
 
     @property
-    def title(self) -> str:
-        text = self._found if self else self._empty
-        return f"{self._ended}: {text}" if self._ended else text
-
-    @property
     def _found(self) -> str:
         chosen = [row for row in self if not row.is_fixed]
         tensors = f"{counted(len(chosen), 'tensor')} that layers keep"
@@ -82,12 +68,6 @@ class Allocation(_Report, Sequence):
         if len(chosen) == len(self):
             return text
         return f"{text}; {self.bits:.4g} with {len(self) - len(chosen)} of fixed bits"
-
-    def __rich_console__(self, console, options):
-        return super().__rich_console__(console, options) if self else [self.title]
-
-    def _repr_html_(self):
-        return super()._repr_html_() if self else said(self.title)
 
     def records(self) -> list[dict]:
         """A dictionary for each row."""

@@ -17,7 +17,7 @@ from fewbit.compress.guarantee.policy import POLICY, Guarantee
 from fewbit.compress.guarantee.report import Bounded, Bounds
 from fewbit.errors import InputError
 from fewbit.runtime.offload import Offload
-from fewbit.runtime.sharing import Session
+from fewbit.runtime.sharing import Session, sessions_of
 from fewbit.sizes import counted
 
 if TYPE_CHECKING:
@@ -235,8 +235,4 @@ def _origin(state: Mapping) -> str:
 
 def _is_attached(session: Session, model: nn.Module) -> bool:
     """Whether forwards of the model are told to that session."""
-    return any(
-        getattr(hook, "__self__", None) is session
-        for module in model.modules()
-        for hook in module._forward_pre_hooks.values()
-    )
+    return any(each is session for each in sessions_of(model))

@@ -5,7 +5,6 @@ The model that is given, and torch's random state, stay as they were.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fewbit.callables import misfit_of
 from fewbit.compress import kinds, meter
 from fewbit.errors import InputError
 from fewbit.schema import shorten
@@ -193,14 +193,11 @@ def check_loss(loss) -> None:
         raise InputError(
             f"loss: {EXPECTED_LOSS}, got {type(loss).__name__}, which takes an output and a target"
         )
-    try:
-        inspect.signature(loss).bind(None, None)
-    except TypeError as error:
+    misfit = misfit_of(loss, 2)
+    if misfit:
         raise InputError(
-            f"loss: expected a function (model, batch) -> scalar tensor, got one for which: {error}"
-        ) from None
-    except ValueError:  # of built-in functions that do not tell
-        pass
+            f"loss: expected a function (model, batch) -> scalar tensor, got one for which: {misfit}"
+        )
 
 
 def _takes_for_output(error: Exception, model: nn.Module) -> bool:

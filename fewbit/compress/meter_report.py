@@ -10,8 +10,7 @@ from typing import NamedTuple
 from fewbit import plot
 from fewbit.errors import FewbitError
 from fewbit.report import (
-    columns_within,
-    fitted,
+    laid_out,
     new_grid,
     plain_width,
     render_plain,
@@ -205,13 +204,10 @@ class SavedBytesReport:
         header, body, cut, total = self._cells(MOST_ROWS)
         lines = [*body, *([cut] if cut else []), total]
         # A narrow terminal keeps the module's name readable and goes without dtype, type, shape and kind.
-        columns = columns_within(header, lines, (0, 1), (5, 1, 4, 3), width, LEAST_NAME)
+        columns, lines = laid_out(header, lines, (0, 1), (5, 1, 4, 3), width, LEAST_NAME)
         grid = new_grid()
         for i in columns:
             grid.add_column(header[i], justify="right" if i in (2, 6, 7) else "left", no_wrap=True)
-        lines = [tuple(line[i] for i in columns) for line in lines]
-        names = (0, 1) if 1 in columns else (0,)
-        lines = fitted([header[i] for i in columns], lines, names, width)
         for number, line in enumerate(lines):
             texts = [Text(each) for each in line]
             style = (

@@ -14,11 +14,13 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
@@ -394,6 +396,15 @@ class Session:
         if pack is None or pack not in regions:
             regions.clear()  # their hooks live as long as the graph, which is to hold nothing of regions
         return self._local.entries if pack is None else regions.setdefault(pack, {})
+
+
+def sessions_of(model: nn.Module) -> Iterator[Session]:
+    """Those that forwards of its modules are told to, private ones too, as often as there are such modules."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            session = getattr(hook, "__self__", None)
+            if isinstance(session, Session):
+                yield session
 
 
 class _Local(threading.local):

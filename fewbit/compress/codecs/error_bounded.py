@@ -68,7 +68,7 @@ class Predicted(NamedTuple):
 
     size: tuple[int, ...]
     dtype: torch.dtype
-    codec = "error-bounded"
+    codec = ErrorBounded.name
     count = 2
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:

@@ -73,7 +73,7 @@ class Transformed(NamedTuple):
     size: tuple[int, ...]
     dtype: torch.dtype
     nonzeros: tuple[int, ...]
-    codec = "jpeg"
+    codec = Jpeg.name
     count = 3
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Payload(NamedTuple):
     @property
     def codec(self) -> str:
         """What has kept it, as codecs leave to others what they do not make smaller: a codec's name, or EXACT."""
-        return getattr(self.recipe, "codec", "quant")  # a layer's own recipe is the quantiser's
+        return kept_by(self.recipe)
 
     def __repr__(self) -> str:
         """What kept it, of what, and how small; not the numbers."""
@@ -78,6 +78,11 @@ class Exact(NamedTuple):
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         """A copy, in its own dtype unless given; affine: as for `Recipe.restore`."""
         return mapped(tensors[0].clone(), dtype or self.dtype, affine)
+
+
+def kept_by(recipe) -> str:
+    """As `Payload.codec`."""
+    return getattr(recipe, "codec", "quant")  # a layer's own recipe is the quantiser's
 
 
 def exact(x: torch.Tensor) -> Payload:

@@ -11,6 +11,7 @@ from fewbit.compress.codecs.payload import (
     Exact,
     Payload,
     checked,
+    kept_by,
     left_over,
     mapped,
     restored,
@@ -63,8 +64,8 @@ class ByChannel(NamedTuple):
     @property
     def codec(self) -> str:
         """`quant+zvc` where zeros were left out of some part."""
-        kept_by = {getattr(recipe, "codec", "quant") for _, recipe in self.parts}
-        return "quant+zvc" if "quant+zvc" in kept_by else "quant"
+        codecs = {kept_by(recipe) for _, recipe in self.parts}
+        return "quant+zvc" if "quant+zvc" in codecs else Quant.name
 
     @property
     def count(self) -> int:

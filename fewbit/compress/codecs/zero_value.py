@@ -38,7 +38,7 @@ class Sparse(NamedTuple):
 
     inner: Recipe
     nonzero: int
-    codec = "quant+zvc"
+    codec = ZeroValue.name
     count = 3
 
     @property

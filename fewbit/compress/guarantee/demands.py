@@ -199,9 +199,7 @@ def _batch_norm(context, grad, results, errors):
         context.view == context.recipe.size
     )  # not an instance norm, whose channels are those of samples
     samples = context.recipe.size[0]
-    of_rows = grad.double().square()
-    if grad.dim() > 2:
-        of_rows = _squares(grad, dims[1:])
+    of_rows = _squares(grad, dims[1:]) if grad.dim() > 2 else grad.double().square()
     weighted = (of_rows.reshape(samples, -1) * _row_weights(errors, samples)).sum(0)
     grad2 = of_rows.reshape(grad.shape[:2]).sum(0)
     if is_whole:

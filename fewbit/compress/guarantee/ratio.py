@@ -30,7 +30,7 @@ from fewbit.compress.gradients import (
 from fewbit.compress.guarantee.policy import NAMED
 from fewbit.compress.guarantee.ratio_report import GradientRatio
 from fewbit.errors import BoundWarning, InputError
-from fewbit.runtime.sharing import Session, measuring
+from fewbit.runtime.sharing import Session, measuring, sessions_of
 
 
 def gradient_ratio(
@@ -62,16 +62,8 @@ def gradient_ratio(
         raise InputError(f"loss: expected a gradient that is finite and not 0, got |g|^2 = {total}")
     each = of_draws.sum(1) / total
     with np.errstate(divide="ignore", invalid="ignore"):
-        by_module, relative = (
-            dict(
-                zip(
-                    measured.groups,
-                    np.where(squares > 0, of / squares, np.nan).tolist(),
-                    strict=True,
-                )
-            )
-            for of in (of_draws.mean(0), errors.mean(0))
-        )
+        each_of = [np.where(squares > 0, of.mean(0) / squares, np.nan) for of in (of_draws, errors)]
+    by_module, relative = (dict(zip(measured.groups, of.tolist(), strict=True)) for of in each_of)
     ratio = GradientRatio(
         float(each.mean()),
         float(each.std(ddof=1) / math.sqrt(draws)),
@@ -109,9 +101,7 @@ def _of_batch(measured: Measured, exact: Measured, session: Session, batch, numb
 
 def _session_of(model: nn.Module) -> Session:
     """That of a converted model."""
-    for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
-            session = getattr(hook, "__self__", None)
-            if isinstance(session, Session) and not session.is_private:
-                return session
+    for session in sessions_of(model):
+        if not session.is_private:
+            return session
     raise InputError("expected a model that compress_ has converted, got one that it has not")

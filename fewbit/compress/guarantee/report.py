@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from fewbit.compress.guarantee.ratio_report import limit_text
-from fewbit.report import _Report, said
+from fewbit.compress.rows_report import Rows
 from fewbit.sizes import counted
 
 NAMED = 4
@@ -22,8 +22,8 @@ class Bounded(NamedTuple):
     mean squared error that is allowed, of what is kept; of an activation the error of f'. kept: by "bits", "exact", or the
     name of the codec that has kept it ("quant" where "jpeg" or "quant+zvc" left it to that). bits: an element, on average;
     of a codec all bytes of its latest payload in this process, None before that; None where exact. elements: in one
-    forward, of all processes; None for activations. is_fixed: bits were given. is_met: False where an activation's table,
-    with the most bits or those given, errs by more. ratio: E|g^|^2 / E|g|^2 that the monitor saw, the largest of the gradients; None where it has seen none.
+    forward, of all processes; None for activations. is_fixed: bits were given. is_met: False where bits that were
+    given, or an activation's table with the most bits, err by more. ratio: E|g^|^2 / E|g|^2 that the monitor saw, the largest of the gradients; None where it has seen none.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Bounded(NamedTuple):
     ratio: float | None = None
 
 
-class Bounds(_Report, Sequence):
+class Bounds(Rows):
     """Rows of Bounded, in the order of the forward, activations last; equal to one with the same rows.
 
     e2: as of `compress_`, None without the policy. ratio: E|g^|^2 / E|g|^2 in all, as far as the monitor has seen
@@ -61,18 +61,12 @@ class Bounds(_Report, Sequence):
         unobserved: Mapping[str, str] | None = None,
         ended: str = "",
     ):
-        self._rows = tuple(rows)
+        self._why = dict(unobserved or {})
+        if self._why:
+            empty = "no bounds found; " + "; ".join(self._of_unobserved())
+        super().__init__(rows, empty, ended)
         self.e2 = e2
         self.ratio = ratio
-        self._empty = empty
-        self._why = dict(unobserved or {})
-        self._ended = ended
-
-    def __getitem__(self, index):
-        return self._rows[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def __eq__(self, other) -> bool:
         return isinstance(other, Bounds) and (self._rows, self.e2, self.ratio) == (
@@ -101,17 +95,6 @@ class Bounds(_Report, Sequence):
         return sum(bits * each for bits, each in found) / elements if elements else None
 
     @property
-    def title(self) -> str:
-        text = self._found if self else self._nothing
-        return f"{self._ended}: {text}" if self._ended else text
-
-    @property
-    def _nothing(self) -> str:
-        if not self._why:
-            return self._empty
-        return "no bounds found; " + "; ".join(self._of_unobserved())
-
-    @property
     def _found(self) -> str:
         layers = [row for row in self if row.input is not None]
         exact = sum(row.kept == "exact" for row in layers)
@@ -127,12 +110,6 @@ class Bounds(_Report, Sequence):
             return f"{text}; E|g^|^2 / E|g|^2 not seen yet, to stay within {limit_text(self.limit)}"
         verdict = "more than" if self.ratio > self.limit else "within"
         return f"{text}; E|g^|^2 / E|g|^2 {self.ratio:.4g}, {verdict} {limit_text(self.limit)}"
-
-    def __rich_console__(self, console, options):
-        return super().__rich_console__(console, options) if self else [self.title]
-
-    def _repr_html_(self):
-        return super()._repr_html_() if self else said(self.title)
 
     def _of_unobserved(self) -> list[str]:
         """A line for each reason."""

@@ -1,8 +1,14 @@
 """The exceptions fewbit raises on bad input; each message is one line: what was expected, what came."""
 
 
+from fewbit.text import printable
+
+
 class FewbitError(ValueError):
-    """Base of every exception that fewbit raises on purpose."""
+    """Base of every exception that fewbit raises on purpose; its text is always one printable line."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class FunctionError(FewbitError):
@@ -41,4 +47,4 @@ class OutputExistsError(FewbitError):
         return self.args[0]
 
     def __str__(self) -> str:
-        return f"{self.path} exists; pass force=True to overwrite it"
+        return printable(f"{self.path} exists; pass force=True to overwrite it")

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
-from scipy.special import erfcx
 
+from fewbit.erfcx import erfcx
 from fewbit.errors import FunctionError
 
 __all__ = ["Function", "aliases", "canonical", "get", "names"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import os
-import sys
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from io import BytesIO
@@ -18,6 +18,7 @@ from fewbit.errors import FewbitError
 from fewbit.files import write_atomic
 from fewbit.sizes import counted
 from fewbit.table import Table, describe_function, describe_weight
+from fewbit.text import one_line
 
 INK, MUTED, GRID, ERROR = "#1f2328", "#6e7781", "#e6e8eb", "#c2410c"
 STYLE = {
@@ -34,6 +35,7 @@ STYLE = {
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "legend.frameon": False,
+    "text.usetex": False,  # names come from files, and TeX would run what they say
     "svg.hashsalt": "fewbit",  # the same table gives the same file
 }
 
@@ -56,25 +58,6 @@ class Step(NamedTuple):
     end: float
     value: float
     code: int
-
-
-def resolve_function(table: Table):
-    """The table's function (an object with .derivative and .kinks), or None if it cannot be had.
-
-    A `module:function` is looked up only in modules that are already imported: showing a document that
-    came from elsewhere must not run code that it names.
-    """
-    if table._function is not None:
-        return table._function
-    module, colon, _ = table.function.partition(":")
-    if colon and module not in sys.modules:
-        return None
-    try:
-        from fewbit.callables import resolve
-
-        return resolve(table.function, table.parameters)
-    except (ImportError, FewbitError):
-        return None
 
 
 def window(table: Table, function=None) -> tuple[float, float]:
@@ -164,7 +147,7 @@ def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, for
         if ax is not None:
             figure = ax.figure
             _draw_values(ax, table, legend=True)
-            ax.set_title(_title(table), loc="left")
+            ax.set_title(_title(table), loc="left", parse_math=False)
         else:
             figure = _draw_figure(table)
     return _finish(figure, path, force)
@@ -201,7 +184,9 @@ def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, fo
 def render(figure, format: str = "png", dpi: int = 160) -> bytes:
     """The figure as the bytes of a PNG or SVG file."""
     buffer = BytesIO()
-    with _style():
+    with _style(), warnings.catch_warnings():
+        # A name may have characters that no font here has.
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         figure.savefig(
             buffer, format=format, dpi=dpi, metadata={"Date": None} if format == "svg" else None
         )
@@ -213,6 +198,8 @@ def _matplotlib():
         import matplotlib
     except ImportError:
         raise FewbitError("plotting needs matplotlib: pip install matplotlib") from None
+    except Exception as error:  # such as ValueError for MPLBACKEND
+        raise FewbitError(f"matplotlib cannot be used: {one_line(error)}") from None
     return matplotlib
 
 
@@ -253,7 +240,7 @@ def _title(table: Table) -> str:
 
 
 def _draw_figure(table: Table):
-    function = resolve_function(table)
+    function = table.activation
     figure = _new_figure(7.2, 5.0 if function is not None else 3.6)
     if function is None:
         axes = figure.subplots()
@@ -263,8 +250,9 @@ def _draw_figure(table: Table):
         axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[2.6, 1])
         _draw_values(axes, table, legend=True)
         _draw_error(below, table, function)
-    axes.set_title(_title(table), loc="left", color=INK, fontweight="bold")
-    axes.set_title(describe_weight(table), loc="right", color=MUTED, fontsize=9)
+    plain = {"parse_math": False}  # a name is no formula
+    axes.set_title(_title(table), loc="left", color=INK, fontweight="bold", **plain)
+    axes.set_title(describe_weight(table), loc="right", color=MUTED, fontsize=9, **plain)
     return figure
 
 
@@ -274,7 +262,7 @@ def _level_colours(table: Table) -> np.ndarray:
 
 
 def _draw_values(axes, table: Table, legend: bool, wide: float = 2.6) -> None:
-    function = resolve_function(table)
+    function = table.activation
     low, high = window(table, function)
     curve = None if function is None else derivative_curve(function, low, high)
     if table.objective == "unbiased":
@@ -386,7 +374,7 @@ def _draw_cell(axes, table: Table | None, legend: bool, label: str | None, form:
         name, _, parameters = label.rstrip(")").partition("(")
         lines = "\n".join([name, *filter(None, parameters.split(", "))])
         size = 10 if "\n" not in lines else 8
-        axes.set_ylabel(lines, fontsize=size, color=INK, fontweight="bold")
+        axes.set_ylabel(lines, fontsize=size, color=INK, fontweight="bold", parse_math=False)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -10,14 +10,15 @@ import math
 import operator
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fewbit import philox, schema
-from fewbit.errors import TableError
+from fewbit import functions, philox, schema
+from fewbit.documents import parse_json, read_text
+from fewbit.errors import FewbitError, TableError
 from fewbit.files import write_atomic
 from fewbit.schema import shorten
 from fewbit.sizes import counted
@@ -28,6 +29,15 @@ TAILS = ("free", "pinned")
 SIDES = ("right", "left")
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+MOST_PIECES = 2**14
+"""Pieces of a table, and knots of a stand-in; the solver makes a few hundred."""
+MOST_BINS = 2**16
+"""Bins of a histogram that is the weight."""
+MOST_CHARACTERS = 200
+"""Of a name; like the numbers above it is also in schema/table-1.json."""
+MOST_COUNT = 2**53
+NARROWEST = 1e-9
+"""Width of a domain, relative to its larger end."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -112,8 +122,8 @@ class Knots:
     closed: tuple[str, ...] | None = None
 
     def __post_init__(self):
-        points = _numbers("points", self.points, limit=FLOAT32_MAX)
-        values = _numbers("values", self.values, limit=FLOAT32_MAX)
+        points = _numbers("points", self.points, limit=FLOAT32_MAX, most=MOST_PIECES)
+        values = _numbers("values", self.values, limit=FLOAT32_MAX, most=MOST_PIECES)
         if len(points) < 2:
             raise _wrong("points", "at least 2 numbers", len(points))
         _check_length("values", values, len(points), "points")
@@ -258,7 +268,7 @@ class Table:
 
     def __post_init__(self):
         levels = _numbers("levels", self.levels, limit=FLOAT32_MAX)
-        breaks = _numbers("breaks", self.breaks)
+        breaks = _numbers("breaks", self.breaks, limit=FLOAT32_MAX, most=MOST_PIECES - 1)
         _set(
             self,
             function=_text("function", self.function),
@@ -276,7 +286,7 @@ class Table:
             lower_bound=_number("lower_bound", self.lower_bound, minimum=0.0),
             relative_error=_number("relative_error", self.relative_error, minimum=0.0),
             solver=_solver("solver", self.solver),
-            revision=_integer("revision", self.revision, 1, None),
+            revision=_integer("revision", self.revision, 1, MOST_COUNT),
             closed=_sides("closed", self.closed, len(breaks), "breaks"),
         )
         _check_levels(self)
@@ -349,6 +359,33 @@ class Table:
         return len(self.codes)
 
     @property
+    def activation(self):
+        """The function whose derivative q stands for, a `fewbit.functions.Function`, or None if it is not known.
+
+        It is the one that the table was solved from or was given by `with_activation`, else the one that fewbit has by
+        that name. Nothing is ever imported because a table names it: tables come from files.
+        """
+        if self._function is not None:
+            return self._function
+        try:
+            return functions.get(self.function, self.parameters)
+        except FewbitError:
+            return None
+
+    def with_activation(self, function) -> Table:
+        """Return the table with the function that it is of, if fewbit has none by that name.
+
+        Args:
+            function: a callable, or `package.module:name`, which is imported.
+
+        Raises:
+            FunctionError: it cannot be imported, or its derivative cannot be found.
+        """
+        from fewbit.callables import resolve
+
+        return replace(self, _function=resolve(function, domain=self.domain))
+
+    @property
     def exact(self) -> bool:
         """Whether q is f' on the domain (up to a set the weight does not see)."""
         return self.error == 0.0
@@ -404,7 +441,7 @@ class Table:
     @classmethod
     def load(cls, path: str | os.PathLike) -> Table:
         """The table in a fewbit.table/1 file. Raises TableError, one line that starts with the path."""
-        document = _parse_json(_read_text(path), f"{path}: ")
+        document = parse_json(read_text(path, TableError), f"{path}: ", TableError)
         _check_schema(document, f"{path}: ", (schema.TABLE,))
         return _read_table(document, f"{path}: ")
 
@@ -493,12 +530,12 @@ def load_file(path: str | os.PathLike) -> list[Table]:
 
     Raises TableError, one line that starts with the path.
     """
-    return loads(_read_text(path), str(path))
+    return loads(read_text(path, TableError), str(path))
 
 
 def loads(text: str, where: str = "table") -> list[Table]:
     """The tables in JSON text of either schema; `where` starts the message of the TableError it may raise."""
-    document = _parse_json(text, f"{where}: ")
+    document = parse_json(text, f"{where}: ", TableError)
     if _check_schema(document, f"{where}: ", (schema.TABLE, schema.TABLES)) == schema.TABLE:
         return [_read_table(document, f"{where}: ")]
     _check_against_schema(document, f"{where}: ", schema.TABLES)
@@ -536,43 +573,6 @@ def _check_same_function(function: str, tables: Sequence[Table]) -> None:
     for i, table in enumerate(tables):
         if table.function != function:
             raise _wrong(f"tables[{i}].function", f'"{function}"', table.function)
-
-
-def _read_text(path: str | os.PathLike) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except OSError as error:
-        raise TableError(
-            f"{path}: expected a readable file, got: {error.strerror or error}"
-        ) from None
-    except UnicodeDecodeError:
-        raise TableError(f"{path}: expected JSON text in UTF-8, got other bytes") from None
-
-
-def _parse_json(text: str, prefix: str) -> Any:
-    def refuse(constant):
-        raise TableError(f"{prefix}expected finite numbers, got {shorten(constant)}")
-
-    def finite(convert):
-        def parse(literal):
-            try:
-                value = convert(literal)
-                usable = math.isfinite(value)
-            except (OverflowError, ValueError):  # an integer that float64, or int(), cannot hold
-                usable = False
-            return value if usable else refuse(literal)
-
-        return parse
-
-    try:
-        return json.loads(
-            text, parse_constant=refuse, parse_float=finite(float), parse_int=finite(int)
-        )
-    except json.JSONDecodeError as error:
-        raise TableError(f"{prefix}expected JSON, got: {error}") from None
-    except RecursionError:
-        raise TableError(f"{prefix}expected a document, got JSON nested too deeply") from None
 
 
 def _format_json(document: Mapping) -> str:
@@ -645,9 +645,13 @@ def _wrong(where: str, expected: str, got: Any) -> TableError:
     return TableError(f"{where}: expected {expected}, got {shorten(got)}")
 
 
-def _text(where: str, value) -> str:
-    if not isinstance(value, str) or not value:
-        raise _wrong(where, "a string that is not empty", value)
+def _text(where: str, value, least: int = 1) -> str:
+    """Return `value` if it can be shown anywhere as it is."""
+    if not isinstance(value, str) or not least <= len(value) <= MOST_CHARACTERS:
+        expected = "a string that is not empty" if value == "" else f"a string of {least} to {MOST_CHARACTERS} characters"
+        raise _wrong(where, expected, value)
+    if not value.isprintable():
+        raise _wrong(where, "printable characters", value)
     return value
 
 
@@ -657,19 +661,15 @@ def _choice(where: str, value, choices: tuple[str, ...]) -> str:
     return value
 
 
-def _integer(where: str, value, minimum: int, maximum: int | None) -> int:
-    limits = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+def _integer(where: str, value, minimum: int, maximum: int) -> int:
+    limits = f"of at least {minimum}" if maximum == MOST_COUNT else f"from {minimum} to {maximum}"
     try:
         integer = operator.index(
             int(value) if isinstance(value, float) and value.is_integer() else value
         )
     except TypeError:
         raise _wrong(where, f"an integer {limits}", value) from None
-    if (
-        isinstance(value, (bool, np.bool_))
-        or integer < minimum
-        or (maximum is not None and integer > maximum)
-    ):
+    if isinstance(value, (bool, np.bool_)) or not minimum <= integer <= maximum:
         raise _wrong(where, f"an integer {limits}", value)
     return integer
 
@@ -687,14 +687,16 @@ def _number(where: str, value, minimum: float = -math.inf) -> float:
     return number
 
 
-def _numbers(where: str, value, limit: float = math.inf) -> np.ndarray:
-    """A read-only 1-D float64 copy of finite numbers, no larger than `limit` in size."""
+def _numbers(where: str, value, limit: float = math.inf, most: int = MOST_BINS + 1) -> np.ndarray:
+    """A read-only 1-D float64 copy of `most` finite numbers, no larger than `limit` in size."""
     try:
         numbers = np.array(value, np.float64)
     except (TypeError, ValueError, OverflowError):
         raise _wrong(where, "a list of numbers", value) from None
     if numbers.ndim != 1:
         raise _wrong(where, "a list of numbers", value)
+    if len(numbers) > most:
+        raise _wrong(where, f"at most {counted(most, 'number')}", len(numbers))
     bad = np.flatnonzero(~(np.isfinite(numbers) & (np.abs(numbers) <= limit)))
     if bad.size:
         expected = "a finite number" if limit == math.inf else "a number that is finite in float32"
@@ -727,9 +729,13 @@ def _sides(where: str, value, length: int, what: str) -> tuple[str, ...]:
 
 
 def _interval(where: str, value) -> tuple[float, float]:
-    ends = _numbers(where, value)
+    ends = _numbers(where, value, limit=FLOAT32_MAX)
     if len(ends) != 2 or not ends[0] < ends[1]:
         raise _wrong(where, "two numbers a < b", value)
+    width = ends[1] - ends[0]
+    # A picture of it, and every quadrature on it, needs numbers between its ends.
+    if width < NARROWEST * np.abs(ends).max() or width < np.finfo(np.float32).tiny:
+        raise _wrong(where, f"ends that differ by {NARROWEST:g} of the larger one at least", value)
     return tuple(ends.tolist())
 
 
@@ -784,11 +790,11 @@ def _solver(where: str, value) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not isinstance(value.get("version"), str):
         raise _wrong(where, 'an object with a "version" and a "grid"', value)
     solver = dict(value)
-    solver["grid"] = _integer(f"{where}.grid", value.get("grid"), 0, None)
+    _text(f"{where}.version", value["version"], least=0)
+    solver["grid"] = _integer(f"{where}.grid", value.get("grid"), 0, MOST_COUNT)
     if "seconds" in value:
         solver["seconds"] = _number(f"{where}.seconds", value["seconds"], minimum=0.0)
-    if not isinstance(value.get("status", ""), str):
-        raise _wrong(f"{where}.status", "a string", value["status"])
+    _text(f"{where}.status", value.get("status", ""), least=0)
     try:
         return _copy_json(solver)
     except (TypeError, ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fewbit.plot import Curve, Step, derivative_curve, resolve_function, steps, value_limits, window
+from fewbit.plot import Curve, Step, derivative_curve, steps, value_limits, window
 from fewbit.sizes import counted
 from fewbit.table import Table
 
@@ -23,7 +23,7 @@ def sketch(table: Table, width: int = 72, height: int = 16) -> str:
     For an unbiased table the bars are its levels and the dots are f', or its stand-in.
     """
     columns, rows = max(width, 24) - MARGIN, max(height, 6) - 3
-    function = resolve_function(table)
+    function = table.activation
     low, high = window(table, function)
     curve = None if function is None else derivative_curve(function, low, high, n=8 * columns)
     if table.objective == "unbiased":

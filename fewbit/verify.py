@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fewbit.callables import resolve
-from fewbit.errors import FewbitError
-from fewbit.table import load_file
+from fewbit.errors import FewbitError, FunctionError, TableError
+from fewbit.table import describe_function, load_file
 
 TOLERANCE = 1e-6
 # Below this a claimed error is rounding: squared deviations of 1e-16 on a domain of width 20.
@@ -34,19 +33,36 @@ class Finding:
     unchecked: str | None = None
 
 
-def verify(path):
+def verify(path, *, function=None, weight=None):
     """Check every table of a file: schema, recomputed error, bound, error never rising with bits.
 
-    Returns a list of :class:`Finding`. Raises TableError with one line where the file is not a
-    valid document at all.
+    Args:
+        path: of a file of tables.
+        function: a callable or `package.module:name`, for tables of a function that fewbit does not have. What
+            a file names is never imported.
+        weight: a callable density, for tables whose weight is one.
+
+    Returns:
+        A list of :class:`Finding`, one for each table.
+
+    Raises:
+        TableError: the file is not a valid document at all, or has no table.
+        FunctionError: `function` cannot be used.
     """
     tables = load_file(path)
+    if not tables:
+        raise TableError(f"{path}: expected at least one table to verify, got none")
+    if function is not None:
+        tables = [
+            table if table.activation is not None else table.with_activation(function)
+            for table in tables
+        ]
     findings = []
     for index, table in enumerate(tables):
         problems = []
         recomputed = unchecked = None
         try:
-            recomputed = recompute_error(table)
+            recomputed = recompute_error(table, weight)
         except FewbitError as error:
             unchecked = f"the error cannot be recomputed: {error}"
         else:
@@ -62,15 +78,29 @@ def verify(path):
     return findings
 
 
-def recompute_error(table):
-    """The error that :attr:`Table.error` claims, from f', q and w alone.
+def recompute_error(table, weight=None):
+    """Recompute the error that :attr:`Table.error` claims, from f', q and w alone.
 
-    Raises FunctionError or WeightError where f or a callable weight cannot be resolved by name.
+    Args:
+        table: whose `activation` is known.
+        weight: the callable density, if the table's weight is one.
+
+    Returns:
+        The error, a float.
+
+    Raises:
+        FunctionError: the table's function is not known.
+        WeightError: the table's weight is a callable and `weight` is not given.
     """
     from fewbit.solver.weight import make_weight
 
-    f = resolve(table.function, table.parameters, domain=table.domain)
-    weight = make_weight(table.weight)
+    f = table.activation
+    if f is None:
+        raise FunctionError(
+            f"fewbit has no function {describe_function(table)}; pass function= (--function) to name it yourself"
+        )
+    is_callable = table.weight["kind"] == "callable"
+    weight = make_weight(weight if is_callable and weight is not None else table.weight)
     ends = _stretches(table, f, weight)
     if table.objective == "minimax":
         return _largest_deviation(table, f, weight, ends)

@@ -11,10 +11,10 @@ PACKAGE = Path(__file__).parent.parent / "fewbit"
 
 # A module imports only from the layers above its own (or its own). Lazy imports count as well.
 LAYERS = [
-    {"_version", "errors"},
-    {"files", "philox", "functions", "sizes"},
+    {"_version", "errors", "text"},
+    {"files", "philox", "functions", "sizes", "erfcx"},
     {"callables"},
-    {"schema", "table", "plot", "terminal"},
+    {"documents", "schema", "table", "plot", "terminal"},
     {"solver"},
     {"store", "verify", "paper"},
     {"report", "shipping"},

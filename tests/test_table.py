@@ -15,8 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fewbit import philox, schema
-from fewbit.errors import FewbitError, OutputExistsError, TableError
-from fewbit.plot import plot_grid, plot_table, resolve_function, steps, window
+from fewbit.compress.error_bounds import largest_table_error
+from fewbit.errors import (
+    FewbitError,
+    FunctionError,
+    OutputExistsError,
+    TableError,
+    WeightError,
+)
+from fewbit.plot import plot_grid, plot_table, steps, window
 from fewbit.table import (
     Knots,
     Table,
@@ -29,6 +36,7 @@ from fewbit.table import (
     save_tables,
 )
 from fewbit.terminal import sketch
+from fewbit.verify import recompute_error
 
 ROOT = Path(__file__).parents[1]
 
@@ -84,7 +92,9 @@ finite = st.floats(allow_nan=False, allow_infinity=False, width=64)
 float32s = st.floats(allow_nan=False, allow_infinity=False, width=32)
 positive = st.floats(0, 1e300)
 sides = st.sampled_from(["right", "left"])
-names = st.text(min_size=1, max_size=12)
+names = st.text(min_size=1, max_size=12).filter(str.isprintable)
+domains = st.tuples(st.floats(-1e38, 1e38), st.floats(-1e38, 1e38)).map(sorted)
+domains = domains.filter(lambda ends: ends[1] - ends[0] > max(1e-30, 1e-9 * max(map(abs, ends))))
 
 
 def ascending(elements, minimum, maximum):
@@ -115,7 +125,7 @@ def tables(draw):
     else:
         codes = draw(st.lists(st.integers(0, len(levels) - 1), min_size=1, max_size=20))
         codes = [code for i, code in enumerate(codes) if i == 0 or code != codes[i - 1]]
-    breaks = draw(ascending(finite, len(codes) - 1, len(codes) - 1))
+    breaks = draw(ascending(float32s, len(codes) - 1, len(codes) - 1))
     error = draw(positive)
     return Table(
         function=draw(names),
@@ -124,7 +134,7 @@ def tables(draw):
         form=form,
         objective=draw(st.sampled_from(["mse", "minimax"])),
         weight=draw(weights()),
-        domain=draw(ascending(finite, 2, 2)),
+        domain=draw(domains),
         tails=draw(st.sampled_from(["free", "pinned"])),
         levels=levels,
         breaks=breaks,
@@ -479,7 +489,7 @@ REFUSED = [
     (dict(objective="l2"), 'objective: expected one of "mse", "unbiased", "minimax", got \'l2\''),
     (dict(tails="cut"), 'tails: expected one of "free", "pinned", got \'cut\''),
     (dict(domain=(1, 1)), "domain: expected two numbers a < b, got (1, 1)"),
-    (dict(domain=(0, math.inf)), "domain[1]: expected a finite number, got inf"),
+    (dict(domain=(0, math.inf)), "domain[1]: expected a number that is finite in float32, got inf"),
     (
         dict(weight={"kind": "flat"}),
         'weight.kind: expected one of "uniform", "normal", "histogram", "callable", got',
@@ -517,7 +527,7 @@ REFUSED = [
     (dict(levels="abc"), "levels: expected a list of numbers, got 'abc'"),
     (dict(levels=[]), "codes[0]: expected an integer in [0, 0), got 1"),
     (dict(breaks=[-2, -1, -1, 3]), "breaks[2]: expected more than the previous -1.0, got -1.0"),
-    (dict(breaks=[-2, -1, 0, math.inf]), "breaks[3]: expected a finite number, got inf"),
+    (dict(breaks=[-2, -1, 0, math.inf]), "breaks[3]: expected a number that is finite in float32, got inf"),
     (
         dict(breaks=[-2, -1], closed=None),
         "breaks: expected 4 items to match the pieces in codes, got 2",
@@ -666,7 +676,7 @@ def test_refuses_documents(change, message):
 REFUSED_TEXTS = [
     ("{", "expected JSON, got: "),
     ("", "expected JSON, got: "),
-    ("[" * 100_000, "expected a document, got JSON nested too deeply"),
+    ("[" * 100_000, "expected at most 16 arrays and objects inside one another, got more"),
     ('{"schema": NaN}', "expected finite numbers, got 'NaN'"),
     ('{"levels": [-Infinity]}', "expected finite numbers, got '-Infinity'"),
     ('{"levels": [1e999]}', "expected finite numbers, got '1e999'"),
@@ -850,21 +860,42 @@ def test_steps_are_cut_to_the_window():
     ]
 
 
-def test_names_in_a_document_import_nothing():
-    assert resolve_function(make(function="this_module_does_not_exist:f")) is None
-    assert (
-        resolve_function(make(function="antigravity:geohash")) is None
-        and "antigravity" not in sys.modules
-    )
-    assert resolve_function(make()) is None
+@pytest.mark.parametrize(
+    "name", ["this_module_does_not_exist:f", "antigravity:geohash", "sys:exit", "numpy:tanh", "os.path:abspath"]
+)
+def test_names_in_a_document_lead_to_no_import_and_no_call(name, monkeypatch):
+    """Not even of modules that are there already: `builtins:input` would wait, `sys:exit` end the process."""
+    monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"imported {name}"))
+    table = make(function=name)
+    assert table.activation is None
+    assert "antigravity" not in sys.modules
+    assert "f'" not in sketch(table)
+    with pytest.raises(FunctionError, match="fewbit has no function"):
+        recompute_error(table)
+    with pytest.raises(FunctionError, match="expected a table of a function that fewbit has"):
+        largest_table_error(table, -1.0, 1.0)
+
+
+def test_a_weight_in_a_document_leads_to_no_import():
+    table = make(function="tanh", weight={"kind": "callable", "name": "antigravity:geohash"})
+    with pytest.raises(WeightError, match="expected the callable antigravity:geohash itself"):
+        recompute_error(table)
+    assert "antigravity" not in sys.modules
+
+
+def test_the_user_names_the_function():
+    table = make(function="my:tanh").with_activation("numpy:tanh")
+    x = np.linspace(-3, 3, 7)
+    np.testing.assert_allclose(table.activation.derivative(x), TANH.derivative(x), atol=1e-10)
+    assert table == make(function="my:tanh")
 
 
 def test_known_functions_are_found_and_a_given_one_goes_first():
     x = np.linspace(-3, 3, 7)
     assert np.allclose(
-        resolve_function(make(function="tanh")).derivative(x), TANH.derivative(x), atol=1e-14
+        make(function="tanh").activation.derivative(x), TANH.derivative(x), atol=1e-14
     )
-    assert resolve_function(make(function="gelu", _function=TANH)) is TANH
+    assert make(function="gelu", _function=TANH).activation is TANH
 
 
 EVERY_KIND = [

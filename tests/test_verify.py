@@ -42,7 +42,9 @@ def test_a_solved_table_holds(case, tmp_path):
     name, request = REQUESTS[case]
     table = fewbit.solve(name, **request)
     table.save(tmp_path / "table.json")
-    (finding,) = verify(tmp_path / "table.json")
+    # What the file names is not looked up; the user says it again.
+    function = name if ":" in name else None
+    (finding,) = verify(tmp_path / "table.json", function=function)
     assert finding.problems == ()
     assert finding.recomputed == pytest.approx(table.error, rel=1e-6, abs=1e-28)
     assert finding.table == table
@@ -109,13 +111,33 @@ def test_tables_of_other_problems_are_not_set_against_each_other(tmp_path, other
 
 
 def test_a_function_that_cannot_be_found_is_a_problem_of_its_table(tmp_path):
-    table = replace(fewbit.solve("gelu", 2), function="no_such_module:f")
+    table = replace(fewbit.solve("gelu", 2), function="no_such_module:f", _function=None)
     with pytest.raises(FunctionError):
         recompute_error(table)
     (finding,) = verify(save(tmp_path / "f.json", table))
     assert finding.recomputed is None
     assert finding.problems == ()
-    assert finding.unchecked.startswith("the error cannot be recomputed: cannot import")
+    assert finding.unchecked.startswith("the error cannot be recomputed: fewbit has no function")
+
+
+def test_a_file_without_tables_does_not_hold(tmp_path):
+    save_tables(tmp_path / "none.json", "gelu", [])
+    with pytest.raises(TableError, match="expected at least one table to verify, got none"):
+        verify(tmp_path / "none.json")
+
+
+def test_a_weight_that_the_user_gives_again(tmp_path):
+    """A file names it only, and nothing that a file names is imported."""
+    table = fewbit.solve("tanh", 2, weight=weight)
+    table.save(tmp_path / "tanh.json")
+    (finding,) = verify(tmp_path / "tanh.json")
+    assert "expected the callable" in finding.unchecked and finding.recomputed is None
+    (finding,) = verify(tmp_path / "tanh.json", weight=weight)
+    assert finding.problems == () and finding.recomputed == pytest.approx(table.error, rel=1e-6)
+
+
+def weight(x):
+    return np.exp(-np.abs(x))
 
 
 def test_findings_say_where(tmp_path):

@@ -8,11 +8,11 @@ import json
 from typing import ClassVar, Self
 
 from fewbit import plot
-from fewbit.errors import FewbitError, InputError, TableError
+from fewbit.documents import parse_json, read_text
+from fewbit.errors import FewbitError, InputError
 from fewbit.files import write_atomic
 from fewbit.report import _Report
 from fewbit.schema import find_error, shorten
-from fewbit.table import _parse_json, _read_text
 
 
 class Document:
@@ -27,10 +27,7 @@ class Document:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """InputError for what is not a document of the class's schema."""
-        try:
-            document = _parse_json(text, "")
-        except TableError as error:
-            raise InputError(str(error)) from None
+        document = parse_json(text, error=InputError)
         found = document.get("schema") if isinstance(document, dict) else None
         if found != cls._schema:
             raise InputError(f"expected the schema {cls._schema!r}, got {shorten(found)}")
@@ -47,10 +44,7 @@ class Document:
     @classmethod
     def load(cls, path) -> Self:
         """What `save` wrote; InputError for a file that cannot be read, and as `from_json`."""
-        try:
-            text = _read_text(path)
-        except TableError as error:
-            raise InputError(str(error)) from None
+        text = read_text(path, InputError)
         try:
             return cls.from_json(text)
         except InputError as error:

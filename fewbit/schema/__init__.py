@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import pkgutil
+import reprlib
+from collections.abc import Callable
 from functools import cache
 
 from fewbit.sizes import counted
+from fewbit.text import printable
 
 TABLE = "fewbit.table/1"
 TABLES = "fewbit.tables/1"
 VARIANCE_PROFILE = "fewbit.variance_profile/1"
 PLAN = "fewbit.plan/1"
+
+_REPR = reprlib.Repr()  # of a large value only the beginning is looked at
+_REPR.maxlevel, _REPR.maxother = 6, 200
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxset = _REPR.maxarray = 20
+_REPR.maxstring = _REPR.maxlong = 120
 
 FILES = {
     TABLE: "table-1.json",
@@ -28,14 +36,18 @@ def load(name: str) -> dict:
 
 
 def find_error(document, name: str) -> tuple[str, str] | None:
-    """None if `document` satisfies schema `name`, else (path, message) of its most telling error.
+    """Find the first place where a document does not satisfy a schema.
 
-    The path is like `tables[3].codes[5]`, empty for the document itself.
+    Args:
+        document: parsed JSON.
+        name: of the schema, one of FILES.
+
+    Returns:
+        None if there is none, else (path, message). The path is like `tables[3].codes[5]`, empty for the document
+        itself.
     """
-    from jsonschema.exceptions import best_match
-
-    error = best_match(_validator(name).iter_errors(document))
-    return None if error is None else (format_path(error.absolute_path), _explain(error))
+    found = _find(document, load(name), load(name))
+    return None if found is None else (format_path(found[0]), found[1])
 
 
 def format_path(parts) -> str:
@@ -45,21 +57,125 @@ def format_path(parts) -> str:
 
 
 def shorten(value, limit: int = 60) -> str:
-    """`repr(value)` on one line of at most `limit` characters."""
-    text = " ".join(repr(value).split())
+    """Describe a value by its `repr` on one printable line of at most `limit` characters."""
+    try:
+        text = printable(" ".join(_REPR.repr(value).split()))
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"a huge {type(value).__name__}"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-@cache
-def _validator(name: str):
-    from jsonschema import Draft202012Validator
-    from referencing import Registry, Resource
+# ---------------------------------------------------------------------------------------------------------
+# The part of JSON Schema that the files here use; a test compares it with the package jsonschema.
 
-    schemas = [load(each) for each in FILES]
-    registry = Registry().with_resources(
-        (schema["$id"], Resource.from_contents(schema)) for schema in schemas
-    )
-    return Draft202012Validator(load(name), registry=registry)
+_TYPES = {
+    "object": lambda value: isinstance(value, dict),
+    "array": lambda value: isinstance(value, list),
+    "string": lambda value: isinstance(value, str),
+    "null": lambda value: value is None,
+    "boolean": lambda value: isinstance(value, bool),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "integer": lambda value: (
+        isinstance(value, int) and not isinstance(value, bool)
+        or isinstance(value, float) and value.is_integer()
+    ),
+}
+
+
+def _has_type(value, types) -> bool:
+    return any(_TYPES[each](value) for each in ([types] if isinstance(types, str) else types))
+
+
+def _is_same(value, constant) -> bool:
+    return value == constant and isinstance(value, bool) == isinstance(constant, bool)
+
+
+def _if(type_: str, test) -> Callable:
+    """Return a check that only looks at values of one type, as JSON Schema has it."""
+    return lambda value, limit: not _TYPES[type_](value) or test(value, limit)
+
+
+# Sizes come before what is inside, so that a document that is too large is refused at once.
+_CHECKS: dict[str, Callable] = {
+    "type": _has_type,
+    "enum": lambda value, limit: any(_is_same(value, each) for each in limit),
+    "const": _is_same,
+    "minimum": _if("number", lambda value, limit: value >= limit),
+    "maximum": _if("number", lambda value, limit: value <= limit),
+    "exclusiveMinimum": _if("number", lambda value, limit: value > limit),
+    "minLength": _if("string", lambda value, limit: len(value) >= limit),
+    "maxLength": _if("string", lambda value, limit: len(value) <= limit),
+    "minItems": _if("array", lambda value, limit: len(value) >= limit),
+    "maxItems": _if("array", lambda value, limit: len(value) <= limit),
+    "maxProperties": _if("object", lambda value, limit: len(value) <= limit),
+    "uniqueItems": _if("array", lambda value, _: len(set(map(json.dumps, value))) == len(value)),
+}
+_NESTED = {"required", "properties", "additionalProperties", "items", "$ref", "allOf", "if", "then"}
+_SILENT = {"$schema", "$id", "$defs", "title", "description"}
+
+
+def _find(value, rules, root) -> tuple[list, str] | None:
+    """Return (path, message) of the first error in `value`, or None. root: the schema that `$ref` looks in."""
+    if rules is True:
+        return None
+    if "$ref" in rules:
+        target, where = _referred(rules["$ref"], root)
+        found = _find(value, target, where)
+        if found is not None:
+            return found
+    for keyword, check in _CHECKS.items():
+        if keyword in rules and not check(value, rules[keyword]):
+            return [], f"expected {_EXPECTED[keyword](rules[keyword])}, got {shorten(value)}"
+    if isinstance(value, dict):
+        found = _find_in_object(value, rules, root)
+    elif isinstance(value, list) and "items" in rules:
+        found = _find_in_array(value, rules["items"], root)
+    else:
+        found = None
+    if found is not None:
+        return found
+    for each in rules.get("allOf", ()):
+        if "if" not in each or _find(value, each["if"], root) is None:
+            found = _find(value, each.get("then", each), root)
+            if found is not None:
+                return found
+    return None
+
+
+def _referred(reference: str, root: dict) -> tuple[dict, dict]:
+    """Return the schema that a `$ref` names, and the one that its own references look in."""
+    if reference.startswith("#/$defs/"):
+        return root["$defs"][reference.removeprefix("#/$defs/")], root
+    found = next(load(name) for name in FILES if load(name)["$id"] == reference)
+    return found, found
+
+
+def _find_in_object(value: dict, rules: dict, root: dict) -> tuple[list, str] | None:
+    for field in rules.get("required", ()):
+        if field not in value:
+            return [], f'expected the field "{field}", got none'
+    known, others = rules.get("properties", {}), rules.get("additionalProperties", True)
+    for field, inside in value.items():
+        if field not in known and others is False:
+            return [], f"expected no other field than {', '.join(known)}, got {shorten(field)}"
+        found = _find(inside, known.get(field, others), root)
+        if found is not None:
+            return [field, *found[0]], found[1]
+    return None
+
+
+def _find_in_array(value: list, rules: dict, root: dict) -> tuple[list, str] | None:
+    try:  # of a long list of numbers only the different ones are looked at
+        different = {(type(each), each) for each in value}
+        if all(_find(each, rules, root) is None for _, each in different):
+            return None
+    except TypeError:  # of arrays or objects
+        pass
+    for i, each in enumerate(value):
+        found = _find(each, rules, root)
+        if found is not None:
+            return [i, *found[0]], found[1]
+    return None
 
 
 _EXPECTED = {
@@ -72,21 +188,11 @@ _EXPECTED = {
     "minItems": lambda limit: f"at least {counted(limit, 'item')}",
     "maxItems": lambda limit: f"at most {counted(limit, 'item')}",
     "minLength": lambda limit: f"at least {counted(limit, 'character')}",
+    "maxLength": lambda limit: f"at most {counted(limit, 'character')}",
+    "maxProperties": lambda limit: f"at most {counted(limit, 'field')}",
     "uniqueItems": lambda _: "different items",
 }
 
 
 def _with_article(noun: str) -> str:
     return f"an {noun}" if noun[0] in "aio" else f"a {noun}"
-
-
-def _explain(error) -> str:
-    if error.validator == "required":
-        missing = next(field for field in error.validator_value if field not in error.instance)
-        return f'expected the field "{missing}", got none'
-    if error.validator == "additionalProperties":
-        unknown = next(field for field in error.instance if field not in error.schema["properties"])
-        return f"expected no other field than {', '.join(error.schema['properties'])}, got {shorten(unknown)}"
-    if error.validator in _EXPECTED:
-        return f"expected {_EXPECTED[error.validator](error.validator_value)}, got {shorten(error.instance)}"
-    return " ".join(error.message.split())

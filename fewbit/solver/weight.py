@@ -13,12 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
+from fewbit.documents import open_regular
 from fewbit.errors import FewbitError, WeightError
+from fewbit.table import MOST_BINS
 
 # Enough for a density's shape; a sample is cut into equally likely bins of at least so many values.
 _MOST_BINS = 512
 _SAMPLES_PER_BIN = 32
 _STEEP = 32
+# What a compressed file of samples may unfold to.
+_MOST_BYTES = 2**32
 
 
 class Uniform:
@@ -74,6 +78,8 @@ class Histogram:
             raise WeightError(
                 f"histogram: expected n+1 edges and n heights, got shapes {edges.shape} and {density.shape}"
             )
+        if len(density) > MOST_BINS:
+            raise WeightError(f"histogram: expected at most {MOST_BINS} heights, got {len(density)}")
         if not (np.isfinite(edges).all() and (np.diff(edges) > 0).all()):
             raise WeightError("histogram: expected finite, strictly ascending edges")
         if not (np.isfinite(density).all() and (density >= 0).all() and density.any()):
@@ -210,7 +216,7 @@ def _from_text(text):
     kind, _, rest = text.partition(":")
     if text == "uniform":
         return Uniform()
-    if kind == "normal" and not Path(text).exists():
+    if kind == "normal" and not os.path.exists(text):
         if not rest and text == "normal":
             return Normal()
         try:
@@ -227,13 +233,18 @@ def _from_text(text):
 
 def _from_file(path):
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
                 return Histogram.from_samples(loaded)
+            size = sum(each.file_size for each in loaded.zip.infolist())
+            if size > _MOST_BYTES:
+                raise WeightError(f"expected at most {_MOST_BYTES >> 30} GiB, got {size} bytes")
             return _from_arrays({name: loaded[name] for name in loaded.files})
     except FewbitError as error:
         raise WeightError(f"{path}: {error}") from None
+    except MemoryError:
+        raise WeightError(f"{path}: cannot be read as a weight: not enough memory") from None
     except Exception as error:  # whatever NumPy makes of a damaged file
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, OSError) and error.strerror:
@@ -269,9 +280,10 @@ def _from_document(document):
         if kind == "histogram":
             return Histogram(document["edges"], document["density"])
         if kind == "callable":
-            from fewbit.callables import import_callable
-
-            return Density(import_callable(document["name"]), document["name"])
+            # A document may come from anywhere: nothing is imported because it names it.
+            raise WeightError(
+                f"weight: expected the callable {document['name']} itself, got a document that names it"
+            )
     except KeyError as missing:
         raise WeightError(f"weight {kind}: expected a field {missing}, got none") from None
     except FewbitError:

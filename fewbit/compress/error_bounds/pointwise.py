@@ -10,9 +10,8 @@ import math
 
 import numpy as np
 
-from fewbit.callables import resolve
 from fewbit.compress.error_bounds.shares import quotient, square, tolerance
-from fewbit.errors import InputError
+from fewbit.errors import FunctionError, InputError
 from fewbit.solver.cells import survey
 from fewbit.solver.weight import Uniform
 from fewbit.table import Table
@@ -64,7 +63,9 @@ def largest_table_error(table: Table, low: float, high: float) -> float:
     """
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise InputError(f"expected finite ends low < high, got {low} and {high}")
-    f = resolve(table.function, table.parameters, domain=(float(low), float(high)))
+    f = table.activation
+    if f is None:
+        raise FunctionError(f"expected a table of a function that fewbit has, got {table.function}")
     scape = survey(f.derivative, f.kinks, Uniform(), (float(low), float(high)), f.name)
     knots = () if table.knots is None else table.knots.points
     points = np.concatenate([table.breaks, scape.kinks, scape.extrema, knots])

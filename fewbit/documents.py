@@ -1,0 +1,151 @@
+"""JSON documents from files that may come from anywhere: what is too large or too deep is refused before it is parsed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from typing import Any, BinaryIO
+
+from fewbit.errors import FewbitError
+from fewbit.schema import shorten
+
+MOST_BYTES = 2**23
+"""Of a document's text; the largest shipped file of 20 tables has a hundredth of that."""
+MOST_DEPTH = 16
+"""Arrays and objects inside one another; a table has 4."""
+MOST_CONTAINERS = 2**17
+"""Arrays and objects in all."""
+MOST_DIGITS = 1000
+"""Characters of one number; the longest float64 in plain decimal has 770."""
+
+# An unclosed string ends with the text, so that no part of the text is scanned twice.
+_STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
+
+
+def open_regular(path: str | os.PathLike) -> BinaryIO:
+    """Open a file for reading, and never wait: a pipe, a device or a folder is refused.
+
+    Args:
+        path: of a regular file, or a link to one.
+
+    Returns:
+        The open file, binary.
+
+    Raises:
+        OSError: the file cannot be opened, or is not a regular one.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except ValueError as error:  # a null character in the path
+        raise OSError(str(error)) from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("it is not a regular file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_text(path: str | os.PathLike, error: type[FewbitError] = FewbitError) -> str:
+    """Read a UTF-8 text file of at most `MOST_BYTES`.
+
+    Args:
+        path: of the file.
+        error: the exception class to raise.
+
+    Returns:
+        The text.
+
+    Raises:
+        FewbitError: an `error` of one line that starts with the path, if the file cannot be read, is too large, or
+            is not UTF-8.
+    """
+    try:
+        with open_regular(path) as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as failure:
+        reason = failure.strerror or failure
+        raise error(f"{path}: expected a readable file, got: {reason}") from None
+    if len(data) > MOST_BYTES:
+        raise error(f"{path}: expected a document of at most {MOST_BYTES >> 20} MiB, got a larger file")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise error(f"{path}: expected JSON text in UTF-8, got other bytes") from None
+
+
+def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitError) -> Any:
+    """Parse JSON text whose numbers are finite, whose keys are unique and which is neither large nor deep.
+
+    Args:
+        text: the JSON text.
+        prefix: what messages start with, such as `gelu.json: `.
+        error: the exception class to raise.
+
+    Returns:
+        The value.
+
+    Raises:
+        FewbitError: an `error` of one line, if the text is anything else.
+    """
+    if len(text) > MOST_BYTES:
+        raise error(f"{prefix}expected a document of at most {MOST_BYTES >> 20} MiB, got a larger text")
+    if text.startswith("\ufeff"):
+        raise error(f"{prefix}expected JSON, got a byte order mark before it")
+    problem = _find_nesting(text)
+    if problem:
+        raise error(f"{prefix}expected {problem}")
+
+    def refuse(literal):
+        raise error(f"{prefix}expected finite numbers, got {shorten(literal)}")
+
+    def finite(convert):
+        def parse(literal):
+            try:
+                value = convert(literal) if len(literal) <= MOST_DIGITS else math.inf
+                usable = math.isfinite(value)
+            except (OverflowError, ValueError):  # an integer that float64 cannot hold
+                usable = False
+            return value if usable else refuse(literal)
+
+        return parse
+
+    def unique(pairs):
+        found = {}
+        for name, value in pairs:
+            if name in found:
+                raise error(f"{prefix}expected every field once, got {shorten(name)} twice")
+            found[name] = value
+        return found
+
+    try:
+        return json.loads(
+            text,
+            parse_constant=refuse,
+            parse_float=finite(float),
+            parse_int=finite(int),
+            object_pairs_hook=unique,
+        )
+    except json.JSONDecodeError as failure:
+        raise error(f"{prefix}expected JSON, got: {failure}") from None
+
+
+def _find_nesting(text: str) -> str:
+    """Return what was expected of the text's arrays and objects, and what came; "" if they are as expected."""
+    depth = containers = 0
+    for match in _STRING_OR_BRACKET.finditer(text):
+        character = text[match.start()]
+        if character in "[{":
+            depth, containers = depth + 1, containers + 1
+            if depth > MOST_DEPTH:
+                return f"at most {MOST_DEPTH} arrays and objects inside one another, got more"
+            if containers > MOST_CONTAINERS:
+                return f"at most {MOST_CONTAINERS} arrays and objects, got more"
+        elif character in "]}":
+            depth -= 1
+    return ""

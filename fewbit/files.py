@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from fewbit.errors import FewbitError, OutputExistsError
 
 
+def check_writable(path: str | os.PathLike, force: bool = False) -> None:
+    """Refuse a path that `write_atomic` would refuse, as far as that can be seen before the work is done.
+
+    Args:
+        path: of the file to write.
+        force: whether an existing file may be overwritten.
+
+    Raises:
+        OutputExistsError: the path exists, and `force` is false.
+        FewbitError: it is not a regular file, or its directory is missing or cannot be written.
+    """
+    target = _target_of(path, force)
+    if not os.access(target.parent, os.W_OK):
+        reason = "No such file or directory" if not target.parent.exists() else "Permission denied"
+        raise FewbitError(f"{path}: expected a writable path, got: {reason}")
+
+
 def write_atomic(path: str | os.PathLike, data: str | bytes, force: bool = False) -> None:
-    """Write `data` (text as UTF-8) to `path`; a reader sees the old file or the whole new one.
+    """Write `data` completely or not at all; a reader sees the old file or the whole new one.
 
     Without `force` an existing file is never overwritten, even if another process creates it meanwhile.
     A symbolic link is followed. Whatever interrupts the write, no temporary file stays behind.
 
-    Raises OutputExistsError if `path` exists and `force` is false; FewbitError if the directory is missing
-    or cannot be written, or `path` is not a regular file.
+    Args:
+        path: of the file.
+        data: bytes, or text, which is written as UTF-8.
+        force: whether an existing file may be overwritten.
+
+    Raises:
+        OutputExistsError: the path exists, and `force` is false.
+        FewbitError: it is not a regular file, or its directory is missing or cannot be written, or is full.
     """
-    target = Path(path).resolve()
-    if target.exists():
-        if not target.is_file():  # renaming over a device node would destroy it
-            raise FewbitError(f"{path}: expected a path to a regular file, got something else")
-        if not force:
-            raise OutputExistsError(path)
+    target = _target_of(path, force)
     # The temporary file sits beside the target: a rename is atomic only within one file system.
-    temporary = target.with_name(f".{target.name[:100]}.{os.urandom(8).hex()}.tmp")
+    temporary = target.with_name(f".{target.name[:40]}.{os.urandom(8).hex()}.tmp")
     payload = data.encode("utf-8") if isinstance(data, str) else data
     try:
         _write_durably(temporary, payload)
@@ -35,11 +54,31 @@ def write_atomic(path: str | os.PathLike, data: str | bytes, force: bool = False
     except FileExistsError:
         raise OutputExistsError(path) from None
     except OSError as error:
-        raise FewbitError(
-            f"{path}: expected a writable path, got: {error.strerror or error}"
-        ) from None
+        raise _unwritable(path, error) from None
     finally:
         _remove(temporary)
+
+
+def _target_of(path, force: bool) -> Path:
+    """Return the file that the path leads to, through links. Raises what `write_atomic` raises."""
+    try:
+        target = Path(path).resolve()
+        try:
+            mode = os.stat(target).st_mode
+        except FileNotFoundError:
+            return target
+    except (OSError, RuntimeError, ValueError) as error:  # of links in a circle, and null characters
+        raise _unwritable(path, error) from None
+    if not stat.S_ISREG(mode):  # renaming over a device node would destroy it
+        raise FewbitError(f"{path}: expected a path to a regular file, got something else")
+    if not force:
+        raise OutputExistsError(path)
+    return target
+
+
+def _unwritable(path, error: Exception) -> FewbitError:
+    reason = getattr(error, "strerror", None) or error
+    return FewbitError(f"{path}: expected a writable path, got: {reason}")
 
 
 def _write_durably(path: Path, payload: bytes) -> None:

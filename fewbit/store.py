@@ -12,8 +12,17 @@ from pathlib import Path
 
 from fewbit import functions
 from fewbit._version import __version__
-from fewbit.errors import FewbitError, OutputExistsError, TableError
+from fewbit.documents import parse_json, read_text
+from fewbit.errors import FewbitError
+from fewbit.files import write_atomic
+from fewbit.solver.request import checked_domain, count_levels, domain_of
+from fewbit.solver.weight import make_weight
 from fewbit.table import Table, load_file
+from fewbit.text import printable
+
+CACHED = "fewbit.cached/1"
+"""The schema of a file of the cache: what was asked for, and the table."""
+_unusable = set()
 
 
 def tables_directory():
@@ -23,12 +32,13 @@ def tables_directory():
 
 
 def cache_directory():
-    """``$FEWBIT_CACHE``, or the user's cache folder; it may not exist yet."""
+    """``$FEWBIT_CACHE``, or the user's cache folder, which may not exist yet; None if the user has no home."""
     if os.environ.get("FEWBIT_CACHE"):
         return Path(os.environ["FEWBIT_CACHE"])
     from platformdirs import user_cache_path
 
-    return user_cache_path("fewbit") / "tables"
+    found = user_cache_path("fewbit") / "tables"
+    return found if found.is_absolute() else None
 
 
 @cache
@@ -58,43 +68,44 @@ def load_table(
     Arguments as for :func:`fewbit.solve`. A table of a named function that is not shipped (other
     parameters, domain, objective ...) is solved on first use and kept in :func:`cache_directory`.
     """
-    bits = None if bits is None else operator.index(bits)
-    levels = None if levels is None else operator.index(levels)
+    domain = checked_domain(domain)
     request = {
-        "bits": bits,
+        "bits": None if bits is None else operator.index(bits),
         "form": form,
-        "domain": None if domain is None else [float(end) for end in domain],
+        "domain": None if domain is None else list(domain),
         "objective": objective,
         "tails": tails,
-        "levels": levels,
+        "levels": None if levels is None else operator.index(levels),
     }
     named = isinstance(function, str) and ":" not in function
     if named:
         found = _find_shipped(function, weight, parameters, request)
         if found is not None:
             return found
-    from fewbit.solver.solve import solve
-    from fewbit.solver.weight import make_weight
-
     weight = make_weight(weight)
 
     def solved():
+        from fewbit.solver.solve import solve
+
         return solve(function, weight=weight, parameters=parameters, **request)
 
     document = weight.document()
     if not named or document["kind"] == "callable":
         return solved()
     resolved = functions.get(function, parameters)
-    key = {
+    count, bits = count_levels(request["bits"], request["levels"])
+    expected = {
         "function": resolved.name,
         "parameters": dict(resolved.parameters),
+        "bits": bits,
+        "form": form,
+        "objective": objective,
         "weight": document,
-        "version": __version__,
-        **request,
+        "domain": domain_of(resolved, weight, domain),
+        "tails": tails,
     }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    wanted = (resolved.name, dict(resolved.parameters), document, form, objective, tails)
-    return _cached(cache_directory() / f"{resolved.name}-{digest}.json", solved, wanted)
+    asked = {**expected, "levels": count, "schema": CACHED, "version": __version__}
+    return _cached(resolved.name, asked, expected, solved)
 
 
 def _find_shipped(function, weight, parameters, request):
@@ -117,21 +128,41 @@ def _find_shipped(function, weight, parameters, request):
     return None
 
 
-def _cached(path, solved, wanted):
-    damaged = path.exists()
-    if damaged:
-        try:
-            t = Table.load(path)
-            if (t.function, t.parameters, t.weight, t.form, t.objective, t.tails) == wanted:
-                return t
-        except TableError:
-            pass
+def _cached(name, asked, expected, solved):
+    """Return the cached table, else a solved one, which is then cached if that is possible.
+
+    Args:
+        name: of the function, for the file's name.
+        asked: all that was asked for, JSON-ready; the file has to say the same.
+        expected: fields of the table and their values.
+        solved: makes the table.
+    """
+    asked = json.loads(json.dumps(asked))
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    directory = cache_directory()
+    if directory is None:
+        return solved()
+    path = directory / f"{name}-{digest}.json"
+    try:
+        document = parse_json(read_text(path))
+        table = Table.from_document(document["table"])
+        if (
+            document["asked"] == asked
+            and all(getattr(table, field) == value for field, value in expected.items())
+            and len(table.levels) <= asked["levels"]
+        ):
+            return table
+    except (FewbitError, LookupError, TypeError):  # not there, unreadable, damaged, or another kind of document
+        pass
     table = solved()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        table.save(path, force=damaged)
-    except OutputExistsError:
-        pass  # another process solved the same table at the same time
+        # Another process may be doing the same; whoever is last writes what is there already.
+        document = {"schema": CACHED, "asked": asked, "table": table.document()}
+        write_atomic(path, json.dumps(document) + "\n", force=True)
     except (OSError, FewbitError) as error:
-        warnings.warn(f"the table was solved but not cached: {error}", stacklevel=3)
+        if directory not in _unusable:  # one warning is enough
+            _unusable.add(directory)
+            reason = printable(str(error))
+            warnings.warn(f"the table was solved but not cached: {reason}", stacklevel=3)
     return table

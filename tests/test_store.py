@@ -1,10 +1,12 @@
 """Where load_table finds a table: shipped, cached on disk, or solved."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,7 +57,9 @@ REQUESTS = [
 def test_other_tables_are_solved_once(cache, name, request_, monkeypatch):
     first = fewbit.load_table(name, **request_)
     (path,) = cache.iterdir()
-    assert fewbit.Table.load(path) == first
+    document = json.loads(path.read_text())
+    assert fewbit.Table.from_document(document["table"]) == first
+    assert document["asked"]["function"] == first.function
     monkeypatch.setattr("fewbit.solver.solve.solve", None)
     assert fewbit.load_table(name, **request_) == first
     if "parameters" in request_:
@@ -74,7 +78,151 @@ def test_damaged_cache_is_replaced(cache):
     (path,) = cache.iterdir()
     path.write_text('{"schema": "fewbit.table/1", "levels": [')
     assert fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0}) == table
-    assert json.loads(path.read_text())["function"] == "elu"
+    assert json.loads(path.read_text())["table"]["function"] == "elu"
+
+
+OTHERS = {
+    "more bits": {"bits": 3},
+    "fewer levels": {"levels": 3},
+    "domain": {"domain": (-5, 5)},
+    "objective": {"objective": "minimax"},
+    "tails": {"tails": "pinned"},
+    "form": {"form": "intervals"},
+    "weight": {"weight": "normal:0,2"},
+    "parameters": {"parameters": {"alpha": 3.0}},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("forged", [False, True])
+def test_the_cache_compares_all_that_was_asked(cache, other, forged):
+    """Another table in the file's place is not used, not even if the file says that it was asked for.
+
+    Fewer levels than asked for are no contradiction in a forged file: f' may not need more.
+    """
+    if forged and other == "fewer levels":
+        other = "more bits"
+    request = {"bits": 2, "parameters": {"alpha": 2.0}}
+    table = fewbit.load_table("elu", **request)
+    (path,) = cache.iterdir()
+    document = json.loads(path.read_text())
+    wrong = fewbit.solve("elu", **{**request, **OTHERS[other]})
+    document["table"] = wrong.document()
+    if not forged:
+        document["asked"]["bits"] = 7
+    path.write_text(json.dumps(document))
+    assert fewbit.load_table("elu", **request) == table
+    assert json.loads(path.read_text())["table"]["levels"] == table.levels.tolist()
+
+
+@pytest.mark.parametrize("key", ["schema", "version"])
+def test_the_cache_of_another_version_is_not_used(cache, key):
+    table = fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0})
+    (path,) = cache.iterdir()
+    document = json.loads(path.read_text())
+    document["asked"][key] = "older"
+    document["table"]["levels"] = [0.25, 0.75]
+    path.write_text(json.dumps(document))
+    assert fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0}) == table
+
+
+def _make_directory(path):
+    path.mkdir()
+
+
+def _make_pipe(path):
+    os.mkfifo(path)
+
+
+def _make_circle(path):
+    path.symlink_to(path)
+
+
+def _make_empty(path):
+    path.write_text("")
+
+
+def _make_nested(path):
+    path.write_text("[" * 10**6)
+
+
+@pytest.mark.parametrize("make", [_make_directory, _make_pipe, _make_circle, _make_empty, _make_nested])
+def test_anything_in_the_place_of_a_file_of_the_cache(cache, make):
+    table = fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0})
+    (path,) = cache.iterdir()
+    path.unlink()
+    make(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0}) == table
+
+
+UNUSABLE = {
+    "a file": lambda tmp_path: _written(tmp_path / "file") / "below",
+    "a long name": lambda tmp_path: tmp_path / ("x" * 300),
+    "a circle of links": lambda tmp_path: _circle(tmp_path / "circle") / "below",
+    "nothing writable": lambda tmp_path: "/proc/fewbit",
+    "a full disk": lambda tmp_path: "/dev/full",
+}
+
+
+def _written(path):
+    path.write_text("")
+    return path
+
+
+def _circle(path):
+    path.symlink_to(path)
+    return path
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_an_unusable_cache_is_one_warning(what, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEWBIT_CACHE", str(UNUSABLE[what](tmp_path)))
+    with pytest.warns(UserWarning, match="solved but not cached") as caught:
+        for alpha in (2.0, 3.0):
+            table = fewbit.load_table("elu", bits=1, parameters={"alpha": alpha})
+            assert table.parameters == {"alpha": alpha}
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("call", ["os.open", "os.stat", "os.mkdir", "os.replace", "os.fsync"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_whatever_the_system_refuses_the_table_comes(call, number, cache, monkeypatch):
+    """As another's directory of mode 0700 does, which root, who may run this, would not notice."""
+
+    real = getattr(os, call.partition(".")[2])
+
+    def refuse(path, *others, **options):
+        if isinstance(path, int) or str(path).startswith(str(cache)):
+            raise OSError(number, os.strerror(number))
+        return real(path, *others, **options)
+
+    monkeypatch.setattr(call, refuse)
+    monkeypatch.setattr(store, "_unusable", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table = fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0})
+    monkeypatch.undo()
+    assert len(table.levels) == 2
+
+
+def test_without_a_home_nothing_is_cached(tmp_path, monkeypatch):
+    monkeypatch.delenv("FEWBIT_CACHE")
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: Path("~/.cache") / name)
+    monkeypatch.chdir(tmp_path)
+    assert store.cache_directory() is None
+    assert fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0}).bits == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cached_table_needs_no_solver(cache):
+    fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0})
+    code = (
+        "import sys, fewbit; fewbit.load_table('elu', bits=1, parameters={'alpha': 2.0})\n"
+        "assert not {'numba', 'scipy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_unwritable_cache_is_a_warning(tmp_path, monkeypatch):

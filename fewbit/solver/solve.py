@@ -19,13 +19,13 @@ import numpy as np
 from fewbit._version import __version__
 from fewbit.callables import resolve
 from fewbit.errors import SolveError
-from fewbit.sizes import counted
 from fewbit.solver.cells import merge, survey
 from fewbit.solver.layers import thread_count
 from fewbit.solver.minimax import largest_deviation, minimax_intervals, minimax_levels
 from fewbit.solver.partition import Effort
 from fewbit.solver.refine import RESIDUAL, ContiguousPieces, NearestPieces, Solution, refine
 from fewbit.solver.relaxation import relax_intervals, relax_levels, relax_unbiased
+from fewbit.solver.request import checked_domain, count_levels, domain_of, is_integer
 from fewbit.solver.steps import Steps, nearest_steps, relabel, tidy, totals
 from fewbit.solver.unbiased import build_stand_in, refine_unbiased, variance, with_tails
 from fewbit.solver.weight import make_weight
@@ -36,7 +36,6 @@ OBJECTIVES = ("mse", "unbiased", "minimax")
 TAILS = ("free", "pinned")
 _FINE = 4096
 _MOST_CELLS = 2**22
-_FARTHEST = 1e30
 
 
 def solve(
@@ -79,11 +78,11 @@ def solve(
     Raises FunctionError, WeightError or SolveError with one line.
     """
     started = time.perf_counter()
-    count, bits = _count_levels(bits, levels)
+    count, bits = count_levels(bits, levels)
     _check_choice("form", form, FORMS)
     _check_choice("objective", objective, OBJECTIVES)
     _check_choice("tails", tails, TAILS)
-    if threads is not None and not (_is_integer(threads) and threads >= 1):
+    if threads is not None and not (is_integer(threads) and threads >= 1):
         raise SolveError(f"threads: expected an integer of at least 1, got {threads!r}")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise SolveError(f"parameters: expected a mapping of names to numbers, got {parameters!r}")
@@ -94,8 +93,8 @@ def solve(
     def resolved(on):
         return resolve(function, parameters, derivative=derivative, kinks=kinks, domain=on)
 
-    f = resolved(_checked_domain(domain) or weight.domain)
-    domain = _domain(f, weight, domain)
+    f = resolved(checked_domain(domain) or weight.domain)
+    domain = domain_of(f, weight, checked_domain(domain))
     if domain != tuple(f.domain):
         # A callable is searched for kinks where it will be used.
         f = resolved(domain)
@@ -381,57 +380,9 @@ def _status(request, residual, levels, cells):
     return "stationary" if residual < RESIDUAL * scale else "stalled"
 
 
-def _count_levels(bits, levels):
-    if bits is None and levels is None:
-        raise SolveError("bits: expected 1 to 8 (or levels from 2 to 256), got neither")
-    if bits is not None and not (_is_integer(bits) and 1 <= bits <= 8):
-        raise SolveError(f"bits: expected an integer from 1 to 8, got {bits!r}")
-    if levels is None:
-        return 2**bits, int(bits)
-    if not (_is_integer(levels) and 2 <= levels <= 256):
-        raise SolveError(f"levels: expected an integer from 2 to 256, got {levels!r}")
-    needed = int(levels - 1).bit_length()
-    if bits is not None and bits < needed:
-        raise SolveError(
-            f"levels: expected at most {2**bits} with {counted(bits, 'bit')}, got {levels}"
-        )
-    return int(levels), int(bits) if bits is not None else needed
-
-
-def _is_integer(value):
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
 def _check_choice(name, value, choices):
     if value not in choices:
         raise SolveError(f"{name}: expected {' or '.join(choices)}, got {value!r}")
-
-
-def _checked_domain(domain):
-    if domain is None:
-        return None
-    try:
-        low, high = (float(end) for end in domain)
-    except (TypeError, ValueError):
-        raise SolveError(f"domain: expected two numbers A < B, got {domain!r}") from None
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise SolveError(f"domain: expected two finite numbers A < B, got {low:g} {high:g}")
-    if max(-low, high) > _FARTHEST:
-        raise SolveError(f"domain: expected numbers within {_FARTHEST:g}, got {low:g} {high:g}")
-    return low, high
-
-
-def _domain(f, weight, asked):
-    if asked is not None:
-        return _checked_domain(asked)
-    if weight.domain is not None:
-        return weight.domain
-    low, high = f.domain
-    document = weight.document()
-    if document["kind"] == "normal":
-        mean, reach = document["mean"], 8 * document["std"]
-        low, high = min(low, mean - reach), max(high, mean + reach)
-    return float(low), float(high)
 
 
 def _pinned_slopes(f, tails, count, form):
@@ -450,6 +401,6 @@ def _pinned_slopes(f, tails, count, form):
 def _grid(grid, count):
     if grid is None:
         return max(4096, 256 * count)
-    if not (_is_integer(grid) and 16 <= grid <= _MOST_CELLS):
+    if not (is_integer(grid) and 16 <= grid <= _MOST_CELLS):
         raise SolveError(f"grid: expected an integer from 16 to {_MOST_CELLS}, got {grid!r}")
     return int(grid)

@@ -1,0 +1,73 @@
+"""How many levels, and on which domain: what a request for a table comes to, without the solver itself."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fewbit.errors import SolveError
+from fewbit.sizes import counted
+
+_FARTHEST = 1e30
+
+
+def count_levels(bits, levels):
+    """Return (levels at most, bits) of a request for bits, levels or both. Raises SolveError if they do not fit."""
+    if bits is None and levels is None:
+        raise SolveError("bits: expected 1 to 8 (or levels from 2 to 256), got neither")
+    if bits is not None and not (is_integer(bits) and 1 <= bits <= 8):
+        raise SolveError(f"bits: expected an integer from 1 to 8, got {bits!r}")
+    if levels is None:
+        return 2**bits, int(bits)
+    if not (is_integer(levels) and 2 <= levels <= 256):
+        raise SolveError(f"levels: expected an integer from 2 to 256, got {levels!r}")
+    needed = int(levels - 1).bit_length()
+    if bits is not None and bits < needed:
+        raise SolveError(
+            f"levels: expected at most {2**bits} with {counted(bits, 'bit')}, got {levels}"
+        )
+    return int(levels), int(bits) if bits is not None else needed
+
+
+def is_integer(value):
+    """Return whether it is an integer, Python's or NumPy's, and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def checked_domain(domain):
+    """Return a domain as two floats, None for None. Raises SolveError if it is anything else."""
+    if domain is None:
+        return None
+    try:
+        low, high = (float(end) for end in domain)
+    except (TypeError, ValueError):
+        raise SolveError(f"domain: expected two numbers A < B, got {domain!r}") from None
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise SolveError(f"domain: expected two finite numbers A < B, got {low:g} {high:g}")
+    if max(-low, high) > _FARTHEST:
+        raise SolveError(f"domain: expected numbers within {_FARTHEST:g}, got {low:g} {high:g}")
+    return low, high
+
+
+def domain_of(f, weight, asked):
+    """Return the domain of a table: the one that was asked for, the weight's, or the function's.
+
+    Args:
+        f: the function, whose `domain` counts where nothing else is said.
+        weight: as from `make_weight`.
+        asked: two floats, or None.
+
+    Returns:
+        Two floats a < b.
+    """
+    if asked is not None:
+        return asked
+    if weight.domain is not None:
+        return weight.domain
+    low, high = f.domain
+    document = weight.document()
+    if document["kind"] == "normal":
+        mean, reach = document["mean"], 8 * document["std"]
+        low, high = min(low, mean - reach), max(high, mean + reach)
+    return float(low), float(high)

@@ -33,6 +33,7 @@ import numpy as np
 from fewbit import functions
 from fewbit.errors import FunctionError
 from fewbit.functions import Function
+from fewbit.text import one_line as _one_line
 
 __all__ = ["from_callable", "import_callable", "qualified_name", "resolve"]
 
@@ -313,11 +314,6 @@ def _any_shape(f: Flat) -> Callable[[np.ndarray], np.ndarray]:
             return f(x.ravel()).reshape(x.shape)[()]
 
     return call
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__
 
 
 # --- checks -------------------------------------------------------------------------------------

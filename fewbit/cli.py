@@ -9,9 +9,12 @@ from __future__ import annotations
 import difflib
 import gc
 import json
+import math
 import os
+import re
 import sys
 import threading
+import traceback
 import warnings
 from pathlib import Path
 
@@ -19,8 +22,13 @@ import click
 
 from fewbit._version import __version__
 from fewbit.errors import FewbitError, FunctionError, OutputExistsError, TableError
+from fewbit.files import check_writable
+from fewbit.streams import OutputLost, secure
+from fewbit.text import one_line, printable
 
-FAILED, BAD_INPUT, INTERRUPTED, READER_GONE = 1, 2, 130, 141
+FAILED, BAD_INPUT, BUG, INTERRUPTED, OUTPUT_LOST = 1, 2, 70, 130, 141
+TRACEBACK = "FEWBIT_TRACEBACK"
+"""The variable of the environment that has the traceback of an unexpected error shown."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -28,29 +36,15 @@ FAILED, BAD_INPUT, INTERRUPTED, READER_GONE = 1, 2, 130, 141
 
 
 class App(click.Group):
-    """Errors of use and of fewbit end with one line and exit code 2, Ctrl-C with 130."""
+    """Every error ends with one line and an exit code; docs/cli.md lists them."""
 
     def main(self, *args, standalone_mode=True, **kwargs):
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **kwargs)
         try:
             code = super().main(*args, standalone_mode=False, **kwargs)
-        except click.ClickException as error:
-            _complain("error", _usage_message(error))
-            code = BAD_INPUT
-        except OutputExistsError as error:
-            _complain("error", f"{error.path} exists; pass --force to overwrite it")
-            code = BAD_INPUT
-        except FewbitError as error:
-            _complain("error", error)
-            code = BAD_INPUT
-        except MemoryError:
-            _complain("error", "not enough memory for this request")
-            code = BAD_INPUT
-        except click.Abort:
-            code = INTERRUPTED
-        except SystemExit:  # click's answer to a closed pipe, as in `fewbit list | head -1`
-            code = READER_GONE
+        except BaseException as error:
+            code = _explained(error)
         sys.exit(code if isinstance(code, int) else 0)
 
     def resolve_command(self, ctx, args):
@@ -62,6 +56,9 @@ class App(click.Group):
             ctx.fail(f"unknown command {args[0]!r}: {hint}")
 
     def invoke(self, ctx):
+        threads = os.environ.get("NUMBA_NUM_THREADS", "1")
+        if re.fullmatch(r"\s*(-\d+|0+)\s*", threads):  # numba refuses to be imported, with a traceback
+            raise FewbitError(f"NUMBA_NUM_THREADS: expected 1 or more, got {threads}")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -71,20 +68,55 @@ class App(click.Group):
         except KeyboardInterrupt:
             _complain("interrupted")
             ctx.exit(INTERRUPTED)
+        except EOFError as error:  # click would take it for an interrupt
+            raise FewbitError(f"standard input has ended: {one_line(error)}") from error
+
+
+def _explained(error):
+    """Say in one line what has ended a command. Return the exit code."""
+    if isinstance(error, OutputLost):
+        return OUTPUT_LOST
+    if isinstance(error, click.Abort | KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, click.ClickException):
+        _complain("error", _usage_message(error))
+    elif isinstance(error, OutputExistsError):
+        _complain("error", f"{error.path} exists; pass --force to overwrite it")
+    elif isinstance(error, FewbitError):
+        _complain("error", error)
+    elif isinstance(error, MemoryError):
+        _complain("error", "not enough memory for this request")
+    elif isinstance(error, SystemExit):  # commands do not: a module of the user's
+        _complain("error", f"expected code that does not end the program, got {one_line(error)}")
+    else:
+        if os.environ.get(TRACEBACK):
+            traceback.print_exception(error)
+        _complain("error", f"unexpected {one_line(error)} (the traceback: set {TRACEBACK}=1)")
+        return BUG
+    return BAD_INPUT
 
 
 def main():
-    """What the ``fewbit`` command runs."""
+    """Run the ``fewbit`` command."""
     # Importing numba makes a great many objects and no garbage. Looking for some, again and again
     # and once more at exit, would take a third of the time of a small solve.
     gc.set_threshold(100_000, 50, 50)
-    for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character shows a question mark instead.
-        stream.reconfigure(errors="replace")
+    secure()
+    if not re.fullmatch("[1-9][0-9]{0,3}", os.environ.get("COLUMNS", "80")):
+        del os.environ["COLUMNS"]  # no width of a terminal
+    code = 0
     try:
         app(prog_name="fewbit")
-    finally:
-        gc.freeze()
+    except SystemExit as end:
+        code = end.code
+    except KeyboardInterrupt:  # before or after the command
+        code = INTERRUPTED
+    try:
+        sys.stdout.flush()
+    except OutputLost:
+        code = OUTPUT_LOST
+    gc.freeze()
+    sys.exit(code)
 
 
 def _usage_message(error):
@@ -97,7 +129,7 @@ def _usage_message(error):
 
 def _complain(kind, message=None):
     text = kind if message is None else f"{kind}: {message}"
-    click.echo(f"fewbit: {' '.join(text.split())}", err=True)
+    click.echo(f"fewbit: {printable(' '.join(text.split()))}", err=True)
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None):
@@ -258,6 +290,12 @@ _PROBLEM = (
         help="A parameter of the function, by torch's name; may be repeated.",
     ),
 )
+_function = click.option(
+    "--function",
+    metavar="MODULE:NAME",
+    help="The function of a FILE's tables, if it is none of fewbit's: package.module:name, which is "
+    "imported. What a FILE names never is.",
+)
 _several_bits = click.option(
     "--bits",
     type=int,
@@ -279,12 +317,8 @@ def _output(required=False, what="the table document"):
 
 def _check_output(path, force):
     """Refuse before the work is done, not after it."""
-    if path is None:
-        return
-    if os.path.exists(path) and not force:
-        raise OutputExistsError(path)
-    if not Path(path).resolve().parent.is_dir():
-        raise FewbitError(f"{path}: expected a path in an existing directory")
+    if path is not None:
+        check_writable(path, force)
 
 
 def _given(**options):
@@ -354,7 +388,7 @@ def solve(name, no_refine, threads, output, force, as_json, **problem):
         table.save(output, force=force)
     _show_table(table, as_json)
     if output is not None and not as_json:
-        click.echo(f"\nsaved to {output}")
+        click.echo(f"\nsaved to {printable(output)}")
 
 
 @app.command("list")
@@ -442,8 +476,9 @@ def _ranges(numbers):
 @app.command()
 @click.argument("source", metavar="NAME|FILE")
 @_problem
+@_function
 @_json
-def show(source, as_json, **problem):
+def show(source, function, as_json, **problem):
     """Show a table: shipped, solved before, or in a file.
 
     Of a function's NAME without --bits, all shipped tables; with --bits, the table, solved and
@@ -456,7 +491,7 @@ def show(source, as_json, **problem):
       fewbit show gelu --bits 3 --weight normal
       fewbit show elu.json
     """
-    tables = _load(source, problem, several=True)
+    tables = _load(source, problem, function, several=True)
     if len(tables) == 1:
         _show_table(tables[0], as_json)
     elif as_json:
@@ -466,15 +501,16 @@ def show(source, as_json, **problem):
     else:
         from fewbit.report import tables_report
 
-        _console().print(tables_report(source, tables))
+        _console().print(tables_report(printable(source), tables))
 
 
 @app.command()
 @click.argument("source", metavar="NAME|FILE")
 @_problem
+@_function
 @_output(required=True, what="the picture, PNG or SVG by its ending,")
 @_force
-def plot(source, output, force, **problem):
+def plot(source, function, output, force, **problem):
     """Draw a table: f', q, and the error below.
 
     NAME|FILE and the options are those of 'fewbit show'; they have to leave one table.
@@ -487,9 +523,9 @@ def plot(source, output, force, **problem):
     if Path(output).suffix.lower() not in (".png", ".svg"):
         raise FewbitError(f"{output}: expected a file name that ends in .png or .svg")
     _check_output(output, force)
-    (table,) = _load(source, problem, several=False)
+    (table,) = _load(source, problem, function, several=False)
     table.plot(path=output, force=force)
-    click.echo(f"saved to {output}")
+    click.echo(f"saved to {printable(output)}")
 
 
 @app.command()
@@ -527,18 +563,20 @@ def compare(names, bits, output, force, as_json):
         return
     _console().print(comparison)
     if output is not None:
-        click.echo(f"\nsaved to {output}")
+        click.echo(f"\nsaved to {printable(output)}")
 
 
 @app.command()
 @click.argument("files", nargs=-1, metavar="[FILE]...")
+@_function
 @_json
-def verify(files, as_json):
+def verify(files, function, as_json):
     """Check what tables claim, by other means than made them.
 
     For each FILE (default: all shipped tables): its schema; each table's error, recomputed by
     adaptive quadrature; that the lower bound is not above it; that no table is worse than one of
-    fewer bits. A function package.module:f is imported.
+    fewer bits. The error of a function that is none of fewbit's is recomputed if you name it
+    with --function.
 
     The bound itself is not proved again; solving the table anew does that.
 
@@ -558,7 +596,7 @@ def verify(files, as_json):
         for done, path in enumerate(paths):
             progress(f"verifying {path.name}", done, len(paths))
             try:
-                results.append((path, verify(path)))
+                results.append((path, verify(path, function=function)))
             except TableError as error:
                 _complain("error", error)
                 unreadable = True
@@ -592,11 +630,16 @@ def _finding_record(finding):
         "bits": finding.table.bits,
         "form": finding.table.form,
         "error": finding.table.error,
-        "recomputed": finding.recomputed,
+        "recomputed": _finite(finding.recomputed),
         "holds": None if finding.unchecked else not finding.problems,
         "problems": list(finding.problems),
         "unchecked": finding.unchecked,
     }
+
+
+def _finite(number):
+    """A number as JSON has it, None for one that JSON has not."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _verification(results):
@@ -629,8 +672,8 @@ def _verification(results):
             verdict = Text(f"{len(unchecked)} not checked", "yellow")
         else:
             verdict = Text("holds", "green")
-        grid.add_row(Text(path.name), str(len(findings)), Text(_deviation(findings)), verdict)
-    return Group(grid, *([""] if problems else []), *map(Text, problems))
+        grid.add_row(Text(printable(path.name)), str(len(findings)), Text(_deviation(findings)), verdict)
+    return Group(grid, *([""] if problems else []), *map(Text, map(printable, problems)))
 
 
 def _deviation(findings):
@@ -801,7 +844,7 @@ def plan_(name, batch, batches, size, policies, share, draws, output, force, as_
         return
     _console().print(found)
     if output is not None:
-        click.echo(f"\nsaved to {output}")
+        click.echo(f"\nsaved to {printable(output)}")
 
 
 def _workload(name, **sizes):
@@ -840,7 +883,7 @@ def _workload(name, **sizes):
 
 def _called(name):
     """What the user's function returns; what it raises is one line, as elsewhere of the user's code."""
-    from fewbit.callables import _one_line, import_callable, misfit_of
+    from fewbit.callables import import_callable, misfit_of
 
     function = import_callable(name)
     misfit = misfit_of(function, 0)
@@ -853,7 +896,7 @@ def _called(name):
     except FewbitError:
         raise
     except Exception as error:
-        raise FewbitError(f"{name} raised {_one_line(error)}") from error
+        raise FewbitError(f"{name} raised {one_line(error)}") from error
 
 
 def _kind(value):
@@ -931,9 +974,9 @@ def demo(steps, seeds, bits, everything, average, output, force, as_json):
     """
     directory = Path(output)
     paths = directory / "demo_losses.png", directory / "demo.json"
-    for path in paths:
-        if path.exists() and not force:
-            raise OutputExistsError(path)
+    if directory.is_dir():
+        for path in paths:
+            check_writable(path, force)
     try:
         from fewbit.demo.experiment import run_demo
     except ModuleNotFoundError as error:
@@ -947,10 +990,13 @@ def demo(steps, seeds, bits, everything, average, output, force, as_json):
 
     try:  # before the work: a directory that cannot be made is better known now
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise FewbitError(
-            f"{directory}: expected a directory or a place for one: {error.strerror}"
+            f"{directory}: expected a directory or a place for one: {reason}"
         ) from None
+    for path in paths:
+        check_writable(path, force)
     with Progress() as progress:
         result = run_demo(
             seeds=seeds,
@@ -964,7 +1010,7 @@ def demo(steps, seeds, bits, everything, average, output, force, as_json):
         _print_json(result.to_dict())
         return
     _console().print(DemoReport(result))
-    click.echo(f"\nsaved to {paths[0]} and {paths[1]}")
+    click.echo("\n" + printable(f"saved to {paths[0]} and {paths[1]}"))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -980,10 +1026,18 @@ def _show_table(table, as_json):
     _console().print(TableReport(table))
 
 
-def _load(source, problem, several):
-    """The tables that NAME|FILE and the options mean: at least one, and one only unless ``several``."""
-    if source.endswith(".json") or "/" in source or os.sep in source:
+def _load(source, problem, function, several):
+    """Return the tables that NAME|FILE and the options mean: at least one, and one only unless ``several``."""
+    is_file = source.endswith(".json") or "/" in source or os.sep in source
+    if function is not None and not is_file:
+        raise FewbitError(f"{source}: expected a FILE with --function, got the name of a function")
+    if is_file:
         tables = _select(source, problem)
+        if function is not None:
+            tables = [
+                table if table.activation is not None else table.with_activation(function)
+                for table in tables
+            ]
     elif problem["bits"] is None and problem["levels"] is None:
         from fewbit.store import shipped_tables
 

@@ -21,9 +21,10 @@ def check_writable(path: str | os.PathLike, force: bool = False) -> None:
         FewbitError: it is not a regular file, or its directory is missing or cannot be written.
     """
     target = _target_of(path, force)
+    if not target.parent.is_dir():
+        raise FewbitError(f"{path}: expected a path in an existing directory")
     if not os.access(target.parent, os.W_OK):
-        reason = "No such file or directory" if not target.parent.exists() else "Permission denied"
-        raise FewbitError(f"{path}: expected a writable path, got: {reason}")
+        raise FewbitError(f"{path}: expected a path in a directory that can be written")
 
 
 def write_atomic(path: str | os.PathLike, data: str | bytes, force: bool = False) -> None:

@@ -22,6 +22,7 @@ from fewbit.table import describe_function, describe_weight
 
 METRICS = ("error", "relative_error")
 MOST_LEVELS = 16  # a table of more levels is not listed level by level
+MOST_INTERVALS = 16  # pieces of one level that are listed
 LEAST_NAME = 8  # characters that a name is shortened to at most
 GAP = 2  # between columns
 _WIDTH = 80
@@ -556,7 +557,7 @@ def _against(error, printed):
         return f"the same digits as {source}"
     if error > printed:
         return f"{error / printed:.3g}x higher than {source}" if printed else f"above {source}"
-    return f"{printed / error:.3g}x lower than {source}"
+    return f"{printed / error:.3g}x lower than {source}" if error else f"below {source}"
 
 
 def _levels_grid(table):
@@ -573,7 +574,10 @@ def _levels_grid(table):
     for code, piece in zip(table.codes, _pieces(table), strict=True):
         pieces[code].append(piece)
     for code, level in enumerate(table.levels.tolist()):
-        grid.add_row(str(code), Text(f"{level:.6g}"), Text("  ".join(pieces[code]) or "-"))
+        listed = pieces[code][:MOST_INTERVALS]
+        if len(pieces[code]) > len(listed):
+            listed.append(f"and {len(pieces[code]) - len(listed)} more")
+        grid.add_row(str(code), Text(f"{level:.6g}"), Text("  ".join(listed) or "-"))
     return grid
 
 

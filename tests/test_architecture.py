@@ -23,7 +23,7 @@ LAYERS = [
     {"nn"},
     {"compress", "models"},
     {"memory", "demo"},
-    {"cli"},
+    {"cli", "streams"},
 ]
 # The torch half; all else works where torch is not installed.
 TORCH = {"runtime", "functional", "nn", "compress", "models", "demo"}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from click.testing import CliRunner
 
 import fewbit
 from fewbit import cli, functions, store
-from fewbit.table import Table, load_file, save_tables
+from fewbit.table import MOST_PIECES, Table, load_file, save_tables
 
 ROOT = Path(__file__).parent.parent
 
@@ -347,12 +348,273 @@ def test_out_of_memory_is_one_line(monkeypatch):
     assert result.stderr == "fewbit: error: not enough memory for this request\n"
 
 
-def test_a_bug_is_not_hidden(monkeypatch):
+def test_a_bug_is_one_line_and_says_how_to_see_it(monkeypatch):
     def broken(*_, **__):
-        raise ZeroDivisionError
+        raise ZeroDivisionError("two\nlines")
 
     monkeypatch.setattr("fewbit.solver.solve.solve", broken)
-    assert isinstance(run("solve", "gelu", "--bits", "3").exception, ZeroDivisionError)
+    result = run("solve", "gelu", "--bits", "3")
+    expected = (
+        "fewbit: error: unexpected ZeroDivisionError: two lines "
+        "(the traceback: set FEWBIT_TRACEBACK=1)\n"
+    )
+    assert (result.exit_code, result.stdout, result.stderr) == (70, "", expected)
+    result = run("solve", "gelu", "--bits", "3", env={"FEWBIT_TRACEBACK": "1"})
+    assert result.exit_code == 70 and result.stderr.endswith(expected)
+    assert "Traceback (most recent call last)" in result.stderr and "in broken" in result.stderr
+
+
+CODE = {
+    "ends the program": ("raise SystemExit(3)", "expected code that does not end the program, got SystemExit: 3"),
+    "raises": ("raise ValueError('a\\nb')", "cannot import 'mine': ValueError: a b"),
+    "has a wrong syntax": ("def", "cannot import 'mine': SyntaxError"),
+    "escapes": ("raise ValueError('\\x1b[2J')", r"ValueError: \x1b[2J"),
+    "raises what is no Exception": ("raise GeneratorExit", "unexpected GeneratorExit"),
+    "reads": ("input()", "cannot import 'mine': EOFError"),
+    "has no text": (
+        "class Odd(Exception):\n    def __str__(self): raise TypeError\nraise Odd", "cannot import 'mine': Odd"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["solve mine:f --bits 2", "plan mine:f", "verify own.json --function mine:f"])
+@pytest.mark.parametrize("what", CODE)
+def test_whatever_a_module_of_the_users_does_is_one_line(command, what, monkeypatch):
+    code, message = CODE[what]
+    Path("mine.py").write_text(code)
+    replace(fewbit.solve("gelu", 1), function="own:f").save("own.json")
+    monkeypatch.syspath_prepend(os.getcwd())
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    result = run(*command.split(), input="")
+    assert result.exit_code in (2, 70) and result.stdout == ""
+    assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_ctrl_c_in_a_module_of_the_users():
+    Path("mine.py").write_text("raise KeyboardInterrupt")
+    result = program("solve", "mine:f", "--bits", "2", env={**os.environ, "PYTHONPATH": os.getcwd()})
+    assert (result.returncode, result.stderr) == (130, "fewbit: interrupted\n")
+
+
+# --- what comes from files and arguments ---------------------------------------------------------
+
+
+HOSTILE = ["sys:exit", "builtins:input", "time:sleep", "os:abort", "antigravity:geohash"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_a_file_names_is_never_imported_or_called(name, monkeypatch):
+    monkeypatch.setattr("fewbit.callables.import_callable", lambda name: pytest.fail(name))
+    replace(fewbit.solve("gelu", 2), function=name).save("hostile.json")
+    out = succeed("show", "hostile.json").stdout
+    assert out.startswith(f"{name}, 2 bits: 4 levels") and "f'   " not in out
+    succeed("show", "hostile.json", "--json")
+    succeed("plot", "hostile.json", "-o", "hostile.png")
+    result = run("verify", "hostile.json")
+    assert result.exit_code == 2 and "not checked" in result.stdout
+    assert "fewbit has no function" in " ".join(result.stdout.split())
+    assert "antigravity" not in sys.modules
+
+
+def test_the_user_may_name_the_function_of_a_file():
+    replace(fewbit.solve("tanh", 2, domain=(-8, 8)), function="own:f").save("own.json")
+    assert "holds" in succeed("verify", "own.json", "--function", "numpy:tanh").stdout
+    assert "f'   " in succeed("show", "own.json", "--function", "numpy:tanh").stdout
+    succeed("plot", "own.json", "-o", "own.svg", "--function", "numpy:tanh")
+    result = run("verify", "own.json", "--function", "numpy:arctan")
+    assert result.exit_code == 1 and "1 wrong" in result.stdout
+    result = run("show", "gelu", "--bits", "2", "--function", "numpy:tanh")
+    assert result.exit_code == 2 and "expected a FILE with --function" in result.stderr
+
+
+def test_a_file_of_no_tables_does_not_hold():
+    save_tables("none.json", "gelu", [])
+    result = run("verify", "none.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "fewbit: error: none.json: expected at least one table to verify, got none\n"
+    )
+
+
+CHARACTERS = ["\x1b[2J", "\x1b]8;;http://a\x07", "\u202e", "\x9b1m", "\r", "\n", "\udc80", "\u2066", "\x00"]
+
+
+@pytest.mark.parametrize("character", CHARACTERS, ids=ascii)
+@pytest.mark.parametrize("field", ["function", "parameters", "solver", "weight"])
+def test_a_file_with_characters_that_a_terminal_acts_on_is_refused(field, character):
+    document = fewbit.solve("gelu", 1).document()
+    document[field] = {
+        "function": f"a{character}",
+        "parameters": {f"a{character}": 1.0},
+        "solver": {"version": f"a{character}", "grid": 1},
+        "weight": {"kind": "callable", "name": f"a{character}"},
+    }[field]
+    Path("odd.json").write_text(json.dumps(document))
+    result = run("show", "odd.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert character not in result.stderr.rstrip("\n") and "expected printable characters" in result.stderr
+
+
+@pytest.mark.parametrize("character", [each for each in CHARACTERS if each != "\x00"], ids=ascii)
+@pytest.mark.parametrize(
+    "command",
+    ["solve {}", "show {}.json", "show ./{}", "frobnicate{}", "solve gelu --weight {}", "verify {}",
+     "solve gelu --bits {}", "solve gelu --bits 1 -o {}/a.json", "solve elu --param {}=a", "solve {}:f"],
+)  # fmt: skip
+def test_arguments_are_shown_with_such_characters_escaped(command, character):
+    result = run(*command.format(f"a{character}").split(" "))
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert character not in result.stderr.rstrip("\n")
+
+
+def test_names_of_files_are_shown_escaped():
+    name = "a\x1b[2J.json"
+    fewbit.solve("gelu", 1).save(name)
+    for command in (["verify", name], ["solve", "gelu", "--bits", "1", "-o", name, "--force"]):
+        assert "\x1b" not in succeed(*command).stdout
+    save_tables(name, "gelu", [fewbit.solve("gelu", 1), fewbit.solve("gelu", 2)], force=True)
+    assert r"a\x1b[2J.json" in succeed("show", name).stdout
+
+
+FILES = {
+    "empty.json": lambda path: path.write_text(""),
+    "bom.json": lambda path: path.write_bytes(b"\xef\xbb\xbf{}"),
+    "utf16.json": lambda path: path.write_bytes("{}".encode("utf-16")),
+    "folder.json": lambda path: path.mkdir(),
+    "pipe.json": lambda path: os.mkfifo(path),
+    "circle.json": lambda path: path.symlink_to(path),
+    "deep.json": lambda path: path.write_text("[" * 200_000),
+    "wide.json": lambda path: path.write_text("[" + "[]," * 1_000_000 + "[]]"),
+    "large.json": lambda path: path.write_text(" " * 30_000_000),
+    "digits.json": lambda path: path.write_text("1" * 5_000_000),
+    "quotes.json": lambda path: path.write_text('"' + '\\"' * 2_000_000 + "\\"),
+    "twice.json": lambda path: path.write_text('{"schema": 1, "schema": 1}'),
+    "nan.json": lambda path: path.write_text('{"a": NaN}'),
+    "x" * 300 + ".json": lambda path: None,
+}
+
+
+@pytest.mark.parametrize("name", FILES, ids=lambda name: name[:12])
+@pytest.mark.parametrize("command", ["show", "plot", "verify"])
+def test_any_kind_of_file_is_one_line_and_soon(command, name):
+    FILES[name](Path(name))
+    before = sorted(os.listdir())
+    started = time.perf_counter()
+    result = run(command, name, *(["-o", "x.png"] if command == "plot" else []))
+    assert time.perf_counter() - started < 10
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"fewbit: error: {name}: expected ")
+    assert result.stderr.count("\n") == 1 and sorted(os.listdir()) == before
+
+
+def test_devices_are_no_files():
+    for path in ("/dev/zero", "/dev/null", "/dev/tty"):
+        if os.path.exists(path):
+            assert "expected a readable file" in run("show", path).stderr
+
+
+@pytest.mark.parametrize("domain", [[-1e308, 1e308], [0.0, 5e-324], [1.0, 1.0 + 2**-50], [1.0, 1.0]])
+def test_domains_that_no_table_can_have(domain):
+    document = fewbit.solve("gelu", 1).document() | {"domain": domain}
+    Path("domain.json").write_text(json.dumps(document))
+    assert "domain" in run("show", "domain.json").stderr
+
+
+def test_the_largest_table_is_shown_soon():
+    n = MOST_PIECES
+    document = fewbit.solve("gelu", 4).document() | {
+        "codes": [i % 16 for i in range(n)],
+        "breaks": np.linspace(-9, 9, n - 1).tolist(),
+        "domain": [-10.0, 10.0],
+        "error": 0.0,
+        "lower_bound": 0.0,
+    }
+    document.pop("closed", None)
+    Path("large.json").write_text(json.dumps(document))
+    started = time.perf_counter()
+    assert "and 1008 more" in succeed("show", "large.json").stdout
+    assert time.perf_counter() - started < 20
+
+
+UNWRITABLE = {
+    "x" * 300 + ".json": lambda path: None,
+    "circle.json": lambda path: path.symlink_to(path),
+    "folder.json": lambda path: path.mkdir(),
+    "missing/a.json": lambda path: None,
+    "pipe.json": lambda path: os.mkfifo(path),
+    "/dev/null/a.json": lambda path: None,
+}
+
+
+@pytest.mark.parametrize("name", UNWRITABLE, ids=lambda name: name[:12])
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(name, monkeypatch):
+    UNWRITABLE[name](Path(name))
+    before = sorted(os.listdir())
+    monkeypatch.setattr("fewbit.solver.solve.solve", lambda *_, **__: pytest.fail("solved first"))
+    result = run("solve", "gelu", "--bits", "2", "-o", name, "--force")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"fewbit: error: {name}: expected a ")
+    assert result.stderr.count("\n") == 1 and sorted(os.listdir()) == before
+
+
+# --- the environment ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", ["0", "-5", "abc", "1", "7", "\u00b2", "9" * 30, ""])
+def test_any_width_of_the_terminal(columns):
+    result = program("show", "gelu", "--bits", "2", env={**os.environ, "COLUMNS": columns})
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "gelu" in "".join(result.stdout.split())
+
+
+ENVIRONMENTS = [
+    ({"NUMBA_NUM_THREADS": "0"}, "NUMBA_NUM_THREADS: expected 1 or more, got 0"),
+    ({"MPLBACKEND": "nonsense"}, "matplotlib cannot be used: ValueError: Key backend: 'nonsense'"),
+]
+
+
+@pytest.mark.parametrize(("environment", "message"), ENVIRONMENTS)
+def test_an_environment_that_cannot_be_used_is_one_line(environment, message):
+    result = program(
+        "plot", "gelu", "--bits", "2", "-o", "a.png", env={**os.environ, **environment}
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"fewbit: error: {message}") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
+@pytest.mark.parametrize(
+    "arguments",
+    ["list", "list --json", "--help", "--version", "show gelu", "show gelu --bits 2 --json",
+     "verify {relu}", "solve relu --bits 1", "compare relu --bits 1"],
+)  # fmt: skip
+def test_output_that_is_full_or_closed_ends_quietly_with_a_code_of_its_own(arguments):
+    arguments = arguments.format(relu=store.tables_directory() / "relu.json").split()
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, ROOT / "cli.py", *arguments], stdout=full, stderr=subprocess.PIPE, timeout=120
+        )  # fmt: skip
+    assert (result.returncode, result.stderr) == (141, b"")
+    result = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, ROOT / "cli.py", *arguments],
+        stderr=subprocess.PIPE,
+        timeout=120,
+    )
+    assert (result.returncode, result.stderr) == (141, b"")
+
+
+def test_errors_that_nobody_can_see_still_have_their_code():
+    for redirection in ("2>&-", "2>/dev/full", ">&- 2>&-"):
+        command = [sys.executable, ROOT / "cli.py", "solve", "gelo"]
+        script = f'exec "$@" {redirection}'
+        assert subprocess.run(["sh", "-c", script, "sh", *command], timeout=120).returncode == 2
+
+
+def test_a_closed_output_is_nobody_elses():
+    """A file that is opened gets the number of standard output, unless that is taken."""
+    command = [sys.executable, ROOT / "cli.py", "solve", "relu", "--bits", "1", "-o", "relu.json"]
+    subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], timeout=120)
+    assert Table.load("relu.json").function == "relu"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
@@ -384,7 +646,7 @@ def test_a_reader_that_closes_the_pipe_is_no_error():
     process.stdout.close()
     with process.stderr:
         assert process.stderr.read() == ""
-    process.wait(timeout=30)
+    assert process.wait(timeout=30) == 141
 
 
 def test_a_terminal_that_lacks_the_characters_still_gets_the_numbers():

@@ -65,7 +65,10 @@ def largest_table_error(table: Table, low: float, high: float) -> float:
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise InputError(f"expected finite ends low < high, got {low} and {high}")
     f = resolve(table.function, table.parameters, domain=(float(low), float(high)))
-    scape = survey(f.derivative, f.kinks, Uniform(), (float(low), float(high)), f.name)
+    domain = (float(low), float(high))
+    scape = survey(
+        f.derivative, f.kinks, Uniform(), domain, f.name, panels=f.panels, accuracy=f.accuracy
+    )
     knots = () if table.knots is None else table.knots.points
     points = np.concatenate([table.breaks, scape.kinks, scape.extrema, knots])
     nodes = np.unique(np.concatenate([[low, high], points[(points > low) & (points < high)]]))
@@ -73,7 +76,7 @@ def largest_table_error(table: Table, low: float, high: float) -> float:
     ends = np.stack(scape.end_values(left, right))
     inside = _worst_distance(table, 0.5 * (left + right), ends)
     at_nodes = _worst_distance(table, nodes, f.derivative(nodes)[None])
-    return float(max(inside.max(), at_nodes.max()))
+    return float(max(inside.max(), at_nodes.max())) + f.accuracy
 
 
 def _worst_distance(table: Table, x, slopes) -> np.ndarray:

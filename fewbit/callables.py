@@ -2,16 +2,16 @@
 
 The activation may be written in NumPy, in torch, or for single floats. What is found:
 
-- the derivative: the one that is given; else torch's autograd; else numerical differentiation
-  whose stencils stay on one side of every kink (typically 1e-10 of max |f'|);
+- the derivative: the one that is given; else torch's autograd; else that of a piecewise polynomial
+  through f (`fewbit.panels`), whose error is estimated everywhere and at most 1e-10 of max |f'|;
 - the kinks: the ones that are given; else a search of the domain. Jumps of an f' that can be
   evaluated are exact to the float. Otherwise they are located where smooth fits of f from either
   side meet, and rounded to a short decimal if that is closer than the error of the location.
   Jumps of f'' are found the same way, so that f' is smooth between kinks;
 - the slopes: see `_slope`.
 
-What comes out is checked against f itself: f' has to integrate back to f on every part of the
-domain, within 1e-7 of max |f'| times the length.
+A derivative that is given, or autograd's, is checked against f itself: between any two neighbors of
+some 130,000 points it has to integrate back to f, within 1e-7 of max |f'| times the distance.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import copy
 import importlib
 import importlib.util
 import inspect
-import itertools
 import math
 import numbers
 import os
@@ -33,13 +32,18 @@ import numpy as np
 from fewbit import functions
 from fewbit.errors import FunctionError
 from fewbit.functions import Function
+from fewbit.panels import RESOLUTION, Panels, Unresolved, resolve_panels, slope_within
 from fewbit.text import one_line as _one_line
 
 __all__ = ["from_callable", "import_callable", "qualified_name", "resolve"]
 
 _DOMAIN = (-10.0, 10.0)
 _EPS = float(np.finfo(np.float64).eps)
+_ACCURACY = 1e-10  # of a numerical derivative, times max |f'|
 _INTEGRAL_TOLERANCE = 1e-7  # times max |f'| and the length of the interval
+# A given derivative is exact; polynomials stand for it only where it is integrated.
+_GIVEN_ACCURACY = 1e-8
+_GIVEN_NARROWEST = 1e-12
 _MAX_KINKS = 64
 
 Flat = Callable[[np.ndarray], np.ndarray]  # 1-D float64 in, 1-D float64 of the same length out
@@ -103,25 +107,33 @@ def from_callable(
     mesh = _mesh(low, high)
     _check_finite(name, value, mesh)
     _check_pointwise(name, value, mesh)
-    _check_continuous(name, value, domain)
+    _check_continuous(name, value, domain, given or [])
 
     kinks = _all_kinks(name, value, slope, given, domain)
-    if slope is None:
-        slope = _with_flat_pieces(_numerical(value, kinks, domain), kinks, domain)
-        _check_with_mpmath(name, f, slope, kinks, domain)
     inside = [kink for kink in kinks if low <= kink <= high]
-    _check_finite(f"the derivative of {name}", slope, np.union1d(mesh, inside))
-    _check_integral(name, value, slope, [low, *inside, high])
+    segments = _segments(domain, inside)
+    accuracy = 0.0
+    if slope is None:
+        panels = _differentiable(name, value, segments)
+        slope, accuracy = _with_flat_pieces(
+            _numerical(value, panels, domain), panels.error, segments, domain
+        )
+    else:
+        _check_finite(f"the derivative of {name}", slope, np.union1d(mesh, inside))
+        panels = _integrable(name, slope, segments)
+        _check_integral(name, value, panels, derivative is not None)
     return Function(
         name=name,
         parameters={},
         value=_any_shape(value),
         derivative=_any_shape(slope),
         kinks=tuple(kinks),
-        slopes=(_slope(value, slope, -1.0, low), _slope(value, slope, 1.0, high)),
+        slopes=(_slope(value, slope, -1.0), _slope(value, slope, 1.0)),
         domain=domain,
         reference=f"the callable {name}",
-        even_derivative=_is_even(slope, kinks, domain),
+        even_derivative=_is_even(slope, kinks, domain, accuracy),
+        accuracy=accuracy,
+        panels=panels.edges,
     )
 
 
@@ -368,69 +380,61 @@ def _check_pointwise(name: str, f: Flat, mesh: np.ndarray) -> None:
         )
 
 
-def _check_continuous(name: str, f: Flat, domain: tuple[float, float]) -> None:
-    jumps = _jumps(f, *domain)
+def _check_continuous(
+    name: str, f: Flat, domain: tuple[float, float], kinks: Sequence[float]
+) -> None:
+    """f does not jump, but at kinks that were given: there its derivative is that of both sides."""
+    jumps = [x for segment in _segments(domain, kinks) for x in _jumps(f, *segment)]
     if jumps:
         x = min(jumps)
-        raise FunctionError(f"{name} jumps at x = {x!r}: expected a continuous function")
-
-
-def _check_with_mpmath(
-    name: str, f: Callable, slope: Flat, kinks: list[float], domain: tuple[float, float]
-) -> None:
-    """Compares with mpmath.diff to 1e-8, when mpmath is there and f takes its numbers."""
-    try:
-        import mpmath
-    except ImportError:
-        return
-    edges = np.unique(
-        [domain[0], *[kink for kink in kinks if domain[0] < kink < domain[1]], domain[1]]
-    )
-    points = np.concatenate([np.linspace(a, b, 9)[1:-1] for a, b in itertools.pairwise(edges)])
-    try:
-        with _quiet():
-            if not isinstance(f(mpmath.mpf(float(points[0]))), mpmath.mpf):
-                return
-            exact = np.array([float(mpmath.diff(f, float(point))) for point in points])
-    except Exception:  # noqa: BLE001, f does not take mpmath's numbers
-        return
-    error = np.abs(slope(points) - exact)
-    worst = int(np.argmax(error / (1.0 + np.abs(exact))))
-    if error[worst] > 1e-8 * (1.0 + abs(exact[worst])):
         raise FunctionError(
-            f"{name}: the numerical derivative is off by {error[worst]:.1e} at x = {float(points[worst])!r};"
-            " give kinks= or derivative="
+            f"{name} jumps at x = {x!r}: expected a continuous function, or that point in kinks="
         )
 
 
-def _check_integral(name: str, f: Flat, slope: Flat, marks: list[float]) -> None:
-    """f' integrates back to f between any two marks and on 61 even parts; misfits are halved.
+def _differentiable(name: str, f: Flat, segments: list[tuple[float, float]]) -> Panels:
+    """The panels of f by which it is differentiated; FunctionError where they are not accurate enough."""
+    try:
+        return resolve_panels(f, segments, _ACCURACY, order=1)
+    except Unresolved as reason:
+        raise FunctionError(
+            f"{name}: its numerical derivative is uncertain by {reason.error:.1e} near"
+            f" x = {reason.place!r} (expected at most {reason.allowed:.1e}); give derivative= or kinks="
+        ) from None
 
-    Gauss-Legendre with 16 points. A missed jump of f' never converges, however short the interval.
-    """
-    nodes, weights = np.polynomial.legendre.leggauss(16)
-    edges = np.unique([*marks, *np.linspace(min(marks), max(marks), 62)])
-    left, right = edges[:-1], edges[1:]
-    rounding = 32.0 * _EPS * np.max(np.abs(f(edges)))
-    allowed = _INTEGRAL_TOLERANCE * np.max(np.abs(slope(edges)))
-    for _ in range(48):
-        half = 0.5 * (right - left)
-        x = 0.5 * (left + right)[:, None] + half[:, None] * nodes
-        slopes = slope(x.ravel()).reshape(x.shape)
-        error = np.abs(half * (slopes @ weights) - (f(right) - f(left)))
-        bad = ~(error <= allowed * (right - left) + rounding)
-        if not bad.any():
-            return
-        worst = int(np.argmax(np.where(bad, error, -1.0)))
-        a, b, off = float(left[worst]), float(right[worst]), float(error[worst])
-        if bad.sum() > 4096:
-            break
-        middle = 0.5 * (left + right)[bad]
-        left, right = np.concatenate([left[bad], middle]), np.concatenate([middle, right[bad]])
-    raise FunctionError(
-        f"{name}: its derivative does not integrate back to it on [{a!r}, {b!r}] (off by {off:.1e});"
-        " give kinks= or derivative="
-    )
+
+def _integrable(name: str, slope: Flat, segments: list[tuple[float, float]]) -> Panels:
+    """The panels of a derivative that was given."""
+    try:
+        return resolve_panels(slope, segments, _GIVEN_ACCURACY, order=0, narrowest=_GIVEN_NARROWEST)
+    except Unresolved as reason:
+        raise FunctionError(
+            f"{name}: its derivative varies too fast, or is rounded too much, near x = {reason.place!r}:"
+            " expected a smooth float64 function between kinks"
+        ) from None
+
+
+def _check_integral(name: str, f: Flat, slopes: Panels, given: bool) -> None:
+    """f' integrates back to f between neighbors of a mesh, on every panel of f'."""
+    mesh = np.linspace(slopes.left[0], slopes.right[-1], RESOLUTION)
+    x = np.union1d(mesh, slopes.points(16))
+    left, right = x[:-1], x[1:]
+    # A jump at a kink lies between two panels.
+    known = slopes.contain(left, right)
+    left, right = left[known], right[known]
+    y = f(np.concatenate([left, right]))
+    rise, size = y[len(left) :] - y[: len(left)], float(np.abs(y).max())
+    steepest = slopes.largest()
+    rounding = 32.0 * _EPS * (size + steepest * np.maximum(np.abs(left), np.abs(right)))
+    error = np.abs(slopes.integrals(left, right) - rise)
+    excess = error - (_INTEGRAL_TOLERANCE * steepest * (right - left) + rounding)
+    worst = int(np.argmax(np.where(np.isnan(excess), np.inf, excess)))
+    if not excess[worst] <= 0.0:
+        remedy = "check derivative= and kinks=" if given else "give kinks= or derivative="
+        raise FunctionError(
+            f"{name}: its derivative does not integrate back to it on"
+            f" [{float(left[worst])!r}, {float(right[worst])!r}] (off by {error[worst]:.1e}); {remedy}"
+        )
 
 
 # --- kinks --------------------------------------------------------------------------------------
@@ -613,12 +617,14 @@ def _meeting(
     # Everything is taken relative to a point inside the window, lest the fit round its offsets.
     origin = 0.5 * (before[1] + after[0])
     height = f(np.array([origin]))[0]
-    size = abs(origin) + abs(height)
+    size = 0.0
     fits = []
     for a, b in (before, after):
         x = 0.5 * (a + b) + 0.5 * (b - a) * np.cos(np.pi * (np.arange(12) + 0.5) / 12)
+        y = f(x)
+        size = max(size, float(np.abs(x).max() + np.abs(y).max()))
         fit = np.polynomial.Chebyshev.fit(
-            x - origin, f(x) - height, degree, domain=(a - origin, b - origin)
+            x - origin, y - height, degree, domain=(a - origin, b - origin)
         )
         fits.append(fit)
     one, two = (fit.deriv(order - 1) if order > 1 else fit for fit in fits)
@@ -632,62 +638,50 @@ def _meeting(
         if not before[0] <= origin + x <= after[1]:
             return math.nan, math.inf
     shortest = min(before[1] - before[0], after[1] - after[0])
-    rounding = (
-        _EPS * size * (degree * degree / shortest) ** (order - 1)
-    )  # of a derivative of the fit
+    # Of a derivative of the fit.
+    rounding = 4.0 * _EPS * size * (degree * degree / shortest) ** (order - 1)
     return float(origin + x), float(rounding / abs(steepness)) + 4.0 * _EPS * abs(origin)
 
 
 # --- the numerical derivative -------------------------------------------------------------------
 
 
-def _numerical(f: Flat, kinks: list[float], domain: tuple[float, float]) -> Flat:
-    """f' by scipy.differentiate, never across a kink or an end of the domain."""
-    barriers = np.array([-np.inf, *sorted({*kinks, *domain}), np.inf])
-
-    def evaluate(x: np.ndarray) -> np.ndarray:
-        return f(x.ravel()).reshape(x.shape)
+def _numerical(f: Flat, panels: Panels, domain: tuple[float, float]) -> Flat:
+    """f' from its panels; beyond the domain, where nothing is promised, from f around each point."""
+    low, high = domain
+    slopes = panels.derivative()
 
     def slope(x: np.ndarray) -> np.ndarray:
-        # Imported late: only callables without another derivative need it.
-        from scipy.differentiate import derivative
-
-        # A point on a barrier belongs to the piece on its left, except at the low end.
-        above = np.searchsorted(barriers, np.where(np.isnan(x), 0.0, x), side="left")
-        above = np.clip(above + (x == domain[0]), 1, barriers.size - 1)
-        room_below, room_above = x - barriers[above - 1], barriers[above] - x
-        nearest, widest = np.minimum(room_below, room_above), np.maximum(room_below, room_above)
-        central = nearest >= 1.0 / 64.0
-        reach = np.maximum(0.25, np.abs(x) / 16.0)
-        step = np.minimum(reach, np.where(central, nearest, widest))
-        direction = np.where(central, 0.0, np.sign(room_above - room_below))
-        with _quiet():
-            found = derivative(
-                evaluate,
-                x,
-                initial_step=step,
-                step_direction=direction,
-                tolerances={"atol": 1e-11, "rtol": 1e-11},
-            )
-        return found.df
+        found = slopes(x)
+        beyond = (x < low) | (x > high)
+        if beyond.any():
+            far = x[beyond]
+            reach = np.maximum(0.25, np.abs(far) / 16.0)
+            start = np.where(far > high, np.maximum(high, far - reach), far - reach)
+            end = np.where(far < low, np.minimum(low, far + reach), far + reach)
+            with _quiet():
+                found[beyond] = slope_within(f, start, end, far)
+        return found
 
     return slope
 
 
-def _with_flat_pieces(slope: Flat, kinks: list[float], domain: tuple[float, float]) -> Flat:
-    """slope, free of rounding on every piece between kinks where f is a straight line.
+def _with_flat_pieces(
+    slope: Flat, accuracy: float, segments: list[tuple[float, float]], domain: tuple[float, float]
+) -> tuple[Flat, float]:
+    """slope, free of rounding on every piece between kinks where f is a straight line, and its accuracy.
 
     Without this the noise of numerical differentiation would be taken for a shape of f', and a
     function like max(0, x) would have no exact table.
     """
     flat = []
-    for left, right in _segments(domain, kinks):
-        sample = slope(left + (right - left) * np.linspace(0.01, 0.99, 65))
+    for left, right in segments:
+        sample = slope(left + (right - left) * np.linspace(0.0, 1.0, 257))
         level = float(np.median(sample))
-        if np.abs(sample - level).max() <= 1e-10 * max(1.0, abs(level)):
-            flat.append((left, right, _short(level)))
+        if np.abs(sample - level).max() <= accuracy:
+            flat.append((left, right, _short(level, accuracy)))
     if not flat:
-        return slope
+        return slope, accuracy
 
     def cleaned(x: np.ndarray) -> np.ndarray:
         found = slope(x)
@@ -697,50 +691,54 @@ def _with_flat_pieces(slope: Flat, kinks: list[float], domain: tuple[float, floa
             found = np.where((x >= left) & (x <= end), level, found)
         return found
 
-    return cleaned
+    return cleaned, accuracy if len(flat) < len(segments) else 0.0
 
 
 # --- what else a solver wants to know -----------------------------------------------------------
 
 
-def _slope(value: Flat, slope: Flat, sign: float, end: float) -> float:
+def _slope(value: Flat, slope: Flat, sign: float) -> float:
     """The limit of f' at sign * infinity, estimated from f' at 1e3, 1e4, 1e5 and 1e6.
 
-    A sequence that settles, or whose extrapolations (Aitken's) agree, gives its limit; one that
-    keeps growing, or an f that overflows, an infinity; anything else f' at the end of the domain.
+    A sequence that settles, or whose extrapolations (Aitken's) agree, gives its limit, if f' stays near
+    it between and beyond; one that keeps growing, or an f that overflows, an infinity; anything else nan.
     """
-    at_end = float(slope(np.array([end]))[0])
     x = sign * np.array([1e3, 1e4, 1e5, 1e6])
+    between = sign * 1e5 * np.sqrt([3.0, 19.0, 61.0, 211.0, 1117.0])
     try:
-        g, y = slope(x), value(x)
+        g, y, others = slope(x), value(x), slope(between)
     except FunctionError:  # f need not work that far out
-        return at_end
+        return math.nan
     if np.isinf(g[0]) or np.isinf(y[0]):
         return float(g[0]) if np.isinf(g[0]) else float(sign * y[0])
     if not np.isfinite(g).all():
-        return at_end
+        return math.nan
     steps, scale = np.diff(g), max(1.0, abs(float(g[-1])))
+    limit = math.nan
     if np.all(np.abs(steps[1:]) <= 1e-9 * scale):
-        return _short(float(g[-1]))
-    if np.all(np.abs(steps[1:]) <= 0.5 * np.abs(steps[:-1])):
+        limit = _short(float(g[-1]), 1e-9)
+    elif np.all(np.abs(steps[1:]) <= 0.5 * np.abs(steps[:-1])):
         limits = g[2:] - steps[1:] ** 2 / (steps[1:] - steps[:-1])
         if abs(limits[1] - limits[0]) <= 1e-6 * scale:
-            return _short(float(limits[1]))
+            limit = _short(float(limits[1]), 1e-9)
+    if np.all(np.abs(others - limit) <= abs(g[2] - limit) + 1e-9 * scale):
+        return limit
     same_way = np.all(steps * steps[0] > 0) and abs(g[-1]) > abs(g[0])
     if same_way and np.all(np.abs(steps[1:]) >= 0.9 * np.abs(steps[:-1])):
         return math.copysign(math.inf, g[-1])
-    return at_end
+    return math.nan
 
 
-def _short(x: float) -> float:
-    """x, or the decimal of six digits that it comes within 1e-9 of."""
-    return round(x, 6) + 0.0 if abs(round(x, 6) - x) <= 1e-9 else x
+def _short(x: float, within: float) -> float:
+    """x, or the decimal of six digits that it comes so near to."""
+    return round(x, 6) + 0.0 if abs(round(x, 6) - x) <= within else x
 
 
-def _is_even(slope: Flat, kinks: list[float], domain: tuple[float, float]) -> bool:
-    """f'(-x) equals f'(x) to 1e-12 on a mesh; at a kink, where f' has two limits, it need not."""
+def _is_even(slope: Flat, kinks: list[float], domain: tuple[float, float], accuracy: float) -> bool:
+    """f'(-x) equals f'(x) on a mesh; at a kink, where f' has two limits, it need not."""
     if domain[0] != -domain[1] or kinks != sorted(-kink + 0.0 for kink in kinks):
         return False
     x = np.setdiff1d(_mesh(0.0, domain[1]), np.abs(kinks))
     right, left = slope(x), slope(-x)
-    return bool(np.max(np.abs(right - left)) <= 1e-12 * np.max(np.abs(right)))
+    allowed = max(1e-12 * float(np.max(np.abs(right))), 2.0 * accuracy)
+    return bool(np.max(np.abs(right - left)) <= allowed)

@@ -50,10 +50,16 @@ class Function:
     value: Callable[[np.ndarray], np.ndarray]
     derivative: Callable[[np.ndarray], np.ndarray]  # torch's backward value at a kink
     kinks: tuple[float, ...]  # ascending; where f' jumps or is not smooth
-    slopes: tuple[float, float]  # f'(-inf), f'(+inf); infinite where f' has no bound
+    slopes: tuple[
+        float, float
+    ]  # f'(-inf), f'(+inf); infinite if f' has no bound, nan if no limit is known
     domain: tuple[float, float]  # the range that matters
     reference: str  # where f is defined
     even_derivative: bool  # f'(-x) == f'(x)
+    accuracy: float = 0.0  # the most that `derivative` is off on the domain; 0 for a formula
+    panels: tuple[
+        float, ...
+    ] = ()  # of a callable: f' is a polynomial between these, as far as was seen
 
 
 def names() -> tuple[str, ...]:

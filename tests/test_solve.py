@@ -414,7 +414,9 @@ def numpy_gelu(x):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_numpy_function_gets_the_table_of_the_named_one(form):
     table, named = solve(numpy_gelu, 3, form=form), solved("gelu", 3, form=form)
-    assert table.error == pytest.approx(named.error, rel=1e-8)
+    # The numerical derivative's accuracy is part of the error that is claimed.
+    assert named.error <= table.error <= named.error * (1 + 1e-7)
+    assert table.lower_bound <= named.error
     assert table.levels == pytest.approx(named.levels, abs=1e-8)
     assert table.breaks == pytest.approx(named.breaks, abs=1e-6)
     assert (table.codes == named.codes).all()

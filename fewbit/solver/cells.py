@@ -18,6 +18,7 @@ from fewbit.errors import FunctionError, SolveError
 _GAUSS = np.polynomial.legendre.leggauss(8)
 _UNIFORM_MESH = 4096
 _SMALLEST_SCALE = 1e-2
+_POINTS_PER_PANEL = 32
 # The share of nodes spread evenly over the mesh; the rest goes where a step function errs most.
 _EVEN_SHARE = 0.25
 
@@ -166,9 +167,10 @@ class Landscape:
         )
 
 
-def survey(derivative, kinks, weight, domain, name="f'"):
+def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=0.0):
     """The :class:`Landscape` of a problem: checks finiteness, locates the extrema of f'.
 
+    panels: points between which f' is a polynomial, as of a callable; accuracy: the most that f' is off.
     Raises FunctionError where f' is not finite on the domain.
     """
     low, high = domain
@@ -188,8 +190,8 @@ def survey(derivative, kinks, weight, domain, name="f'"):
     edges = weight.edges(domain)
     edges = edges[(edges > low) & (edges < high)]
     mesh = _mesh(low, high, weight.mesh(domain))
-    mesh = np.union1d(mesh, np.concatenate([inner, edges]))
-    extrema = _extrema(checked, mesh, inner, name)
+    mesh = np.union1d(mesh, np.concatenate([inner, edges, _inside_panels(panels, low, high)]))
+    extrema = _extrema(checked, mesh, inner, name, accuracy)
     return Landscape(checked, weight.density, (low, high), inner, edges, mesh, extrema)
 
 
@@ -202,10 +204,18 @@ def _mesh(low, high, hints):
     return np.unique(points[(points >= low) & (points <= high)])
 
 
-def _extrema(derivative, mesh, kinks, name):
+def _inside_panels(panels, low, high):
+    """Points close enough to follow the turns of a polynomial between any two of ``panels``."""
+    edges = np.asarray(panels, dtype=np.float64)
+    shares = 0.5 - 0.5 * np.cos(np.linspace(0.0, np.pi, _POINTS_PER_PANEL + 1))[:-1]
+    points = np.append(edges[:-1, None] + np.diff(edges)[:, None] * shares, edges[-1:])
+    return points[(points >= low) & (points <= high)]
+
+
+def _extrema(derivative, mesh, kinks, name, accuracy):
     """Local extrema of f' between kinks, by golden section from the mesh; accurate in value."""
     value = derivative(mesh)
-    noise = 8 * np.finfo(float).eps * np.max(np.abs(value))
+    noise = 8 * np.finfo(float).eps * np.max(np.abs(value)) + 2 * accuracy
     change = np.diff(value)
     change[np.abs(change) <= noise] = 0.0
     sign = np.sign(change)

@@ -20,6 +20,7 @@ from fewbit._version import __version__
 from fewbit.callables import resolve
 from fewbit.errors import SolveError
 from fewbit.solver.cells import merge, survey
+from fewbit.solver.certificate import widened
 from fewbit.solver.layers import thread_count
 from fewbit.solver.minimax import largest_deviation, minimax_intervals, minimax_levels
 from fewbit.solver.partition import Effort
@@ -99,7 +100,7 @@ def solve(
         # A callable is searched for kinks where it will be used.
         f = resolved(domain)
     slopes = _pinned_slopes(f, tails, count, form)
-    if not all(map(math.isfinite, f.slopes)):
+    if any(map(math.isinf, f.slopes)):
         warnings.warn(
             f"{f.name}: the derivative is unbounded, so q saturates outside [{domain[0]:g}, {domain[1]:g}]",
             stacklevel=2,
@@ -112,7 +113,15 @@ def solve(
         refine=refine,
         effort=Effort(threads or thread_count(), progress or _silent),
     )
-    scape = survey(f.derivative, f.kinks, weight, domain, f.name)
+    scape = survey(
+        f.derivative,
+        f.kinks,
+        weight,
+        domain,
+        f.name,
+        panels=f.panels,
+        accuracy=f.accuracy,
+    )
     outcome = _METHODS[objective](scape, request, f)
     error, bound = outcome.error, min(outcome.lower_bound, outcome.error)
     if outcome.lower_bound > error * (1 + 1e-9) + 1e-28:
@@ -120,6 +129,9 @@ def solve(
             f"{f.name}: the lower bound {outcome.lower_bound!r} exceeds the error {error!r}; "
             "the quadrature did not resolve f' or w (a finer grid may)"
         )
+    error, bound = widened(
+        error, bound, accuracy=f.accuracy, mass=outcome.mass, objective=objective
+    )
     status = "exact" if error == 0 else outcome.status
     return Table(
         function=f.name,
@@ -136,7 +148,7 @@ def solve(
         closed=outcome.closed,
         error=error,
         lower_bound=bound,
-        relative_error=outcome.relative_error,
+        relative_error=_relative(error, outcome.scale, objective),
         solver={
             "version": __version__,
             "grid": request.grid,
@@ -167,7 +179,10 @@ class _Outcome:
     closed: tuple[str, ...]
     error: float
     lower_bound: float
-    relative_error: float
+    scale: (
+        float  # what the error is divided by to be relative: the integral of f'**2 w, or max |f'|
+    )
+    mass: float
     status: str
     knots: Knots | None = None
     knots_error: float | None = None
@@ -191,7 +206,6 @@ def _solve_mse(scape, request, f):
     else:
         solution = Solution(levels, steps, totals(scape, fine, steps, levels).error, math.inf)
     levels, steps = _finish(solution.levels, solution.steps, request, scape, f)
-    second = fine.second_moment
     return _Outcome(
         levels=levels,
         breaks=steps.breaks,
@@ -199,7 +213,8 @@ def _solve_mse(scape, request, f):
         closed=_closed(f, steps, levels),
         error=solution.error,
         lower_bound=relaxed.lower_bound,
-        relative_error=math.sqrt(solution.error / second) if second > 0 else 0.0,
+        scale=fine.second_moment,
+        mass=float(fine.mass.sum()),
         status=_status(request, solution.residual, levels, fine),
     )
 
@@ -213,7 +228,6 @@ def _solve_minimax(scape, request, f):
         levels, steps, bound = minimax_intervals(scape, cells, request.count, request.slopes)
     error = largest_deviation(scape, cells, steps, levels)
     levels, steps = _finish(levels, steps, request, scape, f)
-    largest = float(np.max(np.abs([cells.lowest, cells.highest])))
     return _Outcome(
         levels=levels,
         breaks=steps.breaks,
@@ -221,7 +235,8 @@ def _solve_minimax(scape, request, f):
         closed=_closed(f, steps, levels),
         error=error,
         lower_bound=bound,
-        relative_error=error / largest if largest > 0 else 0.0,
+        scale=float(np.max(np.abs([cells.lowest, cells.highest]))),
+        mass=float(cells.mass.sum()),
         status="optimal",
     )
 
@@ -251,7 +266,6 @@ def _solve_unbiased(scape, request, f):
     apart = replace(smooth, derivative=lambda x: scape.derivative(x) - stand_in(x))
     bias = apart.integrate(fine.left, fine.right).second_moment
     error = variance(smooth, fine, levels) + bias
-    second = scape.integrate(fine.left, fine.right).second_moment
     if request.slopes is not None:
         stand_in = with_tails(stand_in, request.slopes)
     knots = Knots(stand_in.points, stand_in.values, _knots_closed(f, stand_in))
@@ -263,10 +277,11 @@ def _solve_unbiased(scape, request, f):
         closed=closed,
         error=error,
         lower_bound=relaxed.lower_bound + bias,
-        relative_error=math.sqrt(error / second) if second > 0 else 0.0,
+        scale=scape.integrate(fine.left, fine.right).second_moment,
+        mass=float(fine.mass.sum()),
         status=_status(request, residual, levels, fine),
         knots=knots,
-        knots_error=stand_in.error,
+        knots_error=stand_in.error + f.accuracy,
     )
 
 
@@ -368,6 +383,12 @@ def _knots_closed(f, stand_in):
     return tuple(closed)
 
 
+def _relative(error, scale, objective):
+    if scale <= 0:
+        return 0.0
+    return error / scale if objective == "minimax" else math.sqrt(error / scale)
+
+
 def _silent(_stage, _done, _total):
     pass
 
@@ -389,8 +410,9 @@ def _pinned_slopes(f, tails, count, form):
     if tails == "free":
         return None
     if not all(map(math.isfinite, f.slopes)):
+        ends = " and ".join("none" if math.isnan(slope) else f"{slope:g}" for slope in f.slopes)
         raise SolveError(
-            f"tails pinned: expected finite asymptotic slopes, got {f.slopes[0]:g} and {f.slopes[1]:g} for {f.name}"
+            f"tails pinned: expected finite asymptotic slopes, got {ends} for {f.name}"
         )
     needed = 2 if form == "intervals" else len(set(f.slopes))
     if count < needed:

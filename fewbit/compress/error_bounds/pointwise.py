@@ -66,7 +66,10 @@ def largest_table_error(table: Table, low: float, high: float) -> float:
     f = table.activation
     if f is None:
         raise FunctionError(f"expected a table of a function that fewbit has, got {table.function}")
-    scape = survey(f.derivative, f.kinks, Uniform(), (float(low), float(high)), f.name)
+    domain = (float(low), float(high))
+    scape = survey(
+        f.derivative, f.kinks, Uniform(), domain, f.name, panels=f.panels, accuracy=f.accuracy
+    )
     knots = () if table.knots is None else table.knots.points
     points = np.concatenate([table.breaks, scape.kinks, scape.extrema, knots])
     nodes = np.unique(np.concatenate([[low, high], points[(points > low) & (points < high)]]))
@@ -74,7 +77,7 @@ def largest_table_error(table: Table, low: float, high: float) -> float:
     ends = np.stack(scape.end_values(left, right))
     inside = _worst_distance(table, 0.5 * (left + right), ends)
     at_nodes = _worst_distance(table, nodes, f.derivative(nodes)[None])
-    return float(max(inside.max(), at_nodes.max()))
+    return float(max(inside.max(), at_nodes.max())) + f.accuracy
 
 
 def _worst_distance(table: Table, x, slopes) -> np.ndarray:

@@ -10,12 +10,15 @@ import torch
 def is_dense(x: torch.Tensor) -> bool:
     """Whether x's elements fill a stretch of its storage, each once (channels-last and transposes do)."""
     if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return _are_dense(x.shape, x.stride())  # those of one example, not of the batch
+        return are_dense(x.shape, x.stride())  # those of one example, not of the batch
     # empty_like keeps the strides of a dense tensor and of no other.
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 
-def _are_dense(shape, stride) -> bool:
+def are_dense(shape, stride) -> bool:
+    """Whether a tensor of that shape and those strides is dense (one without elements is)."""
+    if 0 in shape:
+        return True
     step = 1
     for each, size in sorted(zip(stride, shape, strict=True)):
         if size != 1 and each != step:
@@ -147,7 +150,7 @@ def told(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tensor:
 def check_stride(shape, stride, by_sample: bool = False) -> None:
     """Raise ValueError unless a dense tensor of that shape has those strides; by_sample: as for `told`."""
     n = math.prod(shape)
-    fits = len(stride) == len(shape) and (n == 0 or _are_dense(shape, stride))
+    fits = len(stride) == len(shape) and are_dense(shape, stride)
     if fits and by_sample and n and shape and shape[0] > 1:
         fits = stride[0] * shape[0] == n
     if not fits:

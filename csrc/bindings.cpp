@@ -384,13 +384,14 @@ Elements multiplied(const Entry& entry, const OwnedTable& table, const Buffer& g
   return {dtype, out.count, from, to, codes, nullptr};
 }
 
+// name: of the packed codes.
 Elements activated(const Entry& entry, int function, const OwnedTable& table, const Buffer& x, const Buffer& y,
-                   const Buffer& packed, const Buffer& seed) {
+                   const Buffer& packed, const Buffer& seed, const char* name = "packed") {
   check_function(function);
   const DType dtype = entry.fused("x", x);
   const auto* from = entry.exactly<const void>("x", x, x.count, x.item);
   auto* to = entry.exactly<void>("y", y, x.count, x.item);
-  auto* codes = entry.packed("packed", packed, x.count, table.get().bits);
+  auto* codes = entry.packed(name, packed, x.count, table.get().bits);
   return {dtype, x.count, from, to, codes, entry.seed(table, seed)};
 }
 
@@ -512,7 +513,7 @@ class Cpu {
       const Buffer& quantiser_seed, const Buffer& packed, const Buffer& ranges, int threads) const {
     const Entry entry("forward_quantised", kDevice);
     const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
-    const Elements of = activated(entry, function, table, x, y, codes, seed);
+    const Elements of = activated(entry, function, table, x, y, codes, seed, "codes");
     numbers_of(entry, "x", x, shape);
     check_threads(threads);
     const uint64_t key = seed_at(entry.seed("quantiser_seed", quantiser_seed));

@@ -70,7 +70,7 @@ class Kernels:
             return reference.decode_mul(grad, packed, encoding, out)
         self._kernels.decode_mul(
             table,
-            _element(grad) if is_broadcast_scalar(grad) else _buffer(grad),
+            _element(grad, out) if is_broadcast_scalar(grad) else _buffer(grad),
             _buffer(packed),
             _buffer(out),
             *self._where(grad),
@@ -270,8 +270,10 @@ def _buffer(tensor):
     return tensor.data_ptr(), tensor.numel(), _DTYPES.get(tensor.dtype, -1), tensor.get_device()
 
 
-def _element(tensor):
-    """The first element of a tensor, all of whose elements are one."""
+def _element(tensor, like):
+    """The element that all elements of a tensor are, of as many as `like` has. ValueError for another number."""
+    if tensor.numel() != like.numel():
+        raise ValueError(f"grad: expected {like.numel()} elements, got {tensor.numel()}")
     return tensor.data_ptr(), 1, _DTYPES.get(tensor.dtype, -1), tensor.get_device()
 
 

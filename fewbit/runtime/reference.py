@@ -63,13 +63,13 @@ def decode_mul(
 
     grad: laid out as the dense `out`, or a broadcast scalar; one rounding to its dtype, which is out's.
     """
-    n = grad.numel()
+    n = out.numel()
     entry = Entry("decode_mul", grad)
     entry.check_numbers("out", out)
-    grad_given = grad[(0,) * grad.dim()] if n and is_broadcast_scalar(grad) else grad
-    entry.check("grad", grad_given, 1 if grad_given.numel() == 1 else out.numel(), out.dtype)
-    entry.check_packed(packed, out.numel(), encoding.bits)
-    flat = grad.reshape(-1) if is_broadcast_scalar(grad) else storage_order(grad)
+    grad = grad.reshape(-1).contiguous() if is_broadcast_scalar(grad) else grad
+    entry.check("grad", grad, n, out.dtype)
+    entry.check_packed(packed, n, encoding.bits)
+    flat = storage_order(grad)
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     lut = encoding.lut64 if wide == torch.float64 else encoding.lut32
     codes = unpack(packed, encoding.bits, n).to(torch.int64)

@@ -1,4 +1,5 @@
-// The Python module fewbit._kernels. Tensors come as addresses: there is no libtorch here.
+// The Python module fewbit._kernels. Tensors come as buffers, an address with what lies there: there is no libtorch
+// here. Every entry checks each buffer against what it will read or write.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -30,6 +31,47 @@ namespace py = pybind11;
 
 namespace {
 
+// A stretch of memory: (address, number of elements, number of their dtype, device) in Python; None: there is none.
+// A device is the index of a CUDA device, or -1 for the CPU.
+struct Buffer {
+  bool exists = false;
+  uintptr_t address = 0;
+  int64_t count = 0;
+  int item = -1;
+  int device = -1;
+};
+
+// The dtypes of buffers that are no DType, which have the numbers below.
+constexpr int kInt32 = 4, kUint8 = 5, kInt64 = 6;
+constexpr const char* kItemNames[] = {"float32", "float64", "float16", "bfloat16", "int32", "uint8", "int64"};
+constexpr int kItems = sizeof kItemNames / sizeof *kItemNames;
+
+}  // namespace
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<Buffer> {
+  PYBIND11_TYPE_CASTER(Buffer, const_name("tuple[int, int, int, int] | None"));
+
+  bool load(handle source, bool) {
+    if (source.is_none()) return true;
+    if (!PyTuple_Check(source.ptr()) || PyTuple_GET_SIZE(source.ptr()) != 4) return false;
+    PyObject* const* items = &PyTuple_GET_ITEM(source.ptr(), 0);
+    value.exists = true;
+    value.address = static_cast<uintptr_t>(PyLong_AsUnsignedLongLong(items[0]));
+    value.count = PyLong_AsLongLong(items[1]);
+    value.item = static_cast<int>(PyLong_AsLong(items[2]));
+    value.device = static_cast<int>(PyLong_AsLong(items[3]));
+    if (PyErr_Occurred()) throw error_already_set();
+    return true;
+  }
+};
+
+}  // namespace pybind11::detail
+
+namespace {
+
 using fewbit::DType;
 using fewbit::Kernels;
 using fewbit::OwnedTable;
@@ -49,18 +91,144 @@ void check_bits(int bits) {
   if (bits < 1 || bits > fewbit::kMaxBits) refuse("bits", "1 to 8", std::to_string(bits));
 }
 
-DType dtype_of(int number) {
-  if (number < 0 || number > 3) {
-    refuse("dtype", "0 (float32), 1 (float64), 2 (float16) or 3 (bfloat16)", std::to_string(number));
-  }
-  return static_cast<DType>(number);
+void check_threads(int threads) {
+  if (threads < 1) refuse("threads", "1 or more", std::to_string(threads));
 }
 
-DType fused_dtype_of(int number) {
-  const DType dtype = dtype_of(number);
-  if (dtype == DType::float64) refuse("dtype", "0 (float32), 2 (float16) or 3 (bfloat16)", "1 (float64)");
-  return dtype;
+void check_function(int function) {
+  const int count = static_cast<int>(fewbit::fused_functions().size());
+  if (function < 0 || function >= count) {
+    refuse("function", "a number below " + std::to_string(count), std::to_string(function));
+  }
 }
+
+// A call of one entry: what its buffers have to be.
+class Entry {
+ public:
+  // device: on which all buffers have to lie.
+  Entry(const char* name, int device) : name_(name), device_(device) {}
+
+  // The address of a buffer of exactly n elements.
+  template <class T>
+  T* exactly(const char* name, const Buffer& buffer, int64_t n, int item) const {
+    if (buffer.count != n || !is_usable(buffer, item)) refuse_buffer(name, buffer, n, item, "");
+    return reinterpret_cast<T*>(buffer.address);
+  }
+
+  // Of a buffer of n elements or more.
+  template <class T>
+  T* at_least(const char* name, const Buffer& buffer, int64_t n, int item) const {
+    if (buffer.count < n || !is_usable(buffer, item)) refuse_buffer(name, buffer, n, item, " or more");
+    return reinterpret_cast<T*>(buffer.address);
+  }
+
+  // Of one seed.
+  const int64_t* seed(const char* name, const Buffer& buffer) const {
+    return exactly<const int64_t>(name, buffer, 1, kInt64);
+  }
+
+  // Of a seed if codes are drawn; null if not.
+  const int64_t* seed(const OwnedTable& table, const Buffer& buffer) const {
+    if (table.get().unbiased()) return seed("seed", buffer);
+    if (buffer.exists) wrong("seed", "none, as the table is not unbiased", described(buffer));
+    return nullptr;
+  }
+
+  // The dtype of numbers, of which there are as many as can be counted.
+  DType floating(const char* name, const Buffer& buffer) const {
+    if (!buffer.exists || buffer.item < 0 || buffer.item > 3) {
+      wrong(name, "float32, float64, float16 or bfloat16", described(buffer));
+    }
+    check_size(buffer.count);
+    return static_cast<DType>(buffer.item);
+  }
+
+  // The same, of a function with a fused kernel.
+  DType fused(const char* name, const Buffer& buffer) const {
+    const DType dtype = floating(name, buffer);
+    if (dtype == DType::float64) wrong(name, "float32, float16 or bfloat16", described(buffer));
+    return dtype;
+  }
+
+  // The words of n elements.
+  uint32_t* packed(const char* name, const Buffer& buffer, int64_t n, int bits) const {
+    check_size(n);
+    return exactly<uint32_t>(name, buffer, fewbit::packed_words(n, bits), kInt32);
+  }
+
+  // The index of vectors of `count` entries over n elements.
+  fewbit::VectorIndex index(const char* name, int64_t count, int64_t inner, int64_t n) const {
+    if (n > 0 && (count < 1 || inner < 1 || count > n / inner || n % (count * inner) != 0)) {
+      wrong(name, "entries * inner to divide the number of elements, " + std::to_string(n),
+            std::to_string(count) + " * " + std::to_string(inner));
+    }
+    return {count, inner};
+  }
+
+  // None unless there is one of the two.
+  fewbit::Normalisation normalisation(const Buffer& mean, const Buffer& rstd, int64_t inner, int64_t n) const {
+    if (!mean.exists && !rstd.exists) return {};
+    const int64_t entries = rstd.exists ? rstd.count : mean.count;
+    const auto* scales = exactly<const float>("rstd", rstd, entries, 0);
+    return {vector("mean", mean, entries), scales, index("rstd", entries, inner, n)};
+  }
+
+  // scattered: groups run across samples that do not lie side by side.
+  fewbit::Affine affine(const Buffer& scale, const Buffer& shift, int64_t inner, int64_t n, bool scattered) const {
+    if (!scale.exists && !shift.exists) return {};
+    if (scattered) wrong("scale, shift", "none for short samples of several widths", "one");
+    const int64_t entries = scale.exists ? scale.count : shift.count;
+    return {vector("scale", scale, entries), vector("shift", shift, entries), index("scale", entries, inner, n)};
+  }
+
+  fewbit::Scale scale(const Buffer& buffer, int64_t inner, int64_t n) const {
+    if (!buffer.exists) return {};
+    return {vector("scale", buffer, buffer.count), index("scale", buffer.count, inner, n)};
+  }
+
+  // For n elements of x~ or y in `bits` bits each.
+  fewbit::Grid grid(const Buffer& buffer, int64_t inner, int bits, int64_t n) const {
+    check_size(n);
+    check_bits(bits);
+    const int64_t channels = buffer.count / fewbit::kGridRows;
+    if (channels * fewbit::kGridRows != buffer.count) {
+      wrong("grid", std::to_string(fewbit::kGridRows) + " rows of float32", described(buffer));
+    }
+    return {exactly<const float>("grid", buffer, buffer.count, 0), index("grid", channels, inner, n)};
+  }
+
+  [[noreturn]] void wrong(const char* what, const std::string& expected, const std::string& got) const {
+    refuse((std::string(name_) + ": " + what).c_str(), expected, got);
+  }
+
+  static std::string described(const Buffer& buffer) {
+    if (!buffer.exists) return "none";
+    const bool is_known = buffer.item >= 0 && buffer.item < kItems;
+    return std::to_string(buffer.count) + " " + (is_known ? kItemNames[buffer.item] : "of no known dtype") +
+           place_of(buffer.device) + (buffer.count > 0 && !buffer.address ? " at no address" : "");
+  }
+
+ private:
+  bool is_usable(const Buffer& buffer, int item) const {
+    return buffer.exists && buffer.item == item && buffer.device == device_ && (buffer.address || buffer.count == 0);
+  }
+
+  // None, if there is none.
+  const float* vector(const char* name, const Buffer& buffer, int64_t entries) const {
+    return buffer.exists ? exactly<const float>(name, buffer, entries, 0) : nullptr;
+  }
+
+  static std::string place_of(int device) {
+    return device < 0 ? " on the CPU" : " on CUDA device " + std::to_string(device);
+  }
+
+  [[noreturn]] void refuse_buffer(const char* name, const Buffer& buffer, int64_t n, int item, const char* more) const {
+    wrong(name, std::to_string(n) + " " + kItemNames[item] + more + place_of(device_), described(buffer));
+  }
+
+  const char* name_;
+  int device_;
+};
 
 // What a quantised tensor is.
 struct QuantisedShape {
@@ -84,93 +252,49 @@ QuantisedShape quantised_shape(int64_t samples, int64_t features, int group_size
   return {samples, features, group_size, wide};
 }
 
-void check_room(const fewbit::Streams& streams, int64_t words, int64_t groups) {
-  if (words < streams.words) refuse("words", std::to_string(streams.words) + " or more", std::to_string(words));
-  if (groups < streams.groups) refuse("groups", std::to_string(streams.groups) + " or more", std::to_string(groups));
-}
+// Packed codes and ranges of a quantised tensor, of several widths at least as many as there are.
+struct Copy {
+  uint32_t* packed;
+  uint16_t* ranges;
+  int64_t words, groups;
+};
 
-// The streams of `squares`, which needs no bits; out has a number for each of their groups.
-fewbit::Streams streams_of_squares(const QuantisedShape& shape, int64_t groups) {
-  const auto streams = fewbit::one_stream(shape.samples, shape.features, shape.group_size, false, 1);
-  if (groups != streams.groups) refuse("groups", std::to_string(streams.groups), std::to_string(groups));
-  return streams;
-}
-
-void check_threads(int threads) {
-  if (threads < 1) refuse("threads", "1 or more", std::to_string(threads));
-}
-
-void check_function(int function) {
-  const int count = static_cast<int>(fewbit::fused_functions().size());
-  if (function < 0 || function >= count) {
-    refuse("function", "a number below " + std::to_string(count), std::to_string(function));
+Copy copy_at(const Entry& entry, const Buffer& packed, const Buffer& ranges, const fewbit::Streams& streams,
+             bool is_mixed) {
+  const int64_t columns = fewbit::columns(streams.wide), limits = streams.groups * columns;
+  if (!is_mixed) {
+    return {entry.exactly<uint32_t>("packed", packed, streams.words, kInt32),
+            entry.exactly<uint16_t>("ranges", ranges, limits, static_cast<int>(DType::bfloat16)), streams.words,
+            streams.groups};
   }
+  if (ranges.count % columns) entry.wrong("ranges", std::to_string(columns) + " columns", Entry::described(ranges));
+  return {entry.at_least<uint32_t>("packed", packed, streams.words, kInt32),
+          entry.at_least<uint16_t>("ranges", ranges, limits, static_cast<int>(DType::bfloat16)), packed.count,
+          ranges.count / columns};
 }
 
-void check_seed(const OwnedTable& table, uintptr_t seed) {
-  if (table.get().unbiased() != (seed != 0)) {
-    refuse("seed", seed ? "none, as the table is not unbiased" : "the address of one, as the table is unbiased",
-           seed ? "one" : "none");
-  }
+// The streams of `squares`, which needs no bits.
+fewbit::Streams streams_of_squares(const QuantisedShape& shape) {
+  return fewbit::one_stream(shape.samples, shape.features, shape.group_size, false, 1);
 }
 
-// The address of n > 0 elements.
-template <class T>
-T* pointer(const char* name, uintptr_t address, int64_t n) {
-  if (n > 0 && address == 0) refuse(name, "the address of " + std::to_string(n) + " elements", "0");
-  return reinterpret_cast<T*>(address);
-}
+int item_of(DType dtype) { return static_cast<int>(dtype); }
 
 // n bits for tensors of those sensitivities and sizes, within a budget of bits in all.
-void allocate(uintptr_t sensitivity, uintptr_t at_one, uintptr_t elements, int64_t n, int64_t budget, int least,
-              int most, uintptr_t bits) {
+void allocate(const Buffer& sensitivity, const Buffer& at_one, const Buffer& elements, int64_t budget, int least,
+              int most, const Buffer& bits) {
+  const Entry entry("allocate", -1);
+  const int64_t n = bits.count;
   check_size(n);
   check_bits(least);
   check_bits(most);
   if (least > most) refuse("least", std::to_string(most) + " or less", std::to_string(least));
-  const auto* weights = pointer<const double>("sensitivity_ptr", sensitivity, n);
-  const auto* coarsest = pointer<const double>("at_one_ptr", at_one, n);
-  const auto* sizes = pointer<const int64_t>("elements_ptr", elements, n);
-  auto* to = pointer<uint8_t>("bits_ptr", bits, n);
+  const auto* weights = entry.exactly<const double>("sensitivity", sensitivity, n, item_of(DType::float64));
+  const auto* coarsest = entry.exactly<const double>("at_one", at_one, n, item_of(DType::float64));
+  const auto* sizes = entry.exactly<const int64_t>("elements", elements, n, kInt64);
+  auto* to = entry.exactly<uint8_t>("bits", bits, n, kUint8);
   py::gil_scoped_release release;
   fewbit::allocate(weights, coarsest, sizes, n, budget, least, most, to);
-}
-
-// The index of vectors over n elements.
-fewbit::VectorIndex vector_index(int64_t count, int64_t inner, int64_t n) {
-  if (n > 0 && (count < 1 || inner < 1 || count > n / inner || n % (count * inner) != 0)) {
-    refuse("entries", "entries * inner to divide the number of elements, " + std::to_string(n),
-           std::to_string(count) + " * " + std::to_string(inner));
-  }
-  return {count, inner};
-}
-
-// None where both addresses are 0.
-fewbit::Normalisation normalisation_at(uintptr_t mean, uintptr_t rstd, int64_t entries, int64_t inner, int64_t n) {
-  if (mean == 0 && rstd == 0) return {};
-  const auto* scales = pointer<const float>("rstd_ptr", rstd, n);
-  return {reinterpret_cast<const float*>(mean), scales, vector_index(entries, inner, n)};
-}
-
-// None where both addresses are 0. scattered: groups run across samples that do not lie side by side.
-fewbit::Affine affine_at(uintptr_t scale, uintptr_t shift, int64_t entries, int64_t inner, int64_t n, bool scattered) {
-  if (scale == 0 && shift == 0) return {};
-  if (scattered) refuse("scale_ptr, shift_ptr", "none for short samples of several widths", "one");
-  return {reinterpret_cast<const float*>(scale), reinterpret_cast<const float*>(shift),
-          vector_index(entries, inner, n)};
-}
-
-// n elements of x~ or y in `bits` bits each, by a grid of `channels` columns.
-fewbit::Grid grid_at(uintptr_t grid, int64_t channels, int64_t inner, int bits, int64_t n) {
-  check_size(n);
-  check_bits(bits);
-  return {pointer<const float>("grid_ptr", grid, n), vector_index(channels, inner, n)};
-}
-
-// None where the address is 0.
-fewbit::Scale scale_at(uintptr_t scale, int64_t entries, int64_t inner, int64_t n) {
-  if (scale == 0) return {};
-  return {reinterpret_cast<const float*>(scale), vector_index(entries, inner, n)};
 }
 
 // -- Table ------------------------------------------------------------------------------------------------
@@ -215,6 +339,82 @@ std::unique_ptr<OwnedTable> make_table(int64_t bits, int64_t initial, const py::
   return std::make_unique<OwnedTable>(bits, initial, std::move(arrays));
 }
 
+// -- Entries: their arguments, checked ----------------------------------------------------------------------
+
+struct Codes {
+  int64_t n;
+  uint8_t* codes;
+  uint32_t* packed;
+};
+
+Codes codes_at(const Entry& entry, const Buffer& codes, const Buffer& packed, int bits) {
+  check_size(codes.count);
+  check_bits(bits);
+  auto* at = entry.exactly<uint8_t>("codes", codes, codes.count, kUint8);
+  return {codes.count, at, entry.packed("packed", packed, codes.count, bits)};
+}
+
+// x, or a gradient, of n elements, and what becomes of it.
+struct Elements {
+  DType dtype;
+  int64_t n;
+  const void* from;
+  void* to;
+  uint32_t* packed;
+  const int64_t* seed;
+
+  int64_t bytes() const { return n * fewbit::item_size(dtype); }
+};
+
+Elements encoded(const Entry& entry, const OwnedTable& table, const Buffer& x, const Buffer& packed,
+                 const Buffer& seed) {
+  const DType dtype = entry.floating("x", x);
+  const auto* from = entry.exactly<const void>("x", x, x.count, x.item);
+  auto* to = entry.packed("packed", packed, x.count, table.get().bits);
+  return {dtype, x.count, from, nullptr, to, entry.seed(table, seed)};
+}
+
+// A gradient of one element is taken for all.
+Elements multiplied(const Entry& entry, const OwnedTable& table, const Buffer& grad, const Buffer& packed,
+                    const Buffer& out) {
+  const DType dtype = entry.floating("out", out);
+  auto* to = entry.exactly<void>("out", out, out.count, out.item);
+  const auto* from = entry.exactly<const void>("grad", grad, grad.count == 1 ? 1 : out.count, out.item);
+  auto* codes = entry.packed("packed", packed, out.count, table.get().bits);
+  return {dtype, out.count, from, to, codes, nullptr};
+}
+
+// name: of the packed codes.
+Elements activated(const Entry& entry, int function, const OwnedTable& table, const Buffer& x, const Buffer& y,
+                   const Buffer& packed, const Buffer& seed, const char* name = "packed") {
+  check_function(function);
+  const DType dtype = entry.fused("x", x);
+  const auto* from = entry.exactly<const void>("x", x, x.count, x.item);
+  auto* to = entry.exactly<void>("y", y, x.count, x.item);
+  auto* codes = entry.packed(name, packed, x.count, table.get().bits);
+  return {dtype, x.count, from, to, codes, entry.seed(table, seed)};
+}
+
+// The numbers of a tensor of that shape.
+DType numbers_of(const Entry& entry, const char* name, const Buffer& buffer, const QuantisedShape& shape) {
+  const DType dtype = entry.floating(name, buffer);
+  entry.exactly<void>(name, buffer, shape.elements(), buffer.item);
+  return dtype;
+}
+
+void check_fixed(const Entry& entry, const Buffer& gamma, const Buffer& beta, int bits, const Buffer& grid) {
+  check_size(gamma.count);
+  check_bits(bits);
+  entry.exactly<float>("gamma", gamma, gamma.count, 0);
+  entry.exactly<float>("beta", beta, gamma.count, 0);
+  entry.exactly<float>("grid", grid, gamma.count * fewbit::kGridRows, 0);
+}
+
+template <class T>
+T* address_of(const Buffer& buffer) {
+  return reinterpret_cast<T*>(buffer.address);
+}
+
 // -- CPU --------------------------------------------------------------------------------------------------
 
 // The kernels of an instruction set, with threads.
@@ -229,197 +429,168 @@ class Cpu {
 
   std::string isa() const { return kernels_->isa; }
 
-  void pack(uintptr_t codes, int64_t n, int bits, uintptr_t packed, int threads) const {
-    check_size(n);
-    check_bits(bits);
-    const auto* from = pointer<const uint8_t>("codes_ptr", codes, n);
-    auto* to = pointer<uint32_t>("packed_ptr", packed, n);
-    fewbit::will_write(to, packed_bytes(n, bits));
-    run(n, threads, [=](int64_t begin, int64_t end) { kernels_->pack(from, begin, end, bits, to); });
+  void pack(const Buffer& codes, int bits, const Buffer& packed, int threads) const {
+    const Codes of = codes_at(Entry("pack", kDevice), codes, packed, bits);
+    fewbit::will_write(of.packed, packed_bytes(of.n, bits));
+    run(of.n, threads, [=](int64_t begin, int64_t end) { kernels_->pack(of.codes, begin, end, bits, of.packed); });
   }
 
-  void unpack(uintptr_t packed, int64_t n, int bits, uintptr_t codes, int threads) const {
-    check_size(n);
-    check_bits(bits);
-    const auto* from = pointer<const uint32_t>("packed_ptr", packed, n);
-    auto* to = pointer<uint8_t>("codes_ptr", codes, n);
-    fewbit::will_write(to, n);
-    run(n, threads, [=](int64_t begin, int64_t end) { kernels_->unpack(from, begin, end, bits, to); });
+  void unpack(const Buffer& packed, int bits, const Buffer& codes, int threads) const {
+    const Codes of = codes_at(Entry("unpack", kDevice), codes, packed, bits);
+    fewbit::will_write(of.codes, of.n);
+    run(of.n, threads, [=](int64_t begin, int64_t end) { kernels_->unpack(of.packed, begin, end, bits, of.codes); });
   }
 
-  void encode(const OwnedTable& table, uintptr_t x, int dtype_number, int64_t n, uintptr_t packed, uintptr_t seed,
-              int threads) const {
-    check_size(n);
-    const DType dtype = dtype_of(dtype_number);
-    check_seed(table, seed);
-    const auto* from = pointer<const void>("x_ptr", x, n);
-    auto* to = pointer<uint32_t>("packed_ptr", packed, n);
-    const uint64_t key = seed_at(seed);
-    fewbit::will_write(to, packed_bytes(n, table.get().bits));
-    run(n, threads, [=, &table](int64_t begin, int64_t end) {
-      kernels_->encode(table.get(), from, dtype, begin, end, to, key);
+  void encode(const OwnedTable& table, const Buffer& x, const Buffer& packed, const Buffer& seed, int threads) const {
+    const Elements of = encoded(Entry("encode", kDevice), table, x, packed, seed);
+    const uint64_t key = seed_at(of.seed);
+    fewbit::will_write(of.packed, packed_bytes(of.n, table.get().bits));
+    run(of.n, threads, [=, &table](int64_t begin, int64_t end) {
+      kernels_->encode(table.get(), of.from, of.dtype, begin, end, of.packed, key);
     });
   }
 
-  void decode_mul(const OwnedTable& table, uintptr_t grad, int dtype_number, int64_t n, uintptr_t packed,
-                  uintptr_t out, bool grad_is_scalar, int threads) const {
-    check_size(n);
-    const DType dtype = dtype_of(dtype_number);
-    const auto* from = pointer<const void>("grad_ptr", grad, n);
-    const auto* codes = pointer<const uint32_t>("packed_ptr", packed, n);
-    auto* to = pointer<void>("out_ptr", out, n);
-    fewbit::will_write(to, n * fewbit::item_size(dtype));
-    run(n, threads, [=, &table](int64_t begin, int64_t end) {
-      kernels_->decode_mul(table.get(), from, dtype, begin, end, codes, to, grad_is_scalar);
+  void decode_mul(const OwnedTable& table, const Buffer& grad, const Buffer& packed, const Buffer& out,
+                  int threads) const {
+    const Elements of = multiplied(Entry("decode_mul", kDevice), table, grad, packed, out);
+    const bool is_scalar = grad.count != of.n;
+    fewbit::will_write(of.to, of.bytes());
+    run(of.n, threads, [=, &table](int64_t begin, int64_t end) {
+      kernels_->decode_mul(table.get(), of.from, of.dtype, begin, end, of.packed, of.to, is_scalar);
     });
   }
 
-  void forward(int function, double p0, double p1, const OwnedTable& table, uintptr_t x, int dtype_number,
-               int64_t n, uintptr_t y, uintptr_t packed, uintptr_t seed, int threads) const {
-    check_size(n);
-    check_function(function);
-    const DType dtype = fused_dtype_of(dtype_number);
-    check_seed(table, seed);
-    const auto* from = pointer<const void>("x_ptr", x, n);
-    auto* to = pointer<void>("y_ptr", y, n);
-    auto* codes = pointer<uint32_t>("packed_ptr", packed, n);
-    const uint64_t key = seed_at(seed);
-    fewbit::will_write(to, n * fewbit::item_size(dtype));
-    fewbit::will_write(codes, packed_bytes(n, table.get().bits));
-    run(n, threads, [=, &table](int64_t begin, int64_t end) {
-      kernels_->forward(function, p0, p1, table.get(), from, dtype, begin, end, to, codes, key);
+  void forward(int function, double p0, double p1, const OwnedTable& table, const Buffer& x, const Buffer& y,
+               const Buffer& packed, const Buffer& seed, int threads) const {
+    const Elements of = activated(Entry("forward", kDevice), function, table, x, y, packed, seed);
+    const uint64_t key = seed_at(of.seed);
+    fewbit::will_write(of.to, of.bytes());
+    fewbit::will_write(of.packed, packed_bytes(of.n, table.get().bits));
+    run(of.n, threads, [=, &table](int64_t begin, int64_t end) {
+      kernels_->forward(function, p0, p1, table.get(), of.from, of.dtype, begin, end, of.to, of.packed, key);
     });
   }
 
-  std::pair<float, float> quantise(uintptr_t x, int dtype_number, int64_t samples, int64_t features, int group_size,
-                                   int bits, uintptr_t widths, bool wide, uintptr_t seed, uintptr_t packed,
-                                   int64_t words, uintptr_t ranges, int64_t groups, int threads, uintptr_t mean,
-                                   uintptr_t rstd, int64_t entries, int64_t inner) const {
+  std::pair<float, float> quantise(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits,
+                                   const Buffer& widths, bool wide, const Buffer& seed, const Buffer& packed,
+                                   const Buffer& ranges, int threads, const Buffer& mean, const Buffer& rstd,
+                                   int64_t inner) const {
+    const Entry entry("quantise", kDevice);
     const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
-    const DType dtype = dtype_of(dtype_number);
-    const auto* from = pointer<const void>("x_ptr", x, shape.elements());
-    const auto normalisation = normalisation_at(mean, rstd, entries, inner, shape.elements());
-    if (seed == 0) refuse("seed", "the address of one", "none");
+    const DType dtype = numbers_of(entry, "x", x, shape);
+    const auto normalisation = entry.normalisation(mean, rstd, inner, shape.elements());
+    const uint64_t key = seed_at(entry.seed("seed", seed));
     check_threads(threads);
-    const fewbit::StreamPlan plan = plan_of(shape, bits, widths, words, groups);
-    auto* codes = pointer<uint32_t>("packed_ptr", packed, words);
-    auto* rows = pointer<uint16_t>("ranges_ptr", ranges, groups);
-    const uint64_t key = seed_at(seed);
+    const fewbit::StreamPlan plan = plan_of(entry, shape, bits, widths);
+    const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists);
     py::gil_scoped_release release;
-    const fewbit::Extent extent =
-        fewbit::quantise(*kernels_, plan, from, dtype, normalisation, key, codes, rows, threads);
+    const fewbit::Extent extent = fewbit::quantise(*kernels_, plan, address_of<const void>(x), dtype, normalisation,
+                                                   key, copy.packed, copy.ranges, threads);
     // More was allocated than is taken where only a bound was known.
-    std::fill(codes + plan.streams.words, codes + words, 0u);
+    std::fill(copy.packed + plan.streams.words, copy.packed + copy.words, 0u);
     const int columns = fewbit::columns(wide);
-    std::fill(rows + plan.streams.groups * columns, rows + groups * columns, uint16_t{0});
+    std::fill(copy.ranges + plan.streams.groups * columns, copy.ranges + copy.groups * columns, uint16_t{0});
     return {extent.least, extent.greatest};
   }
 
-  void squares(uintptr_t x, int dtype_number, int64_t samples, int64_t features, int group_size, uintptr_t out,
-               int64_t groups, int threads, uintptr_t mean, uintptr_t rstd, int64_t entries, int64_t inner) const {
+  void squares(const Buffer& x, int64_t samples, int64_t features, int group_size, const Buffer& out, int threads,
+               const Buffer& mean, const Buffer& rstd, int64_t inner) const {
+    const Entry entry("squares", kDevice);
     const QuantisedShape shape = quantised_shape(samples, features, group_size, false);
-    const DType dtype = dtype_of(dtype_number);
-    const auto* from = pointer<const void>("x_ptr", x, shape.elements());
-    const auto normalisation = normalisation_at(mean, rstd, entries, inner, shape.elements());
+    const DType dtype = numbers_of(entry, "x", x, shape);
+    const auto normalisation = entry.normalisation(mean, rstd, inner, shape.elements());
     check_threads(threads);
-    const fewbit::Streams streams = streams_of_squares(shape, groups);
-    auto* to = pointer<float>("out_ptr", out, groups);
+    const fewbit::Streams streams = streams_of_squares(shape);
+    auto* to = entry.exactly<float>("out", out, streams.groups, 0);
     py::gil_scoped_release release;
-    fewbit::squares(*kernels_, streams, from, dtype, normalisation, to, threads);
+    fewbit::squares(*kernels_, streams, address_of<const void>(x), dtype, normalisation, to, threads);
   }
 
   // None, with nothing done, where the threads' shares would cut a group.
   std::optional<std::pair<float, float>> forward_quantised(
-      int function, double p0, double p1, const OwnedTable& table, uintptr_t x, int dtype_number, int64_t samples,
-      int64_t features, uintptr_t y, uintptr_t codes, uintptr_t seed, int group_size, int bits, bool wide,
-      uintptr_t quantiser_seed, uintptr_t packed, int64_t words, uintptr_t ranges, int64_t groups, int threads) const {
+      int function, double p0, double p1, const OwnedTable& table, const Buffer& x, int64_t samples, int64_t features,
+      const Buffer& y, const Buffer& codes, const Buffer& seed, int group_size, int bits, bool wide,
+      const Buffer& quantiser_seed, const Buffer& packed, const Buffer& ranges, int threads) const {
+    const Entry entry("forward_quantised", kDevice);
     const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
-    const int64_t n = shape.elements();
-    check_function(function);
-    const DType dtype = fused_dtype_of(dtype_number);
-    check_seed(table, seed);
-    if (quantiser_seed == 0) refuse("quantiser_seed", "the address of one", "none");
+    const Elements of = activated(entry, function, table, x, y, codes, seed, "codes");
+    numbers_of(entry, "x", x, shape);
     check_threads(threads);
-    const fewbit::StreamPlan plan = plan_of(shape, bits, 0, words, groups);
-    const fewbit::Forward forward{function,
-                                  p0,
-                                  p1,
-                                  &table.get(),
-                                  pointer<const void>("x_ptr", x, n),
-                                  dtype,
-                                  pointer<void>("y_ptr", y, n),
-                                  pointer<uint32_t>("codes_ptr", codes, n),
-                                  seed_at(seed)};
-    auto* to = pointer<uint32_t>("packed_ptr", packed, words);
-    auto* rows = pointer<uint16_t>("ranges_ptr", ranges, groups);
-    if (fewbit::threads_of_forward(plan.streams, threads) < fewbit::threads_for(n, threads)) return std::nullopt;
-    const uint64_t key = seed_at(quantiser_seed);
+    const uint64_t key = seed_at(entry.seed("quantiser_seed", quantiser_seed));
+    const fewbit::StreamPlan plan = plan_of(entry, shape, bits, {});
+    const Copy copy = copy_at(entry, packed, ranges, plan.streams, false);
+    const fewbit::Forward forward{function, p0,    p1,        &table.get(),    of.from,
+                                  of.dtype, of.to, of.packed, seed_at(of.seed)};
+    if (fewbit::threads_of_forward(plan.streams, threads) < fewbit::threads_for(of.n, threads)) return std::nullopt;
     py::gil_scoped_release release;
     const fewbit::Extent extent =
-        fewbit::forward_quantised(*kernels_, plan.streams, forward, key, to, rows, threads);
+        fewbit::forward_quantised(*kernels_, plan.streams, forward, key, copy.packed, copy.ranges, threads);
     return std::pair(extent.least, extent.greatest);
   }
 
-  void dequantise(uintptr_t packed, int64_t words, uintptr_t ranges, int64_t groups, int bits, uintptr_t widths,
-                  bool wide, int64_t samples, int64_t features, int group_size, uintptr_t out, int dtype_number,
-                  int threads, uintptr_t scale, uintptr_t shift, int64_t entries, int64_t inner) const {
+  void dequantise(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& widths, bool wide,
+                  int64_t samples, int64_t features, int group_size, const Buffer& out, int threads,
+                  const Buffer& scale, const Buffer& shift, int64_t inner) const {
+    const Entry entry("dequantise", kDevice);
     const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
-    const DType dtype = dtype_of(dtype_number);
-    auto* to = pointer<void>("out_ptr", out, shape.elements());
-    const bool scattered = widths != 0 && features < fewbit::kLeastFeatures;
-    const auto affine = affine_at(scale, shift, entries, inner, shape.elements(), scattered);
+    const DType dtype = numbers_of(entry, "out", out, shape);
+    const bool scattered = widths.exists && features < fewbit::kLeastFeatures;
+    const auto affine = entry.affine(scale, shift, inner, shape.elements(), scattered);
     check_threads(threads);
-    const fewbit::StreamPlan plan = plan_of(shape, bits, widths, words, groups);
-    const auto* codes = pointer<const uint32_t>("packed_ptr", packed, words);
-    const auto* rows = pointer<const uint16_t>("ranges_ptr", ranges, groups);
+    const fewbit::StreamPlan plan = plan_of(entry, shape, bits, widths);
+    const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists);
     py::gil_scoped_release release;
-    fewbit::dequantise(*kernels_, plan, codes, rows, affine, to, dtype, threads);
+    fewbit::dequantise(*kernels_, plan, copy.packed, copy.ranges, affine, address_of<void>(out), dtype, threads);
   }
 
-  void grid_fixed(uintptr_t gamma, uintptr_t beta, int64_t n, int bits, uintptr_t grid, int) const {
-    check_size(n);
-    check_bits(bits);
-    const auto *scales = pointer<const float>("gamma_ptr", gamma, n), *shifts = pointer<const float>("beta_ptr", beta, n);
-    auto* to = pointer<float>("grid_ptr", grid, n);
-    for (int64_t i = 0; i < n; ++i) fewbit::make_column(scales[i], shifts[i], bits, to, i, n);
+  void grid_fixed(const Buffer& gamma, const Buffer& beta, int bits, const Buffer& grid, int) const {
+    check_fixed(Entry("grid_fixed", kDevice), gamma, beta, bits, grid);
+    const auto *scales = address_of<const float>(gamma), *shifts = address_of<const float>(beta);
+    auto* to = address_of<float>(grid);
+    for (int64_t i = 0; i < gamma.count; ++i) fewbit::make_column(scales[i], shifts[i], bits, to, i, gamma.count);
   }
 
-  void encode_fixed(uintptr_t x, uintptr_t y, int dtype_number, int64_t n, uintptr_t grid, int64_t channels,
-                    int64_t inner, int bits, uintptr_t packed, int threads, uintptr_t mean, uintptr_t rstd,
-                    int64_t entries, int64_t inner_of_entries) const {
-    const DType dtype = dtype_of(dtype_number);
-    const auto by = grid_at(grid, channels, inner, bits, n);
-    const auto normalisation = normalisation_at(mean, rstd, entries, inner_of_entries, n);
-    const auto* from = pointer<const void>("x_ptr", x, n);
-    const auto* result = pointer<const void>("y_ptr", y, n);
-    auto* to = pointer<uint32_t>("packed_ptr", packed, n);
+  void encode_fixed(const Buffer& x, const Buffer& y, const Buffer& grid, int64_t inner, int bits,
+                    const Buffer& packed, int threads, const Buffer& mean, const Buffer& rstd,
+                    int64_t inner_of_entries) const {
+    const Entry entry("encode_fixed", kDevice);
+    const DType dtype = entry.floating("x", x);
+    const int64_t n = x.count;
+    const auto by = entry.grid(grid, inner, bits, n);
+    const auto normalisation = entry.normalisation(mean, rstd, inner_of_entries, n);
+    const auto* from = entry.exactly<const void>("x", x, n, x.item);
+    const auto* result = entry.exactly<const void>("y", y, n, x.item);
+    auto* to = entry.packed("packed", packed, n, bits);
     fewbit::will_write(to, packed_bytes(n, bits));
     run(n, threads, [=](int64_t begin, int64_t end) {
       kernels_->fixed_point->encode(by, normalisation, from, result, dtype, bits, begin, end, to);
     });
   }
 
-  void decode_fixed(uintptr_t packed, int64_t n, uintptr_t grid, int64_t channels, int64_t inner, int bits,
-                    bool activated, float slope, uintptr_t out, int dtype_number, int threads, uintptr_t scale,
-                    int64_t entries, int64_t inner_of_entries) const {
-    const DType dtype = dtype_of(dtype_number);
-    const auto by = grid_at(grid, channels, inner, bits, n);
-    const auto times = scale_at(scale, entries, inner_of_entries, n);
-    const auto* codes = pointer<const uint32_t>("packed_ptr", packed, n);
-    auto* to = pointer<void>("out_ptr", out, n);
+  void decode_fixed(const Buffer& packed, const Buffer& grid, int64_t inner, int bits, bool activated, float slope,
+                    const Buffer& out, int threads, const Buffer& scale, int64_t inner_of_entries) const {
+    const Entry entry("decode_fixed", kDevice);
+    const DType dtype = entry.floating("out", out);
+    const int64_t n = out.count;
+    const auto by = entry.grid(grid, inner, bits, n);
+    const auto times = entry.scale(scale, inner_of_entries, n);
+    const auto* codes = entry.packed("packed", packed, n, bits);
+    auto* to = entry.exactly<void>("out", out, n, out.item);
     fewbit::will_write(to, n * fewbit::item_size(dtype));
     run(n, threads, [=](int64_t begin, int64_t end) {
       kernels_->fixed_point->decode(by, times, codes, bits, begin, end, activated, slope, to, dtype);
     });
   }
 
-  void mask_fixed(uintptr_t grad, int dtype_number, int64_t n, uintptr_t packed, uintptr_t grid, int64_t channels,
-                  int64_t inner, int bits, double slope, uintptr_t out, int threads) const {
-    const DType dtype = dtype_of(dtype_number);
-    const auto by = grid_at(grid, channels, inner, bits, n);
-    const auto* from = pointer<const void>("grad_ptr", grad, n);
-    const auto* codes = pointer<const uint32_t>("packed_ptr", packed, n);
-    auto* to = pointer<void>("out_ptr", out, n);
+  void mask_fixed(const Buffer& grad, const Buffer& packed, const Buffer& grid, int64_t inner, int bits, double slope,
+                  const Buffer& out, int threads) const {
+    const Entry entry("mask_fixed", kDevice);
+    const DType dtype = entry.floating("grad", grad);
+    const int64_t n = grad.count;
+    const auto by = entry.grid(grid, inner, bits, n);
+    const auto* from = entry.exactly<const void>("grad", grad, n, grad.item);
+    const auto* codes = entry.packed("packed", packed, n, bits);
+    auto* to = entry.exactly<void>("out", out, n, grad.item);
     fewbit::will_write(to, n * fewbit::item_size(dtype));
     run(n, threads, [=](int64_t begin, int64_t end) {
       kernels_->fixed_point->mask(by, codes, bits, begin, end, slope, from, to, dtype);
@@ -427,28 +598,25 @@ class Cpu {
   }
 
  private:
-  // The streams of a tensor whose codes have `words` words and whose ranges `groups` rows.
-  static fewbit::StreamPlan plan_of(const QuantisedShape& shape, int bits, uintptr_t widths, int64_t words,
-                                    int64_t groups) {
-    const uint8_t* widths_of = reinterpret_cast<const uint8_t*>(widths);
-    if (widths_of) {
+  static constexpr int kDevice = -1;
+
+  // The streams of a tensor all of whose samples have `bits`, or each a width of its own.
+  static fewbit::StreamPlan plan_of(const Entry& entry, const QuantisedShape& shape, int bits, const Buffer& widths) {
+    const uint8_t* widths_of = nullptr;
+    if (widths.exists) {
+      widths_of = entry.exactly<const uint8_t>("widths", widths, shape.samples, kUint8);
       for (int64_t i = 0; i < shape.samples; ++i) check_bits(widths_of[i]);
     } else {
       check_bits(bits);
     }
-    const fewbit::StreamPlan plan =
-        fewbit::plan_streams(shape.samples, shape.features, shape.group_size, shape.wide, bits, widths_of);
-    check_room(plan.streams, words, groups);
-    return plan;
+    return fewbit::plan_streams(shape.samples, shape.features, shape.group_size, shape.wide, bits, widths_of);
   }
 
   static int64_t packed_bytes(int64_t n, int bits) {
     return fewbit::packed_words(n, bits) * static_cast<int64_t>(sizeof(uint32_t));
   }
 
-  static uint64_t seed_at(uintptr_t address) {
-    return address ? static_cast<uint64_t>(*reinterpret_cast<const int64_t*>(address)) : 0;
-  }
+  static uint64_t seed_at(const int64_t* address) { return address ? static_cast<uint64_t>(*address) : 0; }
 
   template <class Work>
   static void run(int64_t n, int threads, const Work& work) {
@@ -470,219 +638,205 @@ class Cpu {
 #ifdef FEWBIT_WITH_CUDA
 // The kernels for CUDA devices: the same checks, then a launch on the caller's stream.
 struct Cuda {
-  void pack(uintptr_t codes, int64_t n, int bits, uintptr_t packed, int device, uintptr_t stream) const {
-    check_size(n);
-    check_bits(bits);
-    const auto* from = pointer<const uint8_t>("codes_ptr", codes, n);
-    auto* to = pointer<int32_t>("packed_ptr", packed, n);
+  void pack(const Buffer& codes, int bits, const Buffer& packed, int device, uintptr_t stream) const {
+    const Codes of = codes_at(Entry("pack", device), codes, packed, bits);
     py::gil_scoped_release release;
-    fewbit::cuda::pack(from, n, bits, to, device, stream_at(stream));
+    fewbit::cuda::pack(of.codes, of.n, bits, words_at(of.packed), device, stream_at(stream));
   }
 
-  void unpack(uintptr_t packed, int64_t n, int bits, uintptr_t codes, int device, uintptr_t stream) const {
-    check_size(n);
-    check_bits(bits);
-    const auto* from = pointer<const int32_t>("packed_ptr", packed, n);
-    auto* to = pointer<uint8_t>("codes_ptr", codes, n);
+  void unpack(const Buffer& packed, int bits, const Buffer& codes, int device, uintptr_t stream) const {
+    const Codes of = codes_at(Entry("unpack", device), codes, packed, bits);
     py::gil_scoped_release release;
-    fewbit::cuda::unpack(from, n, bits, to, device, stream_at(stream));
+    fewbit::cuda::unpack(words_at(of.packed), of.n, bits, of.codes, device, stream_at(stream));
   }
 
-  void encode(const OwnedTable& table, uintptr_t x, int dtype, int64_t n, uintptr_t packed, uintptr_t seed,
-              int device, uintptr_t stream) const {
-    check_size(n);
-    dtype_of(dtype);
-    check_seed(table, seed);
-    const auto* from = pointer<const void>("x_ptr", x, n);
-    auto* to = pointer<int32_t>("packed_ptr", packed, n);
+  void encode(const OwnedTable& table, const Buffer& x, const Buffer& packed, const Buffer& seed, int device,
+              uintptr_t stream) const {
+    const Elements of = encoded(Entry("encode", device), table, x, packed, seed);
     py::gil_scoped_release release;
-    fewbit::cuda::encode(table.get(), from, dtype, n, to, reinterpret_cast<const int64_t*>(seed), device,
+    fewbit::cuda::encode(table.get(), of.from, item_of(of.dtype), of.n, words_at(of.packed), of.seed, device,
                          stream_at(stream));
   }
 
-  void decode_mul(const OwnedTable& table, uintptr_t grad, int dtype, int64_t n, uintptr_t packed, uintptr_t out,
-                  bool grad_is_scalar, int device, uintptr_t stream) const {
-    check_size(n);
-    dtype_of(dtype);
-    const auto* from = pointer<const void>("grad_ptr", grad, n);
-    const auto* codes = pointer<const int32_t>("packed_ptr", packed, n);
-    auto* to = pointer<void>("out_ptr", out, n);
-    py::gil_scoped_release release;
-    fewbit::cuda::decode_mul(table.get(), from, dtype, n, codes, to, grad_is_scalar, device, stream_at(stream));
-  }
-
-  void forward(int function, double p0, double p1, const OwnedTable& table, uintptr_t x, int dtype, int64_t n,
-               uintptr_t y, uintptr_t packed, uintptr_t seed, int device, uintptr_t stream) const {
-    check_size(n);
-    check_function(function);
-    fused_dtype_of(dtype);
-    check_seed(table, seed);
-    const auto* from = pointer<const void>("x_ptr", x, n);
-    auto* to = pointer<void>("y_ptr", y, n);
-    auto* codes = pointer<int32_t>("packed_ptr", packed, n);
-    py::gil_scoped_release release;
-    fewbit::cuda::forward(function, p0, p1, table.get(), from, dtype, n, to, codes,
-                          reinterpret_cast<const int64_t*>(seed), device, stream_at(stream));
-  }
-
-  void quantise(uintptr_t x, int dtype, int64_t samples, int64_t features, int group_size, int bits, uintptr_t order,
-                uintptr_t counts, bool wide, uintptr_t seed, uintptr_t packed, int64_t words, uintptr_t ranges,
-                int64_t groups, int device, uintptr_t stream, uintptr_t mean, uintptr_t rstd, int64_t entries,
-                int64_t inner) const {
-    const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
-    const auto of = quantised(shape, bits, order, counts, words, groups);
-    const auto normalisation = normalisation_at(mean, rstd, entries, inner, shape.elements());
-    dtype_of(dtype);
-    const auto* from = pointer<const void>("x_ptr", x, shape.elements());
-    if (seed == 0) refuse("seed", "the address of one", "none");
-    auto* codes = pointer<int32_t>("packed_ptr", packed, words);
-    auto* rows = pointer<uint16_t>("ranges_ptr", ranges, groups);
-    py::gil_scoped_release release;
-    fewbit::cuda::quantise(of, from, dtype, normalisation, reinterpret_cast<const int64_t*>(seed), codes, words, rows,
-                           groups, device, stream_at(stream));
-  }
-
-  void squares(uintptr_t x, int dtype, int64_t samples, int64_t features, int group_size, uintptr_t out, int64_t groups,
-               int device, uintptr_t stream, uintptr_t mean, uintptr_t rstd, int64_t entries, int64_t inner) const {
-    const QuantisedShape shape = quantised_shape(samples, features, group_size, false);
-    dtype_of(dtype);
-    const auto* from = pointer<const void>("x_ptr", x, shape.elements());
-    const auto normalisation = normalisation_at(mean, rstd, entries, inner, shape.elements());
-    const fewbit::Streams streams = streams_of_squares(shape, groups);
-    auto* to = pointer<float>("out_ptr", out, groups);
-    py::gil_scoped_release release;
-    fewbit::cuda::squares(streams, from, dtype, normalisation, to, device, stream_at(stream));
-  }
-
-  void dequantise(uintptr_t packed, int64_t words, uintptr_t ranges, int64_t groups, int bits, uintptr_t order,
-                  uintptr_t counts, bool wide, int64_t samples, int64_t features, int group_size, uintptr_t out,
-                  int dtype, int device, uintptr_t stream, uintptr_t scale, uintptr_t shift, int64_t entries,
-                  int64_t inner) const {
-    const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
-    const auto of = quantised(shape, bits, order, counts, words, groups);
-    const bool scattered = counts != 0 && features < fewbit::kLeastFeatures;
-    const auto affine = affine_at(scale, shift, entries, inner, shape.elements(), scattered);
-    dtype_of(dtype);
-    auto* to = pointer<void>("out_ptr", out, shape.elements());
-    const auto* codes = pointer<const int32_t>("packed_ptr", packed, words);
-    const auto* rows = pointer<const uint16_t>("ranges_ptr", ranges, groups);
-    py::gil_scoped_release release;
-    fewbit::cuda::dequantise(of, codes, rows, groups, affine, to, dtype, device, stream_at(stream));
-  }
-
-  void grid_fixed(uintptr_t gamma, uintptr_t beta, int64_t n, int bits, uintptr_t grid, int device,
+  void decode_mul(const OwnedTable& table, const Buffer& grad, const Buffer& packed, const Buffer& out, int device,
                   uintptr_t stream) const {
-    check_size(n);
-    check_bits(bits);
-    const auto *scales = pointer<const float>("gamma_ptr", gamma, n), *shifts = pointer<const float>("beta_ptr", beta, n);
-    auto* to = pointer<float>("grid_ptr", grid, n);
+    const Elements of = multiplied(Entry("decode_mul", device), table, grad, packed, out);
+    const bool is_scalar = grad.count != of.n;
     py::gil_scoped_release release;
-    fewbit::cuda::grid_fixed(scales, shifts, n, bits, to, device, stream_at(stream));
+    fewbit::cuda::decode_mul(table.get(), of.from, item_of(of.dtype), of.n, words_at(of.packed), of.to, is_scalar,
+                             device, stream_at(stream));
   }
 
-  void encode_fixed(uintptr_t x, uintptr_t y, int dtype, int64_t n, uintptr_t grid, int64_t channels, int64_t inner,
-                    int bits, uintptr_t packed, int device, uintptr_t stream, uintptr_t mean, uintptr_t rstd,
-                    int64_t entries, int64_t inner_of_entries) const {
-    dtype_of(dtype);
-    const auto by = grid_at(grid, channels, inner, bits, n);
-    const auto normalisation = normalisation_at(mean, rstd, entries, inner_of_entries, n);
-    const auto* from = pointer<const void>("x_ptr", x, n);
-    const auto* result = pointer<const void>("y_ptr", y, n);
-    auto* to = pointer<int32_t>("packed_ptr", packed, n);
+  void forward(int function, double p0, double p1, const OwnedTable& table, const Buffer& x, const Buffer& y,
+               const Buffer& packed, const Buffer& seed, int device, uintptr_t stream) const {
+    const Elements of = activated(Entry("forward", device), function, table, x, y, packed, seed);
     py::gil_scoped_release release;
-    fewbit::cuda::encode_fixed(by, normalisation, from, result, dtype, n, bits, to, device, stream_at(stream));
+    fewbit::cuda::forward(function, p0, p1, table.get(), of.from, item_of(of.dtype), of.n, of.to, words_at(of.packed),
+                          of.seed, device, stream_at(stream));
   }
 
-  void decode_fixed(uintptr_t packed, int64_t n, uintptr_t grid, int64_t channels, int64_t inner, int bits,
-                    bool activated, float slope, uintptr_t out, int dtype, int device, uintptr_t stream,
-                    uintptr_t scale, int64_t entries, int64_t inner_of_entries) const {
-    dtype_of(dtype);
-    const auto by = grid_at(grid, channels, inner, bits, n);
-    const auto times = scale_at(scale, entries, inner_of_entries, n);
-    const auto* codes = pointer<const int32_t>("packed_ptr", packed, n);
-    auto* to = pointer<void>("out_ptr", out, n);
+  void quantise(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits, const Buffer& order,
+                const Buffer& counts, bool wide, const Buffer& seed, const Buffer& packed, const Buffer& ranges,
+                int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
+    const Entry entry("quantise", device);
+    const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
+    const DType dtype = numbers_of(entry, "x", x, shape);
+    const auto normalisation = entry.normalisation(mean, rstd, inner, shape.elements());
+    const int64_t* key = entry.seed("seed", seed);
+    const auto [of, copy] = quantised(entry, shape, bits, order, counts, packed, ranges);
     py::gil_scoped_release release;
-    fewbit::cuda::decode_fixed(by, times, codes, n, bits, activated, slope, to, dtype, device, stream_at(stream));
+    fewbit::cuda::quantise(of, address_of<const void>(x), item_of(dtype), normalisation, key, words_at(copy.packed),
+                           copy.ranges, device, stream_at(stream));
   }
 
-  void mask_fixed(uintptr_t grad, int dtype, int64_t n, uintptr_t packed, uintptr_t grid, int64_t channels,
-                  int64_t inner, int bits, double slope, uintptr_t out, int device, uintptr_t stream) const {
-    dtype_of(dtype);
-    const auto by = grid_at(grid, channels, inner, bits, n);
-    const auto* from = pointer<const void>("grad_ptr", grad, n);
-    const auto* codes = pointer<const int32_t>("packed_ptr", packed, n);
-    auto* to = pointer<void>("out_ptr", out, n);
+  void squares(const Buffer& x, int64_t samples, int64_t features, int group_size, const Buffer& out, int device,
+               uintptr_t stream, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
+    const Entry entry("squares", device);
+    const QuantisedShape shape = quantised_shape(samples, features, group_size, false);
+    const DType dtype = numbers_of(entry, "x", x, shape);
+    const auto normalisation = entry.normalisation(mean, rstd, inner, shape.elements());
+    const fewbit::Streams streams = streams_of_squares(shape);
+    auto* to = entry.exactly<float>("out", out, streams.groups, 0);
     py::gil_scoped_release release;
-    fewbit::cuda::mask_fixed(by, codes, n, bits, slope, from, to, dtype, device, stream_at(stream));
+    fewbit::cuda::squares(streams, address_of<const void>(x), item_of(dtype), normalisation, to, device,
+                          stream_at(stream));
+  }
+
+  void dequantise(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& order, const Buffer& counts,
+                  bool wide, int64_t samples, int64_t features, int group_size, const Buffer& out, int device,
+                  uintptr_t stream, const Buffer& scale, const Buffer& shift, int64_t inner) const {
+    const Entry entry("dequantise", device);
+    const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
+    const DType dtype = numbers_of(entry, "out", out, shape);
+    const bool scattered = counts.exists && features < fewbit::kLeastFeatures;
+    const auto affine = entry.affine(scale, shift, inner, shape.elements(), scattered);
+    const auto [of, copy] = quantised(entry, shape, bits, order, counts, packed, ranges);
+    py::gil_scoped_release release;
+    fewbit::cuda::dequantise(of, words_at(copy.packed), copy.ranges, affine, address_of<void>(out), item_of(dtype),
+                             device, stream_at(stream));
+  }
+
+  void grid_fixed(const Buffer& gamma, const Buffer& beta, int bits, const Buffer& grid, int device,
+                  uintptr_t stream) const {
+    check_fixed(Entry("grid_fixed", device), gamma, beta, bits, grid);
+    py::gil_scoped_release release;
+    fewbit::cuda::grid_fixed(address_of<const float>(gamma), address_of<const float>(beta), gamma.count, bits,
+                             address_of<float>(grid), device, stream_at(stream));
+  }
+
+  void encode_fixed(const Buffer& x, const Buffer& y, const Buffer& grid, int64_t inner, int bits,
+                    const Buffer& packed, int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd,
+                    int64_t inner_of_entries) const {
+    const Entry entry("encode_fixed", device);
+    const DType dtype = entry.floating("x", x);
+    const int64_t n = x.count;
+    const auto by = entry.grid(grid, inner, bits, n);
+    const auto normalisation = entry.normalisation(mean, rstd, inner_of_entries, n);
+    const auto* from = entry.exactly<const void>("x", x, n, x.item);
+    const auto* result = entry.exactly<const void>("y", y, n, x.item);
+    auto* to = entry.packed("packed", packed, n, bits);
+    py::gil_scoped_release release;
+    fewbit::cuda::encode_fixed(by, normalisation, from, result, item_of(dtype), n, bits, words_at(to), device,
+                               stream_at(stream));
+  }
+
+  void decode_fixed(const Buffer& packed, const Buffer& grid, int64_t inner, int bits, bool activated, float slope,
+                    const Buffer& out, int device, uintptr_t stream, const Buffer& scale,
+                    int64_t inner_of_entries) const {
+    const Entry entry("decode_fixed", device);
+    const DType dtype = entry.floating("out", out);
+    const int64_t n = out.count;
+    const auto by = entry.grid(grid, inner, bits, n);
+    const auto times = entry.scale(scale, inner_of_entries, n);
+    auto* codes = entry.packed("packed", packed, n, bits);
+    auto* to = entry.exactly<void>("out", out, n, out.item);
+    py::gil_scoped_release release;
+    fewbit::cuda::decode_fixed(by, times, words_at(codes), n, bits, activated, slope, to, item_of(dtype), device,
+                               stream_at(stream));
+  }
+
+  void mask_fixed(const Buffer& grad, const Buffer& packed, const Buffer& grid, int64_t inner, int bits, double slope,
+                  const Buffer& out, int device, uintptr_t stream) const {
+    const Entry entry("mask_fixed", device);
+    const DType dtype = entry.floating("grad", grad);
+    const int64_t n = grad.count;
+    const auto by = entry.grid(grid, inner, bits, n);
+    const auto* from = entry.exactly<const void>("grad", grad, n, grad.item);
+    auto* codes = entry.packed("packed", packed, n, bits);
+    auto* to = entry.exactly<void>("out", out, n, grad.item);
+    py::gil_scoped_release release;
+    fewbit::cuda::mask_fixed(by, words_at(codes), n, bits, slope, from, to, item_of(dtype), device,
+                             stream_at(stream));
   }
 
  private:
-  // Widths are only known on the device: then the caller answers for `words` and `groups`.
-  static fewbit::cuda::Quantised quantised(const QuantisedShape& shape, int bits, uintptr_t order, uintptr_t counts,
-                                           int64_t words, int64_t groups) {
+  // Widths are only known on the device: there the kernel looks whether its words and groups have room.
+  static std::pair<fewbit::cuda::Quantised, Copy> quantised(const Entry& entry, const QuantisedShape& shape, int bits,
+                                                            const Buffer& order, const Buffer& counts,
+                                                            const Buffer& packed, const Buffer& ranges) {
     check_bits(bits);
-    if ((order == 0) != (counts == 0)) refuse("order_ptr", "one where there is counts_ptr, and only there", "one");
-    if (counts == 0) {
-      check_room(fewbit::one_stream(shape.samples, shape.features, shape.group_size, shape.wide, bits), words, groups);
+    const bool is_mixed = order.exists || counts.exists;
+    fewbit::Streams streams = fewbit::one_stream(shape.samples, shape.features, shape.group_size, shape.wide, bits);
+    const int64_t *samples = nullptr, *widths = nullptr;
+    if (is_mixed) {
+      samples = entry.exactly<const int64_t>("order", order, shape.samples, kInt64);
+      widths = entry.exactly<const int64_t>("counts", counts, fewbit::kMaxBits + 1, kInt64);
+      streams.words = streams.groups = 0;
     }
-    return {shape.samples,
-            shape.features,
-            shape.group_size,
-            shape.wide,
-            bits,
-            reinterpret_cast<const int64_t*>(order),
-            reinterpret_cast<const int64_t*>(counts)};
+    const Copy copy = copy_at(entry, packed, ranges, streams, is_mixed);
+    return {{shape.samples, shape.features, shape.group_size, shape.wide, bits, samples, widths, copy.words,
+             copy.groups},
+            copy};
   }
+
+  static int32_t* words_at(uint32_t* packed) { return reinterpret_cast<int32_t*>(packed); }
 
   static void* stream_at(uintptr_t address) { return reinterpret_cast<void*>(address); }
 };
 
 void bind_cuda(py::module_& module) {
-  py::class_<Cuda> cuda(module, "Cuda", "The kernels for CUDA devices. Pointers are addresses on the device.");
+  py::class_<Cuda> cuda(module, "Cuda", "The kernels for CUDA devices. Buffers are as for Cpu; stream_ptr: a cudaStream_t.");
   cuda.def_property_readonly_static("runtime_version", [](const py::object&) { return fewbit::cuda::runtime_version(); })
       .def_property_readonly_static("architectures",
                                     [](const py::object&) { return py::tuple(py::cast(fewbit::cuda::architectures())); })
       .def("available", [](const Cuda&, int device) { return fewbit::cuda::available(device); },
            py::arg("device") = -1,
            "(usable, why not): whether the kernels can run here.")
-      .def("pack", &Cuda::pack, py::arg("codes_ptr"), py::arg("n"), py::arg("bits"), py::arg("packed_ptr"),
+      .def("pack", &Cuda::pack, py::arg("codes"), py::arg("bits"), py::arg("packed"),
            py::arg("device_index"), py::arg("stream_ptr"))
-      .def("unpack", &Cuda::unpack, py::arg("packed_ptr"), py::arg("n"), py::arg("bits"), py::arg("codes_ptr"),
+      .def("unpack", &Cuda::unpack, py::arg("packed"), py::arg("bits"), py::arg("codes"),
            py::arg("device_index"), py::arg("stream_ptr"))
-      .def("encode", &Cuda::encode, py::arg("table"), py::arg("x_ptr"), py::arg("dtype"), py::arg("n"),
-           py::arg("packed_ptr"), py::arg("seed_ptr"), py::arg("device_index"), py::arg("stream_ptr"))
-      .def("decode_mul", &Cuda::decode_mul, py::arg("table"), py::arg("grad_ptr"), py::arg("dtype"), py::arg("n"),
-           py::arg("packed_ptr"), py::arg("out_ptr"), py::arg("grad_is_scalar"), py::arg("device_index"),
-           py::arg("stream_ptr"))
+      .def("encode", &Cuda::encode, py::arg("table"), py::arg("x"), py::arg("packed"), py::arg("seed"),
+           py::arg("device_index"), py::arg("stream_ptr"))
+      .def("decode_mul", &Cuda::decode_mul, py::arg("table"), py::arg("grad"), py::arg("packed"),
+           py::arg("out"), py::arg("device_index"), py::arg("stream_ptr"))
       .def("forward", &Cuda::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"),
-           py::arg("x_ptr"), py::arg("dtype"), py::arg("n"), py::arg("y_ptr"), py::arg("packed_ptr"),
-           py::arg("seed_ptr"), py::arg("device_index"), py::arg("stream_ptr"))
-      .def("quantise", &Cuda::quantise, py::arg("x_ptr"), py::arg("dtype"), py::arg("samples"), py::arg("features"),
-           py::arg("group_size"), py::arg("bits"), py::arg("order_ptr"), py::arg("counts_ptr"), py::arg("wide"),
-           py::arg("seed_ptr"), py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"), py::arg("groups"),
-           py::arg("device_index"), py::arg("stream_ptr"), py::arg("mean_ptr") = 0, py::arg("rstd_ptr") = 0,
-           py::arg("entries") = 0, py::arg("inner") = 1)
-      .def("squares", &Cuda::squares, py::arg("x_ptr"), py::arg("dtype"), py::arg("samples"), py::arg("features"),
-           py::arg("group_size"), py::arg("out_ptr"), py::arg("groups"), py::arg("device_index"), py::arg("stream_ptr"),
-           py::arg("mean_ptr") = 0, py::arg("rstd_ptr") = 0, py::arg("entries") = 0, py::arg("inner") = 1)
-      .def("dequantise", &Cuda::dequantise, py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"),
-           py::arg("groups"), py::arg("bits"), py::arg("order_ptr"), py::arg("counts_ptr"), py::arg("wide"),
-           py::arg("samples"), py::arg("features"), py::arg("group_size"), py::arg("out_ptr"), py::arg("dtype"),
-           py::arg("device_index"), py::arg("stream_ptr"), py::arg("scale_ptr") = 0, py::arg("shift_ptr") = 0,
-           py::arg("entries") = 0, py::arg("inner") = 1)
-      .def("grid_fixed", &Cuda::grid_fixed, py::arg("gamma_ptr"), py::arg("beta_ptr"), py::arg("n"), py::arg("bits"),
-           py::arg("grid_ptr"), py::arg("device_index"), py::arg("stream_ptr"))
-      .def("encode_fixed", &Cuda::encode_fixed, py::arg("x_ptr"), py::arg("y_ptr"), py::arg("dtype"), py::arg("n"),
-           py::arg("grid_ptr"), py::arg("channels"), py::arg("inner"), py::arg("bits"), py::arg("packed_ptr"),
-           py::arg("device_index"), py::arg("stream_ptr"), py::arg("mean_ptr") = 0, py::arg("rstd_ptr") = 0,
-           py::arg("entries") = 0, py::arg("inner_of_entries") = 1)
-      .def("decode_fixed", &Cuda::decode_fixed, py::arg("packed_ptr"), py::arg("n"), py::arg("grid_ptr"),
-           py::arg("channels"), py::arg("inner"), py::arg("bits"), py::arg("activated"), py::arg("slope"),
-           py::arg("out_ptr"), py::arg("dtype"), py::arg("device_index"), py::arg("stream_ptr"),
-           py::arg("scale_ptr") = 0, py::arg("entries") = 0, py::arg("inner_of_entries") = 1)
-      .def("mask_fixed", &Cuda::mask_fixed, py::arg("grad_ptr"), py::arg("dtype"), py::arg("n"), py::arg("packed_ptr"),
-           py::arg("grid_ptr"), py::arg("channels"), py::arg("inner"), py::arg("bits"), py::arg("slope"),
-           py::arg("out_ptr"), py::arg("device_index"), py::arg("stream_ptr"));
+           py::arg("x"), py::arg("y"), py::arg("packed"), py::arg("seed"), py::arg("device_index"),
+           py::arg("stream_ptr"))
+      .def("quantise", &Cuda::quantise, py::arg("x"), py::arg("samples"), py::arg("features"),
+           py::arg("group_size"), py::arg("bits"), py::arg("order"), py::arg("counts"), py::arg("wide"),
+           py::arg("seed"), py::arg("packed"), py::arg("ranges"), py::arg("device_index"),
+           py::arg("stream_ptr"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner")
+           = 1)
+      .def("squares", &Cuda::squares, py::arg("x"), py::arg("samples"), py::arg("features"),
+           py::arg("group_size"), py::arg("out"), py::arg("device_index"), py::arg("stream_ptr"),
+           py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner") = 1)
+      .def("dequantise", &Cuda::dequantise, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
+           py::arg("order"), py::arg("counts"), py::arg("wide"), py::arg("samples"), py::arg("features"),
+           py::arg("group_size"), py::arg("out"), py::arg("device_index"), py::arg("stream_ptr"),
+           py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1)
+      .def("grid_fixed", &Cuda::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"),
+           py::arg("grid"), py::arg("device_index"), py::arg("stream_ptr"))
+      .def("encode_fixed", &Cuda::encode_fixed, py::arg("x"), py::arg("y"), py::arg("grid"),
+           py::arg("inner"), py::arg("bits"), py::arg("packed"), py::arg("device_index"),
+           py::arg("stream_ptr"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(),
+           py::arg("inner_of_entries") = 1)
+      .def("decode_fixed", &Cuda::decode_fixed, py::arg("packed"), py::arg("grid"), py::arg("inner"),
+           py::arg("bits"), py::arg("activated"), py::arg("slope"), py::arg("out"), py::arg("device_index"),
+           py::arg("stream_ptr"), py::arg("scale") = py::none(), py::arg("inner_of_entries") = 1)
+      .def("mask_fixed", &Cuda::mask_fixed, py::arg("grad"), py::arg("packed"), py::arg("grid"),
+           py::arg("inner"), py::arg("bits"), py::arg("slope"), py::arg("out"), py::arg("device_index"),
+           py::arg("stream_ptr"));
   module.attr("cuda") = py::cast(Cuda{});
 }
 #endif
@@ -699,7 +853,9 @@ py::dict functions() {
 }  // namespace
 
 PYBIND11_MODULE(_kernels, module) {
-  module.doc() = "Compiled kernels. Tensors are addresses; dtypes are 0 float32, 1 float64, 2 float16, 3 bfloat16.";
+  module.doc() =
+      "Compiled kernels. Tensors are buffers, (address, number of elements, position of their dtype in DTYPES, index of "
+      "their CUDA device or -1), or None; a buffer that is not what an entry will read or write is a ValueError.";
 
   py::class_<OwnedTable>(module, "Table", "A table's constants, checked and copied (fewbit.runtime.encoding).")
       .def(py::init(&make_table), py::arg("bits"), py::arg("initial"), py::arg("breaks32"), py::arg("flips32"),
@@ -712,63 +868,65 @@ PYBIND11_MODULE(_kernels, module) {
   py::class_<Cpu>(module, "Cpu", "The kernels of one instruction set, one of cpu_isas().")
       .def(py::init<const std::string&>(), py::arg("isa"))
       .def_property_readonly("isa", &Cpu::isa)
-      .def("pack", &Cpu::pack, py::arg("codes_ptr"), py::arg("n"), py::arg("bits"), py::arg("packed_ptr"),
-           py::arg("threads"), "n uint8 codes to bits * ceil(n / 32) int32 words.")
-      .def("unpack", &Cpu::unpack, py::arg("packed_ptr"), py::arg("n"), py::arg("bits"), py::arg("codes_ptr"),
-           py::arg("threads"), "Packed words to n uint8 codes.")
-      .def("encode", &Cpu::encode, py::arg("table"), py::arg("x_ptr"), py::arg("dtype"), py::arg("n"),
-           py::arg("packed_ptr"), py::arg("seed_ptr"), py::arg("threads"), "x to the packed codes of its pieces.")
-      .def("decode_mul", &Cpu::decode_mul, py::arg("table"), py::arg("grad_ptr"), py::arg("dtype"), py::arg("n"),
-           py::arg("packed_ptr"), py::arg("out_ptr"), py::arg("grad_is_scalar"), py::arg("threads"),
-           "out = level of the code * grad, rounded once; out may be grad.")
+      .def("pack", &Cpu::pack, py::arg("codes"), py::arg("bits"), py::arg("packed"), py::arg("threads"),
+           "n uint8 codes to bits * ceil(n / 32) int32 words.")
+      .def("unpack", &Cpu::unpack, py::arg("packed"), py::arg("bits"), py::arg("codes"),
+           py::arg("threads"),
+           "Packed words to n uint8 codes.")
+      .def("encode", &Cpu::encode, py::arg("table"), py::arg("x"), py::arg("packed"), py::arg("seed"),
+           py::arg("threads"),
+           "x to the packed codes of its pieces.")
+      .def("decode_mul", &Cpu::decode_mul, py::arg("table"), py::arg("grad"), py::arg("packed"),
+           py::arg("out"), py::arg("threads"),
+           "out = level of the code * grad, rounded once; out may be grad. A grad of one element is taken "
+           "for all.")
       .def("forward", &Cpu::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"),
-           py::arg("x_ptr"), py::arg("dtype"), py::arg("n"), py::arg("y_ptr"), py::arg("packed_ptr"),
-           py::arg("seed_ptr"), py::arg("threads"), "y = f(x) and the packed codes of x; y may be x.")
-      .def("forward_quantised", &Cpu::forward_quantised, py::arg("function"), py::arg("p0"), py::arg("p1"),
-           py::arg("table"), py::arg("x_ptr"), py::arg("dtype"), py::arg("samples"), py::arg("features"),
-           py::arg("y_ptr"), py::arg("codes_ptr"), py::arg("seed_ptr"), py::arg("group_size"), py::arg("bits"),
-           py::arg("wide"), py::arg("quantiser_seed_ptr"), py::arg("packed_ptr"), py::arg("words"),
-           py::arg("ranges_ptr"), py::arg("groups"), py::arg("threads"),
-           "forward, with codes in codes_ptr, and quantise of y, in one pass; None, with nothing done, where threads "
-           "would have to share groups.")
-      .def("quantise", &Cpu::quantise, py::arg("x_ptr"), py::arg("dtype"), py::arg("samples"), py::arg("features"),
-           py::arg("group_size"), py::arg("bits"), py::arg("widths_ptr"), py::arg("wide"), py::arg("seed_ptr"),
-           py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"), py::arg("groups"), py::arg("threads"),
-           py::arg("mean_ptr") = 0, py::arg("rstd_ptr") = 0, py::arg("entries") = 0, py::arg("inner") = 1,
-           "x to packed codes and ranges; (least, greatest) element. widths: a uint8 a sample, or 0: bits for all. "
-           "mean, rstd: of `entries` float32, or 0; element e is (x - mean[i]) rstd[i], i = e / inner % entries.")
-      .def("squares", &Cpu::squares, py::arg("x_ptr"), py::arg("dtype"), py::arg("samples"), py::arg("features"),
-           py::arg("group_size"), py::arg("out_ptr"), py::arg("groups"), py::arg("threads"), py::arg("mean_ptr") = 0,
-           py::arg("rstd_ptr") = 0, py::arg("entries") = 0, py::arg("inner") = 1,
+           py::arg("x"), py::arg("y"), py::arg("packed"), py::arg("seed"), py::arg("threads"),
+           "y = f(x) and the packed codes of x; y may be x.")
+      .def("forward_quantised", &Cpu::forward_quantised, py::arg("function"), py::arg("p0"),
+           py::arg("p1"), py::arg("table"), py::arg("x"), py::arg("samples"), py::arg("features"),
+           py::arg("y"), py::arg("codes"), py::arg("seed"), py::arg("group_size"), py::arg("bits"),
+           py::arg("wide"), py::arg("quantiser_seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"),
+           "forward, with codes in codes, and quantise of y, in one pass; None, with nothing done, where "
+           "threads would have to share groups.")
+      .def("quantise", &Cpu::quantise, py::arg("x"), py::arg("samples"), py::arg("features"),
+           py::arg("group_size"), py::arg("bits"), py::arg("widths"), py::arg("wide"), py::arg("seed"),
+           py::arg("packed"), py::arg("ranges"), py::arg("threads"), py::arg("mean") = py::none(),
+           py::arg("rstd") = py::none(), py::arg("inner") = 1,
+           "x to packed codes and ranges; (least, greatest) element. widths: a uint8 a sample, or None: "
+           "bits for all. mean, rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner "
+           "% their length.")
+      .def("squares", &Cpu::squares, py::arg("x"), py::arg("samples"), py::arg("features"),
+           py::arg("group_size"), py::arg("out"), py::arg("threads"), py::arg("mean") = py::none(),
+           py::arg("rstd") = py::none(), py::arg("inner") = 1,
            "length * range^2 of each group, float32; mean, rstd as in quantise.")
-      .def("dequantise", &Cpu::dequantise, py::arg("packed_ptr"), py::arg("words"), py::arg("ranges_ptr"),
-           py::arg("groups"), py::arg("bits"), py::arg("widths_ptr"), py::arg("wide"), py::arg("samples"),
-           py::arg("features"), py::arg("group_size"), py::arg("out_ptr"), py::arg("dtype"), py::arg("threads"),
-           py::arg("scale_ptr") = 0, py::arg("shift_ptr") = 0, py::arg("entries") = 0, py::arg("inner") = 1,
-           "Packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantise; element e is "
-           "value scale[i] + shift[i].")
-      .def("grid_fixed", &Cpu::grid_fixed, py::arg("gamma_ptr"), py::arg("beta_ptr"), py::arg("n"), py::arg("bits"),
-           py::arg("grid_ptr"), py::arg("threads"), "n float32 weights and biases of a norm to GRID_ROWS rows of n.")
-      .def("encode_fixed", &Cpu::encode_fixed, py::arg("x_ptr"), py::arg("y_ptr"), py::arg("dtype"), py::arg("n"),
-           py::arg("grid_ptr"), py::arg("channels"), py::arg("inner"), py::arg("bits"), py::arg("packed_ptr"),
-           py::arg("threads"), py::arg("mean_ptr") = 0, py::arg("rstd_ptr") = 0, py::arg("entries") = 0,
-           py::arg("inner_of_entries") = 1,
-           "x to packed fixed-point codes with the sign of y. grid: 7 rows of `channels` float32; element e has column "
-           "e / inner % channels. mean, rstd: as in quantise.")
-      .def("decode_fixed", &Cpu::decode_fixed, py::arg("packed_ptr"), py::arg("n"), py::arg("grid_ptr"),
-           py::arg("channels"), py::arg("inner"), py::arg("bits"), py::arg("activated"), py::arg("slope"),
-           py::arg("out_ptr"), py::arg("dtype"), py::arg("threads"), py::arg("scale_ptr") = 0, py::arg("entries") = 0,
-           py::arg("inner_of_entries") = 1,
-           "Fixed-point codes to values: activated: y, times slope where it is not positive; else the normalised input, "
-           "times scale[i].")
-      .def("mask_fixed", &Cpu::mask_fixed, py::arg("grad_ptr"), py::arg("dtype"), py::arg("n"), py::arg("packed_ptr"),
-           py::arg("grid_ptr"), py::arg("channels"), py::arg("inner"), py::arg("bits"), py::arg("slope"),
-           py::arg("out_ptr"), py::arg("threads"), "out = grad, times slope where y is not positive; out may be grad.");
+      .def("dequantise", &Cpu::dequantise, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
+           py::arg("widths"), py::arg("wide"), py::arg("samples"), py::arg("features"), py::arg("group_size"),
+           py::arg("out"), py::arg("threads"), py::arg("scale") = py::none(), py::arg("shift") = py::none(),
+           py::arg("inner") = 1,
+           "Packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantise; "
+           "element e is value scale[i] + shift[i].")
+      .def("grid_fixed", &Cpu::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"),
+           py::arg("grid"), py::arg("threads"),
+           "n float32 weights and biases of a norm to GRID_ROWS rows of n.")
+      .def("encode_fixed", &Cpu::encode_fixed, py::arg("x"), py::arg("y"), py::arg("grid"),
+           py::arg("inner"), py::arg("bits"), py::arg("packed"), py::arg("threads"), py::arg("mean") = 
+           py::none(), py::arg("rstd") = py::none(), py::arg("inner_of_entries") = 1,
+           "x to packed fixed-point codes with the sign of y. grid: GRID_ROWS rows of float32; element e "
+           "has column e / inner % columns. mean, rstd: as in quantise.")
+      .def("decode_fixed", &Cpu::decode_fixed, py::arg("packed"), py::arg("grid"), py::arg("inner"),
+           py::arg("bits"), py::arg("activated"), py::arg("slope"), py::arg("out"), py::arg("threads"),
+           py::arg("scale") = py::none(), py::arg("inner_of_entries") = 1,
+           "Fixed-point codes to values: activated: y, times slope where it is not positive; else the "
+           "normalised input, times scale[i].")
+      .def("mask_fixed", &Cpu::mask_fixed, py::arg("grad"), py::arg("packed"), py::arg("grid"),
+           py::arg("inner"), py::arg("bits"), py::arg("slope"), py::arg("out"), py::arg("threads"),
+           "out = grad, times slope where y is not positive; out may be grad.");
 
   module.def("cpu_isas", [] { return py::tuple(py::cast(fewbit::cpu_isas())); },
              "Names of the instruction sets that can be used here, best first.");
-  module.def("allocate", &allocate, py::arg("sensitivity_ptr"), py::arg("at_one_ptr"), py::arg("elements_ptr"),
-             py::arg("n"), py::arg("budget"), py::arg("least"), py::arg("most"), py::arg("bits_ptr"),
+  module.def("allocate", &allocate, py::arg("sensitivity"), py::arg("at_one"), py::arg("elements"), py::arg("budget"),
+             py::arg("least"), py::arg("most"), py::arg("bits"),
              "n float64 sensitivities, variances at 1 bit and int64 sizes to n uint8 bits of which elements * bits sum up "
              "to the budget.");
   module.def("packed_words", [](int64_t n, int bits) {
@@ -778,6 +936,7 @@ PYBIND11_MODULE(_kernels, module) {
       }, py::arg("n"), py::arg("bits"), "int32 words that n elements take.");
   module.def("use_openmp_of", &fewbit::use_openmp_of, py::arg("path"),
              "Use the OpenMP runtime that the loaded library at path uses; whether there is one.");
+  module.attr("DTYPES") = py::tuple(py::cast(std::vector<std::string>(kItemNames, kItemNames + kItems)));
   module.attr("GRID_ROWS") = fewbit::kGridRows;
   module.attr("FUNCTIONS") = functions();
   module.attr("cuda") = py::none();

@@ -198,6 +198,7 @@ class Emulation:
         self.call(
             "dequantise",
             packed,
+            _long(len(packed)),
             ranges,
             _long(len(ranges)),
             bits,
@@ -608,6 +609,22 @@ def indices(n):
     return pairs[:: max(1, len(pairs) // 7)]
 
 
+def test_several_widths_without_room_stop_the_kernel(cuda):
+    """What they take is only known on the device."""
+    x, seed = normal((3, 100)), torch.tensor([5])
+    widths = torch.tensor([2, 8, 5], dtype=torch.uint8)
+    words = groups.mixed_words(widths.tolist(), 100)
+    packed, ranges = cuda.quantise(x, seed, 1, 256, False, widths, words)
+    cuda.dequantise(packed, ranges, 1, 256, x.shape, x.dtype, widths)
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        cuda.quantise(x, seed, 1, 256, False, widths, words - 1)
+    for cut in ((packed[:-1], ranges, widths), (packed, ranges[:-1], widths)):
+        with pytest.raises(RuntimeError, match="unspecified launch failure"):
+            cuda.dequantise(*cut[:2], 1, 256, x.shape, x.dtype, cut[2])
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        cuda.dequantise(packed, ranges, 1, 256, x.shape, x.dtype, widths + 8)
+
+
 def test_quantiser_warps_take_several_groups(cuda):
     x = torch.from_numpy(np.random.default_rng(0).normal(0, 1, (600, 65)))
     cuda.library.emulated_device(1, 0)
@@ -637,9 +654,8 @@ def squares_of_cpu(isa, x, group_size, normalise=None):
     """The same of the CPU's kernels."""
     samples, features = x.shape
     out = torch.empty(groups.group_count(samples, features, group_size))
-    place = x.data_ptr(), DTYPES.index(x.dtype), samples, features, group_size
-    vectors = native._vectors(normalise, x.numel())
-    _kernels.Cpu(isa).squares(*place, out.data_ptr(), len(out), 1, *vectors)
+    place = native._buffer(x), samples, features, group_size, native._buffer(out)
+    _kernels.Cpu(isa).squares(*place, 1, *native._vectors(normalise))
     return out
 
 

@@ -21,12 +21,14 @@ from fewbit import functions
 
 torch = pytest.importorskip("torch")
 kernels = pytest.importorskip("fewbit._kernels")  # absent only if it was not built
+from fewbit.runtime import native  # noqa: E402
+
 F = torch.nn.functional
 
 CSRC = Path(__file__).parent.parent / "csrc"
 ISAS = kernels.cpu_isas()
 RANGES = (1.0, 10.0, 100.0)
-NUMBERS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
+DTYPES = torch.float32, torch.float16, torch.bfloat16
 
 SMOOTH = [
     *[(name, {}) for name in ("gelu", "gelu_tanh", "quick_gelu", "silu", "mish", "tanh")],
@@ -93,7 +95,7 @@ def label(value):
 
 every_isa = pytest.mark.parametrize("isa", ISAS)
 every_smooth = pytest.mark.parametrize("case", SMOOTH, ids=label)
-every_dtype = pytest.mark.parametrize("dtype", NUMBERS, ids=label)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=label)
 
 
 @cache
@@ -117,12 +119,8 @@ def forward(isa, case, x):
         number,
         *(*values, 0.0, 0.0)[:2],
         table(),
-        x.data_ptr(),
-        NUMBERS[x.dtype],
-        x.numel(),
-        y.data_ptr(),
-        packed.data_ptr(),
-        0,
+        *map(native._buffer, (x, y, packed)),
+        None,
         1,
     )
     return y
@@ -259,7 +257,7 @@ def test_error_is_never_above_torchs_largest(case, dtype, isa):
 @every_isa
 @pytest.mark.parametrize("case", SMOOTH + PIECEWISE, ids=label)
 def test_special_values_are_torchs(case, isa):
-    for dtype in NUMBERS:
+    for dtype in DTYPES:
         x = torch.tensor(SPECIAL * 16, dtype=dtype)
         # float64, because torch's vectorised float32 GELU says NaN at +inf where its other code says inf.
         expected = by_torch(case, x.double())

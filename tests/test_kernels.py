@@ -15,13 +15,13 @@ from fewbit import functions
 from fewbit.runtime.encoding import Encoding, gray, packed_words
 
 kernels = pytest.importorskip("fewbit._kernels", reason="fewbit was installed without kernels")
+from buffers import buffer  # noqa: E402
 
 ISAS = kernels.cpu_isas()
 SIZES = (*range(66), 127, 511, 512, 513, 1023, 1025)
 LARGE = 100_003
 CANARY = 0xA5
 DTYPES = ("float32", "float64", "float16", "bfloat16")  # in the order of their numbers
-NUMBER = {name: i for i, name in enumerate(DTYPES)}
 FLOAT32_MAX = np.finfo(np.float32).max
 
 isas = pytest.mark.parametrize("isa", ISAS)
@@ -85,8 +85,8 @@ class Guarded:
             self.array[:] = fill
 
     @property
-    def pointer(self):
-        return self.array.ctypes.data if self.array.size else 0
+    def buffer(self):
+        return buffer(self.array)
 
     def checked(self):
         outside = np.delete(self.bytes, self.inside)
@@ -194,13 +194,13 @@ def numbers(constants, n, dtype, seed=0):
 
 def run_pack(isa, codes, bits, threads=1):
     source, packed = guarded(codes), Guarded(packed_words(codes.size, bits), np.uint32)
-    kernels.Cpu(isa).pack(source.pointer, codes.size, bits, packed.pointer, threads)
+    kernels.Cpu(isa).pack(source.buffer, bits, packed.buffer, threads)
     return packed.checked()
 
 
 def run_unpack(isa, packed, bits, n, threads=1):
     source, codes = guarded(packed), Guarded(n, np.uint8)
-    kernels.Cpu(isa).unpack(source.pointer, n, bits, codes.pointer, threads)
+    kernels.Cpu(isa).unpack(source.buffer, bits, codes.buffer, threads)
     return codes.checked()
 
 
@@ -208,15 +208,9 @@ def run_encode(isa, table, bits, x, dtype, seed=None, threads=1):
     packed = Guarded(packed_words(x.size, bits), np.uint32)
     seeds = None if seed is None else np.array([seed], np.int64)
     source = guarded(x)
-    kernels.Cpu(isa).encode(
-        table,
-        source.pointer,
-        NUMBER[dtype],
-        x.size,
-        packed.pointer,
-        0 if seeds is None else seeds.ctypes.data,
-        threads,
-    )
+    assert source.buffer[2] == kernels.DTYPES.index(dtype)
+    drawn_by = None if seeds is None else buffer(seeds)
+    kernels.Cpu(isa).encode(table, source.buffer, packed.buffer, drawn_by, threads)
     return packed.checked()
 
 
@@ -225,14 +219,12 @@ def run_decode(isa, constants, grad, dtype, packed, n, threads=1, inplace=False)
     out = source if inplace else Guarded(n, grad.dtype)
     kernels.Cpu(isa).decode_mul(
         constants.native,
-        source.pointer,
-        NUMBER[dtype],
-        n,
-        words.pointer,
-        out.pointer,
-        grad.size != n,
+        source.buffer,
+        words.buffer,
+        out.buffer,
         threads,
     )
+    assert out.buffer[2] == kernels.DTYPES.index(dtype)
     return out.checked()
 
 
@@ -244,12 +236,10 @@ def run_forward(isa, name, parameters, constants, x, dtype, threads=1, inplace=F
         kernels.FUNCTIONS[name][0],
         *(*parameters, 0.0, 0.0)[:2],
         constants.native,
-        source.pointer,
-        NUMBER[dtype],
-        x.size,
-        out.pointer,
-        packed.pointer,
-        0,
+        source.buffer,
+        out.buffer,
+        packed.buffer,
+        None,
         threads,
     )
     return out.checked(), packed.checked()
@@ -559,14 +549,12 @@ def test_results_past_the_caches(isa, dtype):
     for offset in (0, 1):  # past the caches, and through them
         memory, out = aligned(n, storage(dtype), offset)
         packed = np.zeros(packed_words(n, 3), np.uint32)
-        x_at, out_at, packed_at = (a.ctypes.data for a in (x, out, packed))
-        cpu.forward(
-            number, 0.0, 0.0, constants.native, x_at, NUMBER[dtype], n, out_at, packed_at, 0, 1
-        )
+        x_at, out_at, packed_at = map(buffer, (x, out, packed))
+        cpu.forward(number, 0.0, 0.0, constants.native, x_at, out_at, packed_at, None, 1)
         y = out.copy()
-        cpu.decode_mul(constants.native, x_at, NUMBER[dtype], n, packed_at, out_at, False, 1)
+        cpu.decode_mul(constants.native, x_at, packed_at, out_at, 1)
         results.append((y, out.copy(), packed))
-        end = out_at - memory.ctypes.data + out.nbytes
+        end = out_at[0] - memory.ctypes.data + out.nbytes
         assert (memory[end:] == CANARY).all()
     for past, through in zip(*results, strict=True):
         assert np.array_equal(past.view(np.uint8), through.view(np.uint8))
@@ -596,7 +584,9 @@ kernel = kernels.Cpu(kernels.cpu_isas()[0])
 
 def pack(threads):
     packed = np.zeros(kernels.packed_words(codes.size, 3), np.uint32)
-    kernel.pack(codes.ctypes.data, codes.size, 3, packed.ctypes.data, threads)
+    uint8, int32 = map(kernels.DTYPES.index, ("uint8", "int32"))
+    given = codes.ctypes.data, codes.size, uint8, -1
+    kernel.pack(given, 3, (packed.ctypes.data, packed.size, int32, -1), threads)
     return packed
 
 expected = pack(1)
@@ -744,50 +734,6 @@ def test_table_refuses(changes, message):
         kernels.Table(**arguments(**changes))
 
 
-def call(method, **changes):
-    """A good call of a kernel on 4 elements, changed."""
-    memory = np.zeros(64, np.float32)
-    pointer = memory.ctypes.data
-    good = {
-        "pack": dict(codes_ptr=pointer, n=4, bits=2, packed_ptr=pointer + 64, threads=1),
-        "encode": dict(x_ptr=pointer, dtype=0, n=4, packed_ptr=pointer + 64, seed_ptr=0, threads=1),
-        "decode_mul": dict(
-            grad_ptr=pointer, dtype=0, n=4, packed_ptr=pointer + 64, out_ptr=pointer + 128,
-            grad_is_scalar=False, threads=1,
-        ),
-        "forward": dict(
-            function=0, p0=0.0, p1=0.0, x_ptr=pointer, dtype=0, n=4, y_ptr=pointer + 128,
-            packed_ptr=pointer + 64, seed_ptr=0, threads=1,
-        ),
-    }[method]  # fmt: skip
-    if method != "pack":
-        good["table"] = kernels.Table(**arguments(**changes.pop("knots", {})))
-    getattr(kernels.Cpu(ISAS[0]), method)(**good | changes)
-
-
-@pytest.mark.parametrize(
-    ("method", "changes", "message"),
-    [
-        ("pack", dict(n=-1), "n: expected a number of elements, 0 or more, got -1"),
-        ("pack", dict(bits=9), "bits: expected 1 to 8, got 9"),
-        ("pack", dict(codes_ptr=0), "codes_ptr: expected the address of 4 elements, got 0"),
-        ("pack", dict(threads=0), "threads: expected 1 or more, got 0"),
-        ("encode", dict(dtype=4), r"dtype: expected 0 \(float32\), .*, got 4"),
-        ("encode", dict(packed_ptr=0), "packed_ptr: expected the address of 4 elements, got 0"),
-        ("encode", dict(seed_ptr=8), "seed: expected none, as the table is not unbiased, got one"),
-        ("encode", dict(knots=KNOTS), "seed: expected the address of one, .*, got none"),
-        ("decode_mul", dict(out_ptr=0), "out_ptr: expected the address of 4 elements, got 0"),
-        ("forward", dict(dtype=1), r"dtype: expected .*, got 1 \(float64\)"),
-        ("forward", dict(function=1000), "function: expected a number below .*, got 1000"),
-        ("forward", dict(y_ptr=0), "y_ptr: expected the address of 4 elements, got 0"),
-    ],
-)
-def test_call_refuses(method, changes, message):
-    call(method)
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        call(method, **changes)
-
-
 def test_unknown_instruction_set():
     with pytest.raises(ValueError, match="isa: expected one of .*baseline, got mmx"):
         kernels.Cpu("mmx")
@@ -796,9 +742,12 @@ def test_unknown_instruction_set():
 
 def test_nothing_to_do():
     table = kernels.Table(**arguments())
+    codes, words, x, bfloat16 = (
+        buffer(np.zeros(0, dtype)) for dtype in ("uint8", "uint32", "float32", "uint16")
+    )
     for isa in ISAS:
         kernel = kernels.Cpu(isa)
-        kernel.pack(0, 0, 3, 0, 1)
-        kernel.encode(table, 0, 0, 0, 0, 0, 2)
-        kernel.decode_mul(table, 0, 3, 0, 0, 0, False, 2)
-        kernel.forward(0, 0.0, 0.0, table, 0, 0, 0, 0, 0, 0, 2)
+        kernel.pack(codes, 3, words, 1)
+        kernel.encode(table, x, words, None, 2)
+        kernel.decode_mul(table, bfloat16, words, bfloat16, 2)
+        kernel.forward(0, 0.0, 0.0, table, x, x, words, None, 2)

@@ -30,10 +30,11 @@ def test_opcheck(device, name):
     for dtype in DTYPES if name == "vector" else DTYPES[:1]:
         x = laid_out(name, dtype, device)
         for text, key in ((TEXT, None), (DRAWN_TEXT, seed(device))):
+            stride = list(layout.dense_stride(x))
             for op in (ops.encode_op, ops.encode_kept_op):
-                check(op, x, text, key)
-            packed = ops.encode_op(x, text, key)
-            check(ops.decode_mul_op, x, packed, text, list(layout.dense_stride(x)))
+                check(op, x, text, stride, key)
+            packed = ops.encode_op(x, text, stride, key)
+            check(ops.decode_mul_op, x, packed, text, stride)
 
 
 def test_opcheck_of_packing(device):
@@ -46,9 +47,9 @@ def test_opcheck_of_packing(device):
 def test_opcheck_traced_with_dynamic_sizes():
     x = normal((5, 7))
     utilities = ("test_aot_dispatch_dynamic",)
-    packed = ops.encode_op(x, TEXT)
-    torch.library.opcheck(ops.encode_op, (x, TEXT), test_utils=utilities)
-    torch.library.opcheck(ops.encode_kept_op, (x, TEXT), test_utils=utilities)
+    packed = ops.encode_op(x, TEXT, [7, 1])
+    torch.library.opcheck(ops.encode_op, (x, TEXT, [7, 1]), test_utils=utilities)
+    torch.library.opcheck(ops.encode_kept_op, (x, TEXT, [7, 1]), test_utils=utilities)
     torch.library.opcheck(ops.decode_mul_op, (x, packed, TEXT, [7, 1]), test_utils=utilities)
     torch.library.opcheck(ops.unpack_op, (packed, 3, 35), test_utils=utilities)
 
@@ -57,12 +58,12 @@ def test_opcheck_traced_with_dynamic_sizes():
 def test_fakes_have_the_real_strides(device, name):
     x = laid_out(name, device=device)
     stride = list(layout.dense_stride(x))
-    real = [ops.encode_op(x, TEXT), *ops.encode_kept_op(x, TEXT)]
+    real = [ops.encode_op(x, TEXT, stride), *ops.encode_kept_op(x, TEXT, stride)]
     real += [ops.decode_mul_op(x, real[0], TEXT, stride)]
     with FakeTensorMode() as mode:
         fake_x, fake_packed = mode.from_tensor(x), mode.from_tensor(real[0])
         assert list(layout.dense_stride(fake_x)) == stride
-        fake = [ops.encode_op(fake_x, TEXT), *ops.encode_kept_op(fake_x, TEXT)]
+        fake = [ops.encode_op(fake_x, TEXT, stride), *ops.encode_kept_op(fake_x, TEXT, stride)]
         fake += [ops.decode_mul_op(fake_x, fake_packed, TEXT, stride)]
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
@@ -71,11 +72,12 @@ def test_fakes_have_the_real_strides(device, name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_values(device, dtype):
     x = normal((77,), dtype, device)
-    packed = ops.encode_op(x, TEXT)
+    packed = ops.encode_op(x, TEXT, [1])
     assert packed.tolist() == encoded(GELU, x).tolist()
-    kept, one = ops.encode_kept_op(x, TEXT)
+    kept, one = ops.encode_kept_op(x, TEXT, [1])
     assert kept.tolist() == packed.tolist() and one == 1 and one.dtype == dtype
-    assert ops.encode_op(x, DRAWN_TEXT, seed(device)).tolist() == encoded(DRAWN, x, 3).tolist()
+    drawn = ops.encode_op(x, DRAWN_TEXT, [1], seed(device))
+    assert drawn.tolist() == encoded(DRAWN, x, 3).tolist()
     codes = ops.unpack_op(packed, 3, 77)
     assert packed_of(codes.cpu().numpy(), 3).tolist() == packed.tolist()
     lut = torch.tensor(Encoding.of(GELU).lut64).to(device)
@@ -89,19 +91,20 @@ def test_schemas_say_what_is_written():
         assert not op._schema.is_mutable
         assert all(result.alias_info is None for result in op._schema.returns)
         assert torch.Tag.pt2_compliant_tag in op.tags
-    assert "SymInt[] stride" in str(ops.decode_mul_op._schema)
+    for op in (ops.encode_op, ops.encode_kept_op, ops.decode_mul_op):
+        assert "SymInt[] stride" in str(op._schema)
     assert "SymInt n" in str(ops.unpack_op._schema)
 
 
 def test_codes_have_no_gradient(device):
     x = normal((40,), device=device).requires_grad_()
-    packed, one = ops.encode_kept_op(x, TEXT)
+    packed, one = ops.encode_kept_op(x, TEXT, [1])
     assert not packed.requires_grad and not one.requires_grad
 
 
 def test_a_text_that_is_no_encoding_is_refused(device):
     with pytest.raises(FewbitError, match="expected the text of a table's encoding"):
-        ops.encode_op(normal((4,), device=device), "gelu")
+        ops.encode_op(normal((4,), device=device), "gelu", [1])
 
 
 def test_make_fx_traces_ops_only():

@@ -318,7 +318,7 @@ def test_integers(device):
 
 def test_the_ops_of_integers(device):
     values = torch.arange(77, device=device).remainder(5)
-    for arguments in ((values, 3, 5), (values.to(torch.int32), 3, 5), (values, 16, 300)):
+    for arguments in ((values, 3, 5, [1]), (values.int(), 3, 5, [1]), (values, 16, 300, [1])):
         torch.library.opcheck(torch.ops.fewbit.pack_kept.default, arguments)
     torch.library.opcheck(torch.ops.fewbit.narrow_kept.default, (values, torch.int16))
 

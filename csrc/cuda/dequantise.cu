@@ -126,8 +126,9 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 }  // namespace
 
-void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, int64_t groups,
-                const Affine& affine, void* out, int dtype, int device, void* stream) {
+void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine, void* out,
+                int dtype, int device, void* stream) {
+  const int64_t groups = of.groups;
   if (groups <= 0) return;
   const DeviceScope scope(device);
   with_type(dtype, [&](auto type) {

@@ -15,9 +15,22 @@
 
 namespace fewbit::cuda {
 
-// The streams where all samples have one width; else only what does not depend on the widths.
+// The streams where all samples have one width; else only what does not depend on the widths, and of samples, words and
+// groups those that there are.
 inline Streams uniform_streams(const Quantised& of) {
-  return one_stream(of.samples, of.features, of.group_size, of.wide, of.bits);
+  Streams streams = one_stream(of.samples, of.features, of.group_size, of.wide, of.bits);
+  if (of.counts) {
+    streams.words = of.words;
+    streams.groups = of.groups;
+  }
+  return streams;
+}
+
+// Whether streams of counts need no more than there is.
+__device__ inline bool fits(const Streams& streams, const Streams& most) {
+  int64_t samples = 0;
+  for (int i = 0; i < streams.count; ++i) samples += streams.of[i].samples;
+  return samples == most.of[0].samples && streams.words <= most.words && streams.groups <= most.groups;
 }
 
 // The streams of a launch, into shared memory: those given, or those of counts that only the device knows. Every
@@ -27,6 +40,7 @@ __device__ inline void share_streams(Streams& shared, const Streams& uniform, co
     if (counts) {
       clear(shared, uniform.features, uniform.group_size, uniform.wide);
       append_mixed(shared, counts);
+      if (!fits(shared, uniform)) __trap();
     } else {
       shared = uniform;
     }

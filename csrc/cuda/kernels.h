@@ -49,7 +49,9 @@ void forward(int function, double p0, double p1, const Table& table, const void*
 
 // What a quantised tensor is (docs/quantiser.md): samples of `features`, all of `bits`; or each of a width of its
 // own, in device memory: order, the samples in ascending width, equal ones in order, and counts, how many samples
-// have each width from 0 to 8. Those two are null where there is one width.
+// have each width from 0 to 8. Those two are null where there is one width. words, groups: int32 words of packed codes
+// and rows of ranges that there are: of several widths as many as are needed or more, which is checked on the device,
+// as asking it here would wait for it. Where they are too few the kernel stops with an error (__trap).
 struct Quantised {
   int64_t samples, features;
   int group_size;
@@ -57,22 +59,21 @@ struct Quantised {
   int bits;
   const int64_t* order;
   const int64_t* counts;
+  int64_t words, groups;
 };
 
-// x -> packed codes, `words` words, and ranges, `groups` rows: at least as many as there are, the others become
-// zeros. `seed`: one int64 in device memory.
+// x -> packed codes and ranges; more than is needed becomes zeros. `seed`: one int64 in device memory.
 void quantise(const Quantised& of, const void* x, int dtype, const Normalisation& normalisation, const int64_t* seed,
-              int32_t* packed, int64_t words, uint16_t* ranges, int64_t groups, int device, void* stream);
+              int32_t* packed, uint16_t* ranges, int device, void* stream);
 
 // out: (streams.groups,), length * range^2 of each group of x, whose samples are in order: of one stream. NaN where an
 // element is not finite.
 void squares(const Streams& streams, const void* x, int dtype, const Normalisation& normalisation, float* out,
              int device, void* stream);
 
-// The values, rounded once to their dtype. groups: rows of the ranges. affine: not of samples of several widths that
-// share groups.
-void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, int64_t groups,
-                const Affine& affine, void* out, int dtype, int device, void* stream);
+// The values, rounded once to their dtype. affine: not of samples of several widths that share groups.
+void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine, void* out,
+                int dtype, int device, void* stream);
 
 // gamma and beta (n,) -> grid (kGridRows, n).
 void grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid, int device, void* stream);

@@ -93,7 +93,8 @@ __global__ void __launch_bounds__(kThreads, 3)
 }  // namespace
 
 void quantise(const Quantised& of, const void* x, int dtype, const Normalisation& normalisation, const int64_t* seed,
-              int32_t* packed, int64_t words, uint16_t* ranges, int64_t groups, int device, void* stream) {
+              int32_t* packed, uint16_t* ranges, int device, void* stream) {
+  const int64_t words = of.words, groups = of.groups;
   if (groups <= 0 && words <= 0) return;
   const DeviceScope scope(device);
   const auto on = static_cast<cudaStream_t>(stream);

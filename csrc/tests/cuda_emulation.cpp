@@ -108,9 +108,9 @@ const char* emulated_quantise(const void* x, int dtype, int64_t samples, int64_t
                               const int64_t* order, const int64_t* counts, int wide, const int64_t* seed,
                               int32_t* packed, int64_t words, uint16_t* ranges, int64_t groups, const float* mean,
                               const float* rstd, int64_t entries, int64_t inner) {
-  const fewbit::cuda::Quantised of{samples, features, group_size, wide != 0, bits, order, counts};
+  const fewbit::cuda::Quantised of{samples, features, group_size, wide != 0, bits, order, counts, words, groups};
   const fewbit::Normalisation by{mean, rstd, {entries, inner}};
-  return guarded([&] { fewbit::cuda::quantise(of, x, dtype, by, seed, packed, words, ranges, groups, 1, nullptr); });
+  return guarded([&] { fewbit::cuda::quantise(of, x, dtype, by, seed, packed, ranges, 1, nullptr); });
 }
 
 const char* emulated_squares(const void* x, int dtype, int64_t samples, int64_t features, int group_size, float* out,
@@ -120,13 +120,13 @@ const char* emulated_squares(const void* x, int dtype, int64_t samples, int64_t 
   return guarded([&] { fewbit::cuda::squares(streams, x, dtype, by, out, 1, nullptr); });
 }
 
-const char* emulated_dequantise(const int32_t* packed, const uint16_t* ranges, int64_t groups, int bits,
+const char* emulated_dequantise(const int32_t* packed, int64_t words, const uint16_t* ranges, int64_t groups, int bits,
                                 const int64_t* order, const int64_t* counts, int wide, int64_t samples,
                                 int64_t features, int group_size, void* out, int dtype, const float* scale,
                                 const float* shift, int64_t entries, int64_t inner) {
-  const fewbit::cuda::Quantised of{samples, features, group_size, wide != 0, bits, order, counts};
+  const fewbit::cuda::Quantised of{samples, features, group_size, wide != 0, bits, order, counts, words, groups};
   const fewbit::Affine by{scale, shift, {entries, inner}};
-  return guarded([&] { fewbit::cuda::dequantise(of, packed, ranges, groups, by, out, dtype, 1, nullptr); });
+  return guarded([&] { fewbit::cuda::dequantise(of, packed, ranges, by, out, dtype, 1, nullptr); });
 }
 
 const char* emulated_grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid) {

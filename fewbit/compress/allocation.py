@@ -66,8 +66,12 @@ def _allocate(sensitivity, at_one, elements, budget, least, most):
     except ImportError:
         return reference(sensitivity, at_one, elements, budget, least, most)
     bits = np.empty(len(elements), np.uint8)
-    addresses = sensitivity.ctypes.data, at_one.ctypes.data, elements.ctypes.data
-    _kernels.allocate(*addresses, len(elements), budget, least, most, bits.ctypes.data)
+    given = (
+        (array.ctypes.data, array.size, _kernels.DTYPES.index(array.dtype.name), -1)
+        for array in (sensitivity, at_one, elements, bits)
+    )
+    *given, to = given
+    _kernels.allocate(*given, budget, least, most, to)
     return bits
 
 

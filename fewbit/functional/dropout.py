@@ -172,7 +172,7 @@ def _drawn(x, p, kind, features, inplace, plain):
     if plain:
         packed = ops.encode(noise, Encoding.parse(_encoding(1.0)), None)
     else:
-        packed, one = ops.encode_kept_op(noise, _encoding(1.0), None)
+        packed, one = ops.encode_kept_op(noise, _encoding(1.0), noise.stride())
     shift = None
     if kind == "alpha":
         a = _slope(p)

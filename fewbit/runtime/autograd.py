@@ -84,7 +84,7 @@ class Traceable(Function):
     def forward(x, function, encoding, seed):
         # The product makes the forward's result depend on the codes; else the compiler's partitioner
         # takes them for a matter of the backward pass, and would keep x to make them there.
-        packed, one = ops.encode_kept_op(x, encoding, seed)
+        packed, one = ops.encode_kept_op(x, encoding, layout.dense_stride(x), seed)
         return function(x) * one, packed
 
     @staticmethod

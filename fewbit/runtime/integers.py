@@ -75,10 +75,10 @@ def pack(values: torch.Tensor, count: int) -> Kept:
     bits = bits_of(count)
     recipe = Packed(bits, tuple(values.shape), tuple(layout.dense_stride(values)))
     if is_plain(values):
-        packed = _pack(values, bits, count)
+        packed = _pack(layout.dense(values), bits, count)
         offload.mark(packed)
         return Kept((packed,), recipe)
-    packed, one = pack_kept_op(values, bits, count)
+    packed, one = pack_kept_op(values, bits, count, recipe.stride)
     return Kept((packed,), recipe, one)
 
 
@@ -99,7 +99,7 @@ def narrow(values: torch.Tensor, count: int) -> Kept:
 
 
 def _pack(values, bits, count):
-    flat = layout.storage_order(layout.dense(values))
+    flat = layout.storage_order(values)
     if bits > MOST_BITS:
         return flat.to(dtype_of(count), copy=True)  # an op may not return what it was given
     return backends.of(values).pack(flat.to(torch.uint8), bits)
@@ -110,17 +110,24 @@ def _one(values):
 
 
 pack_kept_op = define(
-    "pack_kept(Tensor values, int bits, int count) -> (Tensor, Tensor)",
-    lambda values, bits, count: (_pack(values, bits, count), _one(values)),
+    "pack_kept(Tensor values, int bits, int count, SymInt[] stride) -> (Tensor, Tensor)",
+    lambda values, bits, count, stride: (
+        _pack(layout.told(values, stride), bits, count),
+        _one(values),
+    ),
 )
 narrow_kept_op = define(
     "narrow_kept(Tensor values, ScalarType dtype) -> (Tensor, Tensor)",
-    lambda values, dtype: (values.to(dtype), _one(values)),
+    # In strides that do not depend on those of values; a copy, which an op's result has to be.
+    lambda values, dtype: (
+        values.to(dtype, memory_format=torch.contiguous_format, copy=True),
+        _one(values),
+    ),
 )
 
 
 @register_fake("fewbit::pack_kept")
-def _(values, bits, count):
+def _(values, bits, count, stride):
     if bits > MOST_BITS:
         return values.new_empty(values.numel(), dtype=dtype_of(count)), _one(values)
     return values.new_empty(packed_words(values.numel(), bits), dtype=torch.int32), _one(values)
@@ -128,7 +135,8 @@ def _(values, bits, count):
 
 @register_fake("fewbit::narrow_kept")
 def _(values, dtype):
-    return torch.empty_like(values, dtype=dtype), _one(values)
+    like = {"dtype": dtype, "memory_format": torch.contiguous_format}
+    return torch.empty_like(values, **like), _one(values)
 
 
 keep_results(pack_kept_op)

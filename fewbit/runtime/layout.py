@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
 def is_dense(x: torch.Tensor) -> bool:
     """Whether x's elements fill a stretch of its storage, each once (channels-last and transposes do)."""
     if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return _are_dense(x.shape, x.stride())  # those of one example, not of the batch
+        return are_dense(x.shape, x.stride())  # those of one example, not of the batch
     # empty_like keeps the strides of a dense tensor and of no other.
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 
-def _are_dense(shape, stride) -> bool:
+def are_dense(shape, stride) -> bool:
+    """Whether a tensor of that shape and those strides is dense (one without elements is)."""
+    if 0 in shape:
+        return True
     step = 1
     for each, size in sorted(zip(stride, shape, strict=True)):
         if size != 1 and each != step:
@@ -119,6 +124,40 @@ def bring_to(x: torch.Tensor, stride) -> torch.Tensor:
     if has_stride(x, stride):
         return x
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def told(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tensor:
+    """Return x with exactly the given strides: x itself, a view of it, or a copy.
+
+    Torch ops that count elements in storage order take the strides that their partner was traced with, because a
+    compiler may hand them a tensor whose strides are others (docs/runtime.md, "Strides").
+
+    Args:
+        x: A tensor of any strides.
+        stride: The strides of a dense tensor of x's shape.
+        by_sample: Whether dimension 0 has to be outermost.
+
+    Raises:
+        ValueError: If no dense tensor of x's shape has those strides.
+    """
+    shape, stride = tuple(x.shape), tuple(stride)
+    check_stride(shape, stride, by_sample)
+    x = bring_to(x, stride)
+    # Strides of dimensions of size 1 say nothing, but is_dense compares them.
+    return x if x.stride() == stride else x.as_strided(shape, stride)
+
+
+def check_stride(shape, stride, by_sample: bool = False) -> None:
+    """Raise ValueError unless a dense tensor of that shape has those strides; by_sample: as for `told`."""
+    n = math.prod(shape)
+    fits = len(stride) == len(shape) and are_dense(shape, stride)
+    if fits and by_sample and n and shape and shape[0] > 1:
+        fits = stride[0] * shape[0] == n
+    if not fits:
+        which = "a dense tensor, samples outermost," if by_sample else "a dense tensor"
+        raise ValueError(
+            f"stride: expected those of {which} of shape {tuple(shape)}, got {tuple(stride)}"
+        )
 
 
 def overlaps(x: torch.Tensor) -> bool:

@@ -9,9 +9,10 @@ import torch
 from fewbit import _kernels
 from fewbit.runtime import groups, reference
 from fewbit.runtime.encoding import Encoding, packed_words
-from fewbit.runtime.layout import check_vectors, is_broadcast_scalar
+from fewbit.runtime.buffers import check_dense
+from fewbit.runtime.layout import is_broadcast_scalar
 
-_DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+_DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
 # Longer tables than this do not fit the constants of a CUDA kernel; strange user functions have them.
 _MOST_BREAKS = 2048
@@ -20,6 +21,8 @@ _MOST_POINTS = 1800
 
 class Kernels:
     """One set of kernels; `where(tensor)` gives the trailing arguments that say where to run.
+
+    Tensors travel as buffers (`_buffer`), which the kernels check against what they will read or write: ValueError.
 
     streams(widths) gives tensors to keep alive during a call of the group quantiser, and the arguments that
     say which samples have which width.
@@ -33,15 +36,14 @@ class Kernels:
 
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
         """codes: (n,) uint8, contiguous. Returns packed int32 words."""
-        n = codes.numel()
-        packed = _packed(n, bits, codes.device)
-        self._kernels.pack(codes.data_ptr(), n, bits, packed.data_ptr(), *self._where(codes))
+        packed = _packed(codes.numel(), bits, codes.device)
+        self._kernels.pack(_buffer(codes), bits, _buffer(packed), *self._where(codes))
         return packed
 
     def unpack(self, packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
         """The n codes of packed, uint8."""
         codes = torch.empty(n, dtype=torch.uint8, device=packed.device)
-        self._kernels.unpack(packed.data_ptr(), n, bits, codes.data_ptr(), *self._where(packed))
+        self._kernels.unpack(_buffer(packed), bits, _buffer(codes), *self._where(packed))
         return codes
 
     def encode(self, x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None):
@@ -49,15 +51,12 @@ class Kernels:
         table = _table(encoding)
         if table is None:
             return reference.encode(x, encoding, seed)
-        n = x.numel()
-        packed = _packed(n, encoding.bits, x.device)
+        packed = _packed(x.numel(), encoding.bits, x.device)
         self._kernels.encode(
             table,
-            x.data_ptr(),
-            _DTYPES[x.dtype],
-            n,
-            packed.data_ptr(),
-            0 if seed is None else seed.data_ptr(),
+            _buffer(x),
+            _buffer(packed),
+            None if seed is None else _buffer(seed),
             *self._where(x),
         )
         return packed
@@ -71,12 +70,9 @@ class Kernels:
             return reference.decode_mul(grad, packed, encoding, out)
         self._kernels.decode_mul(
             table,
-            grad.data_ptr(),
-            _DTYPES[grad.dtype],
-            grad.numel(),
-            packed.data_ptr(),
-            out.data_ptr(),
-            is_broadcast_scalar(grad),
+            _element(grad, out) if is_broadcast_scalar(grad) else _buffer(grad),
+            _buffer(packed),
+            _buffer(out),
             *self._where(grad),
         )
 
@@ -90,19 +86,16 @@ class Kernels:
         if number is None or table is None or x.dtype == torch.float64:
             return None
         p0, p1 = (*parameters, 0.0, 0.0)[:2] if parameters else (0.0, 0.0)
-        n = x.numel()
-        packed = _packed(n, encoding.bits, x.device)
+        packed = _packed(x.numel(), encoding.bits, x.device)
         self._kernels.forward(
             number,
             p0,
             p1,
             table,
-            x.data_ptr(),
-            _DTYPES[x.dtype],
-            n,
-            out.data_ptr(),
-            packed.data_ptr(),
-            0 if seed is None else seed.data_ptr(),
+            _buffer(x),
+            _buffer(out),
+            _buffer(packed),
+            None if seed is None else _buffer(seed),
             *self._where(x),
         )
         return packed
@@ -138,21 +131,18 @@ class Kernels:
             p0,
             p1,
             table,
-            x.data_ptr(),
-            _DTYPES[x.dtype],
+            _buffer(x),
             samples,
             features,
-            out.data_ptr(),
-            codes.data_ptr(),
-            0 if seed is None else seed.data_ptr(),
+            _buffer(out),
+            _buffer(codes),
+            None if seed is None else _buffer(seed),
             group_size,
             bits,
             wide,
-            qseed.data_ptr(),
-            packed.data_ptr(),
-            packed.numel(),
-            ranges.data_ptr(),
-            len(ranges),
+            _buffer(qseed),
+            _buffer(packed),
+            _buffer(ranges),
             *self._where(x),
         )
         return None if spread is None else (codes, (packed, ranges, spread))
@@ -169,21 +159,18 @@ class Kernels:
         ranges = _ranges(rows, wide, x.device)
         kept, streams = self._streams(widths)
         spread = self._kernels.quantise(
-            x.data_ptr(),
-            _DTYPES[x.dtype],
+            _buffer(x),
             samples,
             features,
             group_size,
             1 if widths is not None else bits,  # where it says nothing it need not be valid
             *streams,
             wide,
-            seed.data_ptr(),
-            packed.data_ptr(),
-            words,
-            ranges.data_ptr(),
-            rows,
+            _buffer(seed),
+            _buffer(packed),
+            _buffer(ranges),
             *self._where(x),
-            *_vectors(normalise, x.numel()),
+            *_vectors(normalise),
         )
         return packed, ranges, spread or (None, None)
 
@@ -195,15 +182,13 @@ class Kernels:
         count = groups.group_count(samples, features, group_size)
         out = torch.empty(count, dtype=torch.float32, device=x.device)
         self._kernels.squares(
-            x.data_ptr(),
-            _DTYPES[x.dtype],
+            _buffer(x),
             samples,
             features,
             group_size,
-            out.data_ptr(),
-            count,
+            _buffer(out),
             *self._where(x),
-            *_vectors(normalise, x.numel()),
+            *_vectors(normalise),
         )
         return out.view(samples, count // max(samples, 1)).sum(1)
 
@@ -212,20 +197,17 @@ class Kernels:
         samples, features = groups.samples_of(out.shape)
         kept, streams = self._streams(widths)
         self._kernels.dequantise(
-            packed.data_ptr(),
-            packed.numel(),
-            ranges.data_ptr(),
-            len(ranges),
+            _buffer(packed),
+            _buffer(ranges),
             1 if widths is not None else bits,  # where it says nothing it need not be valid
             *streams,
-            ranges.shape[1] == groups.WIDE,
+            ranges.shape[1:] == (groups.WIDE,),
             samples,
             features,
             group_size,
-            out.data_ptr(),
-            _DTYPES[out.dtype],
+            _buffer(out),
             *self._where(out),
-            *_vectors(affine, out.numel()),
+            *_vectors(affine),
         )
 
     def grid_fixed(self, gamma, beta, bits):
@@ -234,71 +216,73 @@ class Kernels:
             return reference.grid_fixed(gamma, beta, bits)
         n = len(gamma)
         grid = torch.empty(_kernels.GRID_ROWS, n, dtype=torch.float32, device=gamma.device)
-        addresses = gamma.data_ptr(), beta.data_ptr(), n, bits, grid.data_ptr()
-        self._kernels.grid_fixed(*addresses, *self._where(gamma))
+        arguments = _buffer(gamma), _buffer(beta), bits, _buffer(grid)
+        self._kernels.grid_fixed(*arguments, *self._where(gamma))
         return grid
 
     def encode_fixed(self, x, y, grid, bits, inner, normalise=None):
         """As `reference.encode_fixed`."""
-        n = x.numel()
-        packed = _packed(n, bits, x.device)
+        packed = _packed(x.numel(), bits, x.device)
         self._kernels.encode_fixed(
-            x.data_ptr(),
-            y.data_ptr(),
-            _DTYPES[x.dtype],
-            n,
-            grid.data_ptr(),
-            grid.shape[1],
+            _buffer(x),
+            _buffer(y),
+            _buffer(grid),
             inner,
             bits,
-            packed.data_ptr(),
+            _buffer(packed),
             *self._where(x),
-            *_vectors(normalise, n),
+            *_vectors(normalise),
         )
         return packed
 
     def decode_fixed(self, packed, grid, bits, inner, out, slope=None, scale=None) -> None:
         """As `reference.decode_fixed`."""
-        n = out.numel()
         self._kernels.decode_fixed(
-            packed.data_ptr(),
-            n,
-            grid.data_ptr(),
-            grid.shape[1],
+            _buffer(packed),
+            _buffer(grid),
             inner,
             bits,
             slope is not None,
             slope or 0.0,
-            out.data_ptr(),
-            _DTYPES[out.dtype],
+            _buffer(out),
             *self._where(out),
-            *_vectors(scale, n),
+            *_vectors(scale),
         )
 
     def mask_fixed(self, grad, packed, grid, bits, inner, slope, out) -> None:
         """As `reference.mask_fixed`."""
         self._kernels.mask_fixed(
-            grad.data_ptr(),
-            _DTYPES[grad.dtype],
-            grad.numel(),
-            packed.data_ptr(),
-            grid.data_ptr(),
-            grid.shape[1],
+            _buffer(grad),
+            _buffer(packed),
+            _buffer(grid),
             inner,
             bits,
             slope,
-            out.data_ptr(),
+            _buffer(out),
             *self._where(grad),
         )
 
 
-def _vectors(given, n):
-    """The trailing arguments for `normalise` or `affine` of n elements."""
+def _buffer(tensor):
+    """A dense tensor as the kernels take it: address, number of elements, dtype, device. ValueError for any other."""
+    if not tensor.is_contiguous():
+        check_dense(tensor)
+    return tensor.data_ptr(), tensor.numel(), _DTYPES.get(tensor.dtype, -1), tensor.get_device()
+
+
+def _element(tensor, like):
+    """The element that all elements of a tensor are, of as many as `like` has. ValueError for another number."""
+    if tensor.numel() != like.numel():
+        raise ValueError(f"grad: expected {like.numel()} elements, got {tensor.numel()}")
+    return tensor.data_ptr(), 1, _DTYPES.get(tensor.dtype, -1), tensor.get_device()
+
+
+def _vectors(given):
+    """The trailing arguments for `normalise` or `affine`."""
     if given is None:
         return ()
     *vectors, inner = given
-    entries = check_vectors(vectors, inner, n)
-    return *(0 if each is None else each.data_ptr() for each in vectors), entries, inner
+    return *(None if each is None else _buffer(each) for each in vectors), inner
 
 
 def _table(encoding: Encoding):
@@ -353,9 +337,9 @@ def cpu(isa: str | None = None) -> Kernels:
 def _widths(widths):
     """The widths as the CPU's kernels take them: a byte a sample."""
     if widths is None:
-        return None, (0,)
+        return None, (None,)
     kept = widths.contiguous()
-    return kept, (kept.data_ptr(),)
+    return kept, (_buffer(kept),)
 
 
 def cuda() -> Kernels:
@@ -371,11 +355,11 @@ def cuda() -> Kernels:
 def _order(widths):
     """The widths as the CUDA kernels take them: samples in the order of streams, and how many have each width."""
     if widths is None:
-        return None, (0, 0)
+        return None, (None, None)
     order = torch.argsort(widths, stable=True)
     each = torch.arange(9, dtype=widths.dtype, device=widths.device)
     counts = (widths[None, :] == each[:, None]).sum(1)
-    return (order, counts), (order.data_ptr(), counts.data_ptr())
+    return (order, counts), (_buffer(order), _buffer(counts))
 
 
 def cuda_unusable(device: torch.device) -> str:

@@ -4,10 +4,14 @@
 implementations without the dispatcher. An encoding travels as text (`Encoding.text`), so that an
 exported program needs nothing but these ops.
 
-    encode(x, encoding, seed) -> packed codes
-    encode_kept(x, encoding, seed) -> packed codes, and a 1 to multiply f(x) with
+    encode(x, encoding, stride, seed) -> packed codes
+    encode_kept(x, encoding, stride, seed) -> packed codes, and a 1 to multiply f(x) with
     decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with those strides
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
+
+Every op that counts elements in storage order is told the strides to count by, and brings its input to them: what
+a tensor's strides were when a graph was traced says nothing about those that an op meets in the compiled graph.
+No result's strides depend on those of an input.
 
 f itself is not among them: a compiler fuses torch's own function with its neighbours, and may recompute
 it, which it could not do to an op that yields f(x) and codes at once (docs/decisions/0004).
@@ -28,6 +32,8 @@ from fewbit.runtime.encoding import Encoding, packed_words
 from fewbit.runtime.torch_functions import FORWARD, IN_PLACE
 
 library = Library("fewbit", "DEF")
+# With needs_exact_strides a compiler mostly makes inputs as they were traced, which saves the ops a copy. It is no
+# guarantee: Inductor takes for exact the strides that are left after it removed operations without effect.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -103,19 +109,29 @@ def new_seed(x) -> torch.Tensor:
 
 # -- ops -----------------------------------------------------------------------------------------------------
 
+
+
+def _encode(x, encoding, stride, seed=None):
+    return backends.of(x).encode(layout.told(x, stride), Encoding.parse(encoding), seed)
+
+
+def _decode_mul(grad, packed, encoding, stride):
+    if layout.is_broadcast_scalar(grad):
+        layout.check_stride(grad.shape, stride)
+    else:
+        grad = layout.told(grad, stride)
+    return decode_mul(grad, packed, Encoding.parse(encoding), tuple(stride))
+
+
 encode_op = define(
-    "encode(Tensor x, str encoding, Tensor? seed=None) -> Tensor",
-    lambda x, encoding, seed=None: encode(x, Encoding.parse(encoding), seed),
+    "encode(Tensor x, str encoding, SymInt[] stride, Tensor? seed=None) -> Tensor", _encode
 )
 encode_kept_op = define(
-    "encode_kept(Tensor x, str encoding, Tensor? seed=None) -> (Tensor, Tensor)",
-    lambda x, encoding, seed=None: (encode(x, Encoding.parse(encoding), seed), x.new_ones(())),
+    "encode_kept(Tensor x, str encoding, SymInt[] stride, Tensor? seed=None) -> (Tensor, Tensor)",
+    lambda x, *how: (_encode(x, *how), x.new_ones(())),
 )
 decode_mul_op = define(
-    "decode_mul(Tensor grad, Tensor packed, str encoding, SymInt[] stride) -> Tensor",
-    lambda grad, packed, encoding, stride: decode_mul(
-        grad, packed, Encoding.parse(encoding), stride
-    ),
+    "decode_mul(Tensor grad, Tensor packed, str encoding, SymInt[] stride) -> Tensor", _decode_mul
 )
 pack_op = define(
     "pack(Tensor codes, int bits) -> Tensor",
@@ -128,13 +144,13 @@ unpack_op = define(
 
 
 @register_fake("fewbit::encode")
-def _(x, encoding, seed=None):
+def _(x, encoding, stride, seed=None):
     return x.new_empty(packed_words(x.numel(), Encoding.parse(encoding).bits), dtype=torch.int32)
 
 
 @register_fake("fewbit::encode_kept")
-def _(x, encoding, seed=None):
-    return encode_op(x, encoding, seed), x.new_empty(())
+def _(x, encoding, stride, seed=None):
+    return encode_op(x, encoding, stride, seed), x.new_empty(())
 
 
 @register_fake("fewbit::decode_mul")

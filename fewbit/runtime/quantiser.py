@@ -373,11 +373,12 @@ class Quantiser:
             from torch._dynamo.comptime import comptime
 
             comptime(_tell_traced)
+        recipe = self._recipe(x, x.dtype, self.bits)
         packed, ranges, one = quantiser_ops.quantise_op(
-            x, ops.new_seed(x), self.bits, self.group_size, bool(self._wide())
+            x, recipe.stride, ops.new_seed(x), self.bits, self.group_size, bool(self._wide())
         )
         one = None if is_abstract(x) else one
-        return Kept((packed, ranges), self._recipe(x, x.dtype, self.bits), one)
+        return Kept((packed, ranges), recipe, one)
 
     def _recipe(self, x, dtype, bits, *rest) -> Recipe:
         stride = layout.by_sample_stride(x)

@@ -1,7 +1,9 @@
 """The torch ops of the group quantiser, and their implementations, which eager mode calls directly.
 
-quantise(x, seed, bits, group_size, wide) -> packed, ranges, and a 1 to multiply the layer's result with
+quantise(x, stride, seed, bits, group_size, wide) -> packed, ranges, and a 1 to multiply the layer's result with
 dequantise(packed, ranges, bits, group_size, size, stride, dtype) -> the values, with those strides
+
+Both are told the same strides, by which elements are counted.
 """
 
 from __future__ import annotations
@@ -28,10 +30,14 @@ def quantise(x, seed, bits, group_size, wide=None, normalise=None, widths=None, 
     """
     x = x.detach()
     source = x if layout.is_by_sample(x) else x.contiguous()
-    backend = backends.of(x)
-    rest = widths, words, normalise
+    return _quantise(source, seed, bits, group_size, wide, widths, words, normalise)
+
+
+def _quantise(source, seed, bits, group_size, wide, *rest):
+    """`quantise` of a tensor that is dense, samples outermost; rest: widths, words, normalise."""
+    backend = backends.of(source)
     packed, ranges, spread = backend.quantise(source, seed, bits, group_size, bool(wide), *rest)
-    if wide is None and x.device.type == "cpu" and is_offset(*map(float, spread)):
+    if wide is None and source.device.type == "cpu" and is_offset(*map(float, spread)):
         packed, ranges, _ = backend.quantise(source, seed, bits, group_size, True, *rest)
     return packed, ranges
 
@@ -122,23 +128,30 @@ def is_offset(least: float, greatest: float) -> bool:
     return greatest - least < groups.STEPS * step
 
 
-def _quantise(x, seed, bits, group_size, wide):
-    return *quantise(x, seed, bits, group_size, wide), x.new_ones(())
+def _quantise_as_told(x, stride, *settings):
+    source = layout.told(x.detach(), stride, by_sample=True)
+    return *_quantise(source, *settings), x.new_ones(())
+
+
+def _dequantise_as_told(packed, ranges, bits, group_size, size, stride, dtype):
+    layout.check_stride(size, stride, by_sample=True)
+    return dequantise(packed, ranges, bits, group_size, size, stride, dtype)
 
 
 quantise_op = define(
-    "quantise(Tensor x, Tensor seed, int bits, int group_size, bool wide) -> (Tensor, Tensor, Tensor)",
-    _quantise,
+    "quantise(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, bool wide) "
+    "-> (Tensor, Tensor, Tensor)",
+    _quantise_as_told,
 )
 dequantise_op = define(
     "dequantise(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, SymInt[] stride, "
     "ScalarType dtype) -> Tensor",
-    dequantise,
+    _dequantise_as_told,
 )
 
 
 @register_fake("fewbit::quantise")
-def _(x, seed, bits, group_size, wide):
+def _(x, stride, seed, bits, group_size, wide):
     samples, features = groups.samples_of(x.shape)
     packed = x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
     shape = (groups.group_count(samples, features, group_size), 3 if wide else 2)

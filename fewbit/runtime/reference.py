@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from fewbit.runtime.buffers import Entry
 from fewbit.runtime.encoding import Encoding, gray
 from fewbit.runtime.layout import is_broadcast_scalar, storage_order
 from fewbit.runtime.reference_bits import pack, philox_words, unpack
@@ -47,6 +48,9 @@ def forward_quantised(*_) -> None:
 
 def encode(x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None) -> torch.Tensor:
     """The packed codes of a dense x of any floating dtype; seed: one int64, for unbiased tables."""
+    entry = Entry("encode", x)
+    entry.check_numbers("x", x)
+    entry.check_seed(seed, encoding.unbiased)
     flat = storage_order(x.detach())
     codes = _drawn(flat, encoding, seed) if encoding.unbiased else _located(flat, encoding)
     return pack(codes, encoding.bits)
@@ -59,8 +63,13 @@ def decode_mul(
 
     grad: laid out as the dense `out`, or a broadcast scalar; one rounding to its dtype, which is out's.
     """
-    n = grad.numel()
-    flat = grad.reshape(-1) if is_broadcast_scalar(grad) else storage_order(grad)
+    n = out.numel()
+    entry = Entry("decode_mul", grad)
+    entry.check_numbers("out", out)
+    grad = grad.reshape(-1).contiguous() if is_broadcast_scalar(grad) else grad
+    entry.check("grad", grad, n, out.dtype)
+    entry.check_packed(packed, n, encoding.bits)
+    flat = storage_order(grad)
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     lut = encoding.lut64 if wide == torch.float64 else encoding.lut32
     codes = unpack(packed, encoding.bits, n).to(torch.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fewbit import philox
+from fewbit.runtime.buffers import Entry, check_bits
 from fewbit.runtime.encoding import BLOCK
 
 _MASK32 = 0xFFFFFFFF
@@ -12,6 +13,8 @@ _MASK32 = 0xFFFFFFFF
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """codes: (n,) uint8, below 2**bits. Returns (bits * ceil(n / 32),) int32, zero-padded bit-planes."""
+    check_bits(bits)
+    Entry("pack", codes).check("codes", codes, codes.numel(), torch.uint8)
     blocks = -(-codes.numel() // BLOCK)
     padded = torch.zeros(blocks * BLOCK, dtype=torch.int64, device=codes.device)
     padded[: codes.numel()] = codes
@@ -24,6 +27,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
     """packed: (bits * ceil(n / 32),) int32. Returns the n codes, uint8."""
+    Entry("unpack", packed).check_packed(packed, n, bits)
     lanes = torch.arange(BLOCK, device=packed.device)
     planes = torch.arange(bits, device=packed.device)
     words = packed.view(-1, bits, 1).to(torch.int64) & _MASK32

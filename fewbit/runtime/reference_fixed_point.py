@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from fewbit.runtime.buffers import Entry
 from fewbit.runtime.layout import check_vectors, storage_order
 from fewbit.runtime.reference_bits import pack, unpack
 
@@ -16,6 +17,9 @@ REACH = 3.0
 
 def grid_fixed(gamma, beta, bits: int) -> torch.Tensor:
     """(7, channels) float32 of gamma and beta, (channels,) float32 or float64: see `fixed_point.grid_of`."""
+    entry = Entry("grid_fixed", gamma)
+    entry.check_numbers("gamma", gamma)
+    entry.check("beta", beta, gamma.numel(), gamma.dtype)
     levels = 1 << bits
     step = 2 * REACH / levels
     scale = gamma.abs()
@@ -48,6 +52,10 @@ def encode_fixed(x, y, grid, bits, inner, normalise=None):
     of. y: the norm's result, laid out as x and of its dtype, for its sign. grid: (7, channels) float32, of which
     element e in storage order has column (e div inner) mod channels.
     """
+    entry = Entry("encode_fixed", x)
+    entry.check_numbers("x", x)
+    entry.check("y", y, x.numel(), x.dtype)
+    entry.check_grid(grid, bits)
     levels = 1 << bits
     values = storage_order(x.detach()).to(torch.float32)
     if normalise is not None:
@@ -72,6 +80,10 @@ def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None
     slope: None for the normalised input, times scale = (vector, inner) if given; else y where it is positive and
     y * slope elsewhere, 0 for slope 0.
     """
+    entry = Entry("decode_fixed", out)
+    entry.check_numbers("out", out)
+    entry.check_grid(grid, bits)
+    entry.check_packed(packed, out.numel(), bits)
     codes, grid = _codes(packed, grid, bits, inner, out.numel())
     start, first, low, high, sign, factor, shift = grid
     step = 6.0 / (1 << bits)
@@ -94,6 +106,11 @@ def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None
 
 def mask_fixed(grad, packed, grid, bits, inner, slope, out) -> None:
     """out = grad where y is positive, elsewhere grad * slope, 0 for slope 0; grad laid out as the dense `out`."""
+    entry = Entry("mask_fixed", grad)
+    entry.check_numbers("grad", grad)
+    entry.check("out", out, grad.numel(), grad.dtype)
+    entry.check_grid(grid, bits)
+    entry.check_packed(packed, grad.numel(), bits)
     flat = storage_order(grad)
     codes, grid = _codes(packed, grid, bits, inner, flat.numel())
     wide = flat.to(torch.float64 if flat.dtype == torch.float64 else torch.float32)

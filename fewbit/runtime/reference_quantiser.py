@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fewbit.runtime import groups
+from fewbit.runtime.buffers import Entry, check_bits
 from fewbit.runtime.encoding import packed_words
 from fewbit.runtime.layout import check_vectors, storage_order
 from fewbit.runtime.reference_bits import pack, philox_words, unpack
@@ -22,7 +23,18 @@ def quantise(x, seed, bits, group_size, wide, widths=None, words=None, normalise
     normalise: (mean or None, rstd, inner): element number e, in storage order, is (x - mean[i]) * rstd[i] in
     float32, i = (e div inner) mod their length; mean and rstd: 1-D contiguous float32.
     """
+    entry = Entry("quantise", x)
+    entry.check_numbers("x", x)
+    entry.check_seed(seed)
     samples, features = groups.samples_of(x.shape)
+    if widths is None:
+        check_bits(bits)
+    else:
+        needed, _ = entry.check_widths(widths, samples, features, group_size)
+        if words < needed:
+            raise ValueError(
+                f"quantise: packed: expected {needed} int32 or more, got {words} int32"
+            )
     rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
     if normalise is not None:
         rows = _normalised(rows, *normalise)
@@ -49,6 +61,7 @@ def squares(x, group_size, normalise=None):
     x, normalise: as in `quantise`. Samples of fewer than 64 features count as a group of their own. NaN for a
     sample with an element that is not finite.
     """
+    Entry("squares", x).check_numbers("x", x)
     samples, features = groups.samples_of(x.shape)
     rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
     if normalise is not None:
@@ -71,6 +84,9 @@ def dequantise(packed, ranges, bits, group_size, out, widths=None, affine=None) 
     affine: (scale or None, shift or None, inner), not for short samples of several widths: values * scale[i] + shift[i] in float32
     before they are rounded, indexed as in `quantise`.
     """
+    entry = Entry("dequantise", out)
+    entry.check_numbers("out", out)
+    entry.check_copy(packed, ranges, bits, group_size, out.shape, widths)
     samples, features = groups.samples_of(out.shape)
     if affine is not None and widths is not None and features < groups.LEAST_FEATURES:
         raise ValueError("expected no affine map for short samples of several widths")

@@ -58,6 +58,7 @@ inline std::vector<Fiber> fibers;
 inline ucontext_t scheduler;
 inline unsigned current = 0;
 inline std::function<void()> body;
+inline bool trapped = false;
 
 // Settings: the multiprocessors, driver and capability that the device claims, and the blocks that run.
 inline int multiprocessors = 4;
@@ -128,6 +129,15 @@ inline void run_block(unsigned threads) {
 
 inline void __syncthreads() { cuda_emulation::pause(cuda_emulation::State::at_barrier); }
 
+// Ends the kernel, which cudaLaunchKernelEx then says: a device would say it later.
+[[noreturn]] inline void __trap() {
+  using namespace cuda_emulation;
+  trapped = true;
+  for (Fiber& fiber : fibers) fiber.state = State::done;
+  pause(State::done);
+  std::abort();
+}
+
 inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int lane_mask) {
   using namespace cuda_emulation;
   if (mask != 0xFFFFFFFFu) fail("expected a shuffle of all lanes");
@@ -185,7 +195,7 @@ inline uint32_t atomicOr(uint32_t* address, uint32_t value) {
 
 // -- the host's side -------------------------------------------------------------------------------------
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidDevice = 101 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidDevice = 101, cudaErrorLaunchFailure = 719 };
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrComputeCapabilityMajor = 75,
@@ -218,6 +228,7 @@ inline cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaS
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t error) {
+  if (error == cudaErrorLaunchFailure) return "unspecified launch failure";
   return error == cudaSuccess ? "no error" : "invalid device ordinal";
 }
 inline cudaError_t cudaDriverGetVersion(int* version) {
@@ -248,6 +259,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   blockDim = config->blockDim;
   body = [&] { kernel(arguments...); };
   const unsigned end = last_block < gridDim.x - 1 ? last_block : gridDim.x - 1;
-  for (blockIdx.x = first_block; blockIdx.x <= end; ++blockIdx.x) run_block(blockDim.x);
-  return cudaSuccess;
+  trapped = false;
+  for (blockIdx.x = first_block; blockIdx.x <= end && !trapped; ++blockIdx.x) run_block(blockDim.x);
+  return trapped ? cudaErrorLaunchFailure : cudaSuccess;
 }

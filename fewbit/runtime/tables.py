@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from numbers import Real
 
+import numpy as np
 import torch
 
 from fewbit import functions, store
@@ -35,9 +36,23 @@ def callable_encoding_text(function, bits: int, table: Table | None = None) -> s
     return _text(_solved(function, bits) if table is None else table)
 
 
+# The derivative of x, but for 0, where torch's shrinks with lambd=0 have none. It differs from 1 at a single point,
+# which no solver finds; the second break is the least number above 0, in float32 as well.
+_SHRINKS = ("hardshrink", "softshrink")
+_AT_ZERO = Encoding(
+    bits=1,
+    levels=np.array([0.0, 1.0]),
+    breaks=np.array([0.0, np.nextafter(0.0, 1.0)]),
+    codes=np.array([1, 0, 1]),
+    closed=("left", "left"),
+)
+
+
 @lru_cache(maxsize=256)
 def _default(function, parameters, bits) -> str:
     named = _function(function, parameters)
+    if function in _SHRINKS and parameters == (0.0,):
+        return _AT_ZERO.text
     return _text(store.load_table(function, bits, parameters=dict(named.parameters), **DEFAULT))
 
 

@@ -450,7 +450,7 @@ class Laplace(_FewBit, nn.Module):
 
 
 class Pointwise(_FewBit, nn.Module):
-    """Any pointwise callable on tensors; see `fewbit.functional.pointwise`."""
+    """Any pointwise callable on tensors, without parameters that need a gradient; see `fewbit.functional.pointwise`."""
 
     def __init__(self, function, *, bits: int = 3, table: Table | None = None):
         super().__init__()

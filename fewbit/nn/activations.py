@@ -147,11 +147,13 @@ class Hardtanh(_FewBit, nn.Hardtanh):
         min_val: float = -1.0,
         max_val: float = 1.0,
         inplace: bool = False,
+        min_value: float | None = None,
+        max_value: float | None = None,
         *,
         bits: int = 1,
         table: Table | None = None,
     ):
-        super().__init__(min_val, max_val, inplace)
+        super().__init__(min_val, max_val, inplace, min_value, max_value)
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """fewbit.functional: torch's outputs, the table's gradients, and nothing kept but packed codes."""
 
+import functools
 import inspect
 import math
 
@@ -526,3 +527,98 @@ def test_threads(device):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(8)))
+
+
+class Swish(torch.nn.Module):
+    """x sigmoid(beta x)."""
+
+    def __init__(self, beta, needs_gradient=False):
+        super().__init__()
+        self.beta = torch.nn.Parameter(torch.tensor(beta), requires_grad=needs_gradient)
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.beta * x)
+
+
+def swish_of(beta):
+    return lambda x: x * torch.sigmoid(beta * x)
+
+
+@pytest.mark.parametrize("table", [None, "silu"])
+def test_a_callable_whose_parameters_need_a_gradient_is_refused(table):
+    table = table and load_table(table, 3)
+    beta = torch.ones((), requires_grad=True)
+    holds = (Swish(1.0, True), swish_of(beta), functools.partial(torch.mul, other=beta))
+    for function in (*holds, Swish(1.0, True).forward):
+        for needs in (True, False):
+            with pytest.raises(FunctionError, match="whose parameters need no gradient"):
+                F.pointwise(normal((4,)).requires_grad_(needs), function, table=table)
+    y = F.pointwise(leaf(normal((4,))), holds[0], bits=None)
+    assert torch.autograd.grad(y.sum(), holds[0].beta)[0] is not None
+
+
+class Equal:
+    """Compares equal to all of its kind, and has no hash."""
+
+    def __init__(self, beta):
+        self.beta = beta
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+    __hash__ = None
+
+    def __call__(self, x):
+        return x * torch.sigmoid(self.beta * x)
+
+
+def changed(module, value):
+    with torch.no_grad():
+        module.beta.fill_(value)
+
+
+CHANGES = {
+    "parameter": (Swish, changed),
+    "data": (Swish, lambda module, value: module.beta.data.fill_(value)),
+    "attribute": (Equal, lambda function, value: setattr(function, "beta", value)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_the_table_of_a_callable_follows_its_values(kind):
+    make, change = CHANGES[kind]
+    function, x = make(1.0), leaf(normal((2000,)))
+
+    def error():
+        ours = torch.autograd.grad(F.pointwise(x, function, bits=4).sum(), x)[0]
+        theirs = torch.autograd.grad(function(x).sum(), x)[0]
+        return float((ours - theirs).norm() / theirs.norm())
+
+    assert error() < 0.1
+    change(function, -3.0)
+    assert error() < 0.1
+
+
+def test_callables_that_compare_equal_have_tables_of_their_own():
+    x = leaf(normal((2000,)))
+    for function in (Equal(1.0), Equal(-3.0)):
+        ours = torch.autograd.grad(F.pointwise(x, function, bits=4).sum(), x)[0]
+        theirs = torch.autograd.grad(function(x).sum(), x)[0]
+        assert (ours - theirs).norm() < 0.1 * theirs.norm()
+
+
+def test_a_callable_that_draws_is_refused():
+    dropout = torch.nn.Dropout(0.5)
+    with pytest.raises(FunctionError, match="Dropout: expected a callable that gives .* the same"):
+        F.pointwise(leaf(normal((4,))), dropout)
+
+
+def test_a_callable_of_meta_and_fake_tensors():
+    from torch._subclasses import FakeTensorMode
+
+    F.pointwise(torch.ones(4, requires_grad=True), torch.tanh, bits=1)
+    with FakeTensorMode():
+        y = F.pointwise(torch.ones(4, requires_grad=True), torch.tanh, bits=1)
+        y.sum().backward()
+    x = torch.ones(4, device="meta", requires_grad=True)
+    assert F.pointwise(x, torch.tanh, bits=1).is_meta

@@ -75,17 +75,6 @@ def saved(module):
     return torch.load(buffer, weights_only=False)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if hasattr(nn, name)])
-def test_signatures_are_torchs(name):
-    ours = inspect.signature(getattr(fewbit.nn, name).__init__).parameters
-    theirs = inspect.signature(getattr(nn, name).__init__).parameters
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    ours = {k: v.default for k, v in ours.items() if v.kind is not inspect.Parameter.KEYWORD_ONLY}
-    theirs = {k: v.default for k, v in theirs.items() if v.kind not in variable}
-    deprecated = {"min_value", "max_value"}  # of Hardtanh
-    assert ours == {key: value for key, value in theirs.items() if key not in deprecated}
-
-
 def test_every_torch_name_is_exported_at_the_top():
     for name in fewbit.nn.activations.__all__:
         assert getattr(fewbit, name) is getattr(fewbit.nn, name)

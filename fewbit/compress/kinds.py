@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fewbit import functions
 from fewbit import nn as few
 from fewbit.compress import transformers_modules
+from fewbit.errors import FunctionError
 from fewbit.nn.quantised import Quantised
 
 ACTIVATION, CONVOLUTION, LAYER, EXACT = "activation", "convolution", "layer", "exact"
@@ -112,11 +114,24 @@ LEFT_ALONE = {
 }
 
 
+# The function of `fewbit.functions` that a class computes, and the settings that it passes on under their own names.
+# RReLU needs no table: in training its slopes are drawn again.
+_SETTINGS = {
+    nn.LeakyReLU: ("leaky_relu", ("negative_slope",)),
+    nn.Threshold: ("threshold", ("threshold", "value")),
+    nn.Hardtanh: ("hardtanh", ("min_val", "max_val")),
+    nn.Hardshrink: ("hardshrink", ("lambd",)),
+    nn.Softshrink: ("softshrink", ("lambd",)),
+    nn.ELU: ("elu", ("alpha",)),
+    nn.CELU: ("celu", ("alpha",)),
+    nn.Softplus: ("softplus", ("beta", "threshold")),
+}
+
 _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """What the module can become, by its class; None for classes that are not known."""
+    """What the module can become, by its class and settings; None for those that are not known."""
     cls = type(module)
     if cls.__module__ == "transformers.activations":
         if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
@@ -125,7 +140,19 @@ def kind_of(module: nn.Module) -> Kind | None:
     if cls.__module__.startswith("transformers."):
         adapted = transformers_modules.becomes(module)
         return None if adapted is None else Kind(adapted, LAYER)
-    return TORCH.get(cls)
+    return None if _misfit_of(module) else TORCH.get(cls)
+
+
+def _misfit_of(module: nn.Module) -> str | None:
+    """Why there is no table for the settings of an activation, which torch alone takes; None if there is one."""
+    function, names = _SETTINGS.get(type(module), (None, ()))
+    if function is None:
+        return None
+    try:
+        functions.get(function, {name: float(getattr(module, name)) for name in names})
+    except (FunctionError, TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def of_class(cls: type) -> Kind:
@@ -136,12 +163,14 @@ def of_class(cls: type) -> Kind:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why a module of a class that is not known stays as it is; None where there is nothing to say."""
+    """Why a module that `kind_of` does not know stays as it is; None where there is nothing to say."""
     cls = type(module)
     if cls in LEFT_ALONE:
         return LEFT_ALONE[cls]
     if cls is _PART_OF_ATTENTION:
         return None
+    if cls in TORCH:
+        return f"no table for its settings: {_misfit_of(module)}"
     for known in TORCH:
         if issubclass(cls, known):
             return f"a subclass of {known.__name__}, which may compute something else"

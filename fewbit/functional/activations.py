@@ -338,10 +338,24 @@ def identity(input: Tensor) -> Tensor:
 def pointwise(
     input: Tensor, function, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
-    """function(input), for a pointwise callable on tensors, with few-bit codes for its derivative.
+    """Apply a pointwise callable on tensors, with few-bit codes for its derivative.
 
-    Without a table one is solved for the callable, once per process (`fewbit.solve` says what it must
-    be); pass `table=` to choose, or to share one between processes.
+    The input alone gets a gradient. Parameters, buffers and numbers that the callable holds may change between calls.
+
+    Args:
+        input: A floating tensor of any shape and strides.
+        function: A callable that takes a tensor and returns one; a module, too. It is called with 64 more numbers each time,
+            so that a change of what it holds is seen.
+        bits: 1 to 8, or None for the callable itself.
+        table: The table to use. By default one is solved for the callable (`fewbit.solve` says what it must be), once per
+            process, and again if its values have changed. Pass one to choose, or to share one between processes.
+
+    Returns:
+        function(input).
+
+    Raises:
+        FunctionError: If the callable holds parameters that need a gradient, gives other values at every call, or if no
+            table can be solved for it.
     """
     if torch.compiler.is_compiling():
         # The compiler takes functions with the same code for the same one, whatever they enclose; by its
@@ -349,4 +363,5 @@ def pointwise(
         id(function)
     if bits is None:
         return function(input)
-    return apply_callable(input, function, callable_encoding_text(function, bits, table))
+    encoding = callable_encoding_text(function, bits, table, input.device, input.dtype)
+    return apply_callable(input, function, encoding)

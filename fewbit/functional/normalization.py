@@ -64,9 +64,10 @@ def layer_norm(
     copies that there are not.
     """
     quantiser = _checked(quantiser, bits, group_size, copies)
-    if not is_differentiated(input, weight, bias):
+    if not _is_served(input, weight, bias):
         return torch_functional.layer_norm(input, normalized_shape, weight, bias, eps)
     shape = _shape(normalized_shape)
+    weight, bias = _contiguous(weight, bias)
     return _LayerNorm.apply(input, shape, weight, bias, eps, copies, quantiser)
 
 
@@ -86,10 +87,12 @@ def rms_norm(
     The bias of the input's gradient is the module's formula with the root mean square in place of s.
     """
     quantiser = _checked(quantiser, bits, group_size, copies)
-    if not is_differentiated(input, weight):
+    shape = _shape(normalized_shape)
+    fits = weight is None or weight.shape == shape  # torch refuses others, and its kernel does not
+    if not fits or not _is_served(input, weight):
         return torch_functional.rms_norm(input, normalized_shape, weight, eps)
-    x, weight = map(in_float32, (input, weight))
-    return _RMSNorm.apply(x, _shape(normalized_shape), weight, eps, copies, quantiser)
+    x, weight = map(in_float32, (input, *_contiguous(weight)))
+    return _RMSNorm.apply(x, shape, weight, eps, copies, quantiser)
 
 
 def group_norm(
@@ -106,11 +109,12 @@ def group_norm(
 ) -> Tensor:
     """torch.nn.functional.group_norm; kept as in `layer_norm`. input: (N, C, *); weight, bias: (C,)."""
     quantiser = _checked(quantiser, bits, group_size, copies)
-    if not is_differentiated(input, weight, bias) or input.dim() < 2 or not input.numel():
+    served = _is_served(input, weight, bias) and input.dim() >= 2
+    if not served or num_groups <= 0 or input.shape[1] % num_groups:  # the last two torch refuses
         return torch_functional.group_norm(input, num_groups, weight, bias, eps)
-    if num_groups <= 0 or input.shape[1] % num_groups:
-        return torch_functional.group_norm(input, num_groups, weight, bias, eps)  # torch refuses
-    x, weight, bias = map(in_float32, (input, weight, bias))
+    n, c, *spatial = input.shape
+    torch_functional._verify_batch_size([n * c // num_groups, num_groups, *spatial])
+    x, weight, bias = map(in_float32, (input, *_contiguous(weight, bias)))
     return _GroupNorm.apply(x, num_groups, weight, bias, eps, copies, quantiser)
 
 
@@ -135,8 +139,9 @@ def batch_norm(
     kept unless weight needs a gradient.
     """
     quantiser = _checked(quantiser, bits, group_size, copies)
-    vectors = running_mean, running_var, weight, bias
-    if not is_differentiated(input, weight, bias):
+    vectors = running_mean, running_var, *_contiguous(weight, bias)
+    served = _is_served(input, weight, bias) and input.dim() >= 2
+    if not served or _are_differentiated(running_mean, running_var):  # the last torch refuses
         return torch_functional.batch_norm(input, *vectors, training, momentum, eps)
     if not training:
         if weight is not None and weight.requires_grad:
@@ -167,12 +172,14 @@ def instance_norm(
     """
     quantiser = _checked(quantiser, bits, group_size, copies)
     vectors = running_mean, running_var, weight, bias
-    usual = input.dim() > 2 and input.numel() > 0
-    if not use_input_stats or not usual or not is_differentiated(input, weight, bias):
+    served = use_input_stats and _is_served(input, weight, bias) and input.dim() > 2
+    if not served or _are_differentiated(running_mean, running_var):  # the last torch refuses
         return torch_functional.instance_norm(input, *vectors, use_input_stats, momentum, eps)
     torch_functional._verify_spatial_size(input.size())
     n, c = input.shape[:2]
     mean, var, weight, bias = (None if each is None else each.repeat(n) for each in vectors)
+    if input.dtype.itemsize > 2:  # statistics of any dtype, as torch takes them
+        mean, var = (None if each is None else each.to(input.dtype) for each in (mean, var))
     x = input.contiguous()
     view = 1, n * c, *x.shape[2:]
     y = _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantiser)
@@ -191,6 +198,20 @@ def check_copies(copies) -> None:
 def _checked(quantiser, bits, group_size, copies) -> Quantiser:
     check_copies(copies)
     return quantiser or quantiser_of(bits, group_size)
+
+
+def _is_served(input, *vectors) -> bool:
+    """Whether there is anything to quantize. An empty batch is left to torch, which keeps nothing of it."""
+    return is_differentiated(input, *vectors) and input.numel() > 0
+
+
+def _are_differentiated(*vectors) -> bool:
+    return any(vector is not None and vector.requires_grad for vector in vectors)
+
+
+def _contiguous(*vectors) -> tuple[Tensor | None, ...]:
+    """Weights and biases as torch's native kernels read them, which do not look at strides."""
+    return tuple(None if vector is None else vector.contiguous() for vector in vectors)
 
 
 def _shape(normalized_shape) -> tuple[int, ...]:

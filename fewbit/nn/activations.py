@@ -147,11 +147,13 @@ class Hardtanh(_FewBit, nn.Hardtanh):
         min_val: float = -1.0,
         max_val: float = 1.0,
         inplace: bool = False,
+        min_value: float | None = None,
+        max_value: float | None = None,
         *,
         bits: int = 1,
         table: Table | None = None,
     ):
-        super().__init__(min_val, max_val, inplace)
+        super().__init__(min_val, max_val, inplace, min_value, max_value)
         self._keep(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -450,7 +452,7 @@ class Laplace(_FewBit, nn.Module):
 
 
 class Pointwise(_FewBit, nn.Module):
-    """Any pointwise callable on tensors; see `fewbit.functional.pointwise`."""
+    """Any pointwise callable on tensors, without parameters that need a gradient; see `fewbit.functional.pointwise`."""
 
     def __init__(self, function, *, bits: int = 3, table: Table | None = None):
         super().__init__()

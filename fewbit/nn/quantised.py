@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+
+from torch import nn
+
 from fewbit.runtime.exact import exactly
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser
@@ -15,6 +19,11 @@ class Quantised:
 
     quantiser: Quantiser
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if issubclass(cls, nn.Module):  # not what several classes have in common
+            cls.__signature__ = _signature_of(cls)
+
     def __init__(self, *args, bits: int = DEFAULT_BITS, group_size: int = GROUP_SIZE, **kwargs):
         quantiser = Quantiser(bits, group_size)
         super().__init__(*args, **kwargs)
@@ -27,3 +36,24 @@ class Quantised:
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, [super().extra_repr(), repr(self.quantiser)]))
+
+
+def _signature_of(cls) -> inspect.Signature:
+    """That of the class of torch, plus the options of `Quantised` and its kin: `*args, **kwargs` would hide `device`.
+
+    A subclass with an `__init__` of its own, which takes what it takes, keeps its own signature.
+    """
+    inits = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
+    ours, parameters = [], {}
+    for init in inits:
+        parameters = dict(inspect.signature(init).parameters)
+        own = [each for each in parameters.values() if each.kind is each.KEYWORD_ONLY]
+        passes_on = {each.kind for each in parameters.values()} >= _REST
+        if not passes_on or not init.__module__.startswith("fewbit."):
+            break
+        ours += own
+    _, *theirs = parameters.values()
+    return inspect.Signature(sorted([*theirs, *ours], key=lambda each: each.kind))
+
+
+_REST = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}

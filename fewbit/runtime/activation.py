@@ -9,7 +9,12 @@ from fewbit.runtime import autograd, layout, ops, preactivation
 from fewbit.runtime.encoding import Encoding
 from fewbit.runtime.exact import exactly
 from fewbit.runtime.plain import is_abstract, is_plain
-from fewbit.runtime.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE
+from fewbit.runtime.torch_functions import (
+    AUTOCAST_FLOAT32,
+    FORWARD,
+    IN_PLACE,
+    MADE_CONTIGUOUS,
+)
 
 _creation_meta = torch._C._autograd._get_creation_meta
 _ANY_VIEW = torch._C._autograd.CreationMeta.DEFAULT
@@ -30,6 +35,8 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
     plain = is_plain(x)
     if not plain or torch._C._is_any_autocast_enabled():
         x = _autocast(x, function)
+    if function in MADE_CONTIGUOUS.get(x.device.type, ()):
+        x = x.contiguous()
     if inplace:
         check_inplace(x, function, plain)
     if plain or is_abstract(x):

@@ -33,8 +33,27 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
-    """The strides of `dense(x)`."""
-    return x.stride() if is_dense(x) else contiguous_stride(x.shape)
+    """The strides of `dense(x)`, where those of dimensions of size 0 and 1 say nothing as torch chooses them."""
+    whole = contiguous_stride(x.shape)
+    return whole if x.is_contiguous() or not is_dense(x) else x.stride()
+
+
+def is_regular(x: torch.Tensor) -> bool:
+    """Whether torch's pointwise functions give x's strides to their results, whichever function it is.
+
+    With dimensions of size 0 or 1, whose strides say nothing, or elements that lie apart, each has rules of its own.
+    """
+    shape, stride = x.shape, x.stride()
+    if stride == contiguous_stride(shape):
+        return True
+    if 0 in shape or not is_dense(x):
+        return False
+    if 1 not in shape:
+        return True
+    if len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1:
+        return False
+    _, channels, height, width = shape
+    return stride == (channels * height * width, 1, channels * width, channels)
 
 
 def is_by_sample(x: torch.Tensor) -> bool:

@@ -56,6 +56,9 @@ def offer(quantiser, y, kept: Kept, weight, bias, channels=None) -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # Where parameters are sharded the norm's may be gone when the layer after it runs backward.
         weight, bias = (None if each is None else each.detach().clone() for each in (weight, bias))
+    elif channels is not None and bias is not None:
+        # torch's batch norm keeps no bias, which may therefore change before backward.
+        bias = bias.detach().clone()
     recipe = Affine(kept.recipe, y.dtype, channels)
     quantiser.session.add(y, quantiser.key, Kept((*kept.tensors, weight, bias), recipe))
 

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fewbit.errors import GradientError
 from fewbit.runtime import backends, layout
 from fewbit.runtime.encoding import Encoding, packed_words
-from fewbit.runtime.torch_functions import FORWARD, IN_PLACE
+from fewbit.runtime.torch_functions import CONTIGUOUS, FORWARD, IN_PLACE
 
 library = Library("fewbit", "DEF")
 # With needs_exact_strides a compiler mostly makes inputs as they were traced, which saves the ops a copy. It is no
@@ -50,24 +50,22 @@ def define(schema, implementation):
 
 
 def activation(x, function, parameters, encoding, seed, inplace):
-    """f(x) and the packed codes of x. x: any strides; the result keeps its memory format.
+    """f(x) and the packed codes of x. x: any strides; the result has those that torch's own has.
 
     With `inplace`, f(x) is written to x, which must not overlap itself.
     """
-    backend = backends.of(x)
+    backend, packed = backends.of(x), None
     source = x if x.is_contiguous() else layout.dense(x)
-    # The dense copy of a strided x is ours to overwrite.
-    out = source if inplace or source is not x else torch.empty_like(x)
-    packed = backend.forward(source, function, parameters, encoding, seed, out)
+    if inplace or (layout.is_regular(x) and (function not in CONTIGUOUS or x.is_contiguous())):
+        out = source if inplace else torch.empty_like(x)
+        packed = backend.forward(source, function, parameters, encoding, seed, out)
     if packed is None:
         packed = backend.encode(source, encoding, seed)
         if inplace and function in IN_PLACE:
             return IN_PLACE[function](x, *parameters), packed
         out = FORWARD[function](x, *parameters)
-    if inplace:
-        return (x if out is x else x.copy_(out)), packed
-    if not (out.is_contiguous() and x.is_contiguous()):
-        out = layout.bring_to(out, torch.empty_like(x, device="meta").stride())
+    if inplace and out is not x:
+        out = x.copy_(out)
     return out, packed
 
 
@@ -76,6 +74,8 @@ def activation_quantised(x, function, parameters, encoding, seed, quantiser):
 
     x: contiguous. None where the backend has no such pass.
     """
+    if not layout.is_regular(x):
+        return None
     backend, out = backends.of(x), torch.empty_like(x)
 
     def run(*settings):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from numbers import Real
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fewbit import functions, store
-from fewbit.errors import InputError, TableError
+from fewbit.errors import FunctionError, InputError, TableError
 from fewbit.runtime.encoding import Encoding
+from fewbit.runtime.exact import exactly
+from fewbit.runtime.plain import is_abstract
 from fewbit.table import Table, describe, describe_function
 
 DEFAULT = {"weight": "uniform", "objective": "mse", "tails": "free", "form": "levels"}
@@ -29,15 +34,90 @@ def encoding_text(function: str, parameters: tuple, bits: int, table: Table | No
 
 
 @torch.compiler.assume_constant_result
-def callable_encoding_text(function, bits: int, table: Table | None = None) -> str:
-    """The same for a callable; without a table it is solved, once per callable and bits."""
+def callable_encoding_text(function, bits: int, table: Table | None, device, dtype) -> str:
+    """The same for a callable on tensors of that device and dtype.
+
+    Without a table one is solved, and again if the callable, called with a few numbers, no longer gives what it gave.
+    """
     check_choice(bits, table)
-    return _text(_solved(function, bits) if table is None else table)
+    values = _probe(function, device, dtype)
+    if table is not None:
+        return _text(table)
+    key = id(function), bits, device, dtype
+    found = _solved.get(key)
+    if found is None or not _are_equal(found.values, values):
+        _check_steady(function, values, device, dtype)
+        found = _Solved(function, values, store.load_table(function, bits, **DEFAULT))
+        _solved.pop(key, None)
+        while len(_solved) >= _MOST_SOLVED:
+            del _solved[next(iter(_solved))]
+        _solved[key] = found
+    return _text(found.table)
+
+
+class _Solved(NamedTuple):
+    """The table of a callable, which is held so that no other has its id, and the values it had then."""
+
+    function: Callable
+    values: torch.Tensor
+    table: Table
+
+
+_solved: dict[tuple, _Solved] = {}
+_MOST_SOLVED = 256
+_POINTS = 64
+
+
+def _probe(function, device, dtype) -> torch.Tensor:
+    """function at numbers between -10 and 10. FunctionError if it needs a gradient for something that it holds."""
+    points = torch.linspace(-9.7, 9.9, _POINTS, dtype=dtype, device=device)
+    with torch.enable_grad(), exactly():
+        values = function(points)
+    if not isinstance(values, torch.Tensor):
+        raise FunctionError(
+            f"{_name_of(function)}: expected a callable that returns a tensor, got {type(values).__name__}"
+        )
+    if values.requires_grad:
+        raise FunctionError(
+            f"{_name_of(function)}: expected a callable whose parameters need no gradient, got one that holds some; "
+            "a table is a constant: freeze them, or train them with torch's own"
+        )
+    return values
+
+
+def _check_steady(function, values, device, dtype) -> None:
+    if not _are_equal(_probe(function, device, dtype), values):
+        raise FunctionError(
+            f"{_name_of(function)}: expected a callable that gives finite values, the same at every call, got others"
+        )
+
+
+def _are_equal(values, others) -> bool:
+    """Meta and fake tensors have no values that could differ."""
+    return is_abstract(values) or is_abstract(others) or torch.equal(values, others)
+
+
+def _name_of(function) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+# The derivative of x, but for 0, where torch's shrinks with lambd=0 have none. It differs from 1 at a single point,
+# which no solver finds; the second break is the least number above 0, in float32 as well.
+_SHRINKS = ("hardshrink", "softshrink")
+_AT_ZERO = Encoding(
+    bits=1,
+    levels=np.array([0.0, 1.0]),
+    breaks=np.array([0.0, np.nextafter(0.0, 1.0)]),
+    codes=np.array([1, 0, 1]),
+    closed=("left", "left"),
+)
 
 
 @lru_cache(maxsize=256)
 def _default(function, parameters, bits) -> str:
     named = _function(function, parameters)
+    if function in _SHRINKS and parameters == (0.0,):
+        return _AT_ZERO.text
     return _text(store.load_table(function, bits, parameters=dict(named.parameters), **DEFAULT))
 
 
@@ -48,11 +128,6 @@ def _given(function, parameters, table) -> str:
         expected = describe(wanted.name, wanted.parameters)
         raise TableError(f"expected a table of {expected}, got one of {describe_function(table)}")
     return _text(table)
-
-
-@lru_cache(maxsize=256)
-def _solved(function, bits) -> Table:
-    return store.load_table(function, bits, **DEFAULT)
 
 
 @lru_cache(maxsize=256)

@@ -82,3 +82,9 @@ IN_PLACE: dict[str, Callable[..., torch.Tensor]] = {
 
 AUTOCAST_FLOAT32 = {"cuda": {"softplus", "sqrtsoftplus"}}
 """By device: functions that torch's autocast runs in float32."""
+
+CONTIGUOUS = {"logsigmoid", "rrelu"}
+"""Functions whose results torch makes contiguous on some device, whatever the strides of the input."""
+
+MADE_CONTIGUOUS = {"cpu": {"logsigmoid"}}
+"""By device: functions that torch computes from a contiguous copy, so that the gradient is contiguous as well."""

@@ -5,11 +5,15 @@ Environment variables:
 
 FEWBIT_KERNELS             auto (default): build them if there is a C++ compiler; 1: fail if there is none;
                            0: do not build them, which leaves the slower reference backend
-FEWBIT_CUDA                auto (default): with CUDA if nvcc is found (PATH, CUDA_HOME); 1: fail if it is not;
-                           0: without
-FEWBIT_CUDA_ARCHITECTURES  compute capabilities to build for, such as "80 90", instead of all
+FEWBIT_CUDA                auto (default): with CUDA if nvcc is found (PATH, CUDA_HOME), for the GPUs that are
+                           there; without a GPU only the oldest PTX, which every driver can translate;
+                           1: for all architectures in CUDA_ARCHITECTURES, fail if there is no nvcc;
+                           0: without CUDA
+FEWBIT_CUDA_ARCHITECTURES  compute capabilities to build for, such as "80 90", whatever FEWBIT_CUDA would choose;
+                           empty is the same as unset
 """
 
+import ctypes
 import os
 import platform
 import re
@@ -18,8 +22,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
@@ -89,10 +94,13 @@ class BuildKernels(build_ext):
         ]
         nvcc = find_nvcc()
         jobs = [*cpu_jobs(self.compiler.compiler_so_cxx, includes, with_cuda=bool(nvcc))]
+        what = "CPU"
         if nvcc:
-            jobs += cuda_jobs(nvcc)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(lambda job: compile_one(*job), jobs))
+            architectures, ptx = cuda_architectures(nvcc)
+            jobs += cuda_jobs(nvcc, architectures, ptx)
+            what += f" and CUDA ({', '.join(targets(architectures, ptx))})"
+        compile_all(jobs, what)
+        objects = [str(target) for *_, target in jobs]
         self.link(objects, nvcc, Path(self.get_ext_fullpath(extension.name)))
 
     def missing_tool(self):
@@ -137,20 +145,10 @@ def find_nvcc():
 def cpu_jobs(compiler, includes, with_cuda):
     """(command, source, object) for each host source, PER_ISA once per instruction set."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
-    command = [*compiler, *COMMON_FLAGS, *includes, *(["-DFEWBIT_HAVE_X86"] if x86 else [])]
-    for isa in X86_ISAS if x86 else ("baseline",):
-        flags = (CSRC / "cpu" / f"{isa}.flags").read_text().split()
-        for source in PER_ISA:
-            target = object_of(f"cpu/{source}_{isa}")
-            yield (
-                [*command, f"-DFEWBIT_NAMESPACE={isa}", *flags],
-                CSRC / f"cpu/{source}.cpp",
-                target,
-            )
-    if with_cuda:
-        command = [*command, "-DFEWBIT_WITH_CUDA"]
+    common = [*compiler, *COMMON_FLAGS, *includes, *(["-DFEWBIT_HAVE_X86"] if x86 else [])]
+    command = [*common, *(["-DFEWBIT_WITH_CUDA"] if with_cuda else [])]
     sources = (
-        "bindings.cpp",
+        "bindings.cpp",  # takes longest by far, so it comes first
         "common/table.cpp",
         "cpu/allocation.cpp",
         "cpu/dispatch.cpp",
@@ -160,14 +158,21 @@ def cpu_jobs(compiler, includes, with_cuda):
     )
     for source in sources:
         yield command, CSRC / source, object_of(source)
+    for isa in X86_ISAS if x86 else ("baseline",):
+        flags = (CSRC / "cpu" / f"{isa}.flags").read_text().split()
+        for source in PER_ISA:
+            target = object_of(f"cpu/{source}_{isa}")
+            yield (
+                [*common, f"-DFEWBIT_NAMESPACE={isa}", *flags],
+                CSRC / f"cpu/{source}.cpp",
+                target,
+            )
 
 
-def cuda_jobs(nvcc):
-    """(command, source, object) for each CUDA source."""
-    architectures = cuda_architectures(nvcc)
+def cuda_jobs(nvcc, architectures, ptx):
+    """(command, source, object) for each CUDA source: machine code for architectures, and one PTX."""
     gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
-    newest = architectures[-1]
-    gencode.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
+    gencode.append(f"-gencode=arch=compute_{ptx},code=compute_{ptx}")
     flags = ["-std=c++17", "-O3", "--fmad=false", "--threads=2", "-Xptxas=-warn-spills"]
     host = ["-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off", f"-I{CSRC}"]
     command = [nvcc, *flags, *host, *gencode]
@@ -175,17 +180,56 @@ def cuda_jobs(nvcc):
         yield command, source, object_of(f"cuda/{source.stem}")
 
 
+def targets(architectures, ptx):
+    """The names of what nvcc builds for, as nvcc spells them."""
+    return [*(f"sm_{a}" for a in architectures), f"compute_{ptx}"]
+
+
 def cuda_architectures(nvcc):
-    """The compute capabilities to build for, ascending: those asked for, or all that nvcc knows."""
+    """Return the compute capabilities to build machine code for, ascending, and the one to build PTX for.
+
+    See the top of this file. The PTX is of the newest, so that newer GPUs are served too; without machine code it
+    is of the oldest, which serves all.
+    """
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
     known = {int(number) for number in re.findall(r"compute_(\d+)\b", listed.stdout)}
-    asked = re.findall(r"\d+", os.environ.get("FEWBIT_CUDA_ARCHITECTURES", ""))
-    unknown = sorted(set(map(int, asked)) - known)
-    if unknown:
+    asked = set(map(int, re.findall(r"\d+", os.environ.get("FEWBIT_CUDA_ARCHITECTURES", ""))))
+    if asked - known:
         raise CompileError(
-            f"FEWBIT_CUDA_ARCHITECTURES: expected numbers that nvcc knows ({sorted(known)}), got {unknown}"
+            f"FEWBIT_CUDA_ARCHITECTURES: expected numbers that nvcc knows ({sorted(known)}), "
+            f"got {sorted(asked - known)}"
         )
-    return sorted(set(map(int, asked)) or known & set(CUDA_ARCHITECTURES))
+    supported = known & set(CUDA_ARCHITECTURES)
+    if asked:
+        chosen = asked
+    elif choice("FEWBIT_CUDA") == "1":
+        chosen = supported
+    else:
+        # A GPU that nvcc does not know runs the newest machine code or PTX before it.
+        serving = [[a for a in known if min(supported) <= a <= gpu] for gpu in present_gpus()]
+        chosen = {max(each) for each in serving if each}
+    return sorted(chosen), max(chosen) if chosen else min(supported)
+
+
+def present_gpus():
+    """Return the compute capabilities of this machine's GPUs, times 10. The driver is asked: torch may not be there."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return set()
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return set()
+    return {
+        10 * attribute(driver, gpu, 75) + attribute(driver, gpu, 76) for gpu in range(count.value)
+    }
+
+
+def attribute(driver, gpu, number):
+    """Return a device attribute by cuda.h's number: 75 is the major compute capability, 76 the minor one."""
+    value = ctypes.c_int()
+    driver.cuDeviceGetAttribute(ctypes.byref(value), number, gpu)
+    return value.value
 
 
 def object_of(name):
@@ -194,35 +238,94 @@ def object_of(name):
     return Path("build", f"kernels-{platform_name}", f"{name}.o")
 
 
-def compile_one(command, source, target):
-    """Compile source to target unless it is up to date; returns target."""
-    dependencies, stamp = target.with_suffix(".d"), target.with_suffix(".command")
-    command = [*command, "-MD", "-MF", str(dependencies), "-c", str(source), "-o", str(target)]
-    line = shlex.join(command)
-    if not up_to_date(target, dependencies, stamp, line):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        stamp.unlink(missing_ok=True)
-        run(command)
-        stamp.write_text(line)
-    return str(target)
+def compile_all(jobs, what):
+    """Compile what is not up to date, and say so on one line that moves."""
+    stale = [job for job in map(Compilation._make, jobs) if not job.up_to_date()]
+    line = MovingLine(f"fewbit's kernels for {what}")
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        running = [pool.submit(job.run) for job in stale]
+        for done, future in enumerate(as_completed(running), 1):
+            line.show(f"compiled {done} of {len(stale)}, {future.result()}")
+    finally:
+        pool.shutdown(cancel_futures=True)
+        line.end()
 
 
-def up_to_date(target, dependencies, stamp, line):
-    """Whether target was made by this very command, after the last change of anything it includes."""
-    if not (target.exists() and dependencies.exists() and stamp.exists()):
-        return False
-    if stamp.read_text() != line:
-        return False
-    rule = dependencies.read_text().replace("\\\n", " ").split(":", 1)[1]
-    made = target.stat().st_mtime
-    return all(os.path.exists(p) and os.path.getmtime(p) <= made for p in shlex.split(rule))
+class MovingLine:
+    """Says how far something is: on one line of a terminal, which moves; elsewhere on a line each time."""
+
+    def __init__(self, what):
+        self.what, self.moves = what, sys.stdout.isatty()
+        self.show("looking for what changed")
+
+    def show(self, how_far):
+        text = f"{self.what}: {how_far}"
+        if self.moves:
+            text = "\r\033[K" + text[: shutil.get_terminal_size().columns - 1]
+        print(text, end="" if self.moves else "\n", flush=True)
+
+    def end(self):
+        if self.moves:
+            print(flush=True)
+
+
+class Compilation(NamedTuple):
+    """A command that compiles source to target, which is left out where target is up to date."""
+
+    command: list
+    source: Path
+    target: Path
+
+    @property
+    def dependencies(self):
+        return self.target.with_suffix(".d")
+
+    @property
+    def stamp(self):
+        """The file that holds the command that made target."""
+        return self.target.with_suffix(".command")
+
+    def line(self):
+        paths = [
+            "-MD",
+            "-MF",
+            str(self.dependencies),
+            "-c",
+            str(self.source),
+            "-o",
+            str(self.target),
+        ]
+        return [*self.command, *paths]
+
+    def run(self):
+        """Compile. Return the target's name."""
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self.stamp.unlink(missing_ok=True)
+        run(self.line())
+        self.stamp.write_text(shlex.join(self.line()))
+        return self.target.stem
+
+    def up_to_date(self):
+        """Whether target was made by this very command, after the last change of anything it includes."""
+        if not all(path.exists() for path in (self.target, self.dependencies, self.stamp)):
+            return False
+        if self.stamp.read_text() != shlex.join(self.line()):
+            return False
+        rule = self.dependencies.read_text().replace("\\\n", " ").split(":", 1)[1]
+        made = self.target.stat().st_mtime
+        return all(os.path.exists(p) and os.path.getmtime(p) <= made for p in shlex.split(rule))
 
 
 def run(command):
-    print(shlex.join(command), flush=True)
-    status = subprocess.run(command).returncode
-    if status:
-        raise CompileError(f"command failed with exit status {status}: {shlex.join(command)}")
+    """Run a compiler. What it says is printed in one piece, after it has ended: others run beside it."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.stdout:
+        print(f"\n{shlex.join(command)}\n{done.stdout}", end="", flush=True)
+    if done.returncode:
+        raise CompileError(
+            f"command failed with exit status {done.returncode}: {shlex.join(command)}"
+        )
 
 
 setup(

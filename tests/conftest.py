@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import tiers
 from hypothesis import settings
 
 try:
@@ -18,17 +19,38 @@ CUDA = pytest.mark.cuda  # see pytest_collection_modifyitems
 ISAS = () if _kernels is None else _kernels.cpu_isas()
 
 
-def pytest_collection_modifyitems(config, items):
-    """Without a CUDA device the tests marked `cuda` are left out: they share their bodies with others."""
-    marked = [item for item in items if item.get_closest_marker("cuda")]
-    if not marked:
-        return
-    import torch
+def pytest_addoption(parser):
+    parser.addoption(
+        "--shuffle",
+        type=int,
+        metavar="SEED",
+        help="run the files, and the tests of each, in an order drawn from SEED",
+    )
 
-    if torch.cuda.is_available():
-        return
-    config.hook.pytest_deselected(items=marked)
-    items[:] = [item for item in items if not item.get_closest_marker("cuda")]
+
+@pytest.hookimpl(tryfirst=True)  # before pytest itself looks at -m
+def pytest_collection_modifyitems(config, items):
+    """Put tests into the tiers, leave out what was not asked for and what cannot run here, and shuffle.
+
+    `slow` tests run if `-m` speaks of tiers, or if they are named by file::test; see CONTRIBUTING.md. Tests marked
+    `cuda` are left out if there is no CUDA device: they share their bodies with others.
+    """
+    for item in tiers.rest_of_sweeps(items):
+        item.add_marker(pytest.mark.slow)
+    left_out = [item for item in items if item.get_closest_marker("cuda")]
+    if left_out:
+        import torch
+
+        left_out = [] if torch.cuda.is_available() else left_out
+    if not config.option.markexpr:
+        named = tiers.named(config)
+        left_out += [item for item in items if item.get_closest_marker("slow") and not named(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=list(dict.fromkeys(left_out)))
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
+    if config.option.shuffle is not None:
+        items[:] = tiers.shuffled(items, config.option.shuffle)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,62 @@
+"""Which tests run when: the fast tier, and the order of a shuffled run. See CONTRIBUTING.md."""
+
+import random
+import zlib
+from collections import defaultdict
+from pathlib import Path
+
+FEW = 8
+"""A test with at most so many cases is no sweep: all of them are fast, unless they are marked."""
+
+
+def rest_of_sweeps(items):
+    """Yield the cases of parametrized tests that the fast tier can do without.
+
+    It keeps so many cases of each test that every value of every parameter occurs. Which ones depends on their names
+    alone, so that all processes of a run choose alike.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not any(map(item.get_closest_marker, ("slow", "cuda"))):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for sweep in cases.values():
+        if len(sweep) > FEW:
+            yield from _superfluous(sweep)
+
+
+def _superfluous(sweep):
+    seen = set()
+    for item in sorted(sweep, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        values = set(enumerate(item.callspec._idlist))  # the names of its values, one a parametrization
+        if values <= seen:
+            yield item
+        seen |= values
+
+
+def named(config):
+    """Return a function that says whether a test was asked for by name, as file::test."""
+    here = config.invocation_params.dir
+    asked = [argument.partition("::") for argument in config.args]
+    asked = [(Path(here, file).resolve(), names) for file, _, names in asked if names]
+
+    def is_named(item):
+        own = item.nodeid.partition("::")[2]
+        return any(
+            item.path == file and (own == names or own.startswith((f"{names}[", f"{names}::")))
+            for file, names in asked
+        )
+
+    return is_named
+
+
+def shuffled(items, seed):
+    """Return the items in an order drawn from the seed. Those of a file stay together, so that they share fixtures."""
+    files = defaultdict(list)
+    for item in items:
+        files[item.path].append(item)
+    draw = random.Random(seed)
+    order = list(files.values())
+    draw.shuffle(order)
+    for each in order:
+        draw.shuffle(each)
+    return [item for each in order for item in each]

@@ -116,6 +116,7 @@ def test_kinks_that_are_no_short_decimals(kink):
     assert found.kinks == pytest.approx((kink,), rel=0, abs=1e-13)
 
 
+@pytest.mark.slow
 def test_many_and_close_kinks():
     assert from_callable(lambda x: np.abs(x - np.round(x))).kinks == tuple(np.arange(-19, 20) / 2)
     assert from_callable(lambda x: np.abs(x - 0.3) + np.abs(x - 0.31)).kinks == (0.3, 0.31)
@@ -123,6 +124,7 @@ def test_many_and_close_kinks():
         from_callable(lambda x: np.abs(4 * x - np.round(4 * x)))
 
 
+@pytest.mark.slow
 def test_no_false_kinks():
     rng = np.random.default_rng(7)
     for _ in range(10):
@@ -400,6 +402,7 @@ STRAIGHT = {
 }
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("name", STRAIGHT)
 def test_straight_pieces_have_exact_tables(name):
     """The rounding of numerical differentiation is not taken for a shape of f'."""

@@ -117,12 +117,26 @@ def run(setting: Setting, arguments: list[str]) -> bool:
     environment, start = setting.environment(), time.monotonic()
     probe = [sys.executable, __file__, "--in-effect"]
     probed = subprocess.run(probe, env=environment, capture_output=True, text=True)
-    wrong = not_followed(setting, json.loads(probed.stdout)) if probed.returncode == 0 else ["no probe"]
+    wrong = (
+        not_followed(setting, json.loads(probed.stdout)) if probed.returncode == 0 else ["no probe"]
+    )
     if wrong:
         print(f"{setting}: failed, {'; '.join(wrong)}\n{probed.stderr}", flush=True)
         return False
-    tests = [sys.executable, "-m", "pytest", "--numprocesses=auto", "--maxprocesses=8", "--dist=worksteal"]
-    tests += [f"--threads={setting.threads}", f"--shuffle={setting.order}", "--color=no", *arguments]
+    tests = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--numprocesses=auto",
+        "--maxprocesses=8",
+        "--dist=worksteal",
+    ]
+    tests += [
+        f"--threads={setting.threads}",
+        f"--shuffle={setting.order}",
+        "--color=no",
+        *arguments,
+    ]
     done = subprocess.run(
         tests, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

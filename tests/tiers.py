@@ -31,7 +31,9 @@ def rest_of_sweeps(items):
 def _with_nothing_new(sweep):
     seen = set()
     for item in sweep:
-        values = set(enumerate(item.callspec._idlist))  # the names of its values, one a parametrization
+        values = set(
+            enumerate(item.callspec._idlist)
+        )  # the names of its values, one a parametrization
         if values <= seen:
             yield item
         seen |= values

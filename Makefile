@@ -1,9 +1,14 @@
-# Two commands do all set-up on a fresh machine: `make demo` and `make test`.
+# Two commands do all set-up on a fresh machine: `make demo` and `make test`. `make test-all` runs what is too slow for it.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 # torch first, in a version of its own: later requirements are then satisfied and pull nothing more.
 TORCH  ?= torch==2.13.0
+# Of the thousands of modules that packages bring few are imported: those are compiled then, and that is kept.
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
+unexport PYTHONDONTWRITEBYTECODE
+# As many processes as cores, of one thread each: tests of threads ask for theirs.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 # What the compiled kernels are made from.
 KERNELS := $(wildcard csrc/*.cpp csrc/common/* csrc/cpu/* csrc/cuda/*)
 # The tests that run on every device.
@@ -11,18 +16,28 @@ CUDA_TESTS := $(addprefix tests/test_,backends.py ops.py functional.py autograd.
 	layers.py sharing.py attention.py gated.py pooling.py dropout.py small_layers.py offset.py variables.py observation.py \
 	offload.py allocator.py)
 
-.PHONY: demo test lint tables benchmarks gpu sanitize clean
+.PHONY: demo test test-all dispatch lint tables benchmarks gpu sanitize clean
 
-demo: $(VENV)/installed $(VENV)/installed-torch
+demo: $(VENV)/installed
 	$(BIN)/fewbit solve gelu --bits 3
 	$(BIN)/fewbit compare gelu --bits 3
 	@mkdir -p demo
 	$(BIN)/fewbit plot gelu --bits 3 -o demo/gelu_3bit.png --force
 	$(BIN)/fewbit demo --output demo --force
 
-# As many processes as cores, of one thread each: tests of threads ask for theirs.
+# The fast tier: see CONTRIBUTING.md.
 test: $(VENV)/installed-tests lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(PYTEST)
+
+# What `make test` leaves out: slow tests, fuzz tests, all of it under other dispatch, the sanitizers.
+test-all: $(VENV)/installed-tests
+	$(PYTEST) -m slow
+	$(MAKE) dispatch
+	@if command -v $${CXX:-c++} > /dev/null; then $(MAKE) sanitize; else echo "sanitize: left out, no C++ compiler"; fi
+
+# The fast tier with other kernels of BLAS, NumPy, torch and fewbit, other numbers of threads and in other orders.
+dispatch: $(VENV)/installed-tests
+	$(BIN)/python tests/dispatch.py
 
 lint: $(VENV)/installed-tests
 	$(BIN)/ruff check .
@@ -52,23 +67,32 @@ gpu:
 	$(PYTHON) benchmarks/gpu_training.py --quick --seconds 200
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
-
-$(VENV)/installed: pyproject.toml setup.py $(KERNELS) | $(BIN)/python
-	@echo "installing fewbit: its kernels are compiled without a word, with nvcc for a few minutes"
-	$(BIN)/python -m pip install --quiet --editable .
-	@touch $@
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed-torch: | $(BIN)/python
-	$(BIN)/python -m pip install --quiet $(TORCH)
+	@echo "installing $(TORCH)"
+	@$(PIP) $(TORCH)
 	@touch $@
 
-$(VENV)/installed-tests: $(VENV)/installed $(VENV)/installed-torch
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+# The kernels are built by themselves first: pip would not show how far that is.
+$(VENV)/installed: pyproject.toml setup.py $(KERNELS) | $(VENV)/installed-torch
+	@echo "installing what fewbit is built with"
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' > $(VENV)/build.txt
+	@$(PIP) --requirement $(VENV)/build.txt
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@echo "installing fewbit and what it needs"
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/installed-tests: $(VENV)/installed
+	@echo "installing what the tests need"
+	@$(PIP) 'fewbit[test]'
 	@touch $@
 
 $(VENV)/installed-benchmarks: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[benchmark]'
+	@echo "installing what the benchmarks need"
+	@$(PIP) 'fewbit[benchmark]'
 	@touch $@
 
 clean:

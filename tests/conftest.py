@@ -26,6 +26,20 @@ def pytest_addoption(parser):
         metavar="SEED",
         help="run the files, and the tests of each, in an order drawn from SEED",
     )
+    parser.addoption(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="torch's threads, also more than there are cores, which OMP_NUM_THREADS does not bring about",
+    )
+
+
+def pytest_configure(config):
+    if config.option.threads is not None:
+        import torch
+
+        torch.set_num_threads(config.option.threads)
+        assert torch.get_num_threads() == config.option.threads
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself looks at -m

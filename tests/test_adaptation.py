@@ -46,6 +46,7 @@ def averages(controller):
 # -- bits --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("bits", [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 8])
 def test_bits_keep_to_the_average(name, bits):
@@ -62,6 +63,7 @@ def test_bits_keep_to_the_average(name, bits):
         assert len({row.bits for row in controller.allocation}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "bits", "least"), [("transformer", 1.5, 2), ("transformer", 3, 2)]
 )
@@ -157,6 +159,7 @@ def test_allocation_shows_itself():
 # -- budgets in bytes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("part", [0.3, 0.6, 1.0])
 def test_budget_in_bytes(name, part):
@@ -213,6 +216,7 @@ def test_refused(options, message):
 # -- loops -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_that_are_observed():
     model, controller, x = build(bits=2, interval=10)
     adaptation = controller.session.variables
@@ -272,6 +276,7 @@ def test_forwards_that_change_shape_or_skip_layers():
     assert len(controller.allocation) == 4 and mean_bits(controller) <= 2.25
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("interval", [1, 4])
 def test_checkpointed_regions_are_made_again_as_they_were(interval):
     """Also with an adaptation, and another batch size, between a forward and its backward."""

@@ -52,6 +52,7 @@ def losses_of_parts(model, numbers):
         yield loss.item()
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("interval", [1, 2, 3, 4])
 def test_modules_of_a_model_called_one_by_one(interval):
     """Each has its turn, also where one would be due whenever it is observed."""
@@ -62,6 +63,7 @@ def test_modules_of_a_model_called_one_by_one(interval):
     assert all(row.sensitivity > 0 for name, row in found.items() if name[:4] != "rare")
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 9, 20])
 def test_modules_called_one_by_one_go_on_as_before(stop):
     model, controller = parts_called_one_by_one(4)
@@ -204,6 +206,7 @@ def test_nested_results():
     assert not controller.allocation  # nothing can be said
 
 
+@pytest.mark.slow
 def test_sensitivities_that_overflow():
     """Such a step says nothing; one that comes near does."""
 

@@ -354,6 +354,7 @@ def test_checkpointed(device):
     assert torch.equal(a, b) and all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", ["plain", "causal", "boolean mask", "float mask"])
 def test_compiled(device, name):
     torch.compiler.reset()
@@ -757,6 +758,7 @@ def test_eval_is_torchs_own():
         assert torch.equal(ours(*tensors)[0], theirs(*tensors)[0])
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_module_compiled(device, need_weights):
     torch.compiler.reset()

@@ -211,6 +211,7 @@ def _each_wrapped(model):
     return model
 
 
+@pytest.mark.fast(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("how", [_whole, _in_place, _function, _each_block, _each_wrapped])
@@ -236,6 +237,7 @@ def test_compiled_layers_are_named(how):
     assert counters["stats"]["unique_graphs"] == graphs.get(how, counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_layers_of_given_bits_are_not_named():

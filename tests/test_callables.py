@@ -141,6 +141,7 @@ def test_the_rounding_of_a_kink_in_a_symmetric_window_is_not_zero(f, order):
     assert 0 < rounding < 1e-9 and abs(place) <= 4.0 * rounding
 
 
+@pytest.mark.slow
 def test_many_and_close_kinks():
     assert from_callable(lambda x: np.abs(x - np.round(x))).kinks == tuple(np.arange(-19, 20) / 2)
     assert from_callable(lambda x: np.abs(x - 0.3) + np.abs(x - 0.31)).kinks == (0.3, 0.31)
@@ -148,6 +149,7 @@ def test_many_and_close_kinks():
         from_callable(lambda x: np.abs(4 * x - np.round(4 * x)))
 
 
+@pytest.mark.slow
 def test_no_false_kinks():
     rng = np.random.default_rng(7)
     for _ in range(10):
@@ -427,6 +429,7 @@ STRAIGHT = {
 }
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("name", STRAIGHT)
 def test_straight_pieces_have_exact_tables(name):
     """The rounding of numerical differentiation is not taken for a shape of f'."""

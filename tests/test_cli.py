@@ -922,6 +922,7 @@ def test_help_imports_no_numpy():
     assert (result.returncode, result.stderr) == (0, "False\n")
 
 
+@pytest.mark.slow
 def test_a_solve_starts_within_twice_its_imports():
     program("solve", "gelu", "--bits", "3")  # the JIT cache is warm from here on
     baseline = [sys.executable, "-c", "import numpy, scipy.special, numba"]

@@ -162,6 +162,7 @@ def tensors(draw, spatial):
     return kind, x
 
 
+@pytest.mark.fast(2)
 @names
 @given(data=st.data())
 @settings(max_examples=100)

@@ -749,6 +749,7 @@ def test_padding_keeps_nothing(mode):
 # -- training ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_resnet_trains_and_keeps_a_twelfth(capsys):
     torch.manual_seed(0)
     model = ResNet("resnet18", nn.ReLU, classes=4)
@@ -820,6 +821,7 @@ def storage_bytes(tensors):
     return sum(each.untyped_storage().nbytes() for each in tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_compiled_model_keeps_quantised_inputs(name):
@@ -848,6 +850,7 @@ def test_a_compiled_model_keeps_quantised_inputs(name):
     assert storage_bytes(others) == (x.numel() if name == "transformer" else 0)  # the embedding's
 
 
+@pytest.mark.fast(1)
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.parametrize(

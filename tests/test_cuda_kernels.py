@@ -30,9 +30,12 @@ FUSED = DTYPES[0], DTYPES[2], DTYPES[3]
 SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
 GUARD = 64  # bytes on both sides of an array that must not change
 
-pytestmark = pytest.mark.skipif(
-    COMPILER is None or not CSRC.exists(), reason="needs a C++ compiler and the sources"
-)
+pytestmark = [
+    pytest.mark.slow,  # compiles for tens of seconds
+    pytest.mark.skipif(
+        COMPILER is None or not CSRC.exists(), reason="needs a C++ compiler and the sources"
+    ),
+]
 
 
 class Emulation:

@@ -2,7 +2,11 @@
 
 import json
 import math
+import multiprocessing
+import os
+import signal
 import statistics
+import time
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -15,6 +19,7 @@ import fewbit
 from fewbit import cli
 from fewbit.demo import experiment, training
 from fewbit.demo.experiment import Arm, Demo, run_demo
+from fewbit.demo.parallel import run_all
 from fewbit.demo.report import DemoReport, picture
 from fewbit.demo.text import Corpus, python_topics
 from fewbit.demo.transformer import CharTransformer
@@ -197,6 +202,62 @@ def test_progress_counts_every_step(corpus):
     assert seen[-1][0] == "all 4 bits, seed 1"
 
 
+def test_the_default_arms_are_few_and_all_are_those_of_the_stored_runs():
+    stored_arms = json.loads(experiment.STORED.read_text())["arms"]
+    settings = replace(SMALL, steps=1)
+    few = run_demo(settings=settings)
+    every = run_demo(settings=settings, **experiment.EVERY_ARM)
+    assert [arm.name for arm in few.arms] == ["exact", "3 bits", "L3 2 bits"]
+    assert [arm.name for arm in every.arms] == [arm["name"] for arm in stored_arms]
+
+
+@pytest.mark.slow
+def test_processes_change_nothing_but_the_time():
+    settings, seen = replace(SMALL, steps=60), []
+    alone = run_demo((2,), (), (2,), 2, settings)
+    beside = run_demo((2,), (), (2,), 2, settings, None, lambda *each: seen.append(each), 2)
+    assert [arm.runs for arm in beside.arms] == [arm.runs for arm in alone.arms]
+    for ours, theirs in zip(beside.arms, alone.arms, strict=True):
+        assert (ours.activation_bytes, ours.model_bytes) == (
+            theirs.activation_bytes,
+            theirs.model_bytes,
+        )
+    done = [number for _, number, _ in seen]
+    assert done == sorted(done) and 0 < done[0] and done[-1] <= 6 * 60
+    assert {total for *_, total in seen} == {6 * 60}
+
+
+def _ends(task, step):
+    if task == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if task == "raises":
+        raise FewbitError("made up")
+    for number in range(10_000):
+        step(number + 1)
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "message"), [("killed", "a process of the demo was ended"), ("raises", "made up")]
+)
+def test_what_ends_one_process_ends_all(task, message):
+    start = time.monotonic()
+    with pytest.raises(FewbitError, match=message):
+        run_all(_ends, ["goes on", task], 2, lambda index, done: None)
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_processes(tmp_path):
+    def interrupt(index, done):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all(_ends, ["goes on", "goes on"], 2, interrupt)
+    assert not multiprocessing.active_children()
+
+
 def test_a_text_too_short_is_refused():
     with pytest.raises(FewbitError, match="corpus: expected more than 160 characters"):
         run_demo((3,), settings=SMALL, corpus=Corpus.from_text("a short text"))
@@ -313,8 +374,8 @@ def test_command_writes_both_files_and_refuses_to_overwrite(tmp_path, small):
     document = json.loads(forced.stdout)
     assert document == json.loads((out / "demo.json").read_text())
     assert document["settings"]["steps"] == 3
-    assert [arm["bits"] for arm in document["arms"]] == [None, 2, 3, 3]
-    assert [arm["everything"] for arm in document["arms"]] == [None, None, 2, 2]
+    assert [arm["bits"] for arm in document["arms"]] == [None, 2, 3]
+    assert [arm["everything"] for arm in document["arms"]] == [None, None, 2]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ CASES = (
 )
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes(name, tmp_path):
     """Each process asserts the exact model's gradients over both inputs, within 2 %, and what is kept.

@@ -129,6 +129,7 @@ def test_every_help_has_an_example_of_the_command(command):
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_every_example_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEWBIT_CACHE", str(tmp_path / "cache"))

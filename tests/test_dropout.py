@@ -198,6 +198,7 @@ def test_autocast(device, sample, dtype):
     check(cast(sample.ours(0.3)), cast(sample.theirs(0.3)), normal(sample.shape, dtype, device))
 
 
+@pytest.mark.fast(3)
 @EACH_KIND
 @pytest.mark.parametrize("inplace", [False, True])
 def test_compiled(device, sample, inplace):

@@ -71,6 +71,7 @@ def squared(model, batch):
     return (model(x) - y).square().sum(0).mean()
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("e2", [0.05, 0.5])
 @pytest.mark.parametrize("name", SINGLE)
 def test_the_true_ratio_is_within_the_bound_and_not_far_below(name, e2):
@@ -114,6 +115,7 @@ def test_the_ratio_is_that_of_gradients():
     assert set(found.by_module) >= {"0", "9"}
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_larger_bound_takes_fewer_bytes(name):
     found = []
@@ -301,6 +303,7 @@ def test_activation_bits_that_are_given_stay():
 # -- codecs and channels -----------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("codec", ["quant", "quant+zvc", "error-bounded", "jpeg"])
 def test_codecs(codec, by_channel):
@@ -355,6 +358,7 @@ def test_channels_with_small_gradients_get_fewer_bits():
 # -- loops -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_that_are_observed():
     model, controller, x = build(interval=10)
     observed = []
@@ -398,6 +402,7 @@ def test_an_observed_step_is_the_same_step(name):
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("codec", ["quant", "quant+zvc"])
 def test_checkpointed_regions_are_made_again_as_they_were(codec, reentrant):

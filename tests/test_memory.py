@@ -60,6 +60,7 @@ def test_vgg_is_the_sum_by_hand(name, convolutions, size):
     assert (counted.nonlinear_bytes, counted.activation_bytes) == vgg_by_hand(convolutions, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -96,6 +97,7 @@ def test_an_in_place_relu_keeps_nothing_that_the_next_layer_does_not():
     assert "codes save nothing" not in run("resnet18", "--activation", "gelu").stdout
 
 
+@pytest.mark.slow
 def test_gpt2_keeps_four_tensors_per_nonlinearity_and_few_bits_pack_one():
     counted = measure("gpt2", size=128)
     elements = 128 * 3072
@@ -106,6 +108,7 @@ def test_gpt2_keeps_four_tensors_per_nonlinearity_and_few_bits_pack_one():
     assert fused.kept_packed(3) == counted.kept_packed(3) == fused.kept(3)
 
 
+@pytest.mark.slow
 def test_dropout_keeps_more():
     assert (
         measure("roberta-base", size=64, dropout=True).activation_bytes
@@ -165,6 +168,7 @@ def test_largest_batches_follow_from_the_papers_own_figures():
 WIDER = {"efficientnet_b0": 0.055, "vgg11": 0.055, "vgg16": 0.055, "gpt2": 0.055}
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "name",
     ["resnet18", "resnet50", "vgg11", "vgg16", "densenet121", "efficientnet_b0"]

@@ -417,6 +417,7 @@ class Net(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("measured_first", [True, False])
 @pytest.mark.parametrize("how", ["compile", "method", "part", "function"])
 def test_a_compiled_model_is_measured_and_stays_compiled(compiler, how, measured_first):
@@ -463,6 +464,7 @@ def noisy():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_changes(fails):
     model = noisy()
@@ -542,6 +544,7 @@ def test_a_backward_inside_the_forward_works_and_leaves_nothing():
     assert report.total == 0
 
 
+@pytest.mark.slow
 def test_no_tensor_outlives_the_measurement():
     x = torch.randn(64, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Softmax(-1), nn.Tanh())

@@ -274,6 +274,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_distributed_data_parallel(tmp_path):
     script = tmp_path / "ddp.py"
     script.write_text(DDP)

@@ -89,6 +89,7 @@ def sampled(name, domain, n=50):
     return value, np.abs(np.diff(value))[inside].max(initial=0.0)
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("domain", [(-4.0, 4.0), (-0.4, 0.7)])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["gelu", "tanh", "selu", "hardswish", "leaky_relu", "hardshrink"])
@@ -121,6 +122,7 @@ def test_minimax_bounds_and_is_bounded_by_mse(name, form):
     assert errors == sorted(errors, reverse=True)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["gelu", "tanh", "selu", "hardswish"])
 def test_pinned_minimax(name, form):
@@ -150,6 +152,7 @@ def test_the_expected_error_by_quadrature(name, weight):
         assert table.solver["status"] == ("exact" if table.error == 0 else "stationary")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "weight"), [("logsigmoid", "normal"), ("gelu", "uniform")])
 def test_unbiased_with_eight_bits(name, weight):
     table = solved(name, 8, weight=weight, objective="unbiased")

@@ -598,6 +598,7 @@ def test_a_change_in_place_is_not_taken_for_what_the_norm_keeps():
     assert all(relative(a, b) < 0.02 for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*", "ignore:.*isinstance.*treespec")
 def test_a_compiled_block_is_right():
     torch.compiler.reset()
@@ -671,6 +672,7 @@ ABSTRACT = {
 }
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("fuse", ("blocks", None, "preactivation"))
 @pytest.mark.parametrize("name", ABSTRACT)
 @pytest.mark.parametrize("mode", ("meta", "fake"))

@@ -260,6 +260,7 @@ def test_room_beyond_the_codes_is_zero(backend):
     assert np.array_equal(again.cpu().view(torch.int16).numpy().view(np.uint16), ranges)
 
 
+@pytest.mark.slow
 @compiled
 def test_more_elements_than_an_int_counts():
     """The last groups of 2**31 elements and some, in memory that exists only where it is touched."""

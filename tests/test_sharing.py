@@ -179,6 +179,7 @@ def test_nothing_outlives_a_forward():
     assert {t.data_ptr() for t in a}.isdisjoint(t.data_ptr() for t in b)
 
 
+@pytest.mark.slow
 def test_an_entry_does_not_hold_the_tensor():
     class Watch(nn.Module):
         def __init__(self):
@@ -390,6 +391,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("as_function", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints(reentrant, as_function):
@@ -465,6 +467,7 @@ def block():
     return fewbit.nn.PreActivation(nn.LayerNorm(96), nn.Linear(96, 96), bits=8)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("fuse", [None, "preactivation"])
 @pytest.mark.parametrize("how", ["modules", "functions", "nested", "whole", "apart", "blocks"])
 def test_nothing_of_a_region_lives_on_after_the_forward(how, fuse):

@@ -60,6 +60,7 @@ def same(mine, shipped):
     assert np.mean((mine(x) != shipped(x)) & (np.abs(mine(x) - shipped(x)) > 1e-6)) <= 1e-3
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_small_tables_are_what_the_solver_makes(name):
     shipped = {described(t): t for t in shipped_tables(name)}
@@ -69,6 +70,7 @@ def test_small_tables_are_what_the_solver_makes(name):
             same(table, shipped[described(table)])
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", ["gelu", "tanh", "relu6"])
 def test_large_tables_are_what_the_solver_makes(name):
     shipped = {described(t): t for t in shipped_tables(name)}

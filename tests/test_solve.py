@@ -315,6 +315,7 @@ TAILED = ["gelu", "tanh", "selu", "leaky_relu", "hardswish", "softplus", "logsig
 DOMAINS = [None, (-0.5, 0.5), (0.2, 0.3), (-6.5, -5.5), (5.5, 6.5)]
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", TAILED)
 def test_pinned_tails_are_the_slopes(name, form):
@@ -329,6 +330,7 @@ def test_pinned_tails_are_the_slopes(name, form):
         assert table.error - table.lower_bound <= 1e-2 * table.error + 1e-14
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["gelu", "tanh", "softplus", "logsigmoid"])
 def test_bounds_of_coarse_grids_hold_for_pinned_tables(name, form):
@@ -531,6 +533,7 @@ def test_the_size_of_the_weight_does_not_matter(scale, form):
     assert scaled.solver["status"] == "stationary" or scale > 1
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("grid", [16, 20, 50, 300])
 @pytest.mark.parametrize("objective", ["mse", "unbiased"])
 @pytest.mark.parametrize("weight", ["uniform", "normal"])

@@ -919,6 +919,7 @@ def test_sketch(table, width, height):
     assert braille == (table._function is not None or table.objective == "unbiased")
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("table", EVERY_KIND)
 def test_plot(table, tmp_path):
     pytest.importorskip("matplotlib")

@@ -367,6 +367,7 @@ def test_second_derivatives_are_refused(module):
         grad.square().sum().backward()
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", ["conv1d", "norm llama", "norm gemma", "unit t5", "unit phi3"])
 def test_compiled_modules(device, name):
     torch.compiler.reset()
@@ -635,6 +636,7 @@ def test_gradient_checkpointing_of_transformers():
     assert off(whole(our_grads), whole(grads)) < 0.03
 
 
+@pytest.mark.slow
 def test_compiled_llama():
     torch.compiler.reset()
     model, options = built("llama")
@@ -672,6 +674,7 @@ def test_lora():
         assert off(whole(our_grads), whole(grads)) < 0.03
 
 
+@pytest.mark.slow
 def test_another_process(tmp_path):
     """It does not import transformers for us; it knows our attention when it unpickles a model."""
     model, options = built("gpt2")

@@ -98,6 +98,7 @@ def input_gradient(g, one, other, deviation):
     return (g - g.mean() - one * (other * g).mean()) / deviation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [1, 2])
 def test_norms_as_all_their_outcomes_say(copies):
     """The terms, with the later norm's noise in the earlier one's, the direct variance, and the bias."""
@@ -194,6 +195,7 @@ def cases():
     yield "dropout", Attention(), torch.randn(16, 8, 16), ("norm", "attention")
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("case", range(4))
 def test_the_sum_of_the_terms_is_the_variance(case):
     name, model, x, contexts = list(cases())[case]
@@ -212,6 +214,7 @@ def test_the_sum_of_the_terms_is_the_variance(case):
     assert not profile.terms[:-1, last].any() and profile.terms[-1, last] > 0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_changes_nothing():
     class Region(Digits):
         def forward(self, x):
@@ -319,6 +322,7 @@ def test_sampling_variance_is_half_of_squared_differences(several):
     assert profile.sampled == ("6 batches of 4" if several else "6 chunks of one batch of 24")
 
 
+@pytest.mark.slow
 def test_sampling_variance_is_that_between_minibatches():
     """Against the variance over many minibatches of an infinite population."""
     model = nn.Linear(3, 1)
@@ -330,6 +334,7 @@ def test_sampling_variance_is_that_between_minibatches():
     )
 
 
+@pytest.mark.slow
 def test_chunks_with_a_batch_norm_come_with_a_warning():
     x = torch.randn(16, 1, 8, 8)
     profile = variance_profile(Digits(), x, squared, draws=2)
@@ -447,6 +452,7 @@ def test_a_compressed_model_has_the_profile_of_the_model():
     assert variance_profile(model, x, squared, draws=2).to_json() == expected.to_json()
 
 
+@pytest.mark.slow
 def test_settings_are_those_of_a_conversion():
     model, x = CharTransformer(20, 12, 32, 1, 2), torch.randint(20, (16, 12))
     exclude = ["blocks.0.mlp", "head"]
@@ -657,6 +663,7 @@ def test_html_is_one_piece_with_the_picture():
     assert "color" not in text.split("<img")[0]
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("count", [1, 50])
 def test_picture_has_a_row_for_each_source_and_room_for_its_name(count, tmp_path):
     profile = made(tuple(f"layers.{i}.convolution" for i in range(count)))

@@ -37,6 +37,7 @@ def save(path, *tables):
     return path
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("case", REQUESTS)
 def test_a_solved_table_holds(case, tmp_path):
     name, request = REQUESTS[case]

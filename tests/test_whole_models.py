@@ -79,6 +79,7 @@ def gradient(model, inputs):
     return torch.cat(grads).double()
 
 
+@pytest.mark.fast(2)
 def test_transformers_models(case):
     model, inputs, times_less = case
     exact = copy.deepcopy(model)
@@ -160,6 +161,7 @@ def fall_of_loss(model, inputs, steps):
     return losses[0] - losses[-1]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("name", MODELS)
 def test_lora(name, dropout):
@@ -209,6 +211,7 @@ def test_what_adapters_keep(dropout):
     assert sum(entry.bytes for entry in adapters) == of_inputs + 4 * middle
 
 
+@pytest.mark.slow
 def test_resnet_152_keeps_a_twelfth():
     """Counted on the meta device, in float32 (ActNN, Table 5: 12x)."""
     with torch.device("meta"):

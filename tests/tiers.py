@@ -12,22 +12,28 @@ FEW = 8
 def rest_of_sweeps(items):
     """Yield the cases of parametrized tests that the fast tier can do without.
 
-    It keeps so many cases of each test that every value of every parameter occurs. Which ones depends on their names
-    alone, so that all processes of a run choose alike.
+    It keeps so many cases of each test that every value of every parameter occurs, or as many as its mark
+    ``fast(n)`` says. Which ones depends on their names alone, so that all processes of a run choose alike.
     """
     cases = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and not any(map(item.get_closest_marker, ("slow", "cuda"))):
             cases[item.nodeid.split("[")[0]].append(item)
     for sweep in cases.values():
-        if len(sweep) > FEW:
-            yield from _superfluous(sweep)
+        sweep.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        mark = sweep[0].get_closest_marker("fast")
+        if mark:
+            yield from sweep[mark.args[0] :]
+        elif len(sweep) > FEW:
+            yield from _with_nothing_new(sweep)
 
 
-def _superfluous(sweep):
+def _with_nothing_new(sweep):
     seen = set()
-    for item in sorted(sweep, key=lambda item: zlib.crc32(item.nodeid.encode())):
-        values = set(enumerate(item.callspec._idlist))  # the names of its values, one a parametrization
+    for item in sweep:
+        values = set(
+            enumerate(item.callspec._idlist)
+        )  # the names of its values, one a parametrization
         if values <= seen:
             yield item
         seen |= values

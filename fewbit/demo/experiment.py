@@ -20,6 +20,7 @@ from fewbit._version import __version__
 from fewbit.compress.convert import ATTENTION_BITS, compress_
 from fewbit.compress.meter import saved_bytes
 from fewbit.demo import training
+from fewbit.demo.parallel import run_all
 from fewbit.demo.text import Corpus, python_topics
 from fewbit.errors import FewbitError
 from fewbit.nn import GELU
@@ -27,7 +28,7 @@ from fewbit.runtime import backends
 from fewbit.sizes import counted
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
-"""What `fewbit demo --seeds 5` gave; it is part of a checkout, not of the package."""
+"""What `fewbit demo --all --seeds 5` gave; it is part of a checkout, not of the package."""
 CURVE_POINTS = 30
 
 
@@ -173,24 +174,36 @@ class Demo:
 
 ACTIVATION_BITS = 3
 """Of GELU where everything is compressed."""
+EVERY_ARM = {"bits": (1, 2, 3, 4), "everything": (2,), "average": (2,)}
+"""What `fewbit demo --all` trains, and what STORED is of."""
 
 
 def run_demo(
-    bits: Sequence[int] = (1, 2, 3, 4),
-    everything: Sequence[int] = (2,),
+    bits: Sequence[int] = (3,),
+    everything: Sequence[int] = (),
     average: Sequence[float] = (2,),
     seeds: int = 1,
     settings: training.Settings | None = None,
     corpus: Corpus | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    processes: int = 1,
 ) -> Demo:
-    """Trains the transformer with exact GELU and with each number of bits, from the same seeds 0, 1, ...
+    """Train the transformer with exact GELU and in fewer bits, from the same seeds 0, 1, ...
 
-    bits: of few-bit GELUs, an arm each. everything: of the quantised inputs of models that `compress_` has
-    converted, an arm each, whose GELUs keep 3 bits, and attention 4. average: the same at level L3, where the other
-    layers share the bits.
-    progress: called as ``progress(what, steps done, steps in all)``. Runs on one thread: tensors are
-    small, and the same seed then gives the same losses on any number of cores.
+    Args:
+        bits: Of few-bit GELUs, an arm each.
+        everything: Of the quantised inputs of models that `compress_` has converted, an arm each, whose GELUs keep
+            3 bits, and attention 4.
+        average: The same at level L3, where the other layers share the bits.
+        seeds: How many; each arm is trained from each.
+        settings: Of each training; by default those of STORED.
+        corpus: The text; by default the help texts that Python ships.
+        progress: Called as ``progress(what, steps done, steps in all)``.
+        processes: How many train at a time. Each has one thread: tensors are small, and the same seed then gives
+            the same losses on any number of cores.
+
+    Raises:
+        FewbitError: The text is too short.
     """
     settings = settings or training.Settings()
     corpus = corpus or python_topics()
@@ -200,13 +213,20 @@ def run_demo(
             choices.append(Arm(ACTIVATION_BITS, 0, 0, (), 0.0, each, level))
     if len(corpus.train) <= settings.context or len(corpus.held_out) <= settings.context:
         raise FewbitError(f"corpus: expected more than {10 * settings.context} characters")
-    arms = []
-    with one_thread():
-        for i, empty in enumerate(choices):
-            done = i * seeds * settings.steps
-            report = partial(progress, total=len(choices) * seeds * settings.steps)
-            arms.append(_run(empty, seeds, settings, corpus, done, report))
-        backend = getattr(backends.of(torch.empty(0)), "name", "reference")
+    tasks = [(arm, seed) for arm in choices for seed in range(seeds)]
+    done = [0] * len(tasks)
+
+    def report(index, steps):
+        arm, seed = tasks[index]
+        done[index] = steps
+        what = arm.name if arm.everything is not None else f"GELU, {arm.name}"
+        what += f", seed {seed}" if seeds > 1 else ""
+        progress(what, sum(done), len(tasks) * settings.steps)
+
+    work = partial(_run, settings, corpus)
+    results = run_all(work, tasks, min(processes, len(tasks)), report)
+    arms = [_arm(empty, results[i * seeds : (i + 1) * seeds]) for i, empty in enumerate(choices)]
+    backend = getattr(backends.of(torch.empty(0)), "name", "reference")
     return Demo(settings, len(corpus.train), backend, tuple(arms), _stored(settings))
 
 
@@ -224,26 +244,26 @@ def _build(arm: Arm, settings, corpus, seed):
     return model
 
 
-def _run(empty: Arm, seeds, settings, corpus, done, progress) -> Arm:
-    activation_bytes, model_bytes = _counted(_build(empty, settings, corpus, 0), settings, corpus)
-    what = empty.name if empty.everything is not None else f"GELU, {empty.name}"
-    runs, start = [], time.perf_counter()
-    for seed in range(seeds):
-        this = what + (f", seed {seed}" if seeds > 1 else "")
-        before = done + seed * settings.steps
+def _run(settings, corpus, task, step) -> tuple[training.Run, tuple[int, int] | None, float]:
+    """Train one arm from one seed. Return the run, the arm's bytes if the seed is the first, and the seconds."""
+    arm, seed = task
+    with one_thread():
+        kept = _counted(_build(arm, settings, corpus, 0), settings, corpus) if seed == 0 else None
+        start = time.perf_counter()
+        run = training.train(_build(arm, settings, corpus, seed), corpus, settings, seed, step)
+        return run, kept, time.perf_counter() - start
 
-        def step(number, this=this, before=before):
-            progress(this, before + number)
 
-        model = _build(empty, settings, corpus, seed)
-        runs.append(training.train(model, corpus, settings, seed, step))
-    seconds = time.perf_counter() - start
+def _arm(empty: Arm, results) -> Arm:
+    """Return the arm with what its runs gave, in the order of the seeds."""
+    runs, kept, seconds = zip(*results, strict=True)
+    activation_bytes, model_bytes = kept[0]
     return replace(
         empty,
         activation_bytes=activation_bytes,
         model_bytes=model_bytes,
-        runs=tuple(runs),
-        seconds=seconds,
+        runs=runs,
+        seconds=sum(seconds),
     )
 
 

@@ -88,14 +88,17 @@ class DemoReport:
                 source = f"{yardstick.seeds} seeds in benchmarks/results/demo.json"
             lines.append(f"std: {yardstick.std:.4f}, from {source}.")
             lines += self._stored_verdict() if yardstick.stored else []
-        lines.append(f"{demo.seconds:.0f} s of training on one thread, backend {demo.backend}.")
+        lines.append(
+            f"{demo.seconds:.0f} s of training, each on one thread, backend {demo.backend}."
+        )
         return lines
 
     def _stored_verdict(self):
         """The stored runs' own means: a single seed's difference is mostly chance."""
         stored = self.demo.stored
         yield f"mean differences of those {stored['seeds']} seeds:"
-        arms = stored["arms"][1:]
+        shown = {arm.name for arm in self.demo.arms}
+        arms = [arm for arm in stored["arms"][1:] if arm["name"] in shown]
         width = max(len(arm["name"]) for arm in arms)
         for arm in arms:
             verdict = "within" if arm["within_one_std"] else "not within"

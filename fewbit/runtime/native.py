@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
 
 from fewbit import _kernels
+from fewbit.errors import FewbitError
 from fewbit.runtime import groups, reference
 from fewbit.runtime.encoding import Encoding, packed_words
 from fewbit.runtime.buffers import check_dense
@@ -327,11 +329,24 @@ def _ranges(rows: int, wide: bool, device) -> torch.Tensor:
 
 
 def cpu(isa: str | None = None) -> Kernels:
-    """The CPU kernels of the best instruction set that this processor has, or of the one named."""
+    """Return the CPU kernels of the instruction set named.
+
+    Otherwise of the one in the environment variable FEWBIT_CPU_ISA, or of the best that this processor has.
+    """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     _kernels.use_openmp_of(str(library))
-    isa = isa or _kernels.cpu_isas()[0]
+    isa = isa or _asked_isa() or _kernels.cpu_isas()[0]
     return Kernels(_kernels.Cpu(isa), lambda tensor: (torch.get_num_threads(),), _widths, isa)
+
+
+def _asked_isa() -> str | None:
+    """Return the value of FEWBIT_CPU_ISA, None if it is unset or empty."""
+    asked, there = os.environ.get("FEWBIT_CPU_ISA"), _kernels.cpu_isas()
+    if asked and asked not in there:
+        raise FewbitError(
+            f"FEWBIT_CPU_ISA: expected one of {', '.join(there)}, which this processor can run; got {asked!r}"
+        )
+    return asked
 
 
 def _widths(widths):

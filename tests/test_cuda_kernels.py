@@ -614,7 +614,7 @@ def indices(n):
 
 def test_several_widths_without_room_stop_the_kernel(cuda):
     """What they take is only known on the device."""
-    x, seed = normal((3, 100)), torch.tensor([5])
+    x, seed = torch.linspace(-1, 1, 300).view(3, 100), torch.tensor([5])
     widths = torch.tensor([2, 8, 5], dtype=torch.uint8)
     words = groups.mixed_words(widths.tolist(), 100)
     packed, ranges = cuda.quantise(x, seed, 1, 256, False, widths, words)

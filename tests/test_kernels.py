@@ -338,11 +338,9 @@ def test_decode_mul_of_one_number(isa, dtype, bits):
     for n in (0, 1, 31, 33, 513, 2000):
         codes = rng.integers(0, 1 << bits, n, np.uint8)
         for value in (1.0, -0.3, 1e-7, 3e38, np.inf, np.nan, 0.0):
-            grad = to_dtype([value] * max(n, 2), dtype)
-            expected = constants.product(codes, grad[:n], dtype)
-            got = run_decode(
-                isa, constants, grad[:1] if n != 1 else grad, dtype, pack(codes, bits), n
-            )
+            grad = to_dtype([value], dtype)
+            expected = constants.product(codes, np.resize(grad, n), dtype)
+            got = run_decode(isa, constants, grad, dtype, pack(codes, bits), n)
             assert same(got, expected, dtype), (n, value)
 
 

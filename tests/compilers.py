@@ -1,0 +1,56 @@
+"""Inductor's passes without its code generation: what it removes and moves, in a second instead of a minute."""
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
+
+# Passes and lowerings are imported late: their modules warn of torch's own deprecations when they are imported.
+
+
+def inductor_passes(graph, inputs):
+    """A backend for torch.compile that runs Inductor's decompositions and passes, then the graph op by op.
+
+    Ops meet tensors of whatever strides are left when operations without effect are gone, as in code that Inductor
+    makes, which may in addition bring them to the strides that it takes for the traced ones.
+    """
+    import torch._inductor.lowering  # which decompositions look into  # noqa: F401
+
+    make = aot_autograd(
+        fw_compiler=_compile,
+        bw_compiler=_compile,
+        inference_compiler=_compile,
+        partition_fn=_partition,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+    return make(graph, inputs)
+
+
+def _settings():
+    # Random numbers are torch's own, as in eager mode.
+    return config.patch(fallback_random=True)
+
+
+def _fake_mode():
+    return V.set_fake_mode(torch._guards.TracingContext.get().fake_mode)
+
+
+def _compile(graph, inputs):
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+
+    with _fake_mode(), _settings():
+        post_grad_passes(graph, False)
+    graph.recompile()
+    return make_boxed_func(graph.forward)
+
+
+def _partition(graph, joint_inputs, **keywords):
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    with _fake_mode(), _settings():
+        joint_graph_passes(graph)
+    return min_cut_rematerialization_partition(graph, joint_inputs, compiler="inductor", **keywords)

@@ -101,6 +101,13 @@ FEWBIT_HD inline float restored(int32_t code, float minimum, float range, float 
   return minimum + range * (static_cast<float>(code) * unit);
 }
 
+// The same within float16, to which it is rounded next: of a group that holds the largest number, the range is rounded
+// to beyond it. NaN stays.
+FEWBIT_HD inline float within_float16(float x) {
+  const float below = x > 65504.0f ? 65504.0f : x;
+  return below < -65504.0f ? -65504.0f : below;
+}
+
 FEWBIT_HD inline float unit_of(int bits) { return 1.0f / static_cast<float>(top_of(bits)); }
 
 FEWBIT_HD inline void store_limits(const GroupLimits& limits, bool wide, int64_t group, uint16_t* ranges) {

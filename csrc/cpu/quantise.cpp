@@ -61,7 +61,9 @@ struct Float16 {
     return out;
   }
   static const uint16_t* narrow(const float* in, uint16_t* out, int n) {
-    FEWBIT_NAMESPACE::narrow(in, out, n);
+    alignas(64) float within[kDrawBlock];
+    for (int i = 0; i < n; ++i) within[i] = within_float16(in[i]);
+    FEWBIT_NAMESPACE::narrow(within, out, n);
     return out;
   }
 };

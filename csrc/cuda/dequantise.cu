@@ -48,6 +48,16 @@ __device__ void map_run(float* values, const Affine& affine, const Entries& entr
   }
 }
 
+template <class T>
+__device__ float representable(float x) {
+  return x;
+}
+
+template <>
+__device__ float representable<Float16>(float x) {
+  return within_float16(x);
+}
+
 // A run of values to memory, as vectors where they are aligned.
 template <class T>
 __device__ void store_run(const float* values, T* out, bool vectors, int exist) {
@@ -109,6 +119,8 @@ __global__ void __launch_bounds__(kThreads, 4)
           values[i] = restored(static_cast<int32_t>(code), limits.minimum, limits.range, unit);
         }
         if (Mapped) map_run<T>(values, affine, entries, first - begin, exist);
+#pragma unroll
+        for (int i = 0; i < Runs<T>::kLength; ++i) values[i] = representable<T>(values[i]);
         if (place.contiguous()) {
           T* to = out + place.of(first);
           const bool vectors = exist >= Runs<T>::kLength && reinterpret_cast<uintptr_t>(to) % sizeof(uint4) == 0;

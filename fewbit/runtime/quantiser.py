@@ -14,6 +14,7 @@ from fewbit.runtime import groups, layout, observation, offload, ops, quantiser_
 from fewbit.runtime.keepers import Keeper, KeptBy
 from fewbit.runtime.offset import Offset
 from fewbit.runtime.plain import is_abstract, is_eager, is_plain
+from fewbit.runtime.reference_quantiser import in_dtype
 from fewbit.runtime.sharing import Session, current, in_backward, in_checkpoint
 from fewbit.runtime.tables import check_choice
 from fewbit.runtime.variables import COMPILED, REENTRANT, Variable
@@ -56,7 +57,7 @@ class Recipe(NamedTuple):
             values.mul_(scale)
         if shift is not None:
             values.add_(shift)
-        return values.to(dtype or self.dtype)
+        return in_dtype(values, dtype or self.dtype)
 
     def of(self, variable: Variable) -> Recipe:
         """For that variable."""

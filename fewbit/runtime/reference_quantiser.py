@@ -111,7 +111,15 @@ def dequantise(packed, ranges, bits, group_size, out, widths=None, affine=None) 
             word, group = word + n_words, group + n_groups
     if affine is not None:
         rows = _mapped(rows, *affine)
-    storage_order(out).copy_(rows.reshape(-1).to(out.dtype))
+    storage_order(out).copy_(in_dtype(rows.reshape(-1), out.dtype))
+
+
+def in_dtype(values, dtype):
+    """Restored values in dtype. In float16 none is infinite: next to 65504 ranges are rounded to beyond it."""
+    if dtype == torch.float16:
+        most = torch.finfo(dtype).max
+        values = values.clamp(-most, most)
+    return values.to(dtype)
 
 
 def _normalised(rows, mean, rstd, inner):

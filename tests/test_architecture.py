@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "fewbit"
 # A module imports only from the layers above its own (or its own). Lazy imports count as well.
 LAYERS = [
     {"_version", "errors"},
-    {"files", "panels", "philox", "functions", "sizes"},
+    {"files", "kinks", "panels", "philox", "functions", "sizes"},
     {"callables"},
     {"schema", "table", "plot", "terminal"},
     {"solver"},

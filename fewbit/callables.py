@@ -32,18 +32,16 @@ import numpy as np
 from fewbit import functions
 from fewbit.errors import FunctionError
 from fewbit.functions import Function
-from fewbit.panels import RESOLUTION, Panels, Unresolved, resolve_panels, slope_within
+from fewbit.kinks import find_bends, jumps, segments, wide_mesh
+from fewbit.panels import RESOLUTION, Panels, Unresolved, slope_within
 from fewbit.text import one_line as _one_line
 
 __all__ = ["from_callable", "import_callable", "qualified_name", "resolve"]
 
 _DOMAIN = (-10.0, 10.0)
 _EPS = float(np.finfo(np.float64).eps)
-_ACCURACY = 1e-10  # of a numerical derivative, times max |f'|
+_ACCURACY = 1e-10  # of what stands for f', times max |f'|
 _INTEGRAL_TOLERANCE = 1e-7  # times max |f'| and the length of the interval
-# A given derivative is exact; polynomials stand for it only where it is integrated.
-_GIVEN_ACCURACY = 1e-8
-_GIVEN_NARROWEST = 1e-12
 _MAX_KINKS = 64
 
 Flat = Callable[[np.ndarray], np.ndarray]  # 1-D float64 in, 1-D float64 of the same length out
@@ -104,23 +102,18 @@ def from_callable(
     value, slope = _adapted(f, name, domain)
     if derivative is not None:
         slope, _ = _adapted(derivative, f"the derivative of {name}", domain)
-    mesh = _mesh(low, high)
+    mesh = wide_mesh(low, high)
     _check_finite(name, value, mesh)
     _check_pointwise(name, value, mesh)
     _check_continuous(name, value, domain, given or [])
 
-    kinks = _all_kinks(name, value, slope, given, domain)
-    inside = [kink for kink in kinks if low <= kink <= high]
-    segments = _segments(domain, inside)
+    kinks, panels = _pieces(name, value, slope, given, domain)
     accuracy = 0.0
     if slope is None:
-        panels = _differentiable(name, value, segments)
-        slope, accuracy = _with_flat_pieces(
-            _numerical(value, panels, domain), panels.error, segments, domain
-        )
+        slope = _numerical(value, panels, domain)
+        slope, accuracy = _with_flat_pieces(value, slope, panels, segments(domain, kinks))
     else:
-        _check_finite(f"the derivative of {name}", slope, np.union1d(mesh, inside))
-        panels = _integrable(name, slope, segments)
+        _check_finite(f"the derivative of {name}", slope, mesh)
         _check_integral(name, value, panels, derivative is not None)
     return Function(
         name=name,
@@ -353,13 +346,6 @@ def _checked_kinks(kinks: Sequence[float]) -> list[float]:
     return found
 
 
-def _mesh(low: float, high: float) -> np.ndarray:
-    """1025 even points from low to high, and around zero finer and finer ones."""
-    fine = np.geomspace(1e-12, 0.1, 45)
-    mesh = np.unique(np.concatenate([np.linspace(low, high, 1025), -fine, [0.0], fine]))
-    return mesh[(mesh >= low) & (mesh <= high)]
-
-
 def _check_finite(name: str, f: Flat, mesh: np.ndarray) -> None:
     y = f(mesh)
     bad = np.flatnonzero(~np.isfinite(y))
@@ -384,34 +370,60 @@ def _check_continuous(
     name: str, f: Flat, domain: tuple[float, float], kinks: Sequence[float]
 ) -> None:
     """f does not jump, but at kinks that were given: there its derivative is that of both sides."""
-    jumps = [x for segment in _segments(domain, kinks) for x in _jumps(f, *segment)]
-    if jumps:
-        x = min(jumps)
+    found = [x for segment in segments(domain, kinks) for x in jumps(f, *segment)]
+    if found:
+        x = min(found)
         raise FunctionError(
             f"{name} jumps at x = {x!r}: expected a continuous function, or that point in kinks="
         )
 
 
-def _differentiable(name: str, f: Flat, segments: list[tuple[float, float]]) -> Panels:
-    """The panels of f by which it is differentiated; FunctionError where they are not accurate enough."""
+def _pieces(
+    name: str,
+    value: Flat,
+    slope: Flat | None,
+    given: list[float] | None,
+    domain: tuple[float, float],
+) -> tuple[list[float], Panels]:
+    """The kinks, and between them the panels of f, or of f' if that can be evaluated.
+
+    Given kinks are believed as long as no jump of f' is missing.
+    """
+    known = given or []
+    if slope is not None:
+        also = [x for piece in segments(domain, known) for x in jumps(slope, *piece)]
+        _check_given(name, given, also)
+        known = sorted([*known, *also])
+        _check_finite(f"the derivative of {name}", slope, np.array([*known, *domain]))
     try:
-        return resolve_panels(f, segments, _ACCURACY, order=1)
+        found, panels = find_bends(
+            value if slope is None else slope, known, domain, _ACCURACY, order=int(slope is None)
+        )
     except Unresolved as reason:
+        if slope is not None:
+            raise FunctionError(
+                f"{name}: its derivative varies too fast, or is rounded too much, near"
+                f" x = {reason.place!r}: expected a smooth float64 function between kinks"
+            ) from None
         raise FunctionError(
-            f"{name}: its numerical derivative is uncertain by {reason.error:.1e} near"
-            f" x = {reason.place!r} (expected at most {reason.allowed:.1e}); give derivative= or kinks="
+            f"{name}: its numerical derivative is uncertain by more than {reason.allowed:.1e} near"
+            f" x = {reason.place!r}; give derivative= or kinks="
         ) from None
+    if slope is None:
+        _check_given(name, given, [x for x, first in found.items() if first == 1])
+    kinks = sorted([*known, *found])
+    if len(found) > _MAX_KINKS:
+        raise FunctionError(
+            f"{name}: f' has more than {_MAX_KINKS} kinks on the domain; give kinks="
+        )
+    return kinks, panels
 
 
-def _integrable(name: str, slope: Flat, segments: list[tuple[float, float]]) -> Panels:
-    """The panels of a derivative that was given."""
-    try:
-        return resolve_panels(slope, segments, _GIVEN_ACCURACY, order=0, narrowest=_GIVEN_NARROWEST)
-    except Unresolved as reason:
+def _check_given(name: str, given: list[float] | None, also: list[float]) -> None:
+    if given is not None and also:
         raise FunctionError(
-            f"{name}: its derivative varies too fast, or is rounded too much, near x = {reason.place!r}:"
-            " expected a smooth float64 function between kinks"
-        ) from None
+            f"{name}: f' also jumps at x = {min(also)!r}; add it to kinks= or give derivative="
+        )
 
 
 def _check_integral(name: str, f: Flat, slopes: Panels, given: bool) -> None:
@@ -435,212 +447,6 @@ def _check_integral(name: str, f: Flat, slopes: Panels, given: bool) -> None:
             f"{name}: its derivative does not integrate back to it on"
             f" [{float(left[worst])!r}, {float(right[worst])!r}] (off by {error[worst]:.1e}); {remedy}"
         )
-
-
-# --- kinks --------------------------------------------------------------------------------------
-
-
-def _all_kinks(
-    name: str,
-    value: Flat,
-    slope: Flat | None,
-    given: list[float] | None,
-    domain: tuple[float, float],
-) -> list[float]:
-    """Where f' jumps, and where it bends; given kinks are believed as long as no jump is missing."""
-
-    def jumps(low: float, high: float) -> list[float]:
-        return _corners(value, low, high, 1) if slope is None else _jumps(slope, low, high)
-
-    known = given or []
-    found = _search(name, jumps, known, domain)
-    if given is not None:
-        if found:
-            raise FunctionError(
-                f"{name}: f' also jumps at x = {found[0]!r}; add it to kinks= or give derivative="
-            )
-        return given
-    return sorted(found + _search(name, lambda a, b: _corners(value, a, b, 2), found, domain))
-
-
-def _search(
-    name: str,
-    find: Callable[[float, float], list[float]],
-    known: list[float],
-    domain: tuple[float, float],
-) -> list[float]:
-    """What `find` finds between the known points, then between those it found, until nothing new."""
-    found: list[float] = []
-    pending = _segments(domain, known)
-    while pending:
-        low, high = pending.pop()
-        new = find(low, high)
-        if not new:
-            continue
-        found += new
-        pending += _segments((low, high), new)
-        if len(found) > _MAX_KINKS:
-            raise FunctionError(
-                f"{name}: f' has more than {_MAX_KINKS} kinks on the domain; give kinks="
-            )
-    return sorted(found)
-
-
-def _segments(domain: tuple[float, float], points: Sequence[float]) -> list[tuple[float, float]]:
-    """The closed intervals that remain when the points are taken out of the domain."""
-    low, high = domain
-    inside = sorted(point for point in points if low <= point <= high)
-    starts = [low, *(math.nextafter(point, math.inf) for point in inside)]
-    ends = [*(math.nextafter(point, -math.inf) for point in inside), high]
-    return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
-
-
-def _jumps(g: Flat, low: float, high: float) -> list[float]:
-    """Where g jumps by more than 1e-7 of max |g|, exact to the float.
-
-    Every mesh interval is halved towards the larger difference: over a smooth stretch the
-    difference dies away, at a jump it stays until the ends are adjacent floats. Of those two the
-    one that is shorter to write is returned.
-    """
-    mesh = _mesh(low, high)
-    y = g(mesh)
-    floor = 1e-7 * np.max(np.abs(y))
-    left, right, at_left, at_right = mesh[:-1], mesh[1:], y[:-1], y[1:]
-    found: set[float] = set()
-    while True:
-        alive = np.abs(at_right - at_left) > floor
-        adjacent = np.nextafter(left, np.inf) >= right
-        for pair in zip(
-            left[alive & adjacent].tolist(), right[alive & adjacent].tolist(), strict=True
-        ):
-            found.add(min(pair, key=lambda x: len(repr(x))) + 0.0)
-        alive &= ~adjacent
-        if not alive.any():
-            return sorted(found)
-        left, right, at_left, at_right = left[alive], right[alive], at_left[alive], at_right[alive]
-        middle = _between(left, right)
-        at_middle = g(middle)
-        goes_left = np.abs(at_middle - at_left) >= np.abs(at_right - at_middle)
-        left, at_left = np.where(goes_left, left, middle), np.where(goes_left, at_left, at_middle)
-        right, at_right = (
-            np.where(goes_left, middle, right),
-            np.where(goes_left, at_middle, at_right),
-        )
-
-
-def _between(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The float halfway in the order of floats, which reaches adjacent floats in 64 halvings."""
-    lowest = np.iinfo(np.int64).min
-    a, b = ((np.where(i < 0, lowest - i, i)) for i in (left.view(np.int64), right.view(np.int64)))
-    middle = (a >> 1) + (b >> 1) + (a & b & 1)
-    return np.where(middle < 0, lowest - middle, middle).view(np.float64)
-
-
-def _corners(f: Flat, low: float, high: float, order: int) -> list[float]:
-    """Where the derivative of f of that order (1 or 2) jumps.
-
-    Overlapping windows are halved, each time keeping the left, middle or right half with the
-    largest difference of f of order + 1, divided by the spacing to the power `order`. Where f is
-    smooth that quotient falls by half per step; at a jump it stays.
-    """
-    levels = 12 if order == 1 else 6  # further down, rounding drowns the quotient
-    width = (high - low) / 2048.0
-    starts = low + 0.5 * width * np.arange(4095)
-    history = []
-    for _ in range(levels):
-        width *= 0.5
-        choices = starts + 0.5 * width * np.arange(3)[:, None]
-        bends = _bend(f, choices, width, order, low, high)
-        best = np.argmax(bends, axis=0), np.arange(starts.size)
-        starts = choices[best]
-        history.append(bends[best])
-    # f may be a small difference of numbers as large as 1 or x, as 1 + erf(x) is far left.
-    size = 1.0 + np.abs(starts) + np.abs(f(np.clip(starts, low, high)))
-    noise = 2.0 ** (order + 1) * _EPS * size / (width / (order + 1)) ** order
-    persists = (history[-1] > 30.0 * noise) & (
-        history[-1] > 0.125 * np.max(history[: levels // 2], axis=0)
-    )
-    # Next to an end sits the kink that the segment was cut at.
-    inside = (starts > low + 2.0 * width) & (starts + width < high - 2.0 * width)
-    hits = _strongest(starts, history[-1], persists & inside, 2.0 * width)
-    return [_located(f, start, width, order, low, high, hits) for start in hits]
-
-
-def _bend(
-    f: Flat, starts: np.ndarray, width: float, order: int, low: float, high: float
-) -> np.ndarray:
-    spacing = width / (order + 1)
-    x = starts[..., None] + spacing * np.arange(order + 2)
-    y = f(np.clip(x, low, high).ravel()).reshape(x.shape)
-    return np.nan_to_num(np.abs(np.diff(y, order + 1)[..., 0]) / spacing**order)
-
-
-def _strongest(starts: np.ndarray, bends: np.ndarray, hit: np.ndarray, gap: float) -> list[float]:
-    """One start for every group of hits less than a gap apart."""
-    groups: list[list[int]] = []
-    for i in sorted(np.flatnonzero(hit), key=lambda i: starts[i]):
-        if groups and starts[i] - starts[groups[-1][-1]] < gap:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return [float(starts[max(group, key=lambda i: bends[i])]) for group in groups]
-
-
-def _located(
-    f: Flat, start: float, width: float, order: int, low: float, high: float, hits: list[float]
-) -> float:
-    """The kink inside one window: where smooth fits from both sides agree.
-
-    Two degrees of fit tell how far to trust the place; within that, a short decimal is preferred.
-    """
-    end = start + width
-    reach = (high - low) / 1024.0
-    left = max([low, start - reach, *(hit + width for hit in hits if hit < start)])
-    right = min([high, end + reach, *(hit for hit in hits if hit > start)])
-    places = [_meeting(f, (left, start), (end, right), order, degree) for degree in (6, 8)]
-    kink, spread = places[1][0], abs(places[0][0] - places[1][0]) + places[1][1]
-    if not (start <= kink <= end and spread <= width):
-        kink, spread = start + 0.5 * width, 0.5 * width
-    for digits in range(7):
-        near = abs(round(kink, digits) - kink) <= 4.0 * spread
-        if near and spread < 0.002 * 0.1**digits:  # else it is near one by chance
-            return round(kink, digits) + 0.0
-    return kink
-
-
-def _meeting(
-    f: Flat, before: tuple[float, float], after: tuple[float, float], order: int, degree: int
-) -> tuple[float, float]:
-    """Where the fits' derivatives of order - 1 are equal, and the rounding error of that place."""
-    if before[0] >= before[1] or after[0] >= after[1]:
-        return math.nan, math.inf
-    # Everything is taken relative to a point inside the window, lest the fit round its offsets.
-    origin = 0.5 * (before[1] + after[0])
-    height = f(np.array([origin]))[0]
-    size = 0.0
-    fits = []
-    for a, b in (before, after):
-        x = 0.5 * (a + b) + 0.5 * (b - a) * np.cos(np.pi * (np.arange(12) + 0.5) / 12)
-        y = f(x)
-        size = max(size, float(np.abs(x).max() + np.abs(y).max()))
-        fit = np.polynomial.Chebyshev.fit(
-            x - origin, y - height, degree, domain=(a - origin, b - origin)
-        )
-        fits.append(fit)
-    one, two = (fit.deriv(order - 1) if order > 1 else fit for fit in fits)
-    one_slope, two_slope = one.deriv(), two.deriv()
-    x = 0.0
-    for _ in range(5):
-        steepness = two_slope(x) - one_slope(x)
-        if steepness == 0.0:
-            return math.nan, math.inf
-        x -= (two(x) - one(x)) / steepness
-        if not before[0] <= origin + x <= after[1]:
-            return math.nan, math.inf
-    shortest = min(before[1] - before[0], after[1] - after[0])
-    # Of a derivative of the fit.
-    rounding = 4.0 * _EPS * size * (degree * degree / shortest) ** (order - 1)
-    return float(origin + x), float(rounding / abs(steepness)) + 4.0 * _EPS * abs(origin)
 
 
 # --- the numerical derivative -------------------------------------------------------------------
@@ -667,7 +473,7 @@ def _numerical(f: Flat, panels: Panels, domain: tuple[float, float]) -> Flat:
 
 
 def _with_flat_pieces(
-    slope: Flat, accuracy: float, segments: list[tuple[float, float]], domain: tuple[float, float]
+    value: Flat, slope: Flat, panels: Panels, pieces: list[tuple[float, float]]
 ) -> tuple[Flat, float]:
     """slope, free of rounding on every piece between kinks where f is a straight line, and its accuracy.
 
@@ -675,11 +481,16 @@ def _with_flat_pieces(
     function like max(0, x) would have no exact table.
     """
     flat = []
-    for left, right in segments:
-        sample = slope(left + (right - left) * np.linspace(0.0, 1.0, 257))
+    accuracy = panels.error
+    points = panels.points(32)
+    for left, right in pieces:
+        x = points[(points >= left) & (points <= right)]
+        sample, size = slope(x), np.abs(value(x)).max() + np.abs(x).max()
         level = float(np.median(sample))
-        if np.abs(sample - level).max() <= accuracy:
-            flat.append((left, right, _short(level, accuracy)))
+        # What rounding in f leaves of a polynomial's slope at its ends.
+        rounding = 4096.0 * _EPS * max(float(size) / (right - left), abs(level))
+        if np.abs(sample - level).max() <= min(accuracy, rounding):
+            flat.append((left, right, _short(level, rounding)))
     if not flat:
         return slope, accuracy
 
@@ -687,11 +498,11 @@ def _with_flat_pieces(
         found = slope(x)
         for left, right, level in flat:
             # A piece ends one float before its kink, and has the kink itself.
-            end = right if right == domain[1] else math.nextafter(right, math.inf)
+            end = right if right == pieces[-1][1] else math.nextafter(right, math.inf)
             found = np.where((x >= left) & (x <= end), level, found)
         return found
 
-    return cleaned, accuracy if len(flat) < len(segments) else 0.0
+    return cleaned, accuracy if len(flat) < len(pieces) else 0.0
 
 
 # --- what else a solver wants to know -----------------------------------------------------------
@@ -738,7 +549,7 @@ def _is_even(slope: Flat, kinks: list[float], domain: tuple[float, float], accur
     """f'(-x) equals f'(x) on a mesh; at a kink, where f' has two limits, it need not."""
     if domain[0] != -domain[1] or kinks != sorted(-kink + 0.0 for kink in kinks):
         return False
-    x = np.setdiff1d(_mesh(0.0, domain[1]), np.abs(kinks))
+    x = np.setdiff1d(wide_mesh(0.0, domain[1]), np.abs(kinks))
     right, left = slope(x), slope(-x)
     allowed = max(1e-12 * float(np.max(np.abs(right))), 2.0 * accuracy)
     return bool(np.max(np.abs(right - left)) <= allowed)

@@ -11,11 +11,11 @@ too low a degree, and rounding in f, which no smaller panel can mend.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["RESOLUTION", "Panels", "Unresolved", "resolve_panels", "slope_within"]
+__all__ = ["RESOLUTION", "Panels", "Unresolved", "one_sided", "resolve_panels", "slope_within"]
 
 RESOLUTION = 2**17
 # The two interpolants' numbers of points. Cosines of odd multiples of pi/40 and pi/56 are never equal.
@@ -23,16 +23,17 @@ _FEWER, _MORE = 20, 28
 # How far an interpolant reaches beyond its panel: derivatives are noisiest at the ends of the reach.
 _OVERLAP = 0.25
 _CAUTION = 4.0
+_OF_VALUES = 1e-8
 _MOST_PANELS = 8192
 _EPS = float(np.finfo(np.float64).eps)
 
 
 class Unresolved(Exception):
-    """A place where f cannot be resolved, the least error that was reached there, and the error allowed."""
+    """A place where f cannot be resolved, and the error that was allowed."""
 
-    def __init__(self, place: float, error: float, allowed: float):
-        super().__init__(place, error, allowed)
-        self.place, self.error, self.allowed = place, error, allowed
+    def __init__(self, place: float, allowed: float):
+        super().__init__(place, allowed)
+        self.place, self.allowed = place, allowed
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Panels:
         coefficients: The Chebyshev series, shape (terms, n).
         error: The largest distance seen between two interpolants, times a factor of caution; in the derivative
             if that was asked for.
+        allowed: The most that it may be.
+        unresolved: Which panels were kept although they do not meet f, because they are narrow, bool (n,).
     """
 
     left: np.ndarray
@@ -56,6 +59,8 @@ class Panels:
     half: np.ndarray
     coefficients: np.ndarray
     error: float
+    allowed: float
+    unresolved: np.ndarray
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """Evaluate the polynomials at x (m,); outside the panels the outermost ones continue."""
@@ -64,8 +69,20 @@ class Panels:
 
     def derivative(self) -> Panels:
         """Return the derivative of the polynomials."""
-        slopes = _differentiated(self.coefficients) / self.half
-        return Panels(self.left, self.right, self.center, self.half, slopes, self.error)
+        return replace(self, coefficients=_differentiated(self.coefficients) / self.half)
+
+    def gaps(self, narrow: float) -> list[tuple[float, float]]:
+        """Return where panels that are narrow or not resolved stand together: of each group the narrowest ones."""
+        found: list[tuple[float, float]] = []
+        width = self.right - self.left
+        odd = self.unresolved | (width <= narrow)
+        touching = odd[1:] & odd[:-1] & (self.left[1:] == self.right[:-1])
+        starts = np.flatnonzero(odd & ~np.append(False, touching))
+        stops = np.flatnonzero(odd & ~np.append(touching, False)) + 1
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            least = np.flatnonzero(width[start:stop] <= 1.5 * width[start:stop].min()) + start
+            found.append((float(self.left[least[0]]), float(self.right[least[-1]])))
+        return found
 
     @property
     def edges(self) -> tuple[float, ...]:
@@ -122,17 +139,23 @@ def resolve_panels(
     """
     samples, values, spacing = _sampled(f, segments)
     scale = _scale(samples, values, segments, order)
-    allowed = tolerance * scale
+    variation = float(np.ptp(values)) if order else np.inf
     extent = segments[-1][1] - segments[0][0]
     left, right = (np.array(ends) for ends in zip(*segments, strict=True))
     low, high = left, right
-    least = np.full(len(left), np.inf)
     kept: list[tuple[np.ndarray, ...]] = []
     count = 0
     while len(left):
         fits = _Fits(f, left, right, low, high)
         error = fits.errors[order]
-        close = _CAUTION * error <= allowed
+        # Samples may lie beside the place where f is steepest.
+        sure = error <= 0.1 * fits.largest[order]
+        scale = max(scale, 0.9 * float(np.max(fits.largest[order], where=sure, initial=0.0)))
+        allowed = tolerance * scale
+        # Where f' is allowed to be far off, f is not: a steep place elsewhere does not excuse aliasing.
+        close = (_CAUTION * error <= allowed) & (
+            _CAUTION * fits.errors[0] <= _OF_VALUES * variation
+        )
         missed = np.zeros(len(left))
         missed[close] = fits.missed(samples, values, np.flatnonzero(close))
         size = fits.size + np.maximum(np.abs(left), np.abs(right)) * scale * order
@@ -140,25 +163,25 @@ def resolve_panels(
             allowed * (spacing if order else 1.0), 32.0 * _EPS * size
         )
         good = close & (missed <= tolerated)
-        # A sample that is missed is worth the slope from its neighbor.
-        error = np.where(close & ~good, missed / (spacing if order else 1.0), error)
-        least = np.fmin(least, error)
         width = right - left
         tiny = width <= 64.0 * _EPS * np.maximum(np.abs(left), np.abs(right))
         hopeless = ~good & (tiny | (width <= 1e-290))
+        # No smaller panel mends what rounding explains.
+        rounding = _EPS * size * (_MORE / fits.half if order else 1.0)
+        unresolved = ~good & ((width <= narrowest * extent) | (error <= 4.0 * rounding))
         if narrowest:
-            good |= width <= narrowest * extent
+            good |= unresolved
         elif hopeless.any():
-            raise _unresolved(left, np.where(hopeless, least, -1.0), allowed)
-        kept.append((left[good], right[good], *fits.series(good), error[good]))
+            raise Unresolved(float(left[hopeless][0]), allowed)
+        kept.append((left[good], right[good], *fits.series(good), error[good], unresolved[good]))
         count += int(good.sum())
-        left, right, low, high, least = (ends[~good] for ends in (left, right, low, high, least))
+        left, right, low, high = (ends[~good] for ends in (left, right, low, high))
         if count + 2 * len(left) > _MOST_PANELS:
-            raise _unresolved(left, least, allowed)
+            raise Unresolved(float(left[len(left) // 2]), allowed)
         middle = left + 0.5 * (right - left)
         left, right = np.concatenate([left, middle]), np.concatenate([middle, right])
-        low, high, least = np.tile(low, 2), np.tile(high, 2), np.tile(least, 2)
-    left, right, center, half, coefficients, error = (
+        low, high = np.tile(low, 2), np.tile(high, 2)
+    left, right, center, half, coefficients, error, unresolved = (
         np.concatenate(parts, axis=-1) for parts in zip(*kept, strict=True)
     )
     order_of = np.argsort(left)
@@ -169,12 +192,9 @@ def resolve_panels(
         half[order_of],
         coefficients[:, order_of],
         _CAUTION * float(error.max()),
+        allowed,
+        unresolved[order_of],
     )
-
-
-def _unresolved(left, least, allowed):
-    worst = int(np.argmax(least))
-    return Unresolved(float(left[worst]), _CAUTION * float(least[worst]), allowed)
 
 
 def slope_within(f, start: np.ndarray, end: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -184,6 +204,52 @@ def slope_within(f, start: np.ndarray, end: np.ndarray, x: np.ndarray) -> np.nda
     y = f(nodes.ravel()).reshape(nodes.shape)
     series = _differentiated(_interpolated(y, np.zeros_like(y)))
     return _chebyshev(series, (x - center) / half) / half
+
+
+@dataclass(frozen=True)
+class Side:
+    """A polynomial like a function on one side of a point, as far as the function is smooth there."""
+
+    center: float
+    half: float
+    coefficients: np.ndarray
+    errors: tuple[float, float]
+    size: float
+
+    def slope(self, x: float, order: int) -> float:
+        """Return the derivative of that order at x."""
+        series = self.coefficients
+        for _ in range(order):
+            series = _differentiated(series)
+        return (
+            float(_chebyshev(series, np.float64((x - self.center) / self.half))) / self.half**order
+        )
+
+    def noise(self, order: int) -> float:
+        """Estimate the error of that derivative at an end."""
+        amplified = _MORE**2 / self.half
+        rounding = 4.0 * _EPS * (self.size + abs(self.center) + self.half)
+        return (
+            self.errors[min(order, 1)] * amplified ** max(order - 1, 0)
+            + rounding * amplified**order
+        )
+
+
+def one_sided(f, near: float, far: float, allowed: float, order: int) -> Side | None:
+    """Interpolate f between ``near`` and as far towards ``far`` as one polynomial is like it; None if nowhere."""
+    ends = near + (far - near) * 0.5 ** np.arange(40.0)
+    ends = ends[np.abs(ends - near) > 1e-12 * (1.0 + abs(near))]
+    left, right = np.minimum(near, ends), np.maximum(near, ends)
+    if not len(ends):
+        return None
+    fits = _Fits(f, left, right, left, right)
+    good = np.flatnonzero(_CAUTION * fits.errors[order] <= allowed)
+    if not len(good):
+        return None
+    at = good[0]
+    errors = (float(fits.errors[0][at]), float(fits.errors[1][at]))
+    center, half, series = fits.series(at)
+    return Side(float(center), float(half), series, errors, float(fits.size[at]))
 
 
 class _Fits:
@@ -204,6 +270,11 @@ class _Fits:
         self.size = np.abs(y).max(axis=0)
         share = np.linspace(0.0, 1.0, 25)[:, None]
         t = (left + (right - left) * share - self.center) / self.half
+        series = self.more[:, None, :]
+        self.largest = (
+            np.abs(_chebyshev(series, t)).max(axis=0),
+            np.abs(_chebyshev(_differentiated(series), t)).max(axis=0) / self.half,
+        )
         apart = self.more.copy()
         apart[:_FEWER] -= self.fewer
         self.errors = (

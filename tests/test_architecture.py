@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "fewbit"
 # A module imports only from the layers above its own (or its own). Lazy imports count as well.
 LAYERS = [
     {"_version", "errors", "text"},
-    {"erfcx", "files", "functions", "panels", "philox", "sizes"},
+    {"erfcx", "files", "functions", "kinks", "panels", "philox", "sizes"},
     {"callables"},
     {"documents", "schema", "table", "plot", "terminal"},
     {"solver"},

@@ -135,12 +135,6 @@ def test_a_kink_at_zero_is_zero(name):
     assert from_callable(KINKED_AT_ZERO[name]).kinks == (0.0,)
 
 
-@pytest.mark.parametrize(("f", "order"), [(np.abs, 1), (KINKED_AT_ZERO["softsign"], 2)])
-def test_the_rounding_of_a_kink_in_a_symmetric_window_is_not_zero(f, order):
-    place, rounding = callables._meeting(f, (-0.02, -1e-3), (1e-3, 0.02), order, 8)
-    assert 0 < rounding < 1e-9 and abs(place) <= 4.0 * rounding
-
-
 @pytest.mark.slow
 def test_many_and_close_kinks():
     assert from_callable(lambda x: np.abs(x - np.round(x))).kinks == tuple(np.arange(-19, 20) / 2)
@@ -191,7 +185,7 @@ def test_given_derivative_and_kinks():
     spiky = from_callable(
         lambda x: np.abs(x) ** 1.5, derivative=lambda x: 1.5 * np.sign(x) * np.sqrt(np.abs(x))
     )
-    assert spiky.kinks == (0.0,) and spiky.slopes == (-math.inf, math.inf)
+    assert spiky.slopes == (-math.inf, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -280,8 +274,8 @@ def test_torch_without_gradient():
         (
             np.sqrt,
             {"domain": (0.0, 10.0)},
-            "^numpy:sqrt: its numerical derivative is uncertain by .* near x = 0.0 "
-            r"\(expected at most .*\); give derivative= or kinks=$",
+            "^numpy:sqrt: its numerical derivative is uncertain by more than .* near x = 0.0;"
+            " give derivative= or kinks=$",
         ),
         (
             lambda x: np.where(x > 0.5, 1.0, 0.0),

@@ -1,0 +1,181 @@
+"""Where a function of one number jumps, or its derivatives do.
+
+Jumps of a function that can be evaluated are found exactly, by halving (`jumps`). A jump of a derivative leaves a
+gap when the function is cut into panels: no polynomial is like a function that has a corner inside, however
+narrow the panel, while a bend that is merely steep is resolved in the end. In such a gap the kink is where
+smooth polynomials from either side meet (`find_bends`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from fewbit.panels import Panels, one_sided, resolve_panels
+
+__all__ = ["find_bends", "jumps", "segments", "wide_mesh"]
+
+Flat = Callable[[np.ndarray], np.ndarray]
+
+_EPS = float(np.finfo(np.float64).eps)
+# Panels of this share of the domain are suspected of a kink: 2e-5 on [-10, 10].
+_SUSPECT = 2.0**-20
+# Those that are not resolved at this share are not halved again before the kink in them is known.
+_NARROW = 2.0**-30
+# What stands between the polynomials of both sides, as a share of the interval that either was made on.
+_WIDEST_GAP = 2e-3
+_ROUNDS = 4
+
+
+def segments(domain: tuple[float, float], points: Sequence[float]) -> list[tuple[float, float]]:
+    """Return the closed intervals that remain when the points are taken out of the domain."""
+    low, high = domain
+    inside = sorted(point for point in points if low <= point <= high)
+    starts = [low, *(math.nextafter(point, math.inf) for point in inside)]
+    ends = [*(math.nextafter(point, -math.inf) for point in inside), high]
+    return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
+
+def wide_mesh(low: float, high: float) -> np.ndarray:
+    """Return 1025 even points from low to high, and around zero finer and finer ones."""
+    fine = np.geomspace(1e-12, 0.1, 45)
+    mesh = np.unique(np.concatenate([np.linspace(low, high, 1025), -fine, [0.0], fine]))
+    return mesh[(mesh >= low) & (mesh <= high)]
+
+
+# --- jumps of what can be evaluated -------------------------------------------------------------
+
+
+def jumps(g: Flat, low: float, high: float, least: float | None = None) -> list[float]:
+    """Find where g jumps by more than ``least``, else 1e-7 of max |g|, exact to the float.
+
+    Every mesh interval is halved towards the larger difference: over a smooth stretch the
+    difference dies away, at a jump it stays until the ends are adjacent floats. Of those two the
+    one that is shorter to write is returned.
+    """
+    mesh = wide_mesh(low, high)
+    y = g(mesh)
+    largest = np.max(np.abs(y), where=np.isfinite(y), initial=0.0)
+    left, right, at_left, at_right = mesh[:-1], mesh[1:], y[:-1], y[1:]
+    found: set[float] = set()
+    while True:
+        alive = np.abs(at_right - at_left) > (1e-7 * largest if least is None else least)
+        adjacent = np.nextafter(left, np.inf) >= right
+        for pair in zip(
+            left[alive & adjacent].tolist(), right[alive & adjacent].tolist(), strict=True
+        ):
+            found.add(min(pair, key=lambda x: len(repr(x))) + 0.0)
+        alive &= ~adjacent
+        if not alive.any():
+            return sorted(found)
+        left, right, at_left, at_right = left[alive], right[alive], at_left[alive], at_right[alive]
+        middle = _between(left, right)
+        at_middle = g(middle)
+        # The mesh may have missed where g is large.
+        largest = np.max(np.abs(at_middle), where=np.isfinite(at_middle), initial=largest)
+        goes_left = np.abs(at_middle - at_left) >= np.abs(at_right - at_middle)
+        left, at_left = np.where(goes_left, left, middle), np.where(goes_left, at_left, at_middle)
+        right, at_right = (
+            np.where(goes_left, middle, right),
+            np.where(goes_left, at_middle, at_right),
+        )
+
+
+def _between(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return the float halfway in the order of floats, which reaches adjacent floats in 64 halvings."""
+    lowest = np.iinfo(np.int64).min
+    a, b = ((np.where(i < 0, lowest - i, i)) for i in (left.view(np.int64), right.view(np.int64)))
+    middle = (a >> 1) + (b >> 1) + (a & b & 1)
+    return np.where(middle < 0, lowest - middle, middle).view(np.float64)
+
+
+# --- jumps of derivatives -----------------------------------------------------------------------
+
+
+def find_bends(
+    g: Flat, known: Sequence[float], domain: tuple[float, float], accuracy: float, *, order: int
+) -> tuple[dict[float, int], Panels]:
+    """Find where a derivative of g jumps, besides the known points.
+
+    Args:
+        g: A function that is continuous between the known points.
+        known: Points that g need not be smooth across.
+        domain: Where to look.
+        accuracy: As in `resolve_panels`.
+        order: 1 if g is to be differentiated, else 0.
+
+    Returns:
+        The points, with the order of the first derivative of g that jumps there (1 to 3; 1 too if g does); and the panels of g
+        between all of them.
+
+    Raises:
+        Unresolved: If g has to be differentiated and there is a place where it cannot be.
+    """
+    found: dict[float, int] = {}
+    for _ in range(_ROUNDS):
+        pieces = segments(domain, [*known, *found])
+        panels = resolve_panels(g, pieces, accuracy, order=order, narrowest=_NARROW)
+        gaps = panels.gaps(_SUSPECT * (domain[1] - domain[0]))
+        new = {}
+        for i, (low, high) in enumerate(gaps):
+            piece = next(piece for piece in pieces if piece[0] <= low and high <= piece[1])
+            start = max([piece[0], *(gap[1] for gap in gaps[:i])])
+            end = min([piece[1], *(gap[0] for gap in gaps[i + 1 :])])
+            if start < low and high < end:
+                place, first = _meeting(g, (start, low), (high, end), panels.allowed, order)
+                if first:
+                    new[place] = first
+        found |= new
+        if not new:
+            break
+    if order and panels.unresolved.any():
+        panels = resolve_panels(g, pieces, accuracy, order=order)
+    return found, panels
+
+
+def _meeting(
+    g: Flat, before: tuple[float, float], after: tuple[float, float], allowed: float, order: int
+) -> tuple[float, int]:
+    """Return where polynomials from both sides meet, and the first derivative that jumps there; 0 if they do not."""
+    low, high = before[1], after[0]
+    left = one_sided(g, low, before[0], allowed, order)
+    right = one_sided(g, high, after[1], allowed, order)
+    if left is None or right is None:
+        return math.nan, 0
+    if high - low > _WIDEST_GAP * min(left.half, right.half):
+        return math.nan, 0
+    middle = 0.5 * (low + high)
+    apart = abs(right.slope(middle, 0) - left.slope(middle, 0))
+    if order == 0 and apart > 8.0 * (left.noise(0) + right.noise(0)):
+        places = jumps(g, low, high, 0.5 * apart)
+        if len(places) == 1:
+            return places[0], 1
+    for first in (1, 2, 3):
+        jump = right.slope(middle, first) - left.slope(middle, first)
+        if abs(jump) <= 8.0 * (left.noise(first) + right.noise(first)):
+            continue
+        # All lower derivatives agree at the kink; the last of them is nearly a straight line around it.
+        shift = 0.0
+        for _ in range(8):
+            jump = right.slope(middle + shift, first) - left.slope(middle + shift, first)
+            apart = right.slope(middle + shift, first - 1) - left.slope(middle + shift, first - 1)
+            shift -= apart / jump if jump else math.inf
+            if not abs(shift) <= high - low:
+                return math.nan, 0
+        place = middle + shift
+        spread = (left.noise(first - 1) + right.noise(first - 1)) / abs(jump)
+        if spread > high - low:
+            return math.nan, 0
+        return _decimal(place, spread + 4.0 * _EPS * abs(place)), first
+    return math.nan, 0
+
+
+def _decimal(place: float, spread: float) -> float:
+    """Return the short decimal that the place is, as far as is known; else the place."""
+    for digits in range(7):
+        near = abs(round(place, digits) - place) <= 4.0 * spread
+        if near and spread < 0.002 * 0.1**digits:  # else it is near one by chance
+            return round(place, digits) + 0.0
+    return place

@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from numbers import Real
 
-import torch
-
 from fewbit import functions, store
 from fewbit.errors import InputError, TableError
+from fewbit.runtime.constant import constant
 from fewbit.runtime.encoding import Encoding
 from fewbit.table import Table, describe, describe_function
 
@@ -16,7 +15,7 @@ DEFAULT = {"weight": "uniform", "objective": "mse", "tails": "free", "form": "le
 """How default tables are designed (docs/decisions/0005)."""
 
 
-@torch.compiler.assume_constant_result
+@constant
 def encoding_text(function: str, parameters: tuple, bits: int, table: Table | None = None) -> str:
     """The text of the encoding for a named function; parameters in the order of `fewbit.functions`.
 
@@ -28,7 +27,7 @@ def encoding_text(function: str, parameters: tuple, bits: int, table: Table | No
     return _given(function, parameters, table)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def callable_encoding_text(function, bits: int, table: Table | None = None) -> str:
     """The same for a callable; without a table it is solved, once per callable and bits."""
     check_choice(bits, table)

@@ -4,6 +4,7 @@ Names are imported on first use, so that the offline half (``fewbit.solve``, ``f
 command line) never imports torch and works where torch is not installed.
 """
 
+import gc
 import importlib
 
 from fewbit._version import __version__
@@ -73,6 +74,9 @@ __all__ = ["__version__", *sorted(_PACKAGES), *sorted(_HOME)]
 def __getattr__(name):
     if name not in _HOME and name not in _PACKAGES:
         raise AttributeError(f"module 'fewbit' has no attribute {name!r}")
+    # Importing makes no garbage, and looking for some among all that torch has made would take as long as the import.
+    collects = gc.isenabled()
+    gc.disable()
     try:
         if name in _PACKAGES:
             return importlib.import_module(f"fewbit.{name}")
@@ -81,6 +85,9 @@ def __getattr__(name):
         if error.name != "torch":
             raise
         raise ImportError(f"fewbit.{name} needs torch: pip install torch") from None
+    finally:
+        if collects:
+            gc.enable()
     globals()[name] = value
     return value
 

@@ -204,7 +204,7 @@ def test_states_of_something_else_change_nothing(state, found):
         fixed.load_state_dict(state)
     another, adapting, _ = numbered("L3", range(8))
     before = adapting.state_dict()
-    with pytest.raises(InputError, match="^expected"):
+    with pytest.raises(InputError, match="expected"):
         adapting.load_state_dict(state)
     assert_same_state(adapting.state_dict(), before)
 

@@ -14,8 +14,22 @@ from dataclasses import replace
 import torch
 
 from fewbit.compress.allocation import allocate
-from fewbit.compress.observing import FORGOTTEN, SLOTS, Observing, check_step, read
-from fewbit.errors import InputError
+from fewbit.compress.observing import FORGOTTEN, SLOTS, Observing
+from fewbit.compress.state_shapes import (
+    MOST_ELEMENTS,
+    MOST_SLOTS,
+    Shape,
+    check_layer,
+    flag,
+    listed,
+    number,
+    optional,
+    record,
+    row,
+    rows_by_name,
+    text,
+    whole,
+)
 from fewbit.runtime.observation import SPREAD, Seen
 from fewbit.runtime.variables import LEAST, MOST
 
@@ -24,6 +38,28 @@ MOMENTUM = 0.5
 """Of sensitivities, from one observation to the next."""
 COLUMNS = 9 + SPREAD
 """Numbers of one variable that processes sum up."""
+
+VARIABLE = record(
+    name=text,
+    input=whole(0, MOST_SLOTS - 1),
+    bits=number(LEAST, MOST),
+    is_fixed=flag,
+    is_known=flag,
+    elements=whole(0, MOST_ELEMENTS),
+    samples=whole(0, MOST_ELEMENTS),
+    sensitivity=number(),
+    at_one=number(),
+    spread=optional(listed(number(), SPREAD, SPREAD)),
+    missed=whole(0, FORGOTTEN),
+)
+SHAPES = {
+    "budget": optional(whole(1)),
+    "bits": number(LEAST, MOST),
+    "sizes": optional(listed(row(text, whole(0, MOST_SLOTS - 1), whole(0, MOST_ELEMENTS)))),
+    "variables": listed(VARIABLE),
+    "pending": optional(listed(VARIABLE)),
+}
+"""The shapes of the entries that the state of this policy has."""
 
 
 class Adaptation(Observing):
@@ -122,7 +158,11 @@ class Adaptation(Observing):
         return [_row(name, each, each.average) for name, each in seen.items()]
 
     def _of_plain(self, rows) -> dict[tuple, Seen]:
-        return {name: each for name, each, _ in self._rows(rows)}
+        named = rows_by_name(rows, "pending", self._places)
+        return {name: _seen(each) for name, each in named.items()}
+
+    def _shapes(self) -> dict[str, Shape]:
+        return SHAPES
 
     def _plain_learned(self) -> dict:
         sizes = self.sizes
@@ -137,24 +177,14 @@ class Adaptation(Observing):
         }
 
     def _of_plain_learned(self, state) -> tuple:
-        rows = read(state, "variables", self._rows)
-        budget = read(state, "budget", lambda size: size)
+        rows = rows_by_name(state["variables"], "variables", self._places)
         bits, sizes = self.bits, self.sizes
-        if budget is not None and budget == self.budget:
+        if state["budget"] is not None and state["budget"] == self.budget:
             # The same budget: what it comes to depends on weights, which may not be there yet.
-            bits, sizes = read(state, "bits", float), read(state, "sizes", _sizes)
-        seen = {name: each for name, each, _ in rows}
-        missed = {name: missed for name, _, missed in rows if missed}
+            bits, sizes = state["bits"], _sizes(state["sizes"], self._places)
+        seen = {name: _seen(each) for name, each in rows.items()}
+        missed = {name: each["missed"] for name, each in rows.items() if each["missed"]}
         return bits, sizes, seen, missed, _allocated(seen, bits, sizes)
-
-    def _rows(self, rows) -> list:
-        found = [_of_row(row) for row in rows]
-        for (name, _), _, _ in found:
-            if name not in self._places:
-                raise InputError(
-                    f"expected the state of this model's controller, got one with a layer {name!r}, which it lacks"
-                )
-        return found
 
 
 def _allocated(seen: dict[tuple, Seen], average: float, of) -> dict[tuple, float]:
@@ -201,8 +231,12 @@ def _in_units_of(seen: dict, before: dict) -> dict:
     }
 
 
-def _sizes(rows) -> dict[tuple[str, int], int]:
-    return {(str(name), int(slot)): check_step(size) for name, slot, size in rows}
+def _sizes(rows, names) -> dict[tuple[str, int], int] | None:
+    if rows is None:
+        return None
+    for name, _, _ in rows:
+        check_layer(name, names)
+    return {(name, slot): size for name, slot, size in rows}
 
 
 def _row(name, seen: Seen, bits: float, missed: int = 0) -> dict:
@@ -222,31 +256,17 @@ def _row(name, seen: Seen, bits: float, missed: int = 0) -> dict:
     }
 
 
-def _of_row(row) -> tuple[tuple[str, int], Seen, int]:
-    """(name, what was seen, observations missed). Raises InputError, KeyError, TypeError or ValueError."""
-    name = str(row["name"]), int(row["input"])
-    spread = row["spread"]
-    numbers = [float(row[each]) for each in ("bits", "sensitivity", "at_one")]
-    bits, sensitivity, at_one = numbers
-    if not LEAST <= bits <= MOST:
-        raise InputError(f"{name[0]}: expected bits from {LEAST} to {MOST}, got {bits}")
-    if spread is not None:
-        spread = [float(each) for each in spread]
-    if not all(math.isfinite(each) and each >= 0 for each in (*numbers, *(spread or ()))):
-        raise InputError(f"{name[0]}: expected finite sensitivities of 0 or more, got {dict(row)}")
-    if spread is not None and len(spread) != SPREAD:
-        raise InputError(f"{name[0]}: expected {SPREAD} numbers for spread, got {len(spread)}")
-    seen = Seen(
-        bits,
-        bool(row["is_fixed"]),
-        check_step(row["elements"]),
-        check_step(row["samples"]),
-        sensitivity,
-        at_one,
-        spread,
-        bool(row["is_known"]),
+def _seen(row: dict) -> Seen:
+    return Seen(
+        row["bits"],
+        row["is_fixed"],
+        row["elements"],
+        row["samples"],
+        row["sensitivity"],
+        row["at_one"],
+        row["spread"],
+        row["is_known"],
     )
-    return name, seen, check_step(row["missed"])
 
 
 def _parts(seen: Seen) -> list[float]:

@@ -15,16 +15,16 @@ from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
 from fewbit.compress.convert_report import Report
 from fewbit.compress.guarantee.policy import POLICY, Guarantee
 from fewbit.compress.guarantee.report import Bounded, Bounds
+from fewbit.compress.observing import SAMPLES
 from fewbit.errors import InputError
 from fewbit.runtime.offload import Offload
 from fewbit.runtime.sharing import Session, sessions_of
+from fewbit.schema import shorten
 from fewbit.sizes import counted
+from fewbit.text import printable
 
 if TYPE_CHECKING:
     from fewbit.compress.guarantee.ratio_report import GradientRatio
-
-SAMPLES = ("magnitudes", "numbers")
-"""What the state has at level L2.5 and above, both or neither: what is known of numbered samples."""
 
 
 class Controller:
@@ -132,8 +132,14 @@ class Controller:
         return {} if variables is None else variables.state()
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from there. Raises InputError, with nothing changed, for what is not of such a controller, and where the model
-        is gone, was restored or compressed anew since.
+        """Go on from a state. All of it is checked before anything changes.
+
+        Args:
+            state: what `state_dict` gave, of a controller of the same model, level and policy.
+
+        Raises:
+            InputError: the state is none of such a controller, or the model is gone, was restored or was compressed
+                anew since. One line says which entry, what was expected and what came.
         """
         if self._ended:
             raise InputError(
@@ -175,7 +181,7 @@ class Controller:
         elif not state and adapts:
             found = "of a level below L3"
         elif strange:
-            found = f"with {strange[0]!r}"
+            found = f"with {shorten(strange[0])}"
         elif len(given) == 1:
             found = f"with {given[0]!r} alone"
         else:
@@ -226,11 +232,11 @@ class Controller:
 def _origin(state: Mapping) -> str:
     """Of which policy or level a state is, as far as it tells."""
     if "version" in state:
-        return f"of policy {state['policy']}" if "policy" in state else "of level L3 or above"
+        return f"of policy {printable(str(state['policy']))[:60]}" if "policy" in state else "of level L3 or above"
     if any(each in state for each in SAMPLES):
         return "of level L2.5"
     strange = next(iter(state), None)
-    return "of a level below L3" if strange is None else f"with {strange!r}"
+    return "of a level below L3" if strange is None else f"with {shorten(strange)}"
 
 
 def _is_attached(session: Session, model: nn.Module) -> bool:

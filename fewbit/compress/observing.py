@@ -14,11 +14,24 @@ from dataclasses import dataclass
 import torch
 from torch import distributed
 
+from fewbit.compress.state_shapes import (
+    Shape,
+    check_layer,
+    choice,
+    flag,
+    listed,
+    record,
+    row,
+    text,
+    whole,
+    wrong,
+)
 from fewbit.errors import InputError
 from fewbit.runtime.arrival import Arrival
 from fewbit.runtime.observation import Observation
 from fewbit.runtime.sharing import PATH
 from fewbit.runtime.variables import Plan, Variables
+from fewbit.schema import shorten
 
 SLOTS = 3
 """Inputs of one layer that it keeps, at most: q, k and v."""
@@ -29,6 +42,18 @@ PATIENCE = 16
 FORGOTTEN = 8
 """Observations after which a variable that is not met any more is forgotten."""
 VERSION = 1
+SAMPLES = ("magnitudes", "numbers")
+"""Entries of a state where samples are numbered, both or neither; `Variables` reads them."""
+COMMON = {
+    "version": choice(VERSION),
+    "step": whole(),
+    "due": flag,
+    "turns": listed(row(text, whole(), whole())),
+    "path": text,
+    "since": whole(),
+    "is_summed": flag,
+}
+"""The shapes of the entries that the states of all policies have."""
 
 
 def check_interval(interval) -> None:
@@ -125,8 +150,12 @@ class Observing(Variables):
         """What was seen as plain numbers."""
         raise NotImplementedError
 
+    def _shapes(self) -> dict[str, Shape]:
+        """The shapes of the entries that `_plain` and `_plain_learned` make."""
+        raise NotImplementedError
+
     def _of_plain(self, plain):
-        """What was seen. Raises InputError, KeyError, TypeError or ValueError for anything else."""
+        """What was seen, of its shape. Raises InputError for what the model cannot have."""
         raise NotImplementedError
 
     def _plain_learned(self) -> dict:
@@ -134,7 +163,7 @@ class Observing(Variables):
         raise NotImplementedError
 
     def _of_plain_learned(self, state) -> tuple:
-        """`_learned` of those entries. Raises InputError for what they cannot be."""
+        """`_learned` of those entries, of their shapes. Raises InputError for what the model cannot have."""
         raise NotImplementedError
 
     # -- In a forward ------------------------------------------------------------------------------------
@@ -300,62 +329,45 @@ class Observing(Variables):
         return Pending(stage.what, stage.path, stage.since, stage.do == self._learn_from)
 
     def load(self, state: dict) -> None:
-        """Goes on with what was seen; what follows from it is this policy's.
+        """Go on with what was seen; what follows from it is this policy's.
 
-        Raises InputError, with nothing changed, for a state that is not one of `state`, or is of another model.
+        Args:
+            state: what `state` gave. All of it is checked before anything changes.
+
+        Raises:
+            InputError: the state is not one of `state`, or is of another model.
         """
         if not isinstance(state, Mapping) or state.get("version") != VERSION:
             found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
             raise InputError(
-                f"expected version {VERSION} of a controller's state, as its state_dict() gave it, got {found!r}"
+                f"expected version {VERSION} of a controller's state, as its state_dict() gave it, got {shorten(found)}"
             )
-        step, is_due = read(state, "step", check_step), read(state, "due", check_bool)
-        turns, path = read(state, "turns", _turns), read(state, "path", str)
-        pending = read(
-            state, "pending", lambda seen: None if seen is None else self._of_plain(seen)
+        of_samples = {key: state[key] for key in SAMPLES if key in state}
+        found = record(**COMMON, **self._shapes())(
+            {key: value for key, value in state.items() if key not in SAMPLES}, ""
         )
-        since, is_summed = read(state, "since", check_step), read(state, "is_summed", check_bool)
-        learned = self._of_plain_learned(state)
-        for each in turns if pending is None else (*turns, path):
-            if each not in self._places:
-                raise InputError(
-                    f"expected the state of this model's controller, got one with a module {each!r}, which it lacks"
-                )
-        super().load(state)
-        if pending is not None:
-            pending = Pending(pending, path, since, is_summed)
+        step, turns = found["step"], self._read_turns(found)
+        pending = None
+        if found["pending"] is not None:
+            check_layer(found["path"], self._places, "module")
+            since = whole(0, step + 1)(found["since"], "since")
+            pending = Pending(
+                self._of_plain(found["pending"]), found["path"], since, found["is_summed"]
+            )
+        learned = self._of_plain_learned(found)
+        super().load(of_samples)
         with self._lock:
-            self._go_back((step, is_due, turns, pending, learned))
+            self._go_back((step, found["due"], turns, pending, learned))
 
-
-def _turns(rows) -> dict[str, tuple[int, int]]:
-    return {str(path): (check_step(now), check_step(then)) for path, now, then in rows}
-
-
-def read(state, key: str, of):
-    """An entry of a state. Raises InputError where it is not one."""
-    try:
-        return of(state[key])
-    except InputError:
-        raise
-    except (KeyError, TypeError, ValueError):
-        raise InputError(
-            f"expected what a controller's state_dict() gave, got one without usable {key!r}"
-        ) from None
-
-
-def check_step(step) -> int:
-    """Raises InputError if it is not a whole number of 0 or more."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise InputError(f"expected a whole number of steps of 0 or more, got {step!r}")
-    return step
-
-
-def check_bool(value) -> bool:
-    """Raises InputError if it is not one."""
-    if not isinstance(value, bool):
-        raise InputError(f"expected true or false, got {value!r}")
-    return value
+    def _read_turns(self, found: dict) -> dict[str, tuple[int, int]]:
+        turns = {}
+        for i, (path, now, then) in enumerate(found["turns"]):
+            check_layer(path, self._places, "module")
+            if path in turns or not then <= now <= found["step"]:
+                expected = f"each module once, and steps in order up to {found['step']}"
+                raise wrong(f"turns[{i}]", expected, (path, now, then))
+            turns[path] = now, then
+        return turns
 
 
 def _is_capturing() -> bool:

@@ -27,6 +27,7 @@ from torch.nn import functional as torch_functional
 
 from fewbit.runtime import layout, offload, ops
 from fewbit.runtime.autograd import once_differentiable
+from fewbit.runtime.constant import constant
 from fewbit.runtime.encoding import Encoding
 from fewbit.runtime.plain import is_plain
 from fewbit.runtime.quantiser import is_differentiated
@@ -197,7 +198,7 @@ def _slope(p: float) -> float:
     return 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _factor(p: float, kind: str, dtype: torch.dtype) -> float:
     """What torch multiplies an element with that stays, rounded as torch rounds it."""
     return _rounded_factor(p, kind, dtype)
@@ -209,7 +210,7 @@ def _rounded_factor(p, kind, dtype):
     return (one.mul_(_slope(p)) if kind == "alpha" else one.div_(1 - p)).item()
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _encoding(factor: float) -> str:
     """The encoding of a mask of zeros and ones, with the factor for the ones."""
     document = {"bits": 1, "levels": [0.0, factor], "breaks": [0.5], "codes": [0, 1]}

@@ -12,6 +12,7 @@ import torch
 
 from fewbit import functions, store
 from fewbit.errors import FunctionError, InputError, TableError
+from fewbit.runtime.constant import constant
 from fewbit.runtime.encoding import Encoding
 from fewbit.runtime.exact import exactly
 from fewbit.runtime.plain import is_abstract
@@ -21,7 +22,7 @@ DEFAULT = {"weight": "uniform", "objective": "mse", "tails": "free", "form": "le
 """How default tables are designed (docs/decisions/0005)."""
 
 
-@torch.compiler.assume_constant_result
+@constant
 def encoding_text(function: str, parameters: tuple, bits: int, table: Table | None = None) -> str:
     """The text of the encoding for a named function; parameters in the order of `fewbit.functions`.
 
@@ -33,7 +34,7 @@ def encoding_text(function: str, parameters: tuple, bits: int, table: Table | No
     return _given(function, parameters, table)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def callable_encoding_text(function, bits: int, table: Table | None, device, dtype) -> str:
     """The same for a callable on tensors of that device and dtype.
 

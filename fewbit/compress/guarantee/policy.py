@@ -18,6 +18,7 @@ import torch
 from fewbit.compress.codecs import DEFAULT as QUANT
 from fewbit.compress.codecs.payload import EXACT
 from fewbit.compress.guarantee.estimates import (
+    WINDOWS,
     Estimate,
     Known,
     KnownActivation,
@@ -30,6 +31,9 @@ from fewbit.compress.guarantee.estimates import (
 from fewbit.compress.guarantee.keepers import CodecKeeper, Exactly, Latest
 from fewbit.compress.guarantee.observation import BoundObservation, BoundsSeen, VariableSeen
 from fewbit.compress.guarantee.state import (
+    ACTIVATION,
+    KNOWN,
+    SEEN,
     plain_known,
     plain_seen,
     read_activations,
@@ -39,7 +43,8 @@ from fewbit.compress.guarantee.state import (
 from fewbit.compress.guarantee.sums import BoundTables, by_number, pairs_by_number
 from fewbit.compress.guarantee.tables import is_known, least_bits, table_error
 from fewbit.compress.guarantee.unobserved import Unobserved
-from fewbit.compress.observing import FORGOTTEN, Observing, check_bool, check_step, read
+from fewbit.compress.observing import FORGOTTEN, Observing
+from fewbit.compress.state_shapes import Shape, choice, flag, number, optional, text, whole
 from fewbit.errors import BoundWarning, InputError
 from fewbit.runtime.groups import LEAST_FEATURES
 from fewbit.runtime.observation import SPREAD
@@ -353,15 +358,6 @@ class Guarantee(Observing):
         """What bits depend on, beside what is known."""
         return asdict(self.bound)
 
-    def load(self, state: dict) -> None:
-        by_channel = self.bound.by_channel
-        if isinstance(state, Mapping) and state.get("by_channel", by_channel) != by_channel:
-            raise InputError(
-                f"expected a state with by_channel={by_channel}, as squares are of samples or of their channels, "
-                f"got {state['by_channel']!r}"
-            )
-        super().load(state)
-
     def _learned(self) -> tuple:
         return self.known, self.known_activations, self._next, self._has_warned
 
@@ -382,22 +378,32 @@ class Guarantee(Observing):
             "has_warned": self._has_warned,
         }
 
+    def _shapes(self) -> dict[str, Shape]:
+        return {
+            "policy": choice(POLICY),
+            "e2": number(),
+            "window": choice(*WINDOWS),
+            "codec": text,
+            "by_channel": choice(self.bound.by_channel),
+            "variables": KNOWN,
+            "activations": ACTIVATION,
+            "next": whole(),
+            "has_warned": flag,
+            "pending": optional(SEEN),
+        }
+
     def _of_plain_learned(self, state) -> tuple:
-        known = read(state, "variables", lambda rows: read_known(rows, self._places))
-        activations = read(state, "activations", read_activations)
+        known = read_known(state["variables"], self._places)
+        activations = read_activations(state["activations"])
         taken = {name: each for name, each in activations.items() if name in self._of_activations}
-        following, has_warned = (
-            read(state, "next", check_step),
-            read(state, "has_warned", check_bool),
-        )
+        following, has_warned = state["next"], state["has_warned"]
         for (name, slot), each in known.items():
             count = self._channels.get(name) if slot == 0 else None
             if each.weights is not None and len(each.weights) != count:
                 raise InputError(
                     f"expected weights of {count or 0} channels of {name!r}, got {len(each.weights)}"
                 )
-        read({"variables": known}, "variables", lambda known: self._chosen(known, {}))
-        read({"activations": taken}, "activations", lambda taken: self._chosen({}, taken))
+        self._chosen(known, taken)  # which is done again once nothing can be refused any more
         if any(state.get(key, value) != value for key, value in self._settings().items()):
             # What the monitor saw is of other bits.
             known, has_warned = {name: each.unmonitored() for name, each in known.items()}, False

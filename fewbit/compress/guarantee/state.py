@@ -1,20 +1,52 @@
-"""What the error-bound policy knows as plain numbers, for a controller's state, and back.
-
-Readers raise InputError, KeyError, TypeError or ValueError for anything that was not written here.
-"""
+"""What the error-bound policy knows as plain numbers, for a controller's state, and back."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Mapping
 from dataclasses import asdict
 
-from fewbit.compress.guarantee.estimates import Estimate, Known, KnownActivation, Pair, Row
-from fewbit.compress.guarantee.observation import ActivationSeen, BoundsSeen, Demand, VariableSeen
+from fewbit import functions
+from fewbit.compress.guarantee.estimates import (
+    HISTORY,
+    Estimate,
+    Known,
+    KnownActivation,
+    Pair,
+    Row,
+)
+from fewbit.compress.guarantee.observation import (
+    EXPECTED,
+    MEASURED,
+    ActivationSeen,
+    BoundsSeen,
+    Demand,
+    VariableSeen,
+)
 from fewbit.compress.guarantee.sums import number_of
-from fewbit.compress.observing import check_step
-from fewbit.errors import InputError
+from fewbit.compress.observing import FORGOTTEN
+from fewbit.compress.state_shapes import (
+    MOST_ELEMENTS,
+    MOST_RATIO,
+    MOST_SLOTS,
+    MOST_WEIGHT,
+    choice,
+    flag,
+    listed,
+    number,
+    optional,
+    record,
+    row,
+    rows_by_name,
+    text,
+    whole,
+    wrong,
+)
 from fewbit.runtime.observation import SPREAD
+
+MOST_BITS = 64
+"""Of an element, also of one that is kept exactly."""
+MOST_PARAMETER = 1e6
+"""Of the parameters of an activation function."""
 
 
 def plain_seen(seen: BoundsSeen) -> dict:
@@ -37,32 +69,37 @@ def plain_seen(seen: BoundsSeen) -> dict:
 
 
 def read_seen(plain: Mapping, names: Container[str]) -> BoundsSeen:
-    """names: of the model's layers."""
+    """Make an observation again.
+
+    Args:
+        plain: of the shape SEEN.
+        names: of the model's layers.
+
+    Raises:
+        InputError: the model lacks one of the layers, or a number of entries contradicts another.
+    """
     variables, monitored = {}, {}
-    for row in plain["variables"]:
-        name = _name(row, names)
-        weights = row["channel_weights"]
+    for name, row in rows_by_name(plain["variables"], "pending.variables", names).items():
+        parts = _parts_of(row)
+        if len(row["squares"]) < parts:
+            raise wrong("pending.variables.squares", f"at least {parts} entries", len(row["squares"]))
         variables[name] = VariableSeen(
-            *_facts(row)[:2],
-            *_facts(row)[3:5],
-            _numbers(row["squares"]),
-            _number(row["error2"]),
-            _facts(row)[5],
-            [_demand(each) for each in row["demands"]],
-            None if weights is None else _numbers(weights),
-            bool(row["is_known"]),
+            row["average"],
+            row["is_fixed"],
+            row["elements"],
+            row["samples"],
+            row["squares"],
+            row["error2"],
+            row["dtype_bytes"],
+            [Demand(**each) for each in row["demands"]],
+            row["channel_weights"],
+            row["is_known"],
         )
         if row["monitored"]:
-            monitored[name] = [
-                (str(label), _number(hat2), _number(exact2))
-                for label, hat2, exact2 in row["monitored"]
-            ]
+            monitored[name] = row["monitored"]
     activations = {
-        str(row["name"]): ActivationSeen(
-            str(row["function"]),
-            tuple(map(float, row["parameters"])),
-            _number(row["v2"]),
-            _number(row["grad2"]),
+        row["name"]: ActivationSeen(
+            row["function"], tuple(row["parameters"]), row["v2"], row["grad2"]
         )
         for row in plain["activations"]
     }
@@ -103,35 +140,63 @@ def plain_known(known: Mapping, activations: Mapping[str, KnownActivation]) -> d
     }
 
 
-def read_known(rows, names: Container[str]) -> dict[tuple[str, int], Known]:
-    """names: of the model's layers."""
+def read_known(rows: list[dict], names: Container[str]) -> dict[tuple[str, int], Known]:
+    """Make what is known of variables again.
+
+    Args:
+        rows: of the shape KNOWN.
+        names: of the model's layers.
+
+    Raises:
+        InputError: the model lacks one of the layers, or a number of entries contradicts another.
+    """
     return {
-        _name(row, names): Known(
-            *_facts(row),
-            tuple(_spread(spread) for spread in row["spreads"]),
-            None if row["weights"] is None else tuple(_numbers(row["weights"])),
-            check_step(row["weighed"]),
-            {number_of(str(each["label"])): _estimate(each) for each in row["demands"]},
-            check_step(row["missed"]),
-        )
-        for row in rows
+        name: _known(each) for name, each in rows_by_name(rows, "variables", names).items()
     }
 
 
-def read_activations(rows) -> dict[str, KnownActivation]:
-    return {
-        str(row["name"]): KnownActivation(
-            str(row["function"]),
-            tuple(map(float, row["parameters"])),
-            tuple(_row(each, 2) for each in row["rows"]),
-            check_step(row["missed"]),
+def _known(row: dict) -> Known:
+    where = f"variables of {row['name']!r}"
+    parts, latest = _parts_of(row), len(row["spreads"][-1])
+    if latest != parts:
+        raise wrong(f"{where}: spreads", f"{parts} entries in the last one", latest)
+    if (row["weights"] is None) != (row["weighed"] == 0):
+        raise wrong(f"{where}: weighed", "0 without weights, and more with them", row["weighed"])
+    demands = {number_of(each["label"]): _estimate(each) for each in row["demands"]}
+    if len(demands) < len(row["demands"]):
+        labels = [each["label"] for each in row["demands"]]
+        raise wrong(f"{where}: demands", "different labels", labels)
+    return Known(
+        row["average"],
+        row["is_fixed"],
+        row["is_known"],
+        row["elements"],
+        row["samples"],
+        row["dtype_bytes"],
+        tuple(map(tuple, row["spreads"])),
+        None if row["weights"] is None else tuple(row["weights"]),
+        row["weighed"],
+        demands,
+        row["missed"],
+    )
+
+
+def read_activations(rows: list[dict]) -> dict[str, KnownActivation]:
+    """Make what is known of activations again. rows: of the shape ACTIVATION. Raises InputError if one comes twice."""
+    found = {
+        row["name"]: KnownActivation(
+            row["function"], tuple(row["parameters"]), tuple(row["rows"]), row["missed"]
         )
         for row in rows
     }
+    if len(found) < len(rows):
+        raise wrong("activations", "different names", [row["name"] for row in rows])
+    return found
 
 
-def read_pairs(rows) -> tuple[Pair, ...]:
-    return tuple(Pair(*_row(each, 2)) for each in rows)
+def _parts_of(row: dict) -> int:
+    """Return how many parts a variable's samples are remembered in."""
+    return min(row["samples"], SPREAD) or 1
 
 
 def _monitored(seen: BoundsSeen, name) -> list:
@@ -148,56 +213,79 @@ def _plain_estimate(demand: Estimate) -> dict:
     }
 
 
-def _estimate(plain) -> Estimate:
+def _estimate(plain: dict) -> Estimate:
     return Estimate(
-        str(plain["label"]),
-        str(plain["kind"]),
-        tuple(Row(*_row(each, 3)) for each in plain["rows"]),
-        read_pairs(plain["pairs"]),
-        check_step(plain["missed"]),
+        plain["label"],
+        plain["kind"],
+        tuple(Row(*each) for each in plain["rows"]),
+        tuple(Pair(*each) for each in plain["pairs"]),
+        plain["missed"],
     )
 
 
-def _demand(plain) -> Demand:
-    numbers = (_number(plain[each]) for each in ("v2", "first", "second"))
-    return Demand(str(plain["label"]), str(plain["kind"]), *numbers)
+def _function_name(value, where) -> str:
+    """Check the name of a function that fewbit has, or "" where only other processes know it."""
+    name = text(value, where)
+    if name and name not in functions.names():
+        raise wrong(where, "the name of a function that fewbit has", value)
+    return name
 
 
-def _facts(row) -> tuple:
-    """average, is_fixed, is_known, elements, samples, dtype_bytes."""
-    sizes = (check_step(row[each]) for each in ("elements", "samples", "dtype_bytes"))
-    return _number(row["average"]), bool(row["is_fixed"]), bool(row["is_known"]), *sizes
-
-
-def _name(row, names) -> tuple[str, int]:
-    name = str(row["name"])
-    if name not in names:
-        raise InputError(
-            f"expected the state of this model's controller, got one with a layer {name!r}, which it lacks"
+_VARIABLE = {
+    "name": text,
+    "input": whole(0, MOST_SLOTS - 1),
+    "average": number(0, MOST_BITS),
+    "is_fixed": flag,
+    "is_known": flag,
+    "elements": whole(0, MOST_ELEMENTS),
+    "samples": whole(0, MOST_ELEMENTS),
+    "dtype_bytes": whole(1, 16),
+}
+_KIND = choice(EXPECTED, MEASURED, "")
+_PARAMETERS = listed(number(-MOST_PARAMETER, MOST_PARAMETER), 0, 8)
+_ESTIMATE = record(
+    label=text,
+    kind=_KIND,
+    rows=listed(row(number(), number(0, MOST_RATIO), number(0, MOST_RATIO)), 1, HISTORY),
+    pairs=listed(row(number(), number()), 0, HISTORY),
+    missed=whole(0, FORGOTTEN),
+)
+KNOWN = listed(
+    record(
+        **_VARIABLE,
+        spreads=listed(listed(number(), 1, SPREAD), 1, HISTORY),
+        weights=optional(listed(number(0, MOST_WEIGHT), 1)),
+        weighed=whole(0, HISTORY),
+        demands=listed(_ESTIMATE),
+        missed=whole(0, FORGOTTEN),
+    )
+)
+ACTIVATION = listed(
+    record(
+        name=text,
+        function=_function_name,
+        parameters=_PARAMETERS,
+        rows=listed(row(number(), number()), 1, HISTORY),
+        missed=whole(0, FORGOTTEN),
+    )
+)
+SEEN = record(
+    variables=listed(
+        record(
+            **_VARIABLE,
+            squares=listed(number(), 1, SPREAD),
+            error2=number(),
+            demands=listed(
+                record(label=text, kind=_KIND, v2=number(), first=number(), second=number())
+            ),
+            channel_weights=optional(listed(number(0, MOST_WEIGHT), 1)),
+            monitored=listed(row(text, number(), number())),
         )
-    return name, check_step(row["input"])
-
-
-def _spread(values) -> tuple[float, ...]:
-    numbers = tuple(_numbers(values))
-    if not 0 < len(numbers) <= SPREAD:
-        raise InputError(f"expected 1 to {SPREAD} numbers of a spread, got {len(numbers)}")
-    return numbers
-
-
-def _row(values, count: int) -> tuple[float, ...]:
-    numbers = tuple(_numbers(values))
-    if len(numbers) != count:
-        raise InputError(f"expected {count} numbers, got {len(numbers)}")
-    return numbers
-
-
-def _numbers(values) -> list[float]:
-    return [_number(each) for each in values]
-
-
-def _number(value) -> float:
-    number = float(value)
-    if not (math.isfinite(number) and number >= 0):
-        raise InputError(f"expected a finite number of 0 or more, got {value!r}")
-    return number
+    ),
+    activations=listed(
+        record(
+            name=text, function=_function_name, parameters=_PARAMETERS, v2=number(), grad2=number()
+        )
+    ),
+)
+"""The shapes of the entries of a state: what is known of variables and of activations, and one observation."""

@@ -1,0 +1,168 @@
+"""What the entries of a controller's state may be: types, lengths, ranges and finiteness, checked before anything is read.
+
+A shape is a function (value, where) that returns the value as plain Python objects of its own, or raises InputError
+with one line that says where it is, what was expected and what came. States come from files, so that nothing about
+them is taken for granted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from fewbit.errors import InputError
+from fewbit.schema import shorten
+
+Shape = Callable[[object, str], object]
+
+MOST_STEPS = 2**53
+MOST_ELEMENTS = 2**40
+MOST_SLOTS = 64
+"""Inputs of one layer."""
+MOST_ROWS = 2**20
+MOST_NUMBER = 1e100
+"""Of squared norms; those of float32 gradients stay below 1e90, and products of such numbers within float64."""
+MOST_RATIO = 1e250
+"""Of a squared norm in units of another."""
+MOST_WEIGHT = 1e30
+"""Of numbers that are used in float32."""
+LEAST_NUMBER = 1e-100
+"""Below it a squared norm counts as 0."""
+
+
+def wrong(where: str, expected: str, got: object) -> InputError:
+    """Return the error of an entry that is not as it should be."""
+    return InputError(f"{where}: expected {expected}, got {shorten(got)}")
+
+
+def whole(least: int = 0, most: int = MOST_STEPS) -> Shape:
+    """Return the shape of an integer from `least` to `most`."""
+
+    def check(value, where):
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (is_whole and least <= value <= most):
+            raise wrong(where, f"a whole number from {least} to {most}", value)
+        return int(value)
+
+    return check
+
+
+def number(least: float = 0.0, most: float = MOST_NUMBER) -> Shape:
+    """Return the shape of a finite number from `least` to `most`."""
+
+    def check(value, where):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # Comparing never overflows, as converting an integer could.
+        if not (is_number and least <= value <= most):
+            raise wrong(where, f"a number from {least:g} to {most:g}", value)
+        return 0.0 if abs(value) < LEAST_NUMBER else float(value)
+
+    return check
+
+
+def flag(value, where) -> bool:
+    """Check a bool."""
+    if not isinstance(value, bool):
+        raise wrong(where, "true or false", value)
+    return value
+
+
+def text(value, where) -> str:
+    """Check a string."""
+    if not isinstance(value, str):
+        raise wrong(where, "a string", value)
+    return str(value)
+
+
+def choice(*values) -> Shape:
+    """Return the shape of one of these values."""
+
+    def check(value, where):
+        if not any(type(value) is type(each) and value == each for each in values):
+            raise wrong(where, " or ".join(map(repr, values)), value)
+        return value
+
+    return check
+
+
+def optional(shape: Shape) -> Shape:
+    """Return the shape of None, or of `shape`."""
+    return lambda value, where: None if value is None else shape(value, where)
+
+
+def listed(shape: Shape, least: int = 0, most: int = MOST_ROWS) -> Shape:
+    """Return the shape of a list of `least` to `most` entries, each of `shape`."""
+
+    def check(value, where):
+        if not isinstance(value, list | tuple):
+            raise wrong(where, "a list", value)
+        if not least <= len(value) <= most:
+            expected = f"{least}" if least == most else f"{least} to {most}"
+            raise wrong(where, f"a list of {expected} entries", len(value))
+        return [shape(each, f"{where}[{i}]") for i, each in enumerate(value)]
+
+    return check
+
+
+def row(*shapes: Shape) -> Shape:
+    """Return the shape of a list with one entry for each of `shapes`, which becomes a tuple."""
+
+    def check(value, where):
+        if not isinstance(value, list | tuple) or len(value) != len(shapes):
+            raise wrong(where, f"a list of {len(shapes)} entries", value)
+        pairs = zip(shapes, value, strict=True)
+        return tuple(shape(each, f"{where}[{i}]") for i, (shape, each) in enumerate(pairs))
+
+    return check
+
+
+def record(**shapes: Shape) -> Shape:
+    """Return the shape of a mapping with exactly these keys."""
+
+    def check(value, where):
+        if not isinstance(value, Mapping):
+            raise wrong(where, f"the fields {', '.join(shapes)}", value)
+        prefix = f"{where}." if where else ""
+        for key in shapes:
+            if key not in value:
+                raise InputError(f"{prefix}{key}: expected a value, got none")
+        for key in value:
+            if key not in shapes:
+                raise wrong(where or "state", f"no other field than {', '.join(shapes)}", key)
+        return {key: shape(value[key], f"{prefix}{key}") for key, shape in shapes.items()}
+
+    return check
+
+
+def rows_by_name(rows: list[dict], where: str, names) -> dict[tuple[str, int], dict]:
+    """Return records by their name and input.
+
+    Args:
+        rows: records that have both.
+        where: what messages start with.
+        names: of the model's layers.
+
+    Raises:
+        InputError: the model lacks a layer, or a layer's input comes twice.
+    """
+    found = {}
+    for each in rows:
+        name = each["name"], each["input"]
+        check_layer(each["name"], names)
+        if name in found:
+            raise wrong(where, "every input of a layer once", f"{name[0]}, input {name[1]}")
+        found[name] = each
+    return found
+
+
+def check_layer(name: str, names, kind: str = "layer") -> None:
+    """Raise InputError if the model has no layer, or module, of that name."""
+    if name not in names:
+        raise InputError(
+            f"expected the state of this model's controller, got one with a {kind} {shorten(name)}, which it lacks"
+        )
+
+
+def is_usable(numbers) -> bool:
+    """Return whether all of them are finite."""
+    return all(map(math.isfinite, numbers))

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fewbit import nn as few
 from fewbit.compress import transformers_modules
 from fewbit.nn.quantised import Quantised
+from fewbit.runtime.calling import class_of
 
 ACTIVATION, CONVOLUTION, LAYER, EXACT = "activation", "convolution", "layer", "exact"
 """Families: few-bit codes; quantised inputs, convolutions apart for level L1; what keeps less and stays exact."""
@@ -117,7 +118,7 @@ _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 def kind_of(module: nn.Module) -> Kind | None:
     """What the module can become, by its class; None for classes that are not known."""
-    cls = type(module)
+    cls = class_of(module)
     if cls.__module__ == "transformers.activations":
         if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
             return Kind(few.ClippedGELU)
@@ -137,7 +138,7 @@ def of_class(cls: type) -> Kind:
 
 def why_not(module: nn.Module) -> str | None:
     """Why a module of a class that is not known stays as it is; None where there is nothing to say."""
-    cls = type(module)
+    cls = class_of(module)
     if cls in LEFT_ALONE:
         return LEFT_ALONE[cls]
     if cls is _PART_OF_ATTENTION:

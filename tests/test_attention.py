@@ -5,6 +5,7 @@ import io
 import math
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -318,9 +319,8 @@ def test_only_what_gradients_need(device):
 def test_a_tensor_in_three_roles_is_rounded_three_times(device):
     x, _, _ = inputs(device)
     quantiser = Quantiser(4, session=Session())
-    quantiser.session.enter(nn.Identity())
-    _, storages, _ = kept_by(lambda: scaled_dot_product_attention(x, x, x, quantiser=quantiser))
-    quantiser.session.leave()
+    attend = partial(scaled_dot_product_attention, quantiser=quantiser)
+    _, storages, _ = kept_by(lambda: quantiser.session.call(nn.Identity(), attend, (x, x, x)))
     assert sum(storages.values()) == 3 * quantised_bytes(x.shape, 4)
 
 
@@ -704,12 +704,11 @@ def test_module_kept_bytes(device, shared, need_weights, in_session):
     bits = 2
     layer, _ = pair(device, bits=bits)
     tensors = sequences(layer, shared, device=device)
+    call = partial(layer, need_weights=need_weights)
     if in_session:
         layer.quantiser = Quantiser(bits, session=Session())
-        layer.quantiser.session.enter(layer)
-    (_, weights), storages, _ = kept_by(lambda: layer(*tensors, need_weights=need_weights))
-    if in_session:
-        layer.quantiser.session.leave()
+        call = partial(layer.quantiser.session.call, layer, call)
+    (_, weights), storages, _ = kept_by(lambda: call(tensors) if in_session else call(*tensors))
     own = {x.untyped_storage()._cdata for x in layer.parameters()}
     found = sum(size for storage, size in storages.items() if storage not in own)
     keys = tensors[1].shape[0]

@@ -5,6 +5,7 @@ import io
 import math
 import pickle
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -12,13 +13,16 @@ from layers import relative, saved_by
 from samples import normal
 from torch import nn
 from torch.nn import functional as TF
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.compress import kinds
+from fewbit.compress.convert import OWN_FORWARD
 from fewbit.demo.transformer import CharTransformer
 from fewbit.errors import InputError
 from fewbit.models.resnet import ResNet
+from fewbit.runtime.calling import Told
 from fewbit.runtime.encoding import packed_words
 from fewbit.runtime.groups import quantised_bytes
 
@@ -114,6 +118,7 @@ def test_restored(case):
     fewbit.restore_(model)
     for module, other in zip(model.modules(), before.modules(), strict=True):
         assert type(module) is type(other) and vars(module).keys() == vars(other).keys()
+        assert not isinstance(module, Told)
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert model.load_state_dict(state) and before.load_state_dict(model.state_dict())
     a, b = gradients(model, x), gradients(before, x)
@@ -249,7 +254,7 @@ def test_again_with_the_same_and_with_other_settings(case):
     classes = [type(each) for each in model.modules()]
     assert quiet(model, bits=4).report == first
     assert [type(each) for each in model.modules()] == classes
-    assert sum(len(each._forward_hooks) for each in model.modules()) == sum(
+    assert sum(isinstance(each, Told) for each in model.modules()) == sum(
         next(each.children(), None) is not None or each is model for each in model.modules()
     )
     kept = fewbit.saved_bytes(model, x).total
@@ -463,7 +468,7 @@ def test_refused_with_nothing_changed(options, message):
     with pytest.raises(InputError) as caught:
         quiet(model, **options)
     assert str(caught.value) == message
-    assert not any(kinds.is_fewbit(each) or each._forward_hooks for each in model.modules())
+    assert not any(kinds.is_fewbit(each) or isinstance(each, Told) for each in model.modules())
 
 
 def test_a_model_is_a_module():
@@ -472,17 +477,150 @@ def test_a_model_is_a_module():
             function("model")
 
 
-def test_a_class_that_was_changed_again_is_refused():
+def _weight_norm(layer):
+    nn.utils.parametrizations.weight_norm(layer)
+
+
+def _spectral_norm(layer):
+    nn.utils.parametrizations.spectral_norm(layer)
+
+
+class Squared(nn.Module):
+    def forward(self, x):
+        return x * x
+
+
+def _own_parametrization(layer):
+    nn.utils.parametrize.register_parametrization(layer, "weight", Squared())
+
+
+def _earlier_weight_norm(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(layer)
+
+
+def _earlier_spectral_norm(layer):
+    nn.utils.spectral_norm(layer)
+
+
+def _pruned(layer):
+    prune.l1_unstructured(layer, "weight", 0.5)
+
+
+CHANGES = [
+    _weight_norm,
+    _spectral_norm,
+    _own_parametrization,
+    _earlier_weight_norm,
+    _earlier_spectral_norm,
+    _pruned,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_weights_that_are_computed(change, when):
+    """Parametrizations, norms of weights and pruning, put on before or after the conversion."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    exact = copy.deepcopy(model)
+    x = normal((8, 4), scale=1.0)
+    for each in (model, exact):
+        torch.manual_seed(1)
+        if each is exact or when == "before":
+            change(each[0])
+        if each is model:
+            quiet(each, bits=8)
+            if when == "after":
+                change(each[0])
+    results = []
+    for each in (model, exact):
+        y = each(x)
+        results.append((y, torch.autograd.grad(y.square().sum(), list(each.parameters()))))
+    (ours, grads), (theirs, expected) = results
+    torch.testing.assert_close(ours, theirs)
+    for one, other in zip(grads, expected, strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm()
+    fewbit.restore_(model)
+    assert [type(each).__name__ for each in model.modules()] == [
+        type(each).__name__ for each in exact.modules()
+    ]
+    assert not any("fewbit" in str(type(each).__mro__) for each in model.modules())
+    of_both = [
+        torch.autograd.grad(each(x).square().sum(), list(each.parameters()))
+        for each in (model, exact)
+    ]
+    for one, other in zip(*of_both, strict=True):
+        torch.testing.assert_close(one, other)
+    if nn.utils.parametrize.is_parametrized(model[0]):
+        nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+        assert type(model[0]) is nn.Linear and "weight" in dict(model[0].named_parameters())
+
+
+def test_a_parametrized_module_with_layers_inside():
+    """torch goes back to the class below its own, which has to be ours, or the module's."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.linear = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x) * self.scale
+
+    for parametrized_first in (True, False):
+        model = Block()
+        if not parametrized_first:
+            quiet(model)
+        nn.utils.parametrize.register_parametrization(model, "scale", nn.Softplus())
+        if parametrized_first:
+            quiet(model)
+        session = model.linear.quantiser.session
+        seen = []
+        model.linear.register_forward_hook(lambda *_: seen.append(session.is_running()))  # noqa: B023
+        model(torch.ones(2, 4)).sum().backward()
+        nn.utils.parametrize.remove_parametrizations(model, "scale")
+        model(torch.ones(2, 4)).sum().backward()
+        assert seen == [True, True]
+        fewbit.restore_(model)
+        assert type(model) is Block
+
+
+def test_a_class_that_was_put_in_the_place_of_a_converted_one_is_refused():
+    class Own(fewbit.nn.Linear):
+        def forward(self, input):
+            return super().forward(input)
+
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     quiet(model)
-    nn.utils.parametrizations.weight_norm(model[0])
+    model[0].__class__ = Own
     for call in (fewbit.restore_, quiet):
         with pytest.raises(
-            InputError, match="^0: expected the class that compress_ gave it, got Param"
+            InputError, match="^0: expected the class that compress_ gave it, got Own"
         ):
             call(model)
     assert type(model[1]) is fewbit.nn.Linear
     model(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_forward_that_was_wrapped_since():
+    """It still calls ours, which is torch's once the model is restored."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    exact = copy.deepcopy(model)
+    quiet(model)
+    for layer in model:
+        layer.forward = lambda x, inner=layer.forward: 2 * inner(x)
+    x = torch.ones(2, 4)
+    fewbit.restore_(model)
+    for again in (False, True):
+        if again:
+            compressed = quiet(model, functional=False)
+            assert {each.reason for each in compressed.report.left_alone} == {OWN_FORWARD}
+        y = model(x)
+        torch.testing.assert_close(y, 2 * exact[1](2 * exact[0](x)))
+        assert "Backward0" in y.grad_fn.next_functions[0][0].name()
+        y.sum().backward()
 
 
 def test_an_error_in_a_forward_leaves_nothing_behind():
@@ -491,12 +629,12 @@ def test_an_error_in_a_forward_leaves_nothing_behind():
     session = model.stem.quantiser.session
     with pytest.raises(RuntimeError):
         model(torch.ones(1, 2, 8, 8))
-    assert not session._local.calls and session._local.entries is None
+    assert not session.is_running() and session._local.entries is None
     assert not torch.overrides._get_current_function_mode_stack()
 
 
 def test_an_interrupted_forward_is_forgotten():
-    """torch runs no hook after a KeyboardInterrupt; the next forward clears up."""
+    """torch runs no hook after a KeyboardInterrupt."""
 
     class Interrupted(nn.Module):
         def __init__(self):
@@ -516,7 +654,7 @@ def test_an_interrupted_forward_is_forgotten():
         model(x)
     model.now = False
     model(x).sum().backward()
-    assert not session._local.calls and session._local.entries is None
+    assert not session.is_running() and session._local.entries is None
     assert not torch.overrides._get_current_function_mode_stack()
 
 

@@ -342,9 +342,8 @@ def test_one_input_twice_is_exact_in_expectation():
     quantiser = Quantiser(2, session=session)
 
     def call():
-        session.enter(theirs)
-        y = bilinear(x, x, theirs.weight, theirs.bias, quantiser=quantiser)
-        session.leave()
+        arguments = x, x, theirs.weight, theirs.bias
+        y = session.call(theirs, bilinear, arguments, {"quantiser": quantiser})
         return torch.autograd.grad(y, theirs.weight, weight)
 
     (mean,), (error,) = mean_gradient(call, [theirs.weight], 300)

@@ -264,11 +264,8 @@ def test_a_norm_offers_its_copy_to_the_next_layer(name):
     convert(module, 8, session)
     weight = normal((10, WIDTH), scale=1.0, seed=3).requires_grad_()
     x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
-    session.enter(module)
-    (y, z), kept = kept_by(
-        lambda: (y := module(x), linear(y, weight, quantiser=module.quantiser)), module
-    )
-    session.leave()
+    both = lambda x: (y := module(x), linear(y, weight, quantiser=module.quantiser))  # noqa: E731
+    (y, z), kept = kept_by(lambda: session.call(module, both, (x,)), module)
     of_weight = 4 * weight.numel()  # for y's gradient
     assert kept <= quantised_bytes(x.shape, 8) + 4 * 14 + of_weight + 4 * WIDTH
     grad = normal(z.shape, scale=1.0, seed=4)

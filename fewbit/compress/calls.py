@@ -6,13 +6,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch._C._dynamo import eval_frame
 from torch.nn import functional as torch_functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from fewbit import functional as F
 from fewbit.errors import FunctionError
 from fewbit.runtime.activation import takes
+from fewbit.runtime.calling import is_compiled_code, leave_to_interpreter
 from fewbit.runtime.exact import said
 from fewbit.runtime.quantiser import Quantiser
 
@@ -151,35 +151,39 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None:
-            return function(*args, **kwargs)  # traced, or called by what was compiled
+        if is_compiled_code():
+            return function(*args, **kwargs)
         found = self.TABLE.get(function)
         own = said()
         if found is None or own is True or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         session = self.settings.quantiser.session
-        if session is not None and (session.is_evaluating() or not session.is_made_again_alike()):
+        if session is not None and not session.compresses_functions():
             return function(*args, **kwargs)
         ours, family = found
         if not all(isinstance(each, torch.Tensor) for each in args[:1]) or "out" in kwargs:
             return function(*args, **kwargs)
         return (own or self.settings).call(ours, family, function, args, kwargs)
 
+    def depth(self) -> int:
+        """How often it is entered in this thread."""
+        return sum(each is self for each in _get_current_function_mode_stack())
 
-def _leave_to_interpreter(code) -> None:
-    """torch.compile follows the function where it traces, but does not compile a call of it that its own code makes.
+    def cut(self, depth: int) -> None:
+        """Leaves it until it is entered so often; modes that others have entered since stay."""
+        above = []
+        try:
+            while self.depth() > depth:
+                mode = torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1)
+                if mode is not self:
+                    above.append(mode)
+                torch._C._pop_torch_function_stack()
+        finally:
+            for mode in reversed(above):
+                torch._C._push_on_torch_function_stack(mode)
 
-    It takes that for one more function to compile, and then what it made of one torch function for another's.
-    """
-    if hasattr(eval_frame, "skip_code"):  # torch 2.6
-        eval_frame.skip_code(code)
-        return
-    actions = eval_frame._FrameAction
-    strategy = eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
-    eval_frame.set_code_exec_strategy(code, strategy)
 
-
-_leave_to_interpreter(Calls.__torch_function__.__code__)
+leave_to_interpreter(Calls.__torch_function__.__code__)
 
 
 def _both_are_made(args, kwargs) -> bool:

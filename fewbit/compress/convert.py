@@ -34,15 +34,25 @@ from fewbit.compress.guarantee.policy import POLICY, Bound, Guarantee
 from fewbit.compress.meter import SavedBytes, alone, saved_bytes
 from fewbit.compress.meter_report import amount
 from fewbit.compress.observing import check_interval
+from fewbit.compress.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.functional.normalization import check_copies
 from fewbit.nn.preactivation import PreActivation
 from fewbit.nn.quantised import Quantised
+from fewbit.runtime.calling import (
+    SESSION,
+    class_of,
+    class_told,
+    rebased,
+    tell,
+    untell,
+    untold,
+)
 from fewbit.runtime.exact import Switch
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.offload import Offload
 from fewbit.runtime.quantiser import Quantiser
-from fewbit.runtime.sharing import PATH, SESSION, Session, measuring
+from fewbit.runtime.sharing import PATH, Session, measuring
 from fewbit.runtime.tables import check_average, check_bits, plain_number
 from fewbit.runtime.variables import MOST, Variables
 
@@ -126,10 +136,12 @@ class Original:
     """What a converted module was: kept on it, so that it travels with copies and pickles."""
 
     cls: type
+    becomes: type
     attributes: dict  # those that the conversion replaced
     added: tuple[str, ...]
 
 
+@whole_or_not_at_all
 def compress_(
     model: nn.Module,
     bits: float | None = None,
@@ -189,8 +201,8 @@ def compress_(
     of bits is not adapted. sample: a tensor, a tuple of inputs or a mapping of keyword inputs, for which the report
     counts the bytes that the exact model keeps and this one. verbose: print the report.
 
-    Raises InputError, with nothing changed, for settings that there are not, a model that is not a module,
-    or a glob that no module matches; and, the model being restored, for a budget that 1 bit an element exceeds.
+    Raises InputError for settings that there are not, a model that is not a module, a glob that no module matches, and
+    a budget that 1 bit an element exceeds. Whatever ends it early, an interrupt too, the model is then as it was.
     """
     bits, activation_bits, attention_bits = map(
         plain_number, (bits, activation_bits, attention_bits)
@@ -276,22 +288,23 @@ def compress_(
     return _reported(model, report, controller.session, level, verbose, allocator, policy)
 
 
+@whole_or_not_at_all
 def restore_(model: nn.Module) -> None:
     """Undo `compress_`: every converted module has its class back. Modules made as fewbit's own stay.
 
-    Raises InputError, with nothing changed, for a model that is not a module, or one with a converted module
-    whose class was changed again since (parametrizations, fully_shard).
+    Classes that parametrizations and fully_shard have made from converted ones are made from the original ones then.
+    Raises InputError, with nothing changed, for a model that is not a module, or one with a converted module whose
+    class was changed in another way since.
     """
     _check_model(model)
+    classes = {}
     for path, module in model.named_modules():
-        if _ORIGINAL in vars(module) and not type(module).__module__.startswith("fewbit."):
-            raise InputError(
-                f"{path or 'the model'}: expected the class that compress_ gave it, got "
-                f"{type(module).__name__}, which was made from it since (parametrize, fully_shard); "
-                "undo that first"
-            )
+        original = vars(module).get(_ORIGINAL)
+        if original is not None:
+            classes[module] = _class_before(path or "the model", module, original)
     transformers_attention.remove(model)
     for module in list(model.modules()):
+        untell(module)
         _remove_hooks(module)
         original = vars(module).pop(_ORIGINAL, None)
         if original is None and isinstance(module, Quantised) and not _is_private(module.quantiser):
@@ -300,10 +313,24 @@ def restore_(model: nn.Module) -> None:
             for name in original.added:
                 vars(module).pop(name, None)
             vars(module).update(original.attributes)
-            module.__class__ = original.cls
+            module.__class__ = classes[module]
         for name, function in vars(module).pop(_FUNCTIONS, {}).items():
             delattr(module, name)
             setattr(module, name, function)
+
+
+def _class_before(path: str, module: nn.Module, original: Original) -> type[nn.Module]:
+    """The class that a converted module is to have again. Raises InputError if there is none."""
+    cls = untold(module)
+    before = (
+        rebased(cls, original.becomes, original.cls) if issubclass(cls, original.becomes) else None
+    )
+    if before is None:
+        raise InputError(
+            f"{path}: expected the class that compress_ gave it, got {type(module).__name__}, which was put in its "
+            "place since; undo that first"
+        )
+    return before
 
 
 def convert(
@@ -338,7 +365,6 @@ def convert(
     if kinds.LAYER in settings.families:
         rows += _convert_attention(model, found, chosen, each, session)
     if whole:
-        # Hooks that come last run first: the session's.
         _tell_apart(model, settings, found, chosen, each, session)
         _attach(model, settings, session)
     converted = tuple(row for row in rows if isinstance(row, Converted))
@@ -403,14 +429,16 @@ def _attach(model, settings: Settings, session: Session) -> None:
         session.contexts = (Calls(settings.of_functions(session)),)
     elif not any(isinstance(each, Quantised) for each in model.modules()):
         return
+    told = {}
     for path, module in model.named_modules():
         # Of those without a forward, like ModuleList, they are never called.
         if (module is model or _may_call(module)) and not _is_scripted(module):
-            vars(module)[PATH] = path
-            module.register_forward_pre_hook(session.enter, prepend=True, with_kwargs=True)
-            module.register_forward_hook(session.leave, always_call=True, with_kwargs=True)
+            told[module] = path, class_told(module)
         elif settings.is_mixed and kinds.is_activation(type(module)):
             vars(module).update({PATH: path, SESSION: session})
+    for module, (path, cls) in told.items():
+        vars(module)[PATH] = path
+        tell(module, session, cls)
 
 
 def _tell_apart(model, settings, found, chosen, each, session) -> None:
@@ -488,18 +516,11 @@ def _checked_budget(budget, level, bits, sample, model) -> int | None:
 
 
 def _bits_for(model, sample, budget: int) -> tuple[float, dict]:
-    """The average with which the converted model keeps to a budget, and of how many elements of each variable.
-
-    Undoes the conversion if there is none.
-    """
+    """The average with which the converted model keeps to a budget, and of how many elements of each variable."""
     sizes = Sizes()
-    try:
-        with measuring(sizes):
-            kept = sum(_by_op(model, sample).values())
-        return sizes.bits(budget, kept), sizes.elements
-    except BaseException:
-        restore_(model)
-        raise
+    with measuring(sizes):
+        kept = sum(_by_op(model, sample).values())
+    return sizes.bits(budget, kept), sizes.elements
 
 
 def _checked_bound(policy, e2, window, codec, by_channel) -> Bound | None:
@@ -644,7 +665,7 @@ def _found(model: nn.Module) -> list[tuple[list[str], nn.Module, str | None]]:
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
         found.setdefault((id(module), None), ([], module, None))[0].append(path)
-        attribute = kinds.FUNCTION_ATTRIBUTES.get(type(module))
+        attribute = kinds.FUNCTION_ATTRIBUTES.get(class_of(module))
         if attribute is not None and getattr(module, attribute, None) in kinds.FUNCTIONS:
             of_owner = found.setdefault((id(module), attribute), ([], module, attribute))
             of_owner[0].append(f"{path}.{attribute}".lstrip("."))
@@ -748,12 +769,12 @@ def _convert(
         vars(module).setdefault(_FUNCTIONS, {})[attribute] = getattr(module, attribute)
         # A function attribute is no submodule: it has to go before a module of its name can come.
         delattr(module, attribute)
-        setattr(module, attribute, held)
+        setattr(module, attribute, held.train(module.training))
         name = f"{name} (function)"
     attributes = kind.attributes(held)
     names = (*attributes, *_settings_of(kind.becomes))
     replaced = {each: vars(held)[each] for each in names if each in vars(held)}
-    vars(held)[_ORIGINAL] = Original(type(held), replaced, names)
+    vars(held)[_ORIGINAL] = Original(type(held), kind.becomes, replaced, names)
     vars(held).update(attributes)
     held.__class__ = kind.becomes
     bits = _configure(path, held, kind.one_bit, settings, session)
@@ -833,18 +854,9 @@ def _configure(path, module, one_bit, settings, session) -> float | None:
 
 
 def _remove_hooks(module) -> None:
-    if kinds.is_activation(type(module)):
-        vars(module).pop(PATH, None), vars(module).pop(SESSION, None)
+    vars(module).pop(PATH, None), vars(module).pop(SESSION, None)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in list(hooks.items()):
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, Session):
-                owner.abandon()
-                if owner.is_private:
-                    continue
-            if isinstance(owner, Session | Switch):
+            if isinstance(getattr(hook, "__self__", None), Switch):
                 del hooks[number]
-                vars(module).pop(PATH, None)
                 module._forward_hooks_always_called.pop(number, None)
-                module._forward_hooks_with_kwargs.pop(number, None)
-                module._forward_pre_hooks_with_kwargs.pop(number, None)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from fewbit.runtime.interrupts import afterwards
 from fewbit.runtime.quantiser import Kept, Quantiser
 
 
@@ -41,11 +42,9 @@ class Noise:
 
         Equal names, of anything with a repr, give equal draws.
         """
-        self._draws, self._again = draws, {}
-        try:
+        with afterwards(lambda: setattr(self, "_draws", None)):
+            self._draws, self._again = draws, {}
             yield
-        finally:
-            self._draws = None
 
     def kept(self) -> tuple[str, int]:
         """The context that keeps a tensor now, and the tensor's number among its own.

@@ -14,6 +14,7 @@ from fewbit import nn as few
 from fewbit.compress import transformers_modules
 from fewbit.errors import FunctionError
 from fewbit.nn.quantised import Quantised
+from fewbit.runtime.calling import class_of
 
 ACTIVATION, CONVOLUTION, LAYER, EXACT = "activation", "convolution", "layer", "exact"
 """Families: few-bit codes; quantised inputs, convolutions apart for level L1; what keeps less and stays exact."""
@@ -132,7 +133,7 @@ _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 def kind_of(module: nn.Module) -> Kind | None:
     """What the module can become, by its class and settings; None for those that are not known."""
-    cls = type(module)
+    cls = class_of(module)
     if cls.__module__ == "transformers.activations":
         if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
             return Kind(few.ClippedGELU)
@@ -145,7 +146,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 def _misfit_of(module: nn.Module) -> str | None:
     """Why there is no table for the settings of an activation, which torch alone takes; None if there is one."""
-    function, names = _SETTINGS.get(type(module), (None, ()))
+    function, names = _SETTINGS.get(class_of(module), (None, ()))
     if function is None:
         return None
     try:
@@ -164,7 +165,7 @@ def of_class(cls: type) -> Kind:
 
 def why_not(module: nn.Module) -> str | None:
     """Why a module that `kind_of` does not know stays as it is; None where there is nothing to say."""
-    cls = type(module)
+    cls = class_of(module)
     if cls in LEFT_ALONE:
         return LEFT_ALONE[cls]
     if cls is _PART_OF_ATTENTION:

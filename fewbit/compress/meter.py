@@ -29,6 +29,7 @@ from fewbit.errors import FewbitError
 from fewbit.files import write_atomic
 from fewbit.runtime import layout, sharing
 from fewbit.runtime.groups import WIDE
+from fewbit.runtime.interrupts import afterwards, leaves_nothing
 from fewbit.runtime.nested import tensors_in
 from fewbit.runtime.plain import is_plain
 
@@ -36,6 +37,11 @@ STATE = (
     "parameter",
     "buffer",
 )  # kinds that exist whether or not anything is saved: not in the total
+_OF_HOOKS = (
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 MASKS = (torch.bool, torch.uint8)
 # Nodes between a parameter and its copy in another dtype (autocast), and views of either.
 COPIES = {
@@ -165,6 +171,7 @@ def _sums(entries, key) -> dict[str, int]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
+@leaves_nothing
 def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
     """Runs ``model(*inputs, **kwargs)`` once, with gradients, and counts what it keeps for backward.
 
@@ -253,17 +260,28 @@ class _Recorder:
     @contextmanager
     def watching(self, modules: dict[str, nn.Module]) -> Iterator[None]:
         """Keeps ``running`` while the modules are called."""
-        with ExitStack() as stack:
-            for path, module in _outside_compiled(modules):
-                stack.enter_context(self._watch(module, path))
+        watched = list(_outside_compiled(modules))
+        compiled = [
+            (module, vars(module).get("_compiled_call_impl"))
+            for _, module in watched
+            if module._compiled_call_impl is not None
+        ]
+
+        def put_back():
+            for module, own in compiled:
+                module._compiled_call_impl = own
+            for _, module in watched:
+                self._unwatch(module)
+
+        with afterwards(put_back):
+            for path, module in watched:
+                self._watch(module, path)
             yield
 
-    @contextmanager
-    def _watch(self, module, path) -> Iterator[None]:
+    def _watch(self, module, path) -> None:
         place = _Place(path, _type_name(module), _is_fewbit(module))
         if module._compiled_call_impl is not None:
             # module.compile(): hooks would be compiled in, so the compiled call itself is wrapped.
-            own = module.__dict__.get("_compiled_call_impl")
             compiled = module._compiled_call_impl
 
             def call(*args, **kwargs):
@@ -274,10 +292,6 @@ class _Recorder:
                     self.running.pop()
 
             module._compiled_call_impl = call
-            try:
-                yield
-            finally:
-                module._compiled_call_impl = own
             return
 
         def enter(*_):
@@ -292,16 +306,17 @@ class _Recorder:
                     pass
 
         # For layers that call a submodule's function themselves unless somebody listens to it.
-        enter.only_watches = leave.only_watches = True
-        before = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-        try:
-            after = module.register_forward_hook(leave, with_kwargs=True, always_call=True)
-            try:
-                yield
-            finally:
-                after.remove()
-        finally:
-            before.remove()
+        enter.only_watches = leave.only_watches = self
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+    def _unwatch(self, module) -> None:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number, hook in list(hooks.items()):
+                if getattr(hook, "only_watches", None) is self:
+                    del hooks[number]
+                    for table in _OF_HOOKS:
+                        getattr(module, table).pop(number, None)
 
 
 def _hooks(recorder: _Recorder):
@@ -466,9 +481,8 @@ def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
             *(p for module in modules.values() for p in module._parameters.values()),
         ]
         random = _random_states(tensors)
-    try:
-        yield
-    finally:
+
+    def put_back():
         with _disable_current_modes():
             for restore, state in random:
                 restore(state)
@@ -477,6 +491,9 @@ def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
                 # Through .data, and only if it changed: a graph built earlier may have saved it.
                 if copy is not None and not torch.equal(buffer, copy):
                     buffer.data.copy_(copy)
+
+    with afterwards(put_back):
+        yield
 
 
 def _copy(buffer):

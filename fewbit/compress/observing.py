@@ -28,6 +28,7 @@ from fewbit.compress.state_shapes import (
 )
 from fewbit.errors import InputError
 from fewbit.runtime.arrival import Arrival
+from fewbit.runtime.interrupts import held
 from fewbit.runtime.observation import Observation
 from fewbit.runtime.sharing import PATH
 from fewbit.runtime.variables import Plan, Variables
@@ -107,14 +108,14 @@ class Observing(Variables):
         self._turns: dict[str, tuple[int, int]] = {}  # of modules: step now, when last observed
         self._stage: _Stage | None = None
         self._pending: Pending | None = None  # seen before a stop
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __getstate__(self):
         return {**vars(self), "_stage": None, "_lock": None, "_is_joint": False}
 
     def __setstate__(self, state):
         vars(self).update(state)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     # -- What a policy says ------------------------------------------------------------------------------
 
@@ -173,7 +174,7 @@ class Observing(Variables):
         if _is_capturing() or torch._C._functorch.maybe_current_level() is not None:
             return plan
         groups = _groups_of(module)
-        with self._lock:
+        with held(self._lock):
             path = vars(module).get(PATH, "")
             plan.observation = self._observation(path, groups, _device_of(module, groups))
         self._tell(plan)
@@ -297,7 +298,7 @@ class Observing(Variables):
 
         Nothing changes by it: one of several processes may save, and others not.
         """
-        with self._lock:
+        with held(self._lock):
             pending = self._under_way()
         return {
             **super().state(),
@@ -356,7 +357,7 @@ class Observing(Variables):
             )
         learned = self._of_plain_learned(found)
         super().load(of_samples)
-        with self._lock:
+        with held(self._lock):
             self._go_back((step, found["due"], turns, pending, learned))
 
     def _read_turns(self, found: dict) -> dict[str, tuple[int, int]]:

@@ -1,8 +1,11 @@
-"""How far a measurement is, for who waits for it. No torch here."""
+"""How far a measurement is, for who waits for it."""
 
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
+
+from fewbit.runtime.interrupts import afterwards
 
 PATIENCE = 2.0  # seconds before progress is shown
 
@@ -14,12 +17,11 @@ class Progress:
         self._name, self._is_asked = name, is_asked
         self._bar, self._done, self._started = None, 0, time.monotonic()
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self._bar is not None:
-            self._bar.stop()
+    @contextmanager
+    def shown(self):
+        """The block in which it is stepped on."""
+        with afterwards(lambda: self._bar is None or self._bar.stop()):
+            yield self
 
     def step(self, of: int) -> None:
         """One more of as many steps."""

@@ -7,9 +7,11 @@ from torch import nn
 from fewbit.compress import kinds
 from fewbit.compress.convert import Filter, Settings, convert
 from fewbit.compress.convert_report import Report
+from fewbit.compress.undo import whole_or_not_at_all
 from fewbit.runtime.tables import check_bits
 
 
+@whole_or_not_at_all
 def replace_activations_(
     model: nn.Module,
     bits: int = 3,
@@ -24,8 +26,8 @@ def replace_activations_(
     whose derivative has two values keep 1 bit, which is exact. Activations that a forward calls as functions are
     not seen. verbose: print the report. Returns the report.
 
-    Raises InputError, with nothing changed, for bad bits, a model that is not a module, or a glob that no
-    module matches.
+    Raises InputError for bad bits, a model that is not a module, or a glob that no module matches. Whatever ends it
+    early, the model is then as it was.
     """
     check_bits(bits)
     settings = Settings(activation_bits=bits, families=(kinds.ACTIVATION,))

@@ -44,6 +44,7 @@ from fewbit.compress.measurement import Document
 from fewbit.compress.progress import Progress
 from fewbit.compress.training_plan_report import TrainingPlanReport
 from fewbit.errors import InputError
+from fewbit.runtime.interrupts import leaves_nothing
 from fewbit.runtime.sharing import measuring
 from fewbit.schema import PLAN
 from fewbit.sizes import counted
@@ -146,6 +147,7 @@ class TrainingPlan(Document, TrainingPlanReport):
         return cls(**{**_values(cls, document), "rows": tuple(Planned(**row) for row in rows)})
 
 
+@leaves_nothing
 def plan(
     model: nn.Module,
     batch,
@@ -196,7 +198,7 @@ def plan(
             candidates = default_candidates(steps.model)
         sampling, sampled = sampling_of(steps, batch, batches, chunks)
         exact_bytes = _saved_bytes(steps, batches[0])
-        with Progress("plan", progress) as bar:
+        with Progress("plan", progress).shown() as bar:
             done = partial(bar.step, len(candidates) * (1 + len(batches) * draws))
             found = [_Found(each, steps, batches, done) for each in candidates]
             squares, seconds = _passes(steps, batches, found, draws)

@@ -27,6 +27,7 @@ from fewbit.functional.gated import gated
 from fewbit.functional.linear import linear
 from fewbit.nn.quantised import Quantised
 from fewbit.runtime.autograd import once_differentiable
+from fewbit.runtime.calling import class_of
 from fewbit.runtime.normalised import input_gradient, keep_copies, offer, restore_copies
 from fewbit.runtime.quantiser import is_differentiated
 
@@ -38,8 +39,8 @@ def becomes(module: nn.Module) -> type[nn.Module] | None:
 
     Known are transformers' Conv1D, root-mean-square norms and gated units of its models.
     """
-    adapter = _adapter(type(module))
-    return None if adapter is None else _subclass(type(module))
+    adapter = _adapter(class_of(module))
+    return None if adapter is None else _subclass(class_of(module))
 
 
 def original(module: nn.Module) -> type[nn.Module] | None:

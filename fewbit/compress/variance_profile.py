@@ -44,6 +44,7 @@ from fewbit.compress.progress import Progress
 from fewbit.compress.variance_profile_report import VarianceProfileReport
 from fewbit.errors import InputError
 from fewbit.runtime.groups import GROUP_SIZE
+from fewbit.runtime.interrupts import leaves_nothing
 from fewbit.runtime.quantiser import Quantiser
 from fewbit.schema import VARIANCE_PROFILE
 
@@ -150,6 +151,7 @@ ARRAYS = tuple(each.name for each in fields(VarianceProfile) if each.type == "np
 MATRICES = "terms", "terms_error"
 
 
+@leaves_nothing
 def variance_profile(
     model: nn.Module,
     batch,
@@ -216,7 +218,7 @@ def variance_profile(
         convert(compressed.model, own, include, exclude, overrides)
         compressed.defer()
         sampling, sampled = sampling_of(exact, batch, batches, chunks)
-        with Progress("variance profile", progress) as bar:
+        with Progress("variance profile", progress).shown() as bar:
             samples = [
                 _measured(compressed, exact, one, number, draws, len(batches), bar)
                 for number, one in enumerate(batches)

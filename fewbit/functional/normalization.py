@@ -191,7 +191,7 @@ def instance_norm(
 
 def check_copies(copies) -> None:
     """InputError unless 1 or 2."""
-    if copies not in (1, 2) or isinstance(copies, bool):
+    if not isinstance(copies, int) or isinstance(copies, bool) or copies not in (1, 2):
         raise InputError(f"expected 1 or 2 for copies, got {copies!r}")
 
 

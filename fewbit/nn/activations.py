@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fewbit import functional as F
-from fewbit.runtime.sharing import PATH, SESSION
+from fewbit.nn.guarded import Guarded
+from fewbit.runtime.calling import SESSION
+from fewbit.runtime.sharing import PATH
 from fewbit.runtime.tables import check_choice
 from fewbit.table import Table
 
@@ -47,7 +49,7 @@ __all__ = [
 ]
 
 
-class _FewBit:
+class _FewBit(Guarded):
     """What every module here has besides torch's: `bits`, `table`, and both in its repr."""
 
     bits: int

@@ -12,6 +12,7 @@ from fewbit.functional.dropout import (
     dropout3d,
     feature_alpha_dropout,
 )
+from fewbit.nn.guarded import Guarded
 
 __all__ = [
     "AlphaDropout",
@@ -23,42 +24,42 @@ __all__ = [
 ]
 
 
-class Dropout(nn.Dropout):
+class Dropout(Guarded, nn.Dropout):
     """torch.nn.Dropout; see `fewbit.functional.dropout`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return dropout(input, self.p, self.training, self.inplace)
 
 
-class Dropout1d(nn.Dropout1d):
+class Dropout1d(Guarded, nn.Dropout1d):
     """torch.nn.Dropout1d; see `fewbit.functional.dropout1d`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return dropout1d(input, self.p, self.training, self.inplace)
 
 
-class Dropout2d(nn.Dropout2d):
+class Dropout2d(Guarded, nn.Dropout2d):
     """torch.nn.Dropout2d; see `fewbit.functional.dropout2d`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return dropout2d(input, self.p, self.training, self.inplace)
 
 
-class Dropout3d(nn.Dropout3d):
+class Dropout3d(Guarded, nn.Dropout3d):
     """torch.nn.Dropout3d; see `fewbit.functional.dropout3d`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return dropout3d(input, self.p, self.training, self.inplace)
 
 
-class AlphaDropout(nn.AlphaDropout):
+class AlphaDropout(Guarded, nn.AlphaDropout):
     """torch.nn.AlphaDropout; see `fewbit.functional.alpha_dropout`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return alpha_dropout(input, self.p, self.training)
 
 
-class FeatureAlphaDropout(nn.FeatureAlphaDropout):
+class FeatureAlphaDropout(Guarded, nn.FeatureAlphaDropout):
     """torch.nn.FeatureAlphaDropout; see `fewbit.functional.feature_alpha_dropout`."""
 
     def forward(self, input: Tensor) -> Tensor:

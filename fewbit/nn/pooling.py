@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fewbit.functional import pooling as F
+from fewbit.nn.guarded import Guarded
 
 __all__ = [
     "AdaptiveAvgPool1d",
@@ -46,35 +47,35 @@ def _avg_pool(function, module, input, *divisor):
     )
 
 
-class MaxPool1d(nn.MaxPool1d):
+class MaxPool1d(Guarded, nn.MaxPool1d):
     """torch.nn.MaxPool1d; see `fewbit.functional.max_pool1d`."""
 
     def forward(self, input: Tensor):
         return _max_pool(F.max_pool1d, self, input) if self.training else super().forward(input)
 
 
-class MaxPool2d(nn.MaxPool2d):
+class MaxPool2d(Guarded, nn.MaxPool2d):
     """torch.nn.MaxPool2d; see `fewbit.functional.max_pool2d`."""
 
     def forward(self, input: Tensor):
         return _max_pool(F.max_pool2d, self, input) if self.training else super().forward(input)
 
 
-class MaxPool3d(nn.MaxPool3d):
+class MaxPool3d(Guarded, nn.MaxPool3d):
     """torch.nn.MaxPool3d; see `fewbit.functional.max_pool3d`."""
 
     def forward(self, input: Tensor):
         return _max_pool(F.max_pool3d, self, input) if self.training else super().forward(input)
 
 
-class AvgPool1d(nn.AvgPool1d):
+class AvgPool1d(Guarded, nn.AvgPool1d):
     """torch.nn.AvgPool1d; see `fewbit.functional.avg_pool1d`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return _avg_pool(F.avg_pool1d, self, input) if self.training else super().forward(input)
 
 
-class AvgPool2d(nn.AvgPool2d):
+class AvgPool2d(Guarded, nn.AvgPool2d):
     """torch.nn.AvgPool2d; see `fewbit.functional.avg_pool2d`."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ class AvgPool2d(nn.AvgPool2d):
         return _avg_pool(F.avg_pool2d, self, input, self.divisor_override)
 
 
-class AvgPool3d(nn.AvgPool3d):
+class AvgPool3d(Guarded, nn.AvgPool3d):
     """torch.nn.AvgPool3d; see `fewbit.functional.avg_pool3d`."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class AvgPool3d(nn.AvgPool3d):
         return _avg_pool(F.avg_pool3d, self, input, self.divisor_override)
 
 
-class AdaptiveMaxPool1d(nn.AdaptiveMaxPool1d):
+class AdaptiveMaxPool1d(Guarded, nn.AdaptiveMaxPool1d):
     """torch.nn.AdaptiveMaxPool1d; see `fewbit.functional.adaptive_max_pool1d`."""
 
     def forward(self, input: Tensor):
@@ -101,7 +102,7 @@ class AdaptiveMaxPool1d(nn.AdaptiveMaxPool1d):
         return F.adaptive_max_pool1d(input, self.output_size, self.return_indices)
 
 
-class AdaptiveMaxPool2d(nn.AdaptiveMaxPool2d):
+class AdaptiveMaxPool2d(Guarded, nn.AdaptiveMaxPool2d):
     """torch.nn.AdaptiveMaxPool2d; see `fewbit.functional.adaptive_max_pool2d`."""
 
     def forward(self, input: Tensor):
@@ -110,7 +111,7 @@ class AdaptiveMaxPool2d(nn.AdaptiveMaxPool2d):
         return F.adaptive_max_pool2d(input, self.output_size, self.return_indices)
 
 
-class AdaptiveMaxPool3d(nn.AdaptiveMaxPool3d):
+class AdaptiveMaxPool3d(Guarded, nn.AdaptiveMaxPool3d):
     """torch.nn.AdaptiveMaxPool3d; see `fewbit.functional.adaptive_max_pool3d`."""
 
     def forward(self, input: Tensor):
@@ -119,7 +120,7 @@ class AdaptiveMaxPool3d(nn.AdaptiveMaxPool3d):
         return F.adaptive_max_pool3d(input, self.output_size, self.return_indices)
 
 
-class AdaptiveAvgPool1d(nn.AdaptiveAvgPool1d):
+class AdaptiveAvgPool1d(Guarded, nn.AdaptiveAvgPool1d):
     """torch.nn.AdaptiveAvgPool1d; see `fewbit.functional.adaptive_avg_pool1d`."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ class AdaptiveAvgPool1d(nn.AdaptiveAvgPool1d):
         return F.adaptive_avg_pool1d(input, self.output_size)
 
 
-class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
+class AdaptiveAvgPool2d(Guarded, nn.AdaptiveAvgPool2d):
     """torch.nn.AdaptiveAvgPool2d; see `fewbit.functional.adaptive_avg_pool2d`."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
         return F.adaptive_avg_pool2d(input, self.output_size)
 
 
-class AdaptiveAvgPool3d(nn.AdaptiveAvgPool3d):
+class AdaptiveAvgPool3d(Guarded, nn.AdaptiveAvgPool3d):
     """torch.nn.AdaptiveAvgPool3d; see `fewbit.functional.adaptive_avg_pool3d`."""
 
     def forward(self, input: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from fewbit.errors import InputError
 from fewbit.nn import activations, convolution, linear, normalization
+from fewbit.runtime.calling import is_compiled_code, leave_to_interpreter
 from fewbit.runtime.quantiser import Quantiser
 from fewbit.runtime.sharing import Session
 
@@ -51,7 +52,7 @@ class PreActivation(nn.Module):
     ):
         super().__init__()
         activation = nn.ReLU() if activation is None else activation
-        session = Session(is_private=True)
+        self._private = session = Session(is_private=True)
         quantiser = Quantiser(bits, session=session, fuse=True)
         children = (
             ("norm", norm, NORMS),
@@ -67,8 +68,11 @@ class PreActivation(nn.Module):
         self.linear.quantiser = quantiser.named("linear")
         if hasattr(type(self.activation), "_kept_bits"):
             self.activation.bits, self.activation.table = 1, None
-        self.register_forward_pre_hook(session.enter, prepend=True, with_kwargs=True)
-        self.register_forward_hook(session.leave, always_call=True, with_kwargs=True)
+
+    def __call__(self, *args, **kwargs):
+        if is_compiled_code() or self._compiled_call_impl is not None:
+            return super().__call__(*args, **kwargs)
+        return self._private.call(self, super().__call__, args, kwargs)
 
     def forward(self, input: Tensor) -> Tensor:
         return self.linear(self.activation(self.norm(input)))
@@ -80,6 +84,9 @@ class PreActivation(nn.Module):
 
     def extra_repr(self) -> str:
         return f"bits={self.bits}"
+
+
+leave_to_interpreter(PreActivation.__call__.__code__)
 
 
 def _check(name, module, classes) -> None:

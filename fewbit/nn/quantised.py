@@ -6,12 +6,13 @@ import inspect
 
 from torch import nn
 
+from fewbit.nn.guarded import Guarded
 from fewbit.runtime.exact import exactly
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser
 
 
-class Quantised:
+class Quantised(Guarded):
     """torch's signature plus bits= and group_size=, and `quantiser`, which the forward keeps with.
 
     In eval mode a module is torch's own and compresses nothing.

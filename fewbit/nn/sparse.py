@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fewbit.functional.sparse import embedding
+from fewbit.nn.guarded import Guarded
 
 __all__ = ["Embedding"]
 
 
-class Embedding(nn.Embedding):
+class Embedding(Guarded, nn.Embedding):
     """torch.nn.Embedding; see `fewbit.functional.embedding`."""
 
     def forward(self, input: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fewbit.functional.interpolation import interpolate
+from fewbit.nn.guarded import Guarded
 
 __all__ = ["Upsample", "UpsamplingBilinear2d", "UpsamplingNearest2d"]
 
 
-class Upsample(nn.Upsample):
+class Upsample(Guarded, nn.Upsample):
     """torch.nn.Upsample; see `fewbit.functional.interpolate`."""
 
     def forward(self, input: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from fewbit.runtime.interrupts import afterwards
+
 
 def as_torch_casts():
     """A context in which torch's own layer casts as autocast tells it to, and keeps no cast weight.
@@ -22,11 +24,9 @@ def as_torch_casts():
 @contextmanager
 def _uncached():
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
+    with afterwards(lambda: torch.set_autocast_cache_enabled(before)):
+        torch.set_autocast_cache_enabled(False)
         yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def in_float32(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -7,15 +7,18 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from fewbit.runtime.interrupts import afterwards
+
 
 class _Stack(threading.local):
     """What the modules that run say of functions, the innermost one last.
 
-    True: they stay torch's own. False: they are those of the model. Else settings of their own.
+    True: they stay torch's own. False: they are those of the model. Else settings of their own. Nothing is written to a
+    stack: whoever keeps one can put it back.
     """
 
     def __init__(self):
-        self.flags = []
+        self.flags = ()
 
 
 _stack = _Stack()
@@ -28,11 +31,10 @@ def exactly():
 
 @contextmanager
 def _exactly():
-    _stack.flags.append(True)
-    try:
+    before = _stack.flags
+    with afterwards(lambda: put_back(before)):
+        _stack.flags = (*before, True)
         yield
-    finally:
-        _stack.flags.pop()
 
 
 def said():
@@ -40,13 +42,26 @@ def said():
     return _stack.flags[-1] if _stack.flags else False
 
 
-def forget() -> None:
-    """Drops what modules said whose forward was interrupted."""
-    _stack.flags.clear()
+def stack() -> tuple:
+    """What all modules that run say, for `put_back`."""
+    return _stack.flags
+
+
+def start() -> None:
+    """At the beginning of a model's forward: what modules around the model say does not count."""
+    _stack.flags = ()
+
+
+def put_back(flags: tuple) -> None:
+    """What modules said before, when a call ends."""
+    _stack.flags = flags
 
 
 class Switch:
-    """Forward hooks of a module that has a say of its own: see `said`."""
+    """Forward hooks of a module that has a say of its own: see `said`.
+
+    torch does not run `leave` after a KeyboardInterrupt: the calls around put back what was said before.
+    """
 
     def __init__(self, says):
         self.says = says
@@ -54,9 +69,9 @@ class Switch:
     def enter(self, *_) -> None:
         """A forward pre-hook."""
         if not torch.compiler.is_compiling():
-            _stack.flags.append(self.says)
+            _stack.flags = (*_stack.flags, self.says)
 
     def leave(self, *_) -> None:
         """A forward hook, called also where the forward raised."""
-        if not torch.compiler.is_compiling() and _stack.flags:
-            _stack.flags.pop()
+        if not torch.compiler.is_compiling():
+            _stack.flags = _stack.flags[:-1]

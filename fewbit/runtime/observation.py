@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
@@ -33,6 +34,7 @@ import torch
 
 from fewbit.runtime import layout
 from fewbit.runtime.arrival import Arrival
+from fewbit.runtime.interrupts import afterwards
 from fewbit.runtime.nested import tensors_in
 from fewbit.runtime.plain import is_plain
 
@@ -238,7 +240,7 @@ class Observation:
             if variable.rounding is None or variable.name not in self.variables:
                 continue
             for level in LEVELS:
-                with Restoring(variable, level, self):
+                with Restoring(variable, level, self).running():
                     noisy = by_edge(context, backward(context, *grads))
                 self._add(node, variable, level, results, noisy)
         if len(grads) == 1:
@@ -250,7 +252,7 @@ class Observation:
                 norms = [norm([each]) for each in passed]
                 del passed
                 node.noise.append(_Noise(name, level, scale, norms, False))
-            with Restoring():
+            with Restoring().running():
                 carried = backward(context, self._with_signs(*grads))
             node.leaving = [norm([each]) for each in by_edge(context, carried)]
             node.arriving, node.is_probed = norm(grads), True
@@ -408,7 +410,7 @@ def observed(backward, context, grads):
     followers = getattr(context, _OBSERVED, ())
     if followers:
         context = _Context(context)
-    with Restoring() as restoring:
+    with Restoring().running() as restoring:
         results = backward(context, *grads)
     if not restoring.variables:
         return results
@@ -429,19 +431,20 @@ def observed(backward, context, grads):
 
 
 class Restoring:
-    """Within it the variables of restored tensors are noted, and those of one, the target, have noise."""
+    """While it runs the variables of restored tensors are noted, and those of one, the target, have noise."""
 
     def __init__(self, target=None, level: int = 0, observation: Observation | None = None):
         self.target, self.level, self.observation = target, level, observation
         self.variables = {}
         self._noise = {}  # a tensor restored more than once has the same noise each time
 
-    def __enter__(self):
-        self._before, _running.restoring = getattr(_running, "restoring", None), self
-        return self
-
-    def __exit__(self, *_):
-        _running.restoring = self._before
+    @contextmanager
+    def running(self):
+        """The block in which tensors are restored."""
+        before = getattr(_running, "restoring", None)
+        with afterwards(lambda: setattr(_running, "restoring", before)):
+            _running.restoring = self
+            yield self
 
     def is_target(self, variable) -> bool:
         return self.target is not None and variable.name == self.target.name

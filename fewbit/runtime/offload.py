@@ -11,14 +11,14 @@ import sys
 import threading
 import weakref
 from collections import deque
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fewbit.errors import InputError
+from fewbit.runtime.interrupts import held
 from fewbit.runtime.transfers import CudaTransfers, OnDevice
 
 LEAST_BYTES = 64 * 1024
@@ -28,14 +28,13 @@ TRANSFERS = {"cuda": CudaTransfers}
 
 
 class _Running(threading.local):
-    """The offloads entered in a thread, innermost last, each as (_Forward, hooks), or None if it does nothing."""
+    """The offloads entered in a thread, innermost last, each as (Offload, _Forward, or None if it does nothing)."""
 
     def __init__(self):
         self.entered = []
 
     def forward(self) -> _Forward | None:
-        entered = self.entered and self.entered[-1]
-        return entered[0] if entered else None
+        return self.entered[-1][1] if self.entered else None
 
 
 _running = _Running()
@@ -75,7 +74,7 @@ class Offload:
         self._kinds = TRANSFERS if transfers is None else transfers
         self._transfers = {}  # by device
         self._on_host = weakref.WeakSet()
-        self._lock = threading.Lock()  # backward runs in a thread for each device
+        self._lock = threading.RLock()  # backward runs in a thread for each device
 
     def __getstate__(self):
         return {"least": self.least, "ahead": self.ahead, "transfers": self._kinds}
@@ -92,25 +91,36 @@ class Offload:
         return sum(len(copy.host) for copy in tuple(self._on_host))
 
     def __enter__(self) -> Offload:
-        entered = None
+        forward = None
         if any(kind.is_ready() for kind in self._kinds.values()) and _may_enter():
-            entered = _Forward(self), saved_tensors_hooks(*_hooks())
-            entered[1].__enter__()
-        _running.entered.append(entered)
+            forward = _Forward(self)
+        _running.entered.append((self, forward))
+        if forward is not None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*forward.hooks)
         return self
 
     def __exit__(self, *error) -> None:
-        entered = _running.entered.pop()
-        if entered is not None:
-            entered[1].__exit__(*error)
-            entered[0].end()
+        self.cut(len(_running.entered) - 1)
+
+    def depth(self) -> int:
+        """How many offloads are entered in this thread."""
+        return len(_running.entered)
+
+    def cut(self, depth: int) -> None:
+        """Leaves offloads until so many are entered."""
+        while len(_running.entered) > depth:
+            _, forward = _running.entered[-1]
+            if forward is not None:
+                _take_off(forward.hooks)
+                forward.end()
+            _running.entered.pop()
 
     def transfers_of(self, device: torch.device):
         """Those of that device, or None if what is there stays."""
         kind = self._kinds.get(device.type)
         if kind is None:
             return None
-        with self._lock:
+        with held(self._lock):
             if device not in self._transfers:
                 self._transfers[device] = kind(device)
             return self._transfers[device]
@@ -136,6 +146,11 @@ class _Forward:
 
     def __init__(self, offload: Offload):
         self._offload = offload
+        pack, unpack = _hooks()
+        self.hooks = (
+            partial(pack),
+            unpack,
+        )  # known by the first, which is another object for each forward
         self._marked = {}  # by the address of a storage, which a weak reference keeps from being used again
         self._layer = 0
         self._lanes = {}
@@ -200,7 +215,7 @@ class _Lane:
     # -- Forward -----------------------------------------------------------------------------------------
 
     def save(self, tensor, marked: _Marked, number: int) -> _Handle:
-        with self._lock:
+        with held(self._lock):
             if number != self._number:
                 self._number = number
                 self._layers.append([])
@@ -219,7 +234,7 @@ class _Lane:
             return handle
 
     def end(self) -> None:
-        with self._lock:
+        with held(self._lock):
             while self._leaving:
                 _, copy, leaving = self._leaving.popleft()
                 self._put(copy, leaving)
@@ -228,7 +243,7 @@ class _Lane:
 
     def restore(self, handle: _Handle) -> torch.Tensor:
         """The bytes of a handle, for what the current stream does from now on."""
-        with self._lock:
+        with held(self._lock):
             self._fetch(handle.copy)
             self._fetch_before(handle.layer)
             value = handle.copy.value
@@ -356,4 +371,19 @@ def _may_enter() -> bool:
     top = autograd._top_saved_tensors_default_hooks(False)
     if not top:
         return True
-    return top[0] is _pack or ("torch._dynamo" in sys.modules and top[0] is _uncompiled()[0])
+    pack = getattr(top[0], "func", None)
+    return pack is _pack or ("torch._dynamo" in sys.modules and pack is _uncompiled()[0])
+
+
+def _take_off(hooks) -> None:
+    """Takes those hooks off, if they are on; what others have put on top since stays."""
+    autograd, above, found = torch._C._autograd, [], False
+    try:
+        while not found and (top := autograd._top_saved_tensors_default_hooks(True)):
+            found = top[0] is hooks[0]
+            if not found:
+                above.append(top)
+            autograd._pop_saved_tensors_default_hooks()
+    finally:
+        for each in reversed(above):
+            autograd._push_saved_tensors_default_hooks(*each)

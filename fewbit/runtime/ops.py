@@ -192,11 +192,11 @@ def keep_when_partitioned():
     if "recompute" in meta:
         yield
         return
-    meta["recompute"] = CheckpointPolicy.MUST_SAVE
     try:
+        meta["recompute"] = CheckpointPolicy.MUST_SAVE
         yield
     finally:
-        del meta["recompute"]
+        meta.pop("recompute", None)
 
 
 def _refuse(ctx, grad):

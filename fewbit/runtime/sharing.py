@@ -24,8 +24,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
-from fewbit.runtime import offload, ops
-from fewbit.runtime.exact import forget
+from fewbit.runtime import exact, offload, ops
+from fewbit.runtime.calling import SESSION, Told
+from fewbit.runtime.interrupts import ThreadState, afterwards
 from fewbit.runtime.seeds import Seeds
 from fewbit.runtime.variables import ALONE, REENTRANT, Plan
 
@@ -33,15 +34,14 @@ MOST_FOLLOWED = 4096
 _PREACTIVATION = "pre-activation"
 PATH = "_fewbit_path"
 """The attribute of a module that says where in the converted model it is."""
-SESSION = "_fewbit_session"
-"""That of an activation which has its model's session; layers have it in their quantiser."""
 _REENTRANT = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
 _running = threading.local()
 
 
 def current() -> Session | None:
     """The session of the model whose forward runs in this thread."""
-    return getattr(_running, "session", None)
+    call = _innermost(_running)
+    return None if call is None else call.session
 
 
 @contextmanager
@@ -51,11 +51,9 @@ def measuring(observation=None):
     (That of an outer one stays.)
     """
     before = getattr(_running, "measured", ())
-    _running.measured = before or (observation,)
-    try:
+    with afterwards(lambda: setattr(_running, "measured", before)):
+        _running.measured = before or (observation,)
         yield
-    finally:
-        _running.measured = before
 
 
 class Session:
@@ -87,67 +85,57 @@ class Session:
 
     # -- Forwards ----------------------------------------------------------------------------------------
 
-    def enter(self, module, args=(), kwargs=None) -> None:
-        """A forward pre-hook, with keyword inputs, of every module with layers inside.
+    def call(self, module, function, args=(), kwargs=None):
+        """function(*args, **kwargs), the call of a module with layers inside, as a part of a forward of this model.
 
-        The outermost one's call is the forward.
+        The outermost call is the forward. Whatever ends it, all is afterwards as it was before: also if what puts it
+        back is interrupted itself, as it is then done again.
         """
-        if torch.compiler.is_compiling():
-            return
-        local = self._local
-        # No hook is told of a forward that was interrupted from the keyboard, with those around it.
-        caller = sys._getframe(1)
-        while (around := current()) is not None:
-            if around is self and local.outermost() is not module or around._still_runs(caller):
-                break
-            around.abandon()
-        path = vars(module).get(PATH, "")
-        local.calls.append(_Call(_checkpoint(), module.training, path))
-        has_grad, is_outermost = torch.is_grad_enabled(), len(local.calls) == 1
-        is_first_of_two = module.training and not has_grad and _reentrant_region() is not None
-        if is_outermost:
-            local.outermost = weakref.ref(module)
+        kwargs = kwargs or {}
+        call = _Call(self, module)
+        try:
+            try:
+                self._begin(call, module, args, kwargs)
+                outputs = function(*args, **kwargs)
+                ended = self._local.forward if call.is_outermost and self._local.started else None
+                keeps = self._local.keeps
+                if call.is_outermost:
+                    self._forget_unused()
+            finally:
+                call.put_back()
+        except BaseException:
+            call.put_back()
+            if call.state is not None:
+                call.state.put_back()
+            raise
+        if ended is not None:
+            if ended.plan and ended.plan.observation is not None:
+                ended.plan.observation.watch(outputs)
+            # Torch's generator moves on, once a forward and after all that the model draws. (What was made for
+            # layers that then did not ask for it does not count.)
+            if keeps:
+                torch.randint(2**63 - 1, (), device="cpu")
+        return outputs
+
+    def _begin(self, call: _Call, module, args, kwargs) -> None:
+        local, has_grad = self._local, torch.is_grad_enabled()
+        _running.call = local.call = weakref.ref(call)
+        is_first_of_two = call.training and not has_grad and _reentrant_region() is not None
+        if call.is_outermost:
+            exact.start()
             local.entries, local.results, local.keeps = {}, {}, False
-            local.around, _running.session = current(), self
             if has_grad or is_first_of_two:
-                inputs = *args, *(kwargs or {}).values()
+                inputs = *args, *kwargs.values()
                 local.started = not in_backward()
                 begin = self._begun if local.started else self._part_of
                 self._go_by(begin(module, inputs))
-        region = _reentrant_region() if is_first_of_two else _frame(_checkpoint())
+        region = _reentrant_region() if is_first_of_two else _frame(call.checkpoint)
         if region is not None and local.forward is not None:
             self._forwards.setdefault(region, local.forward)
             local.keeps |= is_first_of_two  # when it is made again
-        if is_outermost and has_grad and module.training:
-            for context in self.contexts:
+        if call.is_outermost and has_grad and call.training:
+            for context, _ in call.contexts:
                 context.__enter__()
-                local.entered.append(context)
-
-    def leave(self, module=None, args=(), kwargs=None, outputs=None) -> None:
-        """A forward hook, with keyword inputs, of the same modules, called also where the forward raised."""
-        local = self._local
-        if torch.compiler.is_compiling() or not local.calls:
-            return
-        local.calls.pop()
-        if not local.calls:
-            self._forget_unused()
-            forward = local.forward if local.started else None
-            self._end()
-            if forward and forward.plan and forward.plan.observation is not None:
-                forward.plan.observation.watch(outputs)
-            # Torch's generator moves on, once a forward and after all that the model draws. (What was made for
-            # layers that then did not ask for it does not count.)
-            if forward and local.keeps:
-                torch.randint(2**63 - 1, (), device="cpu")
-
-    def _end(self) -> None:
-        local = self._local
-        if self._is_region_over():
-            local.regions.clear()
-        local.entries, local.results, _running.session = None, {}, local.around
-        local.forward, local.started = None, False
-        while local.entered:
-            local.entered.pop().__exit__(None, None, None)
 
     def _is_region_over(self) -> bool:
         """Whether to drop what was kept in the checkpointed region in which the outermost call ends, if it is in one.
@@ -161,52 +149,35 @@ class Session:
             self._whole.add(frame)
         return frame in self._whole
 
-    def abandon(self) -> None:
-        """Ends a forward of this thread that no hook has ended."""
-        if self._local.calls:
-            self._local.calls = []
-            self._end()
-            forget()
-
-    def _still_runs(self, caller) -> bool:
-        """Whether the outermost call of this forward is among those that led to `caller`.
-
-        caller: the frame in which torch calls the hooks of the module that is called now.
-        """
-        outermost, frame = self._local.outermost(), caller.f_back
-        while frame is not None:
-            if frame.f_code is caller.f_code and frame.f_locals.get("self") is outermost:
-                return outermost is not None
-            frame = frame.f_back
-        return False
+    def is_running(self) -> bool:
+        """Whether a forward of the model runs in this thread."""
+        return _innermost(self._local) is not None
 
     def is_made_again_alike(self) -> bool:
         """Whether a checkpoint that makes this moment again would find this session's contexts entered.
 
         It does in a region that is a module, or within one; not in a bare function.
         """
-        pack = _checkpoint()
-        calls = self._local.calls
-        return pack is None or bool(calls and calls[-1].checkpoint is pack)
+        pack, call = _checkpoint(), _innermost(self._local)
+        return pack is None or (call is not None and call.checkpoint is pack)
 
-    def is_evaluating(self) -> bool:
-        """Whether the innermost module that runs is in evaluation mode."""
-        calls = self._local.calls
-        return bool(calls and not calls[-1].training)
+    def compresses_functions(self) -> bool:
+        """Whether functions that are called now are to be compressed: by a module of the model that trains."""
+        call = _innermost(self._local)
+        return call is not None and call.training and self.is_made_again_alike()
 
     def path(self) -> str:
         """Of the innermost module that runs, from the converted model on."""
-        calls = self._local.calls
-        return calls[-1].path if calls else ""
+        call = _innermost(self._local)
+        return "" if call is None else call.path
 
     @contextmanager
     def activation(self, path: str):
         """Within it a module of that path runs, whose activation is to be known by that."""
-        before, self._local.activation = self._local.activation, path
-        try:
+        local, before = self._local, self._local.activation
+        with afterwards(lambda: setattr(local, "activation", before)):
+            local.activation = path
             yield
-        finally:
-            self._local.activation = before
 
     def activation_bits(self, name: str, bits: int, x) -> int:
         """Of a few-bit activation of x: `bits`, unless the plan of the forward has others for that name."""
@@ -399,22 +370,19 @@ class Session:
 
 
 def sessions_of(model: nn.Module) -> Iterator[Session]:
-    """Those that forwards of its modules are told to, private ones too, as often as there are such modules."""
+    """Those that calls of its modules are told to, as often as there are such modules; not private ones."""
     for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
-            session = getattr(hook, "__self__", None)
-            if isinstance(session, Session):
-                yield session
+        session = vars(module).get(SESSION)
+        if isinstance(module, Told) and session is not None:
+            yield session
 
 
 class _Local(threading.local):
     """The forward that runs in a thread. regions: entries by the hook of a checkpoint, of the latest region alone."""
 
     def __init__(self):
-        self.calls = []  # a _Call for each of the modules that run, outermost first
-        self.outermost = None  # a weak reference to the module
+        self.call = None  # a weak reference to the innermost _Call
         self.entries = None
-        self.entered = []  # contexts of this forward
         self.started = False  # whether this forward is to be differentiated, and no part of another
         self.forward = None  # a _Forward, while one runs, or a part of one again
         self.part = 0  # number of that part
@@ -422,7 +390,6 @@ class _Local(threading.local):
         self.unknown = None  # the latest Seeds of what is of no forward that is known
         self.results = {}  # those of activations, by place
         self.activation = None  # path of the module that runs one
-        self.around = None
         self.regions = weakref.WeakKeyDictionary()
 
 
@@ -433,12 +400,45 @@ class _Forward(NamedTuple):
     seeds: Seeds
 
 
-class _Call(NamedTuple):
-    """Of a module: the checkpointed region in which it was called, whether it is in training mode, where it is."""
+class _Call:
+    """A module's call, and what is to be put back when it ends.
 
-    checkpoint: object
-    training: bool
-    path: str
+    Only the frame that makes the call holds it, so that one which nobody has ended counts no more once its frame is
+    gone. checkpoint: the checkpointed region in which the module was called. training: whether it is in training mode.
+    path: where in the model it is.
+    """
+
+    __slots__ = (
+        "__weakref__", "session", "checkpoint", "training", "path", "is_outermost", "contexts", "state", "_around", "_outer", "_said",
+    )  # fmt: skip
+
+    def __init__(self, session: Session, module):
+        local = session._local
+        self.session = session
+        self.checkpoint, self.training = _checkpoint(), module.training
+        self.path = vars(module).get(PATH, "")
+        self._around, self._outer, self._said = (
+            getattr(_running, "call", None),
+            local.call,
+            exact.stack(),
+        )
+        self.is_outermost = _innermost(local) is None
+        self.state = ThreadState() if self.is_outermost else None
+        contexts = session.contexts if self.is_outermost else ()
+        self.contexts = [(context, context.depth()) for context in contexts]
+
+    def put_back(self) -> None:
+        """All that the call has changed, as it was; done twice it is as done once."""
+        session, local = self.session, self.session._local
+        if self.is_outermost:
+            for context, depth in reversed(self.contexts):
+                context.cut(depth)
+            if session._is_region_over():
+                local.regions.clear()
+            local.entries, local.results, local.forward = None, {}, None
+            local.started, local.activation = False, None
+        exact.put_back(self._said)
+        local.call, _running.call = self._outer, self._around
 
 
 class _Result:
@@ -447,6 +447,12 @@ class _Result:
     def __init__(self, number, y, offered):
         self.number, self.offered, self.used = number, offered, False
         self.storage = StorageWeakRef(y.untyped_storage())  # its address is not used again
+
+
+def _innermost(local) -> _Call | None:
+    """The innermost call, of any session or of one, that has not ended: `_running` or a `_Local`."""
+    reference = getattr(local, "call", None)
+    return None if reference is None else reference()
 
 
 def _checkpoint():

@@ -211,7 +211,7 @@ class BoundObservation(Observation):
         labels = demands.labels(context._forward_cls)
         exact = None
         if any(each.rounding.exact is not None for each in variables):
-            with _Exactly():
+            with _Exactly().running():
                 exact = backward(context, *grads)
             exact = exact if isinstance(exact, tuple) else (exact,)
         found = []
@@ -221,7 +221,7 @@ class BoundObservation(Observation):
             of = parts
             if parts is None:
                 kind = MEASURED
-                with Restoring(variable, 0, self):
+                with Restoring(variable, 0, self).running():
                     noisy = backward(context, *grads)
                 of = _measured(results, noisy if isinstance(noisy, tuple) else (noisy,), tensor)
             for part in of:

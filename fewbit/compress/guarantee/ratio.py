@@ -30,9 +30,11 @@ from fewbit.compress.gradients import (
 from fewbit.compress.guarantee.policy import NAMED
 from fewbit.compress.guarantee.ratio_report import GradientRatio
 from fewbit.errors import BoundWarning, InputError
+from fewbit.runtime.interrupts import leaves_nothing
 from fewbit.runtime.sharing import Session, measuring, sessions_of
 
 
+@leaves_nothing
 def gradient_ratio(
     model: nn.Module,
     batch,
@@ -102,6 +104,5 @@ def _of_batch(measured: Measured, exact: Measured, session: Session, batch, numb
 def _session_of(model: nn.Module) -> Session:
     """That of a converted model."""
     for session in sessions_of(model):
-        if not session.is_private:
-            return session
+        return session
     raise InputError("expected a model that compress_ has converted, got one that it has not")

@@ -1,0 +1,71 @@
+"""Changes of a model that are made whole or not at all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+from torch import nn
+
+_TABLES = (
+    "_modules",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def whole_or_not_at_all(change: Callable) -> Callable:
+    """Have a function that changes a model, its first argument, put the model back as it was if anything ends it early."""
+
+    @wraps(change)
+    def changed(model, *args, **kwargs):
+        before = _Before(model)
+        try:
+            try:
+                return change(model, *args, **kwargs)
+            except BaseException:
+                before.put_back()
+                raise
+        except BaseException:
+            before.put_back()  # again, in case that was interrupted
+            raise
+
+    return changed
+
+
+class _Before:
+    """What conversions change of a model's modules, as it is now: classes, attributes, hooks, implementations of attention."""
+
+    def __init__(self, model):
+        self._modules, self._configs = [], []
+        if not isinstance(model, nn.Module):
+            return
+        for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            own = dict(vars(module))
+            tables = [(own[name], type(own[name])(own[name])) for name in _TABLES if name in own]
+            self._modules.append((module, type(module), own, tables))
+            config = own.get("config")
+            if "transformers" in sys.modules and hasattr(config, "_attn_implementation_internal"):
+                self._configs.append((config, config._attn_implementation_internal))
+
+    def put_back(self) -> None:
+        """All of it; done twice it is as done once."""
+        for module, cls, own, tables in self._modules:
+            for name in [name for name in vars(module) if name not in own]:
+                vars(module).pop(name, None)
+            vars(module).update(own)
+            for table, entries in tables:
+                if list(table.items()) != list(entries.items()):
+                    table.clear()
+                    table.update(entries)
+            if type(module) is not cls:
+                object.__setattr__(module, "__class__", cls)
+        for config, implementation in self._configs:
+            config._attn_implementation_internal = implementation

@@ -1,0 +1,144 @@
+"""Frames of our own around calls of a converted model's modules, so that `finally` ends a forward whatever ends it.
+
+torch runs no hook after a KeyboardInterrupt or another BaseException (docs/decisions/0013). The class of a module whose
+calls are told to a session is therefore changed, in place, to a subclass with a `__call__` of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from inspect import unwrap
+from types import CodeType
+
+import torch
+from torch import nn
+from torch._C._dynamo import eval_frame
+from torch.nn.utils.parametrize import is_parametrized
+
+SESSION = "_fewbit_session"
+"""The attribute of a module, or of an activation, that has its model's session; layers have it in their quantiser."""
+
+_made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made from it}
+
+
+def leave_to_interpreter(code: CodeType) -> None:
+    """Have torch.compile trace a function where it is inlined, but never compile a call of it as a frame of its own.
+
+    Dynamo would take it for one more function to compile, and then what it made of one call for another's.
+    """
+    if hasattr(eval_frame, "skip_code"):  # torch 2.6
+        eval_frame.skip_code(code)
+        return
+    actions = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
+    eval_frame.set_code_exec_strategy(code, strategy)
+
+
+def is_compiled_code() -> bool:
+    """Whether a compiler traces what runs now, or code that it has compiled, or is about to, calls it."""
+    return torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
+
+
+class Told:
+    """A mixin: calls of the module run within its session. Without a session they are torch's own."""
+
+    def __init_subclass__(cls, **kwargs):
+        # The classes made here must not enter the registries that users' classes keep of their subclasses.
+        if "_fewbit_base" not in vars(cls):
+            super().__init_subclass__(**kwargs)
+
+    def __call__(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        session = vars(self).get(SESSION)
+        if session is None or self._compiled_call_impl is not None or is_compiled_code():
+            return super().__call__(*args, **kwargs)
+        return session.call(self, super().__call__, args, kwargs)
+
+    def __reduce_ex__(self, protocol):
+        made, args, *rest = super().__reduce_ex__(max(protocol, 2))
+        base = vars(type(self)).get("_fewbit_base")
+        if (
+            base is not None
+        ):  # else a class that others have made from ours, which has to be found by itself
+            args = tuple(base if each is type(self) else each for each in args)
+            made, args = _made_again, (made, args)
+        return made, args, *rest
+
+
+leave_to_interpreter(Told.__call__.__code__)
+
+
+def _made_again(made, args) -> nn.Module:
+    """What pickle and copy begin with: made(*args), which has the class below ours, whose name pickle finds."""
+    module = made(*args)
+    object.__setattr__(module, "__class__", told(type(module)))
+    return module
+
+
+def told(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a module's class whose calls run within the module's session; the same one for each class."""
+    reference = _made.get(base)
+    made = None if reference is None else reference()
+    if made is None:
+        own = {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "_fewbit_base": base,
+        }
+        made = type(base)(base.__name__, (Told, base), own)
+        _made[base] = weakref.ref(made)
+    return made
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class that the module has but for `tell`: what to look up classes by."""
+    return vars(type(module)).get("_fewbit_base", type(module))
+
+
+def class_told(module: nn.Module) -> type[nn.Module]:
+    """The class that `tell` gives the module. Nothing is changed."""
+    cls = class_of(module)
+    if isinstance(module, Told):
+        return type(module)
+    if is_parametrized(module) and len(cls.__bases__) == 1:
+        # torch takes the class below its own for the one to go back to.
+        (base,) = cls.__bases__
+        return rebased(cls, base, told(base))
+    return told(cls)
+
+
+def tell(module: nn.Module, session, cls: type[nn.Module]) -> None:
+    """Have calls of the module run within the session. cls: of `class_told`."""
+    vars(module)[SESSION] = session
+    object.__setattr__(module, "__class__", cls)
+
+
+def untell(module: nn.Module) -> None:
+    """Undo `tell`. A class that keeps what `tell` gave it does no more than torch's own."""
+    vars(module).pop(SESSION, None)
+    object.__setattr__(module, "__class__", untold(module))
+
+
+def untold(module: nn.Module) -> type[nn.Module]:
+    """The module's class without ours, also below classes that others have made from ours (parametrize, fully_shard)."""
+    cls = type(module)
+    made = next((each for each in cls.__mro__ if "_fewbit_base" in vars(each)), None)
+    return cls if made is None else rebased(cls, made, vars(made)["_fewbit_base"]) or cls
+
+
+def rebased(cls: type, old: type, new: type) -> type | None:
+    """The class with the base `old` replaced by `new`; None if its functions depend on the class that they are in."""
+    if cls is old:
+        return new
+    if old not in cls.__mro__:
+        return cls
+    own = {
+        name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")
+    }
+    codes = [getattr(unwrap(each), "__code__", None) for each in own.values() if callable(each)]
+    if any("__class__" in code.co_freevars for code in codes if code is not None):
+        return None  # super() without arguments
+    bases = [rebased(base, old, new) for base in cls.__bases__]
+    return None if None in bases else type(cls)(cls.__name__, tuple(bases), own)

@@ -189,4 +189,4 @@ def test_on_a_terminal_one_line_moves(build, monkeypatch, capsys):
     line.end()
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and said.endswith("\n")
-    assert all(len(each) <= 29 for each in said.strip().split("\r\033[K"))
+    assert all(len(each) <= 29 for each in said.rstrip().split("\r\033[K"))

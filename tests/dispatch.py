@@ -127,7 +127,7 @@ def run(setting: Setting, arguments: list[str]) -> bool:
         sys.executable,
         "-m",
         "pytest",
-        "--numprocesses=auto",
+        "--numprocesses=logical",
         "--maxprocesses=8",
         "--dist=worksteal",
     ]

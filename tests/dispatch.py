@@ -99,8 +99,10 @@ def not_followed(setting: Setting, found: dict) -> list[str]:
 
 def cannot_run(setting: Setting) -> str:
     """Return why this processor cannot run the setting; empty if it can."""
-    from fewbit import _kernels
-
+    try:
+        from fewbit import _kernels
+    except ImportError:
+        return "fewbit is built without kernels"
     there = _kernels.cpu_isas()
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return "for x86-64"
@@ -127,7 +129,7 @@ def run(setting: Setting, arguments: list[str]) -> bool:
         sys.executable,
         "-m",
         "pytest",
-        "--numprocesses=auto",
+        "--numprocesses=logical",
         "--maxprocesses=8",
         "--dist=worksteal",
     ]

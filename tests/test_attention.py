@@ -507,6 +507,7 @@ def noise_of(drawn, exact):
     return float((drawn - exact).flatten(1).norm(dim=1).median() / exact.norm())
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "bits, of_query, of_value, noise",
     [(2, 0.24, 0.15, 1.6), (3, 0.05, 0.028, 0.62), (4, 0.011, 0.006, 0.28), (8, None, None, 0.017)],

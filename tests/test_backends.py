@@ -30,7 +30,7 @@ from samples import (
     scaled,
 )
 
-from fewbit.errors import TableError
+from fewbit.errors import FewbitError, TableError
 from fewbit.runtime import backends, layout, ops, reference
 from fewbit.runtime.encoding import Encoding, gray, packed_words
 from fewbit.table import Knots, Table
@@ -460,7 +460,7 @@ class On:
 
 
 def test_an_old_driver_means_the_reference_backend_and_one_warning(monkeypatch):
-    native = pytest.importorskip("fewbit.runtime.native")
+    native = pytest.importorskip("fewbit.runtime.native", exc_type=ImportError)
     reason = "the driver supports CUDA 12.4, these kernels need 13.0"
     monkeypatch.setattr(native, "cuda_unusable", lambda device: reason)
     monkeypatch.setattr(backends, "_chosen", {})
@@ -472,7 +472,7 @@ def test_an_old_driver_means_the_reference_backend_and_one_warning(monkeypatch):
 
 
 def test_without_cuda_kernels_the_reason_is_said():
-    native = pytest.importorskip("fewbit.runtime.native")
+    native = pytest.importorskip("fewbit.runtime.native", exc_type=ImportError)
     if native._kernels.cuda is None:
         assert native.cuda_unusable(torch.device("cuda", 0)) == "fewbit was built without CUDA"
     elif not torch.cuda.is_available():
@@ -491,3 +491,19 @@ def test_without_kernels_the_reference_backend_and_one_warning(monkeypatch):
 
 def test_other_devices_have_the_reference_backend():
     assert backends._choose(torch.device("mps")) is reference
+
+
+def test_the_environment_names_the_instruction_set(monkeypatch):
+    native = pytest.importorskip("fewbit.runtime.native", exc_type=ImportError)
+    there = native._kernels.cpu_isas()
+    for isa in there:
+        monkeypatch.setenv("FEWBIT_CPU_ISA", isa)
+        assert native.cpu().name == isa
+        assert native.cpu("baseline").name == "baseline"  # what a caller names comes first
+    monkeypatch.setenv("FEWBIT_CPU_ISA", "")
+    assert native.cpu().name == there[0]
+    monkeypatch.setenv("FEWBIT_CPU_ISA", "mmx")
+    with pytest.raises(
+        FewbitError, match="^FEWBIT_CPU_ISA: expected one of .*baseline.*got 'mmx'$"
+    ):
+        native.cpu()

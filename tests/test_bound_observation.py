@@ -469,6 +469,7 @@ def test_accumulation():
     assert observed(model, controller, X, run=run) == once
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("scales", [(1.0, 100.0), (100.0, 1.0), (3.0, 3.0)])
 def test_each_call_of_a_layer(scales, is_checkpointed):

@@ -69,6 +69,7 @@ def offset(model):
                 each.bias.add_(1)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_offsets(name, settings):

@@ -125,6 +125,7 @@ def test_a_compiled_forward_keeps_codes_and_nothing_else(device, backend):
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_bits_that_change_between_calls(device):
     x, weight = normal((50,), device=device), normal((50,), device=device, seed=6)
     function = compiled(lambda x, bits: F.gelu(x, bits=bits))
@@ -137,6 +138,7 @@ def test_bits_that_change_between_calls(device):
         assert same(step(of_module, x, weight)[1], expected)
 
 
+@pytest.mark.slow
 def test_parameters_that_change_between_calls(device):
     x, weight = normal((50,), device=device), normal((50,), device=device, seed=6)
     function = compiled(F.leaky_relu)
@@ -237,6 +239,7 @@ class Feedforward(nn.Module):
         return x + self.down(self.act(self.up(self.norm(x))))
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("budget", [1.0, 0.5, 0.2])
 def test_codes_are_kept_under_a_memory_budget(device, budget):
     """The partitioner recomputes what it likes, but never the codes; without them there is more to keep."""

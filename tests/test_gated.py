@@ -205,6 +205,7 @@ def no_grad(function, *tensors):
         return function(*tensors)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition"])
 def test_compiled(device, sample, backend):
     torch.compiler.reset()
@@ -289,6 +290,7 @@ def bias_of(drawn, exact):
     return float((distance - sampling).clamp(min=0).sqrt() / exact.norm())
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "name, bits, of_gate, of_up",
     [

@@ -535,6 +535,7 @@ def aligned(n, dtype, offset):
     return memory, memory[start : start + n * dtype.itemsize].view(dtype)
 
 
+@pytest.mark.fast(2)
 @isas
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_past_the_caches(isa, dtype):
@@ -625,6 +626,7 @@ found = kernels.use_openmp_of(str(library))
 """
 
 
+@pytest.mark.slow
 @proc_only
 def test_threads_are_those_of_torch():
     pytest.importorskip("torch")
@@ -646,6 +648,7 @@ def test_threads_are_those_of_torch():
     assert run_script(TORCH + textwrap.dedent(body)) == ["True", "1", "0", "2", "True"]
 
 
+@pytest.mark.fast(1)
 @fork_only
 @pytest.mark.parametrize("prepare", ["", TORCH], ids=["own threads", "torch's threads"])
 def test_fork_after_use(prepare):

@@ -81,6 +81,7 @@ def is_padded(layer) -> bool:
     return bool(layer.options.get("padding"))
 
 
+@pytest.mark.fast(12)
 @pytest.mark.parametrize("layer", **ids(LAYERS))
 def test_d_against_rounding(device, layer):
     """At 3 bits, whose errors are measured with it: never below; equal where theory says so."""

@@ -137,7 +137,7 @@ def test_a_frozen_batch_norm_in_evaluation_mode_keeps_nothing(device):
     assert {each.data_ptr() for each in saved} <= {each.data_ptr() for each in module.buffers()}
 
 
-@pytest.mark.fast(6)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "layer", **ids([layer for layer in LAYERS if layer.options.get("momentum", 0.1) is not None])
 )

@@ -44,6 +44,7 @@ def build(name, *arguments):
         return models.build(name, *arguments)
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_the_published_ones(name):
     assert sum(each.numel() for each in build(name).parameters()) == PARAMETERS[name]

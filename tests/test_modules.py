@@ -233,6 +233,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_fork_after_use_and_no_setting_touched():
     if _kernels is None:
         pytest.skip("the reference backend is torch's own loops, which do not survive a fork")

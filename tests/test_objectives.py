@@ -57,6 +57,7 @@ def test_a_continuous_derivative_is_cut_into_equal_ranges(name, count):
     assert np.diff(table.levels) == pytest.approx(np.ptp(values) / count, rel=1e-6)
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", functions.names())
@@ -68,6 +69,7 @@ def test_the_largest_deviation_is_the_error(name, form, count):
     assert largest >= table.error * (1 - 1e-3)
 
 
+@pytest.mark.fast(10)
 @pytest.mark.parametrize("tails", ["free", "pinned"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", [n for n in functions.names() if n != "relu_squared"])
@@ -89,7 +91,7 @@ def sampled(name, domain, n=50):
     return value, np.abs(np.diff(value))[inside].max(initial=0.0)
 
 
-@pytest.mark.fast(6)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("domain", [(-4.0, 4.0), (-0.4, 0.7)])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["gelu", "tanh", "selu", "hardswish", "leaky_relu", "hardshrink"])
@@ -108,6 +110,7 @@ def test_minimax_against_every_cover_of_a_sample(name, form, domain):
         assert least * (1 - 1e-9) - 1e-12 <= error <= least + step + 1e-12, (count, tails)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["gelu", "selu", "mish", "hardswish"])
 def test_minimax_bounds_and_is_bounded_by_mse(name, form):
@@ -122,7 +125,7 @@ def test_minimax_bounds_and_is_bounded_by_mse(name, form):
     assert errors == sorted(errors, reverse=True)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["gelu", "tanh", "selu", "hardswish"])
 def test_pinned_minimax(name, form):
@@ -139,6 +142,7 @@ def test_pinned_minimax(name, form):
 # --- unbiased -----------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(10)
 @pytest.mark.parametrize("weight", ["uniform", "normal"])
 @pytest.mark.parametrize("name", VARYING)
 def test_the_expected_error_by_quadrature(name, weight):
@@ -160,6 +164,7 @@ def test_unbiased_with_eight_bits(name, weight):
     assert table.gap <= 1e-3
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("bits", [1, 3, 6])
 @pytest.mark.parametrize("name", VARYING)
 def test_the_error_of_the_stand_in_is_bounded(name, bits):
@@ -172,6 +177,7 @@ def test_the_error_of_the_stand_in_is_bounded(name, bits):
     assert table.knots.points[0] == table.domain[0] and table.knots.points[-1] == table.domain[1]
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("name", VARYING)
 def test_the_levels_span_the_derivative(name):
     x, f = dense(solved(name, 3))

@@ -609,6 +609,7 @@ def test_a_change_in_place_is_found(late):
         z.sum().backward()
 
 
+@pytest.mark.fast(1)
 def test_a_forward_that_raises(place):
     model, x = converted("mlp", place.device)
 

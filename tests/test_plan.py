@@ -980,6 +980,7 @@ def test_workloads_of_text_tell_hidden_tokens(name, monkeypatch):
         assert (masked < 99).all()
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, capsys):
     page = Path(__file__).parent.parent / "docs" / "plan.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)

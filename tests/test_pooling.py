@@ -233,7 +233,7 @@ def test_autocast(device, sample, dtype):
 WIDE = [sample for sample in SAMPLES if sample.name == "MaxPool2d" and sample.bits in (0, 16)]
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("sample", [*DIFFERENT, *WIDE], ids=lambda sample: sample.id)
 def test_compiled(device, sample):
     torch.compiler.reset()

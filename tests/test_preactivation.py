@@ -613,6 +613,7 @@ def test_a_compiled_block_is_right():
 # -- models ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_depths_count_layers(depth):
     with torch.device("meta"):

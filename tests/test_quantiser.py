@@ -141,6 +141,7 @@ def check(kernels, x, bits, group_size, wide, widths=None, device="cpu"):
 # -- bits for bits -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("samples", [1, 3])
 def test_every_small_size(backend, samples):
     for features in range(71):
@@ -159,6 +160,7 @@ def test_every_width(backend, dtype, wide):
             check(backend.kernels, x, bits, 256, wide, device=backend.device)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("group_size", [32, 64, 96, 256, 288, 1024])
 def test_group_sizes(backend, group_size):
     for shape in ((2, 1321), (1, 2048), (40, 31), (0, 70), (5, 0), (3, group_size + 1)):
@@ -321,6 +323,7 @@ def or_none(vector):
     return None if vector is None else vector.numpy()
 
 
+@pytest.mark.fast(3)
 @dtypes
 def test_normalised_on_load(backend, dtype):
     for shape in SHAPES:

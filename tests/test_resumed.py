@@ -220,7 +220,7 @@ def test_also_with_codecs_and_channels(options):
     check(make, shape, "error-bound", (1, 2, 5), 9, **options)
 
 
-@pytest.mark.fast(6)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("kernels", ["reference", "native"])

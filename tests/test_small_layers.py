@@ -210,6 +210,7 @@ def test_autocast(device, sample, dtype):
         assert grad.dtype == their_grad.dtype and relative(grad, their_grad) < 0.02
 
 
+@pytest.mark.fast(1)
 @EACH_KIND
 def test_compiled(device, sample):
     torch.compiler.reset()
@@ -309,7 +310,7 @@ def is_unbiased(mean, error, expected) -> bool:
     return abs(float(z.square().mean()) - 1) < 4 * (2 / min(z.numel(), 60)) ** 0.5
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("offset", [0.0, 10.0, 1000.0])
 @pytest.mark.parametrize("name", ["PReLU", "LogSoftmax", "Bilinear"])
@@ -350,7 +351,7 @@ def test_one_input_twice_is_exact_in_expectation():
     assert is_unbiased(mean, error, expected)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("offset", [0.0, 10.0, 1000.0])
 @pytest.mark.parametrize(

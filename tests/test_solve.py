@@ -43,6 +43,7 @@ def printed_as(text, value):
 # --- the paper ----------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize(("name", "bits", "text"), CELLS)
 def test_table_3_with_intervals(name, bits, text):
     if name in EVEN:
@@ -86,6 +87,7 @@ def test_shared_levels_are_at_least_1_35_times_better(name, bits):
 # --- any number of levels -----------------------------------------------------------------------
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["gelu", "selu", "softsign"])
 def test_the_error_falls_with_every_level(name, form):
@@ -315,7 +317,7 @@ TAILED = ["gelu", "tanh", "selu", "leaky_relu", "hardswish", "softplus", "logsig
 DOMAINS = [None, (-0.5, 0.5), (0.2, 0.3), (-6.5, -5.5), (5.5, 6.5)]
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", TAILED)
 def test_pinned_tails_are_the_slopes(name, form):
@@ -533,7 +535,7 @@ def test_the_size_of_the_weight_does_not_matter(scale, form):
     assert scaled.solver["status"] == "stationary" or scale > 1
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("grid", [16, 20, 50, 300])
 @pytest.mark.parametrize("objective", ["mse", "unbiased"])
 @pytest.mark.parametrize("weight", ["uniform", "normal"])

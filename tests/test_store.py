@@ -234,6 +234,7 @@ def test_unwritable_cache_is_a_warning(tmp_path, monkeypatch):
     assert table.parameters == {"alpha": 2.0}
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(cache):
     code = "import fewbit; print(repr(fewbit.load_table('elu', bits=3, parameters={'alpha': 3.0})))"
     jobs = [

@@ -694,6 +694,7 @@ def test_another_process(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_models_are_not_held():
     model, options = built("gpt2")
     convert(model)

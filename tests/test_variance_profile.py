@@ -663,7 +663,7 @@ def test_html_is_one_piece_with_the_picture():
     assert "color" not in text.split("<img")[0]
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 50])
 def test_picture_has_a_row_for_each_source_and_room_for_its_name(count, tmp_path):
     profile = made(tuple(f"layers.{i}.convolution" for i in range(count)))

@@ -393,3 +393,9 @@ def test_sizes_of_one_as_torch():
             return y.tolist(), y.stride(), [each.shape for each in grads]
 
         assert run(F) == run(torch_f), (shape, name)
+
+
+def test_group_norm_of_an_empty_batch_with_a_bias_alone():
+    x, bias = torch.zeros(0, CHANNELS, 3, requires_grad=True), torch.ones(CHANNELS, requires_grad=True)
+    F.group_norm(x, 2, None, bias).sum().backward()
+    assert x.grad.shape == x.shape and not bias.grad.any()

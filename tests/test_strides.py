@@ -25,7 +25,9 @@ def make(shape):
 
 def permuted(shape, order):
     """A tensor of that shape whose dimensions lie in memory in that order."""
-    return make([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
+    return make([shape[dim] for dim in order]).permute(
+        [order.index(dim) for dim in range(len(order))]
+    )
 
 
 def layouts(shape):
@@ -57,8 +59,12 @@ ARGUMENTS = {"threshold": (0.1, -2.0)}
 
 
 def test_every_activation_is_here():
-    named = {name for name, each in inspect.getmembers(F, inspect.isfunction) if hasattr(torch_f, name)}
-    takes_table = {name for name in named if "table" in inspect.signature(getattr(F, name)).parameters}
+    named = {
+        name for name, each in inspect.getmembers(F, inspect.isfunction) if hasattr(torch_f, name)
+    }
+    takes_table = {
+        name for name in named if "table" in inspect.signature(getattr(F, name)).parameters
+    }
     assert takes_table == set(ACTIVATIONS)
 
 
@@ -102,7 +108,9 @@ def plain(name, *arguments, **options):
 
 def product(name, of):
     """Of x and what `of` makes of it, by torch's function of that name."""
-    return lambda functions, x: getattr(torch if functions is torch_f else functions, name)(x, of(x))
+    return lambda functions, x: getattr(torch if functions is torch_f else functions, name)(
+        x, of(x)
+    )
 
 
 CALLS = {  # {name: (numbers of dimensions, or None for any but 0, call)}

@@ -113,7 +113,10 @@ class Model(nn.Module):
 
     def inputs(self) -> list[torch.Tensor]:
         """Fresh leaves or constants for a call, in a random layout; of an empty batch at times."""
-        rng, generator = random.Random(~self.seed), torch.Generator().manual_seed(~self.seed % 2**40)
+        rng, generator = (
+            random.Random(~self.seed),
+            torch.Generator().manual_seed(~self.seed % 2**40),
+        )
         count = 0 if rng.random() < 0.03 else rng.choice((5, 7, 8))
         made = []
         for number in range(2):
@@ -323,7 +326,9 @@ def group_norm(m):
 def written_out_group_norm(x, groups, weight, bias):
     """torch's own reads past its storage, writes to address 0 without the input's gradient, and wants a weight."""
     grouped = x.reshape(len(x), groups, x.shape[1:].numel() // groups)
-    variance, mean = torch.var_mean(grouped.to(torch.promote_types(x.dtype, torch.float32)), -1, False, keepdim=True)
+    variance, mean = torch.var_mean(
+        grouped.to(torch.promote_types(x.dtype, torch.float32)), -1, False, keepdim=True
+    )
     y = ((grouped - mean) * torch.rsqrt(variance + 1e-5)).view(x.shape)
     channels = 1, -1, *[1] * (x.dim() - 2)
     y = y if weight is None else y * weight.reshape(channels)

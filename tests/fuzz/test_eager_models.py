@@ -33,7 +33,9 @@ SETTINGS = ({}, {}, {"group_size": 32}, {"group_size": 64}, {"copies": 2}, {"fun
 
 
 def leaves_of(model, inputs):
-    named = [(f"input {number}", x) for number, x in enumerate(inputs)] + list(model.named_parameters())
+    named = [(f"input {number}", x) for number, x in enumerate(inputs)] + list(
+        model.named_parameters()
+    )
     return [(name, each) for name, each in named if each.requires_grad]
 
 
@@ -122,7 +124,7 @@ def check(seeds):
     for seed in seeds:
         case = Case(seed)
         wrong += filter(None, [case.wrong()])
-        for _, norm, off, allowed, spread in case.errors():
+        for _, norm, _, allowed, spread in case.errors():
             found += allowed < norm  # of a gradient that is lost; of others more
             relative.append(spread / max(norm, 1e-300))
     power = found / len(relative)

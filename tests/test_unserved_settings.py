@@ -11,7 +11,10 @@ from torch import nn
 import fewbit
 
 UNSERVED = {
-    "Hardtanh(0, inf)": (lambda: nn.Hardtanh(0.0, math.inf), "expected a finite number for max_val"),
+    "Hardtanh(0, inf)": (
+        lambda: nn.Hardtanh(0.0, math.inf),
+        "expected a finite number for max_val",
+    ),
     "Hardtanh(-inf, 1)": (lambda: nn.Hardtanh(-math.inf, 1.0), "a finite number for min_val"),
     "Hardshrink(-.5)": (lambda: nn.Hardshrink(-0.5), "expected lambd >= 0"),
     "Hardshrink(inf)": (lambda: nn.Hardshrink(math.inf), "a finite number for lambd"),

@@ -65,7 +65,10 @@ class Measured:
             ) from error
 
     def backward(self, value: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
-        """The gradient of each of `parameters`, zeros where there is none. again: the graph stays."""
+        """The gradient of each of `parameters`, zeros where there is none. again: the graph stays.
+
+        Of a complex one real and imaginary parts, whose squares add up as those of other parameters do.
+        """
         try:
             found = torch.autograd.grad(
                 value, self.parameters, retain_graph=again, allow_unused=True
@@ -83,7 +86,7 @@ class Measured:
                 "its parameters"
             )
         return [
-            torch.zeros_like(parameter) if each is None else each.to_dense()
+            _as_real(torch.zeros_like(parameter) if each is None else each.to_dense())
             for parameter, each in zip(self.parameters, found, strict=True)
         ]
 
@@ -103,6 +106,10 @@ class Measured:
         """(P,): half the squared difference of two gradients by group."""
         between = difference(a, b)
         return self.inner(between, between) / 2
+
+
+def _as_real(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def difference(a, b) -> list[torch.Tensor]:

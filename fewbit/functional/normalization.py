@@ -111,6 +111,8 @@ def group_norm(
     quantiser = _checked(quantiser, bits, group_size, copies)
     served = _is_served(input, weight, bias) and input.dim() >= 2
     if not served or num_groups <= 0 or input.shape[1] % num_groups:  # the last two torch refuses
+        if weight is None and bias is not None:
+            weight = torch.ones_like(bias)  # without one torch's own has no backward
         return torch_functional.group_norm(input, num_groups, weight, bias, eps)
     n, c, *spatial = input.shape
     torch_functional._verify_batch_size([n * c // num_groups, num_groups, *spatial])

@@ -86,7 +86,11 @@ def unviewed(y: torch.Tensor) -> torch.Tensor:
     """y, as a result of a Function that may be written to: autograd lets no view be, which torch's layers yield."""
     if torch.compiler.is_compiling() or not y._is_view():
         return y
-    return torch.ops.aten._unsafe_view(y, y.shape)
+    result = torch.ops.aten._unsafe_view(y, y.shape)
+    if result.stride() == y.stride():
+        return result
+    # A view has strides of its own for dimensions of size 1.
+    return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
 
 
 def storage_order(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How many cases each fuzz test tries."""
+"""How many cases every fuzz test runs."""
 
 import os
 

@@ -1,0 +1,197 @@
+"""Random models compressed at 8 bits against themselves, uncompressed: every gradient of every parameter.
+
+At 8 bits a tensor is kept to a step of 1/255 of its group's range, and a table of f' to about as much. Where that is rounded at
+random, what it does to a gradient is known from the spread between draws; where it is not, it is a small part of the
+gradient. So the mean of DRAWS gradients may be off by RELATIVE of the exact one's norm, by SPREADS times the spread, and, where the
+exact one is all but zero by cancellation (a weight before a norm), by FLOOR of the model's largest, or of a tenth of that of y. Noise in place of a gradient
+does not hide in its spread: over a chunk of cases, spreads are small and nearly all gradients allow less than what a
+gradient is off by that is zero, has another sign or is permuted.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from cases import CASES
+from random_models import Model
+
+import fewbit
+from fewbit.functional import sums
+from fewbit.runtime import ops
+from fewbit.runtime.quantiser import Recipe
+
+CHUNKS = 20
+DRAWS = 3
+RELATIVE = {torch.float32: 0.15, torch.float64: 0.15, torch.bfloat16: 0.3}
+SPREADS = 6.0
+FLOOR = 0.01
+LEAST_POWER = 0.85
+MOST_SPREAD = 0.03
+SETTINGS = ({}, {}, {"group_size": 32}, {"group_size": 64}, {"copies": 2}, {"functional": False})
+
+
+def leaves_of(model, inputs):
+    named = [(f"input {number}", x) for number, x in enumerate(inputs)] + list(
+        model.named_parameters()
+    )
+    return [(name, each) for name, each in named if each.requires_grad]
+
+
+def run(model, inputs):
+    """(y, the gradient of each leaf that needs one, or None) with a fixed gradient of y."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's, on lower precision
+        y = model(*inputs)
+        generator = torch.Generator().manual_seed(model.seed)
+        grad = torch.randn(y.shape, generator=generator).to(y.dtype)
+        leaves = [leaf for _, leaf in leaves_of(model, inputs)]
+        return y, torch.autograd.grad(y, leaves, grad, allow_unused=True)
+
+
+class Case:
+    """One model, exact and compressed: what its gradients are, and what they may be off by."""
+
+    def __init__(self, seed: int):
+        settings = SETTINGS[seed % len(SETTINGS)]
+        # Functions that stay torch's own have its defects.
+        exact, ours = Model(seed, is_exact=True), Model(seed, "functional" in settings)
+        self.what = f"seed {seed}: {exact.dtype}, {settings}, {exact.kind}: {exact.names}"
+        inputs = exact.inputs()
+        self.names = [name for name, _ in leaves_of(exact, inputs)]
+        self.refusal = None
+        try:
+            self.y, self.exact = run(exact, inputs)
+        except (IndexError, RuntimeError) as refusal:  # torch's instance norm takes no empty batch
+            self.refusal = refusal
+        fewbit.compress_(ours, bits=8, activation_bits=8, verbose=False, **settings)
+        inputs = ours.inputs()
+        torch.manual_seed(seed)
+        if self.refusal is not None:
+            self.exact = self.draws = self.names = ()
+            with pytest.raises(type(self.refusal)):
+                run(ours, inputs)
+            return
+        draws = [run(ours, inputs) for _ in range(DRAWS)]
+        self.ours = draws[0][0]
+        self.draws = list(zip(*(grads for _, grads in draws), strict=True))
+        self.relative = RELATIVE[exact.dtype]
+        norms = [float(grad.double().norm()) for grad in self.exact if grad is not None]
+        # A gradient of y of ones' size: where all gradients cancel, rounding is about as much of that.
+        self.largest = max([0.1 * self.y.numel() ** 0.5, *norms])
+
+    def errors(self):
+        """(name, norm of the exact gradient, how far off the mean of draws is, what is allowed, spread)."""
+        for name, exact, draws in zip(self.names, self.exact, self.draws, strict=True):
+            if exact is None or exact.numel() == 0:
+                continue
+            exact, draws = exact.double(), torch.stack([each.double() for each in draws])
+            norm = float(exact.norm())
+            mean = draws.mean(0)
+            off = float((mean - exact).norm())
+            spread = float((draws - mean).flatten(1).norm(dim=1).max())
+            allowed = self.relative * norm + SPREADS * spread + FLOOR * self.largest
+            yield name, norm, off, allowed, spread
+
+    def wrong(self) -> str | None:
+        """What is wrong, on one line; None if nothing is."""
+        if self.refusal is not None:
+            return None
+        same = self.y.dtype == self.ours.dtype and self.y.stride() == self.ours.stride()
+        close = torch.allclose(self.y, self.ours, rtol=0.05, atol=0.05) or self.y.isnan().any()
+        if not (same and close):
+            return f"{self.what}: the result differs"
+        for name, exact, draws in zip(self.names, self.exact, self.draws, strict=True):
+            for each in draws:
+                if (each is None) != (exact is None):
+                    return f"{self.what}: {name}: {each} in place of {exact}"
+                if each is not None and (each.shape, each.dtype) != (exact.shape, exact.dtype):
+                    return f"{self.what}: {name}: {each.shape}, {each.dtype} for {exact.shape}"
+        for name, norm, off, allowed, spread in self.errors():
+            if not off <= allowed:
+                return f"{self.what}: {name}: off by {off:.3g} of {norm:.3g}, spread {spread:.3g}"
+        return None
+
+
+def seeds(chunk: int):
+    return range(chunk, CASES, CHUNKS)
+
+
+def check(seeds):
+    """One line for each case that is wrong, and for what is wrong with all of them."""
+    wrong, found, relative = [], 0, []
+    for seed in seeds:
+        case = Case(seed)
+        wrong += filter(None, [case.wrong()])
+        for _, norm, _, allowed, spread in case.errors():
+            found += allowed < norm  # of a gradient that is lost; of others more
+            relative.append(spread / max(norm, 1e-300))
+    power = found / len(relative)
+    if power < LEAST_POWER:
+        wrong.append(f"only {power:.0%} of gradients would be missed if they were zero")
+    middle = sorted(relative)[len(relative) // 2]
+    if middle > MOST_SPREAD:
+        wrong.append(f"half of the gradients have a spread above {middle:.1%}")
+    return wrong
+
+
+def report(wrong) -> str:
+    return "\n".join([f"{len(wrong)} wrong", *wrong[:10]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_gradients_are_those_of_the_exact_model(chunk):
+    wrong = check(seeds(chunk))
+    assert not wrong, report(wrong)
+
+
+def test_some_random_models():
+    wrong = check(range(20))
+    assert not wrong, report(wrong)
+
+
+# -- what would be found ----------------------------------------------------------------------------------
+
+
+def permuted(original):
+    """The values in other places."""
+
+    def restore(*arguments, **options):
+        values = original(*arguments, **options)
+        return values.flatten().roll(1).view(values.shape)
+
+    return restore
+
+
+def zeroed(original):
+    return lambda *arguments, **options: torch.zeros_like(original(*arguments, **options))
+
+
+def negated(original):
+    return lambda *arguments, **options: -original(*arguments, **options)
+
+
+def noisy(original):
+    return lambda *arguments, **options: torch.randn_like(original(*arguments, **options))
+
+
+PLACES = {
+    "what layers restore": (Recipe, "restore"),
+    "sums over rows": (sums, "over_rows"),
+    "sums over channels": (sums, "over_channels"),
+    "the product of activations": (ops, "decode_mul"),
+}
+CHANGES = (permuted, zeroed, negated, noisy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_mistake_is_found(place, change, monkeypatch):
+    holder, name = PLACES[place]
+    monkeypatch.setattr(holder, name, change(getattr(holder, name)))
+    wrong = check(range(60))
+    # Noise shows in what is said of all cases.
+    assert [each for each in wrong if change is noisy or each.startswith("seed")]

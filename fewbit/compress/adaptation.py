@@ -19,6 +19,7 @@ from fewbit.compress.state_shapes import (
     MOST_ELEMENTS,
     MOST_SLOTS,
     Shape,
+    capped,
     check_layer,
     flag,
     listed,
@@ -226,7 +227,11 @@ def _in_units_of(seen: dict, before: dict) -> dict:
     now, then = (sum(of[name].sensitivity for name in both) for of in (seen, before))
     ratio = now / then if now > 0 and then > 0 else 1.0
     return {
-        name: replace(each, sensitivity=ratio * each.sensitivity, at_one=ratio * each.at_one)
+        name: replace(
+            each,
+            sensitivity=capped(ratio * each.sensitivity),
+            at_one=capped(ratio * each.at_one),
+        )
         for name, each in before.items()
     }
 

@@ -7,7 +7,6 @@ them is taken for granted.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 from fewbit.errors import InputError
@@ -163,6 +162,6 @@ def check_layer(name: str, names, kind: str = "layer") -> None:
         )
 
 
-def is_usable(numbers) -> bool:
-    """Return whether all of them are finite."""
-    return all(map(math.isfinite, numbers))
+def capped(value: float, most: float = MOST_NUMBER) -> float:
+    """Cut a quotient of squared norms to what a state may hold: one of them may come from a state with odd numbers."""
+    return min(value, most)

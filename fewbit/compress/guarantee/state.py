@@ -41,7 +41,9 @@ from fewbit.compress.state_shapes import (
     whole,
     wrong,
 )
+from fewbit.errors import FunctionError, InputError
 from fewbit.runtime.observation import SPREAD
+from fewbit.schema import shorten
 
 MOST_BITS = 64
 """Of an element, also of one that is kept exactly."""
@@ -97,6 +99,8 @@ def read_seen(plain: Mapping, names: Container[str]) -> BoundsSeen:
         )
         if row["monitored"]:
             monitored[name] = row["monitored"]
+    for row in plain["activations"]:
+        _check_parameters(row)
     activations = {
         row["name"]: ActivationSeen(
             row["function"], tuple(row["parameters"]), row["v2"], row["grad2"]
@@ -156,7 +160,7 @@ def read_known(rows: list[dict], names: Container[str]) -> dict[tuple[str, int],
 
 
 def _known(row: dict) -> Known:
-    where = f"variables of {row['name']!r}"
+    where = f"variables: {shorten(row['name'])}"
     parts, latest = _parts_of(row), len(row["spreads"][-1])
     if latest != parts:
         raise wrong(f"{where}: spreads", f"{parts} entries in the last one", latest)
@@ -182,7 +186,16 @@ def _known(row: dict) -> Known:
 
 
 def read_activations(rows: list[dict]) -> dict[str, KnownActivation]:
-    """Make what is known of activations again. rows: of the shape ACTIVATION. Raises InputError if one comes twice."""
+    """Make what is known of activations again.
+
+    Args:
+        rows: of the shape ACTIVATION.
+
+    Raises:
+        InputError: an activation comes twice, or has parameters that its function has not.
+    """
+    for row in rows:
+        _check_parameters(row)
     found = {
         row["name"]: KnownActivation(
             row["function"], tuple(row["parameters"]), tuple(row["rows"]), row["missed"]
@@ -192,6 +205,19 @@ def read_activations(rows: list[dict]) -> dict[str, KnownActivation]:
     if len(found) < len(rows):
         raise wrong("activations", "different names", [row["name"] for row in rows])
     return found
+
+
+def _check_parameters(row: dict) -> None:
+    name, values = row["function"], row["parameters"]
+    names = functions.get(name).parameters if name else ()
+    where = f"activations: {shorten(row['name'])}: parameters"
+    if len(values) != len(names):
+        raise wrong(where, f"{len(names)} of {name or 'no function'}", values)
+    if name:
+        try:
+            functions.get(name, dict(zip(names, values, strict=True)))
+        except FunctionError as error:
+            raise InputError(f"{where}: {error}") from None
 
 
 def _parts_of(row: dict) -> int:

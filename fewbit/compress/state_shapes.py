@@ -46,7 +46,7 @@ def whole(least: int = 0, most: int = MOST_STEPS) -> Shape:
     return check
 
 
-def number(least: float = 0.0, most: float = MOST_NUMBER) -> Shape:
+def real(least: float = 0.0, most: float = MOST_NUMBER) -> Shape:
     """Return the shape of a finite number from `least` to `most`."""
 
     def check(value, where):
@@ -103,7 +103,7 @@ def listed(shape: Shape, least: int = 0, most: int = MOST_ROWS) -> Shape:
     return check
 
 
-def row(*shapes: Shape) -> Shape:
+def entries(*shapes: Shape) -> Shape:
     """Return the shape of a list with one entry for each of `shapes`, which becomes a tuple."""
 
     def check(value, where):

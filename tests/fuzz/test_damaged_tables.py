@@ -41,7 +41,9 @@ REQUESTS = [
     ("gelu", {"bits": 2, "weight": "normal:1,0.3", "tails": "pinned"}),
     ("numpy:tanh", {"bits": 1}),
 ]
-X = np.concatenate([np.linspace(-12, 12, 41), [-np.inf, np.inf, np.nan, 0.0, -0.0, 1e300, -1e300, 5e-324]])
+X = np.concatenate(
+    [np.linspace(-12, 12, 41), [-np.inf, np.inf, np.nan, 0.0, -0.0, 1e300, -1e300, 5e-324]]
+)
 
 
 @cache

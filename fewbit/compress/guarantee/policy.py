@@ -50,8 +50,8 @@ from fewbit.compress.state_shapes import (
     capped,
     choice,
     flag,
-    number,
     optional,
+    real,
     text,
     whole,
 )
@@ -391,7 +391,7 @@ class Guarantee(Observing):
     def _shapes(self) -> dict[str, Shape]:
         return {
             "policy": choice(POLICY),
-            "e2": number(),
+            "e2": real(),
             "window": choice(*WINDOWS),
             "codec": text,
             "by_channel": choice(self.bound.by_channel),
@@ -472,6 +472,8 @@ def _updated_demands(before: dict[int, Estimate], now, monitored, total) -> dict
         row = Row(demand.v2 / total, *squares)
         seen_pairs = each.pairs
         if number in pairs:
-            seen_pairs = latest(seen_pairs, Pair(*(capped(value / total) for value in pairs[number])))
+            seen_pairs = latest(
+                seen_pairs, Pair(*(capped(value / total) for value in pairs[number]))
+            )
         found[number] = Estimate(demand.label, demand.kind, latest(each.rows, row), seen_pairs)
     return found

@@ -30,12 +30,12 @@ from fewbit.compress.state_shapes import (
     MOST_SLOTS,
     MOST_WEIGHT,
     choice,
+    entries,
     flag,
     listed,
-    number,
     optional,
+    real,
     record,
-    row,
     rows_by_name,
     text,
     whole,
@@ -84,7 +84,9 @@ def read_seen(plain: Mapping, names: Container[str]) -> BoundsSeen:
     for name, row in rows_by_name(plain["variables"], "pending.variables", names).items():
         parts = _parts_of(row)
         if len(row["squares"]) < parts:
-            raise wrong("pending.variables.squares", f"at least {parts} entries", len(row["squares"]))
+            raise wrong(
+                "pending.variables.squares", f"at least {parts} entries", len(row["squares"])
+            )
         variables[name] = VariableSeen(
             row["average"],
             row["is_fixed"],
@@ -154,9 +156,7 @@ def read_known(rows: list[dict], names: Container[str]) -> dict[tuple[str, int],
     Raises:
         InputError: the model lacks one of the layers, or a number of entries contradicts another.
     """
-    return {
-        name: _known(each) for name, each in rows_by_name(rows, "variables", names).items()
-    }
+    return {name: _known(each) for name, each in rows_by_name(rows, "variables", names).items()}
 
 
 def _known(row: dict) -> Known:
@@ -260,7 +260,7 @@ def _function_name(value, where) -> str:
 _VARIABLE = {
     "name": text,
     "input": whole(0, MOST_SLOTS - 1),
-    "average": number(0, MOST_BITS),
+    "average": real(0, MOST_BITS),
     "is_fixed": flag,
     "is_known": flag,
     "elements": whole(0, MOST_ELEMENTS),
@@ -268,19 +268,19 @@ _VARIABLE = {
     "dtype_bytes": whole(1, 16),
 }
 _KIND = choice(EXPECTED, MEASURED, "")
-_PARAMETERS = listed(number(-MOST_PARAMETER, MOST_PARAMETER), 0, 8)
+_PARAMETERS = listed(real(-MOST_PARAMETER, MOST_PARAMETER), 0, 8)
 _ESTIMATE = record(
     label=text,
     kind=_KIND,
-    rows=listed(row(number(), number(0, MOST_RATIO), number(0, MOST_RATIO)), 1, HISTORY),
-    pairs=listed(row(number(), number()), 0, HISTORY),
+    rows=listed(entries(real(), real(0, MOST_RATIO), real(0, MOST_RATIO)), 1, HISTORY),
+    pairs=listed(entries(real(), real()), 0, HISTORY),
     missed=whole(0, FORGOTTEN),
 )
 KNOWN = listed(
     record(
         **_VARIABLE,
-        spreads=listed(listed(number(), 1, SPREAD), 1, HISTORY),
-        weights=optional(listed(number(0, MOST_WEIGHT), 1)),
+        spreads=listed(listed(real(), 1, SPREAD), 1, HISTORY),
+        weights=optional(listed(real(0, MOST_WEIGHT), 1)),
         weighed=whole(0, HISTORY),
         demands=listed(_ESTIMATE),
         missed=whole(0, FORGOTTEN),
@@ -291,7 +291,7 @@ ACTIVATION = listed(
         name=text,
         function=_function_name,
         parameters=_PARAMETERS,
-        rows=listed(row(number(), number()), 1, HISTORY),
+        rows=listed(entries(real(), real()), 1, HISTORY),
         missed=whole(0, FORGOTTEN),
     )
 )
@@ -299,19 +299,15 @@ SEEN = record(
     variables=listed(
         record(
             **_VARIABLE,
-            squares=listed(number(), 1, SPREAD),
-            error2=number(),
-            demands=listed(
-                record(label=text, kind=_KIND, v2=number(), first=number(), second=number())
-            ),
-            channel_weights=optional(listed(number(0, MOST_WEIGHT), 1)),
-            monitored=listed(row(text, number(), number())),
+            squares=listed(real(), 1, SPREAD),
+            error2=real(),
+            demands=listed(record(label=text, kind=_KIND, v2=real(), first=real(), second=real())),
+            channel_weights=optional(listed(real(0, MOST_WEIGHT), 1)),
+            monitored=listed(entries(text, real(), real())),
         )
     ),
     activations=listed(
-        record(
-            name=text, function=_function_name, parameters=_PARAMETERS, v2=number(), grad2=number()
-        )
+        record(name=text, function=_function_name, parameters=_PARAMETERS, v2=real(), grad2=real())
     ),
 )
 """The shapes of the entries of a state: what is known of variables and of activations, and one observation."""

@@ -33,7 +33,7 @@ def mutate(document, random, odd=()):
         if holder is root and random.random() < 0.9:
             continue
         random.choice(CHANGES)(holder, key, random, odd)
-    return root[0]
+    return root[0] if root else None
 
 
 def _places(holder):
@@ -98,7 +98,14 @@ def _resize(holder, key, random, odd):
     value = holder[key]
     if isinstance(value, list):
         holder[key] = random.choice(
-            (value[: len(value) // 2], value[:-1], value[1:], value * 2, value[:1] * 40, value * 200)
+            (
+                value[: len(value) // 2],
+                value[:-1],
+                value[1:],
+                value * 2,
+                value[:1] * 40,
+                value * 200,
+            )
         )
 
 

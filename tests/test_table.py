@@ -963,6 +963,14 @@ def test_plot_into_given_axes():
     assert set(y[~np.isnan(y)]) == {0.0, 1.0}
 
 
+def test_names_in_a_file_are_no_formulas(tmp_path):
+    pytest.importorskip("matplotlib")
+    name = r"$\nonsense{$"
+    table = make(function=name, weight={"kind": "callable", "name": name}, parameters={name: 1.0})
+    table.plot(tmp_path / "a.svg")
+    plot_grid([table], tmp_path / "b.svg")
+
+
 def test_html():
     text = relu6_table()._repr_html_()
     assert "data:image/png;base64," in text and "(-∞, 0]" in text and "(6, ∞)" in text

@@ -579,7 +579,10 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(name, monke
 # --- the environment ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("columns", ["0", "-5", "abc", "1", "7", "\u00b2", "9" * 30, ""])
+@pytest.mark.parametrize(
+    "columns",
+    ["0", "\u00b2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("-5", "abc", "1", "7", "9" * 30, ""))],
+)  # fmt: skip
 def test_any_width_of_the_terminal(columns):
     result = program("show", "gelu", "--bits", "2", env={**os.environ, "COLUMNS": columns})
     assert (result.returncode, result.stderr) == (0, "")
@@ -606,8 +609,10 @@ def test_an_environment_that_cannot_be_used_is_one_line(environment, message):
 )
 @pytest.mark.parametrize(
     "arguments",
-    ["list", "list --json", "--help", "--version", "show gelu", "show gelu --bits 2 --json",
-     "verify {relu}", "solve relu --bits 1", "compare relu --bits 1"],
+    ["list", "verify {relu}", *(pytest.param(each, marks=pytest.mark.slow) for each in (
+        "list --json", "--help", "--version", "show gelu", "show gelu --bits 2 --json", "solve relu --bits 1",
+        "compare relu --bits 1",
+    ))],
 )  # fmt: skip
 def test_output_that_is_full_or_closed_ends_quietly_with_a_code_of_its_own(arguments):
     arguments = arguments.format(relu=store.tables_directory() / "relu.json").split()

@@ -57,7 +57,9 @@ class App(click.Group):
 
     def invoke(self, ctx):
         threads = os.environ.get("NUMBA_NUM_THREADS", "1")
-        if re.fullmatch(r"\s*(-\d+|0+)\s*", threads):  # numba refuses to be imported, with a traceback
+        if re.fullmatch(
+            r"\s*(-\d+|0+)\s*", threads
+        ):  # numba refuses to be imported, with a traceback
             raise FewbitError(f"NUMBA_NUM_THREADS: expected 1 or more, got {threads}")
         try:
             with warnings.catch_warnings():
@@ -672,7 +674,9 @@ def _verification(results):
             verdict = Text(f"{len(unchecked)} not checked", "yellow")
         else:
             verdict = Text("holds", "green")
-        grid.add_row(Text(printable(path.name)), str(len(findings)), Text(_deviation(findings)), verdict)
+        grid.add_row(
+            Text(printable(path.name)), str(len(findings)), Text(_deviation(findings)), verdict
+        )
     return Group(grid, *([""] if problems else []), *map(Text, map(printable, problems)))
 
 

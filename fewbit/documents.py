@@ -72,7 +72,9 @@ def read_text(path: str | os.PathLike, error: type[FewbitError] = FewbitError) -
         reason = failure.strerror or failure
         raise error(f"{path}: expected a readable file, got: {reason}") from None
     if len(data) > MOST_BYTES:
-        raise error(f"{path}: expected a document of at most {MOST_BYTES >> 20} MiB, got a larger file")
+        raise error(
+            f"{path}: expected a document of at most {MOST_BYTES >> 20} MiB, got a larger file"
+        )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
@@ -94,7 +96,9 @@ def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitErr
         FewbitError: an `error` of one line, if the text is anything else.
     """
     if len(text) > MOST_BYTES:
-        raise error(f"{prefix}expected a document of at most {MOST_BYTES >> 20} MiB, got a larger text")
+        raise error(
+            f"{prefix}expected a document of at most {MOST_BYTES >> 20} MiB, got a larger text"
+        )
     if text.startswith("\ufeff"):
         raise error(f"{prefix}expected JSON, got a byte order mark before it")
     problem = _find_nesting(text)

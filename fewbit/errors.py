@@ -1,6 +1,5 @@
 """The exceptions fewbit raises on bad input; each message is one line: what was expected, what came."""
 
-
 from fewbit.text import printable
 
 

@@ -68,7 +68,11 @@ def _target_of(path, force: bool) -> Path:
             mode = os.stat(target).st_mode
         except FileNotFoundError:
             return target
-    except (OSError, RuntimeError, ValueError) as error:  # of links in a circle, and null characters
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # of links in a circle, and null characters
         raise _unwritable(path, error) from None
     if not stat.S_ISREG(mode):  # renaming over a device node would destroy it
         raise FewbitError(f"{path}: expected a path to a regular file, got something else")

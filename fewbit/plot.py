@@ -147,7 +147,7 @@ def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, for
         if ax is not None:
             figure = ax.figure
             _draw_values(ax, table, legend=True)
-            ax.set_title(_title(table), loc="left", parse_math=False)
+            ax.set_title(literal(_title(table)), loc="left")
         else:
             figure = _draw_figure(table)
     return _finish(figure, path, force)
@@ -179,6 +179,11 @@ def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, fo
                     form=column[0] if len(forms) > 1 else None,
                 )
     return _finish(figure, path, force)
+
+
+def literal(text: str) -> str:
+    """Escape dollar signs, so that matplotlib shows text of a file as it is and takes none of it for a formula."""
+    return text.replace("$", r"\$")
 
 
 def render(figure, format: str = "png", dpi: int = 160) -> bytes:
@@ -250,9 +255,8 @@ def _draw_figure(table: Table):
         axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[2.6, 1])
         _draw_values(axes, table, legend=True)
         _draw_error(below, table, function)
-    plain = {"parse_math": False}  # a name is no formula
-    axes.set_title(_title(table), loc="left", color=INK, fontweight="bold", **plain)
-    axes.set_title(describe_weight(table), loc="right", color=MUTED, fontsize=9, **plain)
+    axes.set_title(literal(_title(table)), loc="left", color=INK, fontweight="bold")
+    axes.set_title(literal(describe_weight(table)), loc="right", color=MUTED, fontsize=9)
     return figure
 
 
@@ -374,7 +378,7 @@ def _draw_cell(axes, table: Table | None, legend: bool, label: str | None, form:
         name, _, parameters = label.rstrip(")").partition("(")
         lines = "\n".join([name, *filter(None, parameters.split(", "))])
         size = 10 if "\n" not in lines else 8
-        axes.set_ylabel(lines, fontsize=size, color=INK, fontweight="bold", parse_math=False)
+        axes.set_ylabel(literal(lines), fontsize=size, color=INK, fontweight="bold")
 
 
 # ---------------------------------------------------------------------------------------------------------

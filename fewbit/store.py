@@ -152,7 +152,11 @@ def _cached(name, asked, expected, solved):
             and len(table.levels) <= asked["levels"]
         ):
             return table
-    except (FewbitError, LookupError, TypeError):  # not there, unreadable, damaged, or another kind of document
+    except (
+        FewbitError,
+        LookupError,
+        TypeError,
+    ):  # not there, unreadable, damaged, or another kind of document
         pass
     table = solved()
     try:

@@ -648,7 +648,11 @@ def _wrong(where: str, expected: str, got: Any) -> TableError:
 def _text(where: str, value, least: int = 1) -> str:
     """Return `value` if it can be shown anywhere as it is."""
     if not isinstance(value, str) or not least <= len(value) <= MOST_CHARACTERS:
-        expected = "a string that is not empty" if value == "" else f"a string of {least} to {MOST_CHARACTERS} characters"
+        expected = (
+            "a string that is not empty"
+            if value == ""
+            else f"a string of {least} to {MOST_CHARACTERS} characters"
+        )
         raise _wrong(where, expected, value)
     if not value.isprintable():
         raise _wrong(where, "printable characters", value)

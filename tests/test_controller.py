@@ -1,11 +1,14 @@
 """What a controller, its report and its state say, and which numbers it takes."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from samples import normal
 from test_adaptation import build, step
 from test_observation import MODELS
+from torch import nn
 
 import fewbit
 from fewbit.compress.allocation_report import Allocated, Allocation
@@ -218,3 +221,51 @@ def test_a_state_without_anything_learned_is_one(level):
         model, controller, _ = numbered(level, range(8))
         controller.load_state_dict({})
         assert controller.state_dict() == {}
+
+
+def edited(state, path, value):
+    """A copy with another value at a path of keys."""
+    state = copy.deepcopy(state)
+    inside = state
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = value
+    return state
+
+
+DAMAGED = [
+    (("e2",), float("nan"), "e2: expected a number from 0 to 1e+100, got nan"),
+    (("window",), "best", "window: expected 'mean' or 'max', got 'best'"),
+    (("by_channel",), True, "by_channel: expected False, got True"),
+    (("next",), 2**60, "next: expected a whole number"),
+    (("variables", 0, "spreads"), [[1.0, 2.0]], "entries in the last one, got 2"),
+    (("variables", 0, "spreads"), [], "variables[0].spreads: expected a list of 1 to 10 entries, got 0"),
+    (("variables", 0, "spreads"), [[1e300]], "variables[0].spreads[0][0]: expected a number from 0 to 1e+100"),
+    (("variables", 0, "weighed"), 3, "weighed: expected 0 without weights, and more with them, got 3"),
+    (("variables", 0, "samples"), 10**400, "variables[0].samples: expected a whole number from 0 to"),
+    (("variables", 0, "demands", 0, "rows"), [], "demands[0].rows: expected a list of 1 to 10 entries, got 0"),
+    (("variables", 0, "demands", 0, "kind"), "guess", "demands[0].kind: expected 'in expectation' or 'measured'"),
+    (("variables", 0, "name"), "\x1b[2J", r"a layer '\x1b[2J', which it lacks"),
+    (("activations", 0, "function"), "sys:exit", "expected the name of a function that fewbit has, got 'sys:exit'"),
+    (("activations", 0, "function"), "elu", "parameters: expected 1 of elu, got []"),
+    (("activations", 0, "parameters"), [1.0], "parameters: expected 0 of gelu, got [1.0]"),
+    (("activations", 0, "rows"), [], "activations[0].rows: expected a list of 1 to 10 entries, got 0"),
+]  # fmt: skip
+
+
+def test_damaged_states_of_the_error_bound_policy_change_nothing():
+    """Some of these raised OverflowError or IndexError, others failed in a later step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+    controller = fewbit.compress_(model, policy="error-bound", interval=2, verbose=False)
+    x = torch.randn(8, 16)
+    for _ in range(4):
+        model(x).square().sum().backward()
+    before = controller.state_dict()
+    for path, value, message in DAMAGED:
+        with pytest.raises(InputError) as caught:
+            controller.load_state_dict(edited(before, path, value))
+        assert message in str(caught.value) and str(caught.value).isprintable()
+        assert controller.state_dict() == before
+    controller.load_state_dict(before)
+    assert controller.state_dict() == before

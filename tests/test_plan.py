@@ -551,6 +551,14 @@ def test_json_has_everything_back(tmp_path):
     found.save(path, force=True)
 
 
+def test_names_in_a_file_are_no_formulas():
+    candidate = Candidate("fixed", {"bits": 2})
+    found = plan(net(), torch.randn(8, 32), squared, candidates=candidate, chunks=4)
+    document = json.loads(found.to_json())
+    document["model"] = document["rows"][0]["candidate"]["policy"] = r"$\nonsense{$"
+    assert "<img" in TrainingPlan.from_json(json.dumps(document))._repr_html_()
+
+
 def test_options_that_json_has_not_are_text():
     candidate = Candidate("own", {"bits": 2, "include": lambda path, module: True})
     found = plan(net(), torch.randn(8, 32), squared, candidates=candidate, chunks=4)
@@ -571,6 +579,9 @@ def test_options_that_json_has_not_are_text():
         (lambda document: document["rows"][0].pop("error"), r'rows\[0\]: expected the field "error"'),
         (lambda document: document["rows"][0].update(candidate={}), 'expected the field "policy"'),
         (lambda document: document["rows"][0]["candidate"].update(options=3), "expected an object"),
+        (lambda document: document.update(model="\x1b[2J"), "model: expected printable characters"),
+        (lambda document: document["rows"][0]["candidate"].update(policy="\u202e"), r"rows\[0\].candidate.policy: expected printable"),
+        (lambda document: document["rows"][0]["candidate"].update(options={"\r": 1}), "expected printable characters"),
     ],
 )  # fmt: skip
 def test_files_that_are_no_plan(change, message, tmp_path):

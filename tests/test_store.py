@@ -146,7 +146,9 @@ def _make_nested(path):
     path.write_text("[" * 10**6)
 
 
-@pytest.mark.parametrize("make", [_make_directory, _make_pipe, _make_circle, _make_empty, _make_nested])
+@pytest.mark.parametrize(
+    "make", [_make_directory, _make_pipe, _make_circle, _make_empty, _make_nested]
+)
 def test_anything_in_the_place_of_a_file_of_the_cache(cache, make):
     table = fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0})
     (path,) = cache.iterdir()

@@ -527,7 +527,10 @@ REFUSED = [
     (dict(levels="abc"), "levels: expected a list of numbers, got 'abc'"),
     (dict(levels=[]), "codes[0]: expected an integer in [0, 0), got 1"),
     (dict(breaks=[-2, -1, -1, 3]), "breaks[2]: expected more than the previous -1.0, got -1.0"),
-    (dict(breaks=[-2, -1, 0, math.inf]), "breaks[3]: expected a number that is finite in float32, got inf"),
+    (
+        dict(breaks=[-2, -1, 0, math.inf]),
+        "breaks[3]: expected a number that is finite in float32, got inf",
+    ),
     (
         dict(breaks=[-2, -1], closed=None),
         "breaks: expected 4 items to match the pieces in codes, got 2",
@@ -861,7 +864,14 @@ def test_steps_are_cut_to_the_window():
 
 
 @pytest.mark.parametrize(
-    "name", ["this_module_does_not_exist:f", "antigravity:geohash", "sys:exit", "numpy:tanh", "os.path:abspath"]
+    "name",
+    [
+        "this_module_does_not_exist:f",
+        "antigravity:geohash",
+        "sys:exit",
+        "numpy:tanh",
+        "os.path:abspath",
+    ],
 )
 def test_names_in_a_document_lead_to_no_import_and_no_call(name, monkeypatch):
     """Not even of modules that are there already: `builtins:input` would wait, `sys:exit` end the process."""
@@ -952,6 +962,14 @@ def test_plot_into_given_axes():
     x, y = axes.lines[-1].get_data()
     assert np.isnan(y).sum() == 2  # f' is not joined across its two jumps
     assert set(y[~np.isnan(y)]) == {0.0, 1.0}
+
+
+def test_names_in_a_file_are_no_formulas(tmp_path):
+    pytest.importorskip("matplotlib")
+    name = r"$\nonsense{$"
+    table = make(function=name, weight={"kind": "callable", "name": name}, parameters={name: 1.0})
+    table.plot(tmp_path / "a.svg")
+    plot_grid([table], tmp_path / "b.svg")
 
 
 def test_html():

@@ -608,6 +608,13 @@ def test_numbers_that_are_not_known_come_back_and_are_shown():
     assert "nan" in str(loaded) and "nan" in loaded._repr_html_()
 
 
+def test_names_in_a_file_are_no_formulas():
+    text = made((r"$\nonsense{$", "b")).to_json()
+    assert "<img" in VarianceProfile.from_json(text)._repr_html_()
+    with pytest.raises(InputError, match=r"contexts\[1\]: expected printable characters, got"):
+        VarianceProfile.from_json(made(("a", "\x1b[2J")).to_json())
+
+
 def test_findings_are_sums_of_the_matrix():
     profile = made(("", "a", "b"))
     assert profile.sampling_ratio == pytest.approx(profile.sampling.sum() / profile.terms.sum())

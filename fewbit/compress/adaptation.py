@@ -19,13 +19,14 @@ from fewbit.compress.state_shapes import (
     MOST_ELEMENTS,
     MOST_SLOTS,
     Shape,
+    capped,
     check_layer,
+    entries,
     flag,
     listed,
-    number,
     optional,
+    real,
     record,
-    row,
     rows_by_name,
     text,
     whole,
@@ -42,20 +43,20 @@ COLUMNS = 9 + SPREAD
 VARIABLE = record(
     name=text,
     input=whole(0, MOST_SLOTS - 1),
-    bits=number(LEAST, MOST),
+    bits=real(LEAST, MOST),
     is_fixed=flag,
     is_known=flag,
     elements=whole(0, MOST_ELEMENTS),
     samples=whole(0, MOST_ELEMENTS),
-    sensitivity=number(),
-    at_one=number(),
-    spread=optional(listed(number(), SPREAD, SPREAD)),
+    sensitivity=real(),
+    at_one=real(),
+    spread=optional(listed(real(), SPREAD, SPREAD)),
     missed=whole(0, FORGOTTEN),
 )
 SHAPES = {
     "budget": optional(whole(1)),
-    "bits": number(LEAST, MOST),
-    "sizes": optional(listed(row(text, whole(0, MOST_SLOTS - 1), whole(0, MOST_ELEMENTS)))),
+    "bits": real(LEAST, MOST),
+    "sizes": optional(listed(entries(text, whole(0, MOST_SLOTS - 1), whole(0, MOST_ELEMENTS)))),
     "variables": listed(VARIABLE),
     "pending": optional(listed(VARIABLE)),
 }
@@ -226,7 +227,11 @@ def _in_units_of(seen: dict, before: dict) -> dict:
     now, then = (sum(of[name].sensitivity for name in both) for of in (seen, before))
     ratio = now / then if now > 0 and then > 0 else 1.0
     return {
-        name: replace(each, sensitivity=ratio * each.sensitivity, at_one=ratio * each.at_one)
+        name: replace(
+            each,
+            sensitivity=capped(ratio * each.sensitivity),
+            at_one=capped(ratio * each.at_one),
+        )
         for name, each in before.items()
     }
 

@@ -166,7 +166,8 @@ class Controller:
         """Raises InputError for the state of another level or policy, and for entries that no state has."""
         of_policy = state.get("policy") if "version" in state else None
         expected = None if self._guarantee is None else POLICY
-        if of_policy != expected or (expected and not state):
+        is_same = isinstance(of_policy, str | None) and of_policy == expected
+        if not is_same or (expected and not state):
             raise InputError(
                 f"expected the state of a controller of {self._kind}, got one {_origin(state)}"
             )
@@ -232,7 +233,11 @@ class Controller:
 def _origin(state: Mapping) -> str:
     """Of which policy or level a state is, as far as it tells."""
     if "version" in state:
-        return f"of policy {printable(str(state['policy']))[:60]}" if "policy" in state else "of level L3 or above"
+        return (
+            f"of policy {printable(str(state['policy']))[:60]}"
+            if "policy" in state
+            else "of level L3 or above"
+        )
     if any(each in state for each in SAMPLES):
         return "of level L2.5"
     strange = next(iter(state), None)

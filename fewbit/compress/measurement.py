@@ -12,7 +12,7 @@ from fewbit.documents import parse_json, read_text
 from fewbit.errors import FewbitError, InputError
 from fewbit.files import write_atomic
 from fewbit.report import _Report
-from fewbit.schema import find_error, shorten
+from fewbit.schema import find_error, format_path, shorten
 
 
 class Document:
@@ -35,6 +35,7 @@ class Document:
         if problem is not None:
             path, message = problem
             raise InputError(f"{path}: {message}" if path else message)
+        _check_texts(document)
         return cls._of_document(document)
 
     def save(self, path, force: bool = False) -> None:
@@ -49,6 +50,20 @@ class Document:
             return cls.from_json(text)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
+
+
+def _check_texts(value, where: tuple = ()) -> None:
+    """Raise InputError if a text, of a file that may come from anywhere, has characters that a terminal acts on."""
+    if isinstance(value, dict):
+        for key, inside in value.items():
+            _check_texts(key, where)
+            _check_texts(inside, (*where, key))
+    elif isinstance(value, list):
+        for i, inside in enumerate(value):
+            _check_texts(inside, (*where, i))
+    elif isinstance(value, str) and not value.isprintable():
+        place = f"{format_path(where)}: " if where else ""
+        raise InputError(f"{place}expected printable characters, got {shorten(value)}")
 
 
 class PicturedReport(_Report):

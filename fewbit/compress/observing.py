@@ -18,10 +18,10 @@ from fewbit.compress.state_shapes import (
     Shape,
     check_layer,
     choice,
+    entries,
     flag,
     listed,
     record,
-    row,
     text,
     whole,
     wrong,
@@ -49,7 +49,7 @@ COMMON = {
     "version": choice(VERSION),
     "step": whole(),
     "due": flag,
-    "turns": listed(row(text, whole(), whole())),
+    "turns": listed(entries(text, whole(), whole())),
     "path": text,
     "since": whole(),
     "is_summed": flag,
@@ -338,8 +338,8 @@ class Observing(Variables):
         Raises:
             InputError: the state is not one of `state`, or is of another model.
         """
-        if not isinstance(state, Mapping) or state.get("version") != VERSION:
-            found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+        found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+        if type(found) is not int or found != VERSION:
             raise InputError(
                 f"expected version {VERSION} of a controller's state, as its state_dict() gave it, got {shorten(found)}"
             )

@@ -7,7 +7,6 @@ them is taken for granted.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 from fewbit.errors import InputError
@@ -47,7 +46,7 @@ def whole(least: int = 0, most: int = MOST_STEPS) -> Shape:
     return check
 
 
-def number(least: float = 0.0, most: float = MOST_NUMBER) -> Shape:
+def real(least: float = 0.0, most: float = MOST_NUMBER) -> Shape:
     """Return the shape of a finite number from `least` to `most`."""
 
     def check(value, where):
@@ -104,7 +103,7 @@ def listed(shape: Shape, least: int = 0, most: int = MOST_ROWS) -> Shape:
     return check
 
 
-def row(*shapes: Shape) -> Shape:
+def entries(*shapes: Shape) -> Shape:
     """Return the shape of a list with one entry for each of `shapes`, which becomes a tuple."""
 
     def check(value, where):
@@ -163,6 +162,6 @@ def check_layer(name: str, names, kind: str = "layer") -> None:
         )
 
 
-def is_usable(numbers) -> bool:
-    """Return whether all of them are finite."""
-    return all(map(math.isfinite, numbers))
+def capped(value: float, most: float = MOST_NUMBER) -> float:
+    """Cut a quotient of squared norms to what a state may hold: one of them may come from a state with odd numbers."""
+    return min(value, most)

@@ -197,13 +197,13 @@ def _draw(figure, plan) -> None:
             marker=MARKERS[number % len(MARKERS)],
             markersize=5,
             linewidth=1.4,
-            label=policy,
+            label=plot.literal(policy),
             clip_on=False,
             zorder=3,
         )
         dark = tuple(DARKER * each for each in to_rgb(colour))
         for each, *place in zip(points, x, y, strict=True):
-            labels.append((shortened(each.label, MOST_LABEL), place, dark, each))
+            labels.append((plot.literal(shortened(each.label, MOST_LABEL)), place, dark, each))
     chosen = plan.recommended
     if chosen is not None:
         place = [place_of(chosen.saved_bytes)], [max(chosen.error, floor)]
@@ -227,7 +227,7 @@ def _draw(figure, plan) -> None:
     axes.set_xlabel(f"kept for the backward pass, {unit}")
     axes.set_ylabel("squared error of the gradient")
     axes.set_title(
-        f"{plan.model}, {counted(plan.batches, 'batch')} of {plan.batch_size}",
+        plot.literal(plan.model) + f", {counted(plan.batches, 'batch')} of {plan.batch_size}",
         loc="left",
         color=plot.INK,
         fontweight="bold",

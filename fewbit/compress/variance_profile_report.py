@@ -143,9 +143,10 @@ def _draw(figure, axes, profile, room: float) -> None:
     norm = LogNorm(min(bottom, top / 10), top, clip=True)
     image = axes.imshow(values, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest")
     size = min(8.5, 0.72 * room)
-    names = [shortened(_name(each), MOST_LABEL) for each in profile.parameters]
+    names = [plot.literal(shortened(_name(each), MOST_LABEL)) for each in profile.parameters]
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=size, color=plot.INK)
-    names = [*(shortened(_name(each), MOST_LABEL) for each in profile.contexts), "", SAMPLING]
+    names = [plot.literal(shortened(_name(each), MOST_LABEL)) for each in profile.contexts]
+    names += ["", SAMPLING]
     axes.set_yticks(range(len(names)), names, fontsize=size, color=plot.INK)
     axes.tick_params(length=0)
     axes.grid(False)
@@ -155,7 +156,9 @@ def _draw(figure, axes, profile, room: float) -> None:
     axes.set_ylabel("noise from the context of")
     bar = figure.colorbar(image, ax=axes, label="variance (white: none)", fraction=0.05, pad=0.02)
     bar.outline.set_visible(False)
-    axes.set_title(profile._name_and_bits, loc="left", color=plot.INK, fontweight="bold")
+    axes.set_title(
+        plot.literal(profile._name_and_bits), loc="left", color=plot.INK, fontweight="bold"
+    )
 
 
 def _name(path: str) -> str:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
 from fewbit.errors import InputError
+from fewbit.runtime.plain import is_plain
+from fewbit.text import printable
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ class Places:
 
     def load(self, numbers) -> None:
         """Raises InputError, with nothing changed, for what `state` does not give."""
-        is_fit = isinstance(numbers, torch.Tensor) and numbers.dtype == torch.int64
-        if not is_fit or numbers.dim() != 1 or len(numbers.unique()) < len(numbers):
+        is_fit = _is_vector(numbers) and numbers.dtype == torch.int64
+        if not is_fit or len(numbers.unique()) < len(numbers):
             raise InputError(
                 f"numbers: expected those of a controller's state_dict(), got {_described(numbers)}"
             )
@@ -124,21 +127,34 @@ class Magnitudes:
         for row in rows if isinstance(rows, list | tuple) else (rows,):
             entries = row if isinstance(row, Mapping) else {}
             name, slot, squares = (entries.get(each) for each in ("name", "input", "squares"))
-            is_table = isinstance(squares, torch.Tensor) and squares.is_floating_point()
-            if not (
-                isinstance(name, str) and type(slot) is int and is_table and squares.dim() == 1
-            ):
+            is_table = _is_vector(squares) and squares.is_floating_point()
+            # NaN is what was not seen.
+            is_table = is_table and not (squares < 0).any() and not squares.isinf().any()
+            is_named = isinstance(name, str) and type(slot) is int and slot >= 0
+            is_new = is_named and (name, slot) not in tables
+            if not (is_new and is_table and entries.keys() == {"name", "input", "squares"}):
                 raise InputError(
-                    "magnitudes: expected rows of name, input and squares, as a controller's state_dict() "
+                    "magnitudes: expected rows of name, input and squares of 0 or more, as a controller's state_dict() "
                     f"gave them, got {_described(row)}"
                 )
             tables[name, slot] = squares.detach().float().clone()
         self._tables = tables
 
 
+def _is_vector(value) -> bool:
+    """Return whether it is a plain tensor of one dimension on the host, as states have."""
+    return (
+        is_plain(value)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and value.dim() == 1
+    )
+
+
 def _described(value) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     if isinstance(value, Mapping):
-        return f"one of {', '.join(f'{name}: {_described(each)}' for name, each in value.items())}"
+        entries = (f"{name}: {_described(each)}" for name, each in islice(value.items(), 4))
+        return printable(f"one of {', '.join(entries)}")[:200]
     return type(value).__name__

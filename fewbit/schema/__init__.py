@@ -76,8 +76,10 @@ _TYPES = {
     "boolean": lambda value: isinstance(value, bool),
     "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
     "integer": lambda value: (
-        isinstance(value, int) and not isinstance(value, bool)
-        or isinstance(value, float) and value.is_integer()
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        or isinstance(value, float)
+        and value.is_integer()
     ),
 }
 

@@ -79,7 +79,9 @@ class Histogram:
                 f"histogram: expected n+1 edges and n heights, got shapes {edges.shape} and {density.shape}"
             )
         if len(density) > MOST_BINS:
-            raise WeightError(f"histogram: expected at most {MOST_BINS} heights, got {len(density)}")
+            raise WeightError(
+                f"histogram: expected at most {MOST_BINS} heights, got {len(density)}"
+            )
         if not (np.isfinite(edges).all() and (np.diff(edges) > 0).all()):
             raise WeightError("histogram: expected finite, strictly ascending edges")
         if not (np.isfinite(density).all() and (density >= 0).all() and density.any()):

@@ -1,4 +1,4 @@
-"""How many cases every fuzz test runs."""
+"""How many cases each fuzz test runs: FEWBIT_FUZZ_CASES, by default 10,000."""
 
 import os
 

@@ -44,8 +44,18 @@ from fewbit.compress.guarantee.sums import BoundTables, by_number, pairs_by_numb
 from fewbit.compress.guarantee.tables import is_known, least_bits, table_error
 from fewbit.compress.guarantee.unobserved import Unobserved
 from fewbit.compress.observing import FORGOTTEN, Observing
-from fewbit.compress.state_shapes import Shape, choice, flag, number, optional, text, whole
-from fewbit.errors import BoundWarning, InputError
+from fewbit.compress.state_shapes import (
+    MOST_RATIO,
+    Shape,
+    capped,
+    choice,
+    flag,
+    optional,
+    real,
+    text,
+    whole,
+)
+from fewbit.errors import BoundWarning, FewbitError, InputError
 from fewbit.runtime.groups import LEAST_FEATURES
 from fewbit.runtime.observation import SPREAD
 from fewbit.runtime.variables import LEAST, MOST, Plan, Weights
@@ -204,7 +214,7 @@ class Guarantee(Observing):
                 function, parameters = now.function, tuple(now.parameters)
                 if not function and before is not None:
                     function, parameters = before.function, before.parameters
-                row = now.v2 / total, now.grad2 / total
+                row = capped(now.v2 / total), capped(now.grad2 / total)
                 found[name] = KnownActivation(function, parameters, latest(rows, row))
         return found
 
@@ -381,7 +391,7 @@ class Guarantee(Observing):
     def _shapes(self) -> dict[str, Shape]:
         return {
             "policy": choice(POLICY),
-            "e2": number(),
+            "e2": real(),
             "window": choice(*WINDOWS),
             "codec": text,
             "by_channel": choice(self.bound.by_channel),
@@ -403,7 +413,10 @@ class Guarantee(Observing):
                 raise InputError(
                     f"expected weights of {count or 0} channels of {name!r}, got {len(each.weights)}"
                 )
-        self._chosen(known, taken)  # which is done again once nothing can be refused any more
+        try:  # what is done again once nothing can be refused any more
+            self._chosen(known, taken)
+        except FewbitError as error:  # no table of the function with such parameters
+            raise InputError(f"activations: {error}") from None
         if any(state.get(key, value) != value for key, value in self._settings().items()):
             # What the monitor saw is of other bits.
             known, has_warned = {name: each.unmonitored() for name, each in known.items()}, False
@@ -419,7 +432,7 @@ def _updated(before: Known | None, now: VariableSeen, monitored, total: float) -
     """What is known of a variable after one more observation."""
     parts = min(now.samples, SPREAD) or 1
     scale = (now.samples or 1) / now.elements if now.elements else 0.0
-    spread = tuple(scale * each for each in now.squares[:parts])
+    spread = tuple(capped(scale * each) for each in now.squares[:parts])
     weights, weighed, spreads = None, 0, ()
     if before is not None:
         weights, weighed, spreads = before.weights, before.weighed, before.spreads
@@ -455,9 +468,12 @@ def _updated_demands(before: dict[int, Estimate], now, monitored, total) -> dict
             if each.missed < FORGOTTEN:
                 found[number] = replace(each, missed=each.missed + 1)
             continue
-        row = Row(demand.v2 / total, demand.first**2 / total, demand.second**2 / total)
+        squares = (capped(each**2 / total, MOST_RATIO) for each in (demand.first, demand.second))
+        row = Row(demand.v2 / total, *squares)
         seen_pairs = each.pairs
         if number in pairs:
-            seen_pairs = latest(seen_pairs, Pair(*(value / total for value in pairs[number])))
+            seen_pairs = latest(
+                seen_pairs, Pair(*(capped(value / total) for value in pairs[number]))
+            )
         found[number] = Estimate(demand.label, demand.kind, latest(each.rows, row), seen_pairs)
     return found

@@ -30,18 +30,20 @@ from fewbit.compress.state_shapes import (
     MOST_SLOTS,
     MOST_WEIGHT,
     choice,
+    entries,
     flag,
     listed,
-    number,
     optional,
+    real,
     record,
-    row,
     rows_by_name,
     text,
     whole,
     wrong,
 )
+from fewbit.errors import FunctionError, InputError
 from fewbit.runtime.observation import SPREAD
+from fewbit.schema import shorten
 
 MOST_BITS = 64
 """Of an element, also of one that is kept exactly."""
@@ -82,7 +84,9 @@ def read_seen(plain: Mapping, names: Container[str]) -> BoundsSeen:
     for name, row in rows_by_name(plain["variables"], "pending.variables", names).items():
         parts = _parts_of(row)
         if len(row["squares"]) < parts:
-            raise wrong("pending.variables.squares", f"at least {parts} entries", len(row["squares"]))
+            raise wrong(
+                "pending.variables.squares", f"at least {parts} entries", len(row["squares"])
+            )
         variables[name] = VariableSeen(
             row["average"],
             row["is_fixed"],
@@ -97,6 +101,8 @@ def read_seen(plain: Mapping, names: Container[str]) -> BoundsSeen:
         )
         if row["monitored"]:
             monitored[name] = row["monitored"]
+    for row in plain["activations"]:
+        _check_parameters(row)
     activations = {
         row["name"]: ActivationSeen(
             row["function"], tuple(row["parameters"]), row["v2"], row["grad2"]
@@ -150,13 +156,11 @@ def read_known(rows: list[dict], names: Container[str]) -> dict[tuple[str, int],
     Raises:
         InputError: the model lacks one of the layers, or a number of entries contradicts another.
     """
-    return {
-        name: _known(each) for name, each in rows_by_name(rows, "variables", names).items()
-    }
+    return {name: _known(each) for name, each in rows_by_name(rows, "variables", names).items()}
 
 
 def _known(row: dict) -> Known:
-    where = f"variables of {row['name']!r}"
+    where = f"variables: {shorten(row['name'])}"
     parts, latest = _parts_of(row), len(row["spreads"][-1])
     if latest != parts:
         raise wrong(f"{where}: spreads", f"{parts} entries in the last one", latest)
@@ -182,7 +186,16 @@ def _known(row: dict) -> Known:
 
 
 def read_activations(rows: list[dict]) -> dict[str, KnownActivation]:
-    """Make what is known of activations again. rows: of the shape ACTIVATION. Raises InputError if one comes twice."""
+    """Make what is known of activations again.
+
+    Args:
+        rows: of the shape ACTIVATION.
+
+    Raises:
+        InputError: an activation comes twice, or has parameters that its function has not.
+    """
+    for row in rows:
+        _check_parameters(row)
     found = {
         row["name"]: KnownActivation(
             row["function"], tuple(row["parameters"]), tuple(row["rows"]), row["missed"]
@@ -192,6 +205,19 @@ def read_activations(rows: list[dict]) -> dict[str, KnownActivation]:
     if len(found) < len(rows):
         raise wrong("activations", "different names", [row["name"] for row in rows])
     return found
+
+
+def _check_parameters(row: dict) -> None:
+    name, values = row["function"], row["parameters"]
+    names = functions.get(name).parameters if name else ()
+    where = f"activations: {shorten(row['name'])}: parameters"
+    if len(values) != len(names):
+        raise wrong(where, f"{len(names)} of {name or 'no function'}", values)
+    if name:
+        try:
+            functions.get(name, dict(zip(names, values, strict=True)))
+        except FunctionError as error:
+            raise InputError(f"{where}: {error}") from None
 
 
 def _parts_of(row: dict) -> int:
@@ -234,7 +260,7 @@ def _function_name(value, where) -> str:
 _VARIABLE = {
     "name": text,
     "input": whole(0, MOST_SLOTS - 1),
-    "average": number(0, MOST_BITS),
+    "average": real(0, MOST_BITS),
     "is_fixed": flag,
     "is_known": flag,
     "elements": whole(0, MOST_ELEMENTS),
@@ -242,19 +268,19 @@ _VARIABLE = {
     "dtype_bytes": whole(1, 16),
 }
 _KIND = choice(EXPECTED, MEASURED, "")
-_PARAMETERS = listed(number(-MOST_PARAMETER, MOST_PARAMETER), 0, 8)
+_PARAMETERS = listed(real(-MOST_PARAMETER, MOST_PARAMETER), 0, 8)
 _ESTIMATE = record(
     label=text,
     kind=_KIND,
-    rows=listed(row(number(), number(0, MOST_RATIO), number(0, MOST_RATIO)), 1, HISTORY),
-    pairs=listed(row(number(), number()), 0, HISTORY),
+    rows=listed(entries(real(), real(0, MOST_RATIO), real(0, MOST_RATIO)), 1, HISTORY),
+    pairs=listed(entries(real(), real()), 0, HISTORY),
     missed=whole(0, FORGOTTEN),
 )
 KNOWN = listed(
     record(
         **_VARIABLE,
-        spreads=listed(listed(number(), 1, SPREAD), 1, HISTORY),
-        weights=optional(listed(number(0, MOST_WEIGHT), 1)),
+        spreads=listed(listed(real(), 1, SPREAD), 1, HISTORY),
+        weights=optional(listed(real(0, MOST_WEIGHT), 1)),
         weighed=whole(0, HISTORY),
         demands=listed(_ESTIMATE),
         missed=whole(0, FORGOTTEN),
@@ -265,7 +291,7 @@ ACTIVATION = listed(
         name=text,
         function=_function_name,
         parameters=_PARAMETERS,
-        rows=listed(row(number(), number()), 1, HISTORY),
+        rows=listed(entries(real(), real()), 1, HISTORY),
         missed=whole(0, FORGOTTEN),
     )
 )
@@ -273,19 +299,15 @@ SEEN = record(
     variables=listed(
         record(
             **_VARIABLE,
-            squares=listed(number(), 1, SPREAD),
-            error2=number(),
-            demands=listed(
-                record(label=text, kind=_KIND, v2=number(), first=number(), second=number())
-            ),
-            channel_weights=optional(listed(number(0, MOST_WEIGHT), 1)),
-            monitored=listed(row(text, number(), number())),
+            squares=listed(real(), 1, SPREAD),
+            error2=real(),
+            demands=listed(record(label=text, kind=_KIND, v2=real(), first=real(), second=real())),
+            channel_weights=optional(listed(real(0, MOST_WEIGHT), 1)),
+            monitored=listed(entries(text, real(), real())),
         )
     ),
     activations=listed(
-        record(
-            name=text, function=_function_name, parameters=_PARAMETERS, v2=number(), grad2=number()
-        )
+        record(name=text, function=_function_name, parameters=_PARAMETERS, v2=real(), grad2=real())
     ),
 )
 """The shapes of the entries of a state: what is known of variables and of activations, and one observation."""

@@ -1,0 +1,130 @@
+"""States of controllers, damaged at random: refused in one line with nothing changed, or good for training on."""
+
+import copy
+import random
+import time
+import warnings
+
+import pytest
+import torch
+from cases import CASES
+from mutations import mutate
+from torch import nn
+
+import fewbit
+from fewbit.errors import InputError
+
+CHUNKS = 20
+SECONDS = 30.0
+"""Of one case, on a machine that is busy with others; most take a hundredth of a second."""
+
+pytestmark = pytest.mark.slow
+
+ODD = [
+    torch.ones(8), torch.ones(2, 2), torch.full((8,), torch.nan), torch.full((8,), -1.0), torch.full((8,), torch.inf),
+    torch.arange(8), torch.zeros(0), torch.ones(8, device="meta"), torch.ones(8).to_sparse(), (1, 2), {1, 2}, b"x", 1j,
+    torch.ones(8, requires_grad=True), torch.arange(8, device="meta"), range(3), object,
+]  # fmt: skip
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.GELU(), nn.Linear(16, 4))
+
+    def forward(self, x):
+        return self.head(nn.functional.elu(self.norm(self.conv(x))))
+
+
+KINDS = {
+    "L3": {"bits": 1.75},
+    "L3 numbered": {"bits": 2.5, "level": "L3"},
+    "L3 budget": {"budget": 30_000, "sample": torch.ones(8, 2, 4, 4)},
+    "L2.5 numbered": {"bits": 2, "level": "L2.5"},
+    "error-bound": {"policy": "error-bound"},
+    "error-bound by channel": {"policy": "error-bound", "by_channel": True},
+}
+
+
+class Trained:
+    """A compressed model, and a state from amid its training."""
+
+    def __init__(self, kind):
+        torch.manual_seed(0)
+        self.is_numbered = "numbered" in kind
+        self.model = Model()
+        options = dict(KINDS[kind])
+        if "L2.5" not in kind:
+            options["interval"] = 2
+        self.controller = fewbit.compress_(self.model, verbose=False, **options)
+        self.x = torch.randn(8, 2, 4, 4)
+        self.train(6)
+        self.states = [self.controller.state_dict()]
+        # With what was seen and has not been learned from.
+        for _ in range(4):
+            self.train(1)
+            self.states.append(self.controller.state_dict())
+        self.parameters = copy.deepcopy(self.model.state_dict())
+
+    def train(self, steps):
+        for _ in range(steps):
+            if self.is_numbered:
+                self.controller.number_samples(torch.arange(8))
+            self.model.zero_grad()
+            loss = self.model(self.x).square().mean()
+            loss.backward()
+            assert torch.isfinite(loss)
+            assert all(torch.isfinite(each.grad).all() for each in self.model.parameters())
+
+
+def same(a, b):
+    """Equality of states, which may hold tensors with NaNs."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0))
+    return isinstance(a, bool) == isinstance(b, bool) and a == b
+
+
+def check(trained, seed):
+    """One case; returns whether the state was accepted."""
+    rng = random.Random(seed)
+    base = rng.choice(trained.states)
+    state = mutate(base, rng, ODD)
+    before = trained.controller.state_dict()
+    try:
+        trained.controller.load_state_dict(state)
+    except InputError as error:
+        assert str(error) and "\n" not in str(error) and len(str(error)) < 500
+        assert same(trained.controller.state_dict(), before), "a refused state changed something"
+        return False
+    repr(trained.controller.allocation), repr(trained.controller.bounds)
+    trained.train(3)
+    after = trained.controller.state_dict()
+    trained.controller.load_state_dict(after)
+    assert same(trained.controller.state_dict(), after)
+    trained.controller.load_state_dict(trained.states[0])
+    return True
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_damaged_states(chunk):
+    kinds = list(KINDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gradients that exceed a bound that was damaged
+        trained = {}
+        for seed in range(chunk, CASES, CHUNKS):
+            kind = kinds[seed // CHUNKS % len(kinds)]
+            if kind not in trained:
+                trained[kind] = Trained(kind)
+            started = time.perf_counter()
+            try:
+                check(trained[kind], seed)
+            except BaseException as error:
+                error.add_note(f"case: check(Trained({kind!r}), seed={seed})")
+                raise
+            assert time.perf_counter() - started < SECONDS, (kind, seed)

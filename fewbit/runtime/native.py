@@ -8,8 +8,8 @@ import torch
 
 from fewbit import _kernels
 from fewbit.runtime import groups, reference
-from fewbit.runtime.encoding import Encoding, packed_words
 from fewbit.runtime.buffers import check_dense
+from fewbit.runtime.encoding import Encoding, packed_words
 from fewbit.runtime.layout import check_vectors, is_broadcast_scalar
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fewbit.errors import GradientError
 from fewbit.runtime import backends, layout
-from fewbit.runtime.buffers import FLOATING
+from fewbit.runtime.buffers import FLOATING as FLOATING
 from fewbit.runtime.encoding import Encoding, packed_words
 from fewbit.runtime.plain import check_not_distributed
 from fewbit.runtime.torch_functions import FORWARD, IN_PLACE

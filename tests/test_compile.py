@@ -94,7 +94,7 @@ class Cached(nn.Module):
             "sign": lambda: fewbit.nn.PReLU(),
             "gate": lambda: lambda x: F.swiglu(x, x * 0.5, quantiser=quantiser),
             "attention": lambda: (
-                lambda x: F.scaled_dot_product_attention(x * 2, x, x, quantiser=quantiser)
+                lambda x: F.scaled_dot_product_attention(x * 2, x, x * 0.5, quantiser=quantiser)
             ),
         }
         self.before, self.layer = linear, kinds[kind]()

@@ -61,7 +61,12 @@ def good_calls():
         "pack": {"codes": codes(), "bits": BITS, "packed": words()} | threads,
         "unpack": {"packed": words(), "bits": BITS, "codes": codes()} | threads,
         "encode": {"table": TABLE, "x": floats(N), "packed": words(), "seed": None} | threads,
-        "encode drawn": {"table": DRAWN, "x": floats(N), "packed": words(packed_words(N, 2)), "seed": SEED}
+        "encode drawn": {
+            "table": DRAWN,
+            "x": floats(N),
+            "packed": words(packed_words(N, 2)),
+            "seed": SEED,
+        }
         | threads,
         "decode_mul": {"table": TABLE, "grad": floats(N), "packed": words(), "out": floats(N)}
         | threads,
@@ -165,7 +170,9 @@ def test_wrong_buffers_are_refused(name, key, wrong):
 def test_the_message():
     with pytest.raises(ValueError) as raised:
         call(ISAS[0], "encode", packed=words(WORDS - 1))
-    expected = f"encode: packed: expected {WORDS} int32 on the CPU, got {WORDS - 1} int32 on the CPU"
+    expected = (
+        f"encode: packed: expected {WORDS} int32 on the CPU, got {WORDS - 1} int32 on the CPU"
+    )
     assert str(raised.value) == expected
 
 
@@ -193,7 +200,11 @@ def test_the_message():
         ("quantise", {"threads": 0}, "threads: expected 1 or more, got 0"),
         ("dequantise", {"bits": 9}, "bits: expected 1 to 8, got 9"),
         ("dequantise", {"wide": True}, "dequantise: ranges: expected 9 bfloat16 .*, got 6 .*"),
-        ("quantise mixed", {"widths": np.array([2, 0, 1], np.uint8)}, "bits: expected 1 to 8, got 0"),
+        (
+            "quantise mixed",
+            {"widths": np.array([2, 0, 1], np.uint8)},
+            "bits: expected 1 to 8, got 0",
+        ),
         ("dequantise mixed", {"widths": np.array([9, 2, 2], np.uint8)}, "bits: expected .*, got 9"),
         ("dequantise mixed", {"widths": np.array([4, 5, 5], np.uint8)}, "dequantise: packed: .*"),
         ("encode_fixed", {"inner": 2}, r"encode_fixed: grid: expected entries \* inner .*"),

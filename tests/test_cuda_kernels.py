@@ -658,7 +658,7 @@ def squares_of_cpu(isa, x, group_size, normalise=None):
     samples, features = x.shape
     out = torch.empty(groups.group_count(samples, features, group_size))
     place = native._buffer(x), samples, features, group_size, native._buffer(out)
-    _kernels.Cpu(isa).squares(*place, 1, *native._vectors(normalise))
+    _kernels.Cpu(isa).squares(*place, 1, *native._vectors(normalise, x.numel()))
     return out
 
 

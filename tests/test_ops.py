@@ -107,6 +107,37 @@ def test_a_text_that_is_no_encoding_is_refused(device):
         ops.encode_op(normal((4,), device=device), "gelu", [1])
 
 
+def test_dtensors_are_refused(tmp_path):
+    """With one line, by layers, activations and what is traced; what is left out of the conversion works."""
+    from torch import distributed, nn
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    import fewbit
+    from fewbit.errors import InputError
+
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x = distribute_tensor(normal((4, 64)), mesh, [Replicate()]).requires_grad_()
+        layers = (
+            fewbit.GELU(),
+            fewbit.nn.Linear(64, 8),
+            fewbit.nn.LayerNorm(64),
+            fewbit.nn.Dropout(0.5),
+            fewbit.nn.MaxPool1d(2),
+            fewbit.nn.Softmax(-1),
+        )
+        for layer in layers:
+            with pytest.raises(InputError, match="got a DTensor: .*exclude=") as raised:
+                layer(x)
+            assert "\n" not in str(raised.value)
+        nn.GELU()(x).sum().backward()
+        assert x.grad is not None
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_make_fx_traces_ops_only():
     from torch.fx.experimental.proxy_tensor import make_fx
 

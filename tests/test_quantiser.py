@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fewbit
 from fewbit.runtime import groups, reference
-from fewbit.runtime.encoding import Encoding, packed_words
+from fewbit.runtime.encoding import Encoding
 from fewbit.runtime.quantiser import Quantiser
 
 try:

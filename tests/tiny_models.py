@@ -3,6 +3,8 @@
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.t5.configuration_t5 import T5Config
 from transformers.models.vit.configuration_vit import ViTConfig
 
@@ -53,4 +55,14 @@ def t5():
         dropout_rate=0.0,
         feed_forward_proj="gated-gelu",
         decoder_start_token_id=0,
+    )
+
+
+def qwen3():
+    return Qwen3Config(**TOKENS, num_key_value_heads=2, head_dim=16)
+
+
+def mixtral():
+    return MixtralConfig(
+        **TOKENS, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
     )

@@ -74,7 +74,21 @@ def storage_permutation(x: torch.Tensor) -> tuple[int, ...] | None:
     """The order of dimensions in which a dense x is contiguous; None if x is not dense, or by sample."""
     if is_by_sample(x) or not is_dense(x):
         return None
-    return tuple(sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), -x.shape[dim])))
+    stride, shape, order = x.stride(), x.shape, []
+    # An insertion sort: a compiler breaks the graph at one by symbolic keys, but follows comparisons.
+    for dim in range(x.dim()):
+        place = len(order)
+        while place and _lies_inside(stride, shape, order[place - 1], dim):
+            place -= 1
+        order.insert(place, dim)
+    return tuple(order)
+
+
+def _lies_inside(stride, shape, a: int, b: int) -> bool:
+    """Whether dimension a steps over less than b, or as much in fewer steps."""
+    if stride[a] == stride[b]:
+        return shape[a] < shape[b]
+    return stride[a] < stride[b]
 
 
 def by_sample_stride(x: torch.Tensor) -> tuple[int, ...]:

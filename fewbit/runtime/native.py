@@ -10,9 +10,9 @@ import torch
 from fewbit import _kernels
 from fewbit.errors import FewbitError
 from fewbit.runtime import groups, reference
-from fewbit.runtime.encoding import Encoding, packed_words
 from fewbit.runtime.buffers import check_dense
-from fewbit.runtime.layout import is_broadcast_scalar
+from fewbit.runtime.encoding import Encoding, packed_words
+from fewbit.runtime.layout import check_vectors, is_broadcast_scalar
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
@@ -172,7 +172,7 @@ class Kernels:
             _buffer(packed),
             _buffer(ranges),
             *self._where(x),
-            *_vectors(normalise),
+            *_vectors(normalise, x.numel()),
         )
         return packed, ranges, spread or (None, None)
 
@@ -190,7 +190,7 @@ class Kernels:
             group_size,
             _buffer(out),
             *self._where(x),
-            *_vectors(normalise),
+            *_vectors(normalise, x.numel()),
         )
         return out.view(samples, count // max(samples, 1)).sum(1)
 
@@ -209,7 +209,7 @@ class Kernels:
             group_size,
             _buffer(out),
             *self._where(out),
-            *_vectors(affine),
+            *_vectors(affine, out.numel()),
         )
 
     def grid_fixed(self, gamma, beta, bits):
@@ -233,7 +233,7 @@ class Kernels:
             bits,
             _buffer(packed),
             *self._where(x),
-            *_vectors(normalise),
+            *_vectors(normalise, x.numel()),
         )
         return packed
 
@@ -248,7 +248,7 @@ class Kernels:
             slope or 0.0,
             _buffer(out),
             *self._where(out),
-            *_vectors(scale),
+            *_vectors(scale, out.numel()),
         )
 
     def mask_fixed(self, grad, packed, grid, bits, inner, slope, out) -> None:
@@ -279,11 +279,12 @@ def _element(tensor, like):
     return tensor.data_ptr(), 1, _DTYPES.get(tensor.dtype, -1), tensor.get_device()
 
 
-def _vectors(given):
-    """The trailing arguments for `normalise` or `affine`."""
+def _vectors(given, n):
+    """The trailing arguments for `normalise` or `affine` of n elements."""
     if given is None:
         return ()
     *vectors, inner = given
+    check_vectors(vectors, inner, n)
     return *(None if each is None else _buffer(each) for each in vectors), inner
 
 

@@ -28,15 +28,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fewbit.errors import GradientError
 from fewbit.runtime import backends, layout
+from fewbit.runtime.buffers import FLOATING as FLOATING
 from fewbit.runtime.encoding import Encoding, packed_words
+from fewbit.runtime.plain import check_not_distributed
 from fewbit.runtime.torch_functions import CONTIGUOUS, FORWARD, IN_PLACE
 
 library = Library("fewbit", "DEF")
 # With needs_exact_strides a compiler mostly makes inputs as they were traced, which saves the ops a copy. It is no
 # guarantee: Inductor takes for exact the strides that are left after it removed operations without effect.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def define(schema, implementation):
@@ -108,7 +108,6 @@ def new_seed(x) -> torch.Tensor:
 
 
 # -- ops -----------------------------------------------------------------------------------------------------
-
 
 
 def _encode(x, encoding, stride, seed=None):
@@ -207,6 +206,7 @@ def keep_results(op) -> None:
     """Registers what autograd does with an op: nothing to differentiate, only something to keep."""
 
     def call(*arguments):
+        check_not_distributed(*arguments)
         with torch._C._AutoDispatchBelowAutograd(), keep_when_partitioned():
             return op(*arguments)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from fewbit.errors import InputError
 
 
 def is_plain(x) -> bool:
@@ -31,6 +35,20 @@ def is_abstract(x) -> bool:
     if not (is_meta or type(x) is FakeTensor) or x.layout is not torch.strided or x.is_nested:
         return False
     return all(type(mode) is FakeTensorMode for mode in _get_current_dispatch_mode_stack())
+
+
+def check_not_distributed(*tensors) -> None:
+    """Raise InputError if one of the tensors is a DTensor, of which nothing can be kept: groups would cross shards.
+
+    Args:
+        tensors: What a layer or an op takes; not only tensors.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and any(isinstance(each, module.DTensor) for each in tensors):
+        raise InputError(
+            "expected ordinary tensors, got a DTensor: fewbit compresses no layers that are sharded by tensor "
+            "parallelism; leave these out with compress_(exclude=...)"
+        )
 
 
 def is_eager(x) -> bool:

@@ -13,7 +13,7 @@ from fewbit.errors import InputError
 from fewbit.runtime import groups, layout, observation, offload, ops, quantiser_ops
 from fewbit.runtime.keepers import Keeper, KeptBy
 from fewbit.runtime.offset import Offset
-from fewbit.runtime.plain import is_abstract, is_eager, is_plain
+from fewbit.runtime.plain import check_not_distributed, is_abstract, is_eager, is_plain
 from fewbit.runtime.reference_quantiser import in_dtype
 from fewbit.runtime.sharing import Session, current, in_backward, in_checkpoint
 from fewbit.runtime.tables import check_choice
@@ -462,4 +462,5 @@ def is_differentiated(*tensors) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
+    check_not_distributed(*tensors)
     return torch._C._functorch.maybe_current_level() is None and not torch.jit.is_tracing()

@@ -558,6 +558,50 @@ def test_weights_that_are_computed(change, when):
         assert type(model[0]) is nn.Linear and "weight" in dict(model[0].named_parameters())
 
 
+@pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+@pytest.mark.parametrize("training", [False, True])
+def test_modules_that_a_conversion_makes_train_as_those_around(layer, training):
+    torch.manual_seed(0)
+    model = layer(8, 2, 16, dropout=0.0, activation="gelu", batch_first=True).train(training)
+    exact = copy.deepcopy(model)
+    quiet(model)
+    assert {each.training for each in model.modules()} == {training}
+    x = normal((2, 3, 8), scale=1.0)
+    inputs = (x, x) if layer is nn.TransformerDecoderLayer else (x,)
+    grads = [
+        torch.autograd.grad(each(*inputs).square().sum(), each.linear1.weight)[0]
+        for each in (model, exact)
+    ]
+    assert torch.equal(*grads) != training
+    fewbit.restore_(model)
+    assert {each.training for each in model.modules()} == {training}
+
+
+def test_a_block_of_modules_in_evaluation_mode():
+    block = fewbit.nn.PreActivation(nn.BatchNorm1d(4).eval(), nn.Linear(4, 4))
+    assert not block.activation.training
+
+
+def test_symbolic_trace():
+    """Layers are leaves, as torch's are, and go on keeping few bits."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.MaxPool2d(2), nn.Dropout(0.0),
+        nn.Flatten(), nn.Linear(36, 4), nn.LayerNorm(4), nn.Softmax(-1),
+    )  # fmt: skip
+    exact = copy.deepcopy(model)
+    x = normal((2, 3, 8, 8), scale=1.0)
+    quiet(model, bits=8)
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.op for node in traced.graph.nodes] == [
+        "placeholder",
+        *["call_module"] * 9,
+        "output",
+    ]
+    torch.testing.assert_close(traced(x), exact(x))
+    assert isinstance(traced.get_submodule("0"), fewbit.nn.Conv2d)
+    assert fewbit.saved_bytes(traced, x).total < 0.6 * fewbit.saved_bytes(exact, x).total
+
+
 def test_a_parametrized_module_with_layers_inside():
     """torch goes back to the class below its own, which has to be ours, or the module's."""
 

@@ -141,7 +141,7 @@ def test_a_write_that_autograd_does_not_see(write, shape, activation):
         seen = []
         hooks = [
             each.register_forward_pre_hook(
-                lambda _, inputs: seen.append(inputs[0].detach().clone())
+                lambda _, inputs, seen=seen: seen.append(inputs[0].detach().clone())
             )
             for each in model[1].layers
         ]

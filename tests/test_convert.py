@@ -1,6 +1,7 @@
 """compress_ and restore_: what changes in a model, what does not, and that it trains."""
 
 import copy
+import functools
 import io
 import math
 import pickle
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.compress import kinds
-from fewbit.compress.convert import OWN_FORWARD
+from fewbit.compress.kinds import OWN_FORWARD
 from fewbit.demo.transformer import CharTransformer
 from fewbit.errors import InputError
 from fewbit.models.resnet import ResNet
@@ -556,6 +557,119 @@ def test_weights_that_are_computed(change, when):
     if nn.utils.parametrize.is_parametrized(model[0]):
         nn.utils.parametrize.remove_parametrizations(model[0], "weight")
         assert type(model[0]) is nn.Linear and "weight" in dict(model[0].named_parameters())
+
+
+@pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+@pytest.mark.parametrize("training", [False, True])
+def test_modules_that_a_conversion_makes_train_as_those_around(layer, training):
+    torch.manual_seed(0)
+    model = layer(8, 2, 16, dropout=0.0, activation="gelu", batch_first=True).train(training)
+    exact = copy.deepcopy(model)
+    quiet(model)
+    assert {each.training for each in model.modules()} == {training}
+    x = normal((2, 3, 8), scale=1.0)
+    inputs = (x, x) if layer is nn.TransformerDecoderLayer else (x,)
+    grads = [
+        torch.autograd.grad(each(*inputs).square().sum(), each.linear1.weight)[0]
+        for each in (model, exact)
+    ]
+    assert torch.equal(*grads) != training
+    fewbit.restore_(model)
+    assert {each.training for each in model.modules()} == {training}
+
+
+def test_a_block_of_modules_in_evaluation_mode():
+    block = fewbit.nn.PreActivation(nn.BatchNorm1d(4).eval(), nn.Linear(4, 4))
+    assert not block.activation.training
+
+
+REPLACED = "so the class does not say what it computes"
+
+
+@pytest.mark.parametrize(
+    "layer, owner, name, reason",
+    [
+        (nn.Linear(4, 4), nn.Linear, "forward", f"Linear.forward was replaced, {REPLACED}"),
+        (nn.GELU(), nn.GELU, "forward", f"GELU.forward was replaced, {REPLACED}"),
+        (nn.Conv2d(1, 1, 1), nn.Conv2d, "_conv_forward", f"Conv2d._conv_forward was replaced, {REPLACED}"),
+        (
+            nn.BatchNorm2d(1),
+            nn.modules.batchnorm._BatchNorm,
+            "forward",
+            f"_BatchNorm.forward was replaced, {REPLACED}",
+        ),
+        (nn.Linear(4, 4), TF, "linear", "torch.nn.functional.linear, which it calls, was replaced"),
+        (nn.Softmax(-1), TF, "softmax", "torch.nn.functional.softmax, which it calls, was replaced"),
+        (nn.Dropout(), TF, "dropout", "torch.nn.functional.dropout, which it calls, was replaced"),
+    ],
+    ids=lambda each: each if isinstance(each, str) and len(each) < 20 else "",
+)  # fmt: skip
+def test_what_was_replaced_is_left_alone(monkeypatch, layer, owner, name, reason):
+    theirs = getattr(owner, name)
+
+    @functools.wraps(theirs)
+    def twice(*args, **kwargs):
+        return 2 * theirs(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, twice)
+    model = nn.Sequential(layer)
+    (left,) = quiet(model).report.left_alone
+    assert left.reason == reason
+    assert not kinds.is_fewbit(layer)
+
+
+def test_what_was_replaced_on_the_instance_is_left_alone():
+    layer = nn.Conv2d(1, 1, 1)
+    layer._conv_forward = layer._conv_forward
+    (left,) = quiet(nn.Sequential(layer)).report.left_alone
+    assert "on the instance" in left.reason
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_function_that_was_replaced_is_called_once(monkeypatch, functional):
+    """Forward and backward are of what was put in the place of torch's function."""
+    torch.manual_seed(0)
+    theirs, layer = TF.linear, nn.Linear(8, 8)
+    x = normal((16, 8), scale=1.0)
+    monkeypatch.setattr(TF, "linear", lambda x, weight, bias=None: theirs(x, 3 * weight, bias))
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x) + TF.linear(x, self.layer.weight)
+
+    results = []
+    for convert in (lambda model: None, lambda model: quiet(model, bits=8, functional=functional)):
+        model = copy.deepcopy(Calls())
+        convert(model)
+        y = model(x)
+        results.append((y, torch.autograd.grad(y.square().sum(), model.layer.weight)[0]))
+    (theirs_y, expected), (ours_y, found) = results
+    torch.testing.assert_close(ours_y, theirs_y)
+    assert relative(found, expected) < 0.02
+
+
+def test_symbolic_trace():
+    """Layers are leaves, as torch's are, and go on keeping few bits."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.MaxPool2d(2), nn.Dropout(0.0),
+        nn.Flatten(), nn.Linear(36, 4), nn.LayerNorm(4), nn.Softmax(-1),
+    )  # fmt: skip
+    exact = copy.deepcopy(model)
+    x = normal((2, 3, 8, 8), scale=1.0)
+    quiet(model, bits=8)
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.op for node in traced.graph.nodes] == [
+        "placeholder",
+        *["call_module"] * 9,
+        "output",
+    ]
+    torch.testing.assert_close(traced(x), exact(x))
+    assert isinstance(traced.get_submodule("0"), fewbit.nn.Conv2d)
+    assert fewbit.saved_bytes(traced, x).total < 0.6 * fewbit.saved_bytes(exact, x).total
 
 
 def test_a_parametrized_module_with_layers_inside():

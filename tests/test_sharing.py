@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fewbit
 from fewbit.runtime import backends
+from fewbit.runtime.fingerprint import fingerprint
 from fewbit.runtime.groups import quantised_bytes
 
 
@@ -94,6 +95,99 @@ def test_a_change_in_place_between_two_layers_is_seen():
     theirs = torch.autograd.grad(exact.layers[-1](2 * x).sum(), exact.layers[-1].weight)[0]
     ours = torch.autograd.grad(compressed(model)(X).sum(), model.layers[-1].weight)[0]
     assert relative(ours, theirs) < 0.02
+
+
+def data_(x):
+    x.data.mul_(-3.0)
+    return x
+
+
+def numpy_(x):
+    x.detach().numpy()[:] *= -3.0
+    return x
+
+
+def one_entry_(x):
+    x.data[4, 95] += 2.0
+    return x
+
+
+def rows_(x):
+    x.data.copy_(x.data.flip(0))
+    return x
+
+
+def signs_(x):
+    x.data.neg_()
+    return x
+
+
+@pytest.mark.parametrize(
+    "write", [data_, numpy_, one_entry_, rows_, signs_], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("shape", [(5, 96), (2, 96), (700, 96)], ids=str)
+@pytest.mark.parametrize("activation", [False, True])
+def test_a_write_that_autograd_does_not_see(write, shape, activation):
+    """Each layer goes by what its input was when it ran."""
+    torch.manual_seed(0)
+    if write is one_entry_ and shape[0] < 5:
+        shape = (5, 96)
+    first = nn.GELU() if activation else nn.Identity()
+    model = nn.Sequential(first, Branches(2, write))
+    model[1].forward = lambda x, own=model[1]: own.layers[0](x) + own.layers[1](write(x))
+    compressed(model)
+    for _ in range(2):  # in the second forward the activation makes the copy itself
+        x = normal(shape, scale=1.0)
+        seen = []
+        hooks = [
+            each.register_forward_pre_hook(
+                lambda _, inputs, seen=seen: seen.append(inputs[0].detach().clone())
+            )
+            for each in model[1].layers
+        ]
+        grads = torch.autograd.grad(model(x).sum(), [each.weight for each in model[1].layers])
+        for hook in hooks:
+            hook.remove()
+        for grad, kept in zip(grads, seen, strict=True):
+            assert relative(grad, kept.sum(0).expand(8, -1)) < 0.02
+
+
+def test_a_write_where_contents_are_not_compared(monkeypatch):
+    """As on a GPU: a way to the tensor's memory, taken in the forward, is seen where functions are compressed."""
+    monkeypatch.setattr("fewbit.runtime.sharing.fingerprint", lambda x: None)
+    model = Branches(2, data_)
+    fewbit.compress_(model, 8, verbose=False)
+    x = normal((5, 96), scale=1.0)
+    grad = torch.autograd.grad(model(x).sum(), model.layers[1].weight)[0]
+    assert relative(grad, (-3 * x).sum(0).expand(8, -1)) < 0.02
+    model.between = lambda x: x
+    assert copies(model, x) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fingerprints(seed):
+    """Equal contents have equal ones; one changed entry, or any order, makes others."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = torch.randint(1, 80, (3,), generator=generator).tolist()
+    x = torch.randn(shape, generator=generator)
+    if seed % 3 == 1:
+        x = x.to(torch.float16)
+    if seed % 3 == 2:
+        x = x.transpose(0, 2)
+    found = fingerprint(x)
+    assert fingerprint(x.clone()) == found
+    assert fingerprint(x) == found
+    changes = [-x, 2 * x, x + 0.5]
+    for dim in range(3):
+        if x.shape[dim] > 1:
+            changes += [x.flip(dim), x.roll(1, dim)]
+    one = x.clone(memory_format=torch.preserve_format)
+    place = tuple(int(torch.randint(size, (), generator=generator)) for size in x.shape)
+    one[place] += 0.25
+    changes.append(one)
+    for other in changes:
+        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(other)
+        assert fingerprint(y) != found
 
 
 def test_an_address_that_is_used_again_is_another_tensor():

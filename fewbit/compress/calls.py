@@ -85,6 +85,15 @@ def _table() -> dict:
     return table
 
 
+_EXPOSING = {
+    torch.Tensor.data.__get__,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+}
+"""Ways to a tensor's memory in which writes to it raise no version."""
+
+
 @dataclass(frozen=True)
 class FunctionSettings:
     """What functions keep that modules call."""
@@ -154,6 +163,8 @@ class Calls(TorchFunctionMode):
         if is_compiled_code():
             return function(*args, **kwargs)
         found = self.TABLE.get(function)
+        if found is None and function in _EXPOSING:
+            self._expose(args)
         own = said()
         if found is None or own is True or not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -164,6 +175,11 @@ class Calls(TorchFunctionMode):
         if not all(isinstance(each, torch.Tensor) for each in args[:1]) or "out" in kwargs:
             return function(*args, **kwargs)
         return (own or self.settings).call(ours, family, function, args, kwargs)
+
+    def _expose(self, args) -> None:
+        session, (x, *_) = self.settings.quantiser.session, args
+        if session is not None and isinstance(x, torch.Tensor) and x.layout is torch.strided:
+            session.expose(x)
 
     def depth(self) -> int:
         """How often it is entered in this thread."""

@@ -65,7 +65,6 @@ ACTIVATION_BITS = 3
 ATTENTION_BITS = 4
 """At least, of q, k and v: their gradient goes through the exponential of their products, and at 2 bits is
 mostly noise (docs/decisions/0008)."""
-OWN_FORWARD = "its forward was replaced on the instance, so its class does not say what it computes"
 _ORIGINAL = "_fewbit_original"
 _FUNCTIONS = "_fewbit_functions"
 
@@ -763,8 +762,9 @@ def _convert(
         return LeftAlone(path, name, "excluded")
     if kind.family not in settings.families:
         return None
-    if attribute is None and "forward" in vars(module):
-        return LeftAlone(path, name, OWN_FORWARD)
+    reason = kinds.replaced(held)
+    if reason is not None:
+        return LeftAlone(path, name, reason)
     if attribute is not None:
         vars(module).setdefault(_FUNCTIONS, {})[attribute] = getattr(module, attribute)
         # A function attribute is no submodule: it has to go before a module of its name can come.

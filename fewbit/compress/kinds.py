@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from fewbit.runtime.calling import class_of
 
 ACTIVATION, CONVOLUTION, LAYER, EXACT = "activation", "convolution", "layer", "exact"
 """Families: few-bit codes; quantised inputs, convolutions apart for level L1; what keeps less and stays exact."""
+
+OWN_FORWARD = "its forward was replaced on the instance, so its class does not say what it computes"
 
 
 class Kind(NamedTuple):
@@ -177,6 +180,34 @@ def why_not(module: nn.Module) -> str | None:
             return f"a subclass of {known.__name__}, which may compute something else"
     own = next(module.parameters(recurse=False), None)
     return None if own is None or next(module.children(), None) else "no few-bit version"
+
+
+def replaced(module: nn.Module) -> str | None:
+    """What of the module's forward somebody has replaced, so that its class does not say what it computes; None if nothing."""
+    cls = class_of(module)
+    for name, value in vars(module).items():
+        if callable(value) and callable(getattr(cls, name, None)):
+            return OWN_FORWARD
+    for definer in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        for name, function in vars(definer).items():
+            if name != "forward" and (name.startswith("__") or not name.startswith("_")):
+                continue
+            code = getattr(function, "__code__", None)
+            if code is None and (name != "forward" or not callable(function)):
+                continue
+            if code is None or not _is_of(code, sys.modules.get(definer.__module__)):
+                return f"{definer.__name__}.{name} was replaced, so the class does not say what it computes"
+            for called in code.co_names:
+                own = getattr(getattr(F, called, None), "__code__", None)
+                if own is not None and not own.co_filename.startswith(torch.__path__[0]):
+                    return f"torch.nn.functional.{called}, which it calls, was replaced"
+    return None
+
+
+def _is_of(code, module) -> bool:
+    """Whether it was written in the module's file, as far as that is known."""
+    file = getattr(module, "__file__", None)
+    return file is None or code.co_filename == file
 
 
 def is_like_an_activation(module: nn.Module) -> bool:

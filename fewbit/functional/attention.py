@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.library import register_fake
-from torch.nn import functional as torch_functional
 
 from fewbit.runtime import ops
 from fewbit.runtime.autograd import once_differentiable
@@ -45,6 +44,7 @@ from fewbit.runtime.exact import exactly
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
 from fewbit.runtime.replay import can_replay, replayed, state_of
+from fewbit.runtime.torchs import functional as torch_functional
 
 __all__ = ["scaled_dot_product_attention"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as torch_functional
 
 from fewbit.functional import sums
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.casts import as_torch_casts
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
+from fewbit.runtime.torchs import functional as torch_functional
 
 __all__ = [
     "conv1d",

@@ -23,7 +23,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as torch_functional
 
 from fewbit.runtime import layout, offload, ops
 from fewbit.runtime.autograd import once_differentiable
@@ -31,6 +30,7 @@ from fewbit.runtime.constant import constant
 from fewbit.runtime.encoding import Encoding
 from fewbit.runtime.plain import is_plain
 from fewbit.runtime.quantiser import is_differentiated
+from fewbit.runtime.torchs import functional as torch_functional
 
 __all__ = [
     "alpha_dropout",

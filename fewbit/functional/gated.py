@@ -26,13 +26,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as torch_functional
 
 from fewbit.errors import InputError
 from fewbit.functional.activations import relu
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
+from fewbit.runtime.torchs import functional as torch_functional
 
 __all__ = ["geglu", "reglu", "swiglu"]
 

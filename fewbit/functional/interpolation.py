@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as torch_functional
 
 from fewbit.functional.pooling import (
     adaptive_avg_pool1d,
@@ -11,6 +10,7 @@ from fewbit.functional.pooling import (
     adaptive_avg_pool3d,
 )
 from fewbit.runtime.quantiser import is_differentiated
+from fewbit.runtime.torchs import functional as torch_functional
 
 __all__ = ["interpolate"]
 

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch.autograd import Function
-from torch.nn import functional as torch_functional
 
 from fewbit.errors import InputError
 from fewbit.functional import sums
@@ -40,6 +39,7 @@ from fewbit.runtime.normalised import (
     scaled_back,
 )
 from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
+from fewbit.runtime.torchs import functional as torch_functional
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 

@@ -22,12 +22,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as torch_functional
 
 from fewbit.runtime import integers, layout
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.plain import is_plain
 from fewbit.runtime.quantiser import is_differentiated
+from fewbit.runtime.torchs import functional as torch_functional
 from fewbit.runtime.windows import Windows
 
 __all__ = [

@@ -23,11 +23,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as torch_functional
 
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.groups import GROUP_SIZE
 from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
+from fewbit.runtime.torchs import functional as torch_functional
 
 __all__ = ["log_softmax", "softmax"]
 

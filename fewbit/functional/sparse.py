@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as torch_functional
 
 from fewbit.runtime import integers
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.quantiser import is_differentiated
+from fewbit.runtime.torchs import functional as torch_functional
 
 __all__ = ["embedding"]
 

@@ -51,7 +51,7 @@ class PreActivation(nn.Module):
         bits: int = 4,
     ):
         super().__init__()
-        activation = nn.ReLU() if activation is None else activation
+        activation = nn.ReLU().train(norm.training) if activation is None else activation
         self._private = session = Session(is_private=True)
         quantiser = Quantiser(bits, session=session, fuse=True)
         children = (

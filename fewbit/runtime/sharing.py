@@ -2,7 +2,8 @@
 
 A tensor that several layers keep (q, k and v of one input; a residual branch) is quantised once. Entries
 are found by the tensor's storage, held weakly, so that they never hold the tensor, with its place in there
-and its version, so that neither an in-place change nor a reused address can be taken for the old tensor.
+and its version, so that neither an in-place change nor a reused address can be taken for the old tensor; and, as
+writes through `x.data` or `x.numpy()` raise no version, by its content where reading it does not wait for a device.
 They are dropped when the forward ends, or the checkpointed region in which they were made.
 
 An activation whose result a layer keeps makes that copy itself from the next forward on, in the pass in which
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 from fewbit.runtime import exact, offload, ops
 from fewbit.runtime.calling import SESSION, Told
+from fewbit.runtime.fingerprint import fingerprint
 from fewbit.runtime.interrupts import ThreadState, afterwards
 from fewbit.runtime.seeds import Seeds
 from fewbit.runtime.variables import ALONE, REENTRANT, Plan
@@ -123,7 +125,7 @@ class Session:
         is_first_of_two = call.training and not has_grad and _reentrant_region() is not None
         if call.is_outermost:
             exact.start()
-            local.entries, local.results, local.keeps = {}, {}, False
+            local.entries, local.results, local.exposed, local.keeps = {}, {}, set(), False
             if has_grad or is_first_of_two:
                 inputs = *args, *kwargs.values()
                 local.started = not in_backward()
@@ -295,7 +297,10 @@ class Session:
         self._local.keeps = True
         entries = self._entries()
         found = entries.get(_key(x, config)) if entries else None
-        return None if found is None else found[1]
+        if found is None or x.untyped_storage()._cdata in self._local.exposed:
+            return None
+        _, kept, content = found
+        return kept if content is None or content == fingerprint(x) else None
 
     def add(self, x, config, kept) -> None:
         """Layers that ask for x, or a tensor that is the same memory in the same state, get `kept`."""
@@ -304,7 +309,12 @@ class Session:
             if offload.is_active():
                 _forget_gone(entries)
             # The weak reference keeps the storage's identity, not its memory, from being used again.
-            entries[_key(x, config)] = StorageWeakRef(x.untyped_storage()), kept
+            entries[_key(x, config)] = StorageWeakRef(x.untyped_storage()), kept, fingerprint(x)
+
+    def expose(self, x) -> None:
+        """Somebody gets at the memory of x in a way that autograd does not watch: nothing of it is shared from now on."""
+        if self._local.entries is not None:
+            self._local.exposed.add(x.untyped_storage()._cdata)
 
     def offer(self, y, kept) -> None:
         """Linear layers, convolutions and activations that ask for y get `kept`, whatever their bits are."""
@@ -383,6 +393,7 @@ class _Local(threading.local):
     def __init__(self):
         self.call = None  # a weak reference to the innermost _Call
         self.entries = None
+        self.exposed = set()  # storages that are written to unseen, perhaps
         self.started = False  # whether this forward is to be differentiated, and no part of another
         self.forward = None  # a _Forward, while one runs, or a part of one again
         self.part = 0  # number of that part
@@ -508,7 +519,7 @@ def _key(x, config) -> tuple:
 
 def _forget_gone(entries) -> None:
     """Drops what was kept of tensors that are gone: else it would stay on the device to the forward's end."""
-    for key in [key for key, (storage, _) in entries.items() if storage.expired()]:
+    for key in [key for key, (storage, *_) in entries.items() if storage.expired()]:
         del entries[key]
 
 

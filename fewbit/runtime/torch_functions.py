@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch.nn import functional as F
+
+from fewbit.runtime.torchs import functional as F
 
 
 def _quick_gelu(x):

@@ -403,7 +403,7 @@ def _pieces(
         if slope is not None:
             raise FunctionError(
                 f"{name}: its derivative varies too fast, or is rounded too much, near"
-                f" x = {reason.place!r}: expected a smooth float64 function between kinks"
+                f" x = {reason.place!r}: expected a smooth float64 function between kinks, or a smaller domain"
             ) from None
         raise FunctionError(
             f"{name}: its numerical derivative is uncertain by more than {reason.allowed:.1e} near"
@@ -488,7 +488,7 @@ def _with_flat_pieces(
         sample, size = slope(x), np.abs(value(x)).max() + np.abs(x).max()
         level = float(np.median(sample))
         # What rounding in f leaves of a polynomial's slope at its ends.
-        rounding = 4096.0 * _EPS * max(float(size) / (right - left), abs(level))
+        rounding = 16384.0 * _EPS * max(float(size) / (right - left), abs(level))
         if np.abs(sample - level).max() <= min(accuracy, rounding):
             flat.append((left, right, _short(level, rounding)))
     if not flat:

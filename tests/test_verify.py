@@ -170,3 +170,26 @@ def test_what_is_no_table_is_refused_with_the_place(tmp_path, change, message):
         verify(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
+
+
+STEEP = """
+import numpy as np
+def arctan(x): return np.arctan(50 * (x - 0.3)) / 50
+def bump(x): return x / 1000 + 1e-4 * np.exp(-((x - 0.4487989505128276) / 1e-4) ** 2)
+"""
+
+
+@pytest.mark.parametrize("objective", ["mse", "minimax", "unbiased"])
+@pytest.mark.parametrize("name", ["arctan", "bump"])
+def test_tables_of_numerical_derivatives_hold(name, objective, tmp_path, monkeypatch):
+    """Steep functions, with as many levels as make the derivative's accuracy a part of the error."""
+    (tmp_path / "steep_functions.py").write_text(STEEP)
+    monkeypatch.syspath_prepend(tmp_path)
+    table = fewbit.solve(f"steep_functions:{name}", 6, objective=objective)
+    table.save(tmp_path / "table.json")
+    (finding,) = verify(tmp_path / "table.json")
+    assert finding.problems == () and finding.unchecked is None
+    assert finding.recomputed <= table.error * (1 + 1e-6)
+    save(tmp_path / "wrong.json", replace(table, error=table.error * 1.001))
+    (finding,) = verify(tmp_path / "wrong.json")
+    assert finding.problems

@@ -91,18 +91,50 @@ def two_point_atoms(cells):
     )
 
 
-def relax_levels(cells, count, pinned, effort):
-    """Best ``count`` levels for the atoms; ``pinned``: distinct values that must be among them."""
+def relax_levels(cells, count, pinned, effort, most=None):
+    """Best ``count`` levels for the atoms; ``pinned``: distinct values that must be among them.
+
+    most: with more atoms than that, neighbors in value are relaxed together once more.
+    """
     atoms, _ = two_point_atoms(cells)
     order = np.argsort(atoms.value, kind="stable")
     value, mass = _merge_equal(atoms.value[order], atoms.mass[order])
+    excess = atoms.excess
+    if most is not None and len(value) > most:
+        value, mass, more = _fewer_atoms(value, mass, most)
+        excess += more
     if len(pinned) == 0:
         items = Items(mass, value)
         cost, breaks, _ = best_breaks(items, count, monge=True, effort=effort)
         levels = items.segment_means(breaks)
         levels = np.unique(levels[np.isfinite(levels)])
-        return Relaxed(levels, np.zeros(len(levels), bool), max(cost - atoms.excess, 0.0))
-    return _relax_pinned_levels(value, mass, atoms.excess, count, np.sort(pinned), effort)
+        return Relaxed(levels, np.zeros(len(levels), bool), max(cost - excess, 0.0))
+    return _relax_pinned_levels(value, mass, excess, count, np.sort(pinned), effort)
+
+
+def _fewer_atoms(value, mass, most):
+    """About ``most`` atoms instead of these (ascending values), and by how much their spread grew.
+
+    The atoms between two that are kept are moved to both, with the same mean: the step from a cell to
+    its atoms once more, with a discrete distribution of values, which the proof allows.
+    """
+    kept = np.unique(np.linspace(0, len(value) - 1, most).astype(np.int64))
+    starts = kept[:-1]
+    low, high = value[starts], value[kept[1:]]
+    # The last atom stays where it is.
+    inner = mass[:-1]
+    height = value[:-1] - np.repeat(low, np.diff(kept))
+    total = np.add.reduceat(inner, starts)
+    safe = np.where(total > 0, total, 1.0)
+    rise = np.add.reduceat(inner * height, starts) / safe
+    spread = np.add.reduceat(inner * (height - np.repeat(rise, np.diff(kept))) ** 2, starts)
+    upper = total * rise / (high - low)
+    moved = np.zeros(len(kept))
+    moved[:-1] += total - upper
+    moved[1:] += upper
+    moved[-1] += mass[-1]
+    excess = np.maximum(total * rise * (high - low - rise) - spread, 0.0)
+    return value[kept], moved, float(excess.sum())
 
 
 def _relax_pinned_levels(value, mass, excess, count, pinned, effort):

@@ -37,6 +37,12 @@ OBJECTIVES = ("mse", "unbiased", "minimax")
 TAILS = ("free", "pinned")
 _FINE = 4096
 _MOST_CELLS = 2**22
+_MOST_DEFAULT_CELLS = 2**18
+_MOST_UNBIASED_CELLS = 2**17
+# Of more monotone pieces of f' the default grid takes account.
+_FEW_PIECES = 8
+_LARGE_GAP = 0.02
+_FARTHEST = 1e30
 
 
 def solve(
@@ -105,14 +111,6 @@ def solve(
             f"{f.name}: the derivative is unbounded, so q saturates outside [{domain[0]:g}, {domain[1]:g}]",
             stacklevel=2,
         )
-    request = _Request(
-        count=count,
-        form=form,
-        slopes=slopes,
-        grid=_grid(grid, count),
-        refine=refine,
-        effort=Effort(threads or thread_count(), progress or _silent),
-    )
     scape = survey(
         f.derivative,
         f.kinks,
@@ -121,6 +119,16 @@ def solve(
         f.name,
         panels=f.panels,
         accuracy=f.accuracy,
+    )
+    cells, atoms = _grid(grid, count, form, objective, scape)
+    request = _Request(
+        count=count,
+        form=form,
+        slopes=slopes,
+        grid=cells,
+        atoms=atoms,
+        refine=refine,
+        effort=Effort(threads or thread_count(), progress or _silent),
     )
     outcome = _METHODS[objective](scape, request, f)
     error, bound = outcome.error, min(outcome.lower_bound, outcome.error)
@@ -133,7 +141,7 @@ def solve(
         error, bound, accuracy=f.accuracy, mass=outcome.mass, objective=objective
     )
     status = "exact" if error == 0 else outcome.status
-    return Table(
+    table = Table(
         function=f.name,
         parameters=dict(f.parameters),
         bits=bits,
@@ -159,6 +167,13 @@ def solve(
         knots_error=outcome.knots_error,
         _function=f,
     )
+    if grid is None and table.gap > _LARGE_GAP and table.relative_error > 1e-8:
+        warnings.warn(
+            f"{f.name}: the error may be up to {100 * table.gap:.2g} % above the optimum;"
+            f" a larger grid= than {request.grid} narrows the gap",
+            stacklevel=2,
+        )
+    return table
 
 
 @dataclass(frozen=True)
@@ -167,6 +182,7 @@ class _Request:
     form: str
     slopes: tuple[float, float] | None
     grid: int
+    atoms: int | None  # at most so many of the discrete problem of form levels
     refine: bool
     effort: Effort
 
@@ -193,7 +209,7 @@ def _solve_mse(scape, request, f):
     count = request.count
     if request.form == "levels":
         pinned = np.unique(request.slopes) if request.slopes else np.empty(0)
-        relaxed = relax_levels(coarse, count, pinned, request.effort)
+        relaxed = relax_levels(coarse, count, pinned, request.effort, request.atoms)
         pieces = NearestPieces(scape, fine)
         levels, fixed = relaxed.levels, relaxed.fixed
         steps = nearest_steps(scape, fine, levels)
@@ -420,9 +436,23 @@ def _pinned_slopes(f, tails, count, form):
     return tuple(f.slopes)
 
 
-def _grid(grid, count):
-    if grid is None:
-        return max(4096, 256 * count)
-    if not (is_integer(grid) and 16 <= grid <= _MOST_CELLS):
-        raise SolveError(f"grid: expected an integer from 16 to {_MOST_CELLS}, got {grid!r}")
-    return int(grid)
+def _grid(grid, count, form, objective, scape):
+    """``(cells, atoms)``: how finely the domain is cut, and at most how many atoms are left of that.
+
+    Levels are shared by all monotone pieces of f', each of which needs cells of its own; intervals are
+    not, and as many cells for each of them are too many if f' turns often.
+    """
+    if grid is not None:
+        if not (is_integer(grid) and 16 <= grid <= _MOST_CELLS):
+            raise SolveError(f"grid: expected an integer from 16 to {_MOST_CELLS}, got {grid!r}")
+        return int(grid), None
+    usual = max(_FINE, 256 * count)
+    pieces = 1 + len(scape.extrema) + len(scape.kinks)
+    if pieces <= _FEW_PIECES or objective == "minimax":
+        return usual, None
+    if form == "intervals":
+        return max(_FINE, 64 * count), None
+    if objective == "unbiased":
+        return min(usual * math.ceil(pieces / 16), max(usual, _MOST_UNBIASED_CELLS)), None
+    cells = min(usual * math.ceil(pieces / 4), max(usual, _MOST_DEFAULT_CELLS))
+    return cells, max(_FINE, 128 * count)

@@ -52,6 +52,7 @@ ASAN_TESTS := tests/test_buffers.py tests/test_ops.py tests/test_compile.py test
 	tests/test_compiled_transformers.py::test_a_llama tests/test_compiled_transformers.py::test_a_llama_of_mixed_bits
 sanitize: $(VENV)/installed-tests
 	$(MAKE) --directory csrc/tests
+	$(BIN)/python -m pip install --quiet setuptools pybind11
 	mkdir -p $(ASAN)
 	cp -r setup.py pyproject.toml README.md fewbit csrc tables $(ASAN)
 	cd $(ASAN) && rm -f fewbit/_kernels*.so && CFLAGS="$(ASAN_FLAGS)" CXXFLAGS="$(ASAN_FLAGS)" \

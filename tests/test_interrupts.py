@@ -210,7 +210,7 @@ def test_places_are_found():
     assert {name for name, _ in found} >= {"sharing.py", "calls.py", "quantiser.py", "calling.py"}
 
 
-@pytest.mark.parametrize("what", ["forward", "backward"])
+@pytest.mark.parametrize("what", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 def test_an_interrupt_at_every_line(what):
     """The first time that each line is reached."""
     model = small()
@@ -230,6 +230,7 @@ def test_an_interrupt_at_every_line(what):
     assert all(map(torch.equal, gradients(model, X), expected))
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_clean_up_of_another_error():
     """One error ends the forward, and then another one comes at every line of what puts things back."""
 
@@ -262,6 +263,7 @@ def unchanged_or_converted(model, before, exact):
     assert all(map(torch.equal, gradients(model, X), exact))
 
 
+@pytest.mark.slow
 def test_a_conversion_that_is_interrupted_changes_nothing():
     torch.manual_seed(0)
     model = Small()
@@ -300,6 +302,7 @@ def test_settings_that_fail_change_nothing():
         assert state_of(model) == before
 
 
+@pytest.mark.slow
 def test_a_measurement_that_is_interrupted():
     model = small(level="L3")
     controller = fewbit.compress_(model, bits=1.5, verbose=False)

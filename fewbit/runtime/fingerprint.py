@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fewbit.runtime import layout
+from fewbit.runtime.plain import is_plain
 
 SMALL = 1024
 """Bytes up to which a checksum of every byte is the quicker one."""
@@ -18,11 +19,11 @@ WIDTH = 1021
 
 
 def fingerprint(x: torch.Tensor) -> int | bytes | None:
-    """What equal contents have in common, and others not. x: plain. None: not on the CPU, where asking would wait.
+    """What equal contents have in common, and others not. None: not on the CPU, where asking would wait, or no memory of its own.
 
     Of more than SMALL bytes the sums by column of its memory as rows of 64-bit integers: that is read at the speed of memory.
     """
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or not is_plain(x):
         return None
     if not x.is_contiguous() and not layout.is_dense(x):
         x = x.contiguous()

@@ -43,6 +43,7 @@ _EPS = float(np.finfo(np.float64).eps)
 _ACCURACY = 1e-10  # of what stands for f', times max |f'|
 _INTEGRAL_TOLERANCE = 1e-7  # times max |f'| and the length of the interval
 _MAX_KINKS = 64
+_NARROWEST_DOMAIN = 1e-10  # as a share of its ends
 
 Flat = Callable[[np.ndarray], np.ndarray]  # 1-D float64 in, 1-D float64 of the same length out
 
@@ -333,6 +334,10 @@ def _checked_domain(domain: tuple[float, float]) -> tuple[float, float]:
         raise FunctionError(
             f"expected a finite domain (low, high) with low < high, got ({low!r}, {high!r})"
         )
+    if not _NARROWEST_DOMAIN * max(-low, high, 1e-280) < high - low < math.inf:
+        raise FunctionError(
+            f"expected a domain that floats can sample, got one from {low!r} to {high!r}"
+        )
     return low, high
 
 
@@ -458,7 +463,7 @@ def _numerical(f: Flat, panels: Panels, domain: tuple[float, float]) -> Flat:
     slopes = panels.derivative()
 
     def slope(x: np.ndarray) -> np.ndarray:
-        found = slopes(x)
+        found = slopes(np.clip(x, low, high))
         beyond = (x < low) | (x > high)
         if beyond.any():
             far = x[beyond]

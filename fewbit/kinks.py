@@ -114,17 +114,18 @@ def find_bends(
         Unresolved: If g has to be differentiated and there is a place where it cannot be.
     """
     found: dict[float, int] = {}
+    extent = domain[1] - domain[0]
     for _ in range(_ROUNDS):
         pieces = segments(domain, [*known, *found])
         panels = resolve_panels(g, pieces, accuracy, order=order, narrowest=_NARROW)
-        gaps = panels.gaps(_SUSPECT * (domain[1] - domain[0]))
+        gaps = panels.gaps(_SUSPECT * extent)
         new = {}
         for i, (low, high) in enumerate(gaps):
             piece = next(piece for piece in pieces if piece[0] <= low and high <= piece[1])
             start = max([piece[0], *(gap[1] for gap in gaps[:i])])
             end = min([piece[1], *(gap[0] for gap in gaps[i + 1 :])])
             if start < low and high < end:
-                place, first = _meeting(g, (start, low), (high, end), panels.allowed, order)
+                place, first = _meeting(g, (start, low), (high, end), panels.allowed, order, extent)
                 if first:
                     new[place] = first
         found |= new
@@ -136,7 +137,12 @@ def find_bends(
 
 
 def _meeting(
-    g: Flat, before: tuple[float, float], after: tuple[float, float], allowed: float, order: int
+    g: Flat,
+    before: tuple[float, float],
+    after: tuple[float, float],
+    allowed: float,
+    order: int,
+    extent: float,
 ) -> tuple[float, int]:
     """Return where polynomials from both sides meet, and the first derivative that jumps there; 0 if they do not."""
     low, high = before[1], after[0]
@@ -168,14 +174,15 @@ def _meeting(
         spread = (left.noise(first - 1) + right.noise(first - 1)) / abs(jump)
         if spread > high - low:
             return math.nan, 0
-        return _decimal(place, spread + 4.0 * _EPS * abs(place)), first
+        return _decimal(place, spread + 4.0 * _EPS * abs(place), extent), first
     return math.nan, 0
 
 
-def _decimal(place: float, spread: float) -> float:
-    """Return the short decimal that the place is, as far as is known; else the place."""
-    for digits in range(7):
+def _decimal(place: float, spread: float, extent: float) -> float:
+    """Return the decimal that the place is, as far as is known, if it is short beside the domain; else the place."""
+    first = 1 - math.floor(math.log10(extent))
+    for digits in range(first, first + 7):
         near = abs(round(place, digits) - place) <= 4.0 * spread
-        if near and spread < 0.002 * 0.1**digits:  # else it is near one by chance
+        if near and spread < 0.002 * 10.0**-digits:  # else it is near one by chance
             return round(place, digits) + 0.0
     return place

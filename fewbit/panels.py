@@ -175,7 +175,7 @@ def resolve_panels(
         hopeless = ~good & (tiny | (width <= 1e-290))
         # No smaller panel mends what rounding explains.
         rounding = _EPS * size * (_MORE / fits.half if order else 1.0)
-        unresolved = ~good & ((width <= narrowest * extent) | (error <= 4.0 * rounding))
+        unresolved = ~good & ((width <= narrowest * extent) | (~close & (error <= 4.0 * rounding)))
         if narrowest:
             good |= unresolved
         elif hopeless.any():
@@ -270,11 +270,16 @@ class _Fits:
         nodes = np.concatenate([_NODES[_FEWER], _NODES[_MORE]])
         x = np.clip(self.center + self.half * nodes[:, None], start, end)
         y = f(x.ravel()).reshape(x.shape)
+        self.size = np.abs(y).max(axis=0)
+        # A large constant would be rounded anew in every coefficient.
+        constant = y[0].copy()
+        y -= constant
         # x is rounded, and f was asked there. What that changes is as large as f' and known well enough.
         shift = nodes[:, None] - (x - self.center) / self.half
         self.fewer = _interpolated(y[:_FEWER], shift[:_FEWER])
         self.more = _interpolated(y[_FEWER:], shift[_FEWER:])
-        self.size = np.abs(y).max(axis=0)
+        self.more[0] += constant
+        self.fewer[0] += constant
         share = np.linspace(0.0, 1.0, 25)[:, None]
         t = (left + (right - left) * share - self.center) / self.half
         series = self.more[:, None, :]

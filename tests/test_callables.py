@@ -436,3 +436,25 @@ def test_straight_pieces_have_exact_tables(name):
         assert table.levels == pytest.approx(levels.get(name, [0, 1]), abs=1e-11)
         if objective != "unbiased":
             assert table.n_pieces == (3 if name == "clip" else 2)
+
+
+# --- other domains ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("domain", [(-1e30, 1e30), (-1e3, 1e3), (-1e-9, 1e-9), (-3.0, 17.0)])
+def test_a_kink_at_zero_is_zero_on_every_domain(domain):
+    found = from_callable(lambda x: np.maximum(x, 0.0), domain=domain)
+    assert found.kinks == (0.0,) and found.slopes == (0.0, 1.0)
+    ends = found.derivative(np.array([*domain, domain[0] * 1e-6, domain[1] * 1e-6]))
+    assert ends == pytest.approx([0.0, 1.0, 0.0, 1.0], rel=0, abs=1e-11)
+
+
+def test_a_domain_far_from_zero():
+    found = from_callable(lambda x: x / (1.0 + np.exp(-x)), domain=(1e6, 1e6 + 1))
+    assert found.derivative(1e6 + 0.3) == pytest.approx(1.0, rel=0, abs=1e-10)
+
+
+@pytest.mark.parametrize("domain", [(0.0, 5e-324), (1.0, 1.0 + 4e-16), (-1.7e308, 1.7e308)])
+def test_a_domain_that_floats_cannot_sample_is_refused(domain):
+    with pytest.raises(FunctionError, match="expected a domain that floats can sample, got one"):
+        from_callable(np.tanh, domain=domain)

@@ -34,12 +34,13 @@ def steep(k, c):
     }
 
 
-STEEP = {
-    name: f
-    for k in (1.0, 20.0, 50.0, 1e3, 1e4)
-    for c in (0.0, THIRD, PLACE)
-    for name, f in steep(k, c).items()
-}
+STEEP = {(k, c): steep(k, c) for k in (1.0, 20.0, 50.0, 1e3, 1e4) for c in (0.0, THIRD, PLACE)}
+QUICK = [(50.0, THIRD), (1e4, THIRD)]
+CASES = [
+    pytest.param(f, id=name, marks=[] if key in QUICK else pytest.mark.slow)
+    for key, fs in STEEP.items()
+    for name, f in fs.items()
+]
 SMOOTH = {
     "sin 5x": lambda m, x: m.sin(5 * x),
     "sin 50x": lambda m, x: m.sin(50 * x),
@@ -103,9 +104,9 @@ def check(f, kinks=()):
     return found
 
 
-@pytest.mark.parametrize("name", STEEP)
-def test_steep_functions_are_right_everywhere(name):
-    assert check(STEEP[name]).kinks == ()
+@pytest.mark.parametrize("f", CASES)
+def test_steep_functions_are_right_everywhere(f):
+    assert check(f).kinks == ()
 
 
 @pytest.mark.parametrize("name", SMOOTH)
@@ -158,7 +159,9 @@ def test_error_and_bound_hold_for_the_exact_derivative(f, objective):
     assert exact.error <= found.error * (1 + 1e-12) + 1e-12
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 40))]
+)
 def test_narrow_bumps_anywhere_are_seen(seed):
     """As wide as a few samples are apart: right, or refused; the table counts it."""
     rng = np.random.default_rng(seed)

@@ -231,9 +231,8 @@ def _as_scalar(f: Callable, name: str, probe: np.ndarray) -> tuple[Flat, None]:
     def one(x: float) -> float:
         try:
             return float(f(float(x)))
-        except OverflowError:
-            return math.inf
-        except (ValueError, ZeroDivisionError):  # how the math module says nan
+        except (OverflowError, ValueError, ZeroDivisionError):
+            # An overflow inside f, as of exp(-x) in a sigmoid, does not tell what f is.
             return math.nan
 
     first = f(float(probe[-1]))

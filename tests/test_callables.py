@@ -438,6 +438,11 @@ def test_straight_pieces_have_exact_tables(name):
             assert table.n_pieces == (3 if name == "clip" else 2)
 
 
+def test_an_overflow_inside_a_scalar_function_is_no_infinite_slope():
+    low, high = from_callable(lambda x: x / (1.0 + math.exp(-x))).slopes
+    assert math.isnan(low) and high == 1.0
+
+
 # --- other domains ------------------------------------------------------------------------------
 
 

@@ -268,7 +268,7 @@ class Table:
 
     def __post_init__(self):
         levels = _numbers("levels", self.levels, limit=FLOAT32_MAX)
-        breaks = _numbers("breaks", self.breaks, limit=FLOAT32_MAX, most=MOST_PIECES - 1)
+        breaks = _numbers("breaks", self.breaks, most=MOST_PIECES - 1)
         _set(
             self,
             function=_text("function", self.function),

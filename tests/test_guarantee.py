@@ -625,12 +625,12 @@ def test_states_go_on_bit_for_bit():
     ("key", "value", "message"),
     [
         ("name", "z", "got one with a layer 'z', which it lacks"),
-        ("average", -1, "expected a finite number of 0 or more, got -1"),
+        ("average", -1, "average: expected a number from 0 to 64, got -1"),
         ("elements", 1.5, "got 1.5"),
-        ("spreads", [[]], "expected 1 to 16 numbers of a spread, got 0"),
-        ("weights", [1.0, 1.0], "expected weights of 0 channels of 'a', got 2"),
-        ("demands", [{}], "without usable 'variables'"),
-        ("demands", [{"label": "w", "kind": "k", "rows": [[1, 2]], "pairs": [], "missed": 0}], "expected 3 numbers, got 2"),
+        ("spreads", [[]], "spreads[0]: expected a list of 1 to 16 entries, got 0"),
+        ("weights", [1.0, 1.0], "weighed: expected 0 without weights, and more with them, got 0"),
+        ("demands", [{}], "demands[0].label: expected a value, got none"),
+        ("demands", [{"label": "w", "kind": "", "rows": [[1, 2]], "pairs": [], "missed": 0}], "rows[0]: expected a list of 3 entries, got [1, 2]"),
     ],
 )  # fmt: skip
 def test_states_that_are_refused(key, value, message):
@@ -644,14 +644,20 @@ def test_states_that_are_refused(key, value, message):
     assert policy.state() == before
 
 
-@pytest.mark.parametrize("change", [{"parameters": [3.0]}, {"rows": []}])
-def test_activations_of_states_that_are_refused(change):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parameters": [3.0]}, "parameters: expected 0 of relu, got"),
+        ({"rows": []}, "rows: expected a list of 1 to 10 entries, got 0"),
+    ],
+)
+def test_activations_of_states_that_are_refused(change, message):
     seen = BoundsSeen({}, {"act": ActivationSeen("relu", (), 1.0, 1.0)}, {})
     policy = learned({"a": variable(weight(1.0, 1.0))}, seen)
     before = policy.state()
     state = json.loads(json.dumps(before))
     state["activations"][0].update(change)
-    with pytest.raises(InputError, match="without usable 'activations'"):
+    with pytest.raises(InputError, match=message):
         policy.load(state)
     assert policy.state() == before
 
@@ -659,5 +665,5 @@ def test_activations_of_states_that_are_refused(change):
 def test_a_state_by_channel_is_for_one_by_channel():
     """Squares of samples say nothing of those of channels."""
     state = learned({"a": variable(weight(1.0, 1.0))}).state()
-    with pytest.raises(InputError, match="with by_channel=True, .* got False"):
+    with pytest.raises(InputError, match="by_channel: expected True, got False"):
         learned(by_channel=True).load(state)

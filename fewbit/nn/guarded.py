@@ -17,10 +17,10 @@ class Guarded:
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "forward" in vars(cls):
-            cls.forward = _guarded(cls.forward)
+            cls.forward = _guarded(cls.forward, f"{cls.__qualname__}.forward")
 
 
-def _guarded(forward):
+def _guarded(forward, name):
     @wraps(forward)
     def guarded(self, *args, **kwargs):
         if not isinstance(self, Guarded):
@@ -30,4 +30,6 @@ def _guarded(forward):
             return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
         return forward(self, *args, **kwargs)
 
+    # Dynamo keeps what it compiles by code object, and not more than a few versions of each.
+    guarded.__code__ = guarded.__code__.replace(co_qualname=name)
     return guarded

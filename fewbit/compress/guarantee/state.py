@@ -100,7 +100,7 @@ def read_seen(plain: Mapping, names: Container[str]) -> BoundsSeen:
             row["is_known"],
         )
         if row["monitored"]:
-            monitored[name] = row["monitored"]
+            monitored[name] = [tuple(each) for each in row["monitored"]]
     for row in plain["activations"]:
         _check_parameters(row)
     activations = {

@@ -187,9 +187,10 @@ def test_tables_of_numerical_derivatives_hold(name, objective, tmp_path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     table = fewbit.solve(f"steep_functions:{name}", 6, objective=objective)
     table.save(tmp_path / "table.json")
-    (finding,) = verify(tmp_path / "table.json")
+    function = f"steep_functions:{name}"
+    (finding,) = verify(tmp_path / "table.json", function=function)
     assert finding.problems == () and finding.unchecked is None
     assert finding.recomputed <= table.error * (1 + 1e-6)
     save(tmp_path / "wrong.json", replace(table, error=table.error * 1.001))
-    (finding,) = verify(tmp_path / "wrong.json")
+    (finding,) = verify(tmp_path / "wrong.json", function=function)
     assert finding.problems

@@ -11,6 +11,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 
@@ -139,9 +140,12 @@ def run(setting: Setting, arguments: list[str]) -> bool:
         "--color=no",
         *arguments,
     ]
-    done = subprocess.run(
-        tests, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    # Inductor's usual cache would give code for other instruction sets, which then does not compile.
+    with tempfile.TemporaryDirectory() as cache:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = cache
+        done = subprocess.run(
+            tests, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
     counts = ", ".join(re.findall(r"\d+ (?:passed|failed|errors?|skipped)", done.stdout[-2000:]))
     word = "passed" if done.returncode == 0 else "failed"
     print(f"{setting}: {word}, {counts} in {time.monotonic() - start:.0f} s", flush=True)

@@ -71,7 +71,9 @@ def examples():
 
 def options(command):
     """Every option string of a command."""
-    context = click.Context(app.commands[command], info_name=command)
+    # As the application calls it: click keeps the help option that a command was first asked for.
+    settings = app.context_settings
+    context = click.Context(app.commands[command], info_name=command, **settings)
     parameters = app.commands[command].get_params(context)
     return {
         name for each in parameters for name in (*each.opts, *each.secondary_opts) if name[0] == "-"

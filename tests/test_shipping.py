@@ -48,16 +48,33 @@ def test_claims_hold(name):
         best[key] = table.error
 
 
+def reflected(table):
+    """Return the table of x -> q(-x), but for the ends to which breaks belong."""
+    if table.form == "intervals":  # the codes of which count the pieces
+        return replace(table, breaks=-table.breaks[::-1], levels=table.levels[::-1])
+    return replace(table, breaks=-table.breaks[::-1], codes=table.codes[::-1])
+
+
 def same(mine, shipped):
-    """Equal but for the last digits, which differ between processors."""
+    """Equal but for the last digits, which differ between processors.
+
+    They also decide which of two mirror images the solver finds if both are optimal, as of hardsigmoid with one bit.
+    """
     assert described(mine) == described(shipped)
+    x = np.linspace(*shipped.domain, 4001)
+
+    def distance(table):
+        return np.abs(table(x) - shipped(x)).mean()
+
+    if mine.knots is None and distance(reflected(mine)) < distance(mine) / 2:
+        mine = reflected(mine)
+    else:
+        assert mine.closed == shipped.closed
     assert np.array_equal(mine.codes, shipped.codes)
-    assert mine.closed == shipped.closed
     assert mine.levels == pytest.approx(shipped.levels, rel=1e-7, abs=1e-8)
     assert mine.error == pytest.approx(shipped.error, rel=1e-9, abs=1e-28)
     assert mine.lower_bound == pytest.approx(shipped.lower_bound, rel=1e-6, abs=1e-28)
     # Where f' is flat a break can move far at no cost, so breaks are compared by what they do.
-    x = np.linspace(*shipped.domain, 4001)
     assert np.mean((mine(x) != shipped(x)) & (np.abs(mine(x) - shipped(x)) > 1e-6)) <= 1e-3
 
 

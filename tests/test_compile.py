@@ -125,6 +125,39 @@ def test_what_a_compiler_removes_changes_no_order(kind, dynamic, monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
+def test_symbolic_strides_are_those_of_the_trace(monkeypatch):
+    """Traced, the cat makes a contiguous tensor; without it the layers' inputs lie as x does."""
+    monkeypatch.setattr(ops, "new_seed", lambda x: torch.full((1,), 7, dtype=torch.int64))
+    torch.manual_seed(0)
+    first, second = fewbit.nn.Linear(4, 4, bits=8), fewbit.nn.LayerNorm(4, bits=8)
+
+    def run(x):
+        x = torch.cat([x.new_empty(0), x], 1)
+        x = x.transpose(0, 1)
+        return second(fewbit.functional.gelu(first(x), bits=3))
+
+    source = normal((4, 5, 4)).transpose(1, 2).contiguous().transpose(1, 2)
+    weight, parameters = normal((5, 4, 4), seed=6), [*first.parameters(), *second.parameters()]
+    ours, theirs = (
+        torch.autograd.grad(of(source), parameters, weight)
+        for of in (compiled(run, inductor_passes, dynamic=True), run)
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [fewbit.nn.BatchNorm1d, fewbit.nn.InstanceNorm1d])
+def test_running_statistics_with_symbolic_sizes(kind):
+    torch.manual_seed(0)
+    x = normal((6, 5, 7))
+    running = []
+    for run in (lambda of: of, lambda of: compiled(of, dynamic=True)):
+        layer = kind(5, affine=True, track_running_stats=True)
+        run(layer)(x).sum().backward()
+        running.append((layer.running_mean, layer.running_var))
+    torch.testing.assert_close(*running)
+
+
 def test_inductor(device):
     x = normal((6, 50), device=device)
     check(lambda x: F.gelu(x * 2.0).sin() + F.relu(x), x, backend="inductor")

@@ -376,6 +376,8 @@ def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, q
     if not torch.compiler.is_compiling():
         arguments = view, mean, var, weight, bias, momentum, eps, copies, quantiser
         return _BatchNorm.apply(x, *arguments)[0]
+    # Dynamo places a symbolic eps in the graph that uses it first, which must not be that of the Function.
+    eps = eps + 0.0
     # A compiler follows no in-place change inside a Function.
     arguments = view, None, None, weight, bias, momentum, eps, copies, quantiser
     y, batch_mean, rstd = _BatchNorm.apply(x, *arguments)

@@ -35,7 +35,7 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
     """The strides of `dense(x)`, where those of dimensions of size 0 and 1 say nothing as torch chooses them."""
     whole = contiguous_stride(x.shape)
-    return whole if x.is_contiguous() or not is_dense(x) else x.stride()
+    return whole if x.is_contiguous() or not is_dense(x) else _stride(x)
 
 
 def is_regular(x: torch.Tensor) -> bool:
@@ -72,8 +72,11 @@ def is_part(x: torch.Tensor) -> bool:
 
 def storage_permutation(x: torch.Tensor) -> tuple[int, ...] | None:
     """The order of dimensions in which a dense x is contiguous; None if x is not dense, or by sample."""
-    if is_by_sample(x) or not is_dense(x):
-        return None
+    return None if is_by_sample(x) or not is_dense(x) else tuple(_outermost_first(x))
+
+
+def _outermost_first(x: torch.Tensor) -> list[int]:
+    """Return the dimensions of a dense x in storage order."""
     stride, shape, order = x.stride(), x.shape, []
     # An insertion sort: a compiler breaks the graph at one by symbolic keys, but follows comparisons.
     for dim in range(x.dim()):
@@ -81,7 +84,7 @@ def storage_permutation(x: torch.Tensor) -> tuple[int, ...] | None:
         while place and _lies_inside(stride, shape, order[place - 1], dim):
             place -= 1
         order.insert(place, dim)
-    return tuple(order)
+    return order
 
 
 def _lies_inside(stride, shape, a: int, b: int) -> bool:
@@ -93,7 +96,24 @@ def _lies_inside(stride, shape, a: int, b: int) -> bool:
 
 def by_sample_stride(x: torch.Tensor) -> tuple[int, ...]:
     """The strides of x where `is_by_sample`, else those of its contiguous copy."""
-    return x.stride() if is_by_sample(x) else contiguous_stride(x.shape)
+    return _stride(x) if is_by_sample(x) else contiguous_stride(x.shape)
+
+
+def _stride(x: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a dense x, in a graph as products of its sizes.
+
+    A graph with symbolic sizes asks the tensor for its strides when it is compiled. By then the compiler may have
+    removed the operations that gave the tensor the strides that were traced.
+    """
+    if not torch.compiler.is_compiling():
+        return x.stride()
+    if x.is_contiguous():
+        return contiguous_stride(x.shape)
+    stride, step = [0] * x.dim(), 1
+    for dim in reversed(_outermost_first(x)):
+        stride[dim] = step
+        step *= x.shape[dim]
+    return tuple(stride)
 
 
 def unviewed(y: torch.Tensor) -> torch.Tensor:

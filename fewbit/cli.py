@@ -28,7 +28,7 @@ from fewbit.text import one_line, printable
 
 FAILED, BAD_INPUT, BUG, INTERRUPTED, OUTPUT_LOST = 1, 2, 70, 130, 141
 TRACEBACK = "FEWBIT_TRACEBACK"
-"""The variable of the environment that has the traceback of an unexpected error shown."""
+"""The environment variable that makes fewbit print the traceback of an unexpected error."""
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ from fewbit.errors import FewbitError
 from fewbit.schema import shorten
 
 MOST_BYTES = 2**23
-"""Of a document's text; the largest shipped file of 20 tables has a hundredth of that."""
+"""Largest size of a document's text; the largest shipped file, of 20 tables, has a hundredth of this size."""
 MOST_DEPTH = 16
-"""Arrays and objects inside one another; a table has 4."""
+"""Largest depth of nested arrays and objects; a table has 4 levels."""
 MOST_CONTAINERS = 2**17
-"""Arrays and objects in all."""
+"""Largest number of arrays and objects in a document."""
 MOST_DIGITS = 1000
-"""Characters of one number; the longest float64 in plain decimal has 770."""
+"""Largest number of characters of a number; no float64 has more than 767 significant digits."""
 
 # An unclosed string matches up to the end of the text, so that the search never backtracks.
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)|[\[\]{}]', re.DOTALL)

@@ -21,7 +21,7 @@ from fewbit.table import Table, load_file
 from fewbit.text import printable
 
 CACHED = "fewbit.cached/1"
-"""The schema of a file of the cache: what was asked for, and the table."""
+"""The schema name of a cache file, which contains the arguments of a request and the table."""
 _unusable = set()
 
 

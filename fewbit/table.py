@@ -30,14 +30,14 @@ SIDES = ("right", "left")
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MOST_PIECES = 2**14
-"""Pieces of a table, and knots of a stand-in; the solver makes a few hundred."""
+"""Largest number of pieces of a table and of knots of a stand-in; the solver makes a few hundred."""
 MOST_BINS = 2**16
-"""Bins of a histogram that is the weight."""
+"""Largest number of bins of a histogram weight."""
 MOST_CHARACTERS = 200
-"""Of a name; like the numbers above it is also in schema/table-1.json."""
+"""Largest length of a name. schema/table-1.json repeats this limit and the two above."""
 MOST_COUNT = 2**53
 NARROWEST = 1e-9
-"""Width of a domain, relative to its larger end."""
+"""Smallest width of a domain, relative to its larger end."""
 
 
 # ---------------------------------------------------------------------------------------------------------

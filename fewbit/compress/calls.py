@@ -91,7 +91,7 @@ _EXPOSING = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
 }
-"""Ways to a tensor's memory in which writes to it raise no version."""
+"""Attributes and methods that give access to a tensor's memory without changing its version on a write."""
 
 
 @dataclass(frozen=True)

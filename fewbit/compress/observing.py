@@ -44,7 +44,7 @@ FORGOTTEN = 8
 """Observations after which a variable that is not met any more is forgotten."""
 VERSION = 1
 SAMPLES = ("magnitudes", "numbers")
-"""Entries of a state where samples are numbered, both or neither; `Variables` reads them."""
+"""Entries of a state in which samples are numbered. A state has both or neither; `Variables` reads them."""
 COMMON = {
     "version": choice(VERSION),
     "step": whole(),
@@ -54,7 +54,7 @@ COMMON = {
     "since": whole(),
     "is_summed": flag,
 }
-"""The shapes of the entries that the states of all policies have."""
+"""The shapes of the entries that every policy's state has."""
 
 
 def check_interval(interval) -> None:

@@ -17,16 +17,16 @@ Shape = Callable[[object, str], object]
 MOST_STEPS = 2**53
 MOST_ELEMENTS = 2**40
 MOST_SLOTS = 64
-"""Inputs of one layer."""
+"""Largest number of inputs of one layer."""
 MOST_ROWS = 2**20
 MOST_NUMBER = 1e100
-"""Of squared norms; those of float32 gradients stay below 1e90, and products of such numbers within float64."""
+"""Largest squared norm. Squared norms of float32 gradients stay below 1e90, and products of two stay within float64."""
 MOST_RATIO = 1e250
-"""Of a squared norm in units of another."""
+"""Largest quotient of two squared norms."""
 MOST_WEIGHT = 1e30
-"""Of numbers that are used in float32."""
+"""Largest number that is used in float32."""
 LEAST_NUMBER = 1e-100
-"""Below it a squared norm counts as 0."""
+"""Smallest squared norm that does not count as 0."""
 
 
 def wrong(where: str, expected: str, got: object) -> InputError:

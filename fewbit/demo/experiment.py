@@ -28,7 +28,7 @@ from fewbit.runtime import backends
 from fewbit.sizes import counted
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
-"""What `fewbit demo --all --seeds 5` gave; it is part of a checkout, not of the package."""
+"""The results of `fewbit demo --all --seeds 5`; the file is part of a checkout, not of the package."""
 CURVE_POINTS = 30
 
 
@@ -175,7 +175,7 @@ class Demo:
 ACTIVATION_BITS = 3
 """Of GELU where everything is compressed."""
 EVERY_ARM = {"bits": (1, 2, 3, 4), "everything": (2,), "average": (2,)}
-"""What `fewbit demo --all` trains, and what STORED is of."""
+"""The arms that `fewbit demo --all` trains, and that STORED contains."""
 
 
 def run_demo(

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from fewbit.errors import FewbitError
 
 POLL = 0.2
-"""Seconds between two looks at how far the processes are."""
+"""Seconds between two progress updates from the processes."""
 
 _worker = None
 

@@ -17,7 +17,7 @@ from torch._C._dynamo import eval_frame
 from torch.nn.utils.parametrize import is_parametrized
 
 SESSION = "_fewbit_session"
-"""The attribute of a module, or of an activation, that has its model's session; layers have it in their quantiser."""
+"""The attribute of a module or activation that holds its model's session. Layers hold the session in their quantiser."""
 
 _made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made from it}
 

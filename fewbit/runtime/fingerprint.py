@@ -13,9 +13,9 @@ from fewbit.runtime import layout
 from fewbit.runtime.plain import is_plain
 
 SMALL = 1024
-"""Bytes up to which a checksum of every byte is the quicker one."""
+"""Largest number of bytes for which a CRC of all bytes is faster than sums of columns."""
 WIDTH = 1021
-"""A prime, so that what moves in memory as rows do comes into other columns."""
+"""Columns, a prime: if rows of a tensor are exchanged, their words move to other columns, and the sums change."""
 
 
 def fingerprint(x: torch.Tensor) -> int | bytes | None:

@@ -46,9 +46,9 @@ from fewbit.runtime.observation import SPREAD
 from fewbit.schema import shorten
 
 MOST_BITS = 64
-"""Of an element, also of one that is kept exactly."""
+"""Largest number of bits of an element, including elements that are saved exactly."""
 MOST_PARAMETER = 1e6
-"""Of the parameters of an activation function."""
+"""Largest absolute value of a parameter of an activation function."""
 
 
 def plain_seen(seen: BoundsSeen) -> dict:
@@ -310,4 +310,4 @@ SEEN = record(
         record(name=text, function=_function_name, parameters=_PARAMETERS, v2=real(), grad2=real())
     ),
 )
-"""The shapes of the entries of a state: what is known of variables and of activations, and one observation."""
+"""The shapes of the entries of a state: the knowledge of variables and of activations, and one observation."""

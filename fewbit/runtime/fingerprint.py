@@ -15,14 +15,15 @@ from fewbit.runtime.plain import is_plain
 SMALL = 1024
 """Largest number of bytes for which a CRC of all bytes is faster than sums of columns."""
 WIDTH = 1021
-"""Columns, a prime: if rows of a tensor are exchanged, their words move to other columns, and the sums change."""
+"""Columns, a prime: exchanged rows of a tensor come into other columns, unless a multiple of this lies between them."""
 
 
 def fingerprint(x: torch.Tensor) -> int | bytes | None:
     """Return a checksum of a tensor's memory.
 
     Up to SMALL bytes it is a CRC. Above, it is the sums of the columns of the memory as rows of 64-bit integers, which
-    are computed at the speed of memory, and a CRC of the rest. Different contents can, improbably, have the same checksum.
+    are computed at the speed of memory, and a CRC of the rest. Exchanging words within a column does not change
+    it.
 
     Returns:
         The checksum. None if the tensor is not on the CPU, since reading would synchronize with the device, or has no

@@ -1,13 +1,13 @@
-# Two commands do all set-up on a fresh machine: `make demo` and `make test`. `make test-all` runs what is too slow for it.
+# Two commands do all set-up on a fresh machine: `make demo` and `make test`. `make test-all` runs the slower tests.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 # torch first, in a version of its own: later requirements are then satisfied and pull nothing more.
 TORCH  ?= torch==2.13.0
-# Of the thousands of modules that packages bring few are imported: those are compiled then, and that is kept.
+# --no-compile: packages bring thousands of modules and few are imported. Python compiles those on import.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 unexport PYTHONDONTWRITEBYTECODE
-# As many processes as cores, of one thread each: tests of threads ask for theirs.
+# One process per core with one thread each; a test that needs more threads sets their number itself.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
 # What the compiled kernels are made from.
 KERNELS := $(wildcard csrc/*.cpp csrc/common/* csrc/cpu/* csrc/cuda/*)
@@ -29,13 +29,13 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-tests lint
 	$(PYTEST)
 
-# What `make test` leaves out: slow tests, fuzz tests, all of it under other dispatch, the sanitizers.
+# Everything that `make test` leaves out: slow tests, fuzz tests, `make dispatch` and `make sanitize`.
 test-all: $(VENV)/installed-tests
 	$(PYTEST) -m slow
 	$(MAKE) dispatch
 	@if command -v $${CXX:-c++} > /dev/null; then $(MAKE) sanitize; else echo "sanitize: left out, no C++ compiler"; fi
 
-# The fast tier with other kernels of BLAS, NumPy, torch and fewbit, other numbers of threads and in other orders.
+# The fast tier with other BLAS, NumPy, torch and fewbit kernels, with other numbers of threads and in random orders.
 dispatch: $(VENV)/installed-tests
 	$(BIN)/python tests/dispatch.py
 
@@ -44,8 +44,8 @@ lint: $(VENV)/installed-tests
 	$(BIN)/ruff format --check .
 
 # The CPU kernels' own tests under AddressSanitizer and UndefinedBehaviorSanitizer; then the ops, in eager mode and
-# compiled, on kernels built with AddressSanitizer in a folder of its own. (Its runtime has to be loaded first; what
-# Python and torch never free is no leak of ours.) A few minutes.
+# compiled, on kernels built with AddressSanitizer in $(ASAN). LD_PRELOAD, because AddressSanitizer's runtime has to be
+# loaded first; detect_leaks=0, because Python and torch never free some of their memory. Takes a few minutes.
 ASAN       := build/asan
 ASAN_FLAGS := -fsanitize=address -fno-omit-frame-pointer
 ASAN_TESTS := tests/test_buffers.py tests/test_ops.py tests/test_compile.py tests/fuzz/test_compiled_models.py \
@@ -89,7 +89,7 @@ $(VENV)/installed-torch: | $(BIN)/python
 	@$(PIP) $(TORCH)
 	@touch $@
 
-# The kernels are built by themselves first: pip would not show how far that is.
+# The kernels are built before pip installs fewbit, because pip would hide the progress of the build.
 $(VENV)/installed: pyproject.toml setup.py $(KERNELS) | $(VENV)/installed-torch
 	@echo "installing what fewbit is built with"
 	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' > $(VENV)/build.txt

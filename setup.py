@@ -1,15 +1,15 @@
-"""Where the packages lie, and how the compiled kernels are built.
+"""Locate the packages, and build the compiled kernels.
 
 The kernels (csrc/) become the extension module fewbit._kernels, which needs no torch to build or import.
 Environment variables:
 
 FEWBIT_KERNELS             auto (default): build them if there is a C++ compiler; 1: fail if there is none;
                            0: do not build them, which leaves the slower reference backend
-FEWBIT_CUDA                auto (default): with CUDA if nvcc is found (PATH, CUDA_HOME), for the GPUs that are
-                           there; without a GPU only the oldest PTX, which every driver can translate;
-                           1: for all architectures in CUDA_ARCHITECTURES, fail if there is no nvcc;
-                           0: without CUDA
-FEWBIT_CUDA_ARCHITECTURES  compute capabilities to build for, such as "80 90", whatever FEWBIT_CUDA would choose;
+FEWBIT_CUDA                auto (default): build CUDA kernels if nvcc is found (PATH, CUDA_HOME), for this machine's
+                           GPUs; without a GPU only PTX for the oldest supported architecture;
+                           1: build for all architectures in CUDA_ARCHITECTURES, fail if there is no nvcc;
+                           0: build no CUDA kernels
+FEWBIT_CUDA_ARCHITECTURES  compute capabilities to build for, such as "80 90", in place of those that FEWBIT_CUDA selects;
                            empty is the same as unset
 """
 
@@ -148,7 +148,7 @@ def cpu_jobs(compiler, includes, with_cuda):
     common = [*compiler, *COMMON_FLAGS, *includes, *(["-DFEWBIT_HAVE_X86"] if x86 else [])]
     command = [*common, *(["-DFEWBIT_WITH_CUDA"] if with_cuda else [])]
     sources = (
-        "bindings.cpp",  # takes longest by far, so it comes first
+        "bindings.cpp",  # listed first because it takes longest by far
         "common/table.cpp",
         "cpu/allocation.cpp",
         "cpu/dispatch.cpp",
@@ -170,7 +170,7 @@ def cpu_jobs(compiler, includes, with_cuda):
 
 
 def cuda_jobs(nvcc, architectures, ptx):
-    """(command, source, object) for each CUDA source: machine code for architectures, and one PTX."""
+    """Yield (command, source, object) for each CUDA source, with machine code for `architectures` and PTX for `ptx`."""
     gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
     gencode.append(f"-gencode=arch=compute_{ptx},code=compute_{ptx}")
     flags = ["-std=c++17", "-O3", "--fmad=false", "--threads=2", "-Xptxas=-warn-spills"]
@@ -181,15 +181,15 @@ def cuda_jobs(nvcc, architectures, ptx):
 
 
 def targets(architectures, ptx):
-    """The names of what nvcc builds for, as nvcc spells them."""
+    """Return nvcc's names of the architectures to build for."""
     return [*(f"sm_{a}" for a in architectures), f"compute_{ptx}"]
 
 
 def cuda_architectures(nvcc):
     """Return the compute capabilities to build machine code for, ascending, and the one to build PTX for.
 
-    See the top of this file. The PTX is of the newest, so that newer GPUs are served too; without machine code it
-    is of the oldest, which serves all.
+    The environment variables at the top of this file select them. The PTX is for the newest selected architecture, so
+    that newer GPUs can run it; if none is selected, it is for the oldest supported one, so that all of these can.
     """
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
     known = {int(number) for number in re.findall(r"compute_(\d+)\b", listed.stdout)}
@@ -205,14 +205,14 @@ def cuda_architectures(nvcc):
     elif choice("FEWBIT_CUDA") == "1":
         chosen = supported
     else:
-        # A GPU that nvcc does not know runs the newest machine code or PTX before it.
+        # For a GPU that nvcc does not know, build for the newest older architecture, whose PTX the GPU can run.
         serving = [[a for a in known if min(supported) <= a <= gpu] for gpu in present_gpus()]
         chosen = {max(each) for each in serving if each}
     return sorted(chosen), max(chosen) if chosen else min(supported)
 
 
 def present_gpus():
-    """Return the compute capabilities of this machine's GPUs, times 10. The driver is asked: torch may not be there."""
+    """Return the compute capabilities of this machine's GPUs, times 10, from the driver: torch may not be installed."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -226,7 +226,7 @@ def present_gpus():
 
 
 def attribute(driver, gpu, number):
-    """Return a device attribute by cuda.h's number: 75 is the major compute capability, 76 the minor one."""
+    """Return a device attribute by its number in cuda.h: 75 is the major compute capability, 76 the minor one."""
     value = ctypes.c_int()
     driver.cuDeviceGetAttribute(ctypes.byref(value), number, gpu)
     return value.value
@@ -239,7 +239,7 @@ def object_of(name):
 
 
 def compile_all(jobs, what):
-    """Compile what is not up to date, and say so on one line that moves."""
+    """Compile all objects that are not up to date, and show the progress."""
     stale = [job for job in map(Compilation._make, jobs) if not job.up_to_date()]
     line = MovingLine(f"fewbit's kernels for {what}")
     pool = ThreadPoolExecutor(os.cpu_count())
@@ -253,7 +253,7 @@ def compile_all(jobs, what):
 
 
 class MovingLine:
-    """Says how far something is: on one line of a terminal, which moves; elsewhere on a line each time."""
+    """Prints progress: on a terminal by rewriting one line, elsewhere on a new line each time."""
 
     def __init__(self, what):
         self.what, self.moves = what, sys.stdout.isatty()
@@ -271,7 +271,7 @@ class MovingLine:
 
 
 class Compilation(NamedTuple):
-    """A command that compiles source to target, which is left out where target is up to date."""
+    """A command that compiles source to target."""
 
     command: list
     source: Path
@@ -307,7 +307,7 @@ class Compilation(NamedTuple):
         return self.target.stem
 
     def up_to_date(self):
-        """Whether target was made by this very command, after the last change of anything it includes."""
+        """Return whether target was made by the same command, after the last change of the source and its includes."""
         if not all(path.exists() for path in (self.target, self.dependencies, self.stamp)):
             return False
         if self.stamp.read_text() != shlex.join(self.line()):
@@ -318,7 +318,7 @@ class Compilation(NamedTuple):
 
 
 def run(command):
-    """Run a compiler. What it says is printed in one piece, after it has ended: others run beside it."""
+    """Run a compiler. Its output is printed when it ends, since several compilers run at the same time."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.stdout:
         print(f"\n{shlex.join(command)}\n{done.stdout}", end="", flush=True)

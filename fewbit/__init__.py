@@ -74,7 +74,7 @@ __all__ = ["__version__", *sorted(_PACKAGES), *sorted(_HOME)]
 def __getattr__(name):
     if name not in _HOME and name not in _PACKAGES:
         raise AttributeError(f"module 'fewbit' has no attribute {name!r}")
-    # Importing makes no garbage, and looking for some among all that torch has made would take as long as the import.
+    # Importing leaves no garbage, and collections that scan all of torch's objects would take as long as the import.
     collects = gc.isenabled()
     gc.disable()
     try:

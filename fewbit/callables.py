@@ -1,17 +1,17 @@
-"""A user's own activation as a Function: its derivative, kinks and slopes, found and checked.
+"""Make a `Function` of a user's activation: find and check its derivative, kinks and slopes.
 
-The activation may be written in NumPy, in torch, or for single floats. What is found:
+The activation may be written in NumPy, in torch, or for single floats. This module finds:
 
-- the derivative: the one that is given; else torch's autograd; else that of a piecewise polynomial
-  through f (`fewbit.panels`), whose error is estimated everywhere and at most 1e-10 of max |f'|;
+- the derivative: the given one; else torch's autograd; else the derivative of a piecewise polynomial
+  that interpolates f (`fewbit.panels`), with an estimated error of at most 1e-10 of max |f'| everywhere;
 - the kinks: the ones that are given; else a search of the domain. Jumps of an f' that can be
   evaluated are exact to the float. Otherwise they are located where smooth fits of f from either
   side meet, and rounded to a short decimal if that is closer than the error of the location.
   Jumps of f'' are found the same way, so that f' is smooth between kinks;
 - the slopes: see `_slope`.
 
-A derivative that is given, or autograd's, is checked against f itself: between any two neighbors of
-some 130,000 points it has to integrate back to f, within 1e-7 of max |f'| times the distance.
+A derivative that is given or comes from autograd is checked against f: between any two neighbors of
+some 130,000 points its integral equals the change of f, within 1e-7 of max |f'| times the distance.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ __all__ = ["from_callable", "import_callable", "qualified_name", "resolve"]
 
 _DOMAIN = (-10.0, 10.0)
 _EPS = float(np.finfo(np.float64).eps)
-_ACCURACY = 1e-10  # of what stands for f', times max |f'|
+_ACCURACY = 1e-10  # largest estimated error of a numerical f', as a share of max |f'|
 _INTEGRAL_TOLERANCE = 1e-7  # times max |f'| and the length of the interval
 _MAX_KINKS = 64
 _NARROWEST_DOMAIN = 1e-10  # as a share of its ends
@@ -232,7 +232,7 @@ def _as_scalar(f: Callable, name: str, probe: np.ndarray) -> tuple[Flat, None]:
         try:
             return float(f(float(x)))
         except (OverflowError, ValueError, ZeroDivisionError):
-            # An overflow inside f, as of exp(-x) in a sigmoid, does not tell what f is.
+            # An overflow inside f, such as exp(-x) in a sigmoid, does not mean that f itself is infinite there.
             return math.nan
 
     first = f(float(probe[-1]))
@@ -373,7 +373,7 @@ def _check_pointwise(name: str, f: Flat, mesh: np.ndarray) -> None:
 def _check_continuous(
     name: str, f: Flat, domain: tuple[float, float], kinks: Sequence[float]
 ) -> None:
-    """f does not jump, but at kinks that were given: there its derivative is that of both sides."""
+    """Raise FunctionError if f jumps at a point that is not a given kink."""
     found = [x for segment in segments(domain, kinks) for x in jumps(f, *segment)]
     if found:
         x = min(found)
@@ -389,9 +389,9 @@ def _pieces(
     given: list[float] | None,
     domain: tuple[float, float],
 ) -> tuple[list[float], Panels]:
-    """The kinks, and between them the panels of f, or of f' if that can be evaluated.
+    """Return the kinks, and the panels between them: of f' if there is a function for it, else of f.
 
-    Given kinks are believed as long as no jump of f' is missing.
+    If kinks are given, FunctionError is raised if a search finds a jump of f' besides them.
     """
     known = given or []
     if slope is not None:
@@ -431,11 +431,11 @@ def _check_given(name: str, given: list[float] | None, also: list[float]) -> Non
 
 
 def _check_integral(name: str, f: Flat, slopes: Panels, given: bool) -> None:
-    """f' integrates back to f between neighbors of a mesh, on every panel of f'."""
+    """Raise FunctionError if the integral of f' between two neighbors of a mesh is not the change of f."""
     mesh = np.linspace(slopes.left[0], slopes.right[-1], RESOLUTION)
     x = np.union1d(mesh, slopes.points(16))
     left, right = x[:-1], x[1:]
-    # A jump at a kink lies between two panels.
+    # An interval that spans a kink lies in no panel, and is not checked.
     known = slopes.contain(left, right)
     left, right = left[known], right[known]
     y = f(np.concatenate([left, right]))
@@ -457,7 +457,7 @@ def _check_integral(name: str, f: Flat, slopes: Panels, given: bool) -> None:
 
 
 def _numerical(f: Flat, panels: Panels, domain: tuple[float, float]) -> Flat:
-    """f' from its panels; beyond the domain, where nothing is promised, from f around each point."""
+    """Return f', on the domain from the panels of f, beyond it interpolated around each point, without an error bound."""
     low, high = domain
     slopes = panels.derivative()
 
@@ -479,10 +479,10 @@ def _numerical(f: Flat, panels: Panels, domain: tuple[float, float]) -> Flat:
 def _with_flat_pieces(
     value: Flat, slope: Flat, panels: Panels, pieces: list[tuple[float, float]]
 ) -> tuple[Flat, float]:
-    """slope, free of rounding on every piece between kinks where f is a straight line, and its accuracy.
+    """Return slope, made exactly constant on every piece on which f is a straight line, and its accuracy.
 
-    Without this the noise of numerical differentiation would be taken for a shape of f', and a
-    function like max(0, x) would have no exact table.
+    Otherwise the solver would fit the rounding noise of numerical differentiation, and a function such as
+    max(0, x) would get no exact table.
     """
     flat = []
     accuracy = panels.error
@@ -491,7 +491,7 @@ def _with_flat_pieces(
         x = points[(points >= left) & (points <= right)]
         sample, size = slope(x), np.abs(value(x)).max() + np.abs(x).max()
         level = float(np.median(sample))
-        # What rounding in f leaves of a polynomial's slope at its ends.
+        # The largest error that rounding in f causes in a polynomial's slope, at the polynomial's ends.
         rounding = 16384.0 * _EPS * max(float(size) / (right - left), abs(level))
         if np.abs(sample - level).max() <= min(accuracy, rounding):
             flat.append((left, right, _short(level, rounding)))
@@ -513,10 +513,10 @@ def _with_flat_pieces(
 
 
 def _slope(value: Flat, slope: Flat, sign: float) -> float:
-    """The limit of f' at sign * infinity, estimated from f' at 1e3, 1e4, 1e5 and 1e6.
+    """Return the limit of f' at sign * infinity, estimated from f' at 1e3, 1e4, 1e5 and 1e6.
 
-    A sequence that settles, or whose extrapolations (Aitken's) agree, gives its limit, if f' stays near
-    it between and beyond; one that keeps growing, or an f that overflows, an infinity; anything else nan.
+    If the four values settle, or their Aitken extrapolations agree, and f' at other points is close to that
+    limit, the limit is returned. If the values keep growing, or f overflows, the result is an infinity; else nan.
     """
     x = sign * np.array([1e3, 1e4, 1e5, 1e6])
     between = sign * 1e5 * np.sqrt([3.0, 19.0, 61.0, 211.0, 1117.0])
@@ -545,12 +545,12 @@ def _slope(value: Flat, slope: Flat, sign: float) -> float:
 
 
 def _short(x: float, within: float) -> float:
-    """x, or the decimal of six digits that it comes so near to."""
+    """Return x rounded to six decimals if this changes x by at most `within`, else x."""
     return round(x, 6) + 0.0 if abs(round(x, 6) - x) <= within else x
 
 
 def _is_even(slope: Flat, kinks: list[float], domain: tuple[float, float], accuracy: float) -> bool:
-    """f'(-x) equals f'(x) on a mesh; at a kink, where f' has two limits, it need not."""
+    """Return whether f'(-x) equals f'(x) on a mesh. Kinks are left out, since f' has two limits there."""
     if domain[0] != -domain[1] or kinks != sorted(-kink + 0.0 for kink in kinks):
         return False
     x = np.setdiff1d(wide_mesh(0.0, domain[1]), np.abs(kinks))

@@ -28,7 +28,7 @@ from fewbit.text import one_line, printable
 
 FAILED, BAD_INPUT, BUG, INTERRUPTED, OUTPUT_LOST = 1, 2, 70, 130, 141
 TRACEBACK = "FEWBIT_TRACEBACK"
-"""The variable of the environment that has the traceback of an unexpected error shown."""
+"""The environment variable that makes fewbit print the traceback of an unexpected error."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ TRACEBACK = "FEWBIT_TRACEBACK"
 
 
 class App(click.Group):
-    """Every error ends with one line and an exit code; docs/cli.md lists them."""
+    """The group of all commands. An error becomes one line on standard error, and one of the exit codes in docs/cli.md."""
 
     def main(self, *args, standalone_mode=True, **kwargs):
         if not standalone_mode:
@@ -57,9 +57,7 @@ class App(click.Group):
 
     def invoke(self, ctx):
         threads = os.environ.get("NUMBA_NUM_THREADS", "1")
-        if re.fullmatch(
-            r"\s*(-\d+|0+)\s*", threads
-        ):  # numba refuses to be imported, with a traceback
+        if re.fullmatch(r"\s*(-\d+|0+)\s*", threads):  # importing numba would raise
             raise FewbitError(f"NUMBA_NUM_THREADS: expected 1 or more, got {threads}")
         try:
             with warnings.catch_warnings():
@@ -70,12 +68,12 @@ class App(click.Group):
         except KeyboardInterrupt:
             _complain("interrupted")
             ctx.exit(INTERRUPTED)
-        except EOFError as error:  # click would take it for an interrupt
+        except EOFError as error:  # click would treat EOFError as an interrupt
             raise FewbitError(f"standard input has ended: {one_line(error)}") from error
 
 
 def _explained(error):
-    """Say in one line what has ended a command. Return the exit code."""
+    """Print the error that ended a command on one line. Return the exit code."""
     if isinstance(error, OutputLost):
         return OUTPUT_LOST
     if isinstance(error, click.Abort | KeyboardInterrupt):
@@ -88,7 +86,7 @@ def _explained(error):
         _complain("error", error)
     elif isinstance(error, MemoryError):
         _complain("error", "not enough memory for this request")
-    elif isinstance(error, SystemExit):  # commands do not: a module of the user's
+    elif isinstance(error, SystemExit):  # from a user's module, not a command
         _complain("error", f"expected code that does not end the program, got {one_line(error)}")
     else:
         if os.environ.get(TRACEBACK):
@@ -105,7 +103,7 @@ def main():
     gc.set_threshold(100_000, 50, 50)
     secure()
     if not re.fullmatch("[1-9][0-9]{0,3}", os.environ.get("COLUMNS", "80")):
-        del os.environ["COLUMNS"]  # no width of a terminal
+        del os.environ["COLUMNS"]  # not a valid width
     code = 0
     try:
         app(prog_name="fewbit")
@@ -640,7 +638,7 @@ def _finding_record(finding):
 
 
 def _finite(number):
-    """A number as JSON has it, None for one that JSON has not."""
+    """Return the number, or None if it is not finite, since JSON has no infinities and no NaN."""
     return number if number is not None and math.isfinite(number) else None
 
 
@@ -1016,7 +1014,7 @@ def demo(steps, seeds, bits, everything, average, all_arms, output, force, as_js
             seeds=seeds,
             settings=Settings(**_given(steps=steps)),
             progress=progress,
-            processes=min(torch.get_num_threads(), 8),  # each takes half a gigabyte
+            processes=min(torch.get_num_threads(), 8),  # a process takes half a gigabyte of memory
             **(EVERY_ARM if all_arms else {})
             | _given(bits=bits or None, everything=everything or None, average=average or None),
         )
@@ -1043,7 +1041,7 @@ def _show_table(table, as_json):
 
 
 def _load(source, problem, function, several):
-    """Return the tables that NAME|FILE and the options mean: at least one, and one only unless ``several``."""
+    """Return the tables that NAME|FILE and the options select: at least one, and exactly one unless ``several``."""
     is_file = source.endswith(".json") or "/" in source or os.sep in source
     if function is not None and not is_file:
         raise FewbitError(f"{source}: expected a FILE with --function, got the name of a function")

@@ -1,4 +1,4 @@
-"""JSON documents from files that may come from anywhere: what is too large or too deep is refused before it is parsed."""
+"""Read JSON from untrusted files: documents that are too large or too deeply nested are refused before parsing."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from fewbit.errors import FewbitError
 from fewbit.schema import shorten
 
 MOST_BYTES = 2**23
-"""Of a document's text; the largest shipped file of 20 tables has a hundredth of that."""
+"""Largest size of a document's text; the largest shipped file, of 20 tables, has a hundredth of this size."""
 MOST_DEPTH = 16
-"""Arrays and objects inside one another; a table has 4."""
+"""Largest depth of nested arrays and objects; a table has 4 levels."""
 MOST_CONTAINERS = 2**17
-"""Arrays and objects in all."""
+"""Largest number of arrays and objects in a document."""
 MOST_DIGITS = 1000
-"""Characters of one number; the longest float64 in plain decimal has 770."""
+"""Largest number of characters of a number; no float64 has more than 767 significant digits."""
 
-# An unclosed string ends with the text, so that no part of the text is scanned twice.
+# An unclosed string matches up to the end of the text, so that the search never backtracks.
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """Open a file for reading, and never wait: a pipe, a device or a folder is refused.
+    """Open a regular file for reading. A pipe, device or folder is refused at once, since reading one could block.
 
     Args:
-        path: of a regular file, or a link to one.
+        path: the path of a regular file, or of a link to one.
 
     Returns:
         The open file, binary.
 
     Raises:
-        OSError: the file cannot be opened, or is not a regular one.
+        OSError: the file cannot be opened, or is not a regular file.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         descriptor = os.open(path, flags)
-    except ValueError as error:  # a null character in the path
+    except ValueError as error:  # the path contains a null character
         raise OSError(str(error)) from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -55,15 +55,15 @@ def read_text(path: str | os.PathLike, error: type[FewbitError] = FewbitError) -
     """Read a UTF-8 text file of at most `MOST_BYTES`.
 
     Args:
-        path: of the file.
+        path: the file's path.
         error: the exception class to raise.
 
     Returns:
         The text.
 
     Raises:
-        FewbitError: an `error` of one line that starts with the path, if the file cannot be read, is too large, or
-            is not UTF-8.
+        FewbitError: the file cannot be read, is too large or is not UTF-8. The exception is an `error`; its message is one
+            line that starts with the path.
     """
     try:
         with open_regular(path) as file:
@@ -82,18 +82,18 @@ def read_text(path: str | os.PathLike, error: type[FewbitError] = FewbitError) -
 
 
 def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitError) -> Any:
-    """Parse JSON text whose numbers are finite, whose keys are unique and which is neither large nor deep.
+    """Parse JSON. The text must have finite numbers, unique keys, and the size and nesting that the limits above allow.
 
     Args:
         text: the JSON text.
-        prefix: what messages start with, such as `gelu.json: `.
+        prefix: the beginning of error messages, such as `gelu.json: `.
         error: the exception class to raise.
 
     Returns:
         The value.
 
     Raises:
-        FewbitError: an `error` of one line, if the text is anything else.
+        FewbitError: the text is not such JSON. The exception is an `error` with a message of one line.
     """
     if len(text) > MOST_BYTES:
         raise error(
@@ -113,7 +113,7 @@ def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitErr
             try:
                 value = convert(literal) if len(literal) <= MOST_DIGITS else math.inf
                 usable = math.isfinite(value)
-            except (OverflowError, ValueError):  # an integer that float64 cannot hold
+            except (OverflowError, ValueError):  # the integer is too large for float64
                 usable = False
             return value if usable else refuse(literal)
 
@@ -140,7 +140,7 @@ def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitErr
 
 
 def _find_nesting(text: str) -> str:
-    """Return what was expected of the text's arrays and objects, and what came; "" if they are as expected."""
+    """Describe a violation of the limits on nesting ("at most ..., got more"); return "" if there is none."""
     depth = containers = 0
     for match in _STRING_OR_BRACKET.finditer(text):
         character = text[match.start()]

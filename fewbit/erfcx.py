@@ -1,13 +1,13 @@
-"""The scaled complementary error function, so that fewbit's functions do not need SciPy, which takes .3 s to import."""
+"""The scaled complementary error function, without SciPy, because importing SciPy takes 0.3 s."""
 
 from __future__ import annotations
 
 import numpy as np
 
 _CENTER = 3.75
-_CHUNK = 4096  # so that all of a part stays in the cache
+_CHUNK = 4096  # elements processed at a time, so that the temporaries stay in the cache
 # (1 + 2 x) erfcx(x) as a Chebyshev series in (x - 3.75) / (x + 3.75), after Shepherd and Laframboise, Math. Comp. 36
-# (1981); computed to 40 digits, and cut where coefficients fall below 2e-18. The first is halved already.
+# (1981); computed to 40 digits, and truncated at coefficients below 2e-18. The first coefficient is already halved.
 _SERIES = (
     1.1775789345674017,
     -0.004590054580646478,
@@ -40,7 +40,7 @@ _SERIES = (
 
 
 def erfcx(x) -> np.ndarray:
-    """Compute exp(x^2) erfc(x) to about 1e-15 of its value.
+    """Compute exp(x^2) erfc(x) with a relative error of about 1e-15.
 
     Args:
         x: float64 of any shape, 0 or more.

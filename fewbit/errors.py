@@ -4,7 +4,7 @@ from fewbit.text import printable
 
 
 class FewbitError(ValueError):
-    """Base of every exception that fewbit raises on purpose; its text is always one printable line."""
+    """Base of every exception that fewbit raises on purpose. The message is always one printable line."""
 
     def __str__(self) -> str:
         return printable(super().__str__())

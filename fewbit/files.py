@@ -10,15 +10,15 @@ from fewbit.errors import FewbitError, OutputExistsError
 
 
 def check_writable(path: str | os.PathLike, force: bool = False) -> None:
-    """Refuse a path that `write_atomic` would refuse, as far as that can be seen before the work is done.
+    """Raise the errors of `write_atomic` that can be predicted, before the work that makes the data is done.
 
     Args:
-        path: of the file to write.
+        path: the path of the file to write.
         force: whether an existing file may be overwritten.
 
     Raises:
         OutputExistsError: the path exists, and `force` is false.
-        FewbitError: it is not a regular file, or its directory is missing or cannot be written.
+        FewbitError: the path is not a regular file, or its directory does not exist or is not writable.
     """
     target = _target_of(path, force)
     if not target.parent.is_dir():
@@ -34,13 +34,13 @@ def write_atomic(path: str | os.PathLike, data: str | bytes, force: bool = False
     A symbolic link is followed. Whatever interrupts the write, no temporary file stays behind.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         data: bytes, or text, which is written as UTF-8.
         force: whether an existing file may be overwritten.
 
     Raises:
         OutputExistsError: the path exists, and `force` is false.
-        FewbitError: it is not a regular file, or its directory is missing or cannot be written, or is full.
+        FewbitError: the path is not a regular file, its directory does not exist or is not writable, or the disk is full.
     """
     target = _target_of(path, force)
     # The temporary file sits beside the target: a rename is atomic only within one file system.
@@ -61,7 +61,7 @@ def write_atomic(path: str | os.PathLike, data: str | bytes, force: bool = False
 
 
 def _target_of(path, force: bool) -> Path:
-    """Return the file that the path leads to, through links. Raises what `write_atomic` raises."""
+    """Return the path with symbolic links resolved. Raises the exceptions of `write_atomic`."""
     try:
         target = Path(path).resolve()
         try:
@@ -72,7 +72,7 @@ def _target_of(path, force: bool) -> Path:
         OSError,
         RuntimeError,
         ValueError,
-    ) as error:  # of links in a circle, and null characters
+    ) as error:  # for a circle of links, or a null character in the path
         raise _unwritable(path, error) from None
     if not stat.S_ISREG(mode):  # renaming over a device node would destroy it
         raise FewbitError(f"{path}: expected a path to a regular file, got something else")

@@ -56,10 +56,10 @@ class Function:
     domain: tuple[float, float]  # the range that matters
     reference: str  # where f is defined
     even_derivative: bool  # f'(-x) == f'(x)
-    accuracy: float = 0.0  # the most that `derivative` is off on the domain; 0 for a formula
+    accuracy: float = 0.0  # the largest error of `derivative` on the domain; 0 for a formula
     panels: tuple[
         float, ...
-    ] = ()  # of a callable: f' is a polynomial between these, as far as was seen
+    ] = ()  # for a callable: points between which f' was resolved as a polynomial
 
 
 def names() -> tuple[str, ...]:

@@ -1,9 +1,9 @@
-"""Where a function of one number jumps, or its derivatives do.
+"""Find the points at which a function of one number, or one of its derivatives, jumps.
 
 Jumps of a function that can be evaluated are found exactly, by halving (`jumps`). A jump of a derivative leaves a
-gap when the function is cut into panels: no polynomial is like a function that has a corner inside, however
-narrow the panel, while a bend that is merely steep is resolved in the end. In such a gap the kink is where
-smooth polynomials from either side meet (`find_bends`).
+gap when the function is cut into panels: no panel that contains a corner is approximated by a polynomial, however
+narrow the panel, whereas a smooth but steep bend is resolved by narrow panels. The kink in such a gap is the point at
+which polynomials fitted on its two sides meet (`find_bends`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["find_bends", "jumps", "segments", "wide_mesh"]
 Flat = Callable[[np.ndarray], np.ndarray]
 
 _EPS = float(np.finfo(np.float64).eps)
-# Panels of this share of the domain are suspected of a kink: 2e-5 on [-10, 10].
+# Panels as narrow as this share of the domain are suspected to contain a kink: 2e-5 on [-10, 10].
 _SUSPECT = 2.0**-20
-# Those that are not resolved at this share are not halved again before the kink in them is known.
+# A panel as narrow as this share is not halved again until the kink in the panel is located.
 _NARROW = 2.0**-30
-# What stands between the polynomials of both sides, as a share of the interval that either was made on.
+# The widest gap between the polynomials of both sides, as a share of the intervals on which they were fitted.
 _WIDEST_GAP = 2e-3
 _ROUNDS = 4
 
@@ -39,21 +39,21 @@ def segments(domain: tuple[float, float], points: Sequence[float]) -> list[tuple
 
 
 def wide_mesh(low: float, high: float) -> np.ndarray:
-    """Return 1025 even points from low to high, and around zero finer and finer ones."""
+    """Return 1025 evenly spaced points from low to high, and geometrically spaced points around zero."""
     fine = np.geomspace(1e-12, 0.1, 45)
     mesh = np.unique(np.concatenate([np.linspace(low, high, 1025), -fine, [0.0], fine]))
     return mesh[(mesh >= low) & (mesh <= high)]
 
 
-# --- jumps of what can be evaluated -------------------------------------------------------------
+# --- jumps of a function that can be evaluated -------------------------------------------------------------
 
 
 def jumps(g: Flat, low: float, high: float, least: float | None = None) -> list[float]:
-    """Find where g jumps by more than ``least``, else 1e-7 of max |g|, exact to the float.
+    """Find the points at which g jumps by more than ``least`` (default: 1e-7 of max |g|), exact to the float.
 
-    Every mesh interval is halved towards the larger difference: over a smooth stretch the
-    difference dies away, at a jump it stays until the ends are adjacent floats. Of those two the
-    one that is shorter to write is returned.
+    Every mesh interval is halved towards the larger difference of g. If g is smooth the difference
+    tends to 0; at a jump it remains until the ends of the interval are adjacent floats. The function
+    returns the one of the two floats that has the shorter decimal.
     """
     mesh = wide_mesh(low, high)
     y = g(mesh)
@@ -73,7 +73,7 @@ def jumps(g: Flat, low: float, high: float, least: float | None = None) -> list[
         left, right, at_left, at_right = left[alive], right[alive], at_left[alive], at_right[alive]
         middle = _between(left, right)
         at_middle = g(middle)
-        # The mesh may have missed where g is large.
+        # g may be largest between points of the mesh.
         largest = np.max(np.abs(at_middle), where=np.isfinite(at_middle), initial=largest)
         goes_left = np.abs(at_middle - at_left) >= np.abs(at_right - at_middle)
         left, at_left = np.where(goes_left, left, middle), np.where(goes_left, at_left, at_middle)
@@ -84,7 +84,7 @@ def jumps(g: Flat, low: float, high: float, least: float | None = None) -> list[
 
 
 def _between(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the float halfway in the order of floats, which reaches adjacent floats in 64 halvings."""
+    """Return the middle float in the ordering of floats, so that 64 halvings reach adjacent floats."""
     lowest = np.iinfo(np.int64).min
     a, b = ((np.where(i < 0, lowest - i, i)) for i in (left.view(np.int64), right.view(np.int64)))
     middle = (a >> 1) + (b >> 1) + (a & b & 1)
@@ -103,15 +103,15 @@ def find_bends(
         g: A function that is continuous between the known points.
         known: Points that g need not be smooth across.
         domain: Where to look.
-        accuracy: As in `resolve_panels`.
+        accuracy: The `tolerance` of `resolve_panels`.
         order: 1 if g is to be differentiated, else 0.
 
     Returns:
-        The points, with the order of the first derivative of g that jumps there (1 to 3; 1 too if g does); and the panels of g
-        between all of them.
+        A mapping from each point to the order of the lowest derivative of g that jumps there (1 to 3; also 1 if g itself
+        jumps); and the panels of g between all points.
 
     Raises:
-        Unresolved: If g has to be differentiated and there is a place where it cannot be.
+        Unresolved: If order is 1 and the derivative of g cannot be resolved at some place.
     """
     found: dict[float, int] = {}
     extent = domain[1] - domain[0]
@@ -144,7 +144,7 @@ def _meeting(
     order: int,
     extent: float,
 ) -> tuple[float, int]:
-    """Return where polynomials from both sides meet, and the first derivative that jumps there; 0 if they do not."""
+    """Return the point at which polynomials from both sides meet, and the lowest derivative that jumps there, 0 if none."""
     low, high = before[1], after[0]
     left = one_sided(g, low, before[0], allowed, order)
     right = one_sided(g, high, after[1], allowed, order)
@@ -162,7 +162,7 @@ def _meeting(
         jump = right.slope(middle, first) - left.slope(middle, first)
         if abs(jump) <= 8.0 * (left.noise(first) + right.noise(first)):
             continue
-        # All lower derivatives agree at the kink; the last of them is nearly a straight line around it.
+        # All lower derivatives agree at the kink, and the difference of the highest of these is nearly linear around it.
         shift = 0.0
         for _ in range(8):
             jump = right.slope(middle + shift, first) - left.slope(middle + shift, first)
@@ -179,10 +179,10 @@ def _meeting(
 
 
 def _decimal(place: float, spread: float, extent: float) -> float:
-    """Return the decimal that the place is, as far as is known, if it is short beside the domain; else the place."""
+    """Return a short decimal that equals the place up to `spread`, if there is one; else the place."""
     first = 1 - math.floor(math.log10(extent))
     for digits in range(first, first + 7):
         near = abs(round(place, digits) - place) <= 4.0 * spread
-        if near and spread < 0.002 * 10.0**-digits:  # else it is near one by chance
+        if near and spread < 0.002 * 10.0**-digits:  # else a match is chance
             return round(place, digits) + 0.0
     return place

@@ -1,11 +1,12 @@
-"""Functions of one number as piecewise polynomials, checked against samples that made none of them.
+"""Functions of one number as piecewise polynomials, checked at samples that were not used for the fit.
 
 `resolve_panels` cuts the domain into panels. On each of them f is interpolated twice, at two sets of
-Chebyshev points that share no point, on an interval that reaches beyond the panel as far as f is smooth.
-A panel is kept if the two interpolants (or their derivatives) agree, and if the second one meets every
-sample of an even mesh that lies in the panel; else it is halved. The distance between two interpolants
-that know different samples bounds neither by a proof, but it shows both causes of error: a polynomial of
-too low a degree, and rounding in f, which no smaller panel can mend.
+Chebyshev points that share no point, on an interval that reaches a quarter of the panel's width beyond
+either end, but not beyond the segment on which f is smooth.
+A panel is kept if the two interpolants (or their derivatives) agree, and if the second interpolant
+agrees with every sample of an even mesh in the panel; else the panel is halved. The distance between two
+interpolants through different samples is no proven bound of the error of either, but reveals both causes of error:
+a degree that is too low, and rounding in f, which narrower panels do not reduce.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ import numpy as np
 __all__ = ["RESOLUTION", "Panels", "Unresolved", "one_sided", "resolve_panels", "slope_within"]
 
 RESOLUTION = 2**17
-# The two interpolants' numbers of points. Cosines of odd multiples of pi/40 and pi/56 are never equal.
+# Numbers of points of the two interpolants. Cosines of odd multiples of pi/40 and pi/56 are never equal.
 _FEWER, _MORE = 20, 28
-# How far an interpolant reaches beyond its panel: derivatives are noisiest at the ends of the reach.
+# Reach of an interpolant beyond its panel, as a share of the width: derivatives are noisiest at the ends.
 _OVERLAP = 0.25
 _CAUTION = 4.0
 _OF_VALUES = 1e-8
 _MOST_PANELS = 8192
-# So many points at a time, whose coefficients fit into the processor's cache.
+# Points that are evaluated at a time, so that their coefficients fit into the processor's cache.
 _BLOCK = 4096
 _EPS = float(np.finfo(np.float64).eps)
 
 
 class Unresolved(Exception):
-    """A place where f cannot be resolved, and the error that was allowed."""
+    """Raised if f cannot be resolved at a place; has the place and the allowed error."""
 
     def __init__(self, place: float, allowed: float):
         super().__init__(place, allowed)
@@ -43,16 +44,17 @@ class Panels:
     """Polynomials on adjacent intervals of the domain.
 
     Attributes:
-        left: The panels' lower ends, ascending, shape (n,). Where one panel ends and the next one starts,
-            the point belongs to the next; between two that have a gap, to the one before.
+        left: The panels' lower ends, ascending, shape (n,). The common end of two
+            panels belongs to the right one; a point in a gap between two panels belongs to the left one.
         right: The panels' upper ends.
         center: The middle of the interval in which a panel's polynomial is a Chebyshev series.
         half: Half of that interval's length.
         coefficients: The Chebyshev series, shape (terms, n).
-        error: The largest distance seen between two interpolants, times a factor of caution; in the derivative
-            if that was asked for.
-        allowed: The most that it may be.
-        unresolved: Which panels were kept although they do not meet f, because they are narrow, bool (n,).
+        error: The largest distance between the two interpolants (of their derivatives if order is 1), times a safety
+            factor.
+        allowed: The largest `error` that is allowed.
+        unresolved: Whether a panel was kept although its polynomial does not agree with f, because the panel is narrow or the
+            error is due to rounding, bool (n,).
     """
 
     left: np.ndarray
@@ -65,7 +67,7 @@ class Panels:
     unresolved: np.ndarray
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """Evaluate the polynomials at x (m,); outside the panels the outermost ones continue."""
+        """Evaluate the polynomials at x (m,); outside the domain the outermost polynomials are extrapolated."""
         out = np.empty_like(x)
         for start in range(0, len(x), _BLOCK):
             part = x[start : start + _BLOCK]
@@ -79,7 +81,7 @@ class Panels:
         return replace(self, coefficients=_differentiated(self.coefficients) / self.half)
 
     def gaps(self, narrow: float) -> list[tuple[float, float]]:
-        """Return where panels that are narrow or not resolved stand together: of each group the narrowest ones."""
+        """Group adjacent panels that are narrow or unresolved. Return the interval of each group's narrowest panels."""
         found: list[tuple[float, float]] = []
         width = self.right - self.left
         odd = self.unresolved | (width <= narrow)
@@ -102,12 +104,12 @@ class Panels:
         return float(np.abs(self(x)).max())
 
     def contain(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Tell which intervals (m,) lie in one panel each."""
+        """Return whether each interval (m,) lies within a single panel."""
         at = self._at(left)
         return (self.left[at] <= left) & (right <= self.right[at])
 
     def integrals(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return the integrals over intervals (m,) that lie in one panel each."""
+        """Return the integrals over intervals (m,), each of which lies within a single panel."""
         at = self._at(left)
         series = _integrated(self.coefficients)[:, at]
         ends = ((x - self.center[at]) / self.half[at] for x in (right, left))
@@ -118,7 +120,7 @@ class Panels:
         return np.clip(np.searchsorted(self.left, x, side="right") - 1, 0, len(self.left) - 1)
 
     def points(self, per_panel: int = 16) -> np.ndarray:
-        """Return points that follow every turn of the polynomials, ends of panels among them."""
+        """Return points in every panel, ends included, dense enough to find every extremum of the polynomials."""
         steps = 0.5 - 0.5 * np.cos(np.linspace(0.0, np.pi, per_panel + 1))
         return np.unique(self.left + (self.right - self.left) * steps[:, None])
 
@@ -138,11 +140,11 @@ def resolve_panels(
         segments: The closed intervals on which f is smooth, ascending.
         tolerance: The largest error, as a share of the largest |f| (order 0) or |f'| (order 1).
         order: Whether values (0) or derivatives (1) have to be that accurate.
-        narrowest: Panels of less than this share of the whole are kept as they are, for functions
-            that have a point in which no polynomial is like them.
+        narrowest: Panels narrower than this share of the domain are kept unresolved, for functions with
+            kinks, at which no polynomial approximates them.
 
     Raises:
-        Unresolved: If panels as narrow as floats allow, or more of them than can be afforded, do not suffice.
+        Unresolved: If a panel would have to be narrower than floats allow, or more than 8,192 panels would be needed.
     """
     samples, values, spacing = _sampled(f, segments)
     scale = _scale(samples, values, segments, order)
@@ -155,11 +157,11 @@ def resolve_panels(
     while len(left):
         fits = _Fits(f, left, right, low, high)
         error = fits.errors[order]
-        # Samples may lie beside the place where f is steepest.
+        # The samples may miss the steepest place of f, so the interpolants raise the scale too.
         sure = error <= 0.1 * fits.largest[order]
         scale = max(scale, 0.9 * float(np.max(fits.largest[order], where=sure, initial=0.0)))
         allowed = tolerance * scale
-        # Where f' is allowed to be far off, f is not: a steep place elsewhere does not excuse aliasing.
+        # A steep place elsewhere makes the allowed error of f' large; the bound on the error of f still detects aliasing.
         close = (_CAUTION * error <= allowed) & (
             _CAUTION * fits.errors[0] <= _OF_VALUES * variation
         )
@@ -173,7 +175,7 @@ def resolve_panels(
         width = right - left
         tiny = width <= 64.0 * _EPS * np.maximum(np.abs(left), np.abs(right))
         hopeless = ~good & (tiny | (width <= 1e-290))
-        # No smaller panel mends what rounding explains.
+        # Narrower panels do not reduce an error that is due to rounding.
         rounding = _EPS * size * (_MORE / fits.half if order else 1.0)
         unresolved = ~good & ((width <= narrowest * extent) | (~close & (error <= 4.0 * rounding)))
         if narrowest:
@@ -215,7 +217,7 @@ def slope_within(f, start: np.ndarray, end: np.ndarray, x: np.ndarray) -> np.nda
 
 @dataclass(frozen=True)
 class Side:
-    """A polynomial like a function on one side of a point, as far as the function is smooth there."""
+    """A polynomial that approximates a function on one side of a point."""
 
     center: float
     half: float
@@ -224,7 +226,7 @@ class Side:
     size: float
 
     def slope(self, x: float, order: int) -> float:
-        """Return the derivative of that order at x."""
+        """Return the derivative of the given order at x."""
         series = self.coefficients
         for _ in range(order):
             series = _differentiated(series)
@@ -233,7 +235,7 @@ class Side:
         )
 
     def noise(self, order: int) -> float:
-        """Estimate the error of that derivative at an end."""
+        """Estimate the error of the derivative of the given order at an end of the interval."""
         amplified = _MORE**2 / self.half
         rounding = 4.0 * _EPS * (self.size + abs(self.center) + self.half)
         return (
@@ -243,7 +245,7 @@ class Side:
 
 
 def one_sided(f, near: float, far: float, allowed: float, order: int) -> Side | None:
-    """Interpolate f between ``near`` and as far towards ``far`` as one polynomial is like it; None if nowhere."""
+    """Interpolate f from ``near`` as far towards ``far`` as a single polynomial is accurate; None if none is."""
     ends = near + (far - near) * 0.5 ** np.arange(40.0)
     ends = ends[np.abs(ends - near) > 1e-12 * (1.0 + abs(near))]
     left, right = np.minimum(near, ends), np.maximum(near, ends)
@@ -260,7 +262,7 @@ def one_sided(f, near: float, far: float, allowed: float, order: int) -> Side | 
 
 
 class _Fits:
-    """Two interpolants of f on every panel, and how far they are apart."""
+    """Two interpolants of f on every panel, and the distance between them."""
 
     def __init__(self, f, left, right, low, high):
         reach = _OVERLAP * (right - left)
@@ -271,10 +273,10 @@ class _Fits:
         x = np.clip(self.center + self.half * nodes[:, None], start, end)
         y = f(x.ravel()).reshape(x.shape)
         self.size = np.abs(y).max(axis=0)
-        # A large constant would be rounded anew in every coefficient.
+        # f minus a constant: a large constant would add rounding errors to every coefficient.
         constant = y[0].copy()
         y -= constant
-        # x is rounded, and f was asked there. What that changes is as large as f' and known well enough.
+        # f was evaluated at the rounded x; `shift` corrects y for the rounding of x, with the derivative.
         shift = nodes[:, None] - (x - self.center) / self.half
         self.fewer = _interpolated(y[:_FEWER], shift[:_FEWER])
         self.more = _interpolated(y[_FEWER:], shift[_FEWER:])
@@ -295,7 +297,7 @@ class _Fits:
         )
 
     def missed(self, samples, values, panels):
-        """Return the largest distance of a sample from the panels' polynomial, for the given panels."""
+        """Return, for each given panel, the largest distance of a sample in the panel from its polynomial."""
         starts = np.searchsorted(samples, self.left[panels], side="right")
         stops = np.searchsorted(samples, self.right[panels], side="right")
         lengths = stops - starts
@@ -316,7 +318,7 @@ class _Fits:
 
 
 def _sampled(f, segments):
-    """Even samples of every segment, closer ones next to 0, and the distance between the even ones."""
+    """Return evenly spaced samples of every segment with denser samples around 0, f there, and the even spacing."""
     spacing = (segments[-1][1] - segments[0][0]) / RESOLUTION
     near = np.geomspace(1e-12, 0.1, 45)
     parts = []
@@ -329,7 +331,7 @@ def _sampled(f, segments):
 
 
 def _scale(samples, values, segments, order):
-    """A lower bound of the largest |f|, or of the largest |f'| by the mean value theorem."""
+    """Return a lower bound of max |f| (order 0), or of max |f'| by the mean value theorem (order 1)."""
     if order == 0:
         return float(np.abs(values).max())
     largest = 0.0
@@ -341,14 +343,14 @@ def _scale(samples, values, segments, order):
 
 
 def _interpolated(y, shift):
-    """The Chebyshev series through y at the nodes, after y is moved by what `shift` of a node changes."""
+    """Return the Chebyshev series through y at the nodes, after y is corrected for the `shift` of each node."""
     series = _SERIES[len(y)] @ y
     slope = _SLOPES[len(y)] @ series
     return _SERIES[len(y)] @ (y + slope * shift)
 
 
 def _chebyshev(coefficients, t):
-    """The sum of a series (terms, ...) at t by Clenshaw's recurrence."""
+    """Evaluate a Chebyshev series (terms, ...) at t by Clenshaw's recurrence."""
     two = 2.0 * t
     ahead = behind = np.zeros_like(t)
     for coefficient in coefficients[:0:-1]:
@@ -357,7 +359,7 @@ def _chebyshev(coefficients, t):
 
 
 def _differentiated(series):
-    """The series of the derivative by its argument, as long as before."""
+    """Return the series of the derivative with respect to the argument, with the same number of terms."""
     out = np.zeros_like(series)
     terms = len(series)
     for k in range(terms - 1, 0, -1):
@@ -367,7 +369,7 @@ def _differentiated(series):
 
 
 def _integrated(series):
-    """The series of an antiderivative by its argument, longer by one term."""
+    """Return the series of an antiderivative with respect to the argument, with one more term."""
     out = np.zeros((len(series) + 1, *series.shape[1:]))
     twice = series.copy()
     twice[0] *= 2.0

@@ -35,7 +35,7 @@ STYLE = {
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "legend.frameon": False,
-    "text.usetex": False,  # names come from files, and TeX would run what they say
+    "text.usetex": False,  # names come from untrusted files, and TeX would execute commands in them
     "svg.hashsalt": "fewbit",  # the same table gives the same file
 }
 
@@ -182,7 +182,7 @@ def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, fo
 
 
 def literal(text: str) -> str:
-    """Escape dollar signs, so that matplotlib shows text of a file as it is and takes none of it for a formula."""
+    """Escape dollar signs, so that matplotlib does not parse text from a file as a formula."""
     return text.replace("$", r"\$")
 
 
@@ -190,7 +190,7 @@ def render(figure, format: str = "png", dpi: int = 160) -> bytes:
     """The figure as the bytes of a PNG or SVG file."""
     buffer = BytesIO()
     with _style(), warnings.catch_warnings():
-        # A name may have characters that no font here has.
+        # A name may contain characters that no installed font has.
         warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         figure.savefig(
             buffer, format=format, dpi=dpi, metadata={"Date": None} if format == "svg" else None

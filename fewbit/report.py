@@ -22,7 +22,7 @@ from fewbit.table import describe_function, describe_weight
 
 METRICS = ("error", "relative_error")
 MOST_LEVELS = 16  # a table of more levels is not listed level by level
-MOST_INTERVALS = 16  # pieces of one level that are listed
+MOST_INTERVALS = 16  # largest number of pieces that are listed for one level
 LEAST_NAME = 8  # characters that a name is shortened to at most
 GAP = 2  # between columns
 _WIDTH = 80

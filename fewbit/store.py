@@ -21,7 +21,7 @@ from fewbit.table import Table, load_file
 from fewbit.text import printable
 
 CACHED = "fewbit.cached/1"
-"""The schema of a file of the cache: what was asked for, and the table."""
+"""The schema name of a cache file, which contains the arguments of a request and the table."""
 _unusable = set()
 
 
@@ -32,7 +32,7 @@ def tables_directory():
 
 
 def cache_directory():
-    """``$FEWBIT_CACHE``, or the user's cache folder, which may not exist yet; None if the user has no home."""
+    """Return ``$FEWBIT_CACHE``, else the user's cache folder, which may not exist yet; None if the user has no home."""
     if os.environ.get("FEWBIT_CACHE"):
         return Path(os.environ["FEWBIT_CACHE"])
     from platformdirs import user_cache_path
@@ -129,13 +129,13 @@ def _find_shipped(function, weight, parameters, request):
 
 
 def _cached(name, asked, expected, solved):
-    """Return the cached table, else a solved one, which is then cached if that is possible.
+    """Return the cached table if there is one. Else solve it, cache it if possible, and return it.
 
     Args:
-        name: of the function, for the file's name.
-        asked: all that was asked for, JSON-ready; the file has to say the same.
-        expected: fields of the table and their values.
-        solved: makes the table.
+        name: the function's name, for the file name.
+        asked: all arguments of the request, JSON-ready; a cached file is used only if it contains the same ones.
+        expected: {field: value} that the cached table must have.
+        solved: a function without arguments that solves the table.
     """
     asked = json.loads(json.dumps(asked))
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
@@ -156,16 +156,16 @@ def _cached(name, asked, expected, solved):
         FewbitError,
         LookupError,
         TypeError,
-    ):  # not there, unreadable, damaged, or another kind of document
+    ):  # the file is missing, unreadable, damaged, or another kind of document
         pass
     table = solved()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may be doing the same; whoever is last writes what is there already.
+        # Another process may write the same file at the same time, with the same content.
         document = {"schema": CACHED, "asked": asked, "table": table.document()}
         write_atomic(path, json.dumps(document) + "\n", force=True)
     except (OSError, FewbitError) as error:
-        if directory not in _unusable:  # one warning is enough
+        if directory not in _unusable:  # warn once per directory
             _unusable.add(directory)
             reason = printable(str(error))
             warnings.warn(f"the table was solved but not cached: {reason}", stacklevel=3)

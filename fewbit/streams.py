@@ -1,4 +1,4 @@
-"""The standard streams of the command line: closed, full, and unable to show a character."""
+"""Standard streams for the command line that handle closed and full outputs, and characters that cannot be shown."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import sys
 
 
 class OutputLost(BaseException):
-    """Standard output takes no more: it is closed or full, or who reads it has gone.
+    """Raised if standard output is closed or full, or the process that reads it has ended.
 
-    No Exception, so that nobody on the way takes it for a failure of the work itself.
+    A BaseException, so that no `except Exception` mistakes it for a failure of the command itself.
     """
 
 
 class _Output(io.RawIOBase):
-    """A descriptor that is written to as long as that works; then `_lose` decides, and the rest is dropped."""
+    """A raw stream for a file descriptor. When a write fails, `_lose` is called, and all later output is dropped."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -47,17 +47,17 @@ class _Output(io.RawIOBase):
 
 
 class _Errors(_Output):
-    """Standard error: there is nowhere to say that it is lost."""
+    """Standard error. A failed write is ignored, since there is nowhere to report the failure."""
 
     def _lose(self) -> None:
         pass
 
 
 def secure() -> None:
-    """Put streams in the places of the standard ones whose failures are `OutputLost`, or silent for standard error.
+    """Replace sys.stdout and sys.stderr. A failed write raises `OutputLost` on stdout, and is ignored on stderr.
 
-    A terminal that cannot show a character shows a question mark instead. What is closed stays closed for fewbit, but
-    its number is taken, so that no file that is opened later gets it.
+    A character that the encoding lacks is shown as a question mark. The number of a closed descriptor is reserved
+    (opened on the null device), so that no file that is opened later gets that number.
     """
     closed = {number for number in (0, 1, 2) if _is_closed(number)}
     sys.stdout = _stream(_Output(-1 if 1 in closed else 1), sys.stdout)
@@ -68,7 +68,7 @@ def _is_closed(number: int) -> bool:
     try:
         os.fstat(number)
     except OSError:
-        os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, this one
+        os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is `number`
         return True
     return False
 

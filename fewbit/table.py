@@ -30,14 +30,14 @@ SIDES = ("right", "left")
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MOST_PIECES = 2**14
-"""Pieces of a table, and knots of a stand-in; the solver makes a few hundred."""
+"""Largest number of pieces of a table and of knots of a stand-in; the solver makes a few hundred."""
 MOST_BINS = 2**16
-"""Bins of a histogram that is the weight."""
+"""Largest number of bins of a histogram weight."""
 MOST_CHARACTERS = 200
-"""Of a name; like the numbers above it is also in schema/table-1.json."""
+"""Largest length of a name. schema/table-1.json repeats this limit and the two above."""
 MOST_COUNT = 2**53
 NARROWEST = 1e-9
-"""Width of a domain, relative to its larger end."""
+"""Smallest width of a domain, relative to its larger end."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -360,10 +360,10 @@ class Table:
 
     @property
     def activation(self):
-        """The function whose derivative q stands for, a `fewbit.functions.Function`, or None if it is not known.
+        """The `fewbit.functions.Function` whose derivative q approximates, or None if the function is not known.
 
-        It is the one that the table was solved from or was given by `with_activation`, else the one that fewbit has by
-        that name. Nothing is ever imported because a table names it: tables come from files.
+        It is the function that the table was solved for or that `with_activation` set, else fewbit's built-in function of
+        the table's name. A name in a table is never imported, since the file may be untrusted.
         """
         if self._function is not None:
             return self._function
@@ -373,13 +373,13 @@ class Table:
             return None
 
     def with_activation(self, function) -> Table:
-        """Return the table with the function that it is of, if fewbit has none by that name.
+        """Return the table with its function set, for a function that is not built into fewbit.
 
         Args:
             function: a callable, or `package.module:name`, which is imported.
 
         Raises:
-            FunctionError: it cannot be imported, or its derivative cannot be found.
+            FunctionError: the function cannot be imported, or its derivative cannot be determined.
         """
         from fewbit.callables import resolve
 
@@ -646,7 +646,7 @@ def _wrong(where: str, expected: str, got: Any) -> TableError:
 
 
 def _text(where: str, value, least: int = 1) -> str:
-    """Return `value` if it can be shown anywhere as it is."""
+    """Return `value` if it is a printable string of valid length. Raises TableError otherwise."""
     if not isinstance(value, str) or not least <= len(value) <= MOST_CHARACTERS:
         expected = (
             "a string that is not empty"
@@ -692,7 +692,7 @@ def _number(where: str, value, minimum: float = -math.inf) -> float:
 
 
 def _numbers(where: str, value, limit: float = math.inf, most: int = MOST_BINS + 1) -> np.ndarray:
-    """A read-only 1-D float64 copy of `most` finite numbers, no larger than `limit` in size."""
+    """Return a read-only 1-D float64 copy of at most `most` finite numbers, with absolute values up to `limit`."""
     try:
         numbers = np.array(value, np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -737,7 +737,7 @@ def _interval(where: str, value) -> tuple[float, float]:
     if len(ends) != 2 or not ends[0] < ends[1]:
         raise _wrong(where, "two numbers a < b", value)
     width = ends[1] - ends[0]
-    # A picture of it, and every quadrature on it, needs numbers between its ends.
+    # Plotting and quadrature need floats between the ends of the interval.
     if width < NARROWEST * np.abs(ends).max() or width < np.finfo(np.float32).tiny:
         raise _wrong(where, f"ends that differ by {NARROWEST:g} of the larger one at least", value)
     return tuple(ends.tolist())

@@ -1,10 +1,10 @@
-"""Text that came from a file, an argument or another program, made safe to print."""
+"""Make text from a file, an argument or another program safe to print."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """Escape every character that a terminal or a reader could take for something else than itself.
+    """Escape every character that a terminal would interpret, or that a reader cannot see or could misread.
 
     Control characters (also line breaks, terminal sequences), marks that change the direction of writing,
     invisible and unassigned characters, and lone surrogates become escapes such as `\\x1b` and `\\u202e`.
@@ -24,10 +24,10 @@ def printable(text: str) -> str:
 
 
 def one_line(error: BaseException, limit: int = 160) -> str:
-    """Describe an exception of foreign code in one printable line: its type, then the message cut at `limit`."""
+    """Describe an exception from foreign code in one printable line: the type, then the message cut at `limit`."""
     try:
         message = printable(" ".join(str(error).split()))
-    except Exception:  # a __str__ of the user's that fails
+    except Exception:  # the exception's own __str__ may raise
         message = ""
     name = type(error).__name__
     return f"{name}: {message[:limit]}" if message else name

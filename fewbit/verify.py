@@ -37,16 +37,16 @@ def verify(path, *, function=None, weight=None):
     """Check every table of a file: schema, recomputed error, bound, error never rising with bits.
 
     Args:
-        path: of a file of tables.
-        function: a callable or `package.module:name`, for tables of a function that fewbit does not have. What
-            a file names is never imported.
-        weight: a callable density, for tables whose weight is one.
+        path: the path of a file of tables.
+        function: a callable or `package.module:name`, for tables of a function that is not built in. A name in
+            the file is never imported.
+        weight: the density, for tables whose weight is a callable.
 
     Returns:
         A list of :class:`Finding`, one for each table.
 
     Raises:
-        TableError: the file is not a valid document at all, or has no table.
+        TableError: the file is not a valid document, or contains no table.
         FunctionError: `function` cannot be used.
     """
     tables = load_file(path)
@@ -67,7 +67,7 @@ def verify(path, *, function=None, weight=None):
             unchecked = f"the error cannot be recomputed: {error}"
         else:
             allowed = TOLERANCE * table.error + _ROUNDING
-            # A claim about an f' that is known to some accuracy is larger by that.
+            # If f' is known only up to its accuracy, the claimed error may be larger than the recomputed one by that effect.
             if not recomputed - allowed <= table.error <= highest + allowed:
                 problems.append(f"error: claimed {table.error:.9g}, recomputed {recomputed:.9g}")
         better = [other for other in tables if _same_but_fewer_bits(other, table)]
@@ -84,8 +84,8 @@ def recompute_error(table, weight=None):
     """Recompute the error that :attr:`Table.error` claims, from f', q and w alone.
 
     Args:
-        table: whose `activation` is known.
-        weight: the callable density, if the table's weight is one.
+        table: a table with a known `activation`.
+        weight: the density, if the table's weight is a callable.
 
     Returns:
         The error, a float.
@@ -98,7 +98,7 @@ def recompute_error(table, weight=None):
 
 
 def _recomputed(table, weight=None):
-    """The error, and the most it may be of an f' that is known to ``f.accuracy`` only."""
+    """Return the recomputed error, and the largest value that ``f.accuracy`` allows for it."""
     from fewbit.solver.certificate import widened
     from fewbit.solver.weight import make_weight
 

@@ -60,7 +60,7 @@ SHAPES = {
     "variables": listed(VARIABLE),
     "pending": optional(listed(VARIABLE)),
 }
-"""The shapes of the entries that the state of this policy has."""
+"""The shapes (see `state_shapes`) of the entries in this policy's state."""
 
 
 class Adaptation(Observing):

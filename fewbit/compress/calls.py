@@ -91,7 +91,7 @@ _EXPOSING = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
 }
-"""Ways to a tensor's memory in which writes to it raise no version."""
+"""Attributes and methods that give access to a tensor's memory without changing its version on a write."""
 
 
 @dataclass(frozen=True)
@@ -182,11 +182,11 @@ class Calls(TorchFunctionMode):
             session.expose(x)
 
     def depth(self) -> int:
-        """How often it is entered in this thread."""
+        """Return how often this mode is entered in this thread."""
         return sum(each is self for each in _get_current_function_mode_stack())
 
     def cut(self, depth: int) -> None:
-        """Leaves it until it is entered so often; modes that others have entered since stay."""
+        """Exit this mode until it is entered only `depth` times. Other modes on torch's stack stay entered."""
         above = []
         try:
             while self.depth() > depth:

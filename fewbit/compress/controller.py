@@ -132,14 +132,14 @@ class Controller:
         return {} if variables is None else variables.state()
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a state. All of it is checked before anything changes.
+        """Continue from a state. The whole state is checked before the controller changes.
 
         Args:
-            state: what `state_dict` gave, of a controller of the same model, level and policy.
+            state: the result of `state_dict` of a controller for the same model, level and policy.
 
         Raises:
-            InputError: the state is none of such a controller, or the model is gone, was restored or was compressed
-                anew since. One line says which entry, what was expected and what came.
+            InputError: the state is not from such a controller; or the model no longer exists, was restored or was
+                compressed again. The message names the entry, the expected value and the value found.
         """
         if self._ended:
             raise InputError(

@@ -200,8 +200,8 @@ def compress_(
     of bits is not adapted. sample: a tensor, a tuple of inputs or a mapping of keyword inputs, for which the report
     counts the bytes that the exact model keeps and this one. verbose: print the report.
 
-    Raises InputError for settings that there are not, a model that is not a module, a glob that no module matches, and
-    a budget that 1 bit an element exceeds. Whatever ends it early, an interrupt too, the model is then as it was.
+    Raises InputError for invalid settings, a model that is not a module, a glob that no module matches, and a budget
+    that 1 bit per element exceeds. If the conversion does not complete, also by Ctrl-C, the model stays unchanged.
     """
     bits, activation_bits, attention_bits = map(
         plain_number, (bits, activation_bits, attention_bits)
@@ -291,9 +291,9 @@ def compress_(
 def restore_(model: nn.Module) -> None:
     """Undo `compress_`: every converted module has its class back. Modules made as fewbit's own stay.
 
-    Classes that parametrizations and fully_shard have made from converted ones are made from the original ones then.
-    Raises InputError, with nothing changed, for a model that is not a module, or one with a converted module whose
-    class was changed in another way since.
+    If a parametrization or fully_shard has subclassed the class of a converted module, that subclass is rebuilt on
+    the module's original class. Raises InputError, without changing the model, if the model is not a module, or if
+    the class of a converted module was changed in another way after the conversion.
     """
     _check_model(model)
     classes = {}
@@ -319,7 +319,7 @@ def restore_(model: nn.Module) -> None:
 
 
 def _class_before(path: str, module: nn.Module, original: Original) -> type[nn.Module]:
-    """The class that a converted module is to have again. Raises InputError if there is none."""
+    """Return the class that `restore_` gives a converted module. Raises InputError if it cannot be determined."""
     cls = untold(module)
     before = (
         rebased(cls, original.becomes, original.cls) if issubclass(cls, original.becomes) else None
@@ -515,7 +515,7 @@ def _checked_budget(budget, level, bits, sample, model) -> int | None:
 
 
 def _bits_for(model, sample, budget: int) -> tuple[float, dict]:
-    """The average with which the converted model keeps to a budget, and of how many elements of each variable."""
+    """Return the average number of bits with which the model fits the budget, and the number of elements of each variable."""
     sizes = Sizes()
     with measuring(sizes):
         kept = sum(_by_op(model, sample).values())

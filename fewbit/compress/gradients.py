@@ -65,9 +65,9 @@ class Measured:
             ) from error
 
     def backward(self, value: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
-        """The gradient of each of `parameters`, zeros where there is none. again: the graph stays.
+        """Return the gradient of each of `parameters`, zeros for one without a gradient. again: the graph is retained.
 
-        Of a complex one real and imaginary parts, whose squares add up as those of other parameters do.
+        The gradient of a complex parameter is viewed as real numbers, so that squared norms can be summed as usual.
         """
         try:
             found = torch.autograd.grad(

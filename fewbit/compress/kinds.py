@@ -118,8 +118,8 @@ LEFT_ALONE = {
 }
 
 
-# The function of `fewbit.functions` that a class computes, and the settings that it passes on under their own names.
-# RReLU needs no table: in training its slopes are drawn again.
+# {class: (name in `fewbit.functions`, names of the attributes that are the function's parameters)}.
+# RReLU is missing, because in training its slopes are random and need no table.
 _SETTINGS = {
     nn.LeakyReLU: ("leaky_relu", ("negative_slope",)),
     nn.Threshold: ("threshold", ("threshold", "value")),
@@ -135,7 +135,7 @@ _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """What the module can become, by its class and settings; None for those that are not known."""
+    """Return what the module can be converted to, by its class and settings; None if it cannot be converted."""
     cls = class_of(module)
     if cls.__module__ == "transformers.activations":
         if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
@@ -148,7 +148,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def _misfit_of(module: nn.Module) -> str | None:
-    """Why there is no table for the settings of an activation, which torch alone takes; None if there is one."""
+    """Return why no table covers the settings of an activation; None if one does, or if the class has no settings."""
     function, names = _SETTINGS.get(class_of(module), (None, ()))
     if function is None:
         return None
@@ -167,7 +167,7 @@ def of_class(cls: type) -> Kind:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why a module that `kind_of` does not know stays as it is; None where there is nothing to say."""
+    """Return why a module without a `kind_of` is not converted; None if that needs no explanation."""
     cls = class_of(module)
     if cls in LEFT_ALONE:
         return LEFT_ALONE[cls]
@@ -183,7 +183,7 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def replaced(module: nn.Module) -> str | None:
-    """What of the module's forward somebody has replaced, so that its class does not say what it computes; None if nothing."""
+    """Describe what of the module's forward was monkey-patched, so that its class is no guide; None if nothing was."""
     cls = class_of(module)
     for name, value in vars(module).items():
         if callable(value) and callable(getattr(cls, name, None)):
@@ -205,7 +205,7 @@ def replaced(module: nn.Module) -> str | None:
 
 
 def _is_of(code, module) -> bool:
-    """Whether it was written in the module's file, as far as that is known."""
+    """Return whether the code was defined in the Python module's file; True if the module has no file."""
     file = getattr(module, "__file__", None)
     return file is None or code.co_filename == file
 

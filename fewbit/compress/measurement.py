@@ -53,7 +53,7 @@ class Document:
 
 
 def _check_texts(value, where: tuple = ()) -> None:
-    """Raise InputError if a text, of a file that may come from anywhere, has characters that a terminal acts on."""
+    """Raise InputError if a text contains control characters, since the file may come from an untrusted source."""
     if isinstance(value, dict):
         for key, inside in value.items():
             _check_texts(key, where)

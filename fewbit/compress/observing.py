@@ -44,7 +44,7 @@ FORGOTTEN = 8
 """Observations after which a variable that is not met any more is forgotten."""
 VERSION = 1
 SAMPLES = ("magnitudes", "numbers")
-"""Entries of a state where samples are numbered, both or neither; `Variables` reads them."""
+"""Entries of a state in which samples are numbered. A state has both or neither; `Variables` reads them."""
 COMMON = {
     "version": choice(VERSION),
     "step": whole(),
@@ -54,7 +54,7 @@ COMMON = {
     "since": whole(),
     "is_summed": flag,
 }
-"""The shapes of the entries that the states of all policies have."""
+"""The shapes of the entries that every policy's state has."""
 
 
 def check_interval(interval) -> None:
@@ -152,11 +152,11 @@ class Observing(Variables):
         raise NotImplementedError
 
     def _shapes(self) -> dict[str, Shape]:
-        """The shapes of the entries that `_plain` and `_plain_learned` make."""
+        """Return the shapes (see `state_shapes`) of the entries that `_plain` and `_plain_learned` return."""
         raise NotImplementedError
 
     def _of_plain(self, plain):
-        """What was seen, of its shape. Raises InputError for what the model cannot have."""
+        """Invert `_plain`, for an entry whose shape is checked. Raises InputError if the entry does not fit the model."""
         raise NotImplementedError
 
     def _plain_learned(self) -> dict:
@@ -164,7 +164,7 @@ class Observing(Variables):
         raise NotImplementedError
 
     def _of_plain_learned(self, state) -> tuple:
-        """`_learned` of those entries, of their shapes. Raises InputError for what the model cannot have."""
+        """Return `_learned` from entries whose shapes are checked. Raises InputError if an entry does not fit the model."""
         raise NotImplementedError
 
     # -- In a forward ------------------------------------------------------------------------------------
@@ -330,13 +330,13 @@ class Observing(Variables):
         return Pending(stage.what, stage.path, stage.since, stage.do == self._learn_from)
 
     def load(self, state: dict) -> None:
-        """Go on with what was seen; what follows from it is this policy's.
+        """Continue with the observations of a state. The bits that follow from them depend on this policy's settings.
 
         Args:
-            state: what `state` gave. All of it is checked before anything changes.
+            state: the result of `state`. The whole state is checked before the policy changes.
 
         Raises:
-            InputError: the state is not one of `state`, or is of another model.
+            InputError: the argument was not returned by `state`, or is from another model.
         """
         found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
         if type(found) is not int or found != VERSION:

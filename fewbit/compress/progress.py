@@ -1,4 +1,4 @@
-"""How far a measurement is, for who waits for it."""
+"""A progress bar for measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Progress:
 
     @contextmanager
     def shown(self):
-        """The block in which it is stepped on."""
+        """Return a context manager for the block that calls `step`; the bar disappears when the block ends."""
         with afterwards(lambda: self._bar is None or self._bar.stop()):
             yield self
 

@@ -26,8 +26,8 @@ def replace_activations_(
     whose derivative has two values keep 1 bit, which is exact. Activations that a forward calls as functions are
     not seen. verbose: print the report. Returns the report.
 
-    Raises InputError for bad bits, a model that is not a module, or a glob that no module matches. Whatever ends it
-    early, the model is then as it was.
+    Raises InputError for bad bits, a model that is not a module, or a glob that no module matches. If the
+    conversion does not complete, the model stays unchanged.
     """
     check_bits(bits)
     settings = Settings(activation_bits=bits, families=(kinds.ACTIVATION,))

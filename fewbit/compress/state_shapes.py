@@ -1,8 +1,8 @@
-"""What the entries of a controller's state may be: types, lengths, ranges and finiteness, checked before anything is read.
+"""Validators for the entries of a controller's state: types, lengths, ranges and finiteness.
 
-A shape is a function (value, where) that returns the value as plain Python objects of its own, or raises InputError
-with one line that says where it is, what was expected and what came. States come from files, so that nothing about
-them is taken for granted.
+A validator is called a shape. It is a function (value, where) that returns a copy of the value in plain Python
+objects, or raises InputError with one line: the place `where`, the expected value and the value found. States come
+from files and may contain anything.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ Shape = Callable[[object, str], object]
 MOST_STEPS = 2**53
 MOST_ELEMENTS = 2**40
 MOST_SLOTS = 64
-"""Inputs of one layer."""
+"""Largest number of inputs of one layer."""
 MOST_ROWS = 2**20
 MOST_NUMBER = 1e100
-"""Of squared norms; those of float32 gradients stay below 1e90, and products of such numbers within float64."""
+"""Largest squared norm. Squared norms of float32 gradients stay below 1e90, and products of two stay within float64."""
 MOST_RATIO = 1e250
-"""Of a squared norm in units of another."""
+"""Largest quotient of two squared norms."""
 MOST_WEIGHT = 1e30
-"""Of numbers that are used in float32."""
+"""Largest number that is used in float32."""
 LEAST_NUMBER = 1e-100
-"""Below it a squared norm counts as 0."""
+"""Smallest squared norm that does not count as 0."""
 
 
 def wrong(where: str, expected: str, got: object) -> InputError:
-    """Return the error of an entry that is not as it should be."""
+    """Return the InputError for an invalid entry."""
     return InputError(f"{where}: expected {expected}, got {shorten(got)}")
 
 
@@ -51,7 +51,7 @@ def real(least: float = 0.0, most: float = MOST_NUMBER) -> Shape:
 
     def check(value, where):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # Comparing never overflows, as converting an integer could.
+        # Comparing never overflows; converting a large integer to float could.
         if not (is_number and least <= value <= most):
             raise wrong(where, f"a number from {least:g} to {most:g}", value)
         return 0.0 if abs(value) < LEAST_NUMBER else float(value)
@@ -74,7 +74,7 @@ def text(value, where) -> str:
 
 
 def choice(*values) -> Shape:
-    """Return the shape of one of these values."""
+    """Return the shape of a value that equals one of the given ones."""
 
     def check(value, where):
         if not any(type(value) is type(each) and value == each for each in values):
@@ -134,15 +134,15 @@ def record(**shapes: Shape) -> Shape:
 
 
 def rows_by_name(rows: list[dict], where: str, names) -> dict[tuple[str, int], dict]:
-    """Return records by their name and input.
+    """Return a mapping from (name, input) to the record.
 
     Args:
-        rows: records that have both.
-        where: what messages start with.
-        names: of the model's layers.
+        rows: records with a name and an input.
+        where: the beginning of error messages.
+        names: the names of the model's layers.
 
     Raises:
-        InputError: the model lacks a layer, or a layer's input comes twice.
+        InputError: the model lacks a layer, or two records have the same name and input.
     """
     found = {}
     for each in rows:
@@ -163,5 +163,5 @@ def check_layer(name: str, names, kind: str = "layer") -> None:
 
 
 def capped(value: float, most: float = MOST_NUMBER) -> float:
-    """Cut a quotient of squared norms to what a state may hold: one of them may come from a state with odd numbers."""
+    """Limit a quotient of squared norms to the range that a state allows. A state with extreme norms can exceed it."""
     return min(value, most)

@@ -1,4 +1,4 @@
-"""Changes of a model that are made whole or not at all."""
+"""Rolling a model back if a conversion does not complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TABLES = (
 
 
 def whole_or_not_at_all(change: Callable) -> Callable:
-    """Have a function that changes a model, its first argument, put the model back as it was if anything ends it early."""
+    """Decorate a function that changes a model, its first argument: if the function raises, the model is rolled back."""
 
     @wraps(change)
     def changed(model, *args, **kwargs):
@@ -32,14 +32,14 @@ def whole_or_not_at_all(change: Callable) -> Callable:
                 before.put_back()
                 raise
         except BaseException:
-            before.put_back()  # again, in case that was interrupted
+            before.put_back()  # again, in case an interrupt stopped the first put_back
             raise
 
     return changed
 
 
 class _Before:
-    """What conversions change of a model's modules, as it is now: classes, attributes, hooks, implementations of attention."""
+    """A snapshot of everything that conversions change in a model: classes, attributes, hooks, attention implementations."""
 
     def __init__(self, model):
         self._modules, self._configs = [], []
@@ -56,7 +56,7 @@ class _Before:
                 self._configs.append((config, config._attn_implementation_internal))
 
     def put_back(self) -> None:
-        """All of it; done twice it is as done once."""
+        """Restore the whole snapshot. Calling this twice has the same effect as calling it once."""
         for module, cls, own, tables in self._modules:
             for name in [name for name in vars(module) if name not in own]:
                 vars(module).pop(name, None)

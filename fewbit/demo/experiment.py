@@ -28,7 +28,7 @@ from fewbit.runtime import backends
 from fewbit.sizes import counted
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
-"""What `fewbit demo --all --seeds 5` gave; it is part of a checkout, not of the package."""
+"""The results of `fewbit demo --all --seeds 5`; the file is part of a checkout, not of the package."""
 CURVE_POINTS = 30
 
 
@@ -175,7 +175,7 @@ class Demo:
 ACTIVATION_BITS = 3
 """Of GELU where everything is compressed."""
 EVERY_ARM = {"bits": (1, 2, 3, 4), "everything": (2,), "average": (2,)}
-"""What `fewbit demo --all` trains, and what STORED is of."""
+"""The arms that `fewbit demo --all` trains, and that STORED contains."""
 
 
 def run_demo(
@@ -191,16 +191,16 @@ def run_demo(
     """Train the transformer with exact GELU and in fewer bits, from the same seeds 0, 1, ...
 
     Args:
-        bits: Of few-bit GELUs, an arm each.
-        everything: Of the quantised inputs of models that `compress_` has converted, an arm each, whose GELUs keep
-            3 bits, and attention 4.
-        average: The same at level L3, where the other layers share the bits.
-        seeds: How many; each arm is trained from each.
-        settings: Of each training; by default those of STORED.
+        bits: Bits of few-bit GELUs; one arm is trained for each entry.
+        everything: Bits of quantised inputs in models that `compress_` has converted, with 3 bits for GELUs and 4 for
+            attention; one arm for each entry.
+        average: Average bits of such models at level L3, which shares bits between layers; one arm for each entry.
+        seeds: Number of seeds; every arm is trained from every seed.
+        settings: Settings of every training; by default those of STORED.
         corpus: The text; by default the help texts that Python ships.
         progress: Called as ``progress(what, steps done, steps in all)``.
-        processes: How many train at a time. Each has one thread: tensors are small, and the same seed then gives
-            the same losses on any number of cores.
+        processes: Number of trainings that run at a time, one thread each. Tensors are small, and with one thread the same
+            seed gives the same losses on any number of cores.
 
     Raises:
         FewbitError: The text is too short.
@@ -255,7 +255,7 @@ def _run(settings, corpus, task, step) -> tuple[training.Run, tuple[int, int] | 
 
 
 def _arm(empty: Arm, results) -> Arm:
-    """Return the arm with what its runs gave, in the order of the seeds."""
+    """Return the arm with the results of its runs, in the order of the seeds."""
     runs, kept, seconds = zip(*results, strict=True)
     activation_bytes, model_bytes = kept[0]
     return replace(

@@ -1,4 +1,4 @@
-"""Work in several processes that say how far they are."""
+"""Run tasks in several processes that report their progress."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from contextlib import contextmanager
 from fewbit.errors import FewbitError
 
 POLL = 0.2
-"""Seconds between two looks at how far the processes are."""
+"""Seconds between two progress updates from the processes."""
 
 _worker = None
 
 
 class Stopped(Exception):
-    """Raised in a worker's step when the process that waits for it has given up."""
+    """The exception that a worker's `step` raises after the parent process has stopped waiting for the worker."""
 
 
 def run_all(
     work: Callable, tasks: Sequence, processes: int, progress: Callable[[int, int], None]
 ) -> list:
-    """Return ``[work(task, step) for task in tasks]``, done in so many processes.
+    """Return ``[work(task, step) for task in tasks]``, computed in `processes` processes.
 
     Args:
-        work: Called with a task and with ``step(n)``, which it tells each step done. It is pickled if there are
+        work: Called with a task and a function ``step``; calls ``step(n)`` after step n. `work` is pickled if there are
             several processes.
-        tasks: The last are begun first: put those that take longest there.
-        processes: With 1 nothing is started; tasks are done in order.
-        progress: Called as ``progress(index of a task, its steps done)``, in this process.
+        tasks: Started in reverse order, so the slowest tasks should be last.
+        processes: Number of processes. With 1 the tasks run in this process, in order.
+        progress: Called as ``progress(index of a task, number of steps done in that task)``, in this process.
 
     Raises:
-        FewbitError: A process was ended from outside.
+        FewbitError: A worker process was killed.
     """
     if processes == 1:
         return [
             work(task, lambda n, index=index: progress(index, n))
             for index, task in enumerate(tasks)
         ]
-    context = multiprocessing.get_context("spawn")  # forked threads of torch would hang
+    context = multiprocessing.get_context("spawn")  # torch's thread pools hang in forked processes
     steps, stop = context.RawArray("q", len(tasks)), context.RawValue("b", 0)
-    # Pickled here, since multiprocessing would send tensors through shared memory, which containers often lack.
+    # The arguments are pickled here, since multiprocessing would send tensors through shared memory, which containers often lack.
     arguments = (pickle.dumps((work, tasks)), steps, stop)
     pool = ProcessPoolExecutor(processes, context, _begin, arguments)
     try:
-        with _interrupts_ignored():  # by the new processes: Ctrl-C reaches them too
+        with _interrupts_ignored():  # workers inherit this: a terminal sends Ctrl-C to them too
             running = [pool.submit(_run, index) for index in reversed(range(len(tasks)))]
         while wait(running, POLL, FIRST_EXCEPTION).not_done:
             for index, done in enumerate(steps):
@@ -85,7 +85,7 @@ def _run(index):
 @contextmanager
 def _interrupts_ignored():
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's
+        yield  # only the main thread can set signal handlers
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -340,22 +340,23 @@ def pointwise(
 ) -> Tensor:
     """Apply a pointwise callable on tensors, with few-bit codes for its derivative.
 
-    The input alone gets a gradient. Parameters, buffers and numbers that the callable holds may change between calls.
+    Only the input gets a gradient. Parameters, buffers and numbers that the callable uses may change between calls.
 
     Args:
         input: A floating tensor of any shape and strides.
-        function: A callable that takes a tensor and returns one; a module, too. It is called with 64 more numbers each time,
-            so that a change of what it holds is seen.
+        function: A callable, or module, that takes a tensor and returns a tensor. In every call it is also
+            evaluated at 64 fixed numbers, to detect changes of its parameters.
         bits: 1 to 8, or None for the callable itself.
-        table: The table to use. By default one is solved for the callable (`fewbit.solve` says what it must be), once per
-            process, and again if its values have changed. Pass one to choose, or to share one between processes.
+        table: The table to use. By default a table is solved for the callable (see `fewbit.solve` for the
+            requirements), once per process, and again if the callable's values have changed. Pass a table to use a
+            specific one, or the same one in all processes.
 
     Returns:
         function(input).
 
     Raises:
-        FunctionError: If the callable holds parameters that need a gradient, gives other values at every call, or if no
-            table can be solved for it.
+        FunctionError: If the callable uses parameters that need a gradient, returns different values in every call, or if no
+            table can be solved for the callable.
     """
     if torch.compiler.is_compiling():
         # The compiler takes functions with the same code for the same one, whatever they enclose; by its

@@ -88,7 +88,7 @@ def rms_norm(
     """
     quantiser = _checked(quantiser, bits, group_size, copies)
     shape = _shape(normalized_shape)
-    fits = weight is None or weight.shape == shape  # torch refuses others, and its kernel does not
+    fits = weight is None or weight.shape == shape  # torch's kernel does not check this
     if not fits or not _is_served(input, weight):
         return torch_functional.rms_norm(input, normalized_shape, weight, eps)
     x, weight = map(in_float32, (input, *_contiguous(weight)))
@@ -110,9 +110,9 @@ def group_norm(
     """torch.nn.functional.group_norm; kept as in `layer_norm`. input: (N, C, *); weight, bias: (C,)."""
     quantiser = _checked(quantiser, bits, group_size, copies)
     served = _is_served(input, weight, bias) and input.dim() >= 2
-    if not served or num_groups <= 0 or input.shape[1] % num_groups:  # the last two torch refuses
+    if not served or num_groups <= 0 or input.shape[1] % num_groups:  # the last two raise in torch
         if weight is None and bias is not None:
-            weight = torch.ones_like(bias)  # without one torch's own has no backward
+            weight = torch.ones_like(bias)  # torch's backward needs a weight
         return torch_functional.group_norm(input, num_groups, weight, bias, eps)
     n, c, *spatial = input.shape
     torch_functional._verify_batch_size([n * c // num_groups, num_groups, *spatial])
@@ -143,7 +143,7 @@ def batch_norm(
     quantiser = _checked(quantiser, bits, group_size, copies)
     vectors = running_mean, running_var, *_contiguous(weight, bias)
     served = _is_served(input, weight, bias) and input.dim() >= 2
-    if not served or _are_differentiated(running_mean, running_var):  # the last torch refuses
+    if not served or _are_differentiated(running_mean, running_var):  # torch raises for the last
         return torch_functional.batch_norm(input, *vectors, training, momentum, eps)
     if not training:
         if weight is not None and weight.requires_grad:
@@ -175,12 +175,12 @@ def instance_norm(
     quantiser = _checked(quantiser, bits, group_size, copies)
     vectors = running_mean, running_var, weight, bias
     served = use_input_stats and _is_served(input, weight, bias) and input.dim() > 2
-    if not served or _are_differentiated(running_mean, running_var):  # the last torch refuses
+    if not served or _are_differentiated(running_mean, running_var):  # torch raises for the last
         return torch_functional.instance_norm(input, *vectors, use_input_stats, momentum, eps)
     torch_functional._verify_spatial_size(input.size())
     n, c = input.shape[:2]
     mean, var, weight, bias = (None if each is None else each.repeat(n) for each in vectors)
-    if input.dtype.itemsize > 2:  # statistics of any dtype, as torch takes them
+    if input.dtype.itemsize > 2:  # torch accepts running statistics of any dtype here
         mean, var = (None if each is None else each.to(input.dtype) for each in (mean, var))
     x = input.contiguous()
     view = 1, n * c, *x.shape[2:]
@@ -203,7 +203,7 @@ def _checked(quantiser, bits, group_size, copies) -> Quantiser:
 
 
 def _is_served(input, *vectors) -> bool:
-    """Whether there is anything to quantize. An empty batch is left to torch, which keeps nothing of it."""
+    """Return whether the input needs to be quantized. An empty batch does not: torch saves nothing of an empty input."""
     return is_differentiated(input, *vectors) and input.numel() > 0
 
 
@@ -212,7 +212,7 @@ def _are_differentiated(*vectors) -> bool:
 
 
 def _contiguous(*vectors) -> tuple[Tensor | None, ...]:
-    """Weights and biases as torch's native kernels read them, which do not look at strides."""
+    """Return contiguous weights and biases, because torch's native kernels ignore their strides."""
     return tuple(None if vector is None else vector.contiguous() for vector in vectors)
 
 

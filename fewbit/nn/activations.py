@@ -454,7 +454,7 @@ class Laplace(_FewBit, nn.Module):
 
 
 class Pointwise(_FewBit, nn.Module):
-    """Any pointwise callable on tensors, without parameters that need a gradient; see `fewbit.functional.pointwise`."""
+    """The layer of a pointwise callable that has no parameters that need a gradient; see `fewbit.functional.pointwise`."""
 
     def __init__(self, function, *, bits: int = 3, table: Table | None = None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What every layer and activation of fewbit asks before its own forward runs."""
+"""The checks that every layer and activation of fewbit makes before its own forward runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.fx import Proxy, Tracer
 
 
 class Guarded:
-    """A mixin: forwards of its subclasses are not run on what is no tensor, nor for what is none of fewbit's modules.
+    """A mixin that wraps the forward of its subclasses for two cases.
 
-    torch.fx.symbolic_trace takes the layers for leaves, as it does torch's own. A forward that somebody has taken from a
-    converted module, to call it in one on the instance, is torch's once the model is restored.
+    torch.fx.symbolic_trace records the layer as a leaf module, as it records torch's layers. If the bound forward of a
+    converted module was saved, for instance by a wrapper, it runs torch's forward after the model is restored.
     """
 
     def __init_subclass__(cls, **kwargs):
@@ -30,6 +30,6 @@ def _guarded(forward, name):
             return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
         return forward(self, *args, **kwargs)
 
-    # Dynamo keeps what it compiles by code object, and not more than a few versions of each.
+    # A name of its own makes a code object per layer: Dynamo compiles only a few versions of each code object.
     guarded.__code__ = guarded.__code__.replace(co_qualname=name)
     return guarded

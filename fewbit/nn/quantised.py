@@ -22,7 +22,7 @@ class Quantised(Guarded):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        if issubclass(cls, nn.Module):  # not what several classes have in common
+        if issubclass(cls, nn.Module):  # not for mixins, which are no modules
             cls.__signature__ = _signature_of(cls)
 
     def __init__(self, *args, bits: int = DEFAULT_BITS, group_size: int = GROUP_SIZE, **kwargs):
@@ -40,9 +40,10 @@ class Quantised(Guarded):
 
 
 def _signature_of(cls) -> inspect.Signature:
-    """That of the class of torch, plus the options of `Quantised` and its kin: `*args, **kwargs` would hide `device`.
+    """Return the signature of torch's class plus the options of fewbit's mixins.
 
-    A subclass with an `__init__` of its own, which takes what it takes, keeps its own signature.
+    `torch.nn.utils.skip_init` looks for `device` in the signature, which `*args, **kwargs` would hide. A subclass with an
+    `__init__` of its own keeps that signature, unless it is one of fewbit's and takes `*args, **kwargs`.
     """
     inits = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
     ours, parameters = [], {}

@@ -1,6 +1,6 @@
-"""What backends demand of the tensors that they are handed: dense, of one device, of the right dtype and size.
+"""Checks of the tensors that backends get: dense, on one device, of the right dtype and size.
 
-The compiled kernels check the same of addresses (csrc/bindings.cpp, `Entry`) and say it in the same words.
+The compiled kernels make the same checks of their buffers (csrc/bindings.cpp, `Entry`), with the same messages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def check_dense(tensor: torch.Tensor) -> None:
-    """Raise ValueError unless the elements of a tensor fill a stretch of its storage, each once."""
+    """Raise ValueError unless the elements of a tensor fill a contiguous part of its storage without overlap or gap."""
     if not layout.are_dense(tensor.shape, tensor.stride()):
         raise ValueError(
             f"expected a dense tensor, got strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}"
@@ -22,11 +22,11 @@ def check_dense(tensor: torch.Tensor) -> None:
 
 
 class Entry:
-    """A call of one function of a backend.
+    """The checks for a call of one function of a backend.
 
     Args:
-        name: Of the function, for messages.
-        like: The tensor on whose device all others have to lie.
+        name: The name of the function, for messages.
+        like: The tensor whose device all other tensors must have.
     """
 
     def __init__(self, name: str, like: torch.Tensor):
@@ -37,11 +37,11 @@ class Entry:
         """Raise ValueError unless a tensor is dense, on the device, and has that dtype and number of elements.
 
         Args:
-            name: Of the argument, for the message.
-            tensor: A tensor, or None, which is refused too.
-            count: How many elements it has to have; with is_least or more.
-            dtype: The dtype that it has to have.
-            is_least: Whether more elements are fine.
+            name: The name of the argument, for the message.
+            tensor: The tensor; None is refused too.
+            count: The number of elements that the tensor must have, or the least number if is_least.
+            dtype: The dtype that the tensor must have.
+            is_least: Whether the tensor may have more elements.
         """
         if tensor is not None:
             check_dense(tensor)
@@ -61,7 +61,7 @@ class Entry:
         self.check(name, tensor, tensor.numel(), tensor.dtype)
 
     def check_seed(self, seed, is_drawn: bool = True) -> None:
-        """Raise ValueError unless there is a seed if codes are drawn, and none if they are not."""
+        """Raise ValueError if codes are drawn at random without a seed, or a seed is given for codes that are not."""
         if is_drawn:
             self.check("seed", seed, 1, torch.int64)
         elif seed is not None:
@@ -70,12 +70,12 @@ class Entry:
             )
 
     def check_packed(self, packed, n: int, bits: int) -> None:
-        """Raise ValueError unless packed has the words of n elements."""
+        """Raise ValueError unless packed has the number of words that n elements need."""
         check_bits(bits)
         self.check("packed", packed, packed_words(n, bits), torch.int32)
 
     def check_copy(self, packed, ranges, bits, group_size, shape, widths) -> None:
-        """Raise ValueError unless packed codes and ranges are those of a quantised tensor of that shape."""
+        """Raise ValueError unless packed codes and ranges have the sizes for a quantised tensor of the given shape."""
         samples, features = groups.samples_of(shape)
         if ranges.dim() != 2 or ranges.shape[1] not in (groups.WIDE - 1, groups.WIDE):
             raise ValueError(
@@ -92,7 +92,7 @@ class Entry:
         self.check("ranges", ranges, rows * ranges.shape[1], torch.bfloat16, is_mixed)
 
     def check_widths(self, widths, samples: int, features: int, group_size: int) -> tuple[int, int]:
-        """Return the words and the groups of samples of those widths; ValueError unless each is 1 to 8."""
+        """Return the total words and groups of samples with these widths in bits; ValueError unless each width is 1 to 8."""
         self.check("widths", widths, samples, torch.uint8)
         widths = widths.tolist()
         for bits in widths:

@@ -1,7 +1,8 @@
-"""Frames of our own around calls of a converted model's modules, so that `finally` ends a forward whatever ends it.
+"""Subclasses that run the calls of a converted model's modules inside `try` / `finally`.
 
-torch runs no hook after a KeyboardInterrupt or another BaseException (docs/decisions/0013). The class of a module whose
-calls are told to a session is therefore changed, in place, to a subclass with a `__call__` of its own.
+After a KeyboardInterrupt or another BaseException that is no Exception, torch runs no forward hook
+(docs/decisions/0013). fewbit therefore changes the class of a module, in place, to a subclass whose `__call__` passes
+the call to the model's session. A class or module with that `__call__` is said to be told.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from torch._C._dynamo import eval_frame
 from torch.nn.utils.parametrize import is_parametrized
 
 SESSION = "_fewbit_session"
-"""The attribute of a module, or of an activation, that has its model's session; layers have it in their quantiser."""
+"""The attribute of a module or activation that holds its model's session. Layers hold the session in their quantiser."""
 
 _made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made from it}
 
 
 def leave_to_interpreter(code: CodeType) -> None:
-    """Have torch.compile trace a function where it is inlined, but never compile a call of it as a frame of its own.
+    """Exclude a function from compilation as a frame of its own; torch.compile still inlines the function when tracing.
 
-    Dynamo would take it for one more function to compile, and then what it made of one call for another's.
+    Otherwise Dynamo would compile the function and could reuse the code that was compiled for another call.
     """
     if hasattr(eval_frame, "skip_code"):  # torch 2.6
         eval_frame.skip_code(code)
@@ -35,7 +36,7 @@ def leave_to_interpreter(code: CodeType) -> None:
 
 
 def is_compiled_code() -> bool:
-    """Whether a compiler traces what runs now, or code that it has compiled, or is about to, calls it."""
+    """Return whether torch.compile traces the running code, or the caller is compiled or about to be compiled."""
     return torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
 
 
@@ -43,7 +44,7 @@ class Told:
     """A mixin: calls of the module run within its session. Without a session they are torch's own."""
 
     def __init_subclass__(cls, **kwargs):
-        # The classes made here must not enter the registries that users' classes keep of their subclasses.
+        # A user's class may register its subclasses; classes that `told` makes must not be registered.
         if "_fewbit_base" not in vars(cls):
             super().__init_subclass__(**kwargs)
 
@@ -58,9 +59,7 @@ class Told:
     def __reduce_ex__(self, protocol):
         made, args, *rest = super().__reduce_ex__(max(protocol, 2))
         base = vars(type(self)).get("_fewbit_base")
-        if (
-            base is not None
-        ):  # else a class that others have made from ours, which has to be found by itself
+        if base is not None:  # else another library's subclass, which pickle has to find itself
             args = tuple(base if each is type(self) else each for each in args)
             made, args = _made_again, (made, args)
         return made, args, *rest
@@ -70,14 +69,14 @@ leave_to_interpreter(Told.__call__.__code__)
 
 
 def _made_again(made, args) -> nn.Module:
-    """What pickle and copy begin with: made(*args), which has the class below ours, whose name pickle finds."""
+    """Recreate a module for pickle and copy: make it with the base class, which pickle finds by name, then call `told`."""
     module = made(*args)
     object.__setattr__(module, "__class__", told(type(module)))
     return module
 
 
 def told(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a module's class whose calls run within the module's session; the same one for each class."""
+    """Return the subclass of `base` whose calls run within the module's session. Every call returns the same subclass."""
     reference = _made.get(base)
     made = None if reference is None else reference()
     if made is None:
@@ -93,43 +92,43 @@ def told(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class that the module has but for `tell`: what to look up classes by."""
+    """Return the module's class without the subclass from `tell`, for looking up classes."""
     return vars(type(module)).get("_fewbit_base", type(module))
 
 
 def class_told(module: nn.Module) -> type[nn.Module]:
-    """The class that `tell` gives the module. Nothing is changed."""
+    """Return the class that `tell` would give the module, without changing the module."""
     cls = class_of(module)
     if isinstance(module, Told):
         return type(module)
     if is_parametrized(module) and len(cls.__bases__) == 1:
-        # torch takes the class below its own for the one to go back to.
+        # When a parametrization is removed, torch restores the base of its parametrized class.
         (base,) = cls.__bases__
         return rebased(cls, base, told(base))
     return told(cls)
 
 
 def tell(module: nn.Module, session, cls: type[nn.Module]) -> None:
-    """Have calls of the module run within the session. cls: of `class_told`."""
+    """Make calls of the module run within the session. cls: the result of `class_told`."""
     vars(module)[SESSION] = session
     object.__setattr__(module, "__class__", cls)
 
 
 def untell(module: nn.Module) -> None:
-    """Undo `tell`. A class that keeps what `tell` gave it does no more than torch's own."""
+    """Undo `tell`. If the class still contains `Told`, calls behave like torch's without a session."""
     vars(module).pop(SESSION, None)
     object.__setattr__(module, "__class__", untold(module))
 
 
 def untold(module: nn.Module) -> type[nn.Module]:
-    """The module's class without ours, also below classes that others have made from ours (parametrize, fully_shard)."""
+    """Return the module's class without `Told`, also if another library subclassed the told class (parametrize, fully_shard)."""
     cls = type(module)
     made = next((each for each in cls.__mro__ if "_fewbit_base" in vars(each)), None)
     return cls if made is None else rebased(cls, made, vars(made)["_fewbit_base"]) or cls
 
 
 def rebased(cls: type, old: type, new: type) -> type | None:
-    """The class with the base `old` replaced by `new`; None if its functions depend on the class that they are in."""
+    """Return cls rebuilt with base `new` in place of `old`; None if a method of cls uses super() without arguments."""
     if cls is old:
         return new
     if old not in cls.__mro__:
@@ -139,6 +138,6 @@ def rebased(cls: type, old: type, new: type) -> type | None:
     }
     codes = [getattr(unwrap(each), "__code__", None) for each in own.values() if callable(each)]
     if any("__class__" in code.co_freevars for code in codes if code is not None):
-        return None  # super() without arguments
+        return None  # super() without arguments refers to cls itself
     bases = [rebased(base, old, new) for base in cls.__bases__]
     return None if None in bases else type(cls)(cls.__name__, tuple(bases), own)

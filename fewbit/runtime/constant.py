@@ -1,4 +1,4 @@
-"""Functions whose results torch.compile takes for constants, without importing the compiler."""
+"""Mark functions whose results torch.compile may treat as constants, without importing the compiler."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 def constant(function: Callable) -> Callable:
     """Mark a function as `torch.compiler.assume_constant_result` does.
 
-    That one imports Dynamo and SymPy, which takes longer than all of fewbit, also where nothing is ever compiled; a
-    test keeps the marks equal.
+    Calling torch's decorator imports Dynamo and SymPy, even if nothing is ever compiled, which takes longer than importing
+    fewbit. A test checks that both set the same mark.
 
     Args:
-        function: whose result follows from its arguments alone, all of them constants of the compiled program.
+        function: a function whose result depends only on its arguments, all of which are constants in the compiled program.
 
     Returns:
         The function.

@@ -11,10 +11,10 @@ from fewbit.runtime.interrupts import afterwards
 
 
 class _Stack(threading.local):
-    """What the modules that run say of functions, the innermost one last.
+    """How the running modules want functions to be treated, the innermost module last.
 
-    True: they stay torch's own. False: they are those of the model. Else settings of their own. Nothing is written to a
-    stack: whoever keeps one can put it back.
+    True: functions stay torch's own. False: functions are compressed with the model's settings. Else: the module's own
+    settings. The tuple is replaced, never modified, so that a saved one can be restored.
     """
 
     def __init__(self):
@@ -43,24 +43,24 @@ def said():
 
 
 def stack() -> tuple:
-    """What all modules that run say, for `put_back`."""
+    """Return the flags of all running modules, for `put_back`."""
     return _stack.flags
 
 
 def start() -> None:
-    """At the beginning of a model's forward: what modules around the model say does not count."""
+    """Clear the flags at the beginning of a model's forward: those of modules around the model do not apply to it."""
     _stack.flags = ()
 
 
 def put_back(flags: tuple) -> None:
-    """What modules said before, when a call ends."""
+    """Restore the flags from before a call, when the call ends."""
     _stack.flags = flags
 
 
 class Switch:
-    """Forward hooks of a module that has a say of its own: see `said`.
+    """Forward hooks of a module with a flag of its own: see `said`.
 
-    torch does not run `leave` after a KeyboardInterrupt: the calls around put back what was said before.
+    torch does not run `leave` after a KeyboardInterrupt; the call of the enclosing module then restores the flags.
     """
 
     def __init__(self, says):

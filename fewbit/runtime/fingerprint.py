@@ -1,4 +1,4 @@
-"""Whether a tensor's memory is as it was: writes through `x.data` or `x.numpy()` are told to nobody."""
+"""Checksums of a tensor's memory, to detect writes through `x.data` or `x.numpy()`, which change no version."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from fewbit.runtime import layout
 from fewbit.runtime.plain import is_plain
 
 SMALL = 1024
-"""Bytes up to which a checksum of every byte is the quicker one."""
+"""Largest number of bytes for which a CRC of all bytes is faster than sums of columns."""
 WIDTH = 1021
-"""A prime, so that what moves in memory as rows do comes into other columns."""
+"""Columns, a prime: exchanged rows of a tensor come into other columns, unless a multiple of this lies between them."""
 
 
 def fingerprint(x: torch.Tensor) -> int | bytes | None:
-    """What equal contents have in common, and others not. None: not on the CPU, where asking would wait, or no memory of its own.
+    """Return a checksum of a tensor's memory.
 
-    Of more than SMALL bytes the sums by column of its memory as rows of 64-bit integers: that is read at the speed of memory.
+    Up to SMALL bytes it is a CRC. Above, it is the sums of the columns of the memory as rows of 64-bit integers, which
+    are computed at the speed of memory, and a CRC of the rest. Exchanging words within a column does not change
+    it.
+
+    Returns:
+        The checksum. None if the tensor is not on the CPU, since reading would synchronize with the device, or has no
+        readable memory.
     """
     if x.device.type != "cpu" or not is_plain(x):
         return None

@@ -118,7 +118,7 @@ pack_kept_op = define(
 )
 narrow_kept_op = define(
     "narrow_kept(Tensor values, ScalarType dtype) -> (Tensor, Tensor)",
-    # In strides that do not depend on those of values; a copy, which an op's result has to be.
+    # Contiguous, so that the result's strides do not depend on the input's; copied, because an op must not return its input.
     lambda values, dtype: (
         values.to(dtype, memory_format=torch.contiguous_format, copy=True),
         _one(values),

@@ -1,8 +1,8 @@
-"""Putting things back whatever ends what changed them: an interrupt may come at any bytecode, that of the clean-up too.
+"""Undo changes after any exception. An interrupt may come at any bytecode, also during the clean-up itself.
 
-A generator's `finally` runs even if the interrupt comes between its `yield` and the `with` block around, or between the
-block and `__exit__`: the generator is closed when nobody has it any more. What is put back is put back once more if
-the first time was interrupted, so that it has to come out the same.
+A generator's `finally` runs even if the interrupt comes between its `yield` and the `with` block, or between the block
+and `__exit__`, because Python closes the generator when its last reference goes. After an exception the clean-up runs
+twice, in case the first run was interrupted, so a clean-up must be idempotent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 
 @contextmanager
 def afterwards(put_back: Callable[[], None]):
-    """Calls put_back() when the block ends, and again if an interrupt comes meanwhile."""
+    """Call put_back() when the block ends; after an exception call it twice, in case the first call was interrupted."""
     try:
         try:
             yield
@@ -31,7 +31,7 @@ def afterwards(put_back: Callable[[], None]):
 
 @contextmanager
 def held(lock):
-    """Holds a `threading.RLock`, which this thread does not hold yet."""
+    """Hold a `threading.RLock` during the block. The thread must not hold the lock already."""
 
     def release():
         if lock._is_owned():
@@ -43,7 +43,7 @@ def held(lock):
 
 
 class ThreadState:
-    """What torch has switched on or off in this thread: modes, hooks on saved tensors, gradients, autocast's cache."""
+    """A snapshot of torch's state in this thread: modes, hooks on saved tensors, grad mode, autocast's cache."""
 
     def __init__(self):
         self._has_grad = torch.is_grad_enabled()
@@ -54,7 +54,7 @@ class ThreadState:
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def put_back(self) -> None:
-        """All of it; of the hooks those on top of what there was are taken off."""
+        """Restore the snapshot. Hooks on saved tensors that were pushed since are popped."""
         torch.set_grad_enabled(self._has_grad)
         torch._C._set_torch_function_state(self._overrides)
         torch.set_autocast_cache_enabled(self._cache)
@@ -80,7 +80,7 @@ def _are_same(hooks, others) -> bool:
 
 
 def leaves_nothing(function: Callable) -> Callable:
-    """Have a function that is ended early leave torch's modes and switches in this thread as they were."""
+    """Decorate a function so that, if it raises, torch's modes and switches in this thread are restored."""
 
     @wraps(function)
     def ended(*args, **kwargs):

@@ -10,13 +10,13 @@ import torch
 def is_dense(x: torch.Tensor) -> bool:
     """Whether x's elements fill a stretch of its storage, each once (channels-last and transposes do)."""
     if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return are_dense(x.shape, x.stride())  # those of one example, not of the batch
+        return are_dense(x.shape, x.stride())  # the strides of one example, not of the batch
     # empty_like keeps the strides of a dense tensor and of no other.
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 
 def are_dense(shape, stride) -> bool:
-    """Whether a tensor of that shape and those strides is dense (one without elements is)."""
+    """Return whether a tensor of the given shape and strides is dense. A tensor without elements is."""
     if 0 in shape:
         return True
     step = 1
@@ -33,15 +33,15 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
-    """The strides of `dense(x)`, where those of dimensions of size 0 and 1 say nothing as torch chooses them."""
+    """Return the strides of `dense(x)`; for dimensions of size 0 and 1, whose strides mean nothing, torch's choice."""
     whole = contiguous_stride(x.shape)
     return whole if x.is_contiguous() or not is_dense(x) else _stride(x)
 
 
 def is_regular(x: torch.Tensor) -> bool:
-    """Whether torch's pointwise functions give x's strides to their results, whichever function it is.
+    """Return whether every pointwise function of torch returns x's strides.
 
-    With dimensions of size 0 or 1, whose strides say nothing, or elements that lie apart, each has rules of its own.
+    If x has dimensions of size 0 or 1, or gaps between its elements, the strides of the result depend on the function.
     """
     shape, stride = x.shape, x.stride()
     if stride == contiguous_stride(shape):
@@ -78,7 +78,7 @@ def storage_permutation(x: torch.Tensor) -> tuple[int, ...] | None:
 def _outermost_first(x: torch.Tensor) -> list[int]:
     """Return the dimensions of a dense x in storage order."""
     stride, shape, order = x.stride(), x.shape, []
-    # An insertion sort: a compiler breaks the graph at one by symbolic keys, but follows comparisons.
+    # An insertion sort, because torch.compile traces comparisons of symbolic strides but breaks the graph at sorted().
     for dim in range(x.dim()):
         place = len(order)
         while place and _lies_inside(stride, shape, order[place - 1], dim):
@@ -88,7 +88,7 @@ def _outermost_first(x: torch.Tensor) -> list[int]:
 
 
 def _lies_inside(stride, shape, a: int, b: int) -> bool:
-    """Whether dimension a steps over less than b, or as much in fewer steps."""
+    """Return whether dimension a has the smaller stride, or the same stride as b and the smaller size."""
     if stride[a] == stride[b]:
         return shape[a] < shape[b]
     return stride[a] < stride[b]
@@ -123,7 +123,7 @@ def unviewed(y: torch.Tensor) -> torch.Tensor:
     result = torch.ops.aten._unsafe_view(y, y.shape)
     if result.stride() == y.stride():
         return result
-    # A view has strides of its own for dimensions of size 1.
+    # _unsafe_view chooses other strides for dimensions of size 1.
     return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
 
 
@@ -186,13 +186,13 @@ def bring_to(x: torch.Tensor, stride) -> torch.Tensor:
 def told(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tensor:
     """Return x with exactly the given strides: x itself, a view of it, or a copy.
 
-    Torch ops that count elements in storage order take the strides that their partner was traced with, because a
-    compiler may hand them a tensor whose strides are others (docs/runtime.md, "Strides").
+    An op that packs or unpacks in storage order gets the strides as an argument, because in a compiled graph the strides
+    of its input may differ from those at tracing time (docs/runtime.md, "Strides").
 
     Args:
         x: A tensor of any strides.
         stride: The strides of a dense tensor of x's shape.
-        by_sample: Whether dimension 0 has to be outermost.
+        by_sample: Whether dimension 0 must be outermost in storage.
 
     Raises:
         ValueError: If no dense tensor of x's shape has those strides.
@@ -200,12 +200,12 @@ def told(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tensor:
     shape, stride = tuple(x.shape), tuple(stride)
     check_stride(shape, stride, by_sample)
     x = bring_to(x, stride)
-    # Strides of dimensions of size 1 say nothing, but is_dense compares them.
+    # Strides of dimensions of size 1 mean nothing, but is_dense compares them.
     return x if x.stride() == stride else x.as_strided(shape, stride)
 
 
 def check_stride(shape, stride, by_sample: bool = False) -> None:
-    """Raise ValueError unless a dense tensor of that shape has those strides; by_sample: as for `told`."""
+    """Raise ValueError unless a dense tensor of the given shape can have the given strides; by_sample: as for `told`."""
     n = math.prod(shape)
     fits = len(stride) == len(shape) and are_dense(shape, stride)
     if fits and by_sample and n and shape and shape[0] > 1:

@@ -128,7 +128,7 @@ class Magnitudes:
             entries = row if isinstance(row, Mapping) else {}
             name, slot, squares = (entries.get(each) for each in ("name", "input", "squares"))
             is_table = _is_vector(squares) and squares.is_floating_point()
-            # NaN is what was not seen.
+            # NaN stands for a sample that was not observed, and is valid.
             is_table = is_table and not (squares < 0).any() and not squares.isinf().any()
             is_named = isinstance(name, str) and type(slot) is int and slot >= 0
             is_new = is_named and (name, slot) not in tables
@@ -142,7 +142,7 @@ class Magnitudes:
 
 
 def _is_vector(value) -> bool:
-    """Return whether it is a plain tensor of one dimension on the host, as states have."""
+    """Return whether a value is an ordinary 1-D CPU tensor, as in states."""
     return (
         is_plain(value)
         and value.layout == torch.strided

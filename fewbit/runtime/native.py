@@ -24,7 +24,7 @@ _MOST_POINTS = 1800
 class Kernels:
     """One set of kernels; `where(tensor)` gives the trailing arguments that say where to run.
 
-    Tensors travel as buffers (`_buffer`), which the kernels check against what they will read or write: ValueError.
+    Tensors are passed as buffers (`_buffer`). A kernel raises ValueError if a buffer does not fit what the kernel reads or writes.
 
     streams(widths) gives tensors to keep alive during a call of the group quantiser, and the arguments that
     say which samples have which width.
@@ -266,14 +266,14 @@ class Kernels:
 
 
 def _buffer(tensor):
-    """A dense tensor as the kernels take it: address, number of elements, dtype, device. ValueError for any other."""
+    """Return a dense tensor as (address, number of elements, dtype, device). ValueError if the tensor is not dense."""
     if not tensor.is_contiguous():
         check_dense(tensor)
     return tensor.data_ptr(), tensor.numel(), _DTYPES.get(tensor.dtype, -1), tensor.get_device()
 
 
 def _element(tensor, like):
-    """The element that all elements of a tensor are, of as many as `like` has. ValueError for another number."""
+    """Return the buffer of one element, for an expanded tensor. ValueError unless the tensor has as many elements as `like`."""
     if tensor.numel() != like.numel():
         raise ValueError(f"grad: expected {like.numel()} elements, got {tensor.numel()}")
     return tensor.data_ptr(), 1, _DTYPES.get(tensor.dtype, -1), tensor.get_device()
@@ -330,9 +330,9 @@ def _ranges(rows: int, wide: bool, device) -> torch.Tensor:
 
 
 def cpu(isa: str | None = None) -> Kernels:
-    """Return the CPU kernels of the instruction set named.
+    """Return the CPU kernels of the named instruction set.
 
-    Otherwise of the one in the environment variable FEWBIT_CPU_ISA, or of the best that this processor has.
+    By default the environment variable FEWBIT_CPU_ISA names the set, or it is the best one of this processor.
     """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     _kernels.use_openmp_of(str(library))
@@ -341,7 +341,7 @@ def cpu(isa: str | None = None) -> Kernels:
 
 
 def _asked_isa() -> str | None:
-    """Return the value of FEWBIT_CPU_ISA, None if it is unset or empty."""
+    """Return the value of FEWBIT_CPU_ISA; None if the variable is unset or empty."""
     asked, there = os.environ.get("FEWBIT_CPU_ISA"), _kernels.cpu_isas()
     if asked and asked not in there:
         raise FewbitError(

@@ -57,7 +57,7 @@ def offer(quantiser, y, kept: Kept, weight, bias, channels=None) -> None:
         # Where parameters are sharded the norm's may be gone when the layer after it runs backward.
         weight, bias = (None if each is None else each.detach().clone() for each in (weight, bias))
     elif channels is not None and bias is not None:
-        # torch's batch norm keeps no bias, which may therefore change before backward.
+        # torch's batch norm does not save the bias, so users may change the bias before backward; a clone keeps its value.
         bias = bias.detach().clone()
     recipe = Affine(kept.recipe, y.dtype, channels)
     quantiser.session.add(y, quantiser.key, Kept((*kept.tensors, weight, bias), recipe))

@@ -431,7 +431,7 @@ def observed(backward, context, grads):
 
 
 class Restoring:
-    """While it runs the variables of restored tensors are noted, and those of one, the target, have noise."""
+    """Record the variables of tensors that are restored during `running`, and add noise to tensors of the target variable."""
 
     def __init__(self, target=None, level: int = 0, observation: Observation | None = None):
         self.target, self.level, self.observation = target, level, observation
@@ -440,7 +440,7 @@ class Restoring:
 
     @contextmanager
     def running(self):
-        """The block in which tensors are restored."""
+        """Return a context manager for the block in which tensors are restored."""
         before = getattr(_running, "restoring", None)
         with afterwards(lambda: setattr(_running, "restoring", before)):
             _running.restoring = self

@@ -74,7 +74,7 @@ class Offload:
         self._kinds = TRANSFERS if transfers is None else transfers
         self._transfers = {}  # by device
         self._on_host = weakref.WeakSet()
-        self._lock = threading.RLock()  # backward runs in a thread for each device
+        self._lock = threading.RLock()  # autograd runs backward in one thread per device
 
     def __getstate__(self):
         return {"least": self.least, "ahead": self.ahead, "transfers": self._kinds}
@@ -103,11 +103,11 @@ class Offload:
         self.cut(len(_running.entered) - 1)
 
     def depth(self) -> int:
-        """How many offloads are entered in this thread."""
+        """Return the number of offloads that are entered in this thread."""
         return len(_running.entered)
 
     def cut(self, depth: int) -> None:
-        """Leaves offloads until so many are entered."""
+        """Exit offloads until only `depth` of them are entered."""
         while len(_running.entered) > depth:
             _, forward = _running.entered[-1]
             if forward is not None:
@@ -150,7 +150,7 @@ class _Forward:
         self.hooks = (
             partial(pack),
             unpack,
-        )  # known by the first, which is another object for each forward
+        )  # identified by the first hook, a new object in each forward
         self._marked = {}  # by the address of a storage, which a weak reference keeps from being used again
         self._layer = 0
         self._lanes = {}
@@ -376,7 +376,7 @@ def _may_enter() -> bool:
 
 
 def _take_off(hooks) -> None:
-    """Takes those hooks off, if they are on; what others have put on top since stays."""
+    """Pop the given hooks if they are on torch's stack. Hooks that were pushed on top of them stay."""
     autograd, above, found = torch._C._autograd, [], False
     try:
         while not found and (top := autograd._top_saved_tensors_default_hooks(True)):

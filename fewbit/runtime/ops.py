@@ -9,9 +9,9 @@ exported program needs nothing but these ops.
     decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with those strides
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
 
-Every op that counts elements in storage order is told the strides to count by, and brings its input to them: what
-a tensor's strides were when a graph was traced says nothing about those that an op meets in the compiled graph.
-No result's strides depend on those of an input.
+Every op that packs or unpacks in storage order takes the strides as an argument, and restrides its input to them,
+because in a compiled graph a tensor's strides can differ from those at tracing time. The strides of a result never
+depend on the strides of an input.
 
 f itself is not among them: a compiler fuses torch's own function with its neighbours, and may recompute
 it, which it could not do to an op that yields f(x) and codes at once (docs/decisions/0004).
@@ -34,8 +34,8 @@ from fewbit.runtime.plain import check_not_distributed
 from fewbit.runtime.torch_functions import CONTIGUOUS, FORWARD, IN_PLACE
 
 library = Library("fewbit", "DEF")
-# With needs_exact_strides a compiler mostly makes inputs as they were traced, which saves the ops a copy. It is no
-# guarantee: Inductor takes for exact the strides that are left after it removed operations without effect.
+# With needs_exact_strides a compiler mostly passes inputs with the strides at tracing time, which saves a copy in the
+# ops. The tag is no guarantee: Inductor preserves the strides that are left after it has removed no-ops.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
@@ -50,7 +50,7 @@ def define(schema, implementation):
 
 
 def activation(x, function, parameters, encoding, seed, inplace):
-    """f(x) and the packed codes of x. x: any strides; the result has those that torch's own has.
+    """Return f(x) and the packed codes of x. x may have any strides; f(x) has the strides of torch's result.
 
     With `inplace`, f(x) is written to x, which must not overlap itself.
     """

@@ -38,10 +38,10 @@ def is_abstract(x) -> bool:
 
 
 def check_not_distributed(*tensors) -> None:
-    """Raise InputError if one of the tensors is a DTensor, of which nothing can be kept: groups would cross shards.
+    """Raise InputError if one of the tensors is a DTensor, which cannot be quantized since groups would cross shards.
 
     Args:
-        tensors: What a layer or an op takes; not only tensors.
+        tensors: The arguments of a layer or an op; may include values that are no tensors.
     """
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and any(isinstance(each, module.DTensor) for each in tensors):

@@ -3,7 +3,7 @@
 quantise(x, stride, seed, bits, group_size, wide) -> packed, ranges, and a 1 to multiply the layer's result with
 dequantise(packed, ranges, bits, group_size, size, stride, dtype) -> the values, with those strides
 
-Both are told the same strides, by which elements are counted.
+Both ops take the same strides, which define the order of the elements.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def dequantise(packed, ranges, bits, group_size, out, widths=None, affine=None) 
 
 
 def in_dtype(values, dtype):
-    """Restored values in dtype. In float16 none is infinite: next to 65504 ranges are rounded to beyond it."""
+    """Convert restored values to dtype. In float16, values are clamped: a rounded range can exceed 65504, the largest."""
     if dtype == torch.float16:
         most = torch.finfo(dtype).max
         values = values.clamp(-most, most)

@@ -2,9 +2,9 @@
 
 A tensor that several layers keep (q, k and v of one input; a residual branch) is quantised once. Entries
 are found by the tensor's storage, held weakly, so that they never hold the tensor, with its place in there
-and its version, so that neither an in-place change nor a reused address can be taken for the old tensor; and, as
-writes through `x.data` or `x.numpy()` raise no version, by its content where reading it does not wait for a device.
-They are dropped when the forward ends, or the checkpointed region in which they were made.
+and its version, so that neither an in-place change nor a reused address can be taken for the old tensor. Writes
+through `x.data` or `x.numpy()` do not change the version; on the CPU entries are therefore also compared by a checksum
+of the content. Entries are dropped when the forward ends, or the checkpointed region in which they were made.
 
 An activation whose result a layer keeps makes that copy itself from the next forward on, in the pass in which
 it makes the result and its own codes.
@@ -88,10 +88,10 @@ class Session:
     # -- Forwards ----------------------------------------------------------------------------------------
 
     def call(self, module, function, args=(), kwargs=None):
-        """function(*args, **kwargs), the call of a module with layers inside, as a part of a forward of this model.
+        """Return function(*args, **kwargs), the call of a module with children, as a part of a forward of this model.
 
-        The outermost call is the forward. Whatever ends it, all is afterwards as it was before: also if what puts it
-        back is interrupted itself, as it is then done again.
+        The outermost call is the forward. When the call returns or raises, the previous state is restored, and after
+        an exception restored a second time, in case the first restoration was interrupted.
         """
         kwargs = kwargs or {}
         call = _Call(self, module)
@@ -113,8 +113,8 @@ class Session:
         if ended is not None:
             if ended.plan and ended.plan.observation is not None:
                 ended.plan.observation.watch(outputs)
-            # Torch's generator moves on, once a forward and after all that the model draws. (What was made for
-            # layers that then did not ask for it does not count.)
+            # Advance torch's generator once per forward, after the model has drawn its own numbers, and only if a
+            # layer saved a tensor.
             if keeps:
                 torch.randint(2**63 - 1, (), device="cpu")
         return outputs
@@ -152,7 +152,7 @@ class Session:
         return frame in self._whole
 
     def is_running(self) -> bool:
-        """Whether a forward of the model runs in this thread."""
+        """Return whether a forward of the model is running in this thread."""
         return _innermost(self._local) is not None
 
     def is_made_again_alike(self) -> bool:
@@ -164,7 +164,7 @@ class Session:
         return pack is None or (call is not None and call.checkpoint is pack)
 
     def compresses_functions(self) -> bool:
-        """Whether functions that are called now are to be compressed: by a module of the model that trains."""
+        """Return whether to compress functions now: the calling module trains, and a checkpoint would recompute it alike."""
         call = _innermost(self._local)
         return call is not None and call.training and self.is_made_again_alike()
 
@@ -312,7 +312,7 @@ class Session:
             entries[_key(x, config)] = StorageWeakRef(x.untyped_storage()), kept, fingerprint(x)
 
     def expose(self, x) -> None:
-        """Somebody gets at the memory of x in a way that autograd does not watch: nothing of it is shared from now on."""
+        """Stop sharing copies of x in this forward: its memory was accessed in a way that autograd does not track."""
         if self._local.entries is not None:
             self._local.exposed.add(x.untyped_storage()._cdata)
 
@@ -380,7 +380,7 @@ class Session:
 
 
 def sessions_of(model: nn.Module) -> Iterator[Session]:
-    """Those that calls of its modules are told to, as often as there are such modules; not private ones."""
+    """Yield the session of every module whose calls run within one. The same session can come several times."""
     for module in model.modules():
         session = vars(module).get(SESSION)
         if isinstance(module, Told) and session is not None:
@@ -393,7 +393,7 @@ class _Local(threading.local):
     def __init__(self):
         self.call = None  # a weak reference to the innermost _Call
         self.entries = None
-        self.exposed = set()  # storages that are written to unseen, perhaps
+        self.exposed = set()  # storages that may be written to without a new version
         self.started = False  # whether this forward is to be differentiated, and no part of another
         self.forward = None  # a _Forward, while one runs, or a part of one again
         self.part = 0  # number of that part
@@ -412,11 +412,11 @@ class _Forward(NamedTuple):
 
 
 class _Call:
-    """A module's call, and what is to be put back when it ends.
+    """A call of a module, with the state to restore when the call ends.
 
-    Only the frame that makes the call holds it, so that one which nobody has ended counts no more once its frame is
-    gone. checkpoint: the checkpointed region in which the module was called. training: whether it is in training mode.
-    path: where in the model it is.
+    Only the Python frame of the call owns this object, so an abandoned call is no longer current once its frame is
+    gone. checkpoint: the checkpointed region in which the module was called. training: whether the module is in training
+    mode. path: the module's path in the model.
     """
 
     __slots__ = (
@@ -439,7 +439,7 @@ class _Call:
         self.contexts = [(context, context.depth()) for context in contexts]
 
     def put_back(self) -> None:
-        """All that the call has changed, as it was; done twice it is as done once."""
+        """Restore everything that the call has changed. Calling this twice has the same effect as calling it once."""
         session, local = self.session, self.session._local
         if self.is_outermost:
             for context, depth in reversed(self.contexts):
@@ -461,7 +461,7 @@ class _Result:
 
 
 def _innermost(local) -> _Call | None:
-    """The innermost call, of any session or of one, that has not ended: `_running` or a `_Local`."""
+    """Return the innermost call that has not ended: of any session for `_running`, of one session for its `_Local`."""
     reference = getattr(local, "call", None)
     return None if reference is None else reference()
 

@@ -60,7 +60,7 @@ def callable_encoding_text(function, bits: int, table: Table | None, device, dty
 
 
 class _Solved(NamedTuple):
-    """The table of a callable, which is held so that no other has its id, and the values it had then."""
+    """The table of a callable and the values it was solved for. Holding the callable keeps its id from being reused."""
 
     function: Callable
     values: torch.Tensor
@@ -73,7 +73,7 @@ _POINTS = 64
 
 
 def _probe(function, device, dtype) -> torch.Tensor:
-    """function at numbers between -10 and 10. FunctionError if it needs a gradient for something that it holds."""
+    """Return function at 64 numbers between -10 and 10. FunctionError if a parameter of the callable needs a gradient."""
     points = torch.linspace(-9.7, 9.9, _POINTS, dtype=dtype, device=device)
     with torch.enable_grad(), exactly():
         values = function(points)
@@ -97,7 +97,7 @@ def _check_steady(function, values, device, dtype) -> None:
 
 
 def _are_equal(values, others) -> bool:
-    """Meta and fake tensors have no values that could differ."""
+    """Return whether values are equal; True for meta and fake tensors, which have none."""
     return is_abstract(values) or is_abstract(others) or torch.equal(values, others)
 
 
@@ -105,8 +105,8 @@ def _name_of(function) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-# The derivative of x, but for 0, where torch's shrinks with lambd=0 have none. It differs from 1 at a single point,
-# which no solver finds; the second break is the least number above 0, in float32 as well.
+# The derivative of torch's shrinks with lambd=0: 1, except 0 at x = 0. The solver cannot represent a single point, so
+# the table is written by hand; the second break is the smallest number above 0, also in float32.
 _SHRINKS = ("hardshrink", "softshrink")
 _AT_ZERO = Encoding(
     bits=1,

@@ -85,7 +85,7 @@ AUTOCAST_FLOAT32 = {"cuda": {"softplus", "sqrtsoftplus"}}
 """By device: functions that torch's autocast runs in float32."""
 
 CONTIGUOUS = {"logsigmoid", "rrelu"}
-"""Functions whose results torch makes contiguous on some device, whatever the strides of the input."""
+"""Functions with contiguous results in torch on at least one device, for inputs of any strides."""
 
 MADE_CONTIGUOUS = {"cpu": {"logsigmoid"}}
-"""By device: functions that torch computes from a contiguous copy, so that the gradient is contiguous as well."""
+"""{device type: functions that torch computes from a contiguous copy of the input, with a contiguous gradient}."""

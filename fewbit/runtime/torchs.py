@@ -1,7 +1,7 @@
 """torch.nn.functional as it was when fewbit was imported.
 
-Somebody may put a function of their own in the place of one of torch's, that calls torch's. Where a model's functions are
-compressed, torch's then becomes ours, which must not call theirs once more.
+A user may monkey-patch a function of torch with a wrapper that calls the original. If the model's functions are
+compressed, that inner call is replaced by fewbit's function, which must call the original and not the wrapper again.
 """
 
 from __future__ import annotations

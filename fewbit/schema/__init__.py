@@ -16,7 +16,7 @@ TABLES = "fewbit.tables/1"
 VARIANCE_PROFILE = "fewbit.variance_profile/1"
 PLAN = "fewbit.plan/1"
 
-_REPR = reprlib.Repr()  # of a large value only the beginning is looked at
+_REPR = reprlib.Repr()  # formats only the beginning of a large value
 _REPR.maxlevel, _REPR.maxother = 6, 200
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxset = _REPR.maxarray = 20
 _REPR.maxstring = _REPR.maxlong = 120
@@ -40,11 +40,11 @@ def find_error(document, name: str) -> tuple[str, str] | None:
 
     Args:
         document: parsed JSON.
-        name: of the schema, one of FILES.
+        name: the name of the schema, one of FILES.
 
     Returns:
-        None if there is none, else (path, message). The path is like `tables[3].codes[5]`, empty for the document
-        itself.
+        None if the document is valid, else (path, message). The path looks like `tables[3].codes[5]`, and is empty for
+        the document itself.
     """
     found = _find(document, load(name), load(name))
     return None if found is None else (format_path(found[0]), found[1])
@@ -60,7 +60,7 @@ def shorten(value, limit: int = 60) -> str:
     """Describe a value by its `repr` on one printable line of at most `limit` characters."""
     try:
         text = printable(" ".join(_REPR.repr(value).split()))
-    except ValueError:  # an integer of more digits than Python prints
+    except ValueError:  # an integer with more digits than Python converts to a string
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -93,11 +93,11 @@ def _is_same(value, constant) -> bool:
 
 
 def _if(type_: str, test) -> Callable:
-    """Return a check that only looks at values of one type, as JSON Schema has it."""
+    """Return a check that accepts all values of other types, as JSON Schema requires."""
     return lambda value, limit: not _TYPES[type_](value) or test(value, limit)
 
 
-# Sizes come before what is inside, so that a document that is too large is refused at once.
+# Sizes are checked before contents, so that a document that is too large is refused at once.
 _CHECKS: dict[str, Callable] = {
     "type": _has_type,
     "enum": lambda value, limit: any(_is_same(value, each) for each in limit),
@@ -117,7 +117,7 @@ _SILENT = {"$schema", "$id", "$defs", "title", "description"}
 
 
 def _find(value, rules, root) -> tuple[list, str] | None:
-    """Return (path, message) of the first error in `value`, or None. root: the schema that `$ref` looks in."""
+    """Return (path, message) of the first error in `value`, or None. root: the schema that contains the targets of local `$ref`s."""
     if rules is True:
         return None
     if "$ref" in rules:
@@ -145,7 +145,7 @@ def _find(value, rules, root) -> tuple[list, str] | None:
 
 
 def _referred(reference: str, root: dict) -> tuple[dict, dict]:
-    """Return the schema that a `$ref` names, and the one that its own references look in."""
+    """Return the schema that a `$ref` names, and the root schema for references inside that schema."""
     if reference.startswith("#/$defs/"):
         return root["$defs"][reference.removeprefix("#/$defs/")], root
     found = next(load(name) for name in FILES if load(name)["$id"] == reference)
@@ -167,11 +167,11 @@ def _find_in_object(value: dict, rules: dict, root: dict) -> tuple[list, str] | 
 
 
 def _find_in_array(value: list, rules: dict, root: dict) -> tuple[list, str] | None:
-    try:  # of a long list of numbers only the different ones are looked at
+    try:  # check each distinct number once, since lists can be long
         different = {(type(each), each) for each in value}
         if all(_find(each, rules, root) is None for _, each in different):
             return None
-    except TypeError:  # of arrays or objects
+    except TypeError:  # arrays and objects are not hashable
         pass
     for i, each in enumerate(value):
         found = _find(each, rules, root)

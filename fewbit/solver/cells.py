@@ -170,8 +170,8 @@ class Landscape:
 def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=0.0):
     """The :class:`Landscape` of a problem: checks finiteness, locates the extrema of f'.
 
-    panels: points between which f' is a polynomial, as of a callable; accuracy: the most that f' is off.
-    Raises FunctionError where f' is not finite on the domain.
+    panels: for a callable, the points between which f' is a polynomial; accuracy: the largest error of f'.
+    Raises FunctionError if f' is not finite somewhere on the domain.
     """
     low, high = domain
 
@@ -205,7 +205,7 @@ def _mesh(low, high, hints):
 
 
 def _inside_panels(panels, low, high):
-    """Points close enough to follow the turns of a polynomial between any two of ``panels``."""
+    """Return points dense enough to find every extremum of the polynomial between two neighbors of ``panels``."""
     edges = np.asarray(panels, dtype=np.float64)
     shares = 0.5 - 0.5 * np.cos(np.linspace(0.0, np.pi, _POINTS_PER_PANEL + 1))[:-1]
     points = np.append(edges[:-1, None] + np.diff(edges)[:, None] * shares, edges[-1:])

@@ -1,17 +1,17 @@
-"""What a certificate of an approximate f' says of the exact one.
+"""Make a certificate for an approximate f' hold for the exact f'.
 
 Let g be within delta of f' on the domain and W the weight's mass. For every step function q the norms of
-f' - q and g - q differ by at most delta sqrt(W), so that the error of a table and the optimum, both made
-with g, hold for f' once their roots are moved by that much. The same holds for objective unbiased, where only
-the distance between the stand-in and f' depends on f'. Greatest deviations (minimax) move by delta itself.
+f' - q and g - q differ by at most delta sqrt(W), so error and lower bound, both computed
+for g, hold for f' after their square roots are moved by that much. The same holds for objective unbiased, in
+which f' enters only through its distance to the stand-in. Largest deviations (minimax) move by delta.
 """
 
 from __future__ import annotations
 
 import math
 
-# A turn of g by less than two deltas is not told from rounding, so that the monotone function for which the bound is
-# proven is within three of f'.
+# A change of direction of g by less than two deltas is treated as rounding, so the monotone function for which the
+# bound is proven can differ from f' by up to three deltas.
 _DELTAS = 3.0
 
 

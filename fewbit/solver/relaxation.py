@@ -92,9 +92,9 @@ def two_point_atoms(cells):
 
 
 def relax_levels(cells, count, pinned, effort, most=None):
-    """Best ``count`` levels for the atoms; ``pinned``: distinct values that must be among them.
+    """Return the best ``count`` levels for the atoms; ``pinned``: distinct values that must be among the levels.
 
-    most: with more atoms than that, neighbors in value are relaxed together once more.
+    most: if there are more atoms, atoms with neighboring values are first merged to about this number.
     """
     atoms, _ = two_point_atoms(cells)
     order = np.argsort(atoms.value, kind="stable")
@@ -113,15 +113,15 @@ def relax_levels(cells, count, pinned, effort, most=None):
 
 
 def _fewer_atoms(value, mass, most):
-    """About ``most`` atoms instead of these (ascending values), and by how much their spread grew.
+    """Reduce atoms (ascending values) to about ``most``. Return their values and masses, and the growth of the spread.
 
-    The atoms between two that are kept are moved to both, with the same mean: the step from a cell to
-    its atoms once more, with a discrete distribution of values, which the proof allows.
+    The mass between two kept atoms is moved to these two so that the mean stays the same. This repeats the
+    step from a cell to its atoms, with a discrete distribution of values, which the proof allows.
     """
     kept = np.unique(np.linspace(0, len(value) - 1, most).astype(np.int64))
     starts = kept[:-1]
     low, high = value[starts], value[kept[1:]]
-    # The last atom stays where it is.
+    # The last atom is kept, with its mass.
     inner = mass[:-1]
     height = value[:-1] - np.repeat(low, np.diff(kept))
     total = np.add.reduceat(inner, starts)

@@ -1,4 +1,4 @@
-"""How many levels, and on which domain: what a request for a table comes to, without the solver itself."""
+"""Determine the number of levels and the domain of a requested table, without importing the solver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FARTHEST = 1e30
 
 
 def count_levels(bits, levels):
-    """Return (levels at most, bits) of a request for bits, levels or both. Raises SolveError if they do not fit."""
+    """Return (largest number of levels, bits) for a request. Raises SolveError if bits and levels contradict each other."""
     if bits is None and levels is None:
         raise SolveError("bits: expected 1 to 8 (or levels from 2 to 256), got neither")
     if bits is not None and not (is_integer(bits) and 1 <= bits <= 8):
@@ -31,12 +31,12 @@ def count_levels(bits, levels):
 
 
 def is_integer(value):
-    """Return whether it is an integer, Python's or NumPy's, and no bool."""
+    """Return whether the value is an integer of Python or NumPy, and not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def checked_domain(domain):
-    """Return a domain as two floats, None for None. Raises SolveError if it is anything else."""
+    """Return a domain as two floats, or None for None. Raises SolveError for an invalid domain."""
     if domain is None:
         return None
     try:
@@ -51,12 +51,12 @@ def checked_domain(domain):
 
 
 def domain_of(f, weight, asked):
-    """Return the domain of a table: the one that was asked for, the weight's, or the function's.
+    """Return the domain of a table: the requested one, else the weight's, else the function's.
 
     Args:
-        f: the function, whose `domain` counts where nothing else is said.
-        weight: as from `make_weight`.
-        asked: two floats, or None.
+        f: the function, whose `domain` is the default.
+        weight: a weight from `make_weight`.
+        asked: the requested domain as two floats, or None.
 
     Returns:
         Two floats a < b.

@@ -39,7 +39,7 @@ _FINE = 4096
 _MOST_CELLS = 2**22
 _MOST_DEFAULT_CELLS = 2**18
 _MOST_UNBIASED_CELLS = 2**17
-# Of more monotone pieces of f' the default grid takes account.
+# If f' has more monotone pieces than this, the default grid depends on their number.
 _FEW_PIECES = 8
 _LARGE_GAP = 0.02
 _FARTHEST = 1e30
@@ -182,7 +182,7 @@ class _Request:
     form: str
     slopes: tuple[float, float] | None
     grid: int
-    atoms: int | None  # at most so many of the discrete problem of form levels
+    atoms: int | None  # largest number of atoms in the discrete problem (form levels)
     refine: bool
     effort: Effort
 
@@ -195,9 +195,7 @@ class _Outcome:
     closed: tuple[str, ...]
     error: float
     lower_bound: float
-    scale: (
-        float  # what the error is divided by to be relative: the integral of f'**2 w, or max |f'|
-    )
+    scale: float  # divisor of the relative error: the integral of f'**2 w, or max |f'|
     mass: float
     status: str
     knots: Knots | None = None
@@ -437,10 +435,10 @@ def _pinned_slopes(f, tails, count, form):
 
 
 def _grid(grid, count, form, objective, scape):
-    """``(cells, atoms)``: how finely the domain is cut, and at most how many atoms are left of that.
+    """Return ``(cells, atoms)``: the number of cells of the grid, and the largest number of atoms, or None.
 
-    Levels are shared by all monotone pieces of f', each of which needs cells of its own; intervals are
-    not, and as many cells for each of them are too many if f' turns often.
+    In form levels all monotone pieces of f' share the levels, and each piece needs cells of its own. In form
+    intervals nothing is shared, and so many cells would be too slow if f' has many pieces.
     """
     if grid is not None:
         if not (is_integer(grid) and 16 <= grid <= _MOST_CELLS):

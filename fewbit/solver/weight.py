@@ -21,7 +21,7 @@ from fewbit.table import MOST_BINS
 _MOST_BINS = 512
 _SAMPLES_PER_BIN = 32
 _STEEP = 32
-# What a compressed file of samples may unfold to.
+# Largest size of a compressed file of samples after decompression.
 _MOST_BYTES = 2**32
 
 
@@ -282,7 +282,7 @@ def _from_document(document):
         if kind == "histogram":
             return Histogram(document["edges"], document["density"])
         if kind == "callable":
-            # A document may come from anywhere: nothing is imported because it names it.
+            # The document may be untrusted, so a name in it is never imported.
             raise WeightError(
                 f"weight: expected the callable {document['name']} itself, got a document that names it"
             )

@@ -413,9 +413,9 @@ class Guarantee(Observing):
                 raise InputError(
                     f"expected weights of {count or 0} channels of {name!r}, got {len(each.weights)}"
                 )
-        try:  # what is done again once nothing can be refused any more
+        try:  # only to find errors: `_chosen` runs again after all checks have passed
             self._chosen(known, taken)
-        except FewbitError as error:  # no table of the function with such parameters
+        except FewbitError as error:  # there is no table for the function with these parameters
             raise InputError(f"activations: {error}") from None
         if any(state.get(key, value) != value for key, value in self._settings().items()):
             # What the monitor saw is of other bits.

@@ -83,7 +83,7 @@ def gradient_ratio(
             f"gradients are larger than their bound, 1 + e2, allows: {ratio.title}; most in {named}. "
             "A smaller e2 keeps more bits",
             BoundWarning,
-            stacklevel=4,  # past leaves_nothing and the controller
+            stacklevel=4,  # the caller of the controller, beyond the wrapper of leaves_nothing
         )
     return ratio
 

@@ -1,4 +1,4 @@
-"""What the error-bound policy knows as plain numbers, for a controller's state, and back."""
+"""Conversion of the error-bound policy's knowledge to plain numbers, for a controller's state, and back."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from fewbit.runtime.observation import SPREAD
 from fewbit.schema import shorten
 
 MOST_BITS = 64
-"""Of an element, also of one that is kept exactly."""
+"""Largest number of bits of an element, including elements that are saved exactly."""
 MOST_PARAMETER = 1e6
-"""Of the parameters of an activation function."""
+"""Largest absolute value of a parameter of an activation function."""
 
 
 def plain_seen(seen: BoundsSeen) -> dict:
@@ -71,14 +71,14 @@ def plain_seen(seen: BoundsSeen) -> dict:
 
 
 def read_seen(plain: Mapping, names: Container[str]) -> BoundsSeen:
-    """Make an observation again.
+    """Recreate an observation from plain numbers.
 
     Args:
-        plain: of the shape SEEN.
-        names: of the model's layers.
+        plain: an entry that the shape SEEN has checked.
+        names: the names of the model's layers.
 
     Raises:
-        InputError: the model lacks one of the layers, or a number of entries contradicts another.
+        InputError: the model lacks one of the layers, or lists in the entry have contradicting lengths.
     """
     variables, monitored = {}, {}
     for name, row in rows_by_name(plain["variables"], "pending.variables", names).items():
@@ -147,14 +147,14 @@ def plain_known(known: Mapping, activations: Mapping[str, KnownActivation]) -> d
 
 
 def read_known(rows: list[dict], names: Container[str]) -> dict[tuple[str, int], Known]:
-    """Make what is known of variables again.
+    """Recreate the policy's knowledge of each variable from plain numbers.
 
     Args:
-        rows: of the shape KNOWN.
-        names: of the model's layers.
+        rows: entries that the shape KNOWN has checked.
+        names: the names of the model's layers.
 
     Raises:
-        InputError: the model lacks one of the layers, or a number of entries contradicts another.
+        InputError: the model lacks one of the layers, or lists in the entries have contradicting lengths.
     """
     return {name: _known(each) for name, each in rows_by_name(rows, "variables", names).items()}
 
@@ -186,13 +186,13 @@ def _known(row: dict) -> Known:
 
 
 def read_activations(rows: list[dict]) -> dict[str, KnownActivation]:
-    """Make what is known of activations again.
+    """Recreate the policy's knowledge of each activation from plain numbers.
 
     Args:
-        rows: of the shape ACTIVATION.
+        rows: entries that the shape ACTIVATION has checked.
 
     Raises:
-        InputError: an activation comes twice, or has parameters that its function has not.
+        InputError: an activation is listed twice, or its parameters are not valid for its function.
     """
     for row in rows:
         _check_parameters(row)
@@ -221,7 +221,7 @@ def _check_parameters(row: dict) -> None:
 
 
 def _parts_of(row: dict) -> int:
-    """Return how many parts a variable's samples are remembered in."""
+    """Return the number of groups into which a variable's samples are divided."""
     return min(row["samples"], SPREAD) or 1
 
 
@@ -250,7 +250,7 @@ def _estimate(plain: dict) -> Estimate:
 
 
 def _function_name(value, where) -> str:
-    """Check the name of a function that fewbit has, or "" where only other processes know it."""
+    """Check the name of a built-in function, or "" if only other processes have seen the activation."""
     name = text(value, where)
     if name and name not in functions.names():
         raise wrong(where, "the name of a function that fewbit has", value)
@@ -310,4 +310,4 @@ SEEN = record(
         record(name=text, function=_function_name, parameters=_PARAMETERS, v2=real(), grad2=real())
     ),
 )
-"""The shapes of the entries of a state: what is known of variables and of activations, and one observation."""
+"""The shapes of the entries of a state: the knowledge of variables and of activations, and one observation."""

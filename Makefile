@@ -48,7 +48,8 @@ lint: $(VENV)/installed-tests
 # loaded first; detect_leaks=0, because Python and torch never free some of their memory. Takes a few minutes.
 ASAN       := build/asan
 ASAN_FLAGS := -fsanitize=address -fno-omit-frame-pointer
-ASAN_TESTS := tests/test_buffers.py tests/test_ops.py tests/test_compile.py tests/fuzz/test_compiled_models.py \
+ASAN_TESTS := tests/test_buffers.py tests/test_ops.py tests/test_compile.py \
+	tests/fuzz/test_compiled_models.py::test_compiled_chains \
 	tests/test_compiled_transformers.py::test_a_llama tests/test_compiled_transformers.py::test_a_llama_of_mixed_bits
 sanitize: $(VENV)/installed-tests
 	$(MAKE) --directory csrc/tests

@@ -15,7 +15,8 @@ def inductor_passes(graph, inputs):
     """A backend for torch.compile that runs Inductor's decompositions and passes, then the graph op by op.
 
     Ops meet tensors of whatever strides are left when operations without effect are gone, as in code that Inductor
-    makes, which may in addition bring them to the strides that it takes for the traced ones.
+    makes, which may in addition bring them to the strides that it takes for the traced ones. Each result of an op of
+    fewbit has to be as it was traced: code of Inductor's takes that for granted, and writes to memory by it.
     """
     import torch._inductor.lowering  # which decompositions look into  # noqa: F401
 
@@ -45,7 +46,35 @@ def _compile(graph, inputs):
     with _fake_mode(), _settings():
         post_grad_passes(graph, False)
     graph.recompile()
-    return make_boxed_func(graph.forward)
+    return make_boxed_func(_AsTraced(graph).run)
+
+
+class _AsTraced(torch.fx.Interpreter):
+    def run_node(self, node):
+        result = super().run_node(node)
+        if getattr(node.target, "namespace", None) == "fewbit":
+            given = [each for each in self.map_nodes_to_values(node.args, node) if _is_tensor(each)]
+            places = {each.untyped_storage().data_ptr() for each in given}
+            results, traced = (
+                [each] if _is_tensor(each) else each for each in (result, node.meta["val"])
+            )
+            for ours, fake in zip(results, traced, strict=True):
+                assert _metadata(ours) == _metadata(fake), (node.target, ours, fake)
+                assert ours.untyped_storage().nbytes() >= ours.numel() * ours.element_size()
+                assert not ours.numel() or ours.untyped_storage().data_ptr() not in places, node
+        return result
+
+
+def _is_tensor(x):
+    return isinstance(x, torch.Tensor)
+
+
+def _metadata(x):
+    place = (*x.shape, *x.stride(), x.storage_offset())
+    return [
+        int(getattr(each, "node", each).hint if isinstance(each, torch.SymInt) else each)
+        for each in place
+    ], x.dtype
 
 
 def _partition(graph, joint_inputs, **keywords):

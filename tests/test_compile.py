@@ -146,6 +146,32 @@ def test_symbolic_strides_are_those_of_the_trace(monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_code_that_inductor_makes_compiles(dtype):
+    """Both dtypes have vector code of their own."""
+    layers = [
+        fewbit.nn.PReLU(),
+        fewbit.nn.ReLU(),
+        fewbit.GELU(),
+        fewbit.nn.Dropout(),
+        fewbit.nn.MaxPool1d(2),
+        fewbit.nn.AvgPool1d(2),
+        fewbit.nn.Linear(16, 4),
+        fewbit.nn.Conv1d(5, 5, 3),
+        fewbit.nn.Softmax(-1),
+        fewbit.nn.BatchNorm1d(5),
+        fewbit.nn.LayerNorm(16),
+        fewbit.nn.RMSNorm(16),
+        fewbit.nn.GroupNorm(5, 5),
+    ]
+    for layer in layers:
+        layer.to(dtype)
+    x = normal((8, 5, 16), dtype).requires_grad_()
+    torch.compile(lambda: sum((layer(x * 2) * 1.5).sum() for layer in layers))().backward()
+    assert x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("kind", [fewbit.nn.BatchNorm1d, fewbit.nn.InstanceNorm1d])
 def test_running_statistics_with_symbolic_sizes(kind):
     torch.manual_seed(0)

@@ -68,7 +68,10 @@ class _PReLU(Function):
         grad_x = grad_weight = positive = None
         if needs_x:
             sign, *kept = kept
-            positive = ctx.sign.restore((sign,)).view(torch.bool)
+            positive = ctx.sign.restore((sign,))
+            # Inductor makes C++ code of the view that does not compile; it fuses the comparison.
+            is_traced = torch.compiler.is_compiling()
+            positive = positive > 0 if is_traced else positive.view(torch.bool)
             slope = _beside(weight.to(grad.dtype), grad)
             grad_x = torch.where(positive, grad, slope * grad).to(ctx.dtypes[0])
         if needs_weight:

@@ -190,6 +190,18 @@ def test_fingerprints(seed):
         assert fingerprint(y) != found
 
 
+@pytest.mark.parametrize("columns", [61, 122, 128, 305, 1021, 2042])
+@pytest.mark.parametrize("rows", [2, 16, 122, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fingerprints_of_even_layouts(rows, columns, dtype):
+    """Rows that are multiples of the sums' columns, and changes of one bit of every number."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, columns, dtype=dtype)
+    found = fingerprint(x)
+    for other in (-x, 2 * x, x.flip(0), x.flip(1), x.roll(1, 0)):
+        assert fingerprint(other) != found
+
+
 def test_an_address_that_is_used_again_is_another_tensor():
     """Temporaries of a forward, each of which lies where the one before it lay."""
 

@@ -14,8 +14,12 @@ from fewbit.runtime.plain import is_plain
 
 SMALL = 1024
 """Largest number of bytes for which a CRC of all bytes is faster than sums of columns."""
-WIDTH = 1021
-"""Columns, a prime: exchanged rows of a tensor come into other columns, unless a multiple of this lies between them."""
+WIDTHS = (61, 67, 71), (1021, 1031, 1033)
+"""Numbers of columns, primes, for small and large tensors.
+
+One is taken that does not divide the number of words, so that no row of a tensor is a multiple of it: rows that are
+reordered come into other columns, unless they move by a multiple of so many rows.
+"""
 
 
 def fingerprint(x: torch.Tensor) -> int | bytes | None:
@@ -38,8 +42,11 @@ def fingerprint(x: torch.Tensor) -> int | bytes | None:
         return None
     if size <= SMALL:
         return zlib.crc32(_bytes(size).from_address(address))
-    width = WIDTH if size > 64 * WIDTH else 61
-    words = size // 8 // width * width
+    words = size // 8
+    widths = WIDTHS[size > 64 * WIDTHS[1][0]]
+    width = next((each for each in widths if words % each), widths[0])
+    # An odd number of rows: the same number added to every word, as a changed sign or exponent is, then shows in the sums.
+    words = ((words // width - 1) | 1) * width
     rows = np.frombuffer(_bytes(8 * words).from_address(address), np.uint64).reshape(-1, width)
     rest = zlib.crc32(_bytes(size - 8 * words).from_address(address + 8 * words))
     return np.add.reduce(rows, 0).tobytes() + rest.to_bytes(4, "big")

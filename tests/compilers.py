@@ -7,6 +7,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
+from torch.utils._pytree import tree_leaves
 
 # Passes and lowerings are imported late: their modules warn of torch's own deprecations when they are imported.
 
@@ -53,15 +54,15 @@ class _AsTraced(torch.fx.Interpreter):
     def run_node(self, node):
         result = super().run_node(node)
         if getattr(node.target, "namespace", None) == "fewbit":
-            given = [each for each in self.map_nodes_to_values(node.args, node) if _is_tensor(each)]
-            places = {each.untyped_storage().data_ptr() for each in given}
-            results, traced = (
-                [each] if _is_tensor(each) else each for each in (result, node.meta["val"])
-            )
-            for ours, fake in zip(results, traced, strict=True):
+            given = filter(_is_tensor, tree_leaves(self.map_nodes_to_values(node.args, node)))
+            taken = {each.untyped_storage().data_ptr() for each in given}
+            traced = tree_leaves(node.meta["val"])
+            for ours, fake in zip(tree_leaves(result), traced, strict=True):
                 assert _metadata(ours) == _metadata(fake), (node.target, ours, fake)
-                assert ours.untyped_storage().nbytes() >= ours.numel() * ours.element_size()
-                assert not ours.numel() or ours.untyped_storage().data_ptr() not in places, node
+                storage = ours.untyped_storage()
+                assert storage.nbytes() >= ours.numel() * ours.element_size()
+                assert not ours.numel() or storage.data_ptr() not in taken, node
+                taken.add(storage.data_ptr())
         return result
 
 
@@ -70,11 +71,9 @@ def _is_tensor(x):
 
 
 def _metadata(x):
-    place = (*x.shape, *x.stride(), x.storage_offset())
-    return [
-        int(getattr(each, "node", each).hint if isinstance(each, torch.SymInt) else each)
-        for each in place
-    ], x.dtype
+    """Symbolic numbers as those that they were traced with."""
+    numbers = *x.shape, *x.stride(), x.storage_offset()
+    return [n.node.hint if isinstance(n, torch.SymInt) else n for n in numbers], x.dtype
 
 
 def _partition(graph, joint_inputs, **keywords):

@@ -4,8 +4,11 @@ import pytest
 import torch
 from samples import DTYPES, LAYOUTS, encoded, laid_out, load_table, name_of, normal, packed_of, same
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from fewbit.errors import FewbitError
+from fewbit.functional.attention import How
+from fewbit.functional.attention import _gradients_op as attention_gradients
 from fewbit.runtime import layout, ops
 from fewbit.runtime.encoding import Encoding
 
@@ -94,6 +97,24 @@ def test_schemas_say_what_is_written():
     for op in (ops.encode_op, ops.encode_kept_op, ops.decode_mul_op):
         assert "SymInt[] stride" in str(op._schema)
     assert "SymInt n" in str(ops.unpack_op._schema)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 5, 4), (2, 1, 5, 1), (1, 2, 1, 3), (3, 2, 0, 4)])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2)])
+def test_results_of_attention_are_their_fakes(shape, order):
+    """In strides, also those of dimensions of size 1, which say nothing; and in memory of their own."""
+    place = [order.index(dim) for dim in range(4)]
+    x = [normal([shape[dim] for dim in order], seed=i).permute(place) for i in range(4)]
+    mask = normal((shape[2], shape[2])) if shape[2] else None
+    given = *x[:3], mask, None, x[3:], [True, True, True, mask is not None, False], None, *How()
+    real = attention_gradients(*given)
+    with FakeTensorMode() as mode:
+        fake = attention_gradients(*tree_map_only(torch.Tensor, mode.from_tensor, given))
+    places = [each.untyped_storage().data_ptr() for each in (*x, *real)]
+    assert len(set(places)) == len(places) or not x[0].numel()
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        assert a.storage_offset() == b.storage_offset() == 0
 
 
 def test_codes_have_no_gradient(device):

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import register_fake
 
-from fewbit.runtime import ops
+from fewbit.runtime import layout, ops
 from fewbit.runtime.autograd import once_differentiable
 from fewbit.runtime.casts import as_torch_casts
 from fewbit.runtime.exact import exactly
@@ -271,8 +271,21 @@ def _choosing(x, needs):
 
 
 def _attention_backward(query, key, value, mask, bias, grads, needs, autocast, *how):
-    gradients = _gradients((query, key, value, mask, bias), grads, needs, autocast, How(*how))
-    return [gradient.contiguous() for gradient in gradients]
+    inputs = query, key, value, mask, bias
+    taken, results = {_place(x) for x in (*inputs, *grads) if x is not None}, []
+    for gradient in _gradients(inputs, grads, needs, autocast, How(*how)):
+        result = layout.told(gradient, layout.contiguous_stride(gradient.shape))
+        if _place(result) in taken or result.storage_offset():
+            result = (
+                result.clone()
+            )  # an op's results share no memory, with each other or what it was given
+        taken.add(_place(result))
+        results.append(result)
+    return results
+
+
+def _place(x) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 # As one op: a compiler follows no call of autograd inside a backward pass.

@@ -3,7 +3,7 @@
 A case is one chain with parameters and an input of its own. Compiling takes most of the time, so that many chains are in
 one graph, and each is tried with DRAWS sets of parameters and inputs. All draws of the quantiser have one seed, so that
 eager and compiled mode keep the same copies and gradients agree to rounding: chains in float64 to 1e-8; of those in
-float32 one in a hundred may differ by more than 1e-4, where rounding moved an element across a step.
+float32 one chain in twenty may differ by more than 1e-4, where it amplifies rounding or that moved an element across a step.
 
 Of 20 parts, 14 run Inductor's passes without its code generation (`compilers.inductor_passes`), 2 of them with symbolic
 sizes, 4 aot_eager, one of them with symbolic sizes, and 2 Inductor itself, which takes longest, with fewer chains.
@@ -28,7 +28,7 @@ pytestmark = [
     ),
 ]
 PARTS = 20
-DRAWS = 10
+DRAWS = 20
 IN_A_GRAPH = 10
 KINDS = [
     *[(inductor_passes, False, DRAWS)] * 12,
@@ -62,8 +62,8 @@ def test_compiled_chains(part):
         errors |= errors_of(seeds[first : first + IN_A_GRAPH], backend, dynamic, draws)
     worst = sorted(errors.items(), key=lambda item: -item[1][0])[:3]
     assert all(error < limit for error, limit in errors.values()), worst
-    coarse = [error for error, _ in errors.values() if error > 1e-4]
-    assert len(coarse) <= 1 + len(errors) // 100, worst
+    coarse = {chain for (chain, _), (error, _) in errors.items() if error > 1e-4}
+    assert len(coarse) <= 1 + chains // 20, worst
 
 
 def test_ops_that_are_not_told_strides_are_found(monkeypatch):

@@ -274,7 +274,8 @@ def _attention_backward(query, key, value, mask, bias, grads, needs, autocast, *
     inputs = query, key, value, mask, bias
     taken, results = {_place(x) for x in (*inputs, *grads) if x is not None}, []
     for gradient in _gradients(inputs, grads, needs, autocast, How(*how)):
-        result = layout.told(gradient, layout.contiguous_stride(gradient.shape))
+        stride = layout.contiguous_stride(gradient.shape)
+        result = layout.bring_to(gradient, stride).as_strided(gradient.shape, stride)
         if _place(result) in taken or result.storage_offset():
             result = (
                 result.clone()

@@ -211,3 +211,39 @@ def test_panels_integrate_and_differentiate():
         panels.integrals(left, right), np.cos(left) - np.cos(right), rtol=0, atol=1e-12
     )
     assert panels.largest() == pytest.approx(1.0, abs=1e-2)
+
+
+# Places at which the gap between the panels is not centered on the kink.
+SMOOTH_KINKS = {
+    "softsign at .3317": (lambda m, x: (x - 0.3317) / (1 + m.abs(x - 0.3317)), 0.3317),
+    "softsign at 3.302": (lambda m, x: (x - 3.302) / (1 + m.abs(x - 3.302)), 3.302),
+    "steep elu at 1.7719": (
+        lambda m, x: (
+            m.maximum(x - 1.7719, 0 * x) + m.expm1(-1e3 * m.maximum(1.7719 - x, 0 * x)) / 1e3
+        ),
+        1.7719,
+    ),
+    "square at .3317": (lambda m, x: m.maximum(x - 0.3317, 0 * x) ** 2, 0.3317),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH_KINKS)
+def test_a_jump_of_the_second_derivative_is_no_jump_of_the_first(name):
+    f, kink = SMOOTH_KINKS[name]
+    found = from_callable(lambda x: f(Floats, x), kinks=[])
+    near = kink + np.outer([-1.0, 1.0], np.geomspace(1e-14, 1e-2, 60)).ravel()
+    error = np.abs(found.derivative(near) - exact_slopes(f, near)).max()
+    assert error <= found.accuracy + 1e-13
+    assert found.kinks == pytest.approx((kink,), rel=0, abs=1e-9)
+
+
+def test_the_lower_bound_holds_with_a_jump_of_the_second_derivative():
+    f = SMOOTH_KINKS["softsign at .3317"][0]
+    found, exact = (
+        solve(lambda x: f(Floats, x), 3, objective="minimax", **known)
+        for known in (
+            {},
+            {"derivative": lambda x: 1 / (1 + abs(x - 0.3317)) ** 2, "kinks": [0.3317]},
+        )
+    )
+    assert found.lower_bound <= exact.error <= found.error + 1e-12

@@ -42,6 +42,7 @@ _DOMAIN = (-10.0, 10.0)
 _EPS = float(np.finfo(np.float64).eps)
 _ACCURACY = 1e-10  # largest estimated error of a numerical f', as a share of max |f'|
 _INTEGRAL_TOLERANCE = 1e-7  # times max |f'| and the length of the interval
+_ROUNDINGS = 8.0  # of f and of a line, that may separate the two at a sample
 _MAX_KINKS = 64
 _NARROWEST_DOMAIN = 1e-10  # as a share of its ends
 
@@ -486,6 +487,7 @@ def _with_flat_pieces(
     """
     flat = []
     accuracy = panels.error
+    largest = panels.derivative().largest()
     points = panels.points(32)
     for left, right in pieces:
         x = points[(points >= left) & (points <= right)]
@@ -493,8 +495,11 @@ def _with_flat_pieces(
         level = float(np.median(sample))
         # The largest error that rounding in f causes in a polynomial's slope, at the polynomial's ends.
         rounding = 16384.0 * _EPS * max(float(size) / (right - left), abs(level))
-        if np.abs(sample - level).max() <= min(accuracy, rounding):
-            flat.append((left, right, _short(level, rounding)))
+        if np.abs(sample - level).max() <= min(accuracy, rounding, _ACCURACY * largest):
+            ends = np.array([left, right])
+            level = _short(float(np.diff(value(ends))[0] / (right - left)), rounding)
+            if _is_straight(value, level, left, right):
+                flat.append((left, right, level))
     if not flat:
         return slope, accuracy
 
@@ -507,6 +512,23 @@ def _with_flat_pieces(
         return found
 
     return cleaned, accuracy if len(flat) < len(pieces) else 0.0
+
+
+def _is_straight(value: Flat, level: float, left: float, right: float) -> bool:
+    """Return whether f changes by ``level`` times the distance between neighboring samples, up to the rounding of both.
+
+    The samples are an even mesh, and points around 0 that are dense on every scale, since a bend that is narrow in
+    relation to the domain is most likely there.
+    """
+    near = np.geomspace(1e-12, max(-left, right), 1025)
+    x = np.concatenate([np.linspace(left, right, RESOLUTION), -near, near])
+    x = np.unique(x[(x >= left) & (x <= right)])
+    y, line = value(x), level * x
+    size = np.abs(y) + np.abs(line)
+    # An end may be a kink, whose place is known up to the rounding of all of f only.
+    size[[0, -1]] = size.max()
+    change = np.abs(np.diff(y - line))
+    return bool((change <= _ROUNDINGS * _EPS * (size[1:] + size[:-1])).all())
 
 
 # --- what else a solver wants to know -----------------------------------------------------------

@@ -328,7 +328,7 @@ def _any_shape(f: Flat) -> Callable[[np.ndarray], np.ndarray]:
 def _checked_domain(domain: tuple[float, float]) -> tuple[float, float]:
     try:
         low, high = map(float, domain)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise FunctionError(f"expected a domain of two numbers, got {domain!r}") from None
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise FunctionError(
@@ -344,7 +344,7 @@ def _checked_domain(domain: tuple[float, float]) -> tuple[float, float]:
 def _checked_kinks(kinks: Sequence[float]) -> list[float]:
     try:
         found = sorted({float(kink) + 0.0 for kink in kinks})
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise FunctionError(f"expected kinks to be a sequence of numbers, got {kinks!r}") from None
     if not all(map(math.isfinite, found)):
         raise FunctionError(f"expected finite kinks, got {kinks!r}")

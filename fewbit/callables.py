@@ -3,7 +3,9 @@
 The activation may be written in NumPy, in torch, or for single floats. This module finds:
 
 - the derivative: the given one; else torch's autograd; else the derivative of a piecewise polynomial
-  that interpolates f (`fewbit.panels`), with an estimated error of at most 1e-10 of max |f'| everywhere;
+  that interpolates f (`fewbit.panels`), with an estimated error of at most 1e-10 of max |f'|. The estimate assumes
+  that f has no feature that is narrower than two distances of its samples, each 1/131,072 of the domain,
+  and rounding of f may hide features of f' of some 2e-10 of max |f'|;
 - the kinks: the ones that are given; else a search of the domain. Jumps of an f' that can be
   evaluated are exact to the float. Otherwise they are located where smooth fits of f from either
   side meet, and rounded to a short decimal if that is closer than the error of the location.
@@ -11,7 +13,8 @@ The activation may be written in NumPy, in torch, or for single floats. This mod
 - the slopes: see `_slope`.
 
 A derivative that is given or comes from autograd is checked against f: between any two neighbors of
-some 130,000 points its integral equals the change of f, within 1e-7 of max |f'| times the distance.
+some 130,000 points its integral equals the change of f, within 1e-7 of max |f'| times the distance. It is
+then taken as exact: what a table certifies is its error for the given derivative.
 """
 
 import contextlib
@@ -93,6 +96,7 @@ def from_callable(
     copied, in float64 and evaluation mode. FunctionError if f is not pointwise, not finite or not
     continuous on the domain, or if its derivative cannot be found to the promised accuracy.
 
+    A given `derivative` is compared with f to 1e-7 of max |f'| and then taken as exact.
     At a kink a numerical derivative is the limit from the left; autograd's is what torch returns.
     """
     if not callable(f):

@@ -90,7 +90,9 @@ def _explained(error):
         _complain("error", error)
     elif isinstance(error, MemoryError):
         _complain("error", "not enough memory for this request")
-    elif not isinstance(error, Exception):  # SystemExit or the like, from a user's code, not a command
+    elif not isinstance(
+        error, Exception
+    ):  # SystemExit or the like, from a user's code, not a command
         _complain("error", f"expected code that does not end the program, got {one_line(error)}")
     else:
         if os.environ.get(TRACEBACK):

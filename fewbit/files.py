@@ -70,7 +70,8 @@ def _target_of(path, force: bool, follow_links: bool = True) -> Path:
     try:
         target = Path(path).resolve() if follow_links else Path(path)
         try:
-            mode = os.lstat(target).st_mode
+            # A circle of links is an error here, if links are followed.
+            mode = os.stat(target, follow_symlinks=follow_links).st_mode
         except FileNotFoundError:
             return target
     except (
@@ -79,8 +80,8 @@ def _target_of(path, force: bool, follow_links: bool = True) -> Path:
         ValueError,
     ) as error:  # for a circle of links, or a null character in the path
         raise _unwritable(path, error) from None
-    # A resolved path is no link. A link that is not followed may be renamed over.
-    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):  # renaming over a device node would destroy it
+    # Renaming over a device node would destroy it. A link is seen here only if it is to be replaced.
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         raise FewbitError(f"{path}: expected a path to a regular file, got something else")
     if not force:
         raise OutputExistsError(path)

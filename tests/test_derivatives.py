@@ -297,6 +297,6 @@ def test_slopes_whose_squares_underflow_are_refused(scale, objective):
 
 
 def test_small_slopes_keep_their_error():
-    small, usual = (solve(lambda x: np.tanh(x) * scale, 1) for scale in (1e-30, 1.0))
+    small, usual = (solve(lambda x, scale=scale: np.tanh(x) * scale, 1) for scale in (1e-30, 1.0))
     assert small.error == pytest.approx(1e-60 * usual.error, rel=1e-6)
     assert solve(lambda x: 0.0 * x, 1).exact

@@ -70,6 +70,8 @@ def solve(
 
     function: a name from ``fewbit.functions``, ``"package.module:f"``, or a callable f on NumPy
         arrays or torch tensors (the activation itself; ``derivative=`` and ``kinks=`` if known).
+        A given derivative is compared with f to 1e-7 of max |f'| only, and then taken as exact:
+        ``error`` and ``lower_bound`` are certified for the given derivative.
     bits: 1 to 8; 2**bits levels. levels: their number instead, 2 to 256.
     form: ``"levels"`` (pieces may share a level) or ``"intervals"`` (the paper's: one level each).
     weight: what the error is weighted with, see :func:`fewbit.solver.weight.make_weight`.

@@ -3,7 +3,9 @@
 The activation may be written in NumPy, in torch, or for single floats. This module finds:
 
 - the derivative: the given one; else torch's autograd; else the derivative of a piecewise polynomial
-  that interpolates f (`fewbit.panels`), with an estimated error of at most 1e-10 of max |f'| everywhere;
+  that interpolates f (`fewbit.panels`), with an estimated error of at most 1e-10 of max |f'|. The estimate assumes
+  that f has no feature that is narrower than two distances of its samples, each 1/131,072 of the domain,
+  and rounding of f may hide features of f' of some 2e-10 of max |f'|;
 - the kinks: the ones that are given; else a search of the domain. Jumps of an f' that can be
   evaluated are exact to the float. Otherwise they are located where smooth fits of f from either
   side meet, and rounded to a short decimal if that is closer than the error of the location.
@@ -11,7 +13,8 @@ The activation may be written in NumPy, in torch, or for single floats. This mod
 - the slopes: see `_slope`.
 
 A derivative that is given or comes from autograd is checked against f: between any two neighbors of
-some 130,000 points its integral equals the change of f, within 1e-7 of max |f'| times the distance.
+some 130,000 points its integral equals the change of f, within 1e-7 of max |f'| times the distance. It is
+then taken as exact: what a table certifies is its error for the given derivative.
 """
 
 import contextlib
@@ -42,6 +45,7 @@ _DOMAIN = (-10.0, 10.0)
 _EPS = float(np.finfo(np.float64).eps)
 _ACCURACY = 1e-10  # largest estimated error of a numerical f', as a share of max |f'|
 _INTEGRAL_TOLERANCE = 1e-7  # times max |f'| and the length of the interval
+_ROUNDINGS = 8.0  # of f and of a line, that may separate the two at a sample
 _MAX_KINKS = 64
 _NARROWEST_DOMAIN = 1e-10  # as a share of its ends
 
@@ -92,6 +96,7 @@ def from_callable(
     copied, in float64 and evaluation mode. FunctionError if f is not pointwise, not finite or not
     continuous on the domain, or if its derivative cannot be found to the promised accuracy.
 
+    A given `derivative` is compared with f to 1e-7 of max |f'| and then taken as exact.
     At a kink a numerical derivative is the limit from the left; autograd's is what torch returns.
     """
     if not callable(f):
@@ -327,7 +332,7 @@ def _any_shape(f: Flat) -> Callable[[np.ndarray], np.ndarray]:
 def _checked_domain(domain: tuple[float, float]) -> tuple[float, float]:
     try:
         low, high = map(float, domain)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise FunctionError(f"expected a domain of two numbers, got {domain!r}") from None
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise FunctionError(
@@ -343,7 +348,7 @@ def _checked_domain(domain: tuple[float, float]) -> tuple[float, float]:
 def _checked_kinks(kinks: Sequence[float]) -> list[float]:
     try:
         found = sorted({float(kink) + 0.0 for kink in kinks})
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise FunctionError(f"expected kinks to be a sequence of numbers, got {kinks!r}") from None
     if not all(map(math.isfinite, found)):
         raise FunctionError(f"expected finite kinks, got {kinks!r}")
@@ -486,6 +491,7 @@ def _with_flat_pieces(
     """
     flat = []
     accuracy = panels.error
+    largest = panels.derivative().largest()
     points = panels.points(32)
     for left, right in pieces:
         x = points[(points >= left) & (points <= right)]
@@ -493,8 +499,11 @@ def _with_flat_pieces(
         level = float(np.median(sample))
         # The largest error that rounding in f causes in a polynomial's slope, at the polynomial's ends.
         rounding = 16384.0 * _EPS * max(float(size) / (right - left), abs(level))
-        if np.abs(sample - level).max() <= min(accuracy, rounding):
-            flat.append((left, right, _short(level, rounding)))
+        if np.abs(sample - level).max() <= min(accuracy, rounding, _ACCURACY * largest):
+            ends = np.array([left, right])
+            level = _short(float(np.diff(value(ends))[0] / (right - left)), rounding)
+            if _is_straight(value, level, left, right):
+                flat.append((left, right, level))
     if not flat:
         return slope, accuracy
 
@@ -507,6 +516,23 @@ def _with_flat_pieces(
         return found
 
     return cleaned, accuracy if len(flat) < len(pieces) else 0.0
+
+
+def _is_straight(value: Flat, level: float, left: float, right: float) -> bool:
+    """Return whether f changes by ``level`` times the distance between neighboring samples, up to the rounding of both.
+
+    The samples are an even mesh, and points around 0 that are dense on every scale, since a bend that is narrow in
+    relation to the domain is most likely there.
+    """
+    near = np.geomspace(1e-12, max(-left, right), 1025)
+    x = np.concatenate([np.linspace(left, right, RESOLUTION), -near, near])
+    x = np.unique(x[(x >= left) & (x <= right)])
+    y, line = value(x), level * x
+    size = np.abs(y) + np.abs(line)
+    # An end may be a kink, whose place is known up to the rounding of all of f only.
+    size[[0, -1]] = size.max()
+    change = np.abs(np.diff(y - line))
+    return bool((change <= _ROUNDINGS * _EPS * (size[1:] + size[:-1])).all())
 
 
 # --- what else a solver wants to know -----------------------------------------------------------

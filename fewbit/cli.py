@@ -57,7 +57,11 @@ class App(click.Group):
 
     def invoke(self, ctx):
         threads = os.environ.get("NUMBA_NUM_THREADS", "1")
-        if re.fullmatch(r"\s*(-\d+|0+)\s*", threads):  # importing numba would raise
+        try:
+            impossible = int(threads) < 1
+        except ValueError:  # numba ignores what is no integer
+            impossible = False
+        if impossible:  # importing numba would raise
             raise FewbitError(f"NUMBA_NUM_THREADS: expected 1 or more, got {threads}")
         try:
             with warnings.catch_warnings():
@@ -86,7 +90,9 @@ def _explained(error):
         _complain("error", error)
     elif isinstance(error, MemoryError):
         _complain("error", "not enough memory for this request")
-    elif isinstance(error, SystemExit):  # from a user's module, not a command
+    elif not isinstance(
+        error, Exception
+    ):  # SystemExit or the like, from a user's code, not a command
         _complain("error", f"expected code that does not end the program, got {one_line(error)}")
     else:
         if os.environ.get(TRACEBACK):

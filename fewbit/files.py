@@ -27,22 +27,27 @@ def check_writable(path: str | os.PathLike, force: bool = False) -> None:
         raise FewbitError(f"{path}: expected a path in a directory that can be written")
 
 
-def write_atomic(path: str | os.PathLike, data: str | bytes, force: bool = False) -> None:
+def write_atomic(
+    path: str | os.PathLike, data: str | bytes, force: bool = False, *, follow_links: bool = True
+) -> None:
     """Write `data` completely or not at all; a reader sees the old file or the whole new one.
 
     Without `force` an existing file is never overwritten, even if another process creates it meanwhile.
-    A symbolic link is followed. Whatever interrupts the write, no temporary file stays behind.
+    Whatever interrupts the write, no temporary file stays behind.
 
     Args:
         path: the path of the file.
         data: bytes, or text, which is written as UTF-8.
         force: whether an existing file may be overwritten.
+        follow_links: whether to write the file that a symbolic link points to; else the link itself is replaced.
+            Links in a path that the user names are followed. A path that fewbit names, as in the cache, is replaced:
+            who can make a link there must not choose which file is overwritten.
 
     Raises:
         OutputExistsError: the path exists, and `force` is false.
         FewbitError: the path is not a regular file, its directory does not exist or is not writable, or the disk is full.
     """
-    target = _target_of(path, force)
+    target = _target_of(path, force, follow_links)
     # The temporary file sits beside the target: a rename is atomic only within one file system.
     temporary = target.with_name(f".{target.name[:40]}.{os.urandom(8).hex()}.tmp")
     payload = data.encode("utf-8") if isinstance(data, str) else data
@@ -60,12 +65,13 @@ def write_atomic(path: str | os.PathLike, data: str | bytes, force: bool = False
         _remove(temporary)
 
 
-def _target_of(path, force: bool) -> Path:
-    """Return the path with symbolic links resolved. Raises the exceptions of `write_atomic`."""
+def _target_of(path, force: bool, follow_links: bool = True) -> Path:
+    """Return the path to write, with symbolic links resolved if they are followed. Raises the exceptions of `write_atomic`."""
     try:
-        target = Path(path).resolve()
+        target = Path(path).resolve() if follow_links else Path(path)
         try:
-            mode = os.stat(target).st_mode
+            # A circle of links is an error here, if links are followed.
+            mode = os.stat(target, follow_symlinks=follow_links).st_mode
         except FileNotFoundError:
             return target
     except (
@@ -74,7 +80,8 @@ def _target_of(path, force: bool) -> Path:
         ValueError,
     ) as error:  # for a circle of links, or a null character in the path
         raise _unwritable(path, error) from None
-    if not stat.S_ISREG(mode):  # renaming over a device node would destroy it
+    # Renaming over a device node would destroy it. A link is seen here only if it is to be replaced.
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         raise FewbitError(f"{path}: expected a path to a regular file, got something else")
     if not force:
         raise OutputExistsError(path)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from fewbit.panels import Panels, one_sided, resolve_panels
+from fewbit.panels import Panels, Side, one_sided, resolve_panels
 
 __all__ = ["find_bends", "jumps", "segments", "wide_mesh"]
 
@@ -169,13 +169,29 @@ def _meeting(
             apart = right.slope(middle + shift, first - 1) - left.slope(middle + shift, first - 1)
             shift -= apart / jump if jump else math.inf
             if not abs(shift) <= high - low:
-                return math.nan, 0
+                break
+        if not abs(shift) <= high - low or _vanishes(
+            jump, first, left, right, middle + shift, high - low
+        ):
+            continue
         place = middle + shift
         spread = (left.noise(first - 1) + right.noise(first - 1)) / abs(jump)
         if spread > high - low:
             return math.nan, 0
         return _decimal(place, spread + 4.0 * _EPS * abs(place), extent), first
     return math.nan, 0
+
+
+def _vanishes(jump: float, order: int, left: Side, right: Side, place: float, gap: float) -> bool:
+    """Return whether the jump of a derivative is 0 somewhere in the gap, since the next derivative jumps too.
+
+    Away from a kink at which only the next derivative jumps, the two polynomials differ in this derivative as well.
+    """
+    if order == 3:
+        return False
+    after = right.slope(place, order + 1) - left.slope(place, order + 1)
+    significant = abs(after) > 8.0 * (left.noise(order + 1) + right.noise(order + 1))
+    return significant and abs(jump) <= 2.0 * abs(after) * gap
 
 
 def _decimal(place: float, spread: float, extent: float) -> float:

@@ -4,7 +4,8 @@
 Chebyshev points that share no point, on an interval that reaches a quarter of the panel's width beyond
 either end, but not beyond the segment on which f is smooth.
 A panel is kept if the two interpolants (or their derivatives) agree, and if the second interpolant
-agrees with every sample of an even mesh in the panel; else the panel is halved. The distance between two
+agrees with every sample of an even mesh in the panel, and with the changes of f between neighboring samples;
+else the panel is halved. The distance between two
 interpolants through different samples is no proven bound of the error of either, but reveals both causes of error:
 a degree that is too low, and rounding in f, which narrower panels do not reduce.
 """
@@ -25,6 +26,8 @@ _FEWER, _MORE = 20, 28
 _OVERLAP = 0.25
 _CAUTION = 4.0
 _OF_VALUES = 1e-8
+# Residuals of neighboring samples may differ by so many roundings of f besides what the error of f' allows.
+_ROUNDINGS = 8.0
 _MOST_PANELS = 8192
 # Points that are evaluated at a time, so that their coefficients fit into the processor's cache.
 _BLOCK = 4096
@@ -165,13 +168,15 @@ def resolve_panels(
         close = (_CAUTION * error <= allowed) & (
             _CAUTION * fits.errors[0] <= _OF_VALUES * variation
         )
-        missed = np.zeros(len(left))
-        missed[close] = fits.missed(samples, values, np.flatnonzero(close))
+        missed, uneven = np.zeros(len(left)), np.zeros(len(left))
+        missed[close], uneven[close] = fits.missed(
+            samples, values, np.flatnonzero(close), allowed if order else np.inf
+        )
         size = fits.size + np.maximum(np.abs(left), np.abs(right)) * scale * order
         tolerated = 4.0 * fits.errors[0] + np.maximum(
             allowed * (spacing if order else 1.0), 32.0 * _EPS * size
         )
-        good = close & (missed <= tolerated)
+        good = close & (missed <= tolerated) & (uneven <= _ROUNDINGS * _EPS * size)
         width = right - left
         tiny = width <= 64.0 * _EPS * np.maximum(np.abs(left), np.abs(right))
         hopeless = ~good & (tiny | (width <= 1e-290))
@@ -296,22 +301,31 @@ class _Fits:
             np.abs(_chebyshev(_differentiated(apart)[:, None, :], t)).max(axis=0) / self.half,
         )
 
-    def missed(self, samples, values, panels):
-        """Return, for each given panel, the largest distance of a sample in the panel from its polynomial."""
+    def missed(self, samples, values, panels, slope):
+        """Compare the samples in the given panels with the panels' polynomials.
+
+        Returns:
+            For each panel, the largest distance of a sample from its polynomial; and the largest difference between the
+            residuals of two neighboring samples, less `slope` times the distance between these samples.
+        """
         starts = np.searchsorted(samples, self.left[panels], side="right")
         stops = np.searchsorted(samples, self.right[panels], side="right")
         lengths = stops - starts
-        out = np.zeros(len(panels))
+        largest, uneven = np.zeros(len(panels)), np.zeros(len(panels))
         if not lengths.sum():
-            return out
+            return largest, uneven
         of = np.repeat(np.arange(len(panels)), lengths)
         first = np.cumsum(lengths) - lengths
         at = np.arange(lengths.sum()) - np.repeat(first - starts, lengths)
         series = panels[of]
         t = (samples[at] - self.center[series]) / self.half[series]
-        apart = np.abs(_chebyshev(self.more[:, series], t) - values[at])
-        np.maximum.at(out, of, apart)
-        return out
+        residual = _chebyshev(self.more[:, series], t) - values[at]
+        np.maximum.at(largest, of, np.abs(residual))
+        if slope < np.inf:
+            same = of[1:] == of[:-1]
+            change = np.abs(np.diff(residual)) - slope * np.diff(samples[at])
+            np.maximum.at(uneven, of[1:][same], change[same])
+        return largest, uneven
 
     def series(self, which):
         return self.center[which], self.half[which], self.more[:, which]

@@ -17,7 +17,7 @@ import numpy as np
 from fewbit.errors import FewbitError
 from fewbit.files import write_atomic
 from fewbit.sizes import counted
-from fewbit.table import Table, describe_function, describe_weight
+from fewbit.table import FLOAT32_MAX, Table, describe_function, describe_weight
 from fewbit.text import one_line
 
 INK, MUTED, GRID, ERROR = "#1f2328", "#6e7781", "#e6e8eb", "#c2410c"
@@ -124,7 +124,8 @@ def value_limits(table: Table, curve: Curve | None) -> tuple[float, float]:
 def _derivative(function, x: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         y = np.asarray(function.derivative(x), np.float64)
-    return np.where(np.isnan(x), np.nan, y)  # a comparison inside f' may have swallowed a separator
+    # A comparison inside f' may have swallowed a separator; matplotlib cannot scale an axis of larger numbers.
+    return np.where(np.isnan(x) | (np.abs(y) > FLOAT32_MAX), np.nan, y)
 
 
 def _finite(y: np.ndarray) -> np.ndarray:

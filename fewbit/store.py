@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import operator
 import os
 import warnings
 from functools import cache
@@ -15,9 +15,15 @@ from fewbit._version import __version__
 from fewbit.documents import parse_json, read_text
 from fewbit.errors import FewbitError
 from fewbit.files import write_atomic
-from fewbit.solver.request import checked_domain, count_levels, domain_of
+from fewbit.solver.request import (
+    check_choice,
+    check_parameters,
+    checked_domain,
+    count_levels,
+    domain_of,
+)
 from fewbit.solver.weight import make_weight
-from fewbit.table import Table, load_file
+from fewbit.table import FORMS, OBJECTIVES, TAILS, Table, load_file
 from fewbit.text import printable
 
 CACHED = "fewbit.cached/1"
@@ -68,14 +74,19 @@ def load_table(
     Arguments as for :func:`fewbit.solve`. A table of a named function that is not shipped (other
     parameters, domain, objective ...) is solved on first use and kept in :func:`cache_directory`.
     """
+    count, all_bits = count_levels(bits, levels)
+    check_choice("form", form, FORMS)
+    check_choice("objective", objective, OBJECTIVES)
+    check_choice("tails", tails, TAILS)
+    check_parameters(parameters)
     domain = checked_domain(domain)
     request = {
-        "bits": None if bits is None else operator.index(bits),
+        "bits": None if bits is None else all_bits,
         "form": form,
         "domain": None if domain is None else list(domain),
         "objective": objective,
         "tails": tails,
-        "levels": None if levels is None else operator.index(levels),
+        "levels": None if levels is None else count,
     }
     named = isinstance(function, str) and ":" not in function
     if named:
@@ -93,11 +104,10 @@ def load_table(
     if not named or document["kind"] == "callable":
         return solved()
     resolved = functions.get(function, parameters)
-    count, bits = count_levels(request["bits"], request["levels"])
     expected = {
         "function": resolved.name,
         "parameters": dict(resolved.parameters),
-        "bits": bits,
+        "bits": all_bits,
         "form": form,
         "objective": objective,
         "weight": document,
@@ -163,10 +173,12 @@ def _cached(name, asked, expected, solved):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may write the same file at the same time, with the same content.
         document = {"schema": CACHED, "asked": asked, "table": table.document()}
-        write_atomic(path, json.dumps(document) + "\n", force=True)
+        write_atomic(path, json.dumps(document) + "\n", force=True, follow_links=False)
     except (OSError, FewbitError) as error:
         if directory not in _unusable:  # warn once per directory
             _unusable.add(directory)
             reason = printable(str(error))
-            warnings.warn(f"the table was solved but not cached: {reason}", stacklevel=3)
+            # If warnings are made errors, a training still goes on: the table is there.
+            with contextlib.suppress(UserWarning):
+                warnings.warn(f"the table was solved but not cached: {reason}", stacklevel=3)
     return table

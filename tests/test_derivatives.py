@@ -211,3 +211,92 @@ def test_panels_integrate_and_differentiate():
         panels.integrals(left, right), np.cos(left) - np.cos(right), rtol=0, atol=1e-12
     )
     assert panels.largest() == pytest.approx(1.0, abs=1e-2)
+
+
+# Places at which the gap between the panels is not centered on the kink.
+SMOOTH_KINKS = {
+    "softsign at .3317": (lambda m, x: (x - 0.3317) / (1 + m.abs(x - 0.3317)), 0.3317),
+    "softsign at 3.302": (lambda m, x: (x - 3.302) / (1 + m.abs(x - 3.302)), 3.302),
+    "steep elu at 1.7719": (
+        lambda m, x: (
+            m.maximum(x - 1.7719, 0 * x) + m.expm1(-1e3 * m.maximum(1.7719 - x, 0 * x)) / 1e3
+        ),
+        1.7719,
+    ),
+    "square at .3317": (lambda m, x: m.maximum(x - 0.3317, 0 * x) ** 2, 0.3317),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH_KINKS)
+def test_a_jump_of_the_second_derivative_is_no_jump_of_the_first(name):
+    f, kink = SMOOTH_KINKS[name]
+    found = from_callable(lambda x: f(Floats, x), kinks=[])
+    near = kink + np.outer([-1.0, 1.0], np.geomspace(1e-14, 1e-2, 60)).ravel()
+    error = np.abs(found.derivative(near) - exact_slopes(f, near)).max()
+    assert error <= found.accuracy + 1e-13
+    assert found.kinks == pytest.approx((kink,), rel=0, abs=1e-9)
+
+
+def test_the_lower_bound_holds_with_a_jump_of_the_second_derivative():
+    f = SMOOTH_KINKS["softsign at .3317"][0]
+    found, exact = (
+        solve(lambda x: f(Floats, x), 3, objective="minimax", **known)
+        for known in (
+            {},
+            {"derivative": lambda x: 1 / (1 + abs(x - 0.3317)) ** 2, "kinks": [0.3317]},
+        )
+    )
+    assert found.lower_bound <= exact.error <= found.error + 1e-12
+
+
+FEATURES = [
+    (2.6507651664869882e-8, 7656.8270632536005, -6.852131997673368),
+    (2.65e-9, 7656.8, -6.8521),
+    (4e-8, 9e3, 3.3),
+    (1e-8, 4e3, -0.2),
+]
+
+
+@pytest.mark.parametrize(("height", "k", "place"), FEATURES)
+@pytest.mark.parametrize("bend", [lambda x: x, lambda x: x**3 / 300, lambda x: np.sin(x)])
+def test_low_and_narrow_features_that_are_sampled_are_right_or_refused(bend, height, k, place):
+    def narrow(x):
+        return height / (1 + (k * (x - place)) ** 2)
+
+    try:
+        found = from_callable(lambda x: bend(x) + height * np.arctan(k * (x - place)) / k)
+    except FunctionError as refusal:
+        assert "give derivative=" in str(refusal)
+        return
+    plain = from_callable(bend)
+    x = place + np.outer([-1.0, 1.0], np.geomspace(1e-7, 1e-2, 100)).ravel()
+    error = np.abs(found.derivative(x) - plain.derivative(x) - narrow(x)).max()
+    # What rounding hides between two samples comes on top of the promise.
+    assert error <= found.accuracy + plain.accuracy + 4e-10
+    assert found.accuracy > 0.0
+
+
+@pytest.mark.parametrize("place", [0.0, 1.0, -20.0])
+def test_a_bend_that_is_narrow_on_a_large_domain_is_not_called_exact(place):
+    found = solve(lambda x: np.logaddexp(0, x - place), 1, domain=(-1e15, 1e15))
+    assert found.error > 0.0 and not found.exact
+
+
+@pytest.mark.parametrize("kink", [0.0, 0.3, math.pi / 3, -2.5, 7.123456789])
+@pytest.mark.parametrize("reach", [10.0, 1e6])
+def test_straight_lines_between_kinks_are_exact(kink, reach):
+    for f in (lambda x: np.maximum(x - kink, 0.0), lambda x: abs(x - kink) / 3 + x * 0.7):
+        assert solve(f, 1, domain=(-reach, reach)).exact
+
+
+@pytest.mark.parametrize("objective", ["mse", "unbiased", "minimax"])
+@pytest.mark.parametrize("scale", [1e-160, 1e-200, 1e-300])
+def test_slopes_whose_squares_underflow_are_refused(scale, objective):
+    with pytest.raises(FunctionError, match="expected a derivative that is 0 or reaches 1e-140"):
+        solve(lambda x: np.tanh(x) * scale, 1, objective=objective)
+
+
+def test_small_slopes_keep_their_error():
+    small, usual = (solve(lambda x, scale=scale: np.tanh(x) * scale, 1) for scale in (1e-30, 1.0))
+    assert small.error == pytest.approx(1e-60 * usual.error, rel=1e-6)
+    assert solve(lambda x: 0.0 * x, 1).exact

@@ -131,6 +131,18 @@ def test_follows_a_symbolic_link(tmp_path):
     assert link.is_symlink() and target.read_text() == "new"
 
 
+@pytest.mark.parametrize("points_to", ["target", "nothing", "link"])
+def test_replaces_a_symbolic_link_that_is_not_followed(tmp_path, points_to):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(tmp_path / points_to)
+    with pytest.raises(OutputExistsError):
+        write_atomic(link, "new", follow_links=False)
+    write_atomic(link, "new", force=True, follow_links=False)
+    assert not link.is_symlink() and link.read_text() == "new" and target.read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"target", "link"}
+
+
 def test_permissions_follow_the_umask(tmp_path):
     previous = os.umask(0o027)
     try:

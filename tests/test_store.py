@@ -159,6 +159,20 @@ def test_anything_in_the_place_of_a_file_of_the_cache(cache, make):
         assert fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0}) == table
 
 
+@pytest.mark.parametrize("content", ["precious", None])
+def test_a_link_in_the_cache_is_replaced_not_followed(cache, tmp_path, content):
+    table = fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0})
+    (path,) = cache.iterdir()
+    path.unlink()
+    target = tmp_path / "target"
+    if content is not None:
+        target.write_text(content)
+    path.symlink_to(target)
+    assert fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0}) == table
+    assert (target.read_text() if target.exists() else None) == content
+    assert not path.is_symlink() and json.loads(path.read_text())["table"]["function"] == "elu"
+
+
 UNUSABLE = {
     "a file": lambda tmp_path: _written(tmp_path / "file") / "below",
     "a long name": lambda tmp_path: tmp_path / ("x" * 300),
@@ -186,6 +200,14 @@ def test_an_unusable_cache_is_one_warning(what, tmp_path, monkeypatch):
             table = fewbit.load_table("elu", bits=1, parameters={"alpha": alpha})
             assert table.parameters == {"alpha": alpha}
     assert len(caught) == 1
+
+
+def test_a_training_goes_on_if_warnings_are_errors(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEWBIT_CACHE", str(_written(tmp_path / "file") / "below"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table = fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0})
+    assert table.parameters == {"alpha": 2.0}
 
 
 @pytest.mark.parametrize("call", ["os.open", "os.stat", "os.mkdir", "os.replace", "os.fsync"])
@@ -269,6 +291,34 @@ def test_errors():
         fewbit.load_table("elu", bits=3, parameters={"beta": 1.0})
     with pytest.raises(SolveError, match="bits"):
         fewbit.load_table("gelu", bits=9)
+
+
+REFUSED = {
+    "bits": [2.5, "3", True, np.True_, 10**400, np.array([2, 3])],
+    "levels": [2.5, "3", True],
+    "form": [["levels"], b"levels", np.array(["levels", "levels"]), {1}, None],
+    "objective": [{1}, b"mse", object()],
+    "tails": [object(), [], np.array(["free"])],
+    "parameters": ["x", 1, [("alpha", 2.0)]],
+    "domain": [(-(10**400), 10**400), "ab", 3],
+    "weight": [
+        {"kind": "normal", "mean": 10**400, "std": 1},
+        {"kind": "histogram", "edges": [0, 10**400], "density": [1]},
+        {"kind": ["normal"]},
+        [1, 10**400],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values]
+)
+@pytest.mark.parametrize("call", [fewbit.load_table, fewbit.solve])
+def test_a_wrong_argument_is_one_line(cache, call, name, value):
+    request = {"parameters": {"alpha": 2.0}, **({} if name == "levels" else {"bits": 2})}
+    with pytest.raises(fewbit.FewbitError, match=r"expected|too large") as refusal:
+        call("elu", **{**request, name: value})
+    assert "\n" not in str(refusal.value) and name in str(refusal.value) or name == "weight"
 
 
 def test_loading_does_not_warn_about_unbounded_derivatives(cache):

@@ -21,6 +21,8 @@ _SMALLEST_SCALE = 1e-2
 _POINTS_PER_PANEL = 32
 # The share of nodes spread evenly over the mesh; the rest goes where a step function errs most.
 _EVEN_SHARE = 0.25
+# The squares of smaller errors of a smaller f' would underflow, and errors would seem to be 0.
+_LEAST_SLOPE = 1e-140
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,13 @@ def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=
     edges = edges[(edges > low) & (edges < high)]
     mesh = _mesh(low, high, weight.mesh(domain))
     mesh = np.union1d(mesh, np.concatenate([inner, edges, _inside_panels(panels, low, high)]))
-    extrema = _extrema(checked, mesh, inner, name, accuracy)
+    value = checked(mesh)
+    largest = float(np.max(np.abs(value)))
+    if 0 < largest < _LEAST_SLOPE:
+        raise FunctionError(
+            f"{name}: expected a derivative that is 0 or reaches {_LEAST_SLOPE:g}, got at most {largest:g}"
+        )
+    extrema = _extrema(checked, mesh, value, inner, name, accuracy)
     return Landscape(checked, weight.density, (low, high), inner, edges, mesh, extrema)
 
 
@@ -212,9 +220,8 @@ def _inside_panels(panels, low, high):
     return points[(points >= low) & (points <= high)]
 
 
-def _extrema(derivative, mesh, kinks, name, accuracy):
-    """Local extrema of f' between kinks, by golden section from the mesh; accurate in value."""
-    value = derivative(mesh)
+def _extrema(derivative, mesh, value, kinks, name, accuracy):
+    """Local extrema of f' between kinks, by golden section from the mesh and f' on it; accurate in value."""
     noise = 8 * np.finfo(float).eps * np.max(np.abs(value)) + 2 * accuracy
     change = np.diff(value)
     change[np.abs(change) <= noise] = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -30,6 +31,18 @@ def count_levels(bits, levels):
     return int(levels), int(bits) if bits is not None else needed
 
 
+def check_choice(name, value, choices):
+    """Raise SolveError if the value of an argument is not one of the strings in ``choices``."""
+    if not (isinstance(value, str) and value in choices):
+        raise SolveError(f"{name}: expected {' or '.join(choices)}, got {value!r}")
+
+
+def check_parameters(parameters):
+    """Raise SolveError if the parameters of a function are neither None nor a mapping."""
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise SolveError(f"parameters: expected a mapping of names to numbers, got {parameters!r}")
+
+
 def is_integer(value):
     """Return whether the value is an integer of Python or NumPy, and not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
@@ -41,7 +54,7 @@ def checked_domain(domain):
         return None
     try:
         low, high = (float(end) for end in domain)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise SolveError(f"domain: expected two numbers A < B, got {domain!r}") from None
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise SolveError(f"domain: expected two finite numbers A < B, got {low:g} {high:g}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,15 +25,19 @@ from fewbit.solver.minimax import largest_deviation, minimax_intervals, minimax_
 from fewbit.solver.partition import Effort
 from fewbit.solver.refine import RESIDUAL, ContiguousPieces, NearestPieces, Solution, refine
 from fewbit.solver.relaxation import relax_intervals, relax_levels, relax_unbiased
-from fewbit.solver.request import checked_domain, count_levels, domain_of, is_integer
+from fewbit.solver.request import (
+    check_choice,
+    check_parameters,
+    checked_domain,
+    count_levels,
+    domain_of,
+    is_integer,
+)
 from fewbit.solver.steps import Steps, nearest_steps, relabel, tidy, totals
 from fewbit.solver.unbiased import build_stand_in, refine_unbiased, variance, with_tails
 from fewbit.solver.weight import make_weight
-from fewbit.table import Knots, Table, lower_pieces
+from fewbit.table import FORMS, OBJECTIVES, TAILS, Knots, Table, lower_pieces
 
-FORMS = ("levels", "intervals")
-OBJECTIVES = ("mse", "unbiased", "minimax")
-TAILS = ("free", "pinned")
 _FINE = 4096
 _MOST_CELLS = 2**22
 _MOST_DEFAULT_CELLS = 2**18
@@ -67,6 +70,8 @@ def solve(
 
     function: a name from ``fewbit.functions``, ``"package.module:f"``, or a callable f on NumPy
         arrays or torch tensors (the activation itself; ``derivative=`` and ``kinks=`` if known).
+        A given derivative is compared with f to 1e-7 of max |f'| only, and then taken as exact:
+        ``error`` and ``lower_bound`` are certified for the given derivative.
     bits: 1 to 8; 2**bits levels. levels: their number instead, 2 to 256.
     form: ``"levels"`` (pieces may share a level) or ``"intervals"`` (the paper's: one level each).
     weight: what the error is weighted with, see :func:`fewbit.solver.weight.make_weight`.
@@ -86,13 +91,12 @@ def solve(
     """
     started = time.perf_counter()
     count, bits = count_levels(bits, levels)
-    _check_choice("form", form, FORMS)
-    _check_choice("objective", objective, OBJECTIVES)
-    _check_choice("tails", tails, TAILS)
+    check_choice("form", form, FORMS)
+    check_choice("objective", objective, OBJECTIVES)
+    check_choice("tails", tails, TAILS)
     if threads is not None and not (is_integer(threads) and threads >= 1):
         raise SolveError(f"threads: expected an integer of at least 1, got {threads!r}")
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise SolveError(f"parameters: expected a mapping of names to numbers, got {parameters!r}")
+    check_parameters(parameters)
     if objective == "unbiased" and form != "levels":
         raise SolveError("objective unbiased: expected form levels (the draw is between levels)")
     weight = make_weight(weight)
@@ -413,11 +417,6 @@ def _status(request, residual, levels, cells):
     # The gradient scales with f' and with w.
     scale = max(1.0, float(np.abs(levels).max())) * min(1.0, float(cells.mass.sum()))
     return "stationary" if residual < RESIDUAL * scale else "stalled"
-
-
-def _check_choice(name, value, choices):
-    if value not in choices:
-        raise SolveError(f"{name}: expected {' or '.join(choices)}, got {value!r}")
 
 
 def _pinned_slopes(f, tails, count, form):

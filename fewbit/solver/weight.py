@@ -290,7 +290,7 @@ def _from_document(document):
         raise WeightError(f"weight {kind}: expected a field {missing}, got none") from None
     except FewbitError:
         raise
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise WeightError(f"weight {kind}: {error}") from None
     raise WeightError(f"weight: expected kind uniform, normal, histogram or callable, got {kind!r}")
 
@@ -300,7 +300,7 @@ def _floats(what, values):
         values = values.detach().cpu().double().numpy()
     try:
         return np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise WeightError(f"{what}: expected numbers, got {_shorten(values)}") from None
 
 

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 from fewbit.runtime import exact, offload, ops
-from fewbit.runtime.calling import SESSION, Told
+from fewbit.runtime.calling import PATH, SESSION, Told
 from fewbit.runtime.fingerprint import fingerprint
 from fewbit.runtime.interrupts import ThreadState, afterwards
 from fewbit.runtime.seeds import Seeds
@@ -34,8 +34,6 @@ from fewbit.runtime.variables import ALONE, REENTRANT, Plan
 
 MOST_FOLLOWED = 4096
 _PREACTIVATION = "pre-activation"
-PATH = "_fewbit_path"
-"""The attribute of a module that says where in the converted model it is."""
 _REENTRANT = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
 _running = threading.local()
 

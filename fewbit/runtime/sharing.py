@@ -311,8 +311,13 @@ class Session:
 
     def expose(self, x) -> None:
         """Stop sharing copies of x in this forward: its memory was accessed in a way that autograd does not track."""
-        if self._local.entries is not None:
-            self._local.exposed.add(x.untyped_storage()._cdata)
+        if self._local.entries is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # parameters of lazy modules refuse any other access
+            try:
+                self._local.exposed.add(x.untyped_storage()._cdata)
+            except (RuntimeError, NotImplementedError):
+                pass  # sparse tensors and those of vmap have no storage, and so no copies that are found by it
 
     def offer(self, y, kept) -> None:
         """Linear layers, convolutions and activations that ask for y get `kept`, whatever their bits are."""

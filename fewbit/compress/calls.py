@@ -181,6 +181,10 @@ class Calls(TorchFunctionMode):
         if session is not None and args and isinstance(args[0], torch.Tensor):
             session.expose(args[0])
 
+    def depth_outside(self) -> int:
+        """Return how often a forward that begins in this thread may find the mode entered: if it is, it was left behind."""
+        return 0
+
     def depth(self) -> int:
         """Return how often this mode is entered in this thread."""
         return sum(each is self for each in _get_current_function_mode_stack())

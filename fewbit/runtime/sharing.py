@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 from fewbit.runtime import exact, offload, ops
 from fewbit.runtime.calling import PATH, SESSION, Told
 from fewbit.runtime.fingerprint import fingerprint
-from fewbit.runtime.interrupts import ThreadState, afterwards
+from fewbit.runtime.interrupts import ThreadState, afterwards, close_suspended
 from fewbit.runtime.seeds import Seeds
 from fewbit.runtime.variables import ALONE, REENTRANT, Plan
 
@@ -103,7 +103,8 @@ class Session:
                     self._forget_unused()
             finally:
                 call.put_back()
-        except BaseException:
+        except BaseException as error:
+            close_suspended(error)
             call.put_back()
             if call.state is not None:
                 call.state.put_back()
@@ -439,7 +440,7 @@ class _Call:
         self.is_outermost = _innermost(local) is None
         self.state = ThreadState() if self.is_outermost else None
         contexts = session.contexts if self.is_outermost else ()
-        self.contexts = [(context, context.depth()) for context in contexts]
+        self.contexts = [(context, context.depth_outside()) for context in contexts]
 
     def put_back(self) -> None:
         """Restore everything that the call has changed. Calling this twice has the same effect as calling it once."""

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.errors import InputError
 from fewbit.runtime import sharing
+from fewbit.runtime.interrupts import held
 
 ERRORS = [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, RuntimeError]
 X = normal((4, 64), scale=1.0)
@@ -320,6 +321,25 @@ def test_an_interrupt_of_the_clean_up_of_another_error():
         check_nothing_is_left()
     model.between = lambda: None
     assert gradients(model, X)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_lock_that_the_thread_holds_already(depth):
+    """As when a finalizer takes it: an error there once released the lock of the block around."""
+    lock = threading.RLock()
+
+    def within(depth):
+        with held(lock):
+            assert lock._is_owned()
+            if depth:
+                with pytest.raises(KeyboardInterrupt):
+                    within(depth - 1)
+                assert lock._is_owned()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        within(depth)
+    assert not lock._is_owned() and lock.acquire(blocking=False)
 
 
 # -- what changes a model -------------------------------------------------------------------------------------

@@ -31,7 +31,10 @@ def afterwards(put_back: Callable[[], None]):
 
 @contextmanager
 def held(lock):
-    """Hold a `threading.RLock` during the block. The thread must not hold the lock already."""
+    """Hold a `threading.RLock` during the block. If the thread holds the lock already, leave it to the block around."""
+    if lock._is_owned():  # a finalizer or a signal handler may run within a block; releasing twice would release that one's
+        yield
+        return
 
     def release():
         if lock._is_owned():

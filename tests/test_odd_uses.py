@@ -168,7 +168,9 @@ def test_fx_records_layers_whose_input_is_a_keyword(cls):
     class Named(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a = cls(*{nn.Linear: (4, 4), nn.LayerNorm: (4,), nn.Conv1d: (4, 4, 1)}.get(cls, ()))
+            self.a = cls(
+                *{nn.Linear: (4, 4), nn.LayerNorm: (4,), nn.Conv1d: (4, 4, 1)}.get(cls, ())
+            )
 
         def forward(self, x):
             return self.a(input=x)

@@ -314,7 +314,9 @@ class Session:
         """Stop sharing copies of x in this forward: its memory was accessed in a way that autograd does not track."""
         if self._local.entries is None:
             return
-        with torch._C.DisableTorchFunctionSubclass():  # parameters of lazy modules refuse any other access
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # parameters of lazy modules refuse any other access
             try:
                 self._local.exposed.add(x.untyped_storage()._cdata)
             except (RuntimeError, NotImplementedError):

@@ -77,7 +77,10 @@ class ToldGraph(Told):
     """`Told` for torch.fx.GraphModule, which copies only what its graph uses, and pickles the code of its graph."""
 
     def __reduce_ex__(self, protocol):
-        made, args, *rest = super().__reduce_ex__(protocol)
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        made, args, *rest = reduced
         return _made_again, (made, args), *rest
 
     def __copy__(self):
@@ -135,8 +138,8 @@ def class_made_for(module: nn.Module) -> type | None:
     """
     if not isinstance(module, GraphModule):
         return None
-    made = [each for each in type(module).__mro__ if each.__qualname__.endswith("GraphModuleImpl")]
-    return made[-1] if made else None
+    made = (each for each in type(module).__mro__ if each.__qualname__.endswith(".GraphModuleImpl"))
+    return next(made, None)
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -186,9 +189,11 @@ def untell(module: nn.Module) -> None:
 def _hand_on(made: type, base: type) -> None:
     """Move what was written to the class from `told` since, such as a patched forward, to the class itself."""
     for name in set(vars(made)) - vars(made)["_fewbit_names"] - {"_fewbit_names"}:
-        if not name.startswith("__annot"):  # Python caches annotations when they are read
-            setattr(base, name, vars(made)[name])
-            delattr(made, name)
+        value = vars(made)[name]
+        if name.startswith("__annot") or (name.startswith("__") and not callable(value)):
+            continue  # a cache of Python's, as __annotations__ or pickle's __slotnames__
+        setattr(base, name, value)
+        delattr(made, name)
 
 
 def untold(module: nn.Module) -> type[nn.Module]:

@@ -618,6 +618,43 @@ def test_what_was_replaced_is_left_alone(monkeypatch, layer, owner, name, reason
     assert not kinds.is_fewbit(layer)
 
 
+class Doubled:
+    """A callable that is no function."""
+
+    def __init__(self, theirs):
+        self.theirs = theirs
+
+    def __call__(self, *args, **kwargs):
+        return 2 * self.theirs(*args, **kwargs)
+
+
+@pytest.mark.parametrize("made", [
+    Doubled, lambda theirs: functools.partial(Doubled(theirs)), lambda theirs: TF.bilinear, lambda theirs: torch.matmul,
+], ids=["object", "partial", "function of torch", "builtin"])  # fmt: skip
+@pytest.mark.parametrize("layer, owner, name", [
+    (nn.Linear(4, 4), TF, "linear"), (nn.LayerNorm(4), TF, "layer_norm"), (nn.GELU(), TF, "gelu"),
+    (nn.Conv2d(1, 1, 1), TF, "conv2d"), (nn.Conv2d(1, 1, 1), nn.Conv2d, "_conv_forward"),
+], ids=["linear", "layer_norm", "gelu", "conv2d", "_conv_forward"])  # fmt: skip
+def test_what_was_replaced_by_no_function_is_left_alone(monkeypatch, layer, owner, name, made):
+    monkeypatch.setattr(owner, name, made(getattr(owner, name)))
+    (left,) = quiet(nn.Sequential(layer)).report.left_alone
+    assert "was replaced" in left.reason and name in left.reason
+    assert not kinds.is_fewbit(layer)
+
+
+def test_a_function_that_was_replaced_before_the_import(monkeypatch):
+    made = Doubled(TF.linear)
+    monkeypatch.setattr(TF, "linear", made)
+    monkeypatch.setitem(kinds._IN_FUNCTIONAL, "linear", made)
+    (left,) = quiet(nn.Sequential(nn.Linear(4, 4))).report.left_alone
+    assert left.reason == "torch.nn.functional.linear, which it calls, was replaced"
+
+
+@pytest.mark.parametrize("cls", [*kinds.TORCH, *kinds.LEFT_ALONE], ids=lambda cls: cls.__name__)
+def test_nothing_of_torch_is_taken_for_replaced(cls):
+    assert kinds.replaced(cls.__new__(cls)) is None
+
+
 def test_what_was_replaced_on_the_instance_is_left_alone():
     layer = nn.Conv2d(1, 1, 1)
     layer._conv_forward = layer._conv_forward

@@ -2,7 +2,10 @@
 
 import asyncio
 import copy
+import gc
+import sys
 import threading
+from contextlib import _GeneratorContextManager
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.errors import InputError
 from fewbit.runtime import sharing
+from fewbit.runtime.interrupts import held
 
 ERRORS = [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, RuntimeError]
 X = normal((4, 64), scale=1.0)
@@ -230,6 +234,74 @@ def test_an_interrupt_at_every_line(what):
     assert all(map(torch.equal, gradients(model, X), expected))
 
 
+class InTorch:
+    """Raises KeyboardInterrupt at trace event number `at` of that kind where torch takes a mode off for its own call."""
+
+    def __init__(self, kind, at):
+        self.kind, self.at, self.seen = kind, at, 0
+
+    def __call__(self, frame, event, argument):
+        is_enter = frame.f_code is _GeneratorContextManager.__enter__.__code__
+        if not is_enter or frame.f_back.f_code.co_name != "handle_torch_function":
+            return None
+        frame.f_trace_opcodes = True
+        del frame  # which the traceback would keep
+        return self.step
+
+    def step(self, frame, event, argument):
+        if event == self.kind:
+            if self.seen == self.at:
+                del frame, argument
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            self.seen += 1
+        return self.step
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 8)
+
+    def forward(self, x):
+        len(x)  # through Python, where torch takes modes off in a generator
+        return self.linear(x)
+
+
+def interrupted_in_torch(model, kind, at) -> bool:
+    before = sys.gettrace()
+    sys.settrace(InTorch(kind, at))
+    try:
+        model(X)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_where_torch_takes_a_mode_off():
+    """Its generator puts the mode back when the traceback goes, which is after our clean-up."""
+    model, at = Counting(), 0
+    fewbit.compress_(model, verbose=False)
+    while interrupted_in_torch(model, "opcode", at):
+        gc.collect()
+        check_nothing_is_left()
+        at += 1
+    assert at > 5
+
+
+def test_a_mode_that_was_left_behind_goes_with_the_next_forward():
+    model = Counting()
+    fewbit.compress_(model, verbose=False)
+    (mode,) = model.linear.quantiser.session.contexts
+    mode.__enter__()
+    plain = nn.Linear(64, 8)
+    assert torch_f.gelu(plain(X)).grad_fn.name() == "GeluBackward0"
+    model(X).sum().backward()
+    check_nothing_is_left()
+
+
 @pytest.mark.slow
 def test_an_interrupt_of_the_clean_up_of_another_error():
     """One error ends the forward, and then another one comes at every line of what puts things back."""
@@ -249,6 +321,25 @@ def test_an_interrupt_of_the_clean_up_of_another_error():
         check_nothing_is_left()
     model.between = lambda: None
     assert gradients(model, X)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_lock_that_the_thread_holds_already(depth):
+    """As when a finalizer takes it: an error there once released the lock of the block around."""
+    lock = threading.RLock()
+
+    def within(depth):
+        with held(lock):
+            assert lock._is_owned()
+            if depth:
+                with pytest.raises(KeyboardInterrupt):
+                    within(depth - 1)
+                assert lock._is_owned()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        within(depth)
+    assert not lock._is_owned() and lock.acquire(blocking=False)
 
 
 # -- what changes a model -------------------------------------------------------------------------------------

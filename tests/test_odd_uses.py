@@ -128,6 +128,61 @@ def test_sparse_and_complex_inputs_are_torchs():
     assert torch.equal(model.weight.grad, exact.weight.grad)
 
 
+def test_lazy_modules_are_made_by_the_first_forward():
+    model = quiet(nn.Sequential(nn.LazyLinear(8), nn.GELU(), nn.Linear(8, 2)))
+    model(normal((2, 4))).sum().backward()
+    assert model[0].weight.grad.shape == (8, 4)
+    quiet(model)
+    assert isinstance(model[0], fewbit.nn.Linear)
+    model(normal((2, 4))).sum().backward()
+
+
+@pytest.mark.parametrize("access", [
+    lambda x: x.data, lambda x: x.numpy(), lambda x: x.__array__(), lambda x: x.__dlpack__(),
+], ids=["data", "numpy", "array", "dlpack"])  # fmt: skip
+def test_what_torch_says_of_access_to_memory_comes_through(access):
+    class Accessing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x):
+            access(x)
+            return self.linear(x)
+
+    def message(model, x):
+        with pytest.raises(Exception) as error:  # noqa: PT011 (whatever torch raises)
+            model(x)
+        return type(error.value), str(error.value)
+
+    model = Accessing()
+    x = normal((3, 6))
+    expected = message(torch.func.vmap(model), x)
+    quiet(model)
+    assert message(torch.func.vmap(model), x) == expected
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, nn.GELU, nn.LayerNorm, nn.Conv1d, nn.Dropout])
+def test_fx_records_layers_whose_input_is_a_keyword(cls):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = cls(
+                *{nn.Linear: (4, 4), nn.LayerNorm: (4,), nn.Conv1d: (4, 4, 1)}.get(cls, ())
+            )
+
+        def forward(self, x):
+            return self.a(input=x)
+
+    model = Named()
+    expected = torch.fx.symbolic_trace(model).code
+    quiet(model)
+    traced = torch.fx.symbolic_trace(model)
+    assert traced.code == expected and traced.a is model.a
+    traced(normal((3, 4, 4)).requires_grad_()).sum().backward()
+
+
 class Calling(nn.Module):
     """Calls one function on what a linear layer makes."""
 

@@ -177,9 +177,13 @@ class Calls(TorchFunctionMode):
         return (own or self.settings).call(ours, family, function, args, kwargs)
 
     def _expose(self, args) -> None:
-        session, (x, *_) = self.settings.quantiser.session, args
-        if session is not None and isinstance(x, torch.Tensor) and x.layout is torch.strided:
-            session.expose(x)
+        session = self.settings.quantiser.session
+        if session is not None and args and isinstance(args[0], torch.Tensor):
+            session.expose(args[0])
+
+    def depth_outside(self) -> int:
+        """Return how often a forward that begins in this thread may find the mode entered: if it is, it was left behind."""
+        return 0
 
     def depth(self) -> int:
         """Return how often this mode is entered in this thread."""

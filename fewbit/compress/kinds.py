@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import BuiltinFunctionType
 from typing import NamedTuple
 
 import torch
@@ -131,6 +132,10 @@ _SETTINGS = {
     nn.Softplus: ("softplus", ("beta", "threshold")),
 }
 
+_IN_FUNCTIONAL = dict(vars(F))
+"""What torch.nn.functional had when fewbit was imported."""
+_NO_METHODS = type, staticmethod, classmethod
+
 _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
@@ -193,15 +198,26 @@ def replaced(module: nn.Module) -> str | None:
             if name != "forward" and (name.startswith("__") or not name.startswith("_")):
                 continue
             code = getattr(function, "__code__", None)
-            if code is None and (name != "forward" or not callable(function)):
+            if code is None and (not callable(function) or isinstance(function, _NO_METHODS)):
                 continue
             if code is None or not _is_of(code, sys.modules.get(definer.__module__)):
                 return f"{definer.__name__}.{name} was replaced, so the class does not say what it computes"
             for called in code.co_names:
-                own = getattr(getattr(F, called, None), "__code__", None)
-                if own is not None and not own.co_filename.startswith(torch.__path__[0]):
+                if not _is_torchs(called):
                     return f"torch.nn.functional.{called}, which it calls, was replaced"
     return None
+
+
+def _is_torchs(name: str) -> bool:
+    """Return whether torch.nn.functional has what torch defines under that name, or nothing."""
+    function = vars(F).get(name)
+    if function is not _IN_FUNCTIONAL.get(name):
+        return False
+    # It may have been replaced before fewbit was imported.
+    if not callable(function) or isinstance(function, (type, BuiltinFunctionType)):
+        return True
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(torch.__path__[0])
 
 
 def _is_of(code, module) -> bool:

@@ -9,6 +9,8 @@ from functools import wraps
 import torch
 from torch import nn
 
+from fewbit.runtime.calling import class_made_for
+
 _TABLES = (
     "_modules",
     "_forward_hooks",
@@ -50,14 +52,16 @@ class _Before:
                 continue
             own = dict(vars(module))
             tables = [(own[name], type(own[name])(own[name])) for name in _TABLES if name in own]
-            self._modules.append((module, type(module), own, tables))
+            made = class_made_for(module)
+            classes = type(module), made, made and made.__bases__
+            self._modules.append((module, classes, own, tables))
             config = own.get("config")
             if "transformers" in sys.modules and hasattr(config, "_attn_implementation_internal"):
                 self._configs.append((config, config._attn_implementation_internal))
 
     def put_back(self) -> None:
         """Restore the whole snapshot. Calling this twice has the same effect as calling it once."""
-        for module, cls, own, tables in self._modules:
+        for module, (cls, made, bases), own, tables in self._modules:
             for name in [name for name in vars(module) if name not in own]:
                 vars(module).pop(name, None)
             vars(module).update(own)
@@ -67,5 +71,7 @@ class _Before:
                     table.update(entries)
             if type(module) is not cls:
                 object.__setattr__(module, "__class__", cls)
+            if made is not None and made.__bases__ != bases:
+                made.__bases__ = bases
         for config, implementation in self._configs:
             config._attn_implementation_internal = implementation

@@ -25,9 +25,10 @@ def _guarded(forward, name):
     def guarded(self, *args, **kwargs):
         if not isinstance(self, Guarded):
             return type(self).forward(self, *args, **kwargs)
-        if args and isinstance(args[0], Proxy) and isinstance(args[0].tracer, Tracer):
-            tracer = args[0].tracer
-            return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, Proxy) and isinstance(each.tracer, Tracer):
+                path = each.tracer.path_of_module(self)
+                return each.tracer.create_proxy("call_module", path, args, kwargs)
         return forward(self, *args, **kwargs)
 
     # A name of its own makes a code object per layer: Dynamo compiles only a few versions of each code object.

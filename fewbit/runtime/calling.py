@@ -7,17 +7,23 @@ the call to the model's session. A class or module with that `__call__` is said 
 
 from __future__ import annotations
 
+import copy
 import weakref
+from abc import ABCMeta
 from inspect import unwrap
 from types import CodeType
 
 import torch
 from torch import nn
 from torch._C._dynamo import eval_frame
+from torch.fx import GraphModule
 from torch.nn.utils.parametrize import is_parametrized
 
 SESSION = "_fewbit_session"
 """The attribute of a module or activation that holds its model's session. Layers hold the session in their quantiser."""
+
+PATH = "_fewbit_path"
+"""The attribute of a module that says where in the converted model it is."""
 
 _made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made from it}
 
@@ -57,12 +63,38 @@ class Told:
         return session.call(self, super().__call__, args, kwargs)
 
     def __reduce_ex__(self, protocol):
-        made, args, *rest = super().__reduce_ex__(max(protocol, 2))
+        reduced = super().__reduce_ex__(max(protocol, 2))
         base = vars(type(self)).get("_fewbit_base")
-        if base is not None:  # else another library's subclass, which pickle has to find itself
-            args = tuple(base if each is type(self) else each for each in args)
-            made, args = _made_again, (made, args)
-        return made, args, *rest
+        if base is None or isinstance(reduced, str):
+            # Another library's subclass, which pickle has to find itself, or the name of a global, which pickle looks up.
+            return reduced
+        made, args, *rest = reduced
+        args = tuple(base if each is type(self) else each for each in args)
+        return _made_again, (made, args), *rest
+
+
+class ToldGraph(Told):
+    """`Told` for torch.fx.GraphModule, which copies only what its graph uses, and pickles the code of its graph."""
+
+    def __reduce_ex__(self, protocol):
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        made, args, *rest = reduced
+        return _made_again, (made, args), *rest
+
+    def __copy__(self):
+        return self._told_alike(super().__copy__(), lambda each: each)
+
+    def __deepcopy__(self, memo):
+        return self._told_alike(super().__deepcopy__(memo), lambda each: copy.deepcopy(each, memo))
+
+    def _told_alike(self, other, copied):
+        session = vars(self).get(SESSION)
+        if session is not None:
+            vars(other)[PATH] = vars(self).get(PATH, "")
+            tell(other, copied(session), class_told(other))
+        return other
 
 
 leave_to_interpreter(Told.__call__.__code__)
@@ -71,7 +103,7 @@ leave_to_interpreter(Told.__call__.__code__)
 def _made_again(made, args) -> nn.Module:
     """Recreate a module for pickle and copy: make it with the base class, which pickle finds by name, then call `told`."""
     module = made(*args)
-    object.__setattr__(module, "__class__", told(type(module)))
+    _put_on(module, class_told(module))
     return module
 
 
@@ -86,9 +118,28 @@ def told(base: type[nn.Module]) -> type[nn.Module]:
             "__doc__": base.__doc__,
             "_fewbit_base": base,
         }
-        made = type(base)(base.__name__, (Told, base), own)
+        mixin = ToldGraph if issubclass(base, GraphModule) else Told
+        made = _new_class(type(base), base.__name__, (mixin, base), own)
+        made._fewbit_names = frozenset(vars(made))
         _made[base] = weakref.ref(made)
     return made
+
+
+def _new_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict) -> type:
+    """Make a class without running a user's metaclass, which may need keywords or register every class that it makes."""
+    maker = next(each for each in metaclass.__mro__ if each in (ABCMeta, type))
+    return maker.__new__(metaclass, name, bases, own)
+
+
+def class_made_for(module: nn.Module) -> type | None:
+    """Return the class that torch.fx made for this module alone, which keeps the code of its graph; None if there is none.
+
+    torch.fx writes to that class and refers to it, so the class has to stay: `tell` changes its bases.
+    """
+    if not isinstance(module, GraphModule):
+        return None
+    made = (each for each in type(module).__mro__ if each.__qualname__.endswith(".GraphModuleImpl"))
+    return next(made, None)
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -99,7 +150,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 def class_told(module: nn.Module) -> type[nn.Module]:
     """Return the class that `tell` would give the module, without changing the module."""
     cls = class_of(module)
-    if isinstance(module, Told):
+    if isinstance(module, Told) or class_made_for(module) is not None:
         return type(module)
     if is_parametrized(module) and len(cls.__bases__) == 1:
         # When a parametrization is removed, torch restores the base of its parametrized class.
@@ -111,18 +162,45 @@ def class_told(module: nn.Module) -> type[nn.Module]:
 def tell(module: nn.Module, session, cls: type[nn.Module]) -> None:
     """Make calls of the module run within the session. cls: the result of `class_told`."""
     vars(module)[SESSION] = session
+    _put_on(module, cls)
+
+
+def _put_on(module: nn.Module, cls: type[nn.Module]) -> None:
     object.__setattr__(module, "__class__", cls)
+    own = class_made_for(module)
+    if own is not None and not issubclass(own, Told):
+        own.__bases__ = tuple(
+            told(each) if issubclass(each, GraphModule) else each for each in own.__bases__
+        )
 
 
 def untell(module: nn.Module) -> None:
     """Undo `tell`. If the class still contains `Told`, calls behave like torch's without a session."""
     vars(module).pop(SESSION, None)
-    object.__setattr__(module, "__class__", untold(module))
+    cls, own = untold(module), class_made_for(module)
+    for made in [each for each in type(module).__mro__ if "_fewbit_base" in vars(each)]:
+        base = vars(made)["_fewbit_base"]
+        _hand_on(made, base)
+        if own is not None and made in own.__bases__:
+            own.__bases__ = tuple(base if each is made else each for each in own.__bases__)
+    object.__setattr__(module, "__class__", cls)
+
+
+def _hand_on(made: type, base: type) -> None:
+    """Move what was written to the class from `told` since, such as a patched forward, to the class itself."""
+    for name in set(vars(made)) - vars(made)["_fewbit_names"] - {"_fewbit_names"}:
+        value = vars(made)[name]
+        if name.startswith("__annot") or (name.startswith("__") and not callable(value)):
+            continue  # a cache of Python's, as __annotations__ or pickle's __slotnames__
+        setattr(base, name, value)
+        delattr(made, name)
 
 
 def untold(module: nn.Module) -> type[nn.Module]:
     """Return the module's class without `Told`, also if another library subclassed the told class (parametrize, fully_shard)."""
     cls = type(module)
+    if class_made_for(module) is not None:
+        return cls
     made = next((each for each in cls.__mro__ if "_fewbit_base" in vars(each)), None)
     return cls if made is None else rebased(cls, made, vars(made)["_fewbit_base"]) or cls
 
@@ -140,4 +218,4 @@ def rebased(cls: type, old: type, new: type) -> type | None:
     if any("__class__" in code.co_freevars for code in codes if code is not None):
         return None  # super() without arguments refers to cls itself
     bases = [rebased(base, old, new) for base in cls.__bases__]
-    return None if None in bases else type(cls)(cls.__name__, tuple(bases), own)
+    return None if None in bases else _new_class(type(cls), cls.__name__, tuple(bases), own)

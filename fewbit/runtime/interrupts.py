@@ -8,7 +8,7 @@ twice, in case the first run was interrupted, so a clean-up must be idempotent.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import _GeneratorContextManager, contextmanager
 from functools import wraps
 
 import torch
@@ -31,7 +31,10 @@ def afterwards(put_back: Callable[[], None]):
 
 @contextmanager
 def held(lock):
-    """Hold a `threading.RLock` during the block. The thread must not hold the lock already."""
+    """Hold a `threading.RLock` during the block. If the thread holds the lock already, leave it to the block around."""
+    if lock._is_owned():  # a finalizer or a signal handler may run within a block; releasing twice would release that one's
+        yield
+        return
 
     def release():
         if lock._is_owned():
@@ -75,6 +78,21 @@ class ThreadState:
             autograd._pop_saved_tensors_default_hooks()
 
 
+_ENTER = _GeneratorContextManager.__enter__.__code__
+
+
+def close_suspended(error: BaseException) -> None:
+    """Close the generators of contexts whose `__enter__` the error ended after their `yield`, as torch's around each mode.
+
+    Their frames are kept by the traceback. When it goes they would run what follows the `yield`, and undo our clean-up.
+    """
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code is _ENTER:
+            traceback.tb_frame.clear()
+        traceback = traceback.tb_next
+
+
 def _are_same(hooks, others) -> bool:
     return bool(others) and hooks[0] is others[0] and hooks[1] is others[1]
 
@@ -88,7 +106,8 @@ def leaves_nothing(function: Callable) -> Callable:
         try:
             try:
                 return function(*args, **kwargs)
-            except BaseException:
+            except BaseException as error:
+                close_suspended(error)
                 before.put_back()
                 raise
         except BaseException:

@@ -102,8 +102,8 @@ class Offload:
     def __exit__(self, *error) -> None:
         self.cut(len(_running.entered) - 1)
 
-    def depth(self) -> int:
-        """Return the number of offloads that are entered in this thread."""
+    def depth_outside(self) -> int:
+        """Return the number of offloads, of any model, that are entered in this thread, for `cut`."""
         return len(_running.entered)
 
     def cut(self, depth: int) -> None:

@@ -26,16 +26,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 from fewbit.runtime import exact, offload, ops
-from fewbit.runtime.calling import SESSION, Told
+from fewbit.runtime.calling import PATH, SESSION, Told
 from fewbit.runtime.fingerprint import fingerprint
-from fewbit.runtime.interrupts import ThreadState, afterwards
+from fewbit.runtime.interrupts import ThreadState, afterwards, close_suspended
 from fewbit.runtime.seeds import Seeds
 from fewbit.runtime.variables import ALONE, REENTRANT, Plan
 
 MOST_FOLLOWED = 4096
 _PREACTIVATION = "pre-activation"
-PATH = "_fewbit_path"
-"""The attribute of a module that says where in the converted model it is."""
 _REENTRANT = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
 _running = threading.local()
 
@@ -105,7 +103,8 @@ class Session:
                     self._forget_unused()
             finally:
                 call.put_back()
-        except BaseException:
+        except BaseException as error:
+            close_suspended(error)
             call.put_back()
             if call.state is not None:
                 call.state.put_back()
@@ -313,8 +312,15 @@ class Session:
 
     def expose(self, x) -> None:
         """Stop sharing copies of x in this forward: its memory was accessed in a way that autograd does not track."""
-        if self._local.entries is not None:
-            self._local.exposed.add(x.untyped_storage()._cdata)
+        if self._local.entries is None:
+            return
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # parameters of lazy modules refuse any other access
+            try:
+                self._local.exposed.add(x.untyped_storage()._cdata)
+            except (RuntimeError, NotImplementedError):
+                pass  # sparse tensors and those of vmap have no storage, and so no copies that are found by it
 
     def offer(self, y, kept) -> None:
         """Linear layers, convolutions and activations that ask for y get `kept`, whatever their bits are."""
@@ -436,7 +442,7 @@ class _Call:
         self.is_outermost = _innermost(local) is None
         self.state = ThreadState() if self.is_outermost else None
         contexts = session.contexts if self.is_outermost else ()
-        self.contexts = [(context, context.depth()) for context in contexts]
+        self.contexts = [(context, context.depth_outside()) for context in contexts]
 
     def put_back(self) -> None:
         """Restore everything that the call has changed. Calling this twice has the same effect as calling it once."""

@@ -99,7 +99,11 @@ def test_dimensions_of_size_1_take_one_pass(name, monkeypatch):
     if not isinstance(backends.of(make(())), native.Kernels):
         pytest.skip("the reference backend has no fused kernels")
     monkeypatch.setitem(torch_functions.FORWARD, name, None)
-    inputs = permuted((6, 1, 5, 7), [0, 1, 3, 2]), permuted((1, 4, 6), [2, 0, 1]), make((6, 5))[:, None].mT
+    inputs = (
+        permuted((6, 1, 5, 7), [0, 1, 3, 2]),
+        permuted((1, 4, 6), [2, 0, 1]),
+        make((6, 5))[:, None].mT,
+    )
     for x in inputs:
         assert 1 in x.shape
         x.requires_grad_()

@@ -272,6 +272,41 @@ def test_callables_that_enclose_other_numbers(device):
         assert same(ours, expected)
 
 
+def test_a_callable_without_a_gradient_and_one_that_needs_one():
+    class Learnable(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x):
+            return torch.tanh(self.scale * x)
+
+    module, x = Learnable(), normal((50,))
+    function = compiled(lambda x: F.pointwise(x, module, table=TANH))
+    assert same(function(x), module(x))
+    with pytest.raises(Exception, match="whose parameters need no gradient"):
+        function(x.requires_grad_())
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm, nn.RMSNorm])
+def test_norms_of_sizes_that_the_compiler_does_not_know(layer):
+    model = layer(16)
+    fewbit.compress_(model, bits=8, verbose=False)
+
+    def function(x, which):
+        return model(x[which])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        ours = compiled(function)
+        for rows in (5, 8, 1, 0):
+            x, which = normal((10, 16)).requires_grad_(), torch.arange(10) < rows
+            y = ours(x, which)
+            torch.testing.assert_close(y, function(x, which))
+            (gradient,) = torch.autograd.grad(y.square().sum(), x)
+            (expected,) = torch.autograd.grad(layer(16)(x[which]).square().sum(), x)
+            torch.testing.assert_close(gradient, expected, rtol=0.0, atol=0.05)
+
+
 def test_without_a_gradient_no_codes_are_made(device):
     seen = []
 

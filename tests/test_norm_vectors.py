@@ -293,6 +293,8 @@ def test_vectors_are_refused_as_torch_refuses_them(name, vector, last):
         assert outcome(F, *vectors) == outcome(torch_f, *vectors)
 
 
+# torch's own rms_norm warns once in a process, in whichever test comes first.
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name, shape", NORMS, **BY_NAME)
 def test_vectors_of_other_dtypes_under_autocast_as_torch(name, shape, dtype):
@@ -407,3 +409,14 @@ def test_group_norm_of_an_empty_batch_with_a_bias_alone():
     )
     F.group_norm(x, 2, None, bias).sum().backward()
     assert x.grad.shape == x.shape and not bias.grad.any()
+
+
+def test_rms_norm_of_another_shape():
+    for shape in [(3,), (2, 6), (), (1, 4, 6)]:
+        with pytest.raises((RuntimeError, ValueError)) as theirs:
+            torch_f.rms_norm(normal((4, 6)).requires_grad_(), shape)
+        with pytest.raises((RuntimeError, ValueError)) as ours:
+            F.rms_norm(normal((4, 6)).requires_grad_(), shape)
+        assert str(ours.value) == str(theirs.value)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        fewbit.nn.RMSNorm(3, elementwise_affine=False)(normal((2, 6)).requires_grad_())

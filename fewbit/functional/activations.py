@@ -30,8 +30,10 @@ from fewbit.runtime.activation import (
     needs_grad,
     torchs_own,
 )
+from fewbit.runtime.callable_tables import callable_encoding_text
+from fewbit.runtime.plain import is_plain
 from fewbit.runtime.replay import can_replay
-from fewbit.runtime.tables import callable_encoding_text, encoding_text
+from fewbit.runtime.tables import check_choice, encoding_text
 from fewbit.table import Table
 
 __all__ = [
@@ -340,12 +342,14 @@ def pointwise(
 ) -> Tensor:
     """Apply a pointwise callable on tensors, with few-bit codes for its derivative.
 
-    Only the input gets a gradient. Parameters, buffers and numbers that the callable uses may change between calls.
+    Only the input gets a gradient. If the input needs none, the callable runs as it is.
+
+    In eager mode parameters, buffers and numbers that the callable uses may change between calls. docs/runtime.md says
+    which changes are noticed. Compiled code keeps the table that it was compiled with, whatever changes later.
 
     Args:
         input: A floating tensor of any shape and strides.
-        function: A callable, or module, that takes a tensor and returns a tensor. In every call it is also
-            evaluated at 64 fixed numbers, to detect changes of its parameters.
+        function: A callable, or module, that takes a tensor and returns a tensor.
         bits: 1 to 8, or None for the callable itself.
         table: The table to use. By default a table is solved for the callable (see `fewbit.solve` for the
             requirements), once per process, and again if the callable's values have changed. Pass a table to use a
@@ -355,14 +359,19 @@ def pointwise(
         function(input).
 
     Raises:
-        FunctionError: If the callable uses parameters that need a gradient, returns different values in every call, or if no
-            table can be solved for the callable.
+        FunctionError: If the input needs a gradient and the callable uses parameters that need one, returns different values
+            in every call, or if no table can be solved for the callable.
     """
+    if bits is None:
+        return function(input)
+    check_choice(bits, table)
+    if not needs_grad(input):
+        return function(input)
     if torch.compiler.is_compiling():
         # The compiler takes functions with the same code for the same one, whatever they enclose; by its
         # identity it compiles each by itself, with the table that was solved for it.
         id(function)
-    if bits is None:
-        return function(input)
-    encoding = callable_encoding_text(function, bits, table, input.device, input.dtype)
+    encoding = callable_encoding_text(
+        function, bits, table, input.device, input.dtype, is_plain(input)
+    )
     return apply_callable(input, function, encoding)

@@ -88,7 +88,8 @@ def rms_norm(
     """
     quantiser = _checked(quantiser, bits, group_size, copies)
     shape = _shape(normalized_shape)
-    fits = weight is None or weight.shape == shape  # torch's kernel does not check this
+    # torch's kernel checks neither.
+    fits = input.shape[-len(shape) :] == shape and (weight is None or weight.shape == shape)
     if not fits or not _is_served(input, weight):
         return torch_functional.rms_norm(input, normalized_shape, weight, eps)
     x, weight = map(in_float32, (input, *_contiguous(weight)))
@@ -204,7 +205,17 @@ def _checked(quantiser, bits, group_size, copies) -> Quantiser:
 
 def _is_served(input, *vectors) -> bool:
     """Return whether the input needs to be quantized. An empty batch does not: torch saves nothing of an empty input."""
-    return is_differentiated(input, *vectors) and input.numel() > 0
+    return is_differentiated(input, *vectors) and _has_elements(input)
+
+
+def _has_elements(input) -> bool:
+    """Return whether the input has elements; True for sizes that a compiler does not know, which it cannot branch on."""
+    if not torch.compiler.is_compiling():
+        return input.numel() > 0
+    symbolic = torch.fx.experimental.symbolic_shapes
+    if hasattr(symbolic, "guard_or_true"):
+        return symbolic.guard_or_true(input.numel() > 0)
+    return symbolic.guard_size_oblivious(input.numel() > 0)  # torch < 2.8
 
 
 def _are_differentiated(*vectors) -> bool:

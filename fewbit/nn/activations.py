@@ -454,7 +454,10 @@ class Laplace(_FewBit, nn.Module):
 
 
 class Pointwise(_FewBit, nn.Module):
-    """The layer of a pointwise callable that has no parameters that need a gradient; see `fewbit.functional.pointwise`."""
+    """The layer of a pointwise callable that has no parameters that need a gradient; see `fewbit.functional.pointwise`.
+
+    Compiled code keeps the table that it was compiled with, also if the callable changes later.
+    """
 
     def __init__(self, function, *, bits: int = 3, table: Table | None = None):
         super().__init__()

@@ -6,6 +6,7 @@ import torch
 
 from fewbit.errors import GradientError, InputError
 from fewbit.runtime import autograd, layout, ops, preactivation
+from fewbit.runtime.callable_tables import check_result, name_of
 from fewbit.runtime.encoding import Encoding
 from fewbit.runtime.exact import exactly
 from fewbit.runtime.plain import is_abstract, is_plain
@@ -66,11 +67,19 @@ def torchs_own(x: torch.Tensor, function: str, parameters: tuple, inplace: bool 
 
 
 def apply_callable(x: torch.Tensor, function, encoding: str):
-    """The same for any callable on tensors: its own forward, then the codes of x."""
+    """The same for any callable on tensors: its own forward, then the codes of x.
+
+    Raises FunctionError if the callable's result needs a gradient of something other than x, which it would not get.
+    """
     if not needs_grad(x) or not _is_strided(x):
         return function(x)
-    _check_input(x, getattr(function, "__name__", "the function"))
-    return _traceable(x, function, encoding)
+    _check_input(x, name_of(function))
+    if not is_plain(x):  # callable_encoding_text has checked the callable
+        return _traceable(x, function, encoding)
+    with exactly():
+        y = function(x.detach())
+    check_result(function, y)
+    return _traceable(x, lambda _: y, encoding)
 
 
 def _traceable(x, function, encoding):

@@ -52,8 +52,30 @@ def is_regular(x: torch.Tensor) -> bool:
         return True
     if len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1:
         return False
+    return stride == _channels_last_stride(shape)
+
+
+def result_stride(x: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides of the result of torch's pointwise functions for a dense x; None if x is not dense, or empty.
+
+    torch replaces the strides of dimensions of size 1 if x is contiguous or channels-last, and keeps them otherwise. Its
+    clamps (`torch_functions.OTHER_STRIDES`) do not follow this rule.
+    """
+    if x.is_contiguous():
+        stride = contiguous_stride(x.shape)
+        return stride if x.numel() or stride == x.stride() else None
+    if not is_dense(x):
+        return None
+    return _channels_last_stride(x.shape) if _is_channels_last(x) else x.stride()
+
+
+def _is_channels_last(x) -> bool:
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _channels_last_stride(shape) -> tuple[int, ...]:
     _, channels, height, width = shape
-    return stride == (channels * height * width, 1, channels * width, channels)
+    return channels * height * width, 1, channels * width, channels
 
 
 def is_by_sample(x: torch.Tensor) -> bool:

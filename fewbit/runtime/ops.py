@@ -31,7 +31,7 @@ from fewbit.runtime import backends, layout
 from fewbit.runtime.buffers import FLOATING as FLOATING
 from fewbit.runtime.encoding import Encoding, packed_words
 from fewbit.runtime.plain import check_not_distributed
-from fewbit.runtime.torch_functions import CONTIGUOUS, FORWARD, IN_PLACE
+from fewbit.runtime.torch_functions import CONTIGUOUS, FORWARD, IN_PLACE, OTHER_STRIDES
 
 library = Library("fewbit", "DEF")
 # With needs_exact_strides a compiler mostly passes inputs with the strides at tracing time, which saves a copy in the
@@ -56,8 +56,9 @@ def activation(x, function, parameters, encoding, seed, inplace):
     """
     backend, packed = backends.of(x), None
     source = x if x.is_contiguous() else layout.dense(x)
-    if inplace or (layout.is_regular(x) and (function not in CONTIGUOUS or x.is_contiguous())):
-        out = source if inplace else torch.empty_like(x)
+    stride = x.stride() if inplace else _result_stride(x, function)
+    if stride is not None:
+        out = source if inplace else x.new_empty_strided(x.shape, stride)
         packed = backend.forward(source, function, parameters, encoding, seed, out)
     if packed is None:
         packed = backend.encode(source, encoding, seed)
@@ -69,14 +70,24 @@ def activation(x, function, parameters, encoding, seed, inplace):
     return out, packed
 
 
+def _result_stride(x, function):
+    """Return the strides of torch's function of x, or None if torch has to be asked for them."""
+    if function in CONTIGUOUS and not x.is_contiguous():
+        return None
+    if function in OTHER_STRIDES and not layout.is_regular(x):
+        return None
+    return layout.result_stride(x)
+
+
 def activation_quantised(x, function, parameters, encoding, seed, quantiser):
     """f(x), the packed codes of x, and what the quantiser keeps of f(x), or None, in one pass.
 
     x: contiguous. None where the backend has no such pass.
     """
-    if not layout.is_regular(x):
+    stride = _result_stride(x, function)
+    if stride is None:
         return None
-    backend, out = backends.of(x), torch.empty_like(x)
+    backend, out = backends.of(x), x.new_empty_strided(x.shape, stride)
 
     def run(*settings):
         return backend.forward_quantised(x, function, parameters, encoding, seed, out, *settings)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from numbers import Real
-from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from fewbit import functions, store
-from fewbit.errors import FunctionError, InputError, TableError
+from fewbit.errors import InputError, TableError
 from fewbit.runtime.constant import constant
 from fewbit.runtime.encoding import Encoding
-from fewbit.runtime.exact import exactly
-from fewbit.runtime.plain import is_abstract
 from fewbit.table import Table, describe, describe_function
 
 DEFAULT = {"weight": "uniform", "objective": "mse", "tails": "free", "form": "levels"}
@@ -32,77 +27,6 @@ def encoding_text(function: str, parameters: tuple, bits: int, table: Table | No
     if table is None:
         return _default(function, parameters, bits)
     return _given(function, parameters, table)
-
-
-@constant
-def callable_encoding_text(function, bits: int, table: Table | None, device, dtype) -> str:
-    """The same for a callable on tensors of that device and dtype.
-
-    Without a table one is solved, and again if the callable, called with a few numbers, no longer gives what it gave.
-    While a CUDA graph is captured values cannot be compared: the table that there is serves.
-    """
-    check_choice(bits, table)
-    key = id(function), bits, device, dtype
-    found = _solved.get(key)
-    if found is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _text(found.table if table is None else table)
-    values = _probe(function, device, dtype)
-    if table is not None:
-        return _text(table)
-    if found is None or not _are_equal(found.values, values):
-        _check_steady(function, values, device, dtype)
-        found = _Solved(function, values, store.load_table(function, bits, **DEFAULT))
-        _solved.pop(key, None)
-        while len(_solved) >= _MOST_SOLVED:
-            del _solved[next(iter(_solved))]
-        _solved[key] = found
-    return _text(found.table)
-
-
-class _Solved(NamedTuple):
-    """The table of a callable and the values it was solved for. Holding the callable keeps its id from being reused."""
-
-    function: Callable
-    values: torch.Tensor
-    table: Table
-
-
-_solved: dict[tuple, _Solved] = {}
-_MOST_SOLVED = 256
-_POINTS = 64
-
-
-def _probe(function, device, dtype) -> torch.Tensor:
-    """Return function at 64 numbers between -10 and 10. FunctionError if a parameter of the callable needs a gradient."""
-    points = torch.linspace(-9.7, 9.9, _POINTS, dtype=dtype, device=device)
-    with torch.enable_grad(), exactly():
-        values = function(points)
-    if not isinstance(values, torch.Tensor):
-        raise FunctionError(
-            f"{_name_of(function)}: expected a callable that returns a tensor, got {type(values).__name__}"
-        )
-    if values.requires_grad:
-        raise FunctionError(
-            f"{_name_of(function)}: expected a callable whose parameters need no gradient, got one that holds some; "
-            "a table is a constant: freeze them, or train them with torch's own"
-        )
-    return values
-
-
-def _check_steady(function, values, device, dtype) -> None:
-    if not _are_equal(_probe(function, device, dtype), values):
-        raise FunctionError(
-            f"{_name_of(function)}: expected a callable that gives finite values, the same at every call, got others"
-        )
-
-
-def _are_equal(values, others) -> bool:
-    """Return whether values are equal; True for meta and fake tensors, which have none."""
-    return is_abstract(values) or is_abstract(others) or torch.equal(values, others)
-
-
-def _name_of(function) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 # The derivative of torch's shrinks with lambd=0: 1, except 0 at x = 0. The solver cannot represent a single point, so
@@ -122,7 +46,7 @@ def _default(function, parameters, bits) -> str:
     named = _function(function, parameters)
     if function in _SHRINKS and parameters == (0.0,):
         return _AT_ZERO.text
-    return _text(store.load_table(function, bits, parameters=dict(named.parameters), **DEFAULT))
+    return text_of(store.load_table(function, bits, parameters=dict(named.parameters), **DEFAULT))
 
 
 @lru_cache(maxsize=256)
@@ -131,11 +55,12 @@ def _given(function, parameters, table) -> str:
     if (table.function, table.parameters) != (wanted.name, dict(wanted.parameters)):
         expected = describe(wanted.name, wanted.parameters)
         raise TableError(f"expected a table of {expected}, got one of {describe_function(table)}")
-    return _text(table)
+    return text_of(table)
 
 
 @lru_cache(maxsize=256)
-def _text(table) -> str:
+def text_of(table) -> str:
+    """Return the text of a table's encoding."""
     return Encoding.of(table).text
 
 

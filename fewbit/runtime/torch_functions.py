@@ -87,5 +87,8 @@ AUTOCAST_FLOAT32 = {"cuda": {"softplus", "sqrtsoftplus"}}
 CONTIGUOUS = {"logsigmoid", "rrelu"}
 """Functions with contiguous results in torch on at least one device, for inputs of any strides."""
 
+OTHER_STRIDES = {"relu6", "hardtanh", "identity"}
+"""Functions that leave other strides to dimensions of size 1 than `layout.result_stride` says."""
+
 MADE_CONTIGUOUS = {"cpu": {"logsigmoid"}}
 """{device type: functions that torch computes from a contiguous copy of the input, with a contiguous gradient}."""

@@ -985,7 +985,7 @@ def demo(steps, seeds, bits, everything, average, all_arms, output, force, as_js
     \b
     Examples:
       fewbit demo --steps 20
-      fewbit demo --all --steps 20
+      fewbit demo --all --steps 20 --output every-arm
       fewbit demo --steps 20 --seeds 2 --bits 3 --output two-seeds --json
     """
     directory = Path(output)

@@ -314,9 +314,10 @@ class _Recorder:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number, hook in list(hooks.items()):
                 if getattr(hook, "only_watches", None) is self:
-                    del hooks[number]
+                    # The hook itself goes last: an interrupted removal, done again, finds what is left by it.
                     for table in _OF_HOOKS:
                         getattr(module, table).pop(number, None)
+                    del hooks[number]
 
 
 def _hooks(recorder: _Recorder):

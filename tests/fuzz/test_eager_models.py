@@ -28,6 +28,7 @@ RELATIVE = {torch.float32: 0.15, torch.float64: 0.15, torch.bfloat16: 0.3}
 SPREADS = 6.0
 FLOOR = 0.01
 LEAST_POWER = 0.85
+LEAST_GRADIENTS = 500
 MOST_SPREAD = 0.03
 SETTINGS = ({}, {}, {"group_size": 32}, {"group_size": 64}, {"copies": 2}, {"functional": False})
 
@@ -128,7 +129,8 @@ def check(seeds):
             found += allowed < norm  # of a gradient that is lost; of others more
             relative.append(spread / max(norm, 1e-300))
     power = found / len(relative)
-    if power < LEAST_POWER:
+    # The shares of a few models differ by chance.
+    if len(relative) >= LEAST_GRADIENTS and power < LEAST_POWER:
         wrong.append(f"only {power:.0%} of gradients would be missed if they were zero")
     middle = sorted(relative)[len(relative) // 2]
     if middle > MOST_SPREAD:

@@ -16,7 +16,7 @@ CUDA_TESTS := $(addprefix tests/test_,backends.py ops.py functional.py autograd.
 	layers.py sharing.py attention.py gated.py pooling.py dropout.py small_layers.py offset.py variables.py observation.py \
 	offload.py allocator.py)
 
-.PHONY: demo test test-all dispatch lint tables benchmarks gpu sanitize clean
+.PHONY: demo test test-all slow dispatch lint tables benchmarks gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/fewbit solve gelu --bits 3
@@ -30,10 +30,13 @@ test: $(VENV)/installed-tests lint
 	$(PYTEST)
 
 # Everything that `make test` leaves out: slow tests, fuzz tests, `make dispatch` and `make sanitize`.
-test-all: $(VENV)/installed-tests
-	$(PYTEST) -m slow
+test-all: slow
 	$(MAKE) dispatch
 	@if command -v $${CXX:-c++} > /dev/null; then $(MAKE) sanitize; else echo "sanitize: left out, no C++ compiler"; fi
+
+# The slow tests and the fuzz tests alone. FEWBIT_FUZZ_CASES sets the number of cases of each fuzz test, 10000 if unset.
+slow: $(VENV)/installed-tests
+	$(PYTEST) -m slow
 
 # The fast tier with other BLAS, NumPy, torch and fewbit kernels, with other numbers of threads and in random orders.
 dispatch: $(VENV)/installed-tests

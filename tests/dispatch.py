@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run is given. Each value that matters occurs in one of RUNS at least.
+    """The settings of a run. Each value that matters occurs in one of RUNS at least.
 
     numpy: which of the instruction sets that NumPy chooses at run time are taken from it, by the start of the name.
     needs: the instruction set of fewbit's that a processor has to have for `blas`.

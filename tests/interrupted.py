@@ -26,7 +26,7 @@ class Interrupt:
 
     @classmethod
     def count(cls, function, **options) -> int:
-        """How many events a call has."""
+        """Return the number of events of a call."""
         with (counting := cls(None, **options)):
             function()
         return counting.seen
@@ -114,7 +114,7 @@ def state_of(model) -> list:
 
 
 def gradients(model, x) -> list[torch.Tensor]:
-    """Of the parameters, from the same random state each time."""
+    """Return the gradients of the parameters, from the same random state each time."""
     torch.manual_seed(0)
     model.zero_grad()
     model(x).square().sum().backward()

@@ -116,7 +116,7 @@ def call(isa, name, **changes):
 
 
 def faults(array, is_least):
-    """What is wrong about a buffer, and the buffer."""
+    """Yield each way in which a buffer can be wrong, with that buffer."""
     address, count, dtype, device = buffer(array)
     yield "too short by one", (address, count - 1, dtype, device)
     if not is_least:

@@ -42,7 +42,7 @@ def quiet(model, **options):
 
 
 def names_of_nodes(y) -> set[str]:
-    """Of the graph that made y."""
+    """Return the names of the nodes of the graph that made y."""
     found, left = set(), [y.grad_fn]
     while left:
         node = left.pop()
@@ -227,7 +227,7 @@ def test_a_metaclass_and_a_class_made_by_another_library():
     model = Tagged()
     quiet(model)
     cls = type(model)
-    # As torch's parametrize and fully_shard do.
+    # Like torch's parametrize and fully_shard do.
     model.__class__ = type.__new__(type(cls), cls.__name__, (cls,), {"extra": 1})
     fewbit.restore_(model)
     assert not isinstance(model, Told) and model.extra == 1 and type(model).__bases__ == (Tagged,)

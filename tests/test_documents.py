@@ -194,7 +194,7 @@ def validator_of(name):
 
 
 def finite(value):
-    """Whether JSON can hold it."""
+    """Return whether JSON can hold the value."""
     try:
         json.loads(json.dumps(value, allow_nan=False))
     except ValueError:

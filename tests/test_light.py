@@ -1,4 +1,4 @@
-"""What a training process imports, and how long that takes."""
+"""The libraries that a training process imports, and the time that this takes."""
 
 import subprocess
 import sys

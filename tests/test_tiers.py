@@ -1,4 +1,4 @@
-"""Which tests `make test` runs, and what chooses others."""
+"""The choice of the tests that `make test` runs."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Which tests run when: the fast tier, and the order of a shuffled run. See CONTRIBUTING.md."""
+"""The choice of tests: the fast tier, and the order of a shuffled run. See CONTRIBUTING.md."""
 
 import random
 import zlib

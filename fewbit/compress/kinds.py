@@ -133,7 +133,7 @@ _SETTINGS = {
 }
 
 _IN_FUNCTIONAL = dict(vars(F))
-"""What torch.nn.functional had when fewbit was imported."""
+"""The contents of torch.nn.functional when fewbit was imported."""
 _NO_METHODS = type, staticmethod, classmethod
 
 _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear

@@ -1,4 +1,4 @@
-"""What a callable's values depend on, as far as it can be seen without calling the callable.
+"""The state that a callable's values depend on, as far as it can be seen without calling the callable.
 
 The state is a list of everything that is reached from the callable: of a module its parameters, buffers and attributes,
 of a function what it encloses, its defaults and the globals that it names, of an object its attributes. Numbers and text

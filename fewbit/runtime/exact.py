@@ -11,7 +11,7 @@ from fewbit.runtime.interrupts import afterwards
 
 
 class _Stack(threading.local):
-    """How the running modules want functions to be treated, the innermost module last.
+    """The ways in which the running modules want functions to be treated, the innermost module last.
 
     True: functions stay torch's own. False: functions are compressed with the model's settings. Else: the module's own
     settings. The tuple is replaced, never modified, so that a saved one can be restored.

@@ -1,4 +1,4 @@
-"""How many cases each fuzz test runs: FEWBIT_FUZZ_CASES, by default 10,000."""
+"""The number of cases that each fuzz test runs: FEWBIT_FUZZ_CASES, by default 10,000."""
 
 import os
 

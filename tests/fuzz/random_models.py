@@ -222,7 +222,7 @@ def joined(m):
 
 
 def product(m):
-    """Of two values that layers made."""
+    """Make the product of two values that layers made."""
     layer = scaled(m)
     return lambda x: torch.tanh(x) * layer(x)
 

@@ -107,7 +107,7 @@ def errors_of(seeds, backend, dynamic, draws):
 
 
 def gradients(run, chains, sources, weights):
-    """Of each chain those of its input and its parameters."""
+    """Return the gradients of the input and the parameters of each chain."""
     results = run(sources)
     graded = [
         [each for each in (x, *chain.parameters()) if each.requires_grad]

@@ -96,7 +96,7 @@ class Case:
             yield name, norm, off, allowed, spread
 
     def wrong(self) -> str | None:
-        """What is wrong, on one line; None if nothing is."""
+        """Return what is wrong on one line, or None if nothing is."""
         if self.refusal is not None:
             return None
         same = self.y.dtype == self.ours.dtype and self.y.stride() == self.ours.stride()

@@ -115,19 +115,19 @@ class Entry {
     return reinterpret_cast<T*>(buffer.address);
   }
 
-  // Of a buffer of n elements or more.
+  // The address of a buffer that has n elements or more.
   template <class T>
   T* at_least(const char* name, const Buffer& buffer, int64_t n, int item) const {
     if (buffer.count < n || !is_usable(buffer, item)) refuse_buffer(name, buffer, n, item, " or more");
     return reinterpret_cast<T*>(buffer.address);
   }
 
-  // Of one seed.
+  // The address of a buffer that holds one seed.
   const int64_t* seed(const char* name, const Buffer& buffer) const {
     return exactly<const int64_t>(name, buffer, 1, kInt64);
   }
 
-  // Of a seed if codes are drawn; null if not.
+  // The address of the seed if the table's codes are drawn, null if they are not.
   const int64_t* seed(const OwnedTable& table, const Buffer& buffer) const {
     if (table.get().unbiased()) return seed("seed", buffer);
     if (buffer.exists) wrong("seed", "none, as the table is not unbiased", described(buffer));

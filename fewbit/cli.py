@@ -300,7 +300,7 @@ _function = click.option(
     "--function",
     metavar="MODULE:NAME",
     help="The function of a FILE's tables, if it is none of fewbit's: package.module:name, which is "
-    "imported. What a FILE names never is.",
+    "imported. A name in the FILE is never imported.",
 )
 _several_bits = click.option(
     "--bits",

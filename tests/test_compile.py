@@ -82,7 +82,7 @@ def test_dynamic_shapes(device):
 
 
 class Cached(nn.Module):
-    """What transformers' attention does to keys with an empty cache, before layers that keep them."""
+    """Concatenates its input with an empty tensor before layers that keep it, as transformers' attention does to keys."""
 
     def __init__(self, kind):
         super().__init__()

@@ -45,7 +45,7 @@ SETTINGS = {
 # share a copy in eager mode have errors that add up where those of copies of their own average out, and the reverse.
 MOST = 3.0
 ROUNDING = 1e-4
-"""Of float32, in whole gradients."""
+"""The relative error that float32 rounding may add to a whole gradient."""
 
 
 def made(name, **changes):

@@ -163,7 +163,7 @@ def test_error_and_bound_hold_for_the_exact_derivative(f, objective):
     "seed", [0, 1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 40))]
 )
 def test_narrow_bumps_anywhere_are_seen(seed):
-    """As wide as a few samples are apart: right, or refused; the table counts it."""
+    """A bump as wide as the distance of a few samples is either differentiated accurately or refused."""
     rng = np.random.default_rng(seed)
     place, width = rng.uniform(-9.0, 9.0), 20.0 / RESOLUTION * rng.uniform(0.2, 3.0)
 
@@ -271,7 +271,7 @@ def test_low_and_narrow_features_that_are_sampled_are_right_or_refused(bend, hei
     plain = from_callable(bend)
     x = place + np.outer([-1.0, 1.0], np.geomspace(1e-7, 1e-2, 100)).ravel()
     error = np.abs(found.derivative(x) - plain.derivative(x) - narrow(x)).max()
-    # What rounding hides between two samples comes on top of the promise.
+    # Rounding can hide this much between two samples, in addition to the promised accuracy.
     assert error <= found.accuracy + plain.accuracy + 4e-10
     assert found.accuracy > 0.0
 

@@ -71,7 +71,7 @@ def examples():
 
 def options(command):
     """Every option string of a command."""
-    # As the application calls it: click keeps the help option that a command was first asked for.
+    # With the application's settings, because click caches the help option of the first context that asks for it.
     settings = app.context_settings
     context = click.Context(app.commands[command], info_name=command, **settings)
     parameters = app.commands[command].get_params(context)

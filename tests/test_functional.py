@@ -582,7 +582,7 @@ def frozen(value):
 
 
 class Wide:
-    """Of a tensor too large to be compared by value."""
+    """A callable that holds a tensor too large to be compared by value."""
 
     def __init__(self, beta):
         self.beta = torch.full((1000,), beta)
@@ -592,7 +592,7 @@ class Wide:
 
 
 class Unseen:
-    """Of an array, whose changes cannot be seen."""
+    """A callable that holds a NumPy array, which has no version counter to tell changes by."""
 
     def __init__(self, beta):
         self.beta = np.full(1, beta)

@@ -325,7 +325,7 @@ def test_an_interrupt_of_the_clean_up_of_another_error():
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_lock_that_the_thread_holds_already(depth):
-    """As when a finalizer takes it: an error there once released the lock of the block around."""
+    """A finalizer can take a lock that its thread holds. An error in it once released the lock of the block around."""
     lock = threading.RLock()
 
     def within(depth):

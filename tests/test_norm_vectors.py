@@ -102,7 +102,7 @@ def test_vectors_of_any_strides(name, shape, layout, copies):
         theirs = results(written_out, name, *exact, grad.double())
         assert relative(ours[0], theirs[0]) < 1e-6, (weight, bias)
         for number, (a, b) in enumerate(zip(ours[1:], theirs[1:], strict=True)):
-            # Of an expanded vector each entry has a gradient of its own here.
+            # The expanded vector itself is the leaf, so its gradient has one entry for each channel.
             assert relative(a, b) < 0.05, (weight, bias, number)
 
 

@@ -153,7 +153,7 @@ def test_a_write_that_autograd_does_not_see(write, shape, activation):
 
 
 def test_a_write_where_contents_are_not_compared(monkeypatch):
-    """As on a GPU: a way to the tensor's memory, taken in the forward, is seen where functions are compressed."""
+    """Without fingerprints, as on a GPU, calls that give access to a tensor's memory are seen where functions are compressed."""
     monkeypatch.setattr("fewbit.runtime.sharing.fingerprint", lambda x: None)
     model = Branches(2, data_)
     fewbit.compress_(model, 8, verbose=False)

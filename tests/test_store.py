@@ -213,7 +213,7 @@ def test_a_training_goes_on_if_warnings_are_errors(tmp_path, monkeypatch):
 @pytest.mark.parametrize("call", ["os.open", "os.stat", "os.mkdir", "os.replace", "os.fsync"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_whatever_the_system_refuses_the_table_comes(call, number, cache, monkeypatch):
-    """As another's directory of mode 0700 does, which root, who may run this, would not notice."""
+    """Errors of the system are simulated, because root, who may run this test, is refused nothing."""
 
     real = getattr(os, call.partition(".")[2])
 

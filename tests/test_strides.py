@@ -70,7 +70,7 @@ def test_every_activation_is_here():
 
 
 def strides(functions, call, x):
-    """Of the result, and of the gradient for one that is laid out as the result; what torch raises, by its type."""
+    """Return the strides of the result and of the input's gradient, or the type of the error that the call raises."""
     x = x.detach().requires_grad_()
     torch.manual_seed(1)
     with warnings.catch_warnings():
@@ -128,7 +128,7 @@ def plain(name, *arguments, **options):
 
 
 def product(name, of):
-    """Of x and what `of` makes of it, by torch's function of that name."""
+    """Return a call that multiplies x by of(x) with the function of that name."""
     return lambda functions, x: getattr(torch if functions is torch_f else functions, name)(
         x, of(x)
     )

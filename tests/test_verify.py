@@ -43,7 +43,7 @@ def test_a_solved_table_holds(case, tmp_path):
     name, request = REQUESTS[case]
     table = fewbit.solve(name, **request)
     table.save(tmp_path / "table.json")
-    # What the file names is not looked up; the user says it again.
+    # A name in the file is never imported, so the user has to name the function again.
     function = name if ":" in name else None
     (finding,) = verify(tmp_path / "table.json", function=function)
     assert finding.problems == ()

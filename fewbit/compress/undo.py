@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import wraps
 
 import torch
 from torch import nn
 
 from fewbit.runtime.calling import class_made_for
+from fewbit.runtime.interrupts import undone_if_it_raises
 
 _TABLES = (
     "_modules",
@@ -21,29 +20,10 @@ _TABLES = (
 )
 
 
-def whole_or_not_at_all(change: Callable) -> Callable:
-    """Decorate a function that changes a model, its first argument: if the function raises, the model is rolled back."""
-
-    @wraps(change)
-    def changed(model, *args, **kwargs):
-        before = _Before(model)
-        try:
-            try:
-                return change(model, *args, **kwargs)
-            except BaseException:
-                before.put_back()
-                raise
-        except BaseException:
-            before.put_back()  # again, in case an interrupt stopped the first put_back
-            raise
-
-    return changed
-
-
 class _Before:
     """A snapshot of everything that conversions change in a model: classes, attributes, hooks, attention implementations."""
 
-    def __init__(self, model):
+    def __init__(self, model=None, *args, **kwargs):
         self._modules, self._configs = [], []
         if not isinstance(model, nn.Module):
             return
@@ -75,3 +55,7 @@ class _Before:
                 made.__bases__ = bases
         for config, implementation in self._configs:
             config._attn_implementation_internal = implementation
+
+
+whole_or_not_at_all = undone_if_it_raises(_Before)
+"""Decorator of a function that changes a model, its first argument: if the function raises, the model is rolled back."""

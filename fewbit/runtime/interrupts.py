@@ -97,21 +97,33 @@ def _are_same(hooks, others) -> bool:
     return bool(others) and hooks[0] is others[0] and hooks[1] is others[1]
 
 
-def leaves_nothing(function: Callable) -> Callable:
-    """Decorate a function so that, if it raises, torch's modes and switches in this thread are restored."""
+def undone_if_it_raises(snapshot: Callable) -> Callable:
+    """Return a decorator that restores a snapshot if the decorated function raises.
 
-    @wraps(function)
-    def ended(*args, **kwargs):
-        before = ThreadState()
-        try:
+    Args:
+        snapshot: Called with the arguments of the function before each call. What it returns has a method `put_back()`,
+            which is called twice, in case an interrupt stops the first call.
+    """
+
+    def decorator(function):
+        @wraps(function)
+        def undone(*args, **kwargs):
+            before = snapshot(*args, **kwargs)
             try:
-                return function(*args, **kwargs)
-            except BaseException as error:
-                close_suspended(error)
+                try:
+                    return function(*args, **kwargs)
+                except BaseException as error:
+                    close_suspended(error)
+                    before.put_back()
+                    raise
+            except BaseException:
                 before.put_back()
                 raise
-        except BaseException:
-            before.put_back()
-            raise
 
-    return ended
+        return undone
+
+    return decorator
+
+
+leaves_nothing = undone_if_it_raises(lambda *args, **kwargs: ThreadState())
+"""Decorator: if the function raises, torch's modes and switches in this thread are restored."""

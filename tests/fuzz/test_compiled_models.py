@@ -67,7 +67,7 @@ def test_compiled_chains(part):
 
 
 def test_ops_that_are_not_told_strides_are_found(monkeypatch):
-    """What went wrong before they were: each op took the strides that it met for those of the trace."""
+    """The fault that told strides mended: each op took the strides of its input for those of the trace."""
 
     def as_it_comes(x, stride, by_sample=False):
         if by_sample:

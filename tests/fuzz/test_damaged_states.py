@@ -16,7 +16,7 @@ from fewbit.errors import InputError
 
 CHUNKS = 20
 SECONDS = 30.0
-"""Of one case, on a machine that is busy with others; most take a hundredth of a second."""
+"""The longest that a case may take, on a busy machine. Most cases take a hundredth of a second."""
 
 pytestmark = pytest.mark.slow
 

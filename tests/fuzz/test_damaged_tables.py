@@ -25,9 +25,9 @@ from fewbit.verify import recompute_error
 ROOT = Path(__file__).parents[2]
 CHUNKS = 20
 SECONDS = 30.0
-"""Of one case, on a machine that is busy with others; most take a few thousandths of a second."""
+"""The longest that a case may take, on a busy machine. Most cases take a few thousandths of a second."""
 PLOTTED, VERIFIED, COMMANDS = 25, 25, 1000
-"""Of so many cases one is also drawn, recomputed, given to the command line in a process of its own."""
+"""Every PLOTTED-th case is also plotted, every VERIFIED-th recomputed, every COMMANDS-th given to the command line."""
 
 pytestmark = pytest.mark.slow
 

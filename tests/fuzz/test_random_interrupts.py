@@ -164,7 +164,7 @@ def test_random_interrupts(chunk):
 @pytest.mark.parametrize("opcodes", [False, True], ids=["lines", "opcodes"])
 @pytest.mark.parametrize("name", ["functions", "again", "observed", "excluded"])
 def test_an_interrupt_at_every_place(name, opcodes):
-    """Of each line of a step, the first two times that it is reached; of its opcodes the first."""
+    """A step is interrupted the first two times that it reaches each line, and the first time it reaches each opcode."""
     model, before, _, _ = made(name)
     for _ in exhaustively(lambda: step(model), each=1 if opcodes else 2, opcodes=opcodes):
         check_nothing_is_left()

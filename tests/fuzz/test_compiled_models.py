@@ -11,7 +11,7 @@ sizes, 4 aot_eager, one of them with symbolic sizes, and 2 Inductor itself, whic
 
 import pytest
 import torch
-from cases import CASES
+from cases import CASES, CHUNKS, seeds
 from chains import Chain
 from compilers import inductor_passes
 
@@ -27,7 +27,6 @@ pytestmark = [
         "ignore::FutureWarning:torch.*",
     ),
 ]
-PARTS = 20
 DRAWS = 20
 IN_A_GRAPH = 10
 KINDS = [
@@ -37,7 +36,7 @@ KINDS = [
     ("aot_eager", True, DRAWS),
     *[("inductor", False, 4 * DRAWS)] * 2,
 ]
-assert len(KINDS) == PARTS
+assert len(KINDS) == CHUNKS
 
 
 @pytest.fixture(autouse=True)
@@ -52,18 +51,17 @@ def one_seed(monkeypatch):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", range(CHUNKS))
 def test_compiled_chains(part):
     backend, dynamic, draws = KINDS[part]
-    chains = max(1, CASES // PARTS // draws)
-    seeds = range(part * 10_000, part * 10_000 + chains)
+    chains = seeds(part, CASES // draws)
     errors = {}
-    for first in range(0, chains, IN_A_GRAPH):
-        errors |= errors_of(seeds[first : first + IN_A_GRAPH], backend, dynamic, draws)
+    for first in range(0, len(chains), IN_A_GRAPH):
+        errors |= errors_of(chains[first : first + IN_A_GRAPH], backend, dynamic, draws)
     worst = sorted(errors.items(), key=lambda item: -item[1][0])[:3]
     assert all(error < limit for error, limit in errors.values()), worst
     coarse = {chain for (chain, _), (error, _) in errors.items() if error > 1e-4}
-    assert len(coarse) <= 1 + chains // 20, worst
+    assert len(coarse) <= 1 + len(chains) // 20, worst
 
 
 def test_ops_that_are_not_told_strides_are_found(monkeypatch):
@@ -79,11 +77,11 @@ def test_ops_that_are_not_told_strides_are_found(monkeypatch):
     assert sum(error > 0.1 for error, _ in errors.values()) >= 2
 
 
-def errors_of(seeds, backend, dynamic, draws):
+def errors_of(numbers, backend, dynamic, draws):
     """(error, limit) by (chain, draw): the error is relative to the gradient, or to 1/1000 of the chain's largest."""
     torch.compiler.reset()
     chains = []
-    for seed in seeds:
+    for seed in numbers:
         torch.manual_seed(seed)
         chains.append(Chain(seed))
 

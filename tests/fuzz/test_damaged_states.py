@@ -7,14 +7,13 @@ import warnings
 
 import pytest
 import torch
-from cases import CASES
+from cases import CHUNKS, seeds
 from mutations import mutate
 from torch import nn
 
 import fewbit
 from fewbit.errors import InputError
 
-CHUNKS = 20
 SECONDS = 30.0
 """The longest that a case may take, on a busy machine. Most cases take a hundredth of a second."""
 
@@ -117,7 +116,7 @@ def test_damaged_states(chunk):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gradients that exceed a bound that was damaged
         trained = {}
-        for seed in range(chunk, CASES, CHUNKS):
+        for seed in seeds(chunk):
             kind = kinds[seed // CHUNKS % len(kinds)]
             if kind not in trained:
                 trained[kind] = Trained(kind)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import CASES
+from cases import CHUNKS, seeds
 from mutations import mutate
 
 import fewbit
@@ -23,7 +23,6 @@ from fewbit.table import dumps_tables, load_file, loads
 from fewbit.verify import recompute_error
 
 ROOT = Path(__file__).parents[2]
-CHUNKS = 20
 SECONDS = 30.0
 """The longest that a case may take, on a busy machine. Most cases take a few thousandths of a second."""
 PLOTTED, VERIFIED, COMMANDS = 25, 25, 1000
@@ -155,7 +154,7 @@ def check_commands(path, tables):
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_damaged_tables(chunk, tmp_path):
-    for seed in range(chunk, CASES, CHUNKS):
+    for seed in seeds(chunk):
         started = time.perf_counter()
         try:
             check(seed, tmp_path)

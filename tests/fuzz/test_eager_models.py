@@ -15,7 +15,7 @@ import warnings
 
 import pytest
 import torch
-from cases import CASES
+from cases import CHUNKS, seeds
 from random_models import Model
 
 import fewbit
@@ -23,7 +23,6 @@ from fewbit.functional import sums
 from fewbit.runtime import ops
 from fewbit.runtime.quantiser import Recipe
 
-CHUNKS = 20
 DRAWS = 3
 RELATIVE = {torch.float32: 0.15, torch.float64: 0.15, torch.bfloat16: 0.3}
 SPREADS = 6.0
@@ -115,10 +114,6 @@ class Case:
             if not off <= allowed:
                 return f"{self.what}: {name}: off by {off:.3g} of {norm:.3g}, spread {spread:.3g}"
         return None
-
-
-def seeds(chunk: int):
-    return range(chunk, CASES, CHUNKS)
 
 
 def check(seeds):

@@ -12,14 +12,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import CASES
+from cases import CASES, CHUNKS, seeds
 from high_precision_functions import Floats, exact_slopes
 
 from fewbit.callables import from_callable
 from fewbit.errors import FunctionError
 
 pytestmark = pytest.mark.slow
-CHUNKS, POINTS = 20, 10
+POINTS = 10
 
 UNARY = [
     lambda m, u: m.tanh(u),
@@ -87,11 +87,10 @@ def check(seed):
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_compositions(chunk):
-    functions = max(1, CASES // POINTS // CHUNKS)
-    right = 0
-    for seed in range(chunk * functions, (chunk + 1) * functions):
+    right, functions = 0, seeds(chunk, CASES // POINTS)
+    for seed in functions:
         try:
             right += check(seed)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-    assert right >= functions // 2
+    assert right >= len(functions) // 2

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from cases import CASES
+from cases import CHUNKS, seeds
 from interrupted import (
     Interrupt,
     check_nothing_is_left,
@@ -25,7 +25,6 @@ import fewbit
 from fewbit.compress.candidates import default_candidates
 
 pytestmark = pytest.mark.slow
-CHUNKS = 20
 ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 FEATURES = 32
 
@@ -146,7 +145,7 @@ def check(name, model) -> None:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_interrupts(chunk):
-    for seed in range(chunk, CASES, CHUNKS):
+    for seed in seeds(chunk):
         draw = random.Random(seed)
         name = draw.choice(list(MODELS))
         opcodes, error = draw.random() < 0.1, draw.choice(ERRORS)

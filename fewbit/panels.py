@@ -160,9 +160,10 @@ def resolve_panels(
     while len(left):
         fits = _Fits(f, left, right, low, high)
         error = fits.errors[order]
-        # The samples may miss the steepest place of f, so the interpolants raise the scale too.
-        sure = error <= 0.1 * fits.largest[order]
-        scale = max(scale, 0.9 * float(np.max(fits.largest[order], where=sure, initial=0.0)))
+        # The samples may miss the steepest place of f, so the interpolants raise the scale too. Only accurate ones do,
+        # because a scale above the largest |f'| would allow more than the tolerance.
+        sure = _CAUTION * error <= 0.01 * fits.largest[order]
+        scale = max(scale, 0.99 * float(np.max(fits.largest[order], where=sure, initial=0.0)))
         allowed = tolerance * scale
         # A steep place elsewhere makes the allowed error of f' large; the bound on the error of f still detects aliasing.
         close = (_CAUTION * error <= allowed) & (

@@ -1,4 +1,4 @@
-"""Inductor's passes without its code generation: what it removes and moves, in a second instead of a minute."""
+"""Compiled code in tests: Inductor's passes without its code generation, and copies that eager code draws alike."""
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
@@ -9,7 +9,29 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
+from fewbit.runtime import ops, sharing
+from fewbit.runtime.quantiser import Quantiser
+
 # Passes and lowerings are imported late: their modules warn of torch's own deprecations when they are imported.
+
+
+def draw_alike(monkeypatch):
+    """Make eager mode keep the copies that compiled code keeps, so that gradients differ by rounding alone.
+
+    All copies are drawn with one seed, with minimums in bfloat16, and no layer reuses a copy of another one.
+    """
+
+    def seed(session, x, *_):
+        return new_seed(x)
+
+    def new_seed(x):
+        return torch.full((1,), 12345, dtype=torch.int64, device=x.device)
+
+    monkeypatch.setattr(ops, "new_seed", new_seed)
+    monkeypatch.setattr(Quantiser, "_wide", lambda self: False)
+    monkeypatch.setattr(sharing.Session, "find", lambda self, x, config: None)
+    monkeypatch.setattr(sharing.Session, "seed", seed)
+    monkeypatch.setattr(sharing.Session, "seed_of_result", seed)
 
 
 def inductor_passes(graph, inputs):

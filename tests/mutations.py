@@ -68,7 +68,7 @@ def _number(holder, key, random, odd):
 
 def _nudge(holder, key, random, odd):
     value = holder[key]
-    if isinstance(value, int | float):
+    if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000):
         near = [value + 1, value - 1, -value, value * 2, value / 3, float(value), value * 1e20]
         holder[key] = random.choice([*near, round(value) if math.isfinite(value) else 0])
     else:

@@ -1,9 +1,10 @@
-"""Gradients of transformers' models, compressed and compiled, against the eager ones and the exact ones.
+"""Gradients of transformers' models, compressed and compiled, against the eager ones.
 
-Compiled layers draw by other seeds than eager ones, and share no copies, so that gradients differ; but they are as far
-from the exact ones: an error of rounding at that many bits, in each parameter. What is out of order is farther: a copy
-whose elements are permuted is no nearer than any other tensor of its size.
+All copies are drawn with one seed and layers share none (`compilers.draw_alike`), so eager and compiled gradients differ by
+float32 rounding alone. A wrong layout differs by as much as the gradient itself.
 """
+
+import copy
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 import tiny_models
-from compilers import inductor_passes
+from compilers import draw_alike, inductor_passes
 from transformers.models.bert.modeling_bert import BertForMaskedLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.models.llama.configuration_llama import LlamaConfig
@@ -41,11 +42,10 @@ SETTINGS = {
     "2 bits": {"bits": 2},
     "L3": {"bits": 2, "level": "L3"},
 }
-# Two standard deviations of what rounding adds may be twice each other by chance in small parameters, and layers that
-# share a copy in eager mode have errors that add up where those of copies of their own average out, and the reverse.
-MOST = 3.0
-ROUNDING = 1e-4
-"""The relative error that float32 rounding may add to a whole gradient."""
+MOST = 1e-2
+"""The largest relative difference of a parameter's gradients. Rounding moves few elements to the next code."""
+FLOOR = 1e-3
+"""Gradients smaller than this share of the whole gradient are compared relative to this share."""
 
 
 def made(name, **changes):
@@ -59,10 +59,10 @@ def made(name, **changes):
     return model, {"input_ids": ids, "labels": ids}
 
 
-def gradients(call, model, inputs, seed):
-    """By the names of parameters."""
+def gradients(call, model, inputs):
+    """Return the gradient of each of the model's parameters by name, after call(**inputs)."""
     model.zero_grad()
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     call(**inputs).loss.backward()
     return {
         name: parameter.grad.clone()
@@ -71,70 +71,53 @@ def gradients(call, model, inputs, seed):
     }
 
 
-def check(name, settings, backend, dynamic=None, **changes):
-    torch.compiler.reset()
-    model, inputs = made(name, **changes)
-    exact = gradients(model, model, inputs, 1)
-    eager = []
-    for seed in (2, 3):
-        # In eager mode L3 shares bits better after each step; compiled, each layer keeps those that it was given.
-        fewbit.compress_(model, **settings)
-        eager.append(gradients(model, model, inputs, seed))
-        if seed == 2:
-            fewbit.restore_(model)
-    ours = gradients(torch.compile(model, backend=backend, dynamic=dynamic), model, inputs, 4)
-    assert ours.keys() == exact.keys()
-    whole = whole_norm(exact.values())
-    for parameter, gradient in exact.items():
-        expected = max(float((each[parameter] - gradient).norm()) for each in eager)
-        error = float((ours[parameter] - gradient).norm())
-        allowed = MOST * expected + ROUNDING * whole
-        assert error <= allowed, (parameter, error / whole, expected / whole)
-    errors = [whole_norm(of[key] - exact[key] for key in exact) / whole for of in (ours, *eager)]
-    assert errors[0] <= 1.5 * max(errors[1:]) + ROUNDING, errors
-    return errors
-
-
-def whole_norm(tensors):
+def norm_of(tensors):
     return float(torch.stack([each.norm() for each in tensors]).norm())
 
 
+def check_equal(found, expected):
+    assert found.keys() == expected.keys()
+    least = FLOOR * norm_of(expected.values())
+    errors = {
+        name: float((found[name] - gradient).norm()) / max(float(gradient.norm()), least)
+        for name, gradient in expected.items()
+    }
+    assert max(errors.values()) < MOST, sorted(errors.items(), key=lambda item: -item[1])[:3]
+
+
 def test_a_llama():
-    """The cat with an empty cache is gone when Inductor's passes have run."""
-    error, *_ = check("llama", SETTINGS["8 bits"], inductor_passes, num_hidden_layers=1)
-    assert error < 0.03  # 1 % a copy, a few of them
+    """Layers draw as they do for users here, so the gradients are compared with the uncompressed model's."""
+    torch.compiler.reset()
+    model, inputs = made("llama", num_hidden_layers=1)
+    exact = gradients(model, model, inputs)
+    fewbit.compress_(model, bits=8, verbose=False)
+    found = gradients(torch.compile(model, backend=inductor_passes), model, inputs)
+    assert found.keys() == exact.keys()
+    error = norm_of(found[name] - exact[name] for name in exact) / norm_of(exact.values())
+    assert 0 < error < 0.03  # 1 % for each of a few copies
 
 
 @pytest.mark.slow
-def test_a_llama_of_mixed_bits():
-    """Its heap was damaged once. Compiled, each layer has the whole bits of its own, 1 here."""
+def test_a_llama_of_mixed_bits(monkeypatch):
+    """An average of 1.75 bits in eager mode, of which each layer keeps 1 bit when compiled; its heap was damaged once."""
+    draw_alike(monkeypatch)
     torch.compiler.reset()
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "vocab_size": 128,
-    }
-    model = LlamaForCausalLM(
-        LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    ).train()
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, vocab_size=128,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).train()
     ids = torch.randint(64, (2, 33))
     inputs = {"input_ids": ids, "labels": ids}
-    exact = gradients(model, model, inputs, 1)
-    whole = whole_norm(exact.values())
-    fewbit.compress_(model, bits=1, level="L2")
-    eager = gradients(model, model, inputs, 2)
-    fewbit.restore_(model)
-    fewbit.compress_(model, bits=1.75)
-    gradients(model, model, inputs, 2)
+    at_one_bit = copy.deepcopy(model)
+    fewbit.compress_(at_one_bit, bits=1, attention_bits=1, level="L2", verbose=False)
+    expected = gradients(at_one_bit, at_one_bit, inputs)
+    fewbit.compress_(model, bits=1.75, verbose=False)
+    gradients(model, model, inputs)
     compiled = torch.compile(model)
-    for step in range(3):
-        ours = gradients(compiled, model, inputs, step)
-        error, expected = (
-            whole_norm(of[key] - exact[key] for key in exact) / whole for of in (ours, eager)
-        )
-        assert error <= 1.5 * expected, (error, expected)
+    for _ in range(3):
+        check_equal(gradients(compiled, model, inputs), expected)
 
 
 @pytest.mark.slow
@@ -143,7 +126,21 @@ def test_a_llama_of_mixed_bits():
 )
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
-def test_models(name, settings, backend):
-    kind, _, dynamic = backend.partition(" ")
-    kind = inductor_passes if kind == "passes" else kind
-    check(name, SETTINGS[settings], kind, bool(dynamic) or None)
+def test_models(name, settings, backend, monkeypatch):
+    """If sizes are symbolic, a second batch is shorter than the first."""
+    draw_alike(monkeypatch)
+    torch.compiler.reset()
+    kind, _, is_dynamic = backend.partition(" ")
+    model, inputs = made(name)
+    fewbit.compress_(model, verbose=False, **SETTINGS[settings])
+    compiled = torch.compile(
+        model,
+        backend=inductor_passes if kind == "passes" else kind,
+        dynamic=True if is_dynamic else None,
+    )
+    for length in (24, 17) if is_dynamic else (24,):
+        batch = {key: ids[:, :length].contiguous() for key, ids in inputs.items()}
+        # A copy, because L3 changes bits after each step in eager mode. Compiled layers keep the bits of the first step.
+        eager = copy.deepcopy(model)
+        expected = gradients(eager, eager, batch)
+        check_equal(gradients(compiled, model, batch), expected)

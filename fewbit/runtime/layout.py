@@ -9,9 +9,12 @@ import torch
 
 def is_dense(x: torch.Tensor) -> bool:
     """Whether x's elements fill a stretch of its storage, each once (channels-last and transposes do)."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x):
+    # While a graph is traced, empty_like may give a dense tensor with dimensions of size 1 other strides.
+    if torch.compiler.is_compiling():
+        return x.is_contiguous() or are_dense(x.shape, x.stride())
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return are_dense(x.shape, x.stride())  # the strides of one example, not of the batch
-    # empty_like keeps the strides of a dense tensor and of no other.
+    # empty_like keeps the strides of a dense tensor and of no other. It is faster than a loop in Python.
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 
@@ -20,10 +23,10 @@ def are_dense(shape, stride) -> bool:
     if 0 in shape:
         return True
     step = 1
-    for each, size in sorted(zip(stride, shape, strict=True)):
-        if size != 1 and each != step:
+    for dim in reversed(_outermost_first(shape, stride)):
+        if shape[dim] != 1 and stride[dim] != step:
             return False
-        step *= size
+        step *= shape[dim]
     return True
 
 
@@ -94,14 +97,14 @@ def is_part(x: torch.Tensor) -> bool:
 
 def storage_permutation(x: torch.Tensor) -> tuple[int, ...] | None:
     """The order of dimensions in which a dense x is contiguous; None if x is not dense, or by sample."""
-    return None if is_by_sample(x) or not is_dense(x) else tuple(_outermost_first(x))
+    return None if is_by_sample(x) or not is_dense(x) else tuple(_outermost_first(x.shape, x.stride()))
 
 
-def _outermost_first(x: torch.Tensor) -> list[int]:
-    """Return the dimensions of a dense x in storage order."""
-    stride, shape, order = x.stride(), x.shape, []
+def _outermost_first(shape, stride) -> list[int]:
+    """Return the dimensions of a dense tensor of the given shape and strides in storage order."""
+    order = []
     # An insertion sort, because torch.compile traces comparisons of symbolic strides but breaks the graph at sorted().
-    for dim in range(x.dim()):
+    for dim in range(len(shape)):
         place = len(order)
         while place and _lies_inside(stride, shape, order[place - 1], dim):
             place -= 1
@@ -132,7 +135,7 @@ def _stride(x: torch.Tensor) -> tuple[int, ...]:
     if x.is_contiguous():
         return contiguous_stride(x.shape)
     stride, step = [0] * x.dim(), 1
-    for dim in reversed(_outermost_first(x)):
+    for dim in reversed(_outermost_first(x.shape, x.stride())):
         stride[dim] = step
         step *= x.shape[dim]
     return tuple(stride)

@@ -13,10 +13,9 @@ import pytest
 import torch
 from cases import CASES, CHUNKS, seeds
 from chains import Chain
-from compilers import inductor_passes
+from compilers import draw_alike, inductor_passes
 
-from fewbit.runtime import layout, ops
-from fewbit.runtime.quantiser import Quantiser
+from fewbit.runtime import layout
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,14 +39,8 @@ assert len(KINDS) == CHUNKS
 
 
 @pytest.fixture(autouse=True)
-def one_seed(monkeypatch):
-    """Every copy is drawn by one seed, with bfloat16 minimums, which compiled mode has."""
-
-    def seed(x):
-        return torch.full((1,), 12345, dtype=torch.int64, device=x.device)
-
-    monkeypatch.setattr(ops, "new_seed", seed)
-    monkeypatch.setattr(Quantiser, "_wide", lambda self: False)
+def alike(monkeypatch):
+    draw_alike(monkeypatch)
     torch.compiler.reset()
 
 

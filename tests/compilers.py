@@ -15,23 +15,32 @@ from fewbit.runtime.quantiser import Quantiser
 # Passes and lowerings are imported late: their modules warn of torch's own deprecations when they are imported.
 
 
-def draw_alike(monkeypatch):
+class Draws:
+    """The seed with which all copies are drawn. A graph has the seed that was set when it was traced."""
+
+    seed = 12345
+
+
+def draw_alike(monkeypatch) -> Draws:
     """Make eager mode keep the copies that compiled code keeps, so that gradients differ by rounding alone.
 
-    All copies are drawn with one seed, with minimums in bfloat16, and no layer reuses a copy of another one.
+    All copies are drawn with one seed, with minimums in bfloat16, and no layer reuses a copy of another one. Copies still
+    differ if torch's eager operation returns other strides than its traced one.
     """
+    draws = Draws()
 
     def seed(session, x, *_):
         return new_seed(x)
 
     def new_seed(x):
-        return torch.full((1,), 12345, dtype=torch.int64, device=x.device)
+        return torch.full((1,), draws.seed, dtype=torch.int64, device=x.device)
 
     monkeypatch.setattr(ops, "new_seed", new_seed)
     monkeypatch.setattr(Quantiser, "_wide", lambda self: False)
     monkeypatch.setattr(sharing.Session, "find", lambda self, x, config: None)
     monkeypatch.setattr(sharing.Session, "seed", seed)
     monkeypatch.setattr(sharing.Session, "seed_of_result", seed)
+    return draws
 
 
 def inductor_passes(graph, inputs):

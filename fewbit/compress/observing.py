@@ -22,6 +22,7 @@ from fewbit.compress.state_shapes import (
     flag,
     listed,
     record,
+    steps,
     text,
     whole,
     wrong,
@@ -47,11 +48,11 @@ SAMPLES = ("magnitudes", "numbers")
 """Entries of a state in which samples are numbered. A state has both or neither; `Variables` reads them."""
 COMMON = {
     "version": choice(VERSION),
-    "step": whole(),
+    "step": steps,
     "due": flag,
-    "turns": listed(entries(text, whole(), whole())),
+    "turns": listed(entries(text, steps, steps)),
     "path": text,
-    "since": whole(),
+    "since": steps,
     "is_summed": flag,
 }
 """The shapes of the entries that every policy's state has."""

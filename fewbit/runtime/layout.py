@@ -97,7 +97,9 @@ def is_part(x: torch.Tensor) -> bool:
 
 def storage_permutation(x: torch.Tensor) -> tuple[int, ...] | None:
     """The order of dimensions in which a dense x is contiguous; None if x is not dense, or by sample."""
-    return None if is_by_sample(x) or not is_dense(x) else tuple(_outermost_first(x.shape, x.stride()))
+    return (
+        None if is_by_sample(x) or not is_dense(x) else tuple(_outermost_first(x.shape, x.stride()))
+    )
 
 
 def _outermost_first(shape, stride) -> list[int]:

@@ -199,6 +199,11 @@ def unflatten(x, random):
     return lambda x: x.unflatten(dim, (2, x.shape[dim] // 2))
 
 
+def roll(x, random):
+    dim, shift = random.randrange(x.dim()), random.choice([-1, 1, 2])
+    return lambda x: x.roll(shift, dim)
+
+
 def chunk_and_cat(x, random):
     dim = random.randrange(1, x.dim())
     return lambda x: torch.cat(x.chunk(2, dim), dim)
@@ -219,11 +224,10 @@ def residual(x, random):
     return lambda x: x + torch.cat([x.new_empty(0), x], a) * 0.5
 
 
-# Without roll, which one chain went wrong with once; its traced strides are right, and 60 other chains were too.
 VIEWS = [
     *[cat_empty] * 4, cat_alone, add_zero, times_one, over_one, to_same, view_same, slice_all, there_and_back, contiguous,
     clone, squeeze_again, *[transpose] * 4, *[permute] * 3, *[copied_transpose] * 2, double_flip, narrow, every_second,
-    expand, flatten, unflatten, chunk_and_cat, stack_and_take, *[channels_last] * 2, residual,
+    expand, roll, flatten, unflatten, chunk_and_cat, stack_and_take, *[channels_last] * 2, residual,
 ]  # fmt: skip
 
 
@@ -346,7 +350,7 @@ def evaluated(x, random):
 
 
 def pad(x, random):
-    if x.dim() != 3:
+    if x.dim() != 3 or x.shape[2] < 2:
         return None
     mode = random.choice(["reflect", "replicate"])
     return lambda x: F.pad(x, (1, 1), mode)

@@ -1,9 +1,14 @@
 """Compiled gradients of random chains of compressed layers against the eager ones.
 
 A case is one chain with parameters and an input of its own. Compiling takes most of the time, so that many chains are in
-one graph, and each is tried with DRAWS sets of parameters and inputs. All draws of the quantiser have one seed, so that
-eager and compiled mode keep the same copies and gradients agree to rounding: chains in float64 to 1e-8; of those in
-float32 one chain in twenty may differ by more than 1e-4, where it amplifies rounding or that moved an element across a step.
+one graph, and each is tried with DRAWS sets of parameters and inputs. All copies are drawn with one seed, so that eager and
+compiled mode keep the same copies, and gradients agree to the rounding of the chain's dtype (ROUNDING).
+
+Few chains differ by more. In some a torch operation returns other strides in eager mode than in a trace, so that its copy
+is drawn in another order; in some of float32 rounding moves an element to the next code. Such a chain must differ by at
+most a few times as much as two eager runs with different seeds do (SPREADS), and by rounding that norms of few elements
+amplify (AMPLIFIED), and few chains may be such (one in COARSE).
+A copy whose elements are permuted differs by as much as the gradient itself.
 
 Of 20 parts, 14 run Inductor's passes without its code generation (`compilers.inductor_passes`), 2 of them with symbolic
 sizes, 4 aot_eager, one of them with symbolic sizes, and 2 Inductor itself, which takes longest, with fewer chains.
@@ -28,6 +33,10 @@ pytestmark = [
 ]
 DRAWS = 20
 IN_A_GRAPH = 10
+ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
+AMPLIFIED = {torch.float64: 1e-6, torch.float32: 2e-2}
+SPREADS = 5.0
+COARSE = 10
 KINDS = [
     *[(inductor_passes, False, DRAWS)] * 12,
     *[(inductor_passes, True, DRAWS)] * 2,
@@ -39,25 +48,25 @@ assert len(KINDS) == CHUNKS
 
 
 @pytest.fixture(autouse=True)
-def alike(monkeypatch):
-    draw_alike(monkeypatch)
+def drawn(monkeypatch):
     torch.compiler.reset()
+    return draw_alike(monkeypatch)
 
 
 @pytest.mark.parametrize("part", range(CHUNKS))
-def test_compiled_chains(part):
+def test_compiled_chains(part, drawn):
     backend, dynamic, draws = KINDS[part]
     chains = seeds(part, CASES // draws)
     errors = {}
     for first in range(0, len(chains), IN_A_GRAPH):
-        errors |= errors_of(chains[first : first + IN_A_GRAPH], backend, dynamic, draws)
-    worst = sorted(errors.items(), key=lambda item: -item[1][0])[:3]
-    assert all(error < limit for error, limit in errors.values()), worst
-    coarse = {chain for (chain, _), (error, _) in errors.items() if error > 1e-4}
-    assert len(coarse) <= 1 + len(chains) // 20, worst
+        errors |= errors_of(chains[first : first + IN_A_GRAPH], backend, dynamic, draws, drawn)
+    coarse = {case: each for case, each in errors.items() if each[0]}
+    wrong = {case: each for case, each in coarse.items() if each[0] > each[1]}
+    assert not wrong
+    assert len({chain for chain, _ in coarse}) <= 1 + len(chains) // COARSE, coarse
 
 
-def test_ops_that_are_not_told_strides_are_found(monkeypatch):
+def test_ops_that_are_not_told_strides_are_found(monkeypatch, drawn):
     """The fault that told strides mended: each op took the strides of its input for those of the trace."""
 
     def as_it_comes(x, stride, by_sample=False):
@@ -66,12 +75,16 @@ def test_ops_that_are_not_told_strides_are_found(monkeypatch):
         return layout.dense(x)
 
     monkeypatch.setattr(layout, "told", as_it_comes)
-    errors = errors_of(range(20, 40), inductor_passes, False, 1)
-    assert sum(error > 0.1 for error, _ in errors.values()) >= 2
+    errors = errors_of(range(20, 80), inductor_passes, False, 1, drawn)
+    assert sum(error > allowed for error, allowed in errors.values()) >= 2
 
 
-def errors_of(numbers, backend, dynamic, draws):
-    """(error, limit) by (chain, draw): the error is relative to the gradient, or to 1/1000 of the chain's largest."""
+def errors_of(numbers, backend, dynamic, draws, drawn):
+    """Return {(chain, number of the draw): (error, allowed error)}; the error is 0 if it is within ROUNDING.
+
+    Both are relative to the gradient, or to 1/1000 of the chain's largest. More is allowed if two eager runs with different
+    seeds differ.
+    """
     torch.compiler.reset()
     chains = []
     for seed in numbers:
@@ -91,9 +104,19 @@ def errors_of(numbers, backend, dynamic, draws):
         weights = [torch.randn(chain.result, dtype=chain.dtype) for chain in chains]
         ours = gradients(compiled, chains, sources, weights)
         theirs = gradients(run, chains, sources, weights)
-        for chain, a, b in zip(chains, ours, theirs, strict=True):
-            limit = 1e-8 if chain.dtype == torch.float64 else 2e-2
-            errors[repr(chain), draw] = error_of(a, b), limit
+        found = [error_of(a, b) for a, b in zip(ours, theirs, strict=True)]
+        is_coarse = [
+            error > ROUNDING[chain.dtype] for chain, error in zip(chains, found, strict=True)
+        ]
+        spreads = [0.0] * len(chains)
+        if any(is_coarse):
+            drawn.seed, before = drawn.seed + 1, drawn.seed
+            others = gradients(run, chains, sources, weights)
+            drawn.seed = before
+            spreads = [error_of(a, b) for a, b in zip(others, theirs, strict=True)]
+        for chain, error, spread, coarse in zip(chains, found, spreads, is_coarse, strict=True):
+            allowed = AMPLIFIED[chain.dtype] + SPREADS * spread
+            errors[repr(chain), draw] = error if coarse else 0.0, allowed
     return errors
 
 

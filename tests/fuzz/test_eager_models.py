@@ -5,6 +5,10 @@ random, what it does to a gradient is known from the spread between draws; where
 gradient. So the mean of DRAWS gradients may be off by RELATIVE of the exact one's norm, by SPREADS times the spread, and, where the
 exact one is all but zero by cancellation (a weight before a norm), by FLOOR of the model's largest, or of a tenth of that of y.
 
+Two more errors are known, and measured only for a gradient that is off by more than that: of torch's own gradient, against
+float64, and of minimums in bfloat16, which are the same in each draw, so that minimums in float32 must make the gradient
+right. At most one case in FEW may need this.
+
 A gradient of noise would hide in its own spread. So in a chunk of cases nine gradients in ten must have a spread of at
 most MOST_SPREAD, and LEAST_POWER of them must be allowed less than the error of a gradient that is zero.
 """
@@ -27,6 +31,7 @@ DRAWS = 3
 RELATIVE = {torch.float32: 0.15, torch.float64: 0.15, torch.bfloat16: 0.3}
 SPREADS = 6.0
 FLOOR = 0.01
+FEW = 100
 LEAST_POWER = 0.8
 MOST_SPREAD = 0.06
 LEAST_GRADIENTS = 200
@@ -52,11 +57,23 @@ def run(model, inputs):
         return y, torch.autograd.grad(y, leaves, grad, allow_unused=True)
 
 
+def in_float64(seed):
+    """Return the gradients of the exact model in float64."""
+    model = Model(seed, is_exact=True)
+    inputs = [
+        x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+        for x in model.inputs()
+    ]
+    model.dtype = torch.float64
+    return run(model.double(), inputs)[1]
+
+
 class Case:
     """One model, exact and compressed: what its gradients are, and what they may be off by."""
 
-    def __init__(self, seed: int):
-        settings = SETTINGS[seed % len(SETTINGS)]
+    def __init__(self, seed: int, **changes):
+        self.seed, self.is_explained = seed, False
+        settings = {**SETTINGS[seed % len(SETTINGS)], **changes}
         # Functions that stay torch's own have its defects.
         exact, ours = Model(seed, is_exact=True), Model(seed, "functional" in settings)
         self.what = f"seed {seed}: {exact.dtype}, {settings}, {exact.kind}: {exact.names}"
@@ -112,19 +129,35 @@ class Case:
                     return f"{self.what}: {name}: {each.shape}, {each.dtype} for {exact.shape}"
         for name, norm, off, allowed, spread in self.errors():
             if not off <= allowed:
+                self.is_explained = True
+                if off <= allowed + self._rounding(name) or Case(
+                    self.seed, minimum="float32"
+                ).is_near(name):
+                    continue
                 return f"{self.what}: {name}: off by {off:.3g} of {norm:.3g}, spread {spread:.3g}"
         return None
+
+    def _rounding(self, name) -> float:
+        """Return SPREADS times the error of torch's own gradient."""
+        index = self.names.index(name)
+        return SPREADS * float((self.exact[index] - in_float64(self.seed)[index]).norm())
+
+    def is_near(self, name) -> bool:
+        return all(off <= allowed for other, _, off, allowed, _ in self.errors() if other == name)
 
 
 def check(seeds):
     """One line for each case that is wrong, and for what is wrong with all of them."""
-    wrong, found, relative = [], 0, []
+    wrong, found, relative, explained = [], 0, [], []
     for seed in seeds:
         case = Case(seed)
         wrong += filter(None, [case.wrong()])
+        explained += [seed] * case.is_explained
         for _, norm, _, allowed, spread in case.errors():
             found += allowed < norm  # of a gradient that is lost; of others more
             relative.append(spread / max(norm, 1e-300))
+    if len(explained) > 1 + len(seeds) // FEW:
+        wrong.append(f"too many are off by more than the spread between draws: {explained}")
     if len(relative) < LEAST_GRADIENTS:
         return wrong
     power = found / len(relative)

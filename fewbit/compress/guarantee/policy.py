@@ -52,8 +52,8 @@ from fewbit.compress.state_shapes import (
     flag,
     optional,
     real,
+    steps,
     text,
-    whole,
 )
 from fewbit.errors import BoundWarning, FewbitError, InputError
 from fewbit.runtime.groups import LEAST_FEATURES
@@ -397,7 +397,7 @@ class Guarantee(Observing):
             "by_channel": choice(self.bound.by_channel),
             "variables": KNOWN,
             "activations": ACTIVATION,
-            "next": whole(),
+            "next": steps,
             "has_warned": flag,
             "pending": optional(SEEN),
         }

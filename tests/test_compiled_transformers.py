@@ -122,9 +122,13 @@ def test_a_llama_of_mixed_bits(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "backend", ["inductor", "aot_eager", "aot_eager dynamic", "passes dynamic"]
+    "settings, backend",
+    [
+        *((each, "inductor") for each in SETTINGS),
+        ("2 bits", "aot_eager"),
+        ("2 bits", "passes dynamic"),
+    ],
 )
-@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, settings, backend, monkeypatch):
     """If sizes are symbolic, a second batch is shorter than the first."""

@@ -15,14 +15,15 @@ import torch
 from torch import distributed
 
 from fewbit.compress.state_shapes import (
+    MOST_STEPS,
     Shape,
+    capped,
     check_layer,
     choice,
     entries,
     flag,
     listed,
     record,
-    steps,
     text,
     whole,
     wrong,
@@ -48,11 +49,11 @@ SAMPLES = ("magnitudes", "numbers")
 """Entries of a state in which samples are numbered. A state has both or neither; `Variables` reads them."""
 COMMON = {
     "version": choice(VERSION),
-    "step": steps,
+    "step": whole(),
     "due": flag,
-    "turns": listed(entries(text, steps, steps)),
+    "turns": listed(entries(text, whole(), whole(0))),
     "path": text,
-    "since": steps,
+    "since": whole(),
     "is_summed": flag,
 }
 """The shapes of the entries that every policy's state has."""
@@ -304,13 +305,16 @@ class Observing(Variables):
         return {
             **super().state(),
             "version": VERSION,
-            "step": self.step,
+            "step": capped(self.step, MOST_STEPS),
             "due": self._is_due,
-            "turns": [[path, *steps] for path, steps in self._turns.items()],
+            "turns": [
+                [path, *(capped(step, MOST_STEPS) for step in steps)]
+                for path, steps in self._turns.items()
+            ],
             **self._plain_learned(),
             "pending": None if pending is None else self._plain(pending.seen),
             "path": "" if pending is None else pending.path,
-            "since": 0 if pending is None else pending.since,
+            "since": 0 if pending is None else capped(pending.since, MOST_STEPS),
             "is_summed": pending is not None and pending.is_summed,
         }
 

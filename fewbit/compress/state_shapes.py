@@ -7,7 +7,6 @@ from files and may contain anything.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 from fewbit.errors import InputError
@@ -16,7 +15,7 @@ from fewbit.schema import shorten
 Shape = Callable[[object, str], object]
 
 MOST_STEPS = 2**53
-"""Largest count of steps. Float64 represents all smaller ones."""
+"""Largest count of steps. A training that goes on from a larger one saves this number."""
 MOST_ELEMENTS = 2**40
 MOST_SLOTS = 64
 """Largest number of inputs of one layer."""
@@ -36,25 +35,16 @@ def wrong(where: str, expected: str, got: object) -> InputError:
     return InputError(f"{where}: expected {expected}, got {shorten(got)}")
 
 
-def whole(least: int, most: float = math.inf) -> Shape:
+def whole(least: int = 0, most: int = MOST_STEPS) -> Shape:
     """Return the shape of an integer from `least` to `most`."""
-    expected = f"from {least} to {most}" if most < math.inf else f"of at least {least}"
 
     def check(value, where):
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if not (is_whole and least <= value <= most):
-            raise wrong(where, f"a whole number {expected}", value)
+            raise wrong(where, f"a whole number from {least} to {most}", value)
         return int(value)
 
     return check
-
-
-def steps(value: object, where: str) -> int:
-    """The shape of a count of steps. A count above MOST_STEPS, which no training reaches, becomes MOST_STEPS.
-
-    It is not refused, because a training that goes on from MOST_STEPS saves a larger count.
-    """
-    return min(whole(0)(value, where), MOST_STEPS)
 
 
 def real(least: float = 0.0, most: float = MOST_NUMBER) -> Shape:
@@ -174,5 +164,5 @@ def check_layer(name: str, names, kind: str = "layer") -> None:
 
 
 def capped(value: float, most: float = MOST_NUMBER) -> float:
-    """Limit a quotient of squared norms to the range that a state allows. A state with extreme norms can exceed it."""
+    """Limit a number to the range that a state allows. A training that goes on from an extreme state can exceed it."""
     return min(value, most)

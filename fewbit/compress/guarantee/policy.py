@@ -46,14 +46,15 @@ from fewbit.compress.guarantee.unobserved import Unobserved
 from fewbit.compress.observing import FORGOTTEN, Observing
 from fewbit.compress.state_shapes import (
     MOST_RATIO,
+    MOST_STEPS,
     Shape,
     capped,
     choice,
     flag,
     optional,
     real,
-    steps,
     text,
+    whole,
 )
 from fewbit.errors import BoundWarning, FewbitError, InputError
 from fewbit.runtime.groups import LEAST_FEATURES
@@ -384,7 +385,7 @@ class Guarantee(Observing):
     def _plain_learned(self) -> dict:
         return {
             **plain_known(self.known, self.known_activations),
-            "next": self._next,
+            "next": capped(self._next, MOST_STEPS),
             "has_warned": self._has_warned,
         }
 
@@ -397,7 +398,7 @@ class Guarantee(Observing):
             "by_channel": choice(self.bound.by_channel),
             "variables": KNOWN,
             "activations": ACTIVATION,
-            "next": steps,
+            "next": whole(),
             "has_warned": flag,
             "pending": optional(SEEN),
         }

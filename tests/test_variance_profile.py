@@ -700,6 +700,7 @@ def test_progress_is_shown_if_it_takes_long(monkeypatch, capsys):
     from fewbit.compress import progress
 
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setenv("TERM", "xterm")  # a dumb terminal shows no progress
     for terminal, asked in ((True, True), (True, False), (False, True)):
         monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
         variance_profile(nn.Linear(4, 2), torch.randn(8, 4), mean, draws=2, progress=asked)

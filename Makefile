@@ -47,8 +47,9 @@ lint: $(VENV)/installed-tests
 	$(BIN)/ruff format --check .
 
 # The CPU kernels' own tests under AddressSanitizer and UndefinedBehaviorSanitizer; then the ops, in eager mode and
-# compiled, on kernels built with AddressSanitizer in $(ASAN). LD_PRELOAD, because AddressSanitizer's runtime has to be
-# loaded first; detect_leaks=0, because Python and torch never free some of their memory. Takes a few minutes.
+# compiled, with AddressSanitizer in the kernels, which are built in $(ASAN), and in the code that Inductor makes, which
+# is compiled by $(ASAN)/c++. LD_PRELOAD, because AddressSanitizer's runtime has to be loaded first; detect_leaks=0,
+# because Python and torch never free some of their memory. Takes a few minutes.
 ASAN       := build/asan
 ASAN_FLAGS := -fsanitize=address -fno-omit-frame-pointer
 ASAN_TESTS := tests/test_buffers.py tests/test_ops.py tests/test_compile.py \
@@ -61,7 +62,11 @@ sanitize: $(VENV)/installed-tests
 	cp -r setup.py pyproject.toml README.md fewbit csrc tables $(ASAN)
 	cd $(ASAN) && rm -f fewbit/_kernels*.so && CFLAGS="$(ASAN_FLAGS)" CXXFLAGS="$(ASAN_FLAGS)" \
 		LDFLAGS=-fsanitize=address FEWBIT_KERNELS=1 FEWBIT_CUDA=0 $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
+	printf '#!/bin/sh\nexec %s "$$@" %s\n' "$(CXX)" "$(ASAN_FLAGS)" > $(ASAN)/c++
+	chmod +x $(ASAN)/c++
+	rm -rf $(ASAN)/inductor
 	PYTHONPATH=$(abspath $(ASAN)) PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 FEWBIT_FUZZ_CASES=400 \
+		CXX=$(abspath $(ASAN))/c++ TORCHINDUCTOR_CACHE_DIR=$(abspath $(ASAN))/inductor \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		$(BIN)/python -m pytest -p no:cacheprovider $(ASAN_TESTS)
 

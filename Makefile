@@ -12,9 +12,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --max
 # What the compiled kernels are made from.
 KERNELS := $(wildcard csrc/*.cpp csrc/common/* csrc/cpu/* csrc/cuda/*)
 # The tests that run on every device.
-CUDA_TESTS := $(addprefix tests/test_,backends.py ops.py functional.py autograd.py compile.py modules.py quantiser.py \
-	layers.py sharing.py attention.py gated.py pooling.py dropout.py small_layers.py offset.py variables.py observation.py \
-	offload.py allocator.py)
+CUDA_TESTS := $(addprefix tests/backends/,test_backends.py test_ops.py) \
+	$(addprefix tests/layers/,test_functional.py test_autograd.py test_modules.py test_layers.py test_attention.py test_gated.py test_pooling.py test_dropout.py test_small_layers.py) \
+	$(addprefix tests/runtime/,test_compile.py test_quantizer.py test_saved_tensors.py test_min_dtype.py test_bit_sharing.py test_variance_probe.py test_offload.py) \
+	$(addprefix tests/compress/,test_allocator.py)
 
 .PHONY: demo test test-all slow dispatch lint tables benchmarks gpu sanitize clean
 
@@ -52,9 +53,9 @@ lint: $(VENV)/installed-tests
 # because Python and torch never free some of their memory. Takes a few minutes.
 ASAN       := build/asan
 ASAN_FLAGS := -fsanitize=address -fno-omit-frame-pointer
-ASAN_TESTS := tests/test_buffers.py tests/test_ops.py tests/test_compile.py \
+ASAN_TESTS := tests/backends/test_buffers.py tests/backends/test_ops.py tests/runtime/test_compile.py \
 	tests/fuzz/test_compiled_models.py::test_compiled_chains \
-	tests/test_compiled_transformers.py::test_a_llama tests/test_compiled_transformers.py::test_a_llama_of_mixed_bits
+	tests/convert/test_compiled_transformers.py::test_a_llama tests/convert/test_compiled_transformers.py::test_a_llama_of_mixed_bits
 sanitize: $(VENV)/installed-tests
 	$(MAKE) --directory csrc/tests
 	$(BIN)/python -m pip install --quiet setuptools pybind11
@@ -71,7 +72,7 @@ sanitize: $(VENV)/installed-tests
 		$(BIN)/python -m pytest -p no:cacheprovider $(ASAN_TESTS)
 
 tables: $(VENV)/installed
-	$(BIN)/python -m fewbit.shipping
+	$(BIN)/python -m fewbit.catalog.shipping
 
 benchmarks: $(VENV)/installed-tests $(VENV)/installed-benchmarks
 	$(BIN)/python benchmarks/solver.py

@@ -24,7 +24,7 @@ import torch
 
 import fewbit
 from fewbit.runtime import backends
-from fewbit.runtime.encoding import Encoding
+from fewbit.runtime.format.encoding import Encoding
 
 LARGE = 2**24
 SMALL = tuple(2**power for power in range(10, 21, 2))

@@ -20,10 +20,10 @@ from torch.autograd import Function
 from torch.nn.functional import gelu
 
 import fewbit
-from fewbit.compress.calls import Calls, FunctionSettings
-from fewbit.nn.quantised import Quantised
-from fewbit.runtime.autograd import once_differentiable
-from fewbit.runtime.quantiser import Kept, Quantiser
+from fewbit.convert.functions import Calls, FunctionSettings
+from fewbit.nn.base import Quantised
+from fewbit.runtime.activations.autograd import once_differentiable
+from fewbit.runtime.quantizers.quantizer import Kept, Quantiser
 
 BITS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
 WHOLE = (1, 2, 3, 4)
@@ -61,7 +61,7 @@ def compress(model: nn.Module, method: str, bits: float) -> None:
 
 
 class OneRangeRecipe(NamedTuple):
-    """How codes and (minimum, step) become values again; in place of `fewbit.runtime.quantiser.Recipe`."""
+    """How codes and (minimum, step) become values again; in place of `fewbit.runtime.quantizers.quantizer.Recipe`."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]

@@ -8,7 +8,7 @@ import adaptive_arms as arms
 import matplotlib
 from matplotlib.figure import Figure
 
-from fewbit import plot as style
+from fewbit.table import plot as style
 
 COLOURS = {
     "per tensor": style.ERROR,

@@ -3,7 +3,7 @@
     python benchmarks/allocation.py         # a minute
 
 Sensitivities and sizes are random, over several orders of magnitude. Small instances are solved by the exact
-dynamic program of tests/test_allocation.py too: layers in parts, of which level L3 has 16, or as many as samples, and
+dynamic program of tests/policies/test_allocation.py too: layers in parts, of which level L3 has 16, or as many as samples, and
 layers in one part each. Writes results/allocation.*.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from test_allocation import optimum
 
-from fewbit.compress import allocation
+from fewbit.policies import allocation
 
 SIZES = {
     "200 layers": (200, 1),

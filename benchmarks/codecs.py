@@ -29,9 +29,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from fewbit.compress.codecs import CODECS
-from fewbit.compress.codecs.payload import Exact
 from fewbit.demo import text, training
+from fewbit.runtime.codecs import CODECS
+from fewbit.runtime.codecs.payload import Exact
 
 BITS = (2, 4, 6)
 GROUP = 256

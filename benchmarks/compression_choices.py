@@ -38,7 +38,7 @@ from torch.nn.functional import cross_entropy
 import fewbit
 import fewbit.functional
 from fewbit.models.resnet import ResNet
-from fewbit.runtime.quantiser import Quantiser
+from fewbit.runtime.quantizers.quantizer import Quantiser
 
 NORM_BITS = (2, 3, 4, 8)
 ATTENTION_BITS = (2, 3, 4, 8)

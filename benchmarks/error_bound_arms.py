@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import fewbit
-from fewbit.compress import meter
-from fewbit.compress.gradients import Measured, difference
-from fewbit.runtime.sharing import measuring
+from fewbit.analysis import meter
+from fewbit.analysis.gradients import Measured, difference
+from fewbit.runtime.saved.session import measuring
 
 INTERVAL = 100
 GRID = (1, 2, 3, 4, 5, 6, 7, 8)

@@ -15,7 +15,7 @@ from caching_allocator import Allocations, state_in_order
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fewbit import models
-from fewbit.memory import (
+from fewbit.analysis.memory import (
     BITS,
     DEVICE_BYTES,
     MB,

@@ -23,9 +23,9 @@ import variance_profile
 from torch.utils._pytree import tree_map
 
 import fewbit
-from fewbit.compress import meter
-from fewbit.compress.candidates import Candidate
+from fewbit.analysis import meter
 from fewbit.models.workload import workload
+from fewbit.planning.candidates import Candidate
 
 NEXT = 20
 BATCHES = {"resnet50": 4, "roberta-base": 4, "digits": 16, "characters": 16}

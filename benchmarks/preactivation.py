@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 
 import fewbit
 from fewbit.models.preactivation import DEPTHS, Block, PreActivationResNet
-from fewbit.runtime.encoding import packed_words
+from fewbit.runtime.format.encoding import packed_words
 
 BITS = (8, 4, 2)
 NOISE_BITS = (8, 4)

@@ -6,7 +6,7 @@ At the weights that exact training has at its end, for one batch and every layer
 norms: normalised) are what is kept:
 
 - noise_b: the variance that rounding to b bits adds, sum of f (1 - f) step^2, f being how far an element is from
-  the level below in steps; over the sum of step^2 / 6, which is its mean where f is uniform (fewbit/runtime/variables.py).
+  the level below in steps; over the sum of step^2 / 6, which is its mean where f is uniform (fewbit/runtime/saved/assignment.py).
 - by_range, by_gradient: what an average of 1.75 bits, shared between samples, adds to the variance of the layer's
   weight gradient, taken as the sum over samples of squared range times squared gradient over (2^bits - 1)^2; over the
   same for bits given at random. Bits by the squares of ranges (level L2.5), and by those times squared gradients,
@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fewbit
-from fewbit.runtime.variables import split
+from fewbit.runtime.saved.assignment import split
 
 BITS = (1, 2, 3, 4)
 GROUP, SHARED, MOST = 256, 1.75, 3

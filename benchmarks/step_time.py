@@ -33,9 +33,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import fewbit
-from fewbit.compress.adaptation import INTERVAL
 from fewbit.demo.transformer import CharTransformer
 from fewbit.models.resnet import ResNet
+from fewbit.policies.adaptive import INTERVAL
 
 ARMS = ("exact", 2, 4, 8, "L3")
 TIMED = (*ARMS, "observed")

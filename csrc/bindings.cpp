@@ -857,7 +857,7 @@ PYBIND11_MODULE(_kernels, module) {
       "Compiled kernels. Tensors are buffers, (address, number of elements, position of their dtype in DTYPES, index of "
       "their CUDA device or -1), or None; a buffer that is not what an entry will read or write is a ValueError.";
 
-  py::class_<OwnedTable>(module, "Table", "A table's constants, checked and copied (fewbit.runtime.encoding).")
+  py::class_<OwnedTable>(module, "Table", "A table's constants, checked and copied (fewbit.runtime.format.encoding).")
       .def(py::init(&make_table), py::arg("bits"), py::arg("initial"), py::arg("breaks32"), py::arg("flips32"),
            py::arg("breaks64"), py::arg("flips64"), py::arg("lut32"), py::arg("lut64"),
            py::arg("points") = py::none(), py::arg("origins") = py::none(), py::arg("values") = py::none(),

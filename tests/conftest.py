@@ -88,7 +88,8 @@ def choice():
     """The runtime's choice of backends; without compiled kernels it is made here, without the warning."""
     import torch
 
-    from fewbit.runtime import backends, reference
+    from fewbit.runtime import backends
+    from fewbit.runtime.backends import reference
 
     if _kernels is None:
         backends._chosen[torch.device("cpu")] = reference
@@ -113,13 +114,13 @@ def backend(request, choice, monkeypatch):
     """Every backend in turn, put in place of the one that the runtime chose: .name, .kernels, .device."""
     import torch
 
-    from fewbit.runtime import reference
+    from fewbit.runtime.backends import reference
 
     device = "cuda" if "cuda" in request.param else "cpu"
     if "reference" in request.param:
         kernels = reference
     else:
-        from fewbit.runtime import native
+        from fewbit.runtime.backends import native
 
         kernels = native.cuda() if device == "cuda" else native.cpu(request.param)
     monkeypatch.setitem(choice, torch.zeros(0, device=device).device, kernels)

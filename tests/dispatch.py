@@ -76,7 +76,7 @@ def in_effect() -> dict:
     from numpy._core._multiarray_umath import __cpu_features__
     from threadpoolctl import threadpool_info
 
-    from fewbit.runtime import native
+    from fewbit.runtime.backends import native
 
     return {
         "blas": sorted({lib["architecture"] for lib in threadpool_info() if "architecture" in lib}),

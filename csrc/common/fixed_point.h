@@ -1,5 +1,5 @@
 // The arithmetic of the fixed-point code of pre-activations, operation for operation in float32:
-// fewbit/runtime/fixed_point.py says what it means, reference_fixed_point.py is the oracle.
+// fewbit/runtime/ops/fixed_point.py says what it means, reference_fixed_point.py is the oracle.
 #pragma once
 
 #include <cmath>

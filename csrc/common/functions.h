@@ -6,7 +6,7 @@
 // zero come out as from torch. Where torch's scalar and vector code differ, gelu(+inf) is inf, as from its scalar code,
 // and softshrink gives 0, not -0, as its vector code does.
 //
-// A functor is made from two doubles, the function's parameters in the order of fewbit/functions.py.
+// A functor is made from two doubles, the function's parameters in the order of fewbit/functions/__init__.py.
 #pragma once
 
 #include "host_device.h"

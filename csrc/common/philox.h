@@ -1,4 +1,4 @@
-// Philox4x32-10, the counter-based generator of Salmon et al. (SC 2011). fewbit/philox.py in C++.
+// Philox4x32-10, the counter-based generator of Salmon et al. (SC 2011). fewbit/table/philox.py in C++.
 #pragma once
 
 #include <cstdint>

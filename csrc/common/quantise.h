@@ -1,4 +1,4 @@
-// The arithmetic of the group quantiser, operation for operation in float32: docs/quantiser.md.
+// The arithmetic of the group quantiser, operation for operation in float32: docs/quantizer.md.
 #pragma once
 
 #include <cstdint>

@@ -22,7 +22,7 @@ struct Spread {
   bool nan;
 };
 
-// The group quantiser (docs/quantiser.md). Each function does the groups [begin, end) of all streams. order: the
+// The group quantiser (docs/quantizer.md). Each function does the groups [begin, end) of all streams. order: the
 // samples by stream, null where they are in order already. Pointers are aligned to one element.
 struct QuantiserKernels {
   // The words of groups may share blocks with those of other calls (word_writer.h). Adds to `spread`, which is that of

@@ -47,7 +47,7 @@ void decode_mul(const Table& table, const void* grad, int dtype, int64_t n, cons
 void forward(int function, double p0, double p1, const Table& table, const void* x, int dtype, int64_t n,
              void* y, int32_t* packed, const int64_t* seed, int device, void* stream);
 
-// What a quantised tensor is (docs/quantiser.md): samples of `features`, all of `bits`; or each of a width of its
+// What a quantised tensor is (docs/quantizer.md): samples of `features`, all of `bits`; or each of a width of its
 // own, in device memory: order, the samples in ascending width, equal ones in order, and counts, how many samples
 // have each width from 0 to 8. Those two are null where there is one width. words, groups: int32 words of packed codes
 // and rows of ranges that there are: of several widths as many as are needed or more, which is checked on the device,
@@ -78,7 +78,7 @@ void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* rang
 // gamma and beta (n,) -> grid (kGridRows, n).
 void grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid, int device, void* stream);
 
-// The fixed-point code of n pre-activations (fewbit/runtime/fixed_point.py). y: for its sign, of x's dtype.
+// The fixed-point code of n pre-activations (fewbit/runtime/ops/fixed_point.py). y: for its sign, of x's dtype.
 void encode_fixed(const Grid& grid, const Normalisation& normalisation, const void* x, const void* y, int dtype,
                   int64_t n, int bits, int32_t* packed, int device, void* stream);
 

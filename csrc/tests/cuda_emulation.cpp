@@ -1,4 +1,4 @@
-// The emulated CUDA kernels behind a C interface, for tests/test_cuda_kernels.py. Functions return null or the
+// The emulated CUDA kernels behind a C interface, for tests/backends/test_cuda_kernels.py. Functions return null or the
 // text of an error, which stays valid until the next call.
 
 #include <cuda_runtime.h>

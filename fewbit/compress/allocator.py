@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fewbit.compress.meter_report import amount
+from fewbit.analysis.meter_report import amount
 from fewbit.errors import InputError
 
 SETTING = "expandable_segments"

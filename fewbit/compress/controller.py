@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fewbit.compress.adaptation import Adaptation
-from fewbit.compress.allocation_report import Allocated, Allocation
 from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
-from fewbit.compress.convert_report import Report
-from fewbit.compress.guarantee.policy import POLICY, Guarantee
-from fewbit.compress.guarantee.report import Bounded, Bounds
-from fewbit.compress.observing import SAMPLES
+from fewbit.convert.report import Report
 from fewbit.errors import InputError
-from fewbit.runtime.offload import Offload
-from fewbit.runtime.sharing import Session, sessions_of
+from fewbit.policies.adaptive import Adaptation
+from fewbit.policies.allocation_report import Allocated, Allocation
+from fewbit.policies.error_bound.policy import POLICY, Guarantee
+from fewbit.policies.error_bound.report import Bounded, Bounds
+from fewbit.policies.probing import SAMPLES
+from fewbit.runtime.saved.offload import Offload
+from fewbit.runtime.saved.session import Session, sessions_of
 from fewbit.schema import shorten
 from fewbit.sizes import counted
 from fewbit.text import printable
 
 if TYPE_CHECKING:
-    from fewbit.compress.guarantee.ratio_report import GradientRatio
+    from fewbit.analysis.gradient_ratio_report import GradientRatio
 
 
 class Controller:
@@ -107,7 +107,7 @@ class Controller:
         for two more models, three gradients, and what the exact one keeps. Warns (BoundWarning) where the ratio is above 1 + e2 beyond chance. Raises
         InputError for what cannot be measured.
         """
-        from fewbit.compress.guarantee.ratio import gradient_ratio
+        from fewbit.analysis.gradient_ratio import gradient_ratio
 
         if self.model is None:
             raise InputError("expected the controller's model, got one that is gone")

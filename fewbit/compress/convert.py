@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from fewbit.compress import fused, kinds, transformers_attention
-from fewbit.compress.adaptation import INTERVAL, Adaptation
+from fewbit.analysis.meter import SavedBytes, alone, saved_bytes
+from fewbit.analysis.meter_report import amount
+from fewbit.compress import fused
 from fewbit.compress.allocator import use_expandable_segments
-from fewbit.compress.budget import Sizes, bytes_of
-from fewbit.compress.calls import (
+from fewbit.compress.controller import Controller
+from fewbit.convert import kinds, transformers_attention
+from fewbit.convert.functions import (
     ACTIVATIONS,
     QUANTISED,
     Calls,
@@ -24,22 +26,24 @@ from fewbit.compress.calls import (
     bits_of_call,
     name_of_call,
 )
-from fewbit.compress.codecs import DEFAULT as QUANT
-from fewbit.compress.codecs import check_codec
-from fewbit.compress.controller import Controller
-from fewbit.compress.convert_report import Converted, LeftAlone, Report
-from fewbit.compress.guarantee.estimates import WINDOWS
-from fewbit.compress.guarantee.policy import INTERVAL as BOUND_INTERVAL
-from fewbit.compress.guarantee.policy import POLICY, Bound, Guarantee
-from fewbit.compress.meter import SavedBytes, alone, saved_bytes
-from fewbit.compress.meter_report import amount
-from fewbit.compress.observing import check_interval
-from fewbit.compress.undo import whole_or_not_at_all
+from fewbit.convert.report import Converted, LeftAlone, Report
+from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.functional.normalization import check_copies
+from fewbit.nn.base import Quantised
 from fewbit.nn.preactivation import PreActivation
-from fewbit.nn.quantised import Quantised
-from fewbit.runtime.calling import (
+from fewbit.policies.adaptive import INTERVAL, Adaptation
+from fewbit.policies.budget import Sizes, bytes_of
+from fewbit.policies.error_bound.estimates import WINDOWS
+from fewbit.policies.error_bound.policy import INTERVAL as BOUND_INTERVAL
+from fewbit.policies.error_bound.policy import POLICY, Bound, Guarantee
+from fewbit.policies.probing import check_interval
+from fewbit.runtime.activations.tables import check_average, check_bits, plain_number
+from fewbit.runtime.codecs import DEFAULT as QUANT
+from fewbit.runtime.codecs import check_codec
+from fewbit.runtime.format.groups import GROUP_SIZE
+from fewbit.runtime.interop.bypass import Switch
+from fewbit.runtime.interop.module_calls import (
     SESSION,
     class_of,
     class_told,
@@ -48,13 +52,10 @@ from fewbit.runtime.calling import (
     untell,
     untold,
 )
-from fewbit.runtime.exact import Switch
-from fewbit.runtime.groups import GROUP_SIZE
-from fewbit.runtime.offload import Offload
-from fewbit.runtime.quantiser import Quantiser
-from fewbit.runtime.sharing import PATH, Session, measuring
-from fewbit.runtime.tables import check_average, check_bits, plain_number
-from fewbit.runtime.variables import MOST, Variables
+from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.saved.assignment import MOST, Variables
+from fewbit.runtime.saved.offload import Offload
+from fewbit.runtime.saved.session import PATH, Session, measuring
 
 LEVELS = ("L0", "L1", "L2", "L2.5", "L3", "L4", "L5")
 MIXED, ADAPTING, OFFLOADING = LEVELS[3:], LEVELS[4:], LEVELS[5:]
@@ -187,7 +188,7 @@ def compress_(
     interval (100) steps; window: by the "mean" (default) or "max" of the last ten; codec: how they are kept ("quant",
     "quant+zvc", "error-bounded", "jpeg"; docs/codecs.md); by_channel: channels of samples have bits of their own. It takes no
     level, bits, budget or fuse; activation_bits and attention_bits, where given, stay. group_size: features that share a range (256). minimum:
-    "auto", "bfloat16" or "float32", see docs/quantiser.md. copies: 2 for norms that keep two independent copies.
+    "auto", "bfloat16" or "float32", see docs/quantizer.md. copies: 2 for norms that keep two independent copies.
     functional: also compress functions of torch and torch.nn.functional that a forward calls (F.gelu,
     F.scaled_dot_product_attention, a product of two activations ...) while the model trains in eager mode.
     fuse: "preactivation": batch and layer norms keep their normalised input in fixed point, from which a ReLU or LeakyReLU

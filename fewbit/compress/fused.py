@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from fewbit.compress.convert_report import Converted
-from fewbit.compress.meter import STATE, SavedBytes
-from fewbit.compress.transformers_modules import _Conv1D
+from fewbit.analysis.meter import STATE, SavedBytes
+from fewbit.convert.report import Converted
+from fewbit.convert.transformers_modules import _Conv1D
 from fewbit.nn import LeakyReLU, ReLU
 from fewbit.nn.preactivation import LINEAR, NORMS
 from fewbit.sizes import counted

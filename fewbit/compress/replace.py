@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from fewbit.compress import kinds
 from fewbit.compress.convert import Filter, Settings, convert
-from fewbit.compress.convert_report import Report
-from fewbit.compress.undo import whole_or_not_at_all
-from fewbit.runtime.tables import check_bits
+from fewbit.convert import kinds
+from fewbit.convert.report import Report
+from fewbit.convert.undo import whole_or_not_at_all
+from fewbit.runtime.activations.tables import check_bits
 
 
 @whole_or_not_at_all

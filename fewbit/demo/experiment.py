@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from fewbit._version import __version__
+from fewbit.analysis.meter import saved_bytes
 from fewbit.compress.convert import ATTENTION_BITS, compress_
-from fewbit.compress.meter import saved_bytes
 from fewbit.demo import training
 from fewbit.demo.parallel import run_all
 from fewbit.demo.text import Corpus, python_topics

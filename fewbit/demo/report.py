@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 
-from fewbit import plot
-from fewbit.compress.meter_report import amount
+from fewbit.analysis.meter_report import amount
+from fewbit.catalog.report import new_grid
 from fewbit.demo.experiment import Arm, Demo
-from fewbit.report import new_grid
 from fewbit.sizes import counted
+from fewbit.table import plot
 
 VERDICT = "within 1 std"
 

@@ -21,6 +21,7 @@ from fewbit.functional.dropout import (
     dropout3d,
     feature_alpha_dropout,
 )
+from fewbit.functional.embedding import embedding
 from fewbit.functional.gated import geglu, reglu, swiglu
 from fewbit.functional.interpolation import interpolate
 from fewbit.functional.linear import linear
@@ -49,7 +50,6 @@ from fewbit.functional.pooling import (
 from fewbit.functional.prelu import prelu
 from fewbit.functional.products import matmul, mul
 from fewbit.functional.softmax import log_softmax, softmax
-from fewbit.functional.sparse import embedding
 
 __all__ = [
     *activations.__all__,

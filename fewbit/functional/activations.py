@@ -23,17 +23,17 @@ from torch import Tensor
 
 from fewbit.errors import FunctionError
 from fewbit.functional.rrelu import RandomSlopes
-from fewbit.runtime.activation import (
+from fewbit.runtime.activations.apply import (
     apply,
     apply_callable,
     check_inplace,
     needs_grad,
     torchs_own,
 )
-from fewbit.runtime.callable_tables import callable_encoding_text
-from fewbit.runtime.plain import is_plain
-from fewbit.runtime.replay import can_replay
-from fewbit.runtime.tables import check_choice, encoding_text
+from fewbit.runtime.activations.callable_tables import callable_encoding_text
+from fewbit.runtime.activations.tables import check_choice, encoding_text
+from fewbit.runtime.interop.random_replay import can_replay
+from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.table import Table
 
 __all__ = [

@@ -37,14 +37,20 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import register_fake
 
-from fewbit.runtime import layout, ops
-from fewbit.runtime.autograd import once_differentiable
-from fewbit.runtime.casts import as_torch_casts
-from fewbit.runtime.exact import exactly
-from fewbit.runtime.groups import GROUP_SIZE
-from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
-from fewbit.runtime.replay import can_replay, replayed, state_of
-from fewbit.runtime.torchs import functional as torch_functional
+from fewbit.runtime import ops
+from fewbit.runtime.activations.autograd import once_differentiable
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.groups import GROUP_SIZE
+from fewbit.runtime.interop.autocast import as_torch_casts
+from fewbit.runtime.interop.bypass import exactly
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
+from fewbit.runtime.quantizers.quantizer import (
+    DEFAULT_BITS,
+    Quantiser,
+    is_differentiated,
+    quantiser_of,
+)
 
 __all__ = ["scaled_dot_product_attention"]
 

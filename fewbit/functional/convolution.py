@@ -7,11 +7,16 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fewbit.functional import sums
-from fewbit.runtime.autograd import once_differentiable
-from fewbit.runtime.casts import as_torch_casts
-from fewbit.runtime.groups import GROUP_SIZE
-from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
-from fewbit.runtime.torchs import functional as torch_functional
+from fewbit.runtime.activations.autograd import once_differentiable
+from fewbit.runtime.format.groups import GROUP_SIZE
+from fewbit.runtime.interop.autocast import as_torch_casts
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers.quantizer import (
+    DEFAULT_BITS,
+    Quantiser,
+    is_differentiated,
+    quantiser_of,
+)
 
 __all__ = [
     "conv1d",

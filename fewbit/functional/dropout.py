@@ -24,13 +24,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.runtime import layout, offload, ops
-from fewbit.runtime.autograd import once_differentiable
-from fewbit.runtime.constant import constant
-from fewbit.runtime.encoding import Encoding
-from fewbit.runtime.plain import is_plain
-from fewbit.runtime.quantiser import is_differentiated
-from fewbit.runtime.torchs import functional as torch_functional
+from fewbit.runtime import ops
+from fewbit.runtime.activations.autograd import once_differentiable
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.encoding import Encoding
+from fewbit.runtime.interop.compiler_constants import constant
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.quantizers.quantizer import is_differentiated
+from fewbit.runtime.saved import offload
 
 __all__ = [
     "alpha_dropout",

@@ -29,10 +29,15 @@ from torch.autograd import Function
 
 from fewbit.errors import InputError
 from fewbit.functional.activations import relu
-from fewbit.runtime.autograd import once_differentiable
-from fewbit.runtime.groups import GROUP_SIZE
-from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
-from fewbit.runtime.torchs import functional as torch_functional
+from fewbit.runtime.activations.autograd import once_differentiable
+from fewbit.runtime.format.groups import GROUP_SIZE
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers.quantizer import (
+    DEFAULT_BITS,
+    Quantiser,
+    is_differentiated,
+    quantiser_of,
+)
 
 __all__ = ["geglu", "reglu", "swiglu"]
 

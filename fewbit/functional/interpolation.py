@@ -9,8 +9,8 @@ from fewbit.functional.pooling import (
     adaptive_avg_pool2d,
     adaptive_avg_pool3d,
 )
-from fewbit.runtime.quantiser import is_differentiated
-from fewbit.runtime.torchs import functional as torch_functional
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers.quantizer import is_differentiated
 
 __all__ = ["interpolate"]
 

@@ -27,19 +27,24 @@ from torch.autograd import Function
 
 from fewbit.errors import InputError
 from fewbit.functional import sums
-from fewbit.runtime import preactivation
-from fewbit.runtime.autograd import once_differentiable
-from fewbit.runtime.casts import in_float32
-from fewbit.runtime.groups import GROUP_SIZE
-from fewbit.runtime.normalised import (
+from fewbit.runtime.activations.autograd import once_differentiable
+from fewbit.runtime.format.groups import GROUP_SIZE
+from fewbit.runtime.interop.autocast import in_float32
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers import preactivation
+from fewbit.runtime.quantizers.normalized import (
     input_gradient,
     keep_copies,
     offer,
     restore_copies,
     scaled_back,
 )
-from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
-from fewbit.runtime.torchs import functional as torch_functional
+from fewbit.runtime.quantizers.quantizer import (
+    DEFAULT_BITS,
+    Quantiser,
+    is_differentiated,
+    quantiser_of,
+)
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.runtime import layout
-from fewbit.runtime.autograd import once_differentiable
-from fewbit.runtime.quantiser import is_differentiated
-from fewbit.runtime.torchs import functional as torch_functional
+from fewbit.runtime.activations.autograd import once_differentiable
+from fewbit.runtime.format import layout
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers.quantizer import is_differentiated
 
 __all__ = ["pad"]
 

@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.runtime import integers, layout
-from fewbit.runtime.autograd import once_differentiable
-from fewbit.runtime.plain import is_plain
-from fewbit.runtime.quantiser import is_differentiated
-from fewbit.runtime.torchs import functional as torch_functional
-from fewbit.runtime.windows import Windows
+from fewbit.runtime.activations.autograd import once_differentiable
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.windows import Windows
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.quantizers import integers
+from fewbit.runtime.quantizers.quantizer import is_differentiated
 
 __all__ = [
     "adaptive_avg_pool1d",

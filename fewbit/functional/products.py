@@ -6,10 +6,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.runtime.autograd import once_differentiable
-from fewbit.runtime.casts import as_torch_casts
-from fewbit.runtime.groups import GROUP_SIZE
-from fewbit.runtime.quantiser import DEFAULT_BITS, Quantiser, is_differentiated, quantiser_of
+from fewbit.runtime.activations.autograd import once_differentiable
+from fewbit.runtime.format.groups import GROUP_SIZE
+from fewbit.runtime.interop.autocast import as_torch_casts
+from fewbit.runtime.quantizers.quantizer import (
+    DEFAULT_BITS,
+    Quantiser,
+    is_differentiated,
+    quantiser_of,
+)
 
 __all__ = ["matmul", "mul"]
 

@@ -13,14 +13,15 @@ from fewbit.nn import (
     preactivation,
     prelu,
     softmax,
-    sparse,
     upsampling,
 )
+from fewbit.nn import embedding as sparse
 from fewbit.nn.activations import *  # noqa: F403
 from fewbit.nn.attention import *  # noqa: F403
 from fewbit.nn.bilinear import *  # noqa: F403
 from fewbit.nn.convolution import *  # noqa: F403
 from fewbit.nn.dropout import *  # noqa: F403
+from fewbit.nn.embedding import *  # noqa: F403
 from fewbit.nn.gated import *  # noqa: F403
 from fewbit.nn.linear import *  # noqa: F403
 from fewbit.nn.normalization import *  # noqa: F403
@@ -28,7 +29,6 @@ from fewbit.nn.pooling import *  # noqa: F403
 from fewbit.nn.preactivation import *  # noqa: F403
 from fewbit.nn.prelu import *  # noqa: F403
 from fewbit.nn.softmax import *  # noqa: F403
-from fewbit.nn.sparse import *  # noqa: F403
 from fewbit.nn.upsampling import *  # noqa: F403
 
 __all__ = [

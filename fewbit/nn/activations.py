@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fewbit import functional as F
 from fewbit.nn.guarded import Guarded
-from fewbit.runtime.calling import SESSION
-from fewbit.runtime.sharing import PATH
-from fewbit.runtime.tables import check_choice
+from fewbit.runtime.activations.tables import check_choice
+from fewbit.runtime.interop.module_calls import SESSION
+from fewbit.runtime.saved.session import PATH
 from fewbit.table import Table
 
 __all__ = [

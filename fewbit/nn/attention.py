@@ -8,8 +8,8 @@ from torch.nn import functional as torch_functional
 
 from fewbit.functional.attention import How, attention
 from fewbit.functional.linear import linear
-from fewbit.nn.quantised import Quantised
-from fewbit.runtime.quantiser import Quantiser, is_differentiated
+from fewbit.nn.base import Quantised
+from fewbit.runtime.quantizers.quantizer import Quantiser, is_differentiated
 
 __all__ = ["MultiheadAttention"]
 

@@ -7,8 +7,8 @@ from torch.nn import functional as torch_functional
 
 from fewbit.errors import InputError
 from fewbit.functional.gated import geglu, reglu, swiglu
-from fewbit.nn.quantised import Quantised
-from fewbit.runtime.exact import exactly
+from fewbit.nn.base import Quantised
+from fewbit.runtime.interop.bypass import exactly
 
 __all__ = ["GEGLU", "ReGLU", "SwiGLU"]
 

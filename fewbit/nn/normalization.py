@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from fewbit import functional as F
 from fewbit.functional.normalization import check_copies
 from fewbit.functional.sync_batch_norm import sync_batch_norm
-from fewbit.nn.quantised import Quantised
-from fewbit.runtime.exact import exactly
+from fewbit.nn.base import Quantised
+from fewbit.runtime.interop.bypass import exactly
 
 __all__ = [
     "BatchNorm1d",

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from fewbit.errors import InputError
 from fewbit.nn import activations, convolution, linear, normalization
-from fewbit.runtime.calling import is_compiled_code, leave_to_interpreter
-from fewbit.runtime.quantiser import Quantiser
-from fewbit.runtime.sharing import Session
+from fewbit.runtime.interop.module_calls import is_compiled_code, leave_to_interpreter
+from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.saved.session import Session
 
 __all__ = ["PreActivation"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fewbit.functional.prelu import prelu
-from fewbit.nn.quantised import Quantised
+from fewbit.nn.base import Quantised
 
 __all__ = ["PReLU"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fewbit.functional.softmax import log_softmax, softmax
-from fewbit.nn.quantised import Quantised
+from fewbit.nn.base import Quantised
 
 __all__ = ["LogSoftmax", "Softmax"]
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fewbit.errors import SolveError
-from fewbit.solver.layers import Costs, run_layer, thread_count
+from fewbit.solver.dynamic_program import Costs, run_layer, thread_count
 from fewbit.solver.segments import Items
 
 # Below this many cost evaluations the plain dynamic program is faster than pruning first.

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fewbit.solver.layers import RANDOM_CHOICE, Costs
+from fewbit.solver.dynamic_program import RANDOM_CHOICE, Costs
 from fewbit.solver.partition import LayeredSearch, best_breaks
 from fewbit.solver.segments import Items
 

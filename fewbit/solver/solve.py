@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fewbit._version import __version__
-from fewbit.callables import resolve
 from fewbit.errors import SolveError
+from fewbit.functions.callables import resolve
 from fewbit.solver.cells import merge, survey
 from fewbit.solver.certificate import widened
-from fewbit.solver.layers import thread_count
+from fewbit.solver.dynamic_program import thread_count
 from fewbit.solver.minimax import largest_deviation, minimax_intervals, minimax_levels
 from fewbit.solver.partition import Effort
 from fewbit.solver.refine import RESIDUAL, ContiguousPieces, NearestPieces, Solution, refine

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fewbit.documents import open_regular
 from fewbit.errors import FewbitError, WeightError
+from fewbit.schema.documents import open_regular
 from fewbit.table import MOST_BINS
 
 # Enough for a density's shape; a sample is cut into equally likely bins of at least so many values.
@@ -204,7 +204,7 @@ def make_weight(spec):
     if isinstance(spec, dict):
         return _from_document(spec)
     if callable(spec):
-        from fewbit.callables import qualified_name
+        from fewbit.functions.callables import qualified_name
 
         return Density(spec, qualified_name(spec))
     if isinstance(spec, str | os.PathLike):

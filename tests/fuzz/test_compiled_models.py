@@ -20,7 +20,7 @@ from cases import CASES, CHUNKS, seeds
 from chains import Chain
 from compilers import draw_alike, inductor_passes
 
-from fewbit.runtime import layout
+from fewbit.runtime.format import layout
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,12 +15,12 @@ from cases import CHUNKS, seeds
 from mutations import mutate
 
 import fewbit
+from fewbit.catalog.report import TableReport, render_plain, tables_report
+from fewbit.catalog.store import tables_directory
+from fewbit.catalog.verify import recompute_error
 from fewbit.errors import FewbitError, TableError
-from fewbit.report import TableReport, render_plain, tables_report
-from fewbit.runtime.encoding import Encoding
-from fewbit.store import tables_directory
+from fewbit.runtime.format.encoding import Encoding
 from fewbit.table import dumps_tables, load_file, loads
-from fewbit.verify import recompute_error
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30.0

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import CASES, CHUNKS, seeds
 from high_precision_functions import Floats, exact_slopes
 
-from fewbit.callables import from_callable
 from fewbit.errors import FunctionError
+from fewbit.functions.callables import from_callable
 
 pytestmark = pytest.mark.slow
 POINTS = 10

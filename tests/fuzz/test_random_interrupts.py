@@ -22,7 +22,7 @@ from torch.nn import functional as torch_f
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
-from fewbit.compress.candidates import default_candidates
+from fewbit.planning.candidates import default_candidates
 
 pytestmark = pytest.mark.slow
 ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)

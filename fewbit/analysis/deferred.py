@@ -1,0 +1,136 @@
+"""Quantisers that round in the backward pass, so that one forward serves many draws.
+
+Rounding changes what backward restores and nothing that forward computes. A deferred quantiser keeps the tensor
+itself, and each backward pass over the same graph rounds it anew, alike, or not at all, as `Noise` says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from fewbit.runtime.interop.interrupts import afterwards
+from fewbit.runtime.quantizers.quantizer import Kept, Quantiser
+
+
+class Noise:
+    """Which contexts a backward pass rounds, and with which draws.
+
+    A context is all that one module keeps of its inputs, known by the module's path. path: tells that of the
+    module that runs. contexts: how many tensors each has kept, in the order of their first.
+    """
+
+    def __init__(self, seed: int, path: Callable[[], str]):
+        self.seed = seed
+        self.path = path
+        self.contexts: dict[str, int] = {}
+        self._draws, self._again = None, {}
+
+    def defer(self, quantiser: Quantiser) -> Quantiser:
+        """The same object, from now on deferred."""
+        quantiser.__class__ = DeferredQuantiser
+        quantiser.noise = self
+        return quantiser
+
+    @contextmanager
+    def drawn(self, draws: Mapping[str, object]):
+        """A backward pass. draws: {context: name of its draws}; contexts that are not in there stay exact.
+
+        Equal names, of anything with a repr, give equal draws.
+        """
+        with afterwards(lambda: setattr(self, "_draws", None)):
+            self._draws, self._again = draws, {}
+            yield
+
+    def kept(self) -> tuple[str, int]:
+        """The context that keeps a tensor now, and the tensor's number among its own.
+
+        What a checkpoint makes again in a pass has negative numbers, counted anew in each.
+        """
+        path, sign = self.path(), 1 if self._draws is None else -1
+        numbers = self.contexts if self._draws is None else self._again
+        numbers[path] = numbers.get(path, 0) + 1
+        return path, sign * numbers[path]
+
+    def seed_of(self, context: str, number: int) -> int | None:
+        """The seed of a tensor in the pass that runs, an int64, or None where that leaves it exact."""
+        draws = (self._draws or {}).get(context)
+        if draws is None:
+            return None
+        text = repr((self.seed, draws, context, number)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), signed=True)
+
+
+class DeferredQuantiser(Quantiser):
+    """One that rounds in the backward pass. Every layer rounds for itself: copies are not shared."""
+
+    noise: Noise
+
+    def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> Kept:
+        """x itself."""
+        return self._keep_exactly(x.detach(), False)
+
+    def keep_normalised(self, x, mean, rstd, inner: int | None) -> Kept:
+        """(x - mean) rstd itself."""
+        if mean is not None:
+            x = x.to(rstd.dtype) - mean
+        x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
+        return self._keep_exactly(x, True)
+
+    def _keep_exactly(self, x, is_normalised) -> Kept:
+        context, number = self.noise.kept()
+        recipe = _Deferred(self, context, is_normalised, tuple(x.shape), x.dtype)
+        return Kept((x, torch.tensor(number)), recipe)
+
+
+class _Deferred(NamedTuple):
+    """How an exact tensor becomes what its quantised copy would be, with the interface of `Recipe`.
+
+    The tensor's number is kept beside it: one recipe may restore several.
+    """
+
+    quantiser: DeferredQuantiser
+    context: str
+    is_normalised: bool
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        return 2
+
+    def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """The values, in the dtype that was kept unless given; affine: as for `Recipe.restore`."""
+        x, number = tensors
+        seed = self.quantiser.noise.seed_of(self.context, number.item())
+        values = x.clone() if seed is None else self._rounded(x, seed)
+        scale, shift, _ = affine or (None, None, None)
+        if scale is not None:
+            values.mul_(scale)
+        if shift is not None:
+            values.add_(shift)
+        return values.to(dtype or self.dtype)
+
+    def _rounded(self, x, seed: int) -> torch.Tensor:
+        quantiser = _Seeded(self.quantiser, seed)
+        if self.is_normalised:
+            kept = quantiser.keep_normalised(x, None, torch.ones((), device=x.device), None)
+        else:
+            kept = quantiser.keep(x)
+        return kept.recipe.restore(kept.tensors, self.dtype)
+
+
+class _Seeded(Quantiser):
+    """A deferred quantiser's own rounding, with a given seed."""
+
+    def __init__(self, like: Quantiser, seed: int):
+        super().__init__(like.bits, like.group_size, like.minimum)
+        self._offset = like._offset
+        self._given = seed
+
+    def _seed(self, x, *_):
+        return torch.tensor([self._given], dtype=torch.int64, device=x.device)

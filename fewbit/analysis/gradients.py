@@ -1,0 +1,322 @@
+"""Gradients of a copy of a model on given batches, for what measures them: what is given, checked; passes; squares.
+
+The model that is given, and torch's random state, stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fewbit.analysis import meter
+from fewbit.convert import kinds
+from fewbit.errors import InputError
+from fewbit.functions.callables import misfit_of
+from fewbit.schema import shorten
+
+Loss = Callable[[nn.Module, object], torch.Tensor]
+
+CHUNKS = 8
+"""Parts of a single batch, from which the variance between minibatches is taken unless told otherwise."""
+
+EXPECTED_LOSS = "expected a function (model, batch) -> scalar tensor, as lambda model, batch: criterion(model(batch[0]), batch[1])"
+
+
+class Measured:
+    """A copy of the model, whose gradients are taken.
+
+    groups: {path of a module: its own parameters that require grad}, each parameter once. seed: of dropout.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, seed: int):
+        self.model = model
+        self.loss = loss
+        self.seed = seed
+        self.groups = groups_of(model)
+        self.parameters = [each for group in self.groups.values() for each in group]
+
+    @contextmanager
+    def forward(self, batch, number: int):
+        """Yields the loss of a batch, with its graph. number: dropout is as it was for that."""
+        modules, tensors = dict(self.model.named_modules()), tensors_of(batch)
+        with meter.unchanged(modules, tensors):
+            devices = {each.device for each in (*self.parameters, *tensors)}
+            _seed_generators(devices, self.seed + number)
+            with torch.enable_grad():
+                value = self.value(batch)
+            _check_value(value)
+            yield value
+
+    def value(self, batch) -> torch.Tensor:
+        """The loss as it is; InputError where it takes the model for its output."""
+        try:
+            return self.loss(self.model, batch)
+        except (TypeError, AttributeError) as error:
+            if not _takes_for_output(error, self.model):
+                raise
+            raise InputError(
+                f"loss: {EXPECTED_LOSS}, got one that takes the model itself for a tensor: {shorten(error, 120)}"
+            ) from error
+
+    def backward(self, value: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
+        """Return the gradient of each of `parameters`, zeros for one without a gradient. again: the graph is retained.
+
+        The gradient of a complex parameter is viewed as real numbers, so that squared norms can be summed as usual.
+        """
+        try:
+            found = torch.autograd.grad(
+                value, self.parameters, retain_graph=again, allow_unused=True
+            )
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise InputError(
+                "model: expected checkpoints with use_reentrant=False, got reentrant ones, whose gradients cannot be "
+                "asked for one by one"
+            ) from None
+        if all(each is None for each in found):
+            raise InputError(
+                "loss: expected a loss of the model that it is called with, got one that depends on none of "
+                "its parameters"
+            )
+        return [
+            _as_real(torch.zeros_like(parameter) if each is None else each.to_dense())
+            for parameter, each in zip(self.parameters, found, strict=True)
+        ]
+
+    def gradient(self, batch, number: int) -> list[torch.Tensor]:
+        """One step's."""
+        with self.forward(batch, number) as value:
+            return self.backward(value)
+
+    def inner(self, a, b) -> np.ndarray:
+        """(P,) float64: the inner products of two gradients by group."""
+        products = [(x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)]
+        device = products[0].device  # one transfer of them all, also of a model on several devices
+        products = iter(torch.stack([each.to(device) for each in products]).tolist())
+        return np.array([sum(next(products) for _ in group) for group in self.groups.values()])
+
+    def halved(self, a, b) -> np.ndarray:
+        """(P,): half the squared difference of two gradients by group."""
+        between = difference(a, b)
+        return self.inner(between, between) / 2
+
+
+def _as_real(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def difference(a, b) -> list[torch.Tensor]:
+    """a - b, of two gradients."""
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def sampling(exact: Measured, parts) -> np.ndarray:
+    """(pairs, P): half the squared differences of the exact gradients of two minibatches.
+
+    Their mean is the variance between minibatches.
+    """
+    pairs = []
+    for first in range(0, len(parts) - 1, 2):
+        pair = [exact.gradient(parts[number], number) for number in (first, first + 1)]
+        pairs.append(exact.halved(*pair))
+    return np.array(pairs)
+
+
+def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.ndarray, str]:
+    """`sampling` between batches, or of one batch from its chunks, and what it was measured from.
+
+    batch: what was given; batches: what `batches_of` made of it.
+    """
+    if len(batches) > 1:
+        with explained(batch):
+            found = sampling(exact, batches)
+        return found, f"{len(batches)} batches of {size_of(batches[0])}"
+    found = sampling(exact, parts_of(batches[0], chunks)) / chunks
+    text = f"{chunks} chunks of one batch of {size_of(batches[0])}"
+    if has_batch_norm(exact.model):
+        text += " (too much, as chunks have batch norm statistics of their own: give batches)"
+    return found, text
+
+
+# -- What is given -------------------------------------------------------------------------------------------
+
+
+def groups_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """{path of a module: its own parameters that require grad}, each parameter once."""
+    groups, seen = {}, set()
+    for path, module in model.named_modules():
+        if type(module) is kinds._PART_OF_ATTENTION:
+            # Never called: its parameters are those of the attention around it.
+            path = path.rpartition(".")[0]
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                groups.setdefault(path, []).append(parameter)
+    return groups
+
+
+def check_model(model) -> None:
+    """InputError for what has no gradients that rounding changes."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not model.training:
+        raise InputError(
+            "model: expected one in training mode, got one in evaluation mode, in which nothing is compressed"
+        )
+    if any(map(meter.is_compiled, model.modules())):
+        raise InputError("model: expected one that is not compiled, got one of torch.compile")
+    if not any(each.requires_grad for each in model.parameters()):
+        raise InputError("model: expected parameters that require grad, got none")
+
+
+def has_batch_norm(model) -> bool:
+    """Whether samples of a batch change each other's gradients."""
+    norms = nn.modules.batchnorm._BatchNorm
+    return any(isinstance(each, norms) and each.training for each in model.modules())
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy; InputError where there is none."""
+    try:
+        return deepcopy(model)
+    except Exception as error:
+        raise InputError(f"model: expected one that copy.deepcopy copies, got: {error}") from error
+
+
+def check_loss(loss) -> None:
+    """InputError for what cannot be called as loss(model, batch)."""
+    if not callable(loss):
+        raise InputError(
+            f"loss: expected a function (model, batch) -> scalar tensor, got {type(loss).__name__}"
+        )
+    if type(loss).__module__ == nn.modules.loss.__name__:
+        raise InputError(
+            f"loss: {EXPECTED_LOSS}, got {type(loss).__name__}, which takes an output and a target"
+        )
+    misfit = misfit_of(loss, 2)
+    if misfit:
+        raise InputError(
+            f"loss: expected a function (model, batch) -> scalar tensor, got one for which: {misfit}"
+        )
+
+
+def _takes_for_output(error: Exception, model: nn.Module) -> bool:
+    """Whether it comes from a function of torch.nn.functional that got the model in place of a tensor."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        is_functional = frame.f_globals.get("__name__") == nn.functional.__name__
+        if is_functional and any(each is model for each in frame.f_locals.values()):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _check_value(value) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"loss: expected a scalar tensor, got {type(value).__name__}")
+    if value.numel() != 1 or not value.requires_grad:
+        how = "one" if value.requires_grad else "one that requires no grad,"
+        raise InputError(
+            f"loss: expected a scalar tensor with a graph, got {how} of {_shape(value)}"
+        )
+    if not torch.isfinite(value).all():
+        raise InputError(f"loss: expected a finite value, got {value.item()}")
+
+
+def check_count(name: str, value, least: int, even: bool = False) -> None:
+    """InputError for what is not an integer of at least that."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (even and value % 2):
+        kind = "an even integer" if even else "an integer"
+        raise InputError(f"{name}: expected {kind} of at least {least}, got {value!r}")
+
+
+def batches_of(batch) -> list:
+    """The batches that are given, one or several, of equal sizes; mappings as dictionaries."""
+    if isinstance(batch, torch.Tensor | tuple | Mapping):
+        batch = [batch]
+    if not isinstance(batch, Iterable) or isinstance(batch, str):
+        raise InputError(
+            "batch: expected a tensor, a tuple or a mapping of tensors, or a list of batches, got "
+            f"{type(batch).__name__}"
+        )
+    batches = [dict(each) if isinstance(each, Mapping) else each for each in batch]
+    if not batches:
+        raise InputError("batch: expected a batch or several, got an empty list")
+    sizes = [size_of(each) for each in batches]
+    if 0 in sizes:
+        raise InputError("batch: expected at least one sample, got 0")
+    if len(set(sizes)) > 1:
+        raise InputError(
+            f"batch: expected batches of one size, got {', '.join(map(str, sizes))} samples"
+        )
+    return batches
+
+
+@contextmanager
+def explained(batch):
+    """What a data loader calls a batch, a list [inputs, targets], is several batches here."""
+    try:
+        yield
+    except InputError:  # of what the loss returned: it could be called
+        raise
+    except Exception as error:
+        if isinstance(batch, list) and all(isinstance(each, torch.Tensor) for each in batch):
+            raise InputError(
+                f"batch: expected a list of batches, got {len(batch)} tensors that loss cannot be called with one by "
+                f"one ({shorten(error, 120)}); if they are one batch, give tuple(batch)"
+            ) from error
+        raise
+
+
+def tensors_of(batch) -> list[torch.Tensor]:
+    """All tensors of a batch, or of several."""
+    return [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
+
+
+def size_of(batch) -> int:
+    """How many samples a batch has: dimension 0 of its first tensor that has one."""
+    for each in tree_leaves(batch):
+        if isinstance(each, torch.Tensor) and each.dim():
+            return len(each)
+    raise InputError("batch: expected a tensor with samples in dimension 0, got none")
+
+
+def parts_of(batch, chunks: int) -> list:
+    """Equal parts; tensors with another dimension 0 than the batch's size are in each of them."""
+    size = size_of(batch)
+    if size % chunks:
+        raise InputError(
+            f"batch: expected a multiple of chunks={chunks} samples, or several batches, got {size}"
+        )
+    step = size // chunks
+
+    def part(start, each):
+        is_split = isinstance(each, torch.Tensor) and each.dim() and len(each) == size
+        return each[start : start + step] if is_split else each
+
+    return [tree_map(partial(part, start), batch) for start in range(0, size, step)]
+
+
+def _seed_generators(devices, seed: int) -> None:
+    """The CPU's and those of the devices; torch.manual_seed would reach those of others."""
+    seed %= 2**63  # torch takes no more
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        if device.type != "cpu" and device.type != "meta":
+            module = torch.get_device_module(device)
+            with module.device(device):
+                module.manual_seed(seed)
+
+
+def _shape(value) -> str:
+    return f"shape {tuple(value.shape)}"

@@ -1,0 +1,370 @@
+"""What training a model takes: its size, what it keeps for backward, the largest batch (docs/memory.md).
+
+The arithmetic is appendix B of Few-bit Backward (Novikov et al., ICML 2023). What is kept is
+counted by the meter in a forward on fake tensors, which have shapes and no memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from fewbit import models
+from fewbit.catalog.report import _Report
+from fewbit.errors import FewbitError
+from fewbit.sizes import GB, MB, UNITS, counted
+
+COPIES = 4  # parameters, gradients and the two moments of Adam
+IMAGE_SIZE = 256
+SEQUENCE_LENGTH = 256
+DEVICE_BYTES = 32 * GB
+BITS = (1, 2, 3, 4)
+
+# Appendix B, as printed: MB of the model, of all activations and of the nonlinearities' per sample,
+# then the largest batch without compression and at 1 to 4 bits.
+PAPER = {
+    "resnet18": (44.6, 40.0, 11.5, 813, 1127, 1113, 1100, 1086),
+    "resnet50": (99.2, 156.8, 47.9, 206, 293, 289, 285, 281),
+    "resnet101": (171.4, 234.5, 73.4, 136, 196, 193, 190, 188),
+    "resnet152": (232.3, 328.2, 104.9, 97, 140, 138, 136, 134),
+    "densenet121": (30.9, 243.8, 79.1, 133, 195, 192, 189, 186),
+    "densenet161": (112.4, 458.8, 147.0, 70, 102, 100, 99, 97),
+    "densenet169": (54.7, 296.3, 95.3, 109, 159, 157, 155, 152),
+    "densenet201": (77.4, 382.2, 123.9, 84, 123, 122, 120, 118),
+    "efficientnet_b0": (20.4, 112.4, 32.4, 290, 403, 398, 393, 388),
+    "efficientnet_b3": (47.5, 218.6, 59.5, 149, 202, 200, 197, 195),
+    "efficientnet_b7": (256.3, 674.8, 179.3, 47, 63, 62, 61, 61),
+    "vgg11": (507.2, 100.9, 37.0, 304, 472, 464, 456, 448),
+    "vgg16": (528.2, 163.8, 68.5, 187, 314, 307, 301, 295),
+    "vgg19": (548.4, 178.8, 75.0, 171, 288, 281, 275, 270),
+    "roberta-base": (480.7, 185.6, 36.0, 166, 204, 203, 201, 200),
+    "roberta-large": (1355.6, 482.1, 96.0, 56, 70, 69, 69, 68),
+    "gpt2": (491.0, 297.1, 146.2, 103, 198, 192, 187, 182),
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one forward of a model keeps, in bytes at ``batch`` samples, float32.
+
+    size: pixels of an image's side, or tokens. activation: the name of the nonlinearity that was
+    built in, None for the architecture's own. parameters: their number. model_bytes: parameters and
+    buffers. activation_bytes: all that is kept for backward. nonlinear_bytes: the part that nothing
+    but activation modules keeps. activation_inputs: elements that go into each activation.
+    """
+
+    model: str
+    size: int
+    batch: int
+    activation: str | None
+    dropout: bool
+    parameters: int
+    model_bytes: int
+    activation_bytes: int
+    nonlinear_bytes: int
+    activation_inputs: tuple[int, ...]
+
+    @property
+    def share(self) -> float:
+        """The nonlinearities' part of what is kept."""
+        return self.nonlinear_bytes / self.activation_bytes
+
+    @property
+    def like_paper(self) -> bool:
+        """Whether the settings are those of the paper's appendix B."""
+        size = SEQUENCE_LENGTH if models.family(self.model) in models.TEXT else IMAGE_SIZE
+        own = self.activation == paper_activation(self.model)
+        return self.model in PAPER and own and self.size == size and not self.dropout
+
+    def kept(self, bits: int | None) -> float:
+        """Bytes kept by the paper's arithmetic: the nonlinear part at ``bits`` of 32 per element."""
+        fraction = 1 if bits is None else bits / 32
+        return self.activation_bytes - self.nonlinear_bytes * (1 - fraction)
+
+    def kept_packed(self, bits: int) -> int:
+        """Bytes that fewbit keeps: one packed copy of the codes of each activation's input."""
+        packed = sum(4 * bits * -(-elements // 32) for elements in self.activation_inputs)
+        return self.activation_bytes - self.nonlinear_bytes + packed
+
+    def max_batch(self, kept: float, device_bytes: int) -> int:
+        """The largest batch beside four copies of the model, if ``batch`` samples keep so much."""
+        return max(0, int((device_bytes - COPIES * self.model_bytes) * self.batch // kept))
+
+
+def paper_activation(name):
+    """Its figures imply that ReLU was replaced by a function that keeps an input of its own."""
+    return "gelu" if models.family(name) in ("ResNet", "VGG", "DenseNet") else None
+
+
+def measure(
+    name: str,
+    *,
+    size: int | None = None,
+    batch: int = 1,
+    activation: str | None = "paper",
+    dropout: bool = False,
+) -> Measurement:
+    """Counts what one training forward of a model keeps.
+
+    name: a name of :func:`fewbit.models.names`. size: of an image's side (256) or tokens (256).
+    activation: a name of ``fewbit.models.activations.FACTORIES``, None for the architecture's own;
+    ``paper`` is GELU where the architecture has ReLU. dropout: whether it is on; the paper's is off.
+    Raises FewbitError for an unknown name or a size that the model does not take.
+    """
+    name = models.resolve(name)
+    if not isinstance(batch, int) or batch < 1:
+        raise FewbitError(f"batch: expected an integer of at least 1, got {batch!r}")
+    if activation == "paper":
+        activation = paper_activation(name)
+    try:
+        import torch
+    except ImportError as error:
+        raise FewbitError(
+            f"{name}: expected torch to be installed (pip install torch), found that it is not"
+        ) from error
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from fewbit.analysis.meter import saved_bytes
+
+    size = _check_size(name, size)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+        model = models.build(name, activation)
+        if not dropout:
+            freeze_dropout(model)
+        if models.family(name) in models.TEXT:
+            inputs = torch.zeros((batch, size), dtype=torch.int64)
+        else:
+            inputs = torch.empty((batch, 3, size, size))
+        elements, hooks = _watch_activations(model)
+        saved = saved_bytes(model, inputs)
+        for hook in hooks:
+            hook.remove()
+    parameters = list(model.parameters())
+    state = [*parameters, *model.buffers()]
+    return Measurement(
+        model=name,
+        size=size,
+        batch=batch,
+        activation=activation,
+        dropout=dropout,
+        parameters=sum(each.numel() for each in parameters),
+        model_bytes=sum(each.numel() * each.element_size() for each in state),
+        activation_bytes=saved.total,
+        nonlinear_bytes=_nonlinear(model, saved),
+        activation_inputs=tuple(elements),
+    )
+
+
+def _check_size(name, size):
+    default = SEQUENCE_LENGTH if models.family(name) in models.TEXT else IMAGE_SIZE
+    return models.check_size(name, default if size is None else size)
+
+
+def freeze_dropout(model):
+    """Everything but batch norm, which keeps the statistics of the batch, as in evaluation."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    for module in model.modules():
+        module.training = isinstance(module, _BatchNorm)
+
+
+def _watch_activations(model):
+    """A list that takes the elements of the input of each call of an activation, and the hooks."""
+    from fewbit.models.activations import is_activation
+
+    elements = []
+
+    def count(_module, arguments):
+        elements.append(arguments[0].numel())
+
+    modules = [module for module in model.modules() if is_activation(module)]
+    return elements, [module.register_forward_pre_hook(count) for module in modules]
+
+
+def _nonlinear(model, saved):
+    """Bytes of the storages that activation modules keep and no other module does."""
+    from fewbit.models.activations import is_activation
+
+    paths = {path for path, module in model.named_modules() if is_activation(module)}
+    return sum(entry.bytes for entry in saved.kept if {entry.module, *entry.shared_with} <= paths)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The report
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryReport(_Report):
+    """Measurements and what they mean for a device: a line per model, or per size of code for one."""
+
+    measurements: tuple[Measurement, ...]
+    device_bytes: int = DEVICE_BYTES
+    bits: tuple[int, ...] = BITS
+
+    def records(self):
+        """A flat dict per model: the measurement, then the arithmetic for every size of code."""
+        return [self._record(each) for each in self.measurements]
+
+    def _record(self, each):
+        record = asdict(each)
+        del record["activation_inputs"]
+        record["nonlinear_share"] = each.share
+        record["device_bytes"] = self.device_bytes
+        record["max_batch_standard"] = each.max_batch(each.kept(None), self.device_bytes)
+        for bits in self.bits:
+            kept, packed = each.kept(bits), each.kept_packed(bits)
+            record[f"max_batch_{bits}bit"] = each.max_batch(kept, self.device_bytes)
+            record[f"kept_bytes_{bits}bit"] = packed
+            record[f"max_batch_packed_{bits}bit"] = each.max_batch(packed, self.device_bytes)
+        return record
+
+    @property
+    def _alone(self):
+        return self.measurements[0] if len(self.measurements) == 1 else None
+
+    @property
+    def title(self):
+        device = f"{_size(self.device_bytes)} device"
+        if self._alone is None:
+            return f"Memory of training and the largest batch on a {device}"
+        each = self._alone
+        unit = "tokens" if models.family(each.model) in models.TEXT else f"x {each.size} pixels"
+        using = f", {each.activation}" if each.activation else ""
+        return f"{each.model}{using}, {each.size} {unit}, on a {device}"
+
+    @property
+    def _header(self):
+        if self._alone is None:
+            columns = [f"{bits} b" for bits in self.bits]
+            return ("MB per sample", "model", "kept", "nonl.", "share", "batch", *columns)
+        return ("nonlinearities", "kept MB", "saved", "batch", "gain", "fewbit's", "paper")
+
+    @property
+    def _spare(self):
+        if (
+            self._alone is None
+        ):  # share, what nonlinearities keep, the model; then the most bits first
+            return (4, 3, 1, *range(5 + len(self.bits), 5, -1))
+        return (4, 2, 6, 1)
+
+    def _cells(self):
+        if self._alone is not None:
+            return list(self._rows(self._alone))
+        return [
+            (
+                each.model,
+                _mb(each.model_bytes),
+                _mb(each.activation_bytes / each.batch),
+                _mb(each.nonlinear_bytes / each.batch),
+                f"{100 * each.share:.0f} %",
+                *(
+                    str(each.max_batch(each.kept(bits), self.device_bytes))
+                    for bits in (None, *self.bits)
+                ),
+            )
+            for each in self.measurements
+        ]
+
+    def _rows(self, each):
+        standard = each.kept(None)
+        first = each.max_batch(standard, self.device_bytes)
+        printed = each.like_paper and self.device_bytes == DEVICE_BYTES
+        for bits in (None, *self.bits):
+            kept = each.kept(bits)
+            batch = each.max_batch(kept, self.device_bytes)
+            known = printed and (bits is None or bits in BITS)
+            packed = standard if bits is None else each.kept_packed(bits)
+            yield (
+                "32 bits" if bits is None else counted(bits, "bit"),
+                _mb(kept / each.batch),
+                f"{100 * (1 - kept / standard):.1f} %",
+                str(batch),
+                f"{100 * (batch / first - 1):+.1f} %" if first else "-",
+                str(each.max_batch(packed, self.device_bytes)),
+                str(PAPER[each.model][3 + (bits or 0)]) if known else "-",
+            )
+
+    def _notes(self):
+        each = self._alone
+        if each is not None:
+            yield from _facts(each)
+            yield ""
+            yield "kept, batch: the paper's arithmetic, the nonlinear part at b of 32 bits."
+            yield "fewbit's: the batch with the bytes that fewbit's layers keep."
+            stand_in = each.activation
+            if stand_in is not None and stand_in == paper_activation(each.model):
+                yield f"{stand_in} in place of relu, as in the paper; --activation own: as it is."
+        else:
+            yield "kept: for backward; nonl.: the part kept by nothing but nonlinearities."
+            yield "batch: the largest, beside four copies of the model; then at 1, 2, ... bits."
+        yield "MB = 2^20 bytes, float32. docs/memory.md says how each figure is counted."
+
+
+def _facts(each):
+    printed = PAPER[each.model][:3] if each.like_paper else (None,) * 3
+    figures = (
+        ("model", each.model_bytes, f"{each.parameters:,} parameters, and buffers"),
+        ("kept", each.activation_bytes / each.batch, "for backward, per sample"),
+        (
+            "nonlinear",
+            each.nonlinear_bytes / each.batch,
+            f"{100 * each.share:.1f} % of it, by nonlinearities alone",
+        ),
+    )
+    for (name, value, comment), figure in zip(figures, printed, strict=True):
+        paper = f"; paper {figure}" if figure is not None else ""
+        yield f"{name:<10} {_mb(value):>8} MB  {comment}{paper}"
+    if each.batch != 1:
+        yield f"{'':<10} {_mb(each.activation_bytes):>8} MB  kept at batch {each.batch}"
+        total = COPIES * each.model_bytes + each.activation_bytes
+        yield f"{'':<10} {_mb(total):>8} MB  with {COPIES} copies of the model"
+    if each.nonlinear_bytes < 0.01 * each.activation_bytes:
+        yield "Other layers keep what these nonlinearities keep; few-bit codes save nothing."
+
+
+def _mb(value):
+    return f"{value / MB:.1f}"
+
+
+def _size(value):
+    unit = "GB" if value >= GB else "MB"
+    return f"{value / UNITS[unit]:.4g} {unit}"
+
+
+def memory(
+    names=None,
+    *,
+    bits=BITS,
+    device_bytes: int = DEVICE_BYTES,
+    image_size: int | None = None,
+    sequence_length: int | None = None,
+    batch: int = 1,
+    activation: str | None = "paper",
+    dropout: bool = False,
+    progress=None,
+) -> MemoryReport:
+    """Appendix B for one or several models; every model by default.
+
+    bits: 1 to 8 each. device_bytes: of the device. image_size, sequence_length: for models of
+    images and of text. The rest as in :func:`measure`. progress: called as
+    ``progress(what, done, total)``.
+    """
+    names = [models.resolve(name) for name in names or models.names()]
+    names = list(dict.fromkeys(names))
+    for each in bits:
+        if each not in range(1, 9):
+            raise FewbitError(f"bits: expected 1 to 8, got {each!r}")
+    text = [models.family(name) in models.TEXT for name in names]
+    if image_size is not None and all(text):
+        raise FewbitError(f"{names[0]}: expected a sequence length, got an image size")
+    if sequence_length is not None and not any(text):
+        raise FewbitError(f"{names[0]}: expected an image size, got a sequence length")
+    measurements = []
+    for done, name in enumerate(names):
+        if progress is not None:
+            progress(f"measuring {name}", done, len(names))
+        size = sequence_length if text[done] else image_size
+        measurements.append(
+            measure(name, size=size, batch=batch, activation=activation, dropout=dropout)
+        )
+    return MemoryReport(tuple(measurements), device_bytes, tuple(dict.fromkeys(bits)))

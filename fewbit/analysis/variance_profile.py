@@ -1,0 +1,380 @@
+"""The variance profile: where the variance of a compressed model's gradient comes from.
+
+ActNN, long version, Theorem 3: with the gradient arriving at layer m as it is, noise of the later contexts and
+all, what rounding m's context alone adds to the gradient of a parameter theta, the earlier contexts exact, are
+the terms of
+
+    Var[grad^ theta] = Var[grad theta] + sum over m of E[ Var[ G^(theta ~ m)(grad^ H(m), C^(m)) | grad^ H(m) ] ]
+
+Each is measured: half the squared difference of two gradients that differ in m's draws alone has that mean. So
+have, with all contexts drawn anew, the variance that the sum has to agree with, and, with two minibatches in
+place of two draws, the first term. Appendix C.2 and figure 8 of the paper show the profile of a ResNet-50.
+
+One forward serves all passes over a batch (`deferred`). Rounding is unbiased in layers that are linear in what
+they keep; where it is not (docs/layers.md), the sum agrees up to terms of the order of that bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import nn
+
+from fewbit.analysis import meter
+from fewbit.analysis.deferred import Noise
+from fewbit.analysis.gradients import (
+    CHUNKS,
+    Measured,
+    batches_of,
+    check_count,
+    check_loss,
+    check_model,
+    copied,
+    difference,
+    sampling_of,
+    tensors_of,
+)
+from fewbit.analysis.progress import Progress
+from fewbit.analysis.variance_profile_report import VarianceProfileReport
+from fewbit.compress.convert import Filter, Settings, convert, restore_
+from fewbit.errors import InputError
+from fewbit.render.documents import Document
+from fewbit.runtime.format.groups import GROUP_SIZE
+from fewbit.runtime.interop.interrupts import leaves_nothing
+from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.schema import VARIANCE_PROFILE
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class VarianceProfile(Document, VarianceProfileReport):
+    """The terms of ActNN's Theorem 3, C contexts by P modules with parameters, float64 NumPy arrays.
+
+    A variance is summed over all elements of a module's parameters, in units of the gradient squared. Each array
+    has its standard errors, of the same shape and name with `_error`; NaN where there was one measurement only.
+    Errors are those of the draws, given the batches, but for `sampling_error`.
+
+    contexts: paths of the modules whose kept tensors are rounded ("" is the model itself), in the order of the
+    forward. parameters: paths of the modules that own parameters which require grad, in the same order, those
+    that are no contexts where they are called. terms: (C, P). sampling:
+    (P,), the variance of the exact gradient between minibatches. direct: (P,), the variance with all
+    contexts drawn at once, to compare with `quantisation`. bias: (P,), the squared norm of the
+    compressed gradient's mean minus the exact gradient, of few-bit activations too; an estimate that is
+    exact in expectation, so that it may be below 0. bits: of the settings. draws: pairs of draws for each
+    context and batch. sampled: what `sampling` was measured from.
+    """
+
+    _schema = VARIANCE_PROFILE
+
+    model: str
+    contexts: tuple[str, ...]
+    parameters: tuple[str, ...]
+    terms: np.ndarray
+    terms_error: np.ndarray
+    sampling: np.ndarray
+    sampling_error: np.ndarray
+    direct: np.ndarray
+    direct_error: np.ndarray
+    bias: np.ndarray
+    bias_error: np.ndarray
+    bits: int
+    draws: int
+    batches: int
+    sampled: str
+
+    @property
+    def quantisation(self) -> np.ndarray:
+        """(P,): the sum of the terms over contexts, what rounding adds by Theorem 3."""
+        return self.terms.sum(0)
+
+    @property
+    def quantisation_error(self) -> np.ndarray:
+        """(P,): its standard error; the draws of different contexts are independent."""
+        return np.sqrt(np.square(self.terms_error).sum(0))
+
+    def total(self) -> np.ndarray:
+        """(P,): the variance of the compressed gradient by Theorem 3, sampling and quantisation."""
+        return self.sampling + self.quantisation
+
+    @property
+    def agreement(self) -> np.ndarray:
+        """(P,): `quantisation` minus `direct` in standard errors of that difference; 0 where nothing rounds."""
+        error = np.hypot(self.quantisation_error, self.direct_error)
+        difference = self.quantisation - self.direct
+        return np.divide(difference, error, out=np.zeros_like(error), where=error > 0)
+
+    @property
+    def sampling_ratio(self) -> float:
+        """Sampling variance over quantisation variance, each summed over all parameters."""
+        return _ratio(self.sampling.sum(), self.quantisation.sum())
+
+    @property
+    def own(self) -> np.ndarray:
+        """(P,): the term of the module's own context; 0 where it has none."""
+        rows = {context: row for row, context in enumerate(self.contexts)}
+        return np.array(
+            [
+                self.terms[rows[name], column] if name in rows else 0.0
+                for column, name in enumerate(self.parameters)
+            ]
+        )
+
+    @property
+    def own_share(self) -> float:
+        """The share of all quantisation variance that comes from modules' own contexts."""
+        return _ratio(self.own.sum(), self.quantisation.sum())
+
+    def to_dict(self) -> dict:
+        """Everything as JSON-able values; standard errors that are not known as None."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {"schema": VARIANCE_PROFILE} | {
+            name: _plain(value) for name, value in values.items()
+        }
+
+    @classmethod
+    def _of_document(cls, document: dict) -> VarianceProfile:
+        values = {each.name: document[each.name] for each in fields(cls)}
+        shape = len(values["contexts"]), len(values["parameters"])
+        for name in ARRAYS:
+            values[name] = _array(name, values[name], shape if name in MATRICES else shape[1:])
+        for name in ("contexts", "parameters"):
+            values[name] = tuple(values[name])
+        for name in ("bits", "draws", "batches"):
+            values[name] = int(values[name])  # a schema's integer may be written as 2.0
+        return cls(**values)
+
+
+ARRAYS = tuple(each.name for each in fields(VarianceProfile) if each.type == "np.ndarray")
+MATRICES = "terms", "terms_error"
+
+
+@leaves_nothing
+def variance_profile(
+    model: nn.Module,
+    batch,
+    loss: Callable[[nn.Module, object], torch.Tensor],
+    *,
+    bits: int = 2,
+    activation_bits: int | None = None,
+    attention_bits: int | None = None,
+    group_size: int = GROUP_SIZE,
+    minimum: str = "auto",
+    copies: int = 1,
+    functional: bool = True,
+    include: Filter = "*",
+    exclude: Filter = (),
+    overrides: Mapping[str, int | Mapping | None] | None = None,
+    draws: int = 16,
+    chunks: int = CHUNKS,
+    seed: int = 0,
+    progress: bool = True,
+) -> VarianceProfile:
+    """Measures the terms of ActNN's Theorem 3 (long version, section 3.4) for a model and a minibatch.
+
+    model: in training mode, compressed already or not; it is only copied, twice, and stays as it is, as
+    does torch's random state. batch: a tensor, or a tuple or mapping of tensors, samples in dimension 0; a list,
+    or another iterable, is several batches. loss: called as `loss(model, batch)` with a copy of the
+    model, returns a scalar tensor, a mean over the samples:
+    `lambda model, batch: cross_entropy(model(batch[0]), batch[1])`.
+
+    bits to overrides: as for `compress_`, whatever the model was compressed with; modules that were made as
+    fewbit's keep theirs. draws: pairs of independent draws for each context and batch. chunks: of one batch,
+    equal parts whose gradients' variance over their number is taken for the sampling variance of the
+    batch's; of several batches it is that between them. With batch norm give several: statistics of a chunk make
+    its gradient another than its part of the batch's, and the estimate too large, often by much. seed: of the draws, and of dropout, which draws alike in all passes over a batch. progress: show how
+    far it is on standard error if it takes longer than two seconds. Few-bit activations are not random: they
+    are as compressed in all passes but the exact ones of `sampling` and `bias`.
+
+    Takes 2 draws (C + 1) backward passes a batch with C contexts. Raises InputError for settings that there are
+    not, a model in evaluation mode, one that cannot be copied, or that rounds nothing, and for a batch or loss
+    that cannot be used.
+    """
+    settings = dict(
+        bits=bits,
+        activation_bits=activation_bits,
+        attention_bits=attention_bits,
+        group_size=group_size,
+        minimum=minimum,
+        copies=copies,
+        functional=functional,
+    )
+    settings = {name: value for name, value in settings.items() if value is not None}
+    Settings(**settings).check()
+    check_count("draws", draws, 2)
+    check_count("chunks", chunks, 4, even=True)
+    check_count("seed", seed, 0)
+    check_model(model)
+    check_loss(loss)
+    batches = batches_of(batch)
+    with meter.unchanged(dict(model.named_modules()), tensors_of(batches)):
+        exact = _Measured(copied(model), loss, seed)
+        restore_(exact.model)
+        exact.defer()
+        compressed = _Measured(copied(model), loss, seed)
+        own = _Deferring(**settings, noise=compressed.noise)
+        convert(compressed.model, own, include, exclude, overrides)
+        compressed.defer()
+        sampling, sampled = sampling_of(exact, batch, batches, chunks)
+        with Progress("variance profile", progress).shown() as bar:
+            samples = [
+                _measured(compressed, exact, one, number, draws, len(batches), bar)
+                for number, one in enumerate(batches)
+            ]
+    terms, direct, bias = zip(*samples, strict=True)
+    if len({each.shape for each in terms}) > 1:
+        raise InputError("batch: expected batches that go through the same modules, got others")
+    arrays = {"sampling": sampling[None], "terms": terms, "direct": direct, "bias": bias}
+    numbers, order = {}, compressed.order()
+    for name, each in arrays.items():
+        mean, error = _summed_up(each)
+        numbers[name], numbers[f"{name}_error"] = mean[..., order], error[..., order]
+    return VarianceProfile(
+        model=type(model).__name__,
+        contexts=tuple(compressed.noise.contexts),
+        parameters=tuple(np.array(list(compressed.groups), dtype=object)[order]),
+        **numbers,
+        bits=bits,
+        draws=draws,
+        batches=len(batches),
+        sampled=sampled,
+    )
+
+
+# -- Measuring -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Deferring(Settings):
+    """Settings whose quantisers round in the backward pass."""
+
+    noise: Noise | None = None
+
+    def quantiser(self, *args, **kwargs) -> Quantiser:
+        return self.noise.defer(super().quantiser(*args, **kwargs))
+
+    def attention_quantiser(self, *args, **kwargs) -> Quantiser:
+        return self.noise.defer(super().attention_quantiser(*args, **kwargs))
+
+
+class _Recorder(meter._Recorder):
+    """Also remembers when modules were first called. called: {path: contexts that there were before}."""
+
+    def __init__(self, noise: Noise):
+        super().__init__(meter._Place("", "", False))
+        self.noise = noise
+        self.called: dict[str, int] = {}
+
+    def enter(self, place) -> None:
+        self.called.setdefault(place.path, len(self.noise.contexts))
+        super().enter(place)
+
+
+class _Measured(Measured):
+    """A copy of the model, whose gradients are taken with the noise that is asked for."""
+
+    def __init__(self, model: nn.Module, loss, seed: int):
+        super().__init__(model, loss, seed)
+        self.noise = Noise(seed, lambda: self._recorder.running[-1].path)
+        self._recorder = _Recorder(self.noise)
+
+    def order(self) -> list[int]:
+        """The groups in the order of the forward: contexts in theirs, others where they are first called.
+
+        Those of modules that are never called themselves come last.
+        """
+        contexts = {path: place for place, path in enumerate(self.noise.contexts)}
+        called = {path: place for place, path in enumerate(self._recorder.called)}
+
+        def place(path):
+            if path in contexts:
+                return contexts[path], 1, 0
+            before = self._recorder.called.get(path, len(contexts))
+            return before, 0, called.get(path, len(called))
+
+        paths = list(self.groups)
+        return sorted(range(len(paths)), key=lambda i: place(paths[i]))
+
+    def defer(self) -> None:
+        """Defers the quantisers that modules had when they were made, too."""
+        for module in self.model.modules():
+            for value in vars(module).values():
+                if type(value) is Quantiser:
+                    self.noise.defer(value)
+
+    @contextmanager
+    def drawing(self, batch, number: int):
+        """Yields a function from draws (`Noise.drawn`) to gradients. number: as for `forward`."""
+        modules = dict(self.model.named_modules())
+        with self._recorder.watching(modules), self.forward(batch, number) as value:
+            yield lambda draws: self._drawn(value, draws)
+
+    def _drawn(self, value, draws):
+        with self.noise.drawn(draws):
+            return self.backward(value, again=True)
+
+    def gradient(self, batch, number: int):
+        """One step's, without noise."""
+        with self.drawing(batch, number) as gradient:
+            return gradient({})
+
+
+def _measured(compressed: _Measured, exact: _Measured, batch, number, draws, batches, bar):
+    """Of a batch: terms (draws, C, P), direct and bias (draws, P)."""
+    true = exact.gradient(batch, number)
+    terms, direct, bias = [], [], []
+    with compressed.drawing(batch, number) as gradient:
+        contexts = list(compressed.noise.contexts)
+        if not contexts:
+            raise InputError(
+                "model: expected layers that quantise what they keep for parameters that require grad, got "
+                "none: fewbit.compress_ says what it converts"
+            )
+        steps = batches * draws * (len(contexts) + 1)
+        for draw in range(draws):
+            pairs = []
+            for place, context in enumerate(contexts):
+                name = number, context, draw
+                later = dict.fromkeys(contexts[place + 1 :], (*name, "later"))
+                pair = [gradient({**later, context: (*name, side)}) for side in (0, 1)]
+                pairs.append(compressed.halved(*pair))
+                bar.step(steps)
+            terms.append(pairs)
+            pair = [gradient(dict.fromkeys(contexts, (number, draw, side))) for side in (0, 1)]
+            direct.append(compressed.halved(*pair))
+            bias.append(compressed.inner(*(difference(each, true) for each in pair)))
+            bar.step(steps)
+    return np.array(terms), np.array(direct), np.array(bias)
+
+
+def _summed_up(batches) -> tuple[np.ndarray, np.ndarray]:
+    """The mean over batches, of (draws, ...) each, and its standard error, NaN for one draw."""
+    draws = [np.asarray(each) for each in batches]
+    mean = np.mean([each.mean(0) for each in draws], axis=0)
+    if min(map(len, draws)) < 2:
+        return mean, np.full_like(mean, np.nan)
+    squares = [each.var(0, ddof=1) / len(each) for each in draws]
+    return mean, np.sqrt(np.sum(squares, axis=0)) / len(draws)
+
+
+def _ratio(a: float, b: float) -> float:
+    return float(a / b) if b else float("nan") if not a else float("inf")
+
+
+def _array(name: str, value: list, shape: tuple[int, ...]) -> np.ndarray:
+    """float64, None as NaN. Raises InputError for another shape."""
+    try:
+        array = np.array(value, dtype=np.float64)
+    except ValueError:
+        raise InputError(f"{name}: expected shape {shape}, got rows of different lengths") from None
+    if array.shape != shape:
+        raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
+    return array
+
+
+def _plain(value):
+    if isinstance(value, np.ndarray):
+        return np.where(np.isnan(value), None, value.astype(object)).tolist()
+    return list(value) if isinstance(value, tuple) else value

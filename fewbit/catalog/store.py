@@ -1,0 +1,184 @@
+"""Finding a table: shipped with the package, solved before and cached on disk, or solved now."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import warnings
+from functools import cache
+from pathlib import Path
+
+from fewbit import functions
+from fewbit._version import __version__
+from fewbit.errors import FewbitError
+from fewbit.files import write_atomic
+from fewbit.schema.documents import parse_json, read_text
+from fewbit.solver.request import (
+    check_choice,
+    check_parameters,
+    checked_domain,
+    count_levels,
+    domain_of,
+)
+from fewbit.solver.weight import make_weight
+from fewbit.table import FORMS, OBJECTIVES, TAILS, Table, load_file
+from fewbit.text import printable
+
+CACHED = "fewbit.cached/1"
+"""The schema name of a cache file, which contains the arguments of a request and the table."""
+_unusable = set()
+
+
+def tables_directory():
+    """Where the shipped tables lie: the package ``fewbit.tables``, or ``tables/`` of a checkout."""
+    installed = Path(__file__).parents[1] / "tables"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "tables"
+
+
+def cache_directory():
+    """Return ``$FEWBIT_CACHE``, else the user's cache folder, which may not exist yet; None if the user has no home."""
+    if os.environ.get("FEWBIT_CACHE"):
+        return Path(os.environ["FEWBIT_CACHE"])
+    from platformdirs import user_cache_path
+
+    found = user_cache_path("fewbit") / "tables"
+    return found if found.is_absolute() else None
+
+
+@cache
+def shipped_tables(function):
+    """All shipped tables of a named function (an alias will do), as a tuple; empty if there are none.
+
+    Raises FunctionError for an unknown name.
+    """
+    path = tables_directory() / f"{functions.canonical(function)}.json"
+    return tuple(load_file(path)) if path.exists() else ()
+
+
+def load_table(
+    function,
+    bits=None,
+    *,
+    form="levels",
+    weight="uniform",
+    domain=None,
+    objective="mse",
+    tails="free",
+    levels=None,
+    parameters=None,
+):
+    """The table for a function: a shipped one if there is one, else a cached one, else solved now.
+
+    Arguments as for :func:`fewbit.solve`. A table of a named function that is not shipped (other
+    parameters, domain, objective ...) is solved on first use and kept in :func:`cache_directory`.
+    """
+    count, all_bits = count_levels(bits, levels)
+    check_choice("form", form, FORMS)
+    check_choice("objective", objective, OBJECTIVES)
+    check_choice("tails", tails, TAILS)
+    check_parameters(parameters)
+    domain = checked_domain(domain)
+    request = {
+        "bits": None if bits is None else all_bits,
+        "form": form,
+        "domain": None if domain is None else list(domain),
+        "objective": objective,
+        "tails": tails,
+        "levels": None if levels is None else count,
+    }
+    named = isinstance(function, str) and ":" not in function
+    if named:
+        found = _find_shipped(function, weight, parameters, request)
+        if found is not None:
+            return found
+    weight = make_weight(weight)
+
+    def solved():
+        from fewbit.solver.solve import solve
+
+        return solve(function, weight=weight, parameters=parameters, **request)
+
+    document = weight.document()
+    if not named or document["kind"] == "callable":
+        return solved()
+    resolved = functions.get(function, parameters)
+    expected = {
+        "function": resolved.name,
+        "parameters": dict(resolved.parameters),
+        "bits": all_bits,
+        "form": form,
+        "objective": objective,
+        "weight": document,
+        "domain": domain_of(resolved, weight, domain),
+        "tails": tails,
+    }
+    asked = {**expected, "levels": count, "schema": CACHED, "version": __version__}
+    return _cached(resolved.name, asked, expected, solved)
+
+
+def _find_shipped(function, weight, parameters, request):
+    if request["domain"] is not None or request["levels"] is not None:
+        return None
+    wanted = {"uniform": {"kind": "uniform"}, "normal": {"kind": "normal", "mean": 0.0, "std": 1.0}}
+    if not isinstance(weight, str) or weight not in wanted:
+        return None
+    asked = dict(functions.get(function, parameters).parameters)
+    for table in shipped_tables(function):
+        if (
+            table.bits == request["bits"]
+            and table.form == request["form"]
+            and table.objective == request["objective"]
+            and table.tails == request["tails"]
+            and table.weight == wanted[weight]
+            and table.parameters == asked
+        ):
+            return table
+    return None
+
+
+def _cached(name, asked, expected, solved):
+    """Return the cached table if there is one. Else solve it, cache it if possible, and return it.
+
+    Args:
+        name: the function's name, for the file name.
+        asked: all arguments of the request, JSON-ready; a cached file is used only if it contains the same ones.
+        expected: {field: value} that the cached table must have.
+        solved: a function without arguments that solves the table.
+    """
+    asked = json.loads(json.dumps(asked))
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    directory = cache_directory()
+    if directory is None:
+        return solved()
+    path = directory / f"{name}-{digest}.json"
+    try:
+        document = parse_json(read_text(path))
+        table = Table.from_document(document["table"])
+        if (
+            document["asked"] == asked
+            and all(getattr(table, field) == value for field, value in expected.items())
+            and len(table.levels) <= asked["levels"]
+        ):
+            return table
+    except (
+        FewbitError,
+        LookupError,
+        TypeError,
+    ):  # the file is missing, unreadable, damaged, or another kind of document
+        pass
+    table = solved()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may write the same file at the same time, with the same content.
+        document = {"schema": CACHED, "asked": asked, "table": table.document()}
+        write_atomic(path, json.dumps(document) + "\n", force=True, follow_links=False)
+    except (OSError, FewbitError) as error:
+        if directory not in _unusable:  # warn once per directory
+            _unusable.add(directory)
+            reason = printable(str(error))
+            # If warnings are made errors, a training still goes on: the table is there.
+            with contextlib.suppress(UserWarning):
+                warnings.warn(f"the table was solved but not cached: {reason}", stacklevel=3)
+    return table

@@ -1,0 +1,249 @@
+"""What each class of module becomes when a model is compressed, and what stays as it is, and why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import BuiltinFunctionType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fewbit import functions
+from fewbit import nn as few
+from fewbit.convert import transformers_modules
+from fewbit.errors import FunctionError
+from fewbit.nn.base import Quantised
+from fewbit.runtime.interop.module_calls import class_of
+
+ACTIVATION, CONVOLUTION, LAYER, EXACT = "activation", "convolution", "layer", "exact"
+"""Families: few-bit codes; quantised inputs, convolutions apart for level L1; what keeps less and stays exact."""
+
+OWN_FORWARD = "its forward was replaced on the instance, so its class does not say what it computes"
+
+
+class Kind(NamedTuple):
+    """What a module's class becomes. `attributes`: what the new class needs and the old one lacks."""
+
+    becomes: type[nn.Module]
+    family: str = ACTIVATION
+    one_bit: bool = False  # an activation whose derivative has two values, so that 1 bit says all
+    attributes: Callable[[nn.Module], dict] = lambda module: {}
+
+
+_NONE = {"approximate": "none"}
+_TANH = {"approximate": "tanh"}
+
+# By class, exactly: a subclass may compute something else. Each becomes a subclass of itself.
+ACTIVATIONS = {
+    nn.ReLU: Kind(few.ReLU, one_bit=True),
+    nn.ReLU6: Kind(few.ReLU6, one_bit=True),
+    nn.LeakyReLU: Kind(few.LeakyReLU, one_bit=True),
+    nn.RReLU: Kind(few.RReLU, one_bit=True),
+    nn.Threshold: Kind(few.Threshold, one_bit=True),
+    nn.Hardtanh: Kind(few.Hardtanh, one_bit=True),
+    nn.Hardsigmoid: Kind(few.Hardsigmoid, one_bit=True),
+    nn.Hardshrink: Kind(few.Hardshrink, one_bit=True),
+    nn.Softshrink: Kind(few.Softshrink, one_bit=True),
+    nn.ELU: Kind(few.ELU),
+    nn.CELU: Kind(few.CELU),
+    nn.SELU: Kind(few.SELU),
+    nn.GELU: Kind(few.GELU),
+    nn.SiLU: Kind(few.SiLU),
+    nn.Mish: Kind(few.Mish),
+    nn.Hardswish: Kind(few.Hardswish),
+    nn.Sigmoid: Kind(few.Sigmoid),
+    nn.LogSigmoid: Kind(few.LogSigmoid),
+    nn.Tanh: Kind(few.Tanh),
+    nn.Tanhshrink: Kind(few.Tanhshrink),
+    nn.Softsign: Kind(few.Softsign),
+    nn.Softplus: Kind(few.Softplus),
+}
+_CONVOLUTIONS = "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d"
+_LAYERS = (
+    "Linear Bilinear BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm LayerNorm RMSNorm GroupNorm "
+    "InstanceNorm1d InstanceNorm2d InstanceNorm3d PReLU Softmax LogSoftmax MultiheadAttention"
+)
+_EXACT = (
+    "Embedding Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout "
+    "MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d AvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d "
+    "AdaptiveAvgPool3d Upsample UpsamplingNearest2d UpsamplingBilinear2d"
+)
+
+
+def _of_torch(names: str, family: str) -> dict[type, Kind]:
+    return {getattr(nn, name): Kind(getattr(few, name), family) for name in names.split()}
+
+
+TORCH = {
+    **ACTIVATIONS,
+    **_of_torch(_CONVOLUTIONS, CONVOLUTION),
+    **_of_torch(_LAYERS, LAYER),
+    **_of_torch(_EXACT, EXACT),
+}
+# By class name in transformers.activations, so that transformers need not be installed.
+TRANSFORMERS_ACTIVATIONS = {
+    "GELUActivation": Kind(few.GELU, attributes=lambda module: _NONE),
+    "NewGELUActivation": Kind(few.GELU, attributes=lambda module: _TANH),
+    "GELUTanh": Kind(few.GELU, attributes=lambda module: _TANH),
+    "PytorchGELUTanh": Kind(few.GELU, attributes=lambda module: _TANH),
+    "AccurateGELUActivation": Kind(few.GELU, attributes=lambda module: _TANH),
+    "FastGELUActivation": Kind(few.FastGELU),
+    "QuickGELUActivation": Kind(few.QuickGELU),
+    "SiLUActivation": Kind(few.SiLU, attributes=lambda module: {"inplace": False}),
+    "MishActivation": Kind(few.Mish, attributes=lambda module: {"inplace": False}),
+    "LaplaceActivation": Kind(
+        few.Laplace, attributes=lambda module: {"mu": 0.707107, "sigma": 0.282095}
+    ),
+    "ReLUSquaredActivation": Kind(few.ReLUSquared),
+    "SqrtSoftplusActivation": Kind(few.SqrtSoftplus),
+}
+# Modules that hold their activation as a plain function.
+FUNCTION_ATTRIBUTES = {
+    nn.TransformerEncoderLayer: "activation",
+    nn.TransformerDecoderLayer: "activation",
+}
+FUNCTIONS = {F.relu: nn.ReLU, torch.relu: nn.ReLU, F.gelu: nn.GELU}
+
+LEFT_ALONE = {
+    nn.GLU: "no few-bit version: not pointwise; see fewbit.functional.swiglu and its kin",
+    nn.Softmin: "no few-bit version",
+    nn.Softmax2d: "no few-bit version",
+    nn.EmbeddingBag: "no few-bit version",
+    nn.LocalResponseNorm: "no few-bit version",
+    nn.RNN: "one op over all steps, which keeps its own state",
+    nn.LSTM: "one op over all steps, which keeps its own state",
+    nn.GRU: "one op over all steps, which keeps its own state",
+}
+
+
+# {class: (name in `fewbit.functions`, names of the attributes that are the function's parameters)}.
+# RReLU is missing, because in training its slopes are random and need no table.
+_SETTINGS = {
+    nn.LeakyReLU: ("leaky_relu", ("negative_slope",)),
+    nn.Threshold: ("threshold", ("threshold", "value")),
+    nn.Hardtanh: ("hardtanh", ("min_val", "max_val")),
+    nn.Hardshrink: ("hardshrink", ("lambd",)),
+    nn.Softshrink: ("softshrink", ("lambd",)),
+    nn.ELU: ("elu", ("alpha",)),
+    nn.CELU: ("celu", ("alpha",)),
+    nn.Softplus: ("softplus", ("beta", "threshold")),
+}
+
+_IN_FUNCTIONAL = dict(vars(F))
+"""The contents of torch.nn.functional when fewbit was imported."""
+_NO_METHODS = type, staticmethod, classmethod
+
+_PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """Return what the module can be converted to, by its class and settings; None if it cannot be converted."""
+    cls = class_of(module)
+    if cls.__module__ == "transformers.activations":
+        if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
+            return Kind(few.ClippedGELU)
+        return TRANSFORMERS_ACTIVATIONS.get(cls.__name__)
+    if cls.__module__.startswith("transformers."):
+        adapted = transformers_modules.becomes(module)
+        return None if adapted is None else Kind(adapted, LAYER)
+    return None if _misfit_of(module) else TORCH.get(cls)
+
+
+def _misfit_of(module: nn.Module) -> str | None:
+    """Return why no table covers the settings of an activation; None if one does, or if the class has no settings."""
+    function, names = _SETTINGS.get(class_of(module), (None, ()))
+    if function is None:
+        return None
+    try:
+        functions.get(function, {name: float(getattr(module, name)) for name in names})
+    except (FunctionError, TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def of_class(cls: type) -> Kind:
+    """The kind of an activation class that was converted."""
+    if cls.__name__ == "ClippedGELUActivation":
+        return Kind(few.ClippedGELU)
+    return ACTIVATIONS.get(cls) or TRANSFORMERS_ACTIVATIONS[cls.__name__]
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Return why a module without a `kind_of` is not converted; None if that needs no explanation."""
+    cls = class_of(module)
+    if cls in LEFT_ALONE:
+        return LEFT_ALONE[cls]
+    if cls is _PART_OF_ATTENTION:
+        return None
+    if cls in TORCH:
+        return f"no table for its settings: {_misfit_of(module)}"
+    for known in TORCH:
+        if issubclass(cls, known):
+            return f"a subclass of {known.__name__}, which may compute something else"
+    own = next(module.parameters(recurse=False), None)
+    return None if own is None or next(module.children(), None) else "no few-bit version"
+
+
+def replaced(module: nn.Module) -> str | None:
+    """Describe what of the module's forward was monkey-patched, so that its class is no guide; None if nothing was."""
+    cls = class_of(module)
+    for name, value in vars(module).items():
+        if callable(value) and callable(getattr(cls, name, None)):
+            return OWN_FORWARD
+    for definer in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        for name, function in vars(definer).items():
+            if name != "forward" and (name.startswith("__") or not name.startswith("_")):
+                continue
+            code = getattr(function, "__code__", None)
+            if code is None and (not callable(function) or isinstance(function, _NO_METHODS)):
+                continue
+            if code is None or not _is_of(code, sys.modules.get(definer.__module__)):
+                return f"{definer.__name__}.{name} was replaced, so the class does not say what it computes"
+            for called in code.co_names:
+                if not _is_torchs(called):
+                    return f"torch.nn.functional.{called}, which it calls, was replaced"
+    return None
+
+
+def _is_torchs(name: str) -> bool:
+    """Return whether torch.nn.functional has what torch defines under that name, or nothing."""
+    function = vars(F).get(name)
+    if function is not _IN_FUNCTIONAL.get(name):
+        return False
+    # It may have been replaced before fewbit was imported.
+    if not callable(function) or isinstance(function, (type, BuiltinFunctionType)):
+        return True
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(torch.__path__[0])
+
+
+def _is_of(code, module) -> bool:
+    """Return whether the code was defined in the Python module's file; True if the module has no file."""
+    file = getattr(module, "__file__", None)
+    return file is None or code.co_filename == file
+
+
+def is_like_an_activation(module: nn.Module) -> bool:
+    """Whether its class is a subclass of an activation of torch."""
+    return isinstance(module, tuple(ACTIVATIONS))
+
+
+def is_fewbit(module: nn.Module) -> bool:
+    """Whether the module's class is one of our layers."""
+    of_ours = isinstance(module, Quantised)
+    return of_ours or type(module).__module__.startswith("fewbit.nn.")
+
+
+def is_activation(cls: type) -> bool:
+    """Whether it is one of our activation classes."""
+    return cls.__module__ == few.GELU.__module__
+
+
+def name_of(cls: type) -> str:
+    """The name under which a user finds one of our classes, or one that stands for a class of transformers."""
+    if is_activation(cls):
+        return f"fewbit.{cls.__name__}"
+    return f"fewbit.nn.{cls.__name__}" if hasattr(few, cls.__name__) else "fewbit's"

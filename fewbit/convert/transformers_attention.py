@@ -1,0 +1,197 @@
+"""Attention of transformers' models, through the interface that transformers has for other implementations.
+
+`install` registers an implementation "fewbit" and has a model use it; `remove` undoes that. transformers is
+not imported unless it is already.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from torch import Tensor, nn
+
+from fewbit.functional.attention import How, attention
+from fewbit.runtime.quantizers.quantizer import Quantiser, is_differentiated
+
+__all__ = ["install", "remove"]
+
+NAME = "fewbit"
+_ATTACHED = "_fewbit_attention"
+_BEFORE = "_fewbit_attention_before"
+_OTHERS_DECIDE = re.compile(
+    r"""_attn_implementation\s*(?:[!=]=\s*["']sdpa["']|(?:not\s+)?in\b)""",
+)
+
+
+@dataclass
+class _Attached:
+    """What attention of a converted model has; a process that unpickles it registers NAME."""
+
+    quantiser: Quantiser
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        _register()
+
+
+def install(
+    model: nn.Module,
+    quantiser: Quantiser | Callable[[str, nn.Module], Quantiser | None],
+) -> tuple[list[str], dict[str, str]]:
+    """Have the models of transformers within `model` keep q, k and v of attention quantised.
+
+    quantiser: for all, or a function (path, module) -> quantiser, or None to leave the module.
+    Their configuration's attention implementation becomes "fewbit" where it was "sdpa"; it
+    computes what "sdpa" does, by its masks, in eval mode too. `config` objects are changed:
+    models that share one share the implementation, and one that was not converted then runs "sdpa".
+
+    Returns the paths of the attention modules that use it, and of the models that do not, with why.
+    A second call replaces the quantisers.
+    """
+    reached, left = [], {}
+    configs = {}
+    for path, inner in _models(model):
+        config = inner.config
+        if id(config) not in configs:
+            reason = _why_not(type(inner), config)
+            configs[id(config)] = config._attn_implementation, reason
+        before, reason = configs[id(config)]
+        if reason is not None:
+            left[path] = reason
+            continue
+        _register()
+        if before != NAME:
+            vars(inner)[_BEFORE] = before
+            _set(config, NAME)
+    using = {each for each, (_, reason) in configs.items() if reason is None}
+    for path, module in model.named_modules():
+        if id(getattr(module, "config", None)) not in using or not _is_attention(module):
+            continue
+        own = quantiser if isinstance(quantiser, Quantiser) else quantiser(path, module)
+        vars(module).pop(_ATTACHED, None)
+        if own is not None:
+            vars(module)[_ATTACHED] = _Attached(own)
+            reached.append(path)
+    return reached, left
+
+
+def remove(model: nn.Module) -> None:
+    """Undo `install`."""
+    for module in model.modules():
+        vars(module).pop(_ATTACHED, None)
+    for _, inner in _models(model):
+        before = vars(inner).pop(_BEFORE, None)
+        if before is not None and inner.config._attn_implementation == NAME:
+            _set(inner.config, before)
+
+
+def _models(model):
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is None:
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            yield path, module
+
+
+def _is_attention(module) -> bool:
+    return (
+        type(module).__module__.startswith("transformers.") and "Attention" in type(module).__name__
+    )
+
+
+def _set(config, name: str) -> None:
+    # Not the property, which sets the configurations of other models within this one too.
+    config._attn_implementation_internal = name
+
+
+def _why_not(cls, config) -> str | None:
+    """Why a model cannot use our attention; None if it can."""
+    if config._attn_implementation == NAME:
+        return None
+    if config._attn_implementation == "eager":
+        return "it uses eager, which may be asked for attention weights; functions that it calls are compressed"
+    if config._attn_implementation != "sdpa":
+        return f"it uses {config._attn_implementation}"
+    if config.output_attentions:
+        return "it returns attention weights"
+    if not getattr(cls, "_supports_sdpa", False):
+        return "it does not support torch's attention"
+    return _why_not_by_source(cls.__module__)
+
+
+@cache
+def _why_not_by_source(name: str) -> str | None:
+    try:
+        source = inspect.getsource(sys.modules[name])
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: F401
+    except (OSError, TypeError, KeyError, ImportError):
+        return "transformers' attention interface is not there"
+    if "ALL_ATTENTION_FUNCTIONS" not in source:
+        return "its attention does not go through transformers' interface"
+    if _OTHERS_DECIDE.search(source):
+        return "it does otherwise for attention that is not called sdpa"
+    return None
+
+
+def _register() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+
+
+def _enables_gqa(theirs, *arguments) -> bool:
+    """Whether transformers leaves repeating heads to torch; not every version asks."""
+    try:
+        return theirs.use_gqa_in_sdpa(*arguments)
+    except (AttributeError, TypeError):
+        return False
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """transformers' sdpa_attention_forward; key and value are kept before heads are repeated."""
+    from transformers.integrations import sdpa_attention as theirs
+
+    attached = getattr(module, _ATTACHED, None)
+    inputs = query, key, value, attention_mask, position_bias
+    unusual = any(kwargs.get(name) is not None for name in ("softcap", "cache"))
+    unusual = unusual or kwargs.get("output_attentions", False)
+    repeats = getattr(module, "num_key_value_groups", 1)
+    length = query.shape[2]
+    if attached is None or not module.training or unusual or (repeats > 1 and length == 1):
+        quantiser = None
+    else:
+        quantiser = attached.quantiser
+    if quantiser is None or not is_differentiated(*inputs):
+        arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        if position_bias is not None:
+            arguments["position_bias"] = position_bias
+        return theirs.sdpa_attention_forward(module, *inputs[:4], **arguments)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_causal = length > 1 and attention_mask is None and is_causal
+    enable_gqa = repeats > 1 and _enables_gqa(theirs, attention_mask, key, value)
+    if is_causal and key.shape[2] > length:
+        key, value = key[:, :, :length], value[:, :, :length]
+        if position_bias is not None:
+            position_bias = position_bias[:, :, :, :length]
+    how = How(dropout, is_causal, scaling, enable_gqa, 1 if enable_gqa else repeats)
+    y = attention(query, key, value, attention_mask, position_bias, how, quantiser)
+    return y.transpose(1, 2).contiguous(), None

@@ -1,0 +1,66 @@
+"""Embedding with its indices kept in the narrowest integers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fewbit.runtime.activations.autograd import once_differentiable
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers import integers
+from fewbit.runtime.quantizers.quantizer import is_differentiated
+
+__all__ = ["embedding"]
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """torch.nn.functional.embedding, and its gradient, to the bit.
+
+    input: int64 or int32, any shape. weight: (V, D). Returns (*input.shape, D). Keeps n indices as
+    uint8 (V up to 256), int16 (32768) or int32, never wider than they come; nothing where the
+    weight needs no gradient. max_norm changes rows of the weight in place, as in torch. What torch
+    refuses, torch refuses.
+    """
+    if not is_differentiated(weight) or weight.dim() != 2:
+        return torch_functional.embedding(
+            input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        )
+    if max_norm is not None:
+        input = input.contiguous()
+        with torch.no_grad():
+            torch.embedding_renorm_(weight, input, max_norm, norm_type)
+    return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq, sparse)
+
+
+class _Embedding(Function):
+    @staticmethod
+    def forward(ctx, indices, weight, padding_idx, scale_grad_by_freq, sparse):
+        y = torch_functional.embedding(
+            indices, weight, padding_idx, None, 2.0, scale_grad_by_freq, sparse
+        )
+        rows = weight.shape[0]
+        keep = integers.narrow(indices, rows)
+        if padding_idx is None:
+            padding_idx = -1
+        elif padding_idx < 0:
+            padding_idx += rows
+        ctx.recipe, ctx.dtype = keep.recipe, weight.dtype
+        ctx.arguments = rows, padding_idx, scale_grad_by_freq, sparse
+        ctx.save_for_backward(*keep.tensors)
+        return keep.mark(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        indices = ctx.recipe.restore(ctx.saved_tensors)
+        grad = torch.ops.aten.embedding_backward(grad, indices, *ctx.arguments)
+        return None, grad.to(ctx.dtype), None, None, None

@@ -1,0 +1,4 @@
+"""`fewbit.plan`: compare settings of compression by memory and gradient error before a training run.
+
+This folder may import `fewbit.compress` and everything that `fewbit.compress` may import. Only the command line imports it.
+"""

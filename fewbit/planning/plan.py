@@ -1,0 +1,403 @@
+"""The plan: what each setting of a conversion keeps and what it does to the gradient, measured before a long run.
+
+For a setting with gradients g^ that rounding makes noisy, and the exact gradient g of the same batch,
+
+    error = E|g^ - g|^2 = variance + |bias|^2,
+
+in units of the gradient squared, beside the variance of g between minibatches. A setting whose error is a small share of
+that hardly changes what a step of stochastic gradient descent knows (ActNN, section 3.2). The error is not divided
+by |g|^2 of its batch: that differs much more from batch to batch once a model is trained, and hardly goes with the error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from fewbit.analysis import meter
+from fewbit.analysis.gradients import (
+    CHUNKS,
+    Measured,
+    batches_of,
+    check_count,
+    check_loss,
+    check_model,
+    copied,
+    difference,
+    sampling_of,
+    size_of,
+    tensors_of,
+)
+from fewbit.analysis.progress import Progress
+from fewbit.compress.convert import restore_
+from fewbit.errors import InputError
+from fewbit.planning.candidates import Candidate, check_candidates, default_candidates
+from fewbit.planning.report import TrainingPlanReport
+from fewbit.render.documents import Document
+from fewbit.runtime.interop.interrupts import leaves_nothing
+from fewbit.runtime.saved.session import measuring
+from fewbit.schema import PLAN
+from fewbit.sizes import counted
+
+ADAPTING_STEPS = 3
+"""Steps at the given weights before bits that adapt are measured: two observations, and what follows from them."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One candidate, measured.
+
+    saved_bytes: kept for backward by one forward, by the meter. error: mean over batches and draws of |g^ - g|^2, bias
+    and all; variance: the part of it by which draws of rounding differ; bias: the rest, squared, an estimate that is
+    exact in expectation, so that it may be below 0. All three over all parameters, in units of the gradient squared.
+    error_error, variance_error: standard errors, NaN if not known. seconds: median of its forward and backward
+    passes, which are in turns with all others'; seconds_least, seconds_most: the shortest and the longest of them.
+    """
+
+    candidate: Candidate
+    saved_bytes: int
+    error: float
+    error_error: float
+    variance: float
+    variance_error: float
+    bias: float
+    seconds: float
+    seconds_least: float
+    seconds_most: float
+
+    @property
+    def policy(self) -> str:
+        return self.candidate.policy
+
+    @property
+    def label(self) -> str:
+        return self.candidate.label
+
+
+@dataclass(frozen=True, repr=False)
+class TrainingPlan(Document, TrainingPlanReport):
+    """What each candidate costs and saves.
+
+    exact_bytes, exact_seconds, exact_seconds_least, exact_seconds_most: as of Planned, of the exact model. gradient: mean of |g|^2 over the batches. sampling:
+    the variance of g between minibatches; sampling_error: its standard error, NaN if not known. sampled: what it was
+    measured from. share: of it that a recommended candidate's error may be. rows: as the candidates came.
+    """
+
+    _schema = PLAN
+
+    model: str
+    device: str
+    batches: int
+    batch_size: int
+    draws: int
+    share: float
+    exact_bytes: int
+    exact_seconds: float
+    exact_seconds_least: float
+    exact_seconds_most: float
+    gradient: float
+    sampling: float
+    sampling_error: float
+    sampled: str
+    rows: tuple[Planned, ...]
+
+    @property
+    def limit(self) -> float:
+        """What a candidate's error may be at most to be recommended: `share` of `sampling`."""
+        return self.share * self.sampling
+
+    @property
+    def recommended(self) -> Planned | None:
+        """Of the candidates that keep less than the exact model, with an error within `limit`, the cheapest in bytes."""
+        fitting = [
+            each
+            for each in self.rows
+            if each.error <= self.limit and each.saved_bytes < self.exact_bytes
+        ]
+        return min(fitting, key=lambda each: (each.saved_bytes, each.error), default=None)
+
+    @property
+    def closest(self) -> Planned:
+        """The candidate with the least error among those that keep less than the exact model; if none does, of all."""
+        known = [each for each in self.rows if math.isfinite(each.error)] or self.rows
+        saving = [each for each in known if each.saved_bytes < self.exact_bytes] or known
+        return min(saving, key=lambda each: (each.error, each.saved_bytes))
+
+    def to_dict(self) -> dict:
+        """Everything as JSON-able values; numbers that are not known as None, options that JSON has not as text."""
+        values = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        return {"schema": PLAN} | values | {"rows": [_row(each) for each in self.rows]}
+
+    @classmethod
+    def _of_document(cls, document: dict) -> TrainingPlan:
+        rows = [
+            {**_values(Planned, row), "candidate": Candidate(**row["candidate"])}
+            for row in document["rows"]
+        ]
+        return cls(**{**_values(cls, document), "rows": tuple(Planned(**row) for row in rows)})
+
+
+@leaves_nothing
+def plan(
+    model: nn.Module,
+    batch,
+    loss: Callable[[nn.Module, object], torch.Tensor],
+    *,
+    candidates: Iterable[Candidate] | None = None,
+    share: float = 0.1,
+    draws: int = 2,
+    chunks: int = CHUNKS,
+    seed: int = 0,
+    progress: bool = True,
+) -> TrainingPlan:
+    """Measures what settings of `compress_` keep and do to the gradient, and recommends one, before a long run.
+
+    model: in training mode, compressed already or not; it is only copied, once, and stays as it is, as does torch's
+    random state. batch: a tensor, or a tuple or mapping of tensors, samples in dimension 0; a list, or another
+    iterable, is several batches: give 4 or more, as then errors' standard errors tell how they vary between batches.
+    loss: called as `loss(model, batch)` with the copy, returns a scalar tensor, a mean over the samples:
+    `lambda model, batch: cross_entropy(model(batch[0]), batch[1])`.
+
+    candidates: what to measure; `default_candidates(model)` if not given. share: of the variance between minibatches,
+    what a recommended candidate's error may be at most. draws: of rounding, independent, for each candidate and batch.
+    chunks: of one batch, equal parts from which the variance between minibatches is taken; of several batches it is that
+    between them. With batch norm give several, as for `variance_profile`. seed: of the draws, and of dropout, which draws
+    alike in all passes over a batch. progress: show how far it is on standard error if it takes longer than two seconds.
+
+    Bits that adapt (level L3) are measured as they are after three steps at these weights. Takes about
+    draws * batches forward and backward passes a candidate, and the memory of three gradients and a copy of the model.
+    Raises InputError for settings that there are not, a model in evaluation mode or that cannot be copied, and for a batch
+    or loss that cannot be used.
+    """
+    is_number = isinstance(share, int | float) and not isinstance(share, bool)
+    if not is_number or not 0 < share < math.inf:
+        raise InputError(f"share: expected a number above 0, got {share!r}")
+    check_count("draws", draws, 2)
+    check_count("chunks", chunks, 4, even=True)
+    check_count("seed", seed, 0)
+    check_model(model)
+    check_loss(loss)
+    if candidates is not None:
+        candidates = check_candidates(candidates)
+    # The meter counts all of a tensor that batches are parts of.
+    batches = [tree_map(meter.alone, each) for each in batches_of(batch)]
+    with meter.unchanged(dict(model.named_modules()), tensors_of(batches)):
+        steps = _Steps(copied(model), loss, seed)
+        restore_(steps.model)
+        if candidates is None:
+            candidates = default_candidates(steps.model)
+        sampling, sampled = sampling_of(steps, batch, batches, chunks)
+        exact_bytes = _saved_bytes(steps, batches[0])
+        with Progress("plan", progress).shown() as bar:
+            done = partial(bar.step, len(candidates) * (1 + len(batches) * draws))
+            found = [_Found(each, steps, batches, done) for each in candidates]
+            squares, seconds = _passes(steps, batches, found, draws)
+    variances = sampling.sum(1)
+    return TrainingPlan(
+        model=type(model).__name__,
+        device=_device_of(steps),
+        batches=len(batches),
+        batch_size=size_of(batches[0]),
+        draws=draws,
+        share=share,
+        exact_bytes=exact_bytes,
+        exact_seconds=statistics.median(seconds),
+        exact_seconds_least=min(seconds),
+        exact_seconds_most=max(seconds),
+        gradient=float(np.mean(squares)),
+        sampling=float(variances.mean()),
+        sampling_error=_standard_error(variances),
+        sampled=sampled,
+        rows=tuple(each.planned() for each in found),
+    )
+
+
+# -- Measuring -----------------------------------------------------------------------------------------------
+
+
+class _Steps(Measured):
+    """A copy of the model whose passes are timed. seconds: of the latest, forward and backward."""
+
+    seconds = math.nan
+
+    def value(self, batch) -> torch.Tensor:
+        self._wait()
+        self._started = time.perf_counter()
+        return super().value(batch)
+
+    def backward(self, value, again=False):
+        found = super().backward(value, again)
+        self._wait()
+        self.seconds = time.perf_counter() - self._started
+        return found
+
+    def _wait(self) -> None:
+        for device in {each.device for each in self.parameters}:
+            if device.type not in ("cpu", "meta"):
+                torch.get_device_module(device).synchronize(device)
+
+
+class _Found:
+    """What is found out about one candidate, batch by batch."""
+
+    def __init__(self, candidate: Candidate, steps: _Steps, batches: list, done):
+        """Adapts its bits, if they do, and counts what it keeps. done: called after that, and after each draw."""
+        self.candidate = candidate
+        self.errors = []  # (draws,) for each batch: |g^ - g|^2
+        self.sums = []  # for each batch: |sum over draws of g^ - g|^2
+        self.seconds = []
+        controller = self._apply(steps.model)
+        self._state = {} if controller is None else controller.state_dict()
+        if self._state:
+            for step in range(ADAPTING_STEPS):
+                number = step % len(batches)
+                steps.gradient(batches[number], number)
+            self._state = controller.state_dict()
+            controller.load_state_dict(self._state)
+        self.saved_bytes = _saved_bytes(steps, batches[0])
+        self._done = done
+        done()
+
+    def _apply(self, model):
+        try:
+            return self.candidate.apply(model)
+        except (InputError, TypeError) as error:
+            name = f"{self.candidate.policy}, {self.candidate.label}"
+            raise InputError(f"candidates: {name}: {error}") from error
+
+    def measure(self, steps: _Steps, batch, number: int, exact, draws: int) -> None:
+        """Takes in a batch, whose exact gradient is given."""
+        controller, total, errors = self._apply(steps.model), None, []
+        if self._state:
+            controller.load_state_dict(self._state)
+        for draw in range(draws):
+            if controller is not None:
+                controller.session.salt = draw.to_bytes(8)
+            with measuring():
+                error = difference(steps.gradient(batch, number), exact)
+            if (
+                draw
+            ):  # Layers make some copies in one pass with activations from the second forward on.
+                self.seconds.append(steps.seconds)
+            errors.append(_squared(error))
+            total = (
+                error if total is None else [a.add_(b) for a, b in zip(total, error, strict=True)]
+            )
+            self._done()
+        self.errors.append(errors)
+        self.sums.append(_squared(total))
+
+    def planned(self) -> Planned:
+        errors, sums = np.array(self.errors), np.array(self.sums)
+        batches, draws = errors.shape
+        # Half the mean squared difference of two draws, over all pairs.
+        variances = (errors.sum(1) - sums / draws) / (draws - 1)
+        biases = (sums - errors.sum(1)) / (draws * (draws - 1))
+        # Of one batch the errors of its draws say how sure its error is, and nothing does of its variance.
+        alike = errors.mean(1) if batches > 1 else errors[0]
+        return Planned(
+            self.candidate,
+            self.saved_bytes,
+            float(errors.mean()),
+            _standard_error(alike),
+            float(variances.mean()),
+            _standard_error(variances),
+            float(biases.mean()),
+            statistics.median(self.seconds),
+            min(self.seconds),
+            max(self.seconds),
+        )
+
+
+def _passes(steps: _Steps, batches, found: list[_Found], draws: int) -> tuple[list, list]:
+    """All candidates on all batches: |g|^2 of each batch, and seconds of exact passes.
+
+    Batches are the outer loop, so that passes of all candidates are spread over the time that it takes; exact ones
+    are before and after them.
+    """
+    squares, seconds = [], []
+    for number, batch in enumerate(batches):
+        restore_(steps.model)
+        exact = steps.gradient(batch, number)
+        seconds.append(steps.seconds)
+        squares.append(_squared(exact))
+        if not squares[-1] > 0 or not math.isfinite(squares[-1]):
+            raise InputError(
+                f"loss: expected a gradient that is finite and not 0, got |g|^2 = {squares[-1]}"
+            )
+        for each in found:
+            each.measure(steps, batch, number, exact, draws)
+        restore_(steps.model)
+        steps.gradient(batch, number)
+        seconds.append(steps.seconds)
+    return squares, seconds
+
+
+def _saved_bytes(steps: _Steps, batch) -> int:
+    return meter.saved_bytes(partial(steps.loss, steps.model), batch).total
+
+
+def _squared(gradient) -> float:
+    """The squared norm, in float64."""
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradient]
+    device = norms[0].device  # one transfer of them all, also of a model on several devices
+    return float(torch.stack([each.to(device) for each in norms]).square().sum())
+
+
+def _standard_error(values: np.ndarray) -> float:
+    """Of their mean; NaN of one."""
+    count = len(values)
+    return float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
+
+
+def _device_of(steps: _Steps) -> str:
+    devices = sorted({str(each.device) for each in steps.parameters})
+    threads = f", {counted(torch.get_num_threads(), 'thread')}" if devices == ["cpu"] else ""
+    return ", ".join(devices) + threads
+
+
+# -- Files ---------------------------------------------------------------------------------------------------
+
+
+def _plain(value):
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _row(planned: Planned) -> dict:
+    values = {each.name: _plain(getattr(planned, each.name)) for each in fields(planned)}
+    candidate = planned.candidate
+    options = {name: _jsonable(value) for name, value in candidate.options.items()}
+    values["candidate"] = {
+        "policy": candidate.policy,
+        "options": options,
+        "activations_only": candidate.activations_only,
+    }
+    return values
+
+
+def _jsonable(value):
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _values(cls, document: dict) -> dict:
+    """{name: value} of the fields of a dataclass; None is NaN, and a schema's integer may be written as 2.0."""
+    values = {each.name: document[each.name] for each in fields(cls)}
+    for each in fields(cls):
+        if each.type == "int":
+            values[each.name] = int(values[each.name])
+        if each.type == "float" and values[each.name] is None:
+            values[each.name] = math.nan
+    return values

@@ -1,0 +1,298 @@
+"""What each kind of layer demands of what it keeps: D of the gradients that it makes of that, by formula.
+
+`of_layer` looks at a layer's backward pass, where gradients and restored tensors are, and takes small numbers that
+come to the host later; `Part.finish` there makes D of them, by `error_bounds` in expectation. Functions without
+a formula of use (attention, whose bound asks for some bits too many; gated units, products, softmax) get None: what
+noise does to their gradients is measured instead (`observation`).
+
+D is a function of the mean squared error of the tensor, dx^2. Where a formula has one error for all elements, rows
+n (entries of dimension 0) weigh by the errors dx_n^2 that they have now, as samples have bits of their own:
+
+    sum of |g_n|^2 dx_n^2  =  dx^2 sum of |g_n|^2 (dx_n^2 / dx^2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from inspect import signature
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fewbit.convert.transformers_modules import _RMSNorm as _TransformersRMSNorm
+from fewbit.convert.transformers_modules import _scale
+from fewbit.functional.convolution import _Convolution
+from fewbit.functional.linear import _Linear
+from fewbit.functional.normalization import _BatchNorm, _GroupNorm, _LayerNorm, _RMSNorm
+from fewbit.functional.prelu import _PReLU
+from fewbit.policies.error_bound.formulas import Convolution, convolution_d, norm_input_coefficients
+from fewbit.runtime.quantizers.normalized import Affine
+from fewbit.runtime.quantizers.quantizer import Permuted
+
+
+class Cost(NamedTuple):
+    """D = (first dx + second dx^2)^2. channels: of each channel (dimension 1) the part of first^2, in any unit; None:
+    equal, or no channels.
+    """
+
+    first: float
+    second: float = 0.0
+    channels: list[float] | None = None
+
+
+class Part(NamedTuple):
+    """Of one gradient. place: among the inputs of the autograd Function. numbers: 1-D float64, for the host.
+
+    finish: (entries of each of numbers, the mean squared error that the tensor has now) -> Cost. repeats: how many times the
+    parameter was repeated to be this input; its gradient is the sum of that many parts, one after the other.
+    """
+
+    place: int
+    numbers: tuple[Tensor, ...]
+    finish: Callable[[list[list[float]], float], Cost]
+    repeats: int = 1
+
+    def of(self, results) -> Tensor:
+        """The gradient, of those that a backward has made."""
+        found = results[self.place]
+        return found if self.repeats == 1 else found.view(self.repeats, -1).sum(0)
+
+
+def of_layer(context, grads, results, errors: Tensor) -> list[Part] | None:
+    """What the layer of that autograd context demands of the one tensor that it keeps; None: no formula.
+
+    grads, results: what came in, and what its backward made of it. errors: (rows,) squared errors of the restored
+    tensor, summed over each entry of its dimension 0 in storage.
+    """
+    formula = _FORMULAS.get(context._forward_cls)
+    if formula is None or grads[0] is None:
+        return None
+    if isinstance(context.recipe, Permuted):
+        errors = errors.sum()[None]  # its dimension 0 is another
+    return [
+        each
+        for each in formula(context, grads[0], results, errors)
+        if results[each.place] is not None
+    ]
+
+
+@lru_cache(maxsize=256)
+def labels(function) -> tuple[str, ...]:
+    """What the inputs of an autograd Function are called."""
+    names = list(signature(function.forward).parameters)[1:]
+    return tuple(_AS_IN_TORCH.get(name, name) for name in names)
+
+
+_AS_IN_TORCH = {"x": "input", "x1": "input1", "x2": "input2", "a": "input", "b": "other"}
+
+
+# -- linear layers and convolutions: docs/theory/ac_gc.md, sections 3 to 5 -----------------------------------
+
+
+def _linear(context, grad, results, errors):
+    _, *kept = context.saved_tensors
+    features = results[1].shape[-1]
+    numbers = _by_rows(grad, errors), *_scales2(context.recipe, kept)
+    return [Part(1, numbers, partial(_linear_cost, features))]
+
+
+def _linear_cost(features, entries, _):
+    (grad2,), *scales2 = entries
+    return Cost((grad2 * features * _mean(scales2)) ** 0.5)
+
+
+def _convolution(context, grad, results, errors):
+    weight, *kept = context.saved_tensors
+    stride, _, dilation, transposed, _, groups = context.settings
+    samples, channels, *space = context.size
+    layer = Convolution(
+        channels,
+        samples * torch.Size(space).numel(),
+        *(tuple(each) for each in (weight.shape[2:], stride, dilation)),
+        groups,
+        transposed,
+        tuple(space) if transposed else tuple(grad.shape[2:]),
+    )
+    numbers = _by_rows(grad, errors, groups), *_scales2(context.recipe, kept)
+    return [Part(1, numbers, partial(_convolution_cost, layer))]
+
+
+def _convolution_cost(layer, entries, _):
+    grad2, *scales2 = entries
+    each = scales2[0] if scales2 and len(scales2[0]) == layer.channels else [_mean(scales2)]
+    per_channel = torch.tensor(each, dtype=torch.float64, device="cpu").expand(layer.channels)
+    per_group = torch.tensor(grad2, dtype=torch.float64, device="cpu")
+    d = convolution_d(per_channel, layer, per_group, expectation=True)
+    channels = per_channel * per_group.repeat_interleave(layer.channels // layer.groups)
+    return Cost(d**0.5, channels=channels.tolist())
+
+
+def _scales2(recipe, kept) -> tuple[Tensor, ...]:
+    """By which the squared error of a norm's copy is multiplied in the norm's result: of each channel, or (1,)."""
+    weight = kept[-2] if isinstance(recipe, Affine) else None
+    if weight is None:
+        return ()
+    squares = weight.detach().double().square().flatten()
+    return (squares.mean()[None] if recipe.channels is None else squares,)
+
+
+def _mean(scales2) -> float:
+    return sum(scales2[0]) / len(scales2[0]) if scales2 else 1.0
+
+
+def _prelu(context, grad, results, errors):
+    """The weight's gradient is sum of g min(x, 0), linear; elements of 0 are kept without errors, at an end of the range.
+
+    So D = n / negative elements * |g there|^2 dx^2.
+    """
+    if context.needs_input_grad[0]:
+        _, sign, *_ = context.saved_tensors
+        is_negative = ~context.sign.restore((sign,)).view(torch.bool)
+    else:
+        _, *kept = context.saved_tensors
+        is_negative = context.recipe.restore(kept) < 0
+    grad2 = _squares(grad * is_negative, tuple(range(grad.dim()))).sum()
+    count = is_negative.sum().clamp(min=1)
+    return [Part(1, ((grad2 / count * grad.numel())[None],), _weight_cost)]
+
+
+# -- norms: section 6 ----------------------------------------------------------------------------------------
+
+
+def _layer_norm(context, grad, results, errors):
+    rstd, weight, *kept = context.saved_tensors
+    return _of_rows(context, grad, errors, kept, rstd, weight, len(context.shape), 2)
+
+
+def _transformers_rms_norm(context, grad, results, errors):
+    weight, rstd, *kept = context.saved_tensors
+    return _of_rows(context, grad, errors, kept, rstd, _scale(weight, context.offset), 1, 1)
+
+
+def _of_rows(context, grad, errors, kept, rstd, weight, dims, place):
+    """Of a norm whose sets are the last `dims` dimensions. place: of the weight among the inputs."""
+    parts = [Part(place, (_by_rows(grad, errors),), _weight_cost)]
+    if context.needs_input_grad[0]:
+        x = context.recipe.restore(kept[: context.recipe.count])
+        parts.append(_of_input(x, _product(grad, weight, x), rstd, tuple(range(-dims, 0))))
+    return parts
+
+
+def _group_norm(context, grad, results, errors):
+    rstd, weight, *kept = context.saved_tensors
+    samples, _, _, groups = context.sizes
+    parts = [Part(2, (_by_rows(grad, errors),), _weight_cost)]
+    if context.needs_input_grad[0]:
+        x = context.recipe.restore(kept[: context.recipe.count])
+        g = _product(grad, _of_channels(weight, grad), x)
+        x, g = (each.reshape(samples, groups, -1) for each in (x, g))
+        parts.append(_of_input(x, g, rstd.view(samples, groups, 1), (2,)))
+    return parts
+
+
+def _batch_norm(context, grad, results, errors):
+    rstd, weight, _, *kept = context.saved_tensors
+    dims = [dim for dim in range(grad.dim()) if dim != 1]
+    is_whole = (
+        context.view == context.recipe.size
+    )  # not an instance norm, whose channels are those of samples
+    samples = context.recipe.size[0]
+    of_rows = _squares(grad, dims[1:]) if grad.dim() > 2 else grad.double().square()
+    weighted = (of_rows.reshape(samples, -1) * _row_weights(errors, samples)).sum(0)
+    grad2 = of_rows.reshape(grad.shape[:2]).sum(0)
+    if is_whole:
+        parts = [Part(4, (weighted,), _weight_cost)]
+    else:
+        parts = [Part(4, (weighted.sum()[None],), _weight_cost, samples)]
+    if context.needs_input_grad[0] and weight is not None and results[4] is not None:
+        scale2 = (weight * rstd).double().square()
+        sums = grad2 * scale2, results[4].double().square() * scale2
+        parts.append(_of_sums(*sums, grad.numel() // len(rstd), is_whole))
+    elif context.needs_input_grad[0]:
+        x = context.recipe.restore(kept[: context.recipe.count]).reshape(context.view)
+        g = _product(grad, _of_channels(weight, grad), x)
+        parts.append(_of_input(x, g, _of_channels(rstd, grad), dims, is_whole))
+    return parts
+
+
+def _weight_cost(entries, _):
+    (grad2,) = entries
+    return Cost(sum(grad2) ** 0.5, channels=grad2 if len(grad2) > 1 else None)
+
+
+def _of_input(x, g, rstd, dims, has_channels=False):
+    """x: restored x~; g: the gradient times the weight; rstd: 1 / s of sets, which are over `dims`."""
+    rstd = rstd.to(x.dtype)
+    alignment = (x * g).sum(dims, keepdim=True) * rstd
+    sums = _squares(g, dims) * rstd.double().square(), alignment.double().square()
+    return _of_sums(*sums, x.numel() // rstd.numel(), has_channels)
+
+
+def _of_sums(scaled2, alignment2, size, has_channels):
+    """Of sums in sets of `size` elements each, which are channels, if has_channels."""
+    each = scaled2.flatten(), alignment2.flatten()
+    numbers = each if has_channels else tuple(one.sum()[None] for one in each)
+    return Part(0, numbers, partial(_input_cost, size))
+
+
+def _input_cost(size, entries, error2):
+    scaled2, restored = entries
+    # The alignment of the restored x~ has that of its errors in it.
+    aligned2 = [max(a - error2 * h, 0.0) for a, h in zip(restored, scaled2, strict=True)]
+    first, second = norm_input_coefficients(size, sum(scaled2), sum(aligned2), True)
+    if len(scaled2) == 1:
+        return Cost(first, second)
+    each = zip(scaled2, aligned2, strict=True)
+    return Cost(first, second, [norm_input_coefficients(size, *two, True)[0] ** 2 for two in each])
+
+
+def _product(grad, weight, x):
+    """In x's dtype."""
+    grad = grad.to(x.dtype)
+    return grad if weight is None else grad * weight.to(x.dtype)
+
+
+def _of_channels(vector, grad):
+    """(C,) in a shape that broadcasts to grad."""
+    return None if vector is None else vector.view(1, -1, *[1] * (grad.dim() - 2))
+
+
+# -- numbers -------------------------------------------------------------------------------------------------
+
+
+def _by_rows(grad, errors, groups: int = 1) -> Tensor:
+    """(groups,): |g|^2, its rows weighted by their errors; a group: of channels, dimension 1."""
+    rows = len(grad) if grad.dim() > 1 else 1
+    if groups == 1 and grad.dim() > 1:  # a gradient may be channels last, or expanded
+        squares = _squares(grad, tuple(range(1, grad.dim())))
+    else:
+        squares = _squares(grad.reshape(rows, groups, -1), 2)
+    return (squares.view(rows, groups) * _row_weights(errors, rows)).sum(0)
+
+
+def _row_weights(errors, rows: int) -> Tensor:
+    """(rows, 1) float64, of mean 1; (1, 1) where errors are not those of rows."""
+    if len(errors) != rows:
+        return torch.ones_like(errors[:1, None], dtype=torch.float64)
+    mean = errors.mean()
+    return torch.where(mean > 0, errors / mean, torch.ones_like(errors)).double()[:, None]
+
+
+def _squares(x, dims) -> Tensor:
+    """The sum of squares over those dimensions, which stay; float64."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype).double().square()
+
+
+_FORMULAS = {
+    _Linear: _linear,
+    _Convolution: _convolution,
+    _LayerNorm: _layer_norm,
+    _RMSNorm: _layer_norm,
+    _TransformersRMSNorm: _transformers_rms_norm,
+    _GroupNorm: _group_norm,
+    _BatchNorm: _batch_norm,
+    _PReLU: _prelu,
+}

@@ -1,0 +1,144 @@
+"""The table of a user's callable: solved once, and again when the callable has changed.
+
+Whether a callable has changed is decided by its state (runtime/activations/callable_state.py), without calling the callable. If the
+state has changed, or if the callable has something whose state cannot be seen, its values at 64 points decide.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from fewbit.catalog import store
+from fewbit.errors import FunctionError
+from fewbit.runtime.activations.callable_state import State, contents, is_same, state_of
+from fewbit.runtime.activations.tables import DEFAULT, text_of
+from fewbit.runtime.interop.bypass import exactly
+from fewbit.runtime.interop.compiler_constants import constant
+from fewbit.runtime.interop.tensor_kinds import is_abstract
+from fewbit.table import Table
+
+
+@constant
+def callable_encoding_text(
+    function, bits: int, table: Table | None, device, dtype, is_plain: bool
+) -> str:
+    """Return the text of the encoding for a callable on tensors of that device and dtype.
+
+    If is_plain, `apply_callable` refuses a callable that needs a gradient, by the result of the forward. Otherwise (while
+    compiling, in transforms, with fake tensors) the callable is evaluated here in every call. While a CUDA graph is
+    captured, values cannot be compared; the existing table is used.
+    """
+    if table is not None:
+        if not is_plain:
+            _probe(function, device, dtype)
+        return text_of(table)
+    key = _identity(function), bits, device, dtype
+    found = _solved.get(key)
+    if found is not None:
+        if is_plain and is_same(found.state, state_of(function)):
+            return text_of(found.table)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return text_of(found.table)
+    values = _probe(function, device, dtype)
+    if found is not None and _are_equal(found.values, values):
+        solved = found.table
+    else:
+        _check_steady(function, values, device, dtype)
+        solved = store.load_table(function, bits, **DEFAULT)
+    _remember(key, _Solved(function, state_of(function), values, solved))
+    return text_of(solved)
+
+
+def name_of(function) -> str:
+    """Return the name of a callable for messages."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def check_result(function, result) -> None:
+    """Raise FunctionError unless the result of the callable, for an input without a gradient, is a tensor without one."""
+    if not isinstance(result, torch.Tensor):
+        raise FunctionError(
+            f"{name_of(function)}: expected a callable that returns a tensor, got {type(result).__name__}"
+        )
+    if result.requires_grad:
+        raise FunctionError(
+            f"{name_of(function)}: expected a callable whose parameters need no gradient, got one that holds some; "
+            "a table is a constant: freeze them, or train them with torch's own"
+        )
+
+
+class _Solved(NamedTuple):
+    """The table of a callable, the state that the callable had, and its values. Holding the callable keeps ids valid."""
+
+    function: Callable
+    state: State | None
+    values: torch.Tensor
+    table: Table
+
+
+_solved: dict[tuple, _Solved] = {}
+_lock = threading.Lock()
+_MOST_SOLVED = 256
+_POINTS = 64
+
+
+def _identity(function) -> tuple:
+    """Return a key of the callable. It need not be unique, because a change of state or values is noticed anyway.
+
+    Python makes a new object of a method whenever the method is asked for, and of a lambda whenever the line runs.
+    """
+    if isinstance(function, types.MethodType):
+        return id(function.__self__), id(function.__func__)
+    if isinstance(function, types.FunctionType):
+        keywords = function.__kwdefaults__ or {}
+        used = (*contents(function), *(function.__defaults__ or ()), *keywords.values())
+        return (id(function.__code__), id(function.__globals__), *map(_key_of, used))
+    return (id(function),)
+
+
+def _key_of(value):
+    """Return a number itself, so that lambdas which enclose equal numbers are equal, or the id of something else."""
+    return value if type(value) in (int, float, bool) else (id(value),)
+
+
+def _remember(key, solved: _Solved) -> None:
+    """Store the newest entry last, and delete the oldest if there are too many."""
+    with _lock:
+        _solved.pop(key, None)
+        while len(_solved) >= _MOST_SOLVED:
+            del _solved[next(iter(_solved))]
+        _solved[key] = solved
+
+
+def _probe(function, device, dtype) -> torch.Tensor:
+    """Return function at 64 numbers between -10 and 10. FunctionError if a parameter of the callable needs a gradient.
+
+    Autocast is off, so that values in and outside of autocast can be compared.
+    """
+    points = torch.linspace(-9.7, 9.9, _POINTS, dtype=dtype, device=device)
+    with torch.enable_grad(), exactly(), _without_autocast(device.type):
+        values = function(points)
+    check_result(function, values)
+    return values
+
+
+def _without_autocast(device: str):
+    available = torch.amp.is_autocast_available(device)
+    return torch.autocast(device, enabled=False) if available else torch.enable_grad()
+
+
+def _check_steady(function, values, device, dtype) -> None:
+    if not _are_equal(_probe(function, device, dtype), values):
+        raise FunctionError(
+            f"{name_of(function)}: expected a callable that gives finite values, the same at every call, got others"
+        )
+
+
+def _are_equal(values, others) -> bool:
+    """Return whether values are equal; True for meta and fake tensors, which have none."""
+    return is_abstract(values) or is_abstract(others) or torch.equal(values, others)

@@ -1,0 +1,99 @@
+"""Which table a layer uses: the one it was given, or the default for its function and bits."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from numbers import Real
+
+import numpy as np
+
+from fewbit import functions
+from fewbit.catalog import store
+from fewbit.errors import InputError, TableError
+from fewbit.runtime.format.encoding import Encoding
+from fewbit.runtime.interop.compiler_constants import constant
+from fewbit.table import Table, describe, describe_function
+
+DEFAULT = {"weight": "uniform", "objective": "mse", "tails": "free", "form": "levels"}
+"""How default tables are designed (docs/decisions/0005)."""
+
+
+@constant
+def encoding_text(function: str, parameters: tuple, bits: int, table: Table | None = None) -> str:
+    """The text of the encoding for a named function; parameters in the order of `fewbit.functions`.
+
+    Raises FunctionError, SolveError or TableError, one line each, if there is no such table.
+    """
+    check_choice(bits, table)
+    if table is None:
+        return _default(function, parameters, bits)
+    return _given(function, parameters, table)
+
+
+# The derivative of torch's shrinks with lambd=0: 1, except 0 at x = 0. The solver cannot represent a single point, so
+# the table is written by hand; the second break is the smallest number above 0, also in float32.
+_SHRINKS = ("hardshrink", "softshrink")
+_AT_ZERO = Encoding(
+    bits=1,
+    levels=np.array([0.0, 1.0]),
+    breaks=np.array([0.0, np.nextafter(0.0, 1.0)]),
+    codes=np.array([1, 0, 1]),
+    closed=("left", "left"),
+)
+
+
+@lru_cache(maxsize=256)
+def _default(function, parameters, bits) -> str:
+    named = _function(function, parameters)
+    if function in _SHRINKS and parameters == (0.0,):
+        return _AT_ZERO.text
+    return text_of(store.load_table(function, bits, parameters=dict(named.parameters), **DEFAULT))
+
+
+@lru_cache(maxsize=256)
+def _given(function, parameters, table) -> str:
+    wanted = _function(function, parameters)
+    if (table.function, table.parameters) != (wanted.name, dict(wanted.parameters)):
+        expected = describe(wanted.name, wanted.parameters)
+        raise TableError(f"expected a table of {expected}, got one of {describe_function(table)}")
+    return text_of(table)
+
+
+@lru_cache(maxsize=256)
+def text_of(table) -> str:
+    """Return the text of a table's encoding."""
+    return Encoding.of(table).text
+
+
+def plain_number(value):
+    """A number of any type (4.0, numpy.int64(4)) as an int, or a float where it is not whole; else as it is."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if value == value // 1 else float(value)
+
+
+def check_bits(bits, name: str = "bits") -> None:
+    """Raises InputError if `bits` is not a whole number from 1 to 8."""
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
+        raise InputError(f"expected a whole number from 1 to 8 for {name}, got {bits!r}")
+
+
+def check_average(bits, name: str = "bits") -> None:
+    """Raises InputError if `bits` is not a number from 1 to 8."""
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or not 1 <= bits <= 8:
+        raise InputError(f"expected a number from 1 to 8 for {name}, got {bits!r}")
+
+
+def check_choice(bits, table) -> None:
+    """Raises InputError or TableError if `bits` is not a whole number from 1 to 8, or `table` no table."""
+    check_bits(bits)
+    if table is not None and not isinstance(table, Table):
+        raise TableError(
+            f"expected a fewbit.Table for table=, got {type(table).__name__}; "
+            "a table is a constant and takes no gradient"
+        )
+
+
+def _function(function, parameters) -> functions.Function:
+    names = functions.get(function).parameters
+    return functions.get(function, dict(zip(names, parameters, strict=True)))

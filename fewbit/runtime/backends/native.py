@@ -1,0 +1,387 @@
+"""The backends that run the compiled kernels of `fewbit._kernels`, on the CPU and on CUDA devices."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from fewbit import _kernels
+from fewbit.errors import FewbitError
+from fewbit.runtime.backends import reference
+from fewbit.runtime.format import groups
+from fewbit.runtime.format.buffers import check_dense
+from fewbit.runtime.format.encoding import Encoding, packed_words
+from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
+
+_DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
+_NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
+# Longer tables than this do not fit the constants of a CUDA kernel; strange user functions have them.
+_MOST_BREAKS = 2048
+_MOST_POINTS = 1800
+
+
+class Kernels:
+    """One set of kernels; `where(tensor)` gives the trailing arguments that say where to run.
+
+    Tensors are passed as buffers (`_buffer`). A kernel raises ValueError if a buffer does not fit what the kernel reads or writes.
+
+    streams(widths) gives tensors to keep alive during a call of the group quantiser, and the arguments that
+    say which samples have which width.
+    """
+
+    def __init__(self, kernels, where, streams, name):
+        self._kernels = kernels
+        self._where = where
+        self._streams = streams
+        self.name = name
+
+    def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
+        """codes: (n,) uint8, contiguous. Returns packed int32 words."""
+        packed = _packed(codes.numel(), bits, codes.device)
+        self._kernels.pack(_buffer(codes), bits, _buffer(packed), *self._where(codes))
+        return packed
+
+    def unpack(self, packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
+        """The n codes of packed, uint8."""
+        codes = torch.empty(n, dtype=torch.uint8, device=packed.device)
+        self._kernels.unpack(_buffer(packed), bits, _buffer(codes), *self._where(packed))
+        return codes
+
+    def encode(self, x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None):
+        """The packed codes of a dense x."""
+        table = _table(encoding)
+        if table is None:
+            return reference.encode(x, encoding, seed)
+        packed = _packed(x.numel(), encoding.bits, x.device)
+        self._kernels.encode(
+            table,
+            _buffer(x),
+            _buffer(packed),
+            None if seed is None else _buffer(seed),
+            *self._where(x),
+        )
+        return packed
+
+    def decode_mul(
+        self, grad: torch.Tensor, packed: torch.Tensor, encoding: Encoding, out: torch.Tensor
+    ) -> None:
+        """out = lut[code] * grad in storage order; grad laid out as out, or a broadcast scalar."""
+        table = _table(encoding)
+        if table is None:
+            return reference.decode_mul(grad, packed, encoding, out)
+        self._kernels.decode_mul(
+            table,
+            _element(grad, out) if is_broadcast_scalar(grad) else _buffer(grad),
+            _buffer(packed),
+            _buffer(out),
+            *self._where(grad),
+        )
+
+    def forward(self, x, name, parameters, encoding, seed, out):
+        """f(x) into `out` (laid out as the dense x; x itself will do), and the packed codes.
+
+        None, with nothing done, if this function or dtype has no fused kernel.
+        """
+        number = _NUMBERS.get(name)
+        table = _table(encoding)
+        if number is None or table is None or x.dtype == torch.float64:
+            return None
+        p0, p1 = (*parameters, 0.0, 0.0)[:2] if parameters else (0.0, 0.0)
+        packed = _packed(x.numel(), encoding.bits, x.device)
+        self._kernels.forward(
+            number,
+            p0,
+            p1,
+            table,
+            _buffer(x),
+            _buffer(out),
+            _buffer(packed),
+            None if seed is None else _buffer(seed),
+            *self._where(x),
+        )
+        return packed
+
+    def forward_quantised(
+        self,
+        x,
+        name,
+        parameters,
+        encoding,
+        seed,
+        out,
+        qseed,
+        bits,
+        group_size,
+        wide=False,
+    ):
+        """`forward` of an x with samples outermost, and `quantise` of `out` with qseed, in one pass over memory.
+
+        Returns packed codes and (packed, ranges, spread), the same as of the two. None, with nothing done, where
+        there is no fused kernel, on CUDA, or where groups do not lie so that threads can share the work.
+        """
+        number, table = _NUMBERS.get(name), _table(encoding)
+        if x.device.type != "cpu" or number is None or table is None or x.dtype == torch.float64:
+            return None
+        p0, p1 = (*parameters, 0.0, 0.0)[:2] if parameters else (0.0, 0.0)
+        samples, features = groups.samples_of(x.shape)
+        codes = _packed(x.numel(), encoding.bits, x.device)
+        packed = _packed(x.numel(), bits, x.device)
+        ranges = _ranges(groups.group_count(samples, features, group_size), wide, x.device)
+        spread = self._kernels.forward_quantised(
+            number,
+            p0,
+            p1,
+            table,
+            _buffer(x),
+            samples,
+            features,
+            _buffer(out),
+            _buffer(codes),
+            None if seed is None else _buffer(seed),
+            group_size,
+            bits,
+            wide,
+            _buffer(qseed),
+            _buffer(packed),
+            _buffer(ranges),
+            *self._where(x),
+        )
+        return None if spread is None else (codes, (packed, ranges, spread))
+
+    def quantise(self, x, seed, bits, group_size, wide, widths=None, words=None, normalise=None):
+        """As `reference.quantise`; the spread as Python floats, (None, None) on CUDA."""
+        samples, features = groups.samples_of(x.shape)
+        if widths is None:
+            words = packed_words(x.numel(), bits)
+            rows = groups.group_count(samples, features, group_size)
+        else:
+            rows = groups.most_groups(samples, features, group_size)
+        packed = torch.empty(words, dtype=torch.int32, device=x.device)
+        ranges = _ranges(rows, wide, x.device)
+        kept, streams = self._streams(widths)
+        spread = self._kernels.quantise(
+            _buffer(x),
+            samples,
+            features,
+            group_size,
+            1 if widths is not None else bits,  # where it says nothing it need not be valid
+            *streams,
+            wide,
+            _buffer(seed),
+            _buffer(packed),
+            _buffer(ranges),
+            *self._where(x),
+            *_vectors(normalise, x.numel()),
+        )
+        return packed, ranges, spread or (None, None)
+
+    def squares(self, x, group_size, normalise=None):
+        """As `reference.squares`."""
+        samples, features = groups.samples_of(x.shape)
+        if features < groups.LEAST_FEATURES:
+            return reference.squares(x, group_size, normalise)
+        count = groups.group_count(samples, features, group_size)
+        out = torch.empty(count, dtype=torch.float32, device=x.device)
+        self._kernels.squares(
+            _buffer(x),
+            samples,
+            features,
+            group_size,
+            _buffer(out),
+            *self._where(x),
+            *_vectors(normalise, x.numel()),
+        )
+        return out.view(samples, count // max(samples, 1)).sum(1)
+
+    def dequantise(self, packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
+        """As `reference.dequantise`."""
+        samples, features = groups.samples_of(out.shape)
+        kept, streams = self._streams(widths)
+        self._kernels.dequantise(
+            _buffer(packed),
+            _buffer(ranges),
+            1 if widths is not None else bits,  # where it says nothing it need not be valid
+            *streams,
+            ranges.shape[1:] == (groups.WIDE,),
+            samples,
+            features,
+            group_size,
+            _buffer(out),
+            *self._where(out),
+            *_vectors(affine, out.numel()),
+        )
+
+    def grid_fixed(self, gamma, beta, bits):
+        """As `reference.grid_fixed`."""
+        if gamma.dtype != torch.float32:
+            return reference.grid_fixed(gamma, beta, bits)
+        n = len(gamma)
+        grid = torch.empty(_kernels.GRID_ROWS, n, dtype=torch.float32, device=gamma.device)
+        arguments = _buffer(gamma), _buffer(beta), bits, _buffer(grid)
+        self._kernels.grid_fixed(*arguments, *self._where(gamma))
+        return grid
+
+    def encode_fixed(self, x, y, grid, bits, inner, normalise=None):
+        """As `reference.encode_fixed`."""
+        packed = _packed(x.numel(), bits, x.device)
+        self._kernels.encode_fixed(
+            _buffer(x),
+            _buffer(y),
+            _buffer(grid),
+            inner,
+            bits,
+            _buffer(packed),
+            *self._where(x),
+            *_vectors(normalise, x.numel()),
+        )
+        return packed
+
+    def decode_fixed(self, packed, grid, bits, inner, out, slope=None, scale=None) -> None:
+        """As `reference.decode_fixed`."""
+        self._kernels.decode_fixed(
+            _buffer(packed),
+            _buffer(grid),
+            inner,
+            bits,
+            slope is not None,
+            slope or 0.0,
+            _buffer(out),
+            *self._where(out),
+            *_vectors(scale, out.numel()),
+        )
+
+    def mask_fixed(self, grad, packed, grid, bits, inner, slope, out) -> None:
+        """As `reference.mask_fixed`."""
+        self._kernels.mask_fixed(
+            _buffer(grad),
+            _buffer(packed),
+            _buffer(grid),
+            inner,
+            bits,
+            slope,
+            _buffer(out),
+            *self._where(grad),
+        )
+
+
+def _buffer(tensor):
+    """Return a dense tensor as (address, number of elements, dtype, device). ValueError if the tensor is not dense."""
+    if not tensor.is_contiguous():
+        check_dense(tensor)
+    return tensor.data_ptr(), tensor.numel(), _DTYPES.get(tensor.dtype, -1), tensor.get_device()
+
+
+def _element(tensor, like):
+    """Return the buffer of one element, for an expanded tensor. ValueError unless the tensor has as many elements as `like`."""
+    if tensor.numel() != like.numel():
+        raise ValueError(f"grad: expected {like.numel()} elements, got {tensor.numel()}")
+    return tensor.data_ptr(), 1, _DTYPES.get(tensor.dtype, -1), tensor.get_device()
+
+
+def _vectors(given, n):
+    """The trailing arguments for `normalise` or `affine` of n elements."""
+    if given is None:
+        return ()
+    *vectors, inner = given
+    check_vectors(vectors, inner, n)
+    return *(None if each is None else _buffer(each) for each in vectors), inner
+
+
+def _table(encoding: Encoding):
+    """The kernels' copy of the constants, kept with the encoding; None for a table they do not take."""
+    try:
+        return encoding.native
+    except AttributeError:
+        vars(encoding)["native"] = table = _native_table(encoding)
+        return table
+
+
+def _native_table(encoding: Encoding):
+    if len(encoding.breaks64) > _MOST_BREAKS:
+        return None
+    if encoding.unbiased and len(encoding.points) > _MOST_POINTS:
+        return None
+    return _kernels.Table(
+        encoding.bits,
+        encoding.initial,
+        encoding.breaks32,
+        encoding.flips32,
+        encoding.breaks64,
+        encoding.flips64,
+        encoding.lut32,
+        encoding.lut64,
+        points=encoding.points,
+        origins=encoding.origins,
+        values=encoding.values,
+        slopes=encoding.slopes,
+        levels=encoding.levels32,
+        inverse_gaps=encoding.inverse_gaps,
+    )
+
+
+def _packed(n: int, bits: int, device) -> torch.Tensor:
+    return torch.empty(packed_words(n, bits), dtype=torch.int32, device=device)
+
+
+def _ranges(rows: int, wide: bool, device) -> torch.Tensor:
+    columns = groups.WIDE if wide else groups.WIDE - 1
+    return torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+
+
+def cpu(isa: str | None = None) -> Kernels:
+    """Return the CPU kernels of the named instruction set.
+
+    By default the environment variable FEWBIT_CPU_ISA names the set, or it is the best one of this processor.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    _kernels.use_openmp_of(str(library))
+    isa = isa or _asked_isa() or _kernels.cpu_isas()[0]
+    return Kernels(_kernels.Cpu(isa), lambda tensor: (torch.get_num_threads(),), _widths, isa)
+
+
+def _asked_isa() -> str | None:
+    """Return the value of FEWBIT_CPU_ISA; None if the variable is unset or empty."""
+    asked, there = os.environ.get("FEWBIT_CPU_ISA"), _kernels.cpu_isas()
+    if asked and asked not in there:
+        raise FewbitError(
+            f"FEWBIT_CPU_ISA: expected one of {', '.join(there)}, which this processor can run; got {asked!r}"
+        )
+    return asked
+
+
+def _widths(widths):
+    """The widths as the CPU's kernels take them: a byte a sample."""
+    if widths is None:
+        return None, (None,)
+    kept = widths.contiguous()
+    return kept, (_buffer(kept),)
+
+
+def cuda() -> Kernels:
+    """The CUDA kernels; they run on the tensor's device and torch's current stream."""
+
+    def where(tensor):
+        index = tensor.device.index
+        return index, torch.cuda.current_stream(index).cuda_stream
+
+    return Kernels(_kernels.cuda, where, _order, "cuda")
+
+
+def _order(widths):
+    """The widths as the CUDA kernels take them: samples in the order of streams, and how many have each width."""
+    if widths is None:
+        return None, (None, None)
+    order = torch.argsort(widths, stable=True)
+    each = torch.arange(9, dtype=widths.dtype, device=widths.device)
+    counts = (widths[None, :] == each[:, None]).sum(1)
+    return (order, counts), (_buffer(order), _buffer(counts))
+
+
+def cuda_unusable(device: torch.device) -> str:
+    """Why the CUDA kernels cannot run on that device; empty if they can."""
+    if _kernels.cuda is None:
+        return "fewbit was built without CUDA"
+    usable, reason = _kernels.cuda.available(device.index)
+    return "" if usable else reason

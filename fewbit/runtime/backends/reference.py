@@ -1,0 +1,128 @@
+"""The reference backend: plain torch, any device, and the oracle of every other backend.
+
+Inputs are dense (see layout). Every function here follows docs/table_schema.md to the letter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fewbit.runtime.backends.reference_bits import pack, philox_words, unpack
+from fewbit.runtime.backends.reference_fixed_point import (
+    decode_fixed,
+    encode_fixed,
+    grid_fixed,
+    mask_fixed,
+)
+from fewbit.runtime.backends.reference_quantizer import dequantise, quantise, squares
+from fewbit.runtime.format.buffers import Entry
+from fewbit.runtime.format.encoding import Encoding, gray
+from fewbit.runtime.format.layout import is_broadcast_scalar, storage_order
+
+__all__ = [
+    "decode_fixed",
+    "decode_mul",
+    "dequantise",
+    "encode",
+    "encode_fixed",
+    "forward",
+    "forward_quantised",
+    "grid_fixed",
+    "mask_fixed",
+    "pack",
+    "quantise",
+    "squares",
+    "unpack",
+]
+
+
+def forward(*_) -> None:
+    """Nothing is fused here: the runtime calls torch's own function, then encode."""
+    return None
+
+
+def forward_quantised(*_) -> None:
+    """Nor here."""
+    return None
+
+
+def encode(x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None) -> torch.Tensor:
+    """The packed codes of a dense x of any floating dtype; seed: one int64, for unbiased tables."""
+    entry = Entry("encode", x)
+    entry.check_numbers("x", x)
+    entry.check_seed(seed, encoding.unbiased)
+    flat = storage_order(x.detach())
+    codes = _drawn(flat, encoding, seed) if encoding.unbiased else _located(flat, encoding)
+    return pack(codes, encoding.bits)
+
+
+def decode_mul(
+    grad: torch.Tensor, packed: torch.Tensor, encoding: Encoding, out: torch.Tensor
+) -> None:
+    """out = lut[code] * grad, in storage order.
+
+    grad: laid out as the dense `out`, or a broadcast scalar; one rounding to its dtype, which is out's.
+    """
+    n = out.numel()
+    entry = Entry("decode_mul", grad)
+    entry.check_numbers("out", out)
+    grad = grad.reshape(-1).contiguous() if is_broadcast_scalar(grad) else grad
+    entry.check("grad", grad, n, out.dtype)
+    entry.check_packed(packed, n, encoding.bits)
+    flat = storage_order(grad)
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    lut = encoding.lut64 if wide == torch.float64 else encoding.lut32
+    codes = unpack(packed, encoding.bits, n).to(torch.int64)
+    product = _constant(lut, grad.device)[codes] * flat.to(wide)
+    storage_order(out).copy_(product.to(grad.dtype))
+
+
+def _located(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    """codes of flat: the initial code with the flips of all breaks below x."""
+    if flat.dtype == torch.float64:
+        breaks, flips = encoding.breaks64, encoding.flips64
+    else:
+        breaks, flips = encoding.breaks32, encoding.flips32
+        flat = flat.to(torch.float32)
+    pieces = [encoding.initial]
+    for flip in flips.tolist():
+        pieces.append(pieces[-1] ^ flip)
+    # bucketize counts the breaks below x, and all of them for NaN.
+    piece = torch.bucketize(flat, _constant(breaks, flat.device))
+    return torch.tensor(pieces, dtype=torch.uint8, device=flat.device)[piece]
+
+
+def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.Tensor:
+    """codes of one draw: docs/table_schema.md, "A draw", operation for operation in float32."""
+    x = flat.to(torch.float32)
+    points, origins, values, slopes, levels, inverse_gaps = (
+        _constant(array, x.device)
+        for array in (
+            encoding.points,
+            encoding.origins,
+            encoding.values,
+            encoding.slopes,
+            encoding.levels32,
+            encoding.inverse_gaps,
+        )
+    )
+    segment = torch.bucketize(x, points)
+    i = (segment - 1).clamp(0, len(slopes) - 1)
+    inside = values[i] + (x - origins[i]) * slopes[i]
+    mean = torch.where(segment == 0, values[0], inside)
+    mean = torch.where(segment == len(points), values[-1], mean)
+    mean = mean.clamp(levels[0], levels[-1])
+    lower = (torch.bucketize(mean, levels, right=True) - 1).clamp(0, len(levels) - 2)
+    probability = (mean - levels[lower]) * inverse_gaps[lower]
+    level = lower + (uniform(seed, x.numel()) < probability)
+    return gray(level).to(torch.uint8)
+
+
+def uniform(seed: torch.Tensor, n: int) -> torch.Tensor:
+    """(n,) float32 in [0, 1) on seed's device: fewbit.table.philox.uniform(seed, arange(n))."""
+    index = torch.arange(n, dtype=torch.int64, device=seed.device)
+    return (philox_words(seed, index)[0] >> 8).to(torch.float32) * 2.0**-24
+
+
+def _constant(array, device) -> torch.Tensor:
+    return torch.from_numpy(array.copy()).to(device)

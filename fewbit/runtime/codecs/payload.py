@@ -1,0 +1,188 @@
+"""What codecs have in common: the payload, the check of what they are given, and the tensor kept as it is."""
+
+from __future__ import annotations
+
+import math
+from math import prod
+from numbers import Real
+from typing import NamedTuple, Protocol
+
+import torch
+
+from fewbit.errors import InputError
+from fewbit.runtime.format import layout
+from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.ops import FLOATING
+from fewbit.runtime.quantizers.quantizer import Kept
+from fewbit.runtime.saved import offload
+from fewbit.sizes import counted
+
+EXACT = "exact"
+
+
+class Payload(NamedTuple):
+    """A compressed tensor: `fewbit.runtime.quantizers.quantizer.Kept(*payload)` is the same for a layer.
+
+    tensors: all that takes memory, for `save_for_backward`. recipe: plain data, with
+    restore(tensors, dtype=None, affine=None), as `fewbit.runtime.quantizers.quantizer.Recipe`, and count, of the tensors.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    recipe: object
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors' elements."""
+        return sum(each.numel() * each.element_size() for each in self.tensors)
+
+    @property
+    def codec(self) -> str:
+        """What has kept it, as codecs leave to others what they do not make smaller: a codec's name, or EXACT."""
+        return kept_by(self.recipe)
+
+    def __repr__(self) -> str:
+        """What kept it, of what, and how small; not the numbers."""
+        recipe = self.recipe
+        size = self.tensors[0].shape if isinstance(recipe, Exact) else recipe.size
+        dense, dtype = prod(size) * recipe.dtype.itemsize, str(recipe.dtype).removeprefix("torch.")
+        times = f", {dense / self.nbytes:.3g} times less" if self.nbytes else ""
+        return (
+            f"Payload({self.codec}: {tuple(size)} {dtype} in {counted(self.nbytes, 'byte')}{times})"
+        )
+
+
+class Codec(Protocol):
+    """compress and decompress; what each guarantees of the error is in its class's docstring."""
+
+    name: str
+
+    def compress(self, tensor: torch.Tensor, bound, seed: torch.Tensor | None = None) -> Payload:
+        """tensor: float32, 64, 16 or bfloat16, of any shape and strides, in eager mode.
+
+        bound: of the squared error of an element, at least 0: a number, or (C,) numbers, one a channel
+        (dimension 1). seed: (1,) int64 on the tensor's device, of the draws; drawn from torch's generator unless given.
+        A tensor with a number that is not finite, or that would not become smaller, is kept as it is (a part of a
+        larger storage as a copy), and so is what cannot be kept within the bound. Raises InputError for bad input.
+        """
+
+    def decompress(self, payload: Payload) -> torch.Tensor:
+        """The values, of the tensor's size and dtype, in memory of their own. Raises InputError for no payload."""
+
+
+class Exact(NamedTuple):
+    """How a tensor that was kept as it is becomes values. codec: what a payload with it is shown as."""
+
+    dtype: torch.dtype
+    codec = EXACT
+    count = 1
+
+    def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """A copy, in its own dtype unless given; affine: as for `Recipe.restore`."""
+        return mapped(tensors[0].clone(), dtype or self.dtype, affine)
+
+
+def kept_by(recipe) -> str:
+    """As `Payload.codec`."""
+    return getattr(recipe, "codec", "quant")  # a layer's own recipe is the quantiser's
+
+
+def exact(x: torch.Tensor) -> Payload:
+    """x itself, or a copy where x is a part of a larger storage."""
+    # torch's own layer keeps the part, and with it all of the storage, which it shares with other layers that do. Here
+    # they keep a few bits, so that the rest would stay for x alone; of parts that are all kept the copies are no more.
+    return Payload((x.clone() if layout.is_part(x) else x,), Exact(x.dtype))
+
+
+def smaller(x: torch.Tensor, tensors, recipe) -> Payload:
+    """The payload of those tensors, made of x to be kept; x itself where they are no smaller."""
+    payload = Payload(tuple(tensors), recipe)
+    if payload.nbytes >= x.numel() * x.element_size():
+        return exact(x)
+    offload.mark(*payload.tensors)
+    return payload
+
+
+def restored(payload: Payload) -> torch.Tensor:
+    """The values, whichever codec has made it. InputError for what is no payload."""
+    if not isinstance(payload, Payload | Kept):  # Kept: what a layer has made of one
+        raise InputError(f"expected a Payload, got {type(payload).__name__}")
+    return payload.recipe.restore(payload.tensors)
+
+
+def mapped(values: torch.Tensor, dtype: torch.dtype, affine) -> torch.Tensor:
+    """values, which are written to, times scale plus shift in dtype; affine: (scale, shift, inner) or None."""
+    scale, shift, _ = affine or (None, None, None)
+    if scale is not None:
+        values.mul_(scale)
+    if shift is not None:
+        values.add_(shift)
+    return values.to(dtype)
+
+
+def checked(tensor: torch.Tensor, bound, seed=None) -> torch.Tensor:
+    """The bound as float64 on the CPU: (1,) for all elements or (C,), one a channel. InputError for bad input.
+
+    Reads a bound that is a tensor on another device, which waits for it.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATING:
+        got = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise InputError(f"expected a tensor of float32, 64, 16 or bfloat16, got {got}")
+    if tensor.layout is not torch.strided or tensor.is_nested or not is_plain(tensor):
+        raise InputError(
+            "expected an ordinary tensor in eager mode (codecs choose sizes by values), got "
+            f"{type(tensor).__name__} of layout {tensor.layout}, or a traced one"
+        )
+    _check_seed(seed, tensor)
+    limits = _numbers(bound)
+    if limits.dim() == 0:
+        limits = limits.reshape(1)
+    elif tensor.dim() < 2 or limits.shape != (tensor.shape[1],):
+        channels = tensor.shape[1] if tensor.dim() > 1 else "none"
+        raise InputError(
+            f"expected a bound for each channel ({channels}) of a tensor of shape {tuple(tensor.shape)}, "
+            f"got shape {tuple(limits.shape)}"
+        )
+    if not bool((limits >= 0).all()):
+        worst = limits.min().item() if not limits.isnan().any() else math.nan
+        raise InputError(f"expected a bound of at least 0, got {worst}")
+    return limits.clamp(max=torch.finfo(torch.float64).max)  # so that differences have values
+
+
+def _numbers(bound) -> torch.Tensor:
+    """A number or several, in float64 on the CPU."""
+    try:
+        numbers = torch.as_tensor(float(bound) if isinstance(bound, Real) else bound)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        numbers = None
+    if numbers is None or numbers.is_complex() or isinstance(bound, bool):
+        raise InputError(f"expected a number for a bound, or one a channel, got {bound!r:.50}")
+    return numbers.detach().to("cpu", torch.float64)
+
+
+def _check_seed(seed, tensor) -> None:
+    if seed is None:
+        return
+    if not isinstance(seed, torch.Tensor):
+        raise InputError(f"expected a tensor for a seed, got {type(seed).__name__}")
+    if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != tensor.device:
+        raise InputError(
+            f"expected one int64 on {tensor.device} for a seed, got {seed.numel()} of {seed.dtype} on {seed.device}"
+        )
+
+
+def largest(x: torch.Tensor, channels: bool) -> torch.Tensor:
+    """(1,) or (C,) float64 on the CPU: the greatest magnitude, NaN or inf if one is not finite. x: not empty."""
+    dims = [dim for dim in range(x.dim()) if not channels or dim != 1]
+    return x.abs().amax(dims).reshape(-1).to("cpu", torch.float64)
+
+
+def left_over(limits, magnitude, dtype: torch.dtype, roundings: int = 3) -> torch.Tensor:
+    """What of the limits is left to a codec that computes in float32: float64, 0 where nothing is.
+
+    roundings: of a value in float32. Root mean squares of errors add up to at most their sum. The last rounding, to dtype,
+    adds at most half a unit of the magnitude; and at most the error itself, as the exact value is of that dtype.
+    NaN where the magnitude is.
+    """
+    root = limits.sqrt() - roundings * 2.0**-24 * magnitude
+    unit = torch.finfo(dtype).eps / 2 * magnitude
+    return torch.maximum(root - unit, root - limits.sqrt() / 2).clamp(min=0).square()

@@ -1,0 +1,78 @@
+"""Many small integers in as few bits as each row of them needs, rows with many zeros without their zeros."""
+
+from __future__ import annotations
+
+import torch
+
+from fewbit.runtime import backends
+from fewbit.runtime.format.encoding import packed_words
+
+SPARSE = 128
+"""Added to the width of a row whose zeros a mask names."""
+BYTE = 8
+
+
+def write(numbers: torch.Tensor):
+    """(words, widths, nonzeros) of numbers: (C, K, n) int32, of magnitude below 2^15.
+
+    words: 1-D int32, the packed integers of all rows (docs/quantizer.md has the format), by ascending entry of widths.
+    widths: (C, K) uint8, bits of each row's integers, plus SPARSE where only those that are not zero are kept,
+    after a bit each. nonzeros: how many, of each sparse width. Waits for the device.
+    """
+    # 0, 1, -1, 2, -2 ... as 0, 1, 2, 3, 4 ...
+    folded = 2 * numbers.abs() - (numbers > 0).to(torch.int32)
+    rows = folded.reshape(-1, numbers.shape[2])
+    widths = torch.frexp(rows.amax(1).float()).exponent
+    nonzero = (rows != 0).sum(1)
+    widths = widths + SPARSE * (len(rows[0]) + nonzero * widths < len(rows[0]) * widths)
+    words, nonzeros = [], []
+    for width in widths.unique().tolist():
+        chosen = rows[widths == width].reshape(-1)
+        if width >= SPARSE:
+            is_kept = chosen != 0
+            words.append(_pack(is_kept.to(torch.int32), 1))
+            chosen = chosen[is_kept]
+            nonzeros.append(len(chosen))
+        if width:
+            words.append(_pack(chosen, width % SPARSE))
+    joined = torch.cat(words) if words else rows.new_zeros(0)
+    return joined, widths.to(torch.uint8).view(numbers.shape[:2]), tuple(nonzeros)
+
+
+def read(words, widths, n: int, nonzeros) -> torch.Tensor:
+    """(C, K, n) int32: what `write` was given. Waits for the device."""
+    flat, nonzeros = widths.reshape(-1), iter(nonzeros)
+    rows = torch.zeros(len(flat), n, dtype=torch.int32, device=words.device)
+    for width in flat.unique().tolist():
+        if not width:
+            continue
+        where = flat == width
+        values = torch.zeros(int(where.sum()) * n, dtype=torch.int32, device=words.device)
+        if width >= SPARSE:
+            mask, words = _unpack(words, 1, len(values))
+            values[mask.bool()], words = _unpack(words, width - SPARSE, next(nonzeros))
+        else:
+            values, words = _unpack(words, width, len(values))
+        rows[where] = values.view(-1, n)
+    unfolded = torch.where(rows % 2 == 1, rows + 1, -rows) // 2
+    return unfolded.view(*widths.shape, n)
+
+
+def _pack(values: torch.Tensor, width: int) -> torch.Tensor:
+    """values: (n,) int32 in [0, 2^width), width up to 16. More than 8 bits go as two streams."""
+    backend = backends.of(values)
+    low = backend.pack((values & 255).to(torch.uint8), min(width, BYTE))
+    if width <= BYTE:
+        return low
+    return torch.cat((low, backend.pack((values >> BYTE).to(torch.uint8), width - BYTE)))
+
+
+def _unpack(words, width: int, n: int):
+    """(the first n values, int32, the words after them)."""
+    backend = backends.of(words)
+    low, high = packed_words(n, min(width, BYTE)), packed_words(n, max(width - BYTE, 0))
+    values = backend.unpack(words[:low].contiguous(), min(width, BYTE), n).to(torch.int32)
+    if high:
+        rest = words[low : low + high].contiguous()
+        values += backend.unpack(rest, width - BYTE, n).to(torch.int32) << BYTE
+    return values, words[low + high :]

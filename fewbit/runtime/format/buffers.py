@@ -1,0 +1,131 @@
+"""Checks of the tensors that backends get: dense, on one device, of the right dtype and size.
+
+The compiled kernels make the same checks of their buffers (csrc/bindings.cpp, `Entry`), with the same messages.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.encoding import packed_words
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the elements of a tensor fill a contiguous part of its storage without overlap or gap."""
+    if not layout.are_dense(tensor.shape, tensor.stride()):
+        raise ValueError(
+            f"expected a dense tensor, got strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}"
+        )
+
+
+class Entry:
+    """The checks for a call of one function of a backend.
+
+    Args:
+        name: The name of the function, for messages.
+        like: The tensor whose device all other tensors must have.
+    """
+
+    def __init__(self, name: str, like: torch.Tensor):
+        self.name = name
+        self.device = like.device
+
+    def check(self, name: str, tensor, count: int, dtype, is_least: bool = False) -> None:
+        """Raise ValueError unless a tensor is dense, on the device, and has that dtype and number of elements.
+
+        Args:
+            name: The name of the argument, for the message.
+            tensor: The tensor; None is refused too.
+            count: The number of elements that the tensor must have, or the least number if is_least.
+            dtype: The dtype that the tensor must have.
+            is_least: Whether the tensor may have more elements.
+        """
+        if tensor is not None:
+            check_dense(tensor)
+            enough = tensor.numel() >= count if is_least else tensor.numel() == count
+            if enough and tensor.dtype == dtype and tensor.device == self.device:
+                return
+        more = " or more" if is_least else ""
+        expected = f"{count} {_name(dtype)}{more}{_place(self.device)}"
+        raise ValueError(f"{self.name}: {name}: expected {expected}, got {_described(tensor)}")
+
+    def check_numbers(self, name: str, tensor) -> None:
+        """Raise ValueError unless a tensor is dense, on the device, and of a floating dtype that backends take."""
+        if tensor.dtype not in FLOATING:
+            raise ValueError(
+                f"{self.name}: {name}: expected float32, float64, float16 or bfloat16, got {_described(tensor)}"
+            )
+        self.check(name, tensor, tensor.numel(), tensor.dtype)
+
+    def check_seed(self, seed, is_drawn: bool = True) -> None:
+        """Raise ValueError if codes are drawn at random without a seed, or a seed is given for codes that are not."""
+        if is_drawn:
+            self.check("seed", seed, 1, torch.int64)
+        elif seed is not None:
+            raise ValueError(
+                f"{self.name}: seed: expected none, as the table is not unbiased, got {_described(seed)}"
+            )
+
+    def check_packed(self, packed, n: int, bits: int) -> None:
+        """Raise ValueError unless packed has the number of words that n elements need."""
+        check_bits(bits)
+        self.check("packed", packed, packed_words(n, bits), torch.int32)
+
+    def check_copy(self, packed, ranges, bits, group_size, shape, widths) -> None:
+        """Raise ValueError unless packed codes and ranges have the sizes for a quantised tensor of the given shape."""
+        samples, features = groups.samples_of(shape)
+        if ranges.dim() != 2 or ranges.shape[1] not in (groups.WIDE - 1, groups.WIDE):
+            raise ValueError(
+                f"{self.name}: ranges: expected 2 or 3 columns, got shape {tuple(ranges.shape)}"
+            )
+        if widths is None:
+            check_bits(bits)
+            words = packed_words(samples * features, bits)
+            rows = groups.group_count(samples, features, group_size)
+        else:
+            words, rows = self.check_widths(widths, samples, features, group_size)
+        is_mixed = widths is not None
+        self.check("packed", packed, words, torch.int32, is_mixed)
+        self.check("ranges", ranges, rows * ranges.shape[1], torch.bfloat16, is_mixed)
+
+    def check_widths(self, widths, samples: int, features: int, group_size: int) -> tuple[int, int]:
+        """Return the total words and groups of samples with these widths in bits; ValueError unless each width is 1 to 8."""
+        self.check("widths", widths, samples, torch.uint8)
+        widths = widths.tolist()
+        for bits in widths:
+            check_bits(bits)
+        counts = [widths.count(bits) for bits in range(1, 9)]
+        rows = sum(groups.group_count(count, features, group_size) for count in counts)
+        return groups.mixed_words(widths, features), rows
+
+    def check_grid(self, grid, bits: int) -> None:
+        """Raise ValueError unless grid is one of the fixed-point code."""
+        check_bits(bits)
+        if grid.dim() != 2 or len(grid) != 7:
+            raise ValueError(
+                f"{self.name}: grid: expected 7 rows of float32, got {_described(grid)}"
+            )
+        self.check("grid", grid, grid.numel(), torch.float32)
+
+
+def check_bits(bits: int) -> None:
+    """Raise ValueError unless bits is a width of packed codes."""
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits: expected 1 to 8, got {bits}")
+
+
+def _described(tensor) -> str:
+    if tensor is None:
+        return "none"
+    return f"{tensor.numel()} {_name(tensor.dtype)}{_place(tensor.device)}"
+
+
+def _name(dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _place(device) -> str:
+    return " on the CPU" if device.type == "cpu" else f" on {device}"

@@ -1,0 +1,57 @@
+"""Checksums of a tensor's memory, to detect writes through `x.data` or `x.numpy()`, which change no version."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from fewbit.runtime.format import layout
+from fewbit.runtime.interop.tensor_kinds import is_plain
+
+SMALL = 1024
+"""Largest number of bytes for which a CRC of all bytes is faster than sums of columns."""
+WIDTHS = (61, 67, 71), (1021, 1031, 1033)
+"""Numbers of columns, primes, for small and large tensors.
+
+One is taken that does not divide the number of words, so that no row of a tensor is a multiple of it: rows that are
+reordered come into other columns, unless they move by a multiple of so many rows.
+"""
+
+
+def fingerprint(x: torch.Tensor) -> int | bytes | None:
+    """Return a checksum of a tensor's memory.
+
+    Up to SMALL bytes it is a CRC. Above, it is the sums of the columns of the memory as rows of 64-bit integers, which
+    are computed at the speed of memory, and a CRC of the rest. Exchanging words within a column does not change
+    it.
+
+    Returns:
+        The checksum. None if the tensor is not on the CPU, since reading would synchronize with the device, or has no
+        readable memory.
+    """
+    if x.device.type != "cpu" or not is_plain(x):
+        return None
+    if not x.is_contiguous() and not layout.is_dense(x):
+        x = x.contiguous()
+    address, size = x.data_ptr(), x.nbytes
+    if not address or not size:
+        return None
+    if size <= SMALL:
+        return zlib.crc32(_bytes(size).from_address(address))
+    words = size // 8
+    widths = WIDTHS[size > 64 * WIDTHS[1][0]]
+    width = next((each for each in widths if words % each), widths[0])
+    # An odd number of rows: the same number added to every word, as a changed sign or exponent is, then shows in the sums.
+    words = ((words // width - 1) | 1) * width
+    rows = np.frombuffer(_bytes(8 * words).from_address(address), np.uint64).reshape(-1, width)
+    rest = zlib.crc32(_bytes(size - 8 * words).from_address(address + 8 * words))
+    return np.add.reduce(rows, 0).tobytes() + rest.to_bytes(4, "big")
+
+
+@lru_cache(maxsize=1024)
+def _bytes(size: int):
+    return ctypes.c_char * size

@@ -1,0 +1,94 @@
+"""torch's own forward of every named function: what runs when no gradient is needed, and where no
+fused kernel exists. Parameters come in the order of `fewbit.functions`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from fewbit.runtime.interop.original_functions import functional as F
+
+
+def _quick_gelu(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _gelu_fast(x):
+    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+
+def _gelu_10(x):
+    return torch.clip(F.gelu(x), -10.0, 10.0)
+
+
+def _laplace(x, mu, sigma):
+    return 0.5 * (1.0 + torch.erf((x - mu).div(sigma * math.sqrt(2.0))))
+
+
+def _identity(x):
+    return x.clone()  # an op's output may not be its input
+
+
+FORWARD: dict[str, Callable[..., torch.Tensor]] = {
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "rrelu": lambda x, lower, upper: F.rrelu(x, lower, upper, training=False),
+    "threshold": F.threshold,
+    "relu_squared": lambda x: torch.square(F.relu(x)),
+    "elu": F.elu,
+    "celu": F.celu,
+    "selu": F.selu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": _gelu_fast,
+    "gelu_10": _gelu_10,
+    "quick_gelu": _quick_gelu,
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+    "mish": F.mish,
+    "sigmoid": torch.sigmoid,
+    "hardsigmoid": F.hardsigmoid,
+    "logsigmoid": F.logsigmoid,
+    "laplace": _laplace,
+    "tanh": torch.tanh,
+    "hardtanh": F.hardtanh,
+    "tanhshrink": F.tanhshrink,
+    "hardshrink": F.hardshrink,
+    "softshrink": F.softshrink,
+    "softsign": F.softsign,
+    "softplus": F.softplus,
+    "sqrtsoftplus": lambda x: torch.sqrt(F.softplus(x)),
+    "identity": _identity,
+}
+
+IN_PLACE: dict[str, Callable[..., torch.Tensor]] = {
+    "relu": torch.relu_,
+    "relu6": lambda x: F.relu6(x, inplace=True),
+    "leaky_relu": F.leaky_relu_,
+    "rrelu": lambda x, lower, upper: F.rrelu(x, lower, upper, training=False, inplace=True),
+    "threshold": F.threshold_,
+    "elu": F.elu_,
+    "celu": F.celu_,
+    "selu": F.selu_,
+    "hardtanh": F.hardtanh_,
+    "silu": lambda x: F.silu(x, inplace=True),
+    "mish": lambda x: F.mish(x, inplace=True),
+    "hardswish": lambda x: F.hardswish(x, inplace=True),
+    "hardsigmoid": lambda x: F.hardsigmoid(x, inplace=True),
+}
+"""The functions that torch has in place."""
+
+AUTOCAST_FLOAT32 = {"cuda": {"softplus", "sqrtsoftplus"}}
+"""By device: functions that torch's autocast runs in float32."""
+
+CONTIGUOUS = {"logsigmoid", "rrelu"}
+"""Functions with contiguous results in torch on at least one device, for inputs of any strides."""
+
+OTHER_STRIDES = {"relu6", "hardtanh", "identity"}
+"""Functions that leave other strides to dimensions of size 1 than `layout.result_stride` says."""
+
+MADE_CONTIGUOUS = {"cpu": {"logsigmoid"}}
+"""{device type: functions that torch computes from a contiguous copy of the input, with a contiguous gradient}."""

@@ -1,0 +1,145 @@
+"""Small integers kept for the backward pass: in bit-planes, or in the narrowest dtype.
+
+`pack` and `narrow` return what `Quantiser.keep` does: tensors for `save_for_backward`, a recipe
+that restores the values, and the 1 by which a compiler sees that they are made in the forward pass.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch.library import register_fake
+
+from fewbit.runtime import backends, ops
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.encoding import packed_words
+from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.ops import define, keep_results
+from fewbit.runtime.quantizers.quantizer import Kept
+from fewbit.runtime.saved import offload
+
+MOST_BITS = 8
+"""Of packed codes; wider integers have a dtype of their own."""
+
+
+def bits_of(count: int) -> int:
+    """Bits of a number in [0, count)."""
+    return (count - 1).bit_length()
+
+
+def dtype_of(count: int) -> torch.dtype:
+    """The narrowest integer dtype that holds every number in [0, count)."""
+    if count <= 1 << 8:
+        return torch.uint8
+    if count <= 1 << 15:
+        return torch.int16
+    return torch.int32 if count <= 1 << 31 else torch.int64
+
+
+class Packed(NamedTuple):
+    """How packed integers become integers again."""
+
+    bits: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def restore(self, tensors) -> torch.Tensor:
+        """uint8 of that size and stride, or int16 / int32 beyond 8 bits."""
+        return self.flat(tensors).as_strided(self.size, self.stride)
+
+    def flat(self, tensors) -> torch.Tensor:
+        """The same, (n,), in storage order."""
+        (values,) = tensors
+        if self.bits > MOST_BITS:
+            return values
+        count = prod(self.size)
+        if is_plain(values):
+            return backends.of(values).unpack(values, self.bits, count)
+        return ops.unpack_op(values, self.bits, count)
+
+
+class Narrow(NamedTuple):
+    """How narrowed integers become what they were."""
+
+    dtype: torch.dtype
+
+    def restore(self, tensors) -> torch.Tensor:
+        return tensors[0].to(self.dtype)
+
+
+def pack(values: torch.Tensor, count: int) -> Kept:
+    """values: integers or bools in [0, count), any strides, in as many bits as count asks for.
+
+    Up to 8 bits: ``4 * bits * ceil(n / 32)`` bytes; beyond: n of the narrowest of int16 and int32.
+    """
+    bits = bits_of(count)
+    recipe = Packed(bits, tuple(values.shape), tuple(layout.dense_stride(values)))
+    if is_plain(values):
+        packed = _pack(layout.dense(values), bits, count)
+        offload.mark(packed)
+        return Kept((packed,), recipe)
+    packed, one = pack_kept_op(values, bits, count, recipe.stride)
+    return Kept((packed,), recipe, one)
+
+
+def narrow(values: torch.Tensor, count: int) -> Kept:
+    """values: integers in [0, count), in the narrowest dtype, never a wider one than they have."""
+    dtype = dtype_of(count)
+    if dtype.itemsize >= values.dtype.itemsize:
+        return Kept((values,), Narrow(values.dtype))
+    if is_plain(values):
+        kept = values.to(dtype)
+        offload.mark(kept)
+        return Kept((kept,), Narrow(values.dtype))
+    kept, one = narrow_kept_op(values, dtype)
+    return Kept((kept,), Narrow(values.dtype), one)
+
+
+# -- ops -------------------------------------------------------------------------------------------
+
+
+def _pack(values, bits, count):
+    flat = layout.storage_order(values)
+    if bits > MOST_BITS:
+        return flat.to(dtype_of(count), copy=True)  # an op may not return what it was given
+    return backends.of(values).pack(flat.to(torch.uint8), bits)
+
+
+def _one(values):
+    return values.new_ones((), dtype=torch.float32)
+
+
+pack_kept_op = define(
+    "pack_kept(Tensor values, int bits, int count, SymInt[] stride) -> (Tensor, Tensor)",
+    lambda values, bits, count, stride: (
+        _pack(layout.told(values, stride), bits, count),
+        _one(values),
+    ),
+)
+narrow_kept_op = define(
+    "narrow_kept(Tensor values, ScalarType dtype) -> (Tensor, Tensor)",
+    # Contiguous, so that the result's strides do not depend on the input's; copied, because an op must not return its input.
+    lambda values, dtype: (
+        values.to(dtype, memory_format=torch.contiguous_format, copy=True),
+        _one(values),
+    ),
+)
+
+
+@register_fake("fewbit::pack_kept")
+def _(values, bits, count, stride):
+    if bits > MOST_BITS:
+        return values.new_empty(values.numel(), dtype=dtype_of(count)), _one(values)
+    return values.new_empty(packed_words(values.numel(), bits), dtype=torch.int32), _one(values)
+
+
+@register_fake("fewbit::narrow_kept")
+def _(values, dtype):
+    like = {"dtype": dtype, "memory_format": torch.contiguous_format}
+    return torch.empty_like(values, **like), _one(values)
+
+
+keep_results(pack_kept_op)
+keep_results(narrow_kept_op)

@@ -1,0 +1,186 @@
+"""What a norm keeps in fixed point, and all that is restored from it: x~, y = gamma x~ + beta, and ReLU of y.
+
+One packed tensor serves a pre-activation block (BLPA, section 3.2): the norm keeps it and offers y to the layers of
+the same forward; a ReLU or LeakyReLU of y reads y's sign from it and offers its own result; a linear layer or
+convolution of either restores its input from it. Nothing is traced: who asks for a tensor that is offered, finds it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch.autograd import Function
+
+from fewbit.runtime.activations.autograd import once_differentiable
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.encoding import Encoding
+from fewbit.runtime.interop.tensor_kinds import is_eager
+from fewbit.runtime.ops import fixed_point
+from fewbit.runtime.quantizers.quantizer import Kept, flat
+from fewbit.runtime.saved import offload
+from fewbit.runtime.saved import session as sharing
+
+
+class FixedPoint(NamedTuple):
+    """How x~ is restored from (packed, weight, bias), of which the last two may be None.
+
+    inner: element e in storage order has channel (e div inner) mod channels.
+    """
+
+    bits: int
+    inner: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        """How many tensors are kept."""
+        return 3
+
+    def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """x~ in the size and strides of y; affine: as for `quantiser.Recipe.restore`."""
+        scale, shift, inner = affine or (None, None, None)
+        if shift is None and inner is not None and self.dtype == torch.float32:
+            return self._decode(tensors, dtype or self.dtype, scale=(flat(scale), inner))
+        values = self._decode(tensors, self.dtype)
+        if scale is not None:
+            values.mul_(scale)
+        if shift is not None:
+            values.add_(shift)
+        return values.to(dtype or self.dtype)
+
+    def result(self, tensors, dtype: torch.dtype, slope: float) -> torch.Tensor:
+        """y where it is positive, y * slope elsewhere."""
+        return self._decode(tensors, dtype, slope)
+
+    def masked(self, grad, tensors, slope: float) -> torch.Tensor:
+        """grad where y is positive, grad * slope elsewhere."""
+        packed, weight, bias = tensors
+        if not is_eager(grad):  # is_grads_batched=True
+            ones = torch.ones(self.size, dtype=grad.dtype, device=packed.device)
+            below = grad * slope if slope else torch.zeros_like(grad)
+            return torch.where(self.masked(ones, tensors, 0.0) > 0, grad, below)
+        grid = fixed_point.grid_of(weight, bias, self.bits, packed.device)
+        grad = layout.bring_to(grad, self.stride)
+        return fixed_point.mask(grad, packed, grid, self.bits, self.inner, slope)
+
+    def _decode(self, tensors, dtype, slope=None, scale=None):
+        packed, weight, bias = tensors
+        grid = fixed_point.grid_of(weight, bias, self.bits, packed.device)
+        of = packed, grid, self.bits, self.inner
+        return fixed_point.decode(*of, self.size, self.stride, dtype, slope, scale)
+
+
+class PreActivated(NamedTuple):
+    """How y, or the ReLU or LeakyReLU of it, is restored from the same tensors. slope: 1 for y itself."""
+
+    fixed: FixedPoint
+    dtype: torch.dtype
+    slope: float = 1.0
+
+    def restore(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """In the size and strides of y; dtype: its own unless given."""
+        return self.fixed.result(tensors, dtype or self.dtype, self.slope)
+
+
+def can_keep(quantiser, x, rstd, weight, bias, copies: int) -> bool:
+    """Whether a norm is to keep x~ in fixed point: not where a compiler traces, nor with statistics of 16 bits."""
+    if not quantiser.fuse or copies != 1 or rstd.dtype.itemsize <= 2:
+        return False
+    return all(each is None or is_eager(each) for each in (x, weight, bias))
+
+
+def keep(quantiser, x, y, mean, rstd, inner: int | None, weight, bias, channels: int | None):
+    """Kept x~ of a norm of x with result y, which is offered to the layers that follow.
+
+    mean, rstd, inner: as for `Quantiser.keep_normalised`. channels: the dimension that weight and bias belong to;
+    None: all but those in front, in y's order.
+    """
+    of_channels = _inner_of(y, channels)
+    result = y.detach()
+    if of_channels is None:
+        result = result.contiguous()
+        of_channels = _inner_of(result, channels)
+    usual = rstd.dtype == torch.float32 and x.dtype == y.dtype != torch.float64
+    if usual and inner is not None and layout.has_stride(x, result.stride()):
+        dtype, source, normalise = torch.float32, x, (flat(mean), flat(rstd), inner)
+    else:
+        dtype = torch.promote_types(rstd.dtype, torch.float32)
+        values = ((x.detach().to(dtype) - mean) * rstd).to(torch.promote_types(dtype, y.dtype))
+        source, normalise = layout.bring_to(values, result.stride()), None
+        result = result.to(source.dtype)
+    grid = fixed_point.grid_of(weight, bias, quantiser.bits, x.device)
+    packed = fixed_point.encode(source, result, grid, quantiser.bits, of_channels, normalise)
+    offload.mark(packed)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # Where parameters are sharded the norm's may be gone when the layer after it runs backward.
+        weight, bias = (None if each is None else each.detach().clone() for each in (weight, bias))
+    tensors = packed, weight, bias
+    recipe = FixedPoint(quantiser.bits, of_channels, tuple(y.shape), result.stride(), dtype)
+    session = quantiser.offering
+    if session is not None:
+        session.offer(y, Kept(tensors, PreActivated(recipe, y.dtype)))
+    return Kept(tensors, recipe)
+
+
+def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
+    """ReLU or LeakyReLU of a y that a norm offers, which keeps no more than the norm; None for anything else.
+
+    Takes what `activation.apply` takes. The result is offered in turn.
+    """
+    if function not in ("relu", "leaky_relu"):
+        return None
+    session = sharing.current()
+    if session is None or not session.fuses or not session.is_made_again_alike():
+        return None
+    kept = session.offered(x)
+    slope = float(parameters[0]) if parameters else 0.0
+    if kept is None or kept.recipe.slope != 1.0 or not _is_exact(encoding, slope):
+        return None
+    y = _TwoValued.apply(x, slope, inplace, kept)
+    session.offer(y, Kept(kept.tensors, kept.recipe._replace(slope=slope)))
+    return y
+
+
+class _TwoValued(Function):
+    """The activation itself, with the gradient from the signs that the norm keeps."""
+
+    @staticmethod
+    def forward(ctx, x, slope, inplace, kept):
+        ctx.recipe, ctx.slope = kept.recipe.fixed, slope
+        ctx.save_for_backward(*kept.tensors)
+        if inplace:
+            ctx.mark_dirty(x)
+        if slope == 0.0:
+            return torch.relu_(x) if inplace else torch.relu(x)
+        leaky_relu = torch.nn.functional.leaky_relu
+        return leaky_relu(x, slope, inplace)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return ctx.recipe.masked(grad, ctx.saved_tensors, ctx.slope), None, None, None
+
+
+@lru_cache(maxsize=256)
+def _is_exact(encoding: str, slope: float) -> bool:
+    """Whether the derivative that was asked for is that of the function, and not a table's own."""
+    encoded = Encoding.parse(encoding)
+    if encoded.unbiased:
+        return False
+    return encoded.breaks64.tolist() == [0.0] and sorted(encoded.lut64.tolist()) == sorted(
+        [slope, 1.0]
+    )
+
+
+def _inner_of(y, channels: int | None) -> int | None:
+    """How many elements of y in storage order have the same channel in a row; None for other layouts."""
+    if y.is_contiguous():
+        return 1 if channels is None else math.prod(y.shape[channels + 1 :])
+    if channels is None:
+        return None
+    return 1 if layout.is_by_sample(y) and y.stride(channels) == 1 else None

@@ -1,0 +1,5 @@
+"""The state of one forward pass: bits and seeds of each tensor, copies that layers share, copies on the host, probes.
+
+This folder may import `runtime.ops` and what `runtime.ops` may import. It does not know which quantizer makes a copy, nor
+which policy chooses its bits.
+"""

@@ -1,0 +1,389 @@
+"""Compressed tensors on the host between forward and backward (ActNN's level L4, section 5.2).
+
+What layers keep is marked where it is made. Within an `Offload` saved-tensor hooks put a handle in its place,
+and its bytes go to the host while the forward goes on. The backward pass asks for handles in the reverse order
+of the forward's; as it asks for those of one layer, those of the layers before it are on their way already.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import deque
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fewbit.errors import InputError
+from fewbit.runtime.interop.interrupts import held
+from fewbit.runtime.saved.transfers import CudaTransfers, OnDevice
+
+LEAST_BYTES = 64 * 1024
+AHEAD = 2
+TRANSFERS = {"cuda": CudaTransfers}
+"""By device type. What is kept on other devices stays: it is in the host's memory as it is."""
+
+
+class _Running(threading.local):
+    """The offloads entered in a thread, innermost last, each as (Offload, _Forward, or None if it does nothing)."""
+
+    def __init__(self):
+        self.entered = []
+
+    def forward(self) -> _Forward | None:
+        return self.entered[-1][1] if self.entered else None
+
+
+_running = _Running()
+
+
+def mark(*tensors: torch.Tensor) -> None:
+    """Says that those were made to be kept for the backward pass, and for nothing else: plain tensors."""
+    forward = _running.forward()
+    if forward is not None:
+        forward.mark(tensors)
+
+
+def is_active() -> bool:
+    """Whether what is marked in this thread now leaves the device."""
+    return _running.forward() is not None
+
+
+class Offload:
+    """A context around a forward: what fewbit keeps in it is on the host until the backward pass.
+
+    least: bytes of a storage that is worth it. ahead: how many layers' tensors are on their way at once: so
+    many still leave while the forward goes on, the last ones stay at its end, as backward begins with them,
+    and so many come back before they are asked for. transfers: {device type: class}.
+
+    Nothing is moved in a backward pass (a checkpointed region that is made again), under saved-tensor hooks of
+    somebody else's (a meter, save_on_cpu, a checkpointed region), and while a CUDA graph is captured.
+    Raises InputError for a negative number, or what is no integer.
+    """
+
+    def __init__(self, least: int = LEAST_BYTES, ahead: int = AHEAD, transfers=None):
+        for name, value in (("least", least), ("ahead", ahead)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InputError(f"expected an integer of at least 0 for {name}, got {value!r}")
+        self.least, self.ahead = least, ahead
+        self.bytes_out = 0  # moved to the host so far
+        self.bytes_back = 0
+        self._kinds = TRANSFERS if transfers is None else transfers
+        self._transfers = {}  # by device
+        self._on_host = weakref.WeakSet()
+        self._lock = threading.RLock()  # autograd runs backward in one thread per device
+
+    def __getstate__(self):
+        return {"least": self.least, "ahead": self.ahead, "transfers": self._kinds}
+
+    def __setstate__(self, state):
+        self.__init__(**state)
+
+    def __repr__(self) -> str:
+        return f"Offload(least={self.least}, ahead={self.ahead})"
+
+    @property
+    def bytes_on_host(self) -> int:
+        """Those of the graphs that are alive now."""
+        return sum(len(copy.host) for copy in tuple(self._on_host))
+
+    def __enter__(self) -> Offload:
+        forward = None
+        if any(kind.is_ready() for kind in self._kinds.values()) and _may_enter():
+            forward = _Forward(self)
+        _running.entered.append((self, forward))
+        if forward is not None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*forward.hooks)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.cut(len(_running.entered) - 1)
+
+    def depth_outside(self) -> int:
+        """Return the number of offloads, of any model, that are entered in this thread, for `cut`."""
+        return len(_running.entered)
+
+    def cut(self, depth: int) -> None:
+        """Exit offloads until only `depth` of them are entered."""
+        while len(_running.entered) > depth:
+            _, forward = _running.entered[-1]
+            if forward is not None:
+                _take_off(forward.hooks)
+                forward.end()
+            _running.entered.pop()
+
+    def transfers_of(self, device: torch.device):
+        """Those of that device, or None if what is there stays."""
+        kind = self._kinds.get(device.type)
+        if kind is None:
+            return None
+        with held(self._lock):
+            if device not in self._transfers:
+                self._transfers[device] = kind(device)
+            return self._transfers[device]
+
+    def send(self, transfers, source: torch.Tensor) -> tuple[_Copy, OnDevice]:
+        """The copy on the host of those bytes, which are on the device until it is made."""
+        host, event = transfers.to_host(source)
+        copy = _Copy(host)
+        self._on_host.add(copy)
+        self.bytes_out += len(host)
+        return copy, OnDevice(transfers, source, event)
+
+    def fetch(self, transfers, copy: _Copy) -> OnDevice:
+        self.bytes_back += len(copy.host)
+        return OnDevice(transfers, *transfers.to_device(copy.host))
+
+
+class _Forward:
+    """One forward within an Offload: what is marked in it, and what it has saved by device.
+
+    Only handles hold it after its end, and nothing in it holds handles: it lasts as long as the graph.
+    """
+
+    def __init__(self, offload: Offload):
+        self._offload = offload
+        pack, unpack = _hooks()
+        self.hooks = (
+            partial(pack),
+            unpack,
+        )  # identified by the first hook, a new object in each forward
+        self._marked = {}  # by the address of a storage, which a weak reference keeps from being used again
+        self._layer = 0
+        self._lanes = {}
+
+    def mark(self, tensors) -> None:
+        self._layer += 1
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() >= max(self._offload.least, 1):
+                self._marked.setdefault(storage._cdata, _Marked(storage))
+
+    def pack(self, tensor):
+        marked = self._find(tensor)
+        lane = None if marked is None else self._lane(tensor.device)
+        if lane is None or lane.transfers.is_capturing():
+            return _Stayed(tensor.detach(), tensor._version)
+        return lane.save(tensor, marked, self._layer)
+
+    def _find(self, tensor):
+        if not self._marked or type(tensor) is not torch.Tensor:
+            return None
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return None
+        return self._marked.get(tensor.untyped_storage()._cdata)
+
+    def _lane(self, device):
+        if device not in self._lanes:
+            transfers = self._offload.transfers_of(device)
+            self._lanes[device] = None if transfers is None else _Lane(self._offload, transfers)
+        return self._lanes[device]
+
+    def end(self) -> None:
+        self._marked = {}
+        for lane in self._lanes.values():
+            if lane is not None:
+                lane.end()
+
+
+class _Marked:
+    """A storage that was made to be kept, and its copy on the host, if there is one."""
+
+    def __init__(self, storage):
+        self.storage = StorageWeakRef(storage)
+        self.copy = lambda: None
+
+
+class _Lane:
+    """What one forward has saved on one device, layer by layer.
+
+    A layer is what is saved between one marking and the next. Autograd runs nodes in the reverse order of
+    their making, so that layers are asked for in the reverse order of these.
+    """
+
+    def __init__(self, offload: Offload, transfers):
+        self.transfers = transfers
+        self._offload, self._lock = offload, offload._lock
+        self._number = None
+        self._layers = []  # lists of weak references to handles
+        self._leaving = deque()  # (number of the layer, copy, OnDevice), oldest first
+        self._present = weakref.WeakSet()  # copies whose bytes are on the device
+
+    # -- Forward -----------------------------------------------------------------------------------------
+
+    def save(self, tensor, marked: _Marked, number: int) -> _Handle:
+        with held(self._lock):
+            if number != self._number:
+                self._number = number
+                self._layers.append([])
+            here = len(self._layers) - 1
+            copy = marked.copy()
+            if copy is None:
+                copy, leaving = self._offload.send(self.transfers, _bytes_of(tensor))
+                marked.copy = weakref.ref(copy)
+                self._leaving.append((here, copy, leaving))
+            handle = _Handle(self, here, copy, tensor)
+            copy.handles.append(weakref.ref(handle))
+            self._layers[here].append(weakref.ref(handle))
+            # The forward waits where copies do not keep up with it; else memory would hold all of them.
+            while self._leaving and self._leaving[0][0] <= here - self._offload.ahead:
+                self._leaving.popleft()[2].use()
+            return handle
+
+    def end(self) -> None:
+        with held(self._lock):
+            while self._leaving:
+                _, copy, leaving = self._leaving.popleft()
+                self._put(copy, leaving)
+
+    # -- Backward ----------------------------------------------------------------------------------------
+
+    def restore(self, handle: _Handle) -> torch.Tensor:
+        """The bytes of a handle, for what the current stream does from now on."""
+        with held(self._lock):
+            self._fetch(handle.copy)
+            self._fetch_before(handle.layer)
+            value = handle.copy.value
+            handle.copy.wanted_by.discard(handle)
+            self._forget(handle.layer)
+            return value.use()
+
+    def _fetch_before(self, layer: int) -> None:
+        found = 0
+        while layer > 0 and found < self._offload.ahead:
+            layer -= 1
+            found += self._fetch_layer(layer)
+
+    def _fetch_layer(self, layer: int) -> bool:
+        """Whether the graph still has anything of it."""
+        handles = [
+            handle for handle in (ref() for ref in self._layers[layer]) if handle is not None
+        ]
+        for handle in handles:
+            self._fetch(handle.copy)
+        return bool(handles)
+
+    def _fetch(self, copy: _Copy) -> None:
+        if copy.value is None:
+            self._put(copy, self._offload.fetch(self.transfers, copy))
+
+    def _put(self, copy: _Copy, value: OnDevice) -> None:
+        copy.value = value
+        copy.wanted_by.update(
+            handle for handle in (ref() for ref in copy.handles) if handle is not None
+        )
+        self._present.add(copy)
+
+    def _forget(self, layer: int) -> None:
+        """Frees what no handle of this layer or one before it waits for: backward has passed the others by."""
+        for copy in tuple(self._present):
+            if not any(handle.layer <= layer for handle in copy.wanted_by):
+                copy.value = None
+                copy.wanted_by.clear()
+                self._present.discard(copy)
+
+
+class _Copy:
+    """A storage on the host, as long as a graph has it.
+
+    value: its bytes on the device (OnDevice), from when they are fetched until all of wanted_by, the handles
+    that had not been asked for then, have been.
+    """
+
+    def __init__(self, host: torch.Tensor):
+        self.host = host
+        self.handles = []  # weak references
+        self.value = None
+        self.wanted_by = weakref.WeakSet()
+
+
+class _Handle:
+    """What autograd holds in place of a tensor."""
+
+    def __init__(self, lane: _Lane, layer: int, copy: _Copy, tensor: torch.Tensor):
+        self.lane, self.layer, self.copy = lane, layer, copy
+        self._dtype = tensor.dtype
+        self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def unpack(self) -> torch.Tensor:
+        memory = self.lane.restore(self)
+        view = torch.empty(0, dtype=self._dtype, device=memory.device)
+        return view.set_(memory.untyped_storage(), *self._place)
+
+
+class _Stayed(NamedTuple):
+    """A tensor that stays where it is, detached, as its node may be the one that saves it.
+
+    Under hooks autograd does not look at versions.
+    """
+
+    tensor: torch.Tensor
+    version: int
+
+    def unpack(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: {list(self.tensor.shape)} {self.tensor.dtype} is at version "
+                f"{self.tensor._version}; expected version {self.version} instead"
+            )
+        return self.tensor
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of its storage."""
+    storage = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+# -- Hooks -----------------------------------------------------------------------------------------------
+
+
+def _pack(tensor):
+    # Autograd takes the hooks of whoever calls backward with it to its own threads.
+    forward = _running.forward()
+    return _Stayed(tensor.detach(), tensor._version) if forward is None else forward.pack(tensor)
+
+
+def _unpack(packed):
+    return packed.unpack()
+
+
+def _hooks() -> tuple:
+    """Where parts of a model are compiled, the hooks must not be."""
+    return _uncompiled() if "torch._dynamo" in sys.modules else (_pack, _unpack)
+
+
+@cache
+def _uncompiled() -> tuple:
+    return torch.compiler.disable(_pack), torch.compiler.disable(_unpack)
+
+
+def _may_enter() -> bool:
+    """Whether those of an Offload may be put on top: in no backward pass, and on nobody else's."""
+    autograd = torch._C._autograd
+    if torch._C._current_graph_task_id() != -1 or not autograd._saved_tensors_hooks_is_enabled():
+        return False
+    top = autograd._top_saved_tensors_default_hooks(False)
+    if not top:
+        return True
+    pack = getattr(top[0], "func", None)
+    return pack is _pack or ("torch._dynamo" in sys.modules and pack is _uncompiled()[0])
+
+
+def _take_off(hooks) -> None:
+    """Pop the given hooks if they are on torch's stack. Hooks that were pushed on top of them stay."""
+    autograd, above, found = torch._C._autograd, [], False
+    try:
+        while not found and (top := autograd._top_saved_tensors_default_hooks(True)):
+            found = top[0] is hooks[0]
+            if not found:
+                above.append(top)
+            autograd._pop_saved_tensors_default_hooks()
+    finally:
+        for each in reversed(above):
+            autograd._push_saved_tensors_default_hooks(*each)

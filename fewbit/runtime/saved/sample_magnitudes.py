@@ -1,0 +1,160 @@
+"""How large the gradient of each sample was when it was last seen (ActNN, section 4.2).
+
+Rounding a sample matters as much as its gradient is large, which the forward cannot know; the gradient that the same
+sample had an epoch ago is a guess. Whoever numbers the samples of the data gets bits by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from fewbit.errors import InputError
+from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.text import printable
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Places of the samples of a forward: (N,) int64, and how many places there are."""
+
+    indices: torch.Tensor
+    size: int
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def to(self, device) -> Numbers:
+        return Numbers(self.indices.to(device, non_blocking=True), self.size)
+
+
+class Places:
+    """Places of samples in tables, in the order in which their numbers were first given."""
+
+    def __init__(self):
+        self._of: dict[int, int] = {}
+
+    def of(self, numbers) -> Numbers:
+        """On the CPU. Raises InputError for anything that is not whole numbers of 64 bits."""
+        try:
+            is_tensor = isinstance(numbers, torch.Tensor)
+            found = numbers if is_tensor else torch.as_tensor(numbers, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            found = torch.empty((), device="cpu")
+        is_whole = not (
+            found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
+        )
+        if found.dim() != 1 or not is_whole:
+            raise InputError(
+                "expected a whole number for each sample of the next forward, in one dimension, "
+                f"got {_described(numbers)}"
+            )
+        if found.device.type != "cpu":
+            raise InputError(f"expected samples' numbers on the CPU, got them on {found.device}")
+        found = found.to(torch.int64).tolist()  # (of uint64 other numbers, as different as those)
+        places = [self._of.setdefault(each, len(self._of)) for each in found]
+        indices = torch.tensor(places, dtype=torch.int64, device="cpu")
+        return Numbers(indices, len(self._of))
+
+    def state(self) -> torch.Tensor:
+        """(numbers,) int64."""
+        return torch.tensor(list(self._of), dtype=torch.int64, device="cpu")
+
+    def load(self, numbers) -> None:
+        """Raises InputError, with nothing changed, for what `state` does not give."""
+        is_fit = _is_vector(numbers) and numbers.dtype == torch.int64
+        if not is_fit or len(numbers.unique()) < len(numbers):
+            raise InputError(
+                f"numbers: expected those of a controller's state_dict(), got {_described(numbers)}"
+            )
+        self._of = {number: place for place, number in enumerate(numbers.tolist())}
+
+
+class Magnitudes:
+    """For each variable the squared norm of the gradient of each sample, by the sample's number."""
+
+    def __init__(self):
+        self._tables: dict[tuple, torch.Tensor] = {}  # float32; NaN: not seen
+
+    def __bool__(self) -> bool:
+        return bool(self._tables)
+
+    def of(self, name: tuple, numbers: Numbers) -> torch.Tensor | None:
+        """(N,) float32, relative to the mean; of samples not seen 1. None where none was."""
+        if name not in self._tables:
+            return None
+        known = self._table(name, numbers)[numbers.indices]
+        return (known / known.nanmean()).nan_to_num(1.0, 1.0, 1.0)
+
+    def note(self, name: tuple, numbers: Numbers, grad: torch.Tensor) -> None:
+        """grad: of the result of the layer that kept the variable, samples along dimension 0.
+
+        What is not finite, as with losses that are scaled too much, is passed over.
+        """
+        count = len(numbers)
+        if not count or not grad.numel() or not grad.dim() or len(grad) % count:
+            return
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        rows = grad.detach().reshape(count, -1)
+        squares = torch.linalg.vector_norm(rows, dim=1, dtype=dtype).float().square()
+        table = self._table(name, numbers)
+        before = table[numbers.indices]
+        table[numbers.indices] = torch.where(squares.isfinite(), squares, before)
+
+    def _table(self, name, numbers: Numbers) -> torch.Tensor:
+        """On the device of the numbers, and with a place for each."""
+        device = numbers.indices.device
+        table = self._tables.get(name, torch.empty(0, dtype=torch.float32, device=device))
+        missing = numbers.size - len(table)
+        if missing > 0:
+            room = max(missing, len(table))
+            table = torch.cat([table.to(device), table.new_full((room,), torch.nan, device=device)])
+        self._tables[name] = table = table.to(device)
+        return table
+
+    def state(self) -> list[dict]:
+        return [
+            {"name": name, "input": slot, "squares": table.detach().to("cpu", copy=True)}
+            for (name, slot), table in self._tables.items()
+        ]
+
+    def load(self, rows) -> None:
+        """Raises InputError, with nothing changed, for rows that `state` does not give."""
+        tables = {}
+        for row in rows if isinstance(rows, list | tuple) else (rows,):
+            entries = row if isinstance(row, Mapping) else {}
+            name, slot, squares = (entries.get(each) for each in ("name", "input", "squares"))
+            is_table = _is_vector(squares) and squares.is_floating_point()
+            # NaN stands for a sample that was not observed, and is valid.
+            is_table = is_table and not (squares < 0).any() and not squares.isinf().any()
+            is_named = isinstance(name, str) and type(slot) is int and slot >= 0
+            is_new = is_named and (name, slot) not in tables
+            if not (is_new and is_table and entries.keys() == {"name", "input", "squares"}):
+                raise InputError(
+                    "magnitudes: expected rows of name, input and squares of 0 or more, as a controller's state_dict() "
+                    f"gave them, got {_described(row)}"
+                )
+            tables[name, slot] = squares.detach().float().clone()
+        self._tables = tables
+
+
+def _is_vector(value) -> bool:
+    """Return whether a value is an ordinary 1-D CPU tensor, as in states."""
+    return (
+        is_plain(value)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and value.dim() == 1
+    )
+
+
+def _described(value) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    if isinstance(value, Mapping):
+        entries = (f"{name}: {_described(each)}" for name, each in islice(value.items(), 4))
+        return printable(f"one of {', '.join(entries)}")[:200]
+    return type(value).__name__

@@ -1,0 +1,719 @@
+"""variance_profile: against closed forms, against all outcomes of rounding enumerated, and what it must not disturb."""
+
+import itertools
+import json
+import re
+from collections import UserDict
+from dataclasses import fields
+from pathlib import Path
+
+import naive_quantizer as naive
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import fewbit  # noqa: E402
+from fewbit.analysis.variance_profile import ARRAYS, VarianceProfile, variance_profile  # noqa: E402
+from fewbit.catalog.report import render_plain  # noqa: E402
+from fewbit.demo.transformer import CharTransformer  # noqa: E402
+from fewbit.errors import InputError, OutputExistsError  # noqa: E402
+
+SIGMAS = 4.5
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def squared(model, batch):
+    """A loss whose gradients differ between outputs."""
+    y = model(batch)
+    return (y * torch.linspace(0.5, 1.5, y[0].numel()).view(y.shape[1:])).square().mean()
+
+
+def assert_measures(measured, error, expected, most=0.1):
+    """Within its standard errors of what is expected, and those small."""
+    assert error <= most * expected
+    assert abs(measured - expected) <= SIGMAS * error
+
+
+def outcomes(x, bits):
+    """[(probability, rounded values)] of all the ways in which one group can be rounded."""
+    lower, step, fraction = naive.grid(x, bits)
+    return [
+        (np.prod(np.where(up, fraction, 1 - fraction)), lower + step * np.array(up))
+        for up in itertools.product((0, 1), repeat=len(lower))
+    ]
+
+
+# --- against closed forms ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_linear_layers_as_their_formula_says(bits):
+    """ActNN, equation 9 before its average over positions: sum of g^2 step^2 p (1 - p), own contexts alone."""
+    n, d = 4, 96
+    model = nn.Sequential(nn.Linear(d, d, bias=False), nn.Linear(d, 3))
+    x = torch.rand(n, d)
+    profile = variance_profile(model, x, squared, bits=bits, draws=60, chunks=4)
+
+    hidden = model[0](x)
+    y = model[1](hidden)
+    (of_y,) = torch.autograd.grad(
+        (y * torch.linspace(0.5, 1.5, 3)).square().mean(), y, retain_graph=True
+    )
+    of_hidden = of_y @ model[1].weight
+    assert profile.contexts == profile.parameters == ("0", "1")
+    for i, (kept, gradient) in enumerate([(x, of_hidden), (hidden, of_y)]):
+        rows = [naive.grid(row, bits) for row in kept.detach()]
+        variance = np.array([(step**2 * f * (1 - f)).sum() for _, step, f in rows])
+        expected = np.square(gradient.detach().double().numpy()).sum(1) @ variance
+        assert_measures(profile.terms[i, i], profile.terms_error[i, i], expected)
+        assert_measures(profile.direct[i], profile.direct_error[i], expected)
+    # Nothing of what a linear layer keeps goes into its input's gradient.
+    assert profile.terms[0, 1] == profile.terms[1, 0] == 0.0
+    assert profile.own_share == 1.0
+    assert profile.total() == pytest.approx(profile.sampling + profile.quantisation)
+
+
+class Norms(nn.Module):
+    """A linear layer below two norms, of one sample with four features: all rounding can be enumerated."""
+
+    def __init__(self):
+        super().__init__()
+        self.below = nn.Linear(3, 4, bias=False)
+        self.first = nn.LayerNorm(4, eps=0.0, elementwise_affine=False)
+        self.second = nn.LayerNorm(4, eps=0.0, elementwise_affine=False)
+
+    def forward(self, x):
+        return self.second(self.first(self.below(x)).square())
+
+
+def input_gradient(g, one, other, deviation):
+    return (g - g.mean() - one * (other * g).mean()) / deviation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [1, 2])
+def test_norms_as_all_their_outcomes_say(copies):
+    """The terms, with the later norm's noise in the earlier one's, the direct variance, and the bias."""
+    bits, model, x = 2, Norms(), torch.randn(4, 3)
+    g = np.array([0.3, -1.0, 2.0, 0.7])
+
+    def loss(model, batch):
+        return (model(batch[:1]) @ torch.tensor(g, dtype=torch.float32)).sum()
+
+    profile = variance_profile(model, x, loss, bits=bits, copies=copies, draws=400, chunks=4)
+
+    h = model.below(x[:1]).detach().double().numpy()[0]
+    z = (h - h.mean()) / h.std()
+    squares = z**2
+    w = (squares - squares.mean()) / squares.std()
+    norm = float((x[0].double() ** 2).sum())  # of the outer product with x
+
+    def drawn(x):
+        found = outcomes(x, bits)
+        if copies == 1:
+            return [(p, one, one) for p, one in found]
+        return [(p * q, one, other) for p, one in found for q, other in found]
+
+    def first(g):
+        """Mean and variance of the first norm's input gradient, and its exact value."""
+        rows = [(p, input_gradient(g, one, other, h.std())) for p, one, other in firsts]
+        return *moments(rows), input_gradient(g, z, z, h.std())
+
+    def moments(rows):
+        p = np.array([row[0] for row in rows])
+        values = np.array([row[1] for row in rows])
+        mean = p @ values
+        return mean, float(p @ ((values - mean) ** 2).sum(1))
+
+    firsts = drawn(z)
+    arriving = [
+        (p, 2 * z * input_gradient(g, one, other, squares.std())) for p, one, other in drawn(w)
+    ]
+    results = [(p, *first(each)) for p, each in arriving]
+    of_second = moments([(p, exact) for p, _, _, exact in results])[1]
+    of_first = sum(p * variance for p, _, variance, _ in results)
+    mean, between = moments([(p, mean) for p, mean, _, _ in results])
+    exact = input_gradient(2 * z * input_gradient(g, w, w, squares.std()), z, z, h.std())
+
+    below = profile.parameters.index("below")
+    rows = [profile.contexts.index(each) for each in ("first", "second")]
+    for row, expected in zip(rows, (of_first, of_second), strict=True):
+        assert_measures(profile.terms[row, below], profile.terms_error[row, below], norm * expected)
+    direct = norm * (of_first + between)
+    assert_measures(profile.direct[below], profile.direct_error[below], direct)
+    bias = norm * ((mean - exact) ** 2).sum()
+    assert profile.bias_error[below] < 0.1 * direct
+    assert abs(profile.bias[below] - bias) < SIGMAS * profile.bias_error[below]
+
+
+# --- the theorem ------------------------------------------------------------------------------------
+
+
+class Digits(nn.Module):
+    """A small residual network with batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+        )
+        self.body = nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(F.relu(x + self.body(x)).mean((2, 3)))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.attention(y, y, y, need_weights=False)[0]
+
+
+def cases():
+    images = torch.randn(16, 1, 8, 8)
+    yield "residual", Digits(), images, ("stem.0", "stem.1", "body.0", "body.1", "head")
+    yield "channels last", Digits(), images.to(memory_format=torch.channels_last), None
+    model = CharTransformer(20, 12, width=32, depth=1, heads=2)
+    block = "norm1", "qkv", "", "proj", "norm2", "mlp.0", "mlp.2"
+    contexts = *(f"blocks.0.{each}".rstrip(".") for each in block), "norm", "head"
+    yield "transformer", model, torch.randint(20, (16, 12)), contexts
+    yield "dropout", Attention(), torch.randn(16, 8, 16), ("norm", "attention")
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("case", range(4))
+def test_the_sum_of_the_terms_is_the_variance(case):
+    name, model, x, contexts = list(cases())[case]
+    profile = variance_profile(model, x, squared, draws=24)
+    assert contexts is None or profile.contexts == contexts
+    total, direct = profile.quantisation.sum(), profile.direct.sum()
+    assert total == pytest.approx(direct, rel=0.1)
+    errors = profile.agreement
+    assert np.abs(errors).max() < SIGMAS
+    assert np.square(errors).mean() < 2.5
+    # It would not do without the terms of other contexts.
+    if name != "dropout":
+        assert profile.own.sum() < 0.97 * direct
+    # Later parameters have no noise of earlier contexts.
+    last = profile.parameters.index(profile.contexts[-1])
+    assert not profile.terms[:-1, last].any() and profile.terms[-1, last] > 0
+
+
+@pytest.mark.slow
+def test_a_checkpoint_changes_nothing():
+    class Region(Digits):
+        def forward(self, x):
+            x = self.stem(x)
+            x = F.relu(x + checkpoint(self.body, x, use_reentrant=False))
+            return self.head(x.mean((2, 3)))
+
+    x, profiles = torch.randn(16, 1, 8, 8), []
+    for cls in (Digits, Region):
+        torch.manual_seed(0)
+        profiles.append(variance_profile(cls(), x, squared, draws=24))
+    plain, regions = profiles
+    assert plain.contexts == regions.contexts
+    errors = np.hypot(plain.terms_error, regions.terms_error)
+    assert (np.abs(plain.terms - regions.terms) <= SIGMAS * errors).all()
+    assert np.abs(regions.agreement).max() < SIGMAS
+
+
+def test_parameters_of_an_attention_are_its_own():
+    profile = variance_profile(Attention(), torch.randn(16, 8, 16), squared, draws=2)
+    assert profile.parameters == ("norm", "attention")
+
+
+class Late(nn.Module):
+    """Parameters in another order than that of the forward, as in transformers' Llama: norms after what they feed."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(
+            torch.ones(4)
+        )  # the model's own: it is called first, and keeps nothing
+        self.head = nn.Linear(32, 4)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.bias = nn.Linear(1, 32)  # never called
+        self.norm = nn.LayerNorm(32)
+        self.embedding = nn.Embedding(20, 32)
+        self.scale = nn.Embedding(20, 32)
+
+    def forward(self, x):
+        y = self.norm(self.embedding(x))
+        y = y + self.attention(y, y, y, need_weights=False)[0] + self.bias.bias
+        return self.head(y * (1 + self.scale(x)).detach() + 0 * self.scale(x)) * self.unused
+
+
+def test_both_axes_are_in_the_order_of_the_forward():
+    model, batches = Late(), [torch.randint(20, (8, 6)) for _ in range(2)]
+    profile = variance_profile(model, batches, squared, draws=4)
+    assert profile.contexts == ("norm", "attention", "head")
+    called = "", "embedding", "norm", "attention", "scale", "head"
+    assert profile.parameters == (*called, "bias")
+    # The numbers are those of the names.
+    gradients = []
+    for batch in batches:
+        model.zero_grad()
+        squared(model, batch).backward()
+        named = dict(model.named_parameters())
+        gradients.append({name: each.grad for name, each in named.items() if each.grad is not None})
+    for column, path in enumerate(profile.parameters):
+        own = [name for name in gradients[0] if path_of(name) == path]
+        expected = sum((gradients[0][name] - gradients[1][name]).square().sum() / 2 for name in own)
+        assert profile.sampling[column] == pytest.approx(expected.item(), rel=1e-4)
+    head = profile.parameters.index("head")
+    assert profile.terms[2, head] > 0 and not profile.terms[:2, head].any()
+    assert profile.direct[head] == pytest.approx(profile.terms[2, head], rel=0.5)
+    assert (profile.bias_error[[0, 6]] == 0).all() and profile.bias_error[head] > 0
+
+
+def path_of(parameter):
+    path = parameter.rpartition(".")[0]
+    return path.removesuffix(".out_proj")
+
+
+def test_a_tied_parameter_and_a_frozen_one():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    model[2].requires_grad_(False)
+    profile = variance_profile(model, torch.randn(8, 8), squared, draws=4)
+    assert profile.contexts == ("0", "1")  # the frozen layer keeps nothing
+    assert profile.parameters == ("0", "1")  # 1 has its bias, which no context adds noise to
+    assert (profile.terms[:, 0] > 0).all() and not profile.terms[:, 1].any()
+
+
+# --- sampling and bias ------------------------------------------------------------------------------
+
+
+def gradient(model, batch, loss=squared):
+    found = torch.autograd.grad(loss(model, batch), list(model.parameters()))
+    return torch.cat([each.double().flatten() for each in found])
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_sampling_variance_is_half_of_squared_differences(several):
+    model, x = nn.Linear(5, 2), torch.randn(24, 5)
+    parts = x.chunk(6)
+    profile = variance_profile(model, list(parts) if several else x, squared, chunks=6, draws=2)
+    gradients = [gradient(model, each) for each in parts]
+    pairs = [
+        (a - b).square().sum() / 2 for a, b in zip(gradients[::2], gradients[1::2], strict=True)
+    ]
+    count = 1 if several else 6
+    assert profile.sampling[0] == pytest.approx(float(sum(pairs)) / 3 / count, rel=1e-5)
+    error = float(torch.stack(pairs).std()) / 3**0.5 / count
+    assert profile.sampling_error[0] == pytest.approx(error, rel=1e-4)
+    assert profile.batches == (6 if several else 1)
+    assert profile.sampled == ("6 batches of 4" if several else "6 chunks of one batch of 24")
+
+
+@pytest.mark.slow
+def test_sampling_variance_is_that_between_minibatches():
+    """Against the variance over many minibatches of an infinite population."""
+    model = nn.Linear(3, 1)
+    batches = list(torch.randn(400, 8, 3))
+    profile = variance_profile(model, batches, squared, draws=2)
+    expected = torch.stack([gradient(model, each) for each in torch.randn(4000, 8, 3)])
+    assert_measures(
+        profile.sampling[0], profile.sampling_error[0], expected.var(0).sum().item(), 0.2
+    )
+
+
+@pytest.mark.slow
+def test_chunks_with_a_batch_norm_come_with_a_warning():
+    x = torch.randn(16, 1, 8, 8)
+    profile = variance_profile(Digits(), x, squared, draws=2)
+    assert profile.sampled.startswith("8 chunks of one batch of 16 (too much, as chunks have batch")
+    assert profile.sampled in " ".join(str(profile).split())
+    several = variance_profile(Digits(), list(x.split(4)), squared, draws=2)
+    assert several.sampled == "4 batches of 4"
+    assert several.sampling.shape == profile.sampling.shape
+
+
+def test_two_batches_say_nothing_of_the_error():
+    profile = variance_profile(nn.Linear(3, 1), list(torch.randn(2, 8, 3)), squared, draws=2)
+    assert np.isnan(profile.sampling_error).all() and np.isfinite(profile.sampling).all()
+
+
+def test_bias_is_that_of_few_bit_activations():
+    """Exact inputs but for 8 bits: what is left is the codes' difference, which no draw changes."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)), torch.randn(16, 64)
+    profile = variance_profile(model, x, squared, bits=8, activation_bits=1, draws=20)
+    exact = gradient(model, x)
+    fewbit.compress_(model, activation_bits=1, exclude=["0", "2"], functional=False, verbose=False)
+    expected = float((gradient(model, x) - exact).square().sum())
+    assert_measures(profile.bias.sum(), profile.bias_error.sum(), expected)
+
+
+def test_layers_linear_in_what_they_keep_have_no_bias():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    profile = variance_profile(model, torch.randn(16, 64), squared, draws=40)
+    assert (np.abs(profile.bias) < SIGMAS * profile.bias_error).all()
+    assert (profile.bias_error < 0.1 * profile.direct).all()
+
+
+def test_dropout_draws_alike_in_all_passes():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 4))
+    x = torch.randn(16, 64)
+    profile = variance_profile(model, x, squared, bits=8, draws=4)
+    between = (gradient(model, x) - gradient(model, x)).square().sum() / 2
+    assert 0 < profile.direct.sum() < 1e-3 * between
+    assert abs(profile.bias.sum()) < 1e-3 * between
+
+
+# --- what it must not disturb -----------------------------------------------------------------------
+
+
+def disturbable(is_compressed):
+    model = Digits()
+    model.body.insert(1, nn.Dropout2d(0.2))
+    model.body[2].eval()
+    squared(model, torch.randn(4, 1, 8, 8)).backward()
+    if is_compressed:
+        fewbit.compress_(model, bits=4, verbose=False)
+    return model
+
+
+def state_of(model):
+    return (
+        {name: value.clone() for name, value in model.state_dict().items()},
+        {name: (id(each), each.grad.clone()) for name, each in model.named_parameters()},
+        [(id(each), type(each), each.training, dict(vars(each))) for each in model.modules()],
+        [(len(each._forward_hooks), len(each._forward_pre_hooks)) for each in model.modules()],
+        repr(model),
+        torch.get_rng_state(),
+    )
+
+
+def assert_same(before, after):
+    torch.testing.assert_close(after[0], before[0], rtol=0, atol=0, equal_nan=True)
+    for name, (identity, grad) in before[1].items():
+        assert after[1][name][0] == identity and torch.equal(after[1][name][1], grad)
+    for (*first, own), (*second, others) in zip(before[2], after[2], strict=True):
+        assert first == second and own.keys() == others.keys()
+        assert all(own[name] is others[name] for name in own)
+    assert before[3:5] == after[3:5] and torch.equal(before[5], after[5])
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+@pytest.mark.parametrize("fails", ["no", "forward", "backward"])
+def test_the_model_stays_as_it_is(is_compressed, fails):
+    model, x = disturbable(is_compressed), torch.randn(16, 1, 8, 8)
+    calls = []
+
+    def loss(copy, batch):
+        calls.append(copy)
+        y = copy(batch)
+        if fails == "forward" and len(calls) > 9:
+            raise RuntimeError("of the loss")
+        if fails == "backward" and len(calls) > 9:
+            y.register_hook(lambda gradient: 1 / 0)
+        return y.square().mean()
+
+    before = state_of(model)
+    if fails == "no":
+        profile = variance_profile(model, x, loss, draws=2)
+        assert profile.bits == 2  # whatever the model was compressed with
+    else:
+        with pytest.raises((RuntimeError, ZeroDivisionError)):
+            variance_profile(model, x, loss, draws=2)
+    assert len(calls) == 10 and all(each is not model for each in calls)
+    assert_same(before, state_of(model))
+
+
+def test_it_is_reproducible_and_the_seed_counts():
+    model, x = Digits(), torch.randn(16, 1, 8, 8)
+    first, second, other = (
+        variance_profile(model, x, squared, draws=2, seed=each) for each in (0, 0, 1)
+    )
+    assert first.to_json() == second.to_json()
+    assert (first.terms != other.terms)[first.terms > 0].all()
+
+
+def test_a_compressed_model_has_the_profile_of_the_model():
+    model, x = Digits(), torch.randn(16, 1, 8, 8)
+    expected = variance_profile(model, x, squared, draws=2)
+    fewbit.compress_(model, bits=5, verbose=False)
+    assert variance_profile(model, x, squared, draws=2).to_json() == expected.to_json()
+
+
+@pytest.mark.slow
+def test_settings_are_those_of_a_conversion():
+    model, x = CharTransformer(20, 12, 32, 1, 2), torch.randint(20, (16, 12))
+    exclude = ["blocks.0.mlp", "head"]
+    profile = variance_profile(model, x, squared, exclude=exclude, functional=False, draws=2)
+    block = "norm1", "qkv", "proj", "norm2"
+    assert profile.contexts == (*(f"blocks.0.{each}" for each in block), "norm")
+    few = variance_profile(model, x, squared, draws=4)
+    more = variance_profile(model, x, squared, overrides={"blocks.0.proj": 6}, draws=4)
+    row = few.contexts.index("blocks.0.proj")
+    ratio = more.terms[row].sum() / few.terms[row].sum()
+    assert ratio == pytest.approx((3 / 63) ** 2, rel=0.3)
+    others = np.arange(len(few.contexts)) != row
+    assert more.terms[others].sum() == pytest.approx(few.terms[others].sum(), rel=0.2)
+
+
+# --- bad input --------------------------------------------------------------------------------------
+
+
+def mean(model, batch):
+    return model(batch).mean()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": torch.relu}, "model: expected a torch.nn.Module, got builtin"),
+        ({"model": nn.Linear(4, 2).eval()}, "expected one in training mode"),
+        ({"model": nn.Linear(4, 2).requires_grad_(False)}, "expected parameters that require grad"),
+        ({"model": nn.PReLU(), "exclude": "*"}, "expected layers that quantise"),
+        ({"loss": 3}, r"loss: expected a function \(model, batch\) -> scalar tensor, got int"),
+        ({"loss": lambda output: output.mean()}, "loss: .*too many positional arguments"),
+        ({"loss": lambda model, batch: 1.0}, "expected a scalar tensor, got float"),
+        ({"loss": lambda model, batch: model(batch)}, r"got one of shape \(\d, 2\)"),
+        ({"loss": lambda model, batch: batch.sum()}, "got one that requires no grad"),
+        ({"loss": lambda model, batch: model(batch).mean() / 0}, "expected a finite value"),
+        (
+            {"loss": lambda model, batch: batch.sum() * torch.ones((), requires_grad=True)},
+            "depends on none of its parameters",
+        ),
+        ({"batch": 3}, "batch: expected a tensor, a tuple or a mapping"),
+        ({"batch": []}, "got an empty list"),
+        ({"batch": list(torch.randn(10, 4).split(4))}, r"batches of one size, got 4, 4, 2 samples"),
+        ({"batch": (3, "x")}, "expected a tensor with samples"),
+        ({"chunks": 6}, "expected a multiple of chunks=6 samples, or several batches, got 8"),
+        ({"chunks": 5}, "chunks: expected an even integer of at least 4, got 5"),
+        ({"draws": 1}, "draws: expected an integer of at least 2, got 1"),
+        ({"draws": True}, "draws: expected an integer of at least 2, got True"),
+        ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
+        ({"bits": 9}, "bits"),
+        ({"include": "nothing"}, "expected a glob that matches a module"),
+    ],
+)
+def test_bad_input(changes, message):
+    arguments = {"model": nn.Linear(4, 2), "batch": torch.randn(8, 4), "loss": mean, **changes}
+    model, batch, loss = (arguments.pop(name) for name in ("model", "batch", "loss"))
+    with pytest.raises(InputError, match=message) as error:
+        variance_profile(model, batch, loss, **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_a_mapping_is_one_batch_and_its_tensors_are_split_together():
+    batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 2), "weight": torch.ones(2), "scale": 0.5}
+
+    def loss(model, batch):
+        assert len(batch["x"]) == len(batch["y"]) in (2, 8) and len(batch["weight"]) == 2
+        error = (model(batch["x"]) - batch["y"]) * batch["weight"]
+        return batch["scale"] * error.square().mean()
+
+    profile = variance_profile(nn.Linear(4, 2), UserDict(batch), loss, chunks=4, draws=2)
+    assert profile.sampled == "4 chunks of one batch of 8"
+
+
+# --- what it shows, and files -----------------------------------------------------------------------
+
+
+def made(contexts, seed=0):
+    """A profile of made-up numbers."""
+    generator, n = np.random.default_rng(seed), len(contexts)
+    values = {name: generator.random((n, n) if "terms" in name else n) for name in ARRAYS}
+    values["terms"] = np.triu(values["terms"]).T
+    others = {"model": "Net<1>", "bits": 2, "draws": 3, "batches": 1, "sampled": "8 chunks"}
+    return VarianceProfile(contexts=contexts, parameters=contexts, **values, **others)
+
+
+def test_json_has_every_number_back(tmp_path):
+    profile = variance_profile(Digits(), list(torch.randn(2, 8, 1, 8, 8)), squared, draws=2)
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    document = json.loads(path.read_text())
+    assert document["schema"] == "fewbit.variance_profile/1"
+    assert document["sampling_error"] == [None] * 5
+    loaded = VarianceProfile.load(path)
+    for each in fields(VarianceProfile):
+        np.testing.assert_array_equal(getattr(loaded, each.name), getattr(profile, each.name))
+    with pytest.raises(OutputExistsError):
+        profile.save(path)
+    profile.save(path, force=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda document: document.update(schema="fewbit.table/1"), "expected the schema"),
+        (lambda document: document.update(schema=["x"]), r"expected the schema .*, got \['x'\]"),
+        (lambda document: document.pop("direct"), 'expected the field "direct", got none'),
+        (lambda document: document.update(of=1), "expected no other field than .*, got 'of'"),
+        (lambda document: document["terms"].pop(), r"terms: expected shape \(2, 2\), got \(1, 2\)"),
+        (lambda document: document["terms"][1].pop(), r"terms: expected shape \(2, 2\), got rows of diff"),
+        (lambda document: document["bias"].append("x"), r"bias\[2\]: expected a number or null, got 'x'"),
+        (lambda document: document.update(bias=["1", 2]), r"bias\[0\]: expected a number or null"),
+        (lambda document: document.update(bias=[1, True]), r"bias\[1\]: expected a number or null"),
+        (lambda document: document.update(direct=[1, 10**400]), "expected finite numbers, got '1000"),
+        (lambda document: document.update(direct=[1, float("nan")]), "expected finite numbers, got 'NaN'"),
+        (lambda document: document.update(terms={"a": 1}), "terms: expected an array"),
+        (lambda document: document.update(contexts=3), "contexts: expected an array, got 3"),
+        (lambda document: document.update(contexts="ab"), "contexts: expected an array, got 'ab'"),
+        (lambda document: document.update(contexts=["a", 2]), r"contexts\[1\]: expected a string, got 2"),
+        (lambda document: document.update(contexts=["a", "a"]), "contexts: expected different items"),
+        (lambda document: document.update(parameters=[]), "parameters: expected at least 1 item,"),
+        (lambda document: document.update(bits="2"), "bits: expected an integer, got '2'"),
+        (lambda document: document.update(bits=9), "bits: expected at most 8, got 9"),
+        (lambda document: document.update(draws=None), "draws: expected an integer, got None"),
+        (lambda document: document.update(batches=0), "batches: expected at least 1, got 0"),
+        (lambda document: document.update(model=None), "model: expected a string, got None"),
+        (lambda document: document.update(sampled=3), "sampled: expected a string, got 3"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_profile(change, message, tmp_path):
+    document = made(("a", "b")).to_dict()
+    change(document)
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(InputError, match=f"profile.json: {message}"):
+        VarianceProfile.load(path)
+    path.write_text("{")
+    with pytest.raises(InputError, match="expected JSON"):
+        VarianceProfile.load(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(InputError, match="expected JSON text in UTF-8"):
+        VarianceProfile.load(path)
+    with pytest.raises(InputError, match="expected a readable file, got: No such file"):
+        VarianceProfile.load(tmp_path / "other.json")
+
+
+def test_numbers_that_are_not_known_come_back_and_are_shown():
+    profile = made(("a", "b"))
+    profile.terms[1, 0] = profile.sampling[1] = profile.bias_error[0] = np.nan
+    text = profile.to_json()
+    document = json.loads(text)
+    assert document["terms"][1][0] is None and document["sampling"][1] is None
+    loaded = VarianceProfile.from_json(text.replace('"bits": 2', '"bits": 2.0'))
+    assert type(loaded.bits) is int and loaded.to_json() == text
+    assert "nan" in str(loaded) and "nan" in loaded._repr_html_()
+
+
+def test_names_in_a_file_are_no_formulas():
+    text = made((r"$\nonsense{$", "b")).to_json()
+    assert "<img" in VarianceProfile.from_json(text)._repr_html_()
+    with pytest.raises(InputError, match=r"contexts\[1\]: expected printable characters, got"):
+        VarianceProfile.from_json(made(("a", "\x1b[2J")).to_json())
+
+
+def test_findings_are_sums_of_the_matrix():
+    profile = made(("", "a", "b"))
+    assert profile.sampling_ratio == pytest.approx(profile.sampling.sum() / profile.terms.sum())
+    assert profile.own_share == pytest.approx(np.trace(profile.terms) / profile.terms.sum())
+    (first, *_) = profile.records()
+    assert first["quantisation"] == pytest.approx(profile.terms[:, 0].sum())
+    difference = first["quantisation"] - first["direct"]
+    error = np.sqrt((profile.terms_error[:, 0] ** 2).sum() + first["direct_error"] ** 2)
+    assert first["agreement"] == pytest.approx(difference / error)
+
+
+def test_table_names_the_largest_and_cuts_the_rest():
+    profile = made(tuple(f"layers.{i}.linear" for i in range(50)))
+    text = str(profile)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    largest = int(profile.quantisation.argmax())
+    (row,) = [each.split() for each in lines if each.startswith(f"layers.{largest}.linear ")]
+    assert row[-1] == f"{100 * profile.own[largest] / profile.quantisation[largest]:.0f}%"
+    percent = 100 * profile.quantisation_error[largest] / profile.quantisation[largest]
+    assert row[4] == f"{percent:.0f}%"
+    far = profile.terms - np.diag(np.diag(profile.terms))
+    context, module = np.unravel_index(far.argmax(), far.shape)
+    expected = f"most from other contexts: layers.{context}.linear to layers.{module}.linear"
+    assert expected in " ".join(lines)
+    assert "… 30 more" in text and render_plain(profile, 80) == text
+    assert f"sampling variance is {profile.sampling_ratio:.3g} times" in text.replace("\n", " ")
+
+
+def test_numbers_of_a_column_have_one_form_and_room():
+    profile = made(tuple(f"layers.{i}.{'x' * 40}" for i in range(12)))
+    for name in ("terms", "sampling", "direct"):
+        getattr(profile, name)[:] *= 10.0 ** np.arange(-11, 1)
+        np.copyto(getattr(profile, f"{name}_error"), getattr(profile, name))  # 100%
+    profile.sampling[4], profile.direct[5] = 0.0, np.nan
+    profile.sampling_error[7] = 1e-3 * profile.sampling[7]
+    lines = str(profile).splitlines()
+    assert max(map(len, lines)) <= 80
+    (start,) = (i for i, line in enumerate(lines) if line.startswith("───"))
+    rows = [line[26:].split() for line in lines[start + 1 : start + 14]]
+    assert not any("…" in cell for row in rows for cell in row)
+    cells = [cell for row in rows for cell in row if "%" not in cell]
+    assert len(cells) == 39 and {"0", "nan"} <= set(cells)
+    assert all(re.fullmatch(r"\d\.\de-?\d+|0|nan", each) for each in cells)
+    assert "<1%" in rows[4]  # the fifth by its rounding, which rises with the number
+
+
+def test_html_is_one_piece_with_the_picture():
+    text = made(("", "a<b"))._repr_html_()
+    assert "Net&lt;1&gt;, 2 bits" in text and "a&lt;b" in text and "<1>" not in text
+    assert text.count("data:image/png;base64,iVBOR") == 1 and "http" not in text
+    # Nothing sets a colour, so that both themes of a notebook show it.
+    assert "color" not in text.split("<img")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 50])
+def test_picture_has_a_row_for_each_source_and_room_for_its_name(count, tmp_path):
+    profile = made(tuple(f"layers.{i}.convolution" for i in range(count)))
+    figure = profile.plot(tmp_path / "profile.png")
+    assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
+    axes, bar = figure.axes
+    shown = axes.images[0].get_array()
+    np.testing.assert_array_equal(shown[:count].filled(0), profile.terms)
+    np.testing.assert_array_equal(shown[-1], profile.sampling)
+    names = [each.get_text() for each in axes.get_yticklabels()]
+    assert names == [*profile.contexts, "", "sampling"]
+    assert bar.get_ylabel() == "variance (white: none)"
+    figure.draw_without_rendering()
+    boxes = [each.get_window_extent() for each in axes.get_yticklabels() if each.get_text()]
+    heights = sorted((each.y0, each.y1) for each in boxes)
+    assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(heights))
+    boxes = sorted(
+        (each.get_window_extent().x0, each.get_window_extent().x1)
+        for each in axes.get_xticklabels()
+    )
+    assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(boxes))
+    with pytest.raises(OutputExistsError):
+        profile.plot(tmp_path / "profile.png")
+
+
+def test_progress_is_shown_if_it_takes_long(monkeypatch, capsys):
+    from fewbit.analysis import progress
+
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setenv("TERM", "xterm")  # a dumb terminal shows no progress
+    for terminal, asked in ((True, True), (True, False), (False, True)):
+        monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
+        variance_profile(nn.Linear(4, 2), torch.randn(8, 4), mean, draws=2, progress=asked)
+        captured = capsys.readouterr()
+        assert captured.out == "" and ("variance profile" in captured.err) == (terminal and asked)
+        assert terminal or captured.err == ""
+
+
+def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "variance_profile.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(block, page.name, "exec"), names)
+    assert names["profile"].contexts == ("0", "1", "3")
+    assert {each.name for each in tmp_path.iterdir()} == {"profile.json", "profile.png"}

@@ -1,0 +1,853 @@
+"""The CUDA kernels without a GPU: csrc/tests/cuda_emulation runs their source on the CPU, warp by warp."""
+
+import ctypes
+import mmap
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fewbit import functions
+from fewbit.runtime.backends import reference
+from fewbit.runtime.format import groups
+from fewbit.runtime.format.encoding import Encoding, packed_words
+from fewbit.runtime.ops import fixed_point
+from fewbit.table import Knots
+
+try:
+    from fewbit import _kernels
+    from fewbit.runtime.backends import native
+except ImportError:
+    _kernels = None
+
+CSRC = Path(__file__).parents[2] / "csrc"
+COMPILER = shutil.which((sysconfig.get_config_var("CXX") or "c++").split()[0])
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # by number
+FUSED = DTYPES[0], DTYPES[2], DTYPES[3]
+SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+GUARD = 64  # bytes on both sides of an array that must not change
+
+pytestmark = [
+    pytest.mark.slow,  # compiles for tens of seconds
+    pytest.mark.skipif(
+        COMPILER is None or not CSRC.exists(), reason="needs a C++ compiler and the sources"
+    ),
+]
+
+
+class Emulation:
+    """The kernels' entry points on NumPy arrays; arrays and results are flat torch tensors."""
+
+    def __init__(self, library):
+        self.library = library
+        names = (
+            "pack unpack encode decode_mul forward quantise squares dequantise obstacle "
+            "grid_fixed encode_fixed decode_fixed mask_fixed"
+        )
+        for name in names.split():
+            getattr(library, f"emulated_{name}").restype = ctypes.c_char_p
+        library.emulated_table.restype = ctypes.c_void_p
+        self.tables = {}
+
+    def call(self, name, *arguments):
+        converted = [
+            ctypes.c_void_p(argument.data_ptr()) if isinstance(argument, torch.Tensor) else argument
+            for argument in arguments
+        ]
+        error = getattr(self.library, f"emulated_{name}")(*converted)
+        if error:
+            raise RuntimeError(error.decode())
+        assert self.library.emulated_current_device() == 0  # it was 1 during the call
+
+    def table(self, encoding):
+        if encoding.text not in self.tables:
+            e, knots = encoding, encoding.unbiased
+            self.tables[e.text] = ctypes.c_void_p(
+                self.library.emulated_table(
+                    e.bits,
+                    e.initial,
+                    *_array(e.breaks32, np.float32, count=True),
+                    *_array(e.flips32, np.uint8),
+                    *_array(e.breaks64, np.float64, count=True),
+                    *_array(e.flips64, np.uint8),
+                    *_array(e.lut32, np.float32),
+                    *_array(e.lut64, np.float64),
+                    *_array(e.points if knots else (), np.float32, count=True),
+                    *_array(e.origins if knots else (), np.float32),
+                    *_array(e.values if knots else (), np.float32),
+                    *_array(e.slopes if knots else (), np.float32),
+                    *_array(e.levels32 if knots else (), np.float32, count=True),
+                    *_array(e.inverse_gaps if knots else (), np.float32),
+                )
+            )
+        return self.tables[encoding.text]
+
+    def pack(self, codes, bits):
+        packed = Guarded(packed_words(codes.numel(), bits), torch.int32)
+        self.call("pack", codes, _long(codes.numel()), bits, packed.data)
+        return packed.checked()
+
+    def unpack(self, packed, bits, n, offset=0):
+        codes = Guarded(n, torch.uint8, offset)
+        self.call("unpack", packed, _long(n), bits, codes.data)
+        return codes.checked()
+
+    def encode(self, x, encoding, seed=None):
+        packed = Guarded(packed_words(x.numel(), encoding.bits), torch.int32)
+        number = DTYPES.index(x.dtype)
+        self.call(
+            "encode", self.table(encoding), x, number, _long(x.numel()), packed.data, _or_null(seed)
+        )
+        return packed.checked()
+
+    def decode_mul(self, grad, packed, encoding, n=None, offset=0):
+        scalar, n = n is not None, grad.numel() if n is None else n
+        out = Guarded(n, grad.dtype, offset)
+        number = DTYPES.index(grad.dtype)
+        self.call(
+            "decode_mul",
+            self.table(encoding),
+            grad,
+            number,
+            _long(n),
+            packed,
+            out.data,
+            int(scalar),
+        )
+        return out.checked()
+
+    def forward(self, function, parameters, x, encoding, seed=None, in_place=False, offset=0):
+        """y and packed."""
+        p0, p1 = (ctypes.c_double(p) for p in (*parameters, 0.0, 0.0)[:2])
+        n, number = x.numel(), DTYPES.index(x.dtype)
+        y = Guarded(n, x.dtype, offset)
+        packed = Guarded(packed_words(n, encoding.bits), torch.int32)
+        if in_place:
+            y.data.copy_(x)
+            x = y.data
+        table = self.table(encoding)
+        self.call(
+            "forward",
+            function,
+            p0,
+            p1,
+            table,
+            x,
+            number,
+            _long(n),
+            y.data,
+            packed.data,
+            _or_null(seed),
+        )
+        return y.checked(), packed.checked()
+
+    def quantise(
+        self, x, seed, bits, group_size, wide, widths=None, words=None, normalise=None, offset=0
+    ):
+        """packed and ranges, of an x of (samples, features)."""
+        samples, features = x.shape
+        if widths is None:
+            words = packed_words(x.numel(), bits)
+            rows = groups.group_count(samples, features, group_size)
+        else:
+            rows = groups.most_groups(samples, features, group_size)
+        columns = 3 if wide else 2
+        packed = Guarded(words, torch.int32)
+        ranges = Guarded(rows * columns, torch.bfloat16, offset)
+        kept, streams = _streams(widths)
+        self.call(
+            "quantise",
+            x,
+            DTYPES.index(x.dtype),
+            _long(samples),
+            _long(features),
+            group_size,
+            bits,
+            *streams,
+            int(wide),
+            seed,
+            packed.data,
+            _long(words),
+            ranges.data,
+            _long(rows),
+            *_vectors(normalise),
+        )
+        return packed.checked(), ranges.checked().view(rows, columns)
+
+    def squares(self, x, group_size, normalise=None, offset=0):
+        """Of each group, of an x of (samples, features)."""
+        samples, features = x.shape
+        out = Guarded(groups.group_count(samples, features, group_size), torch.float32, offset)
+        self.call(
+            "squares",
+            x,
+            DTYPES.index(x.dtype),
+            _long(samples),
+            _long(features),
+            group_size,
+            out.data,
+            *_vectors(normalise),
+        )
+        return out.checked()
+
+    def dequantise(
+        self, packed, ranges, bits, group_size, shape, dtype, widths=None, affine=None, offset=0
+    ):
+        out = Guarded(shape[0] * shape[1], dtype, offset)
+        kept, streams = _streams(widths)
+        self.call(
+            "dequantise",
+            packed,
+            _long(len(packed)),
+            ranges,
+            _long(len(ranges)),
+            bits,
+            *streams,
+            int(ranges.shape[1] == 3),
+            _long(shape[0]),
+            _long(shape[1]),
+            group_size,
+            out.data,
+            DTYPES.index(dtype),
+            *_vectors(affine),
+        )
+        return out.checked().view(shape)
+
+    def grid_fixed(self, gamma, beta, bits):
+        grid = Guarded(7 * len(gamma), torch.float32)
+        self.call("grid_fixed", gamma, beta, _long(len(gamma)), bits, grid.data)
+        return grid.checked().view(7, -1)
+
+    def encode_fixed(self, x, y, grid, bits, inner, normalise=None):
+        packed = Guarded(packed_words(x.numel(), bits), torch.int32)
+        of = _long(grid.shape[1]), _long(inner), bits
+        self.call(
+            "encode_fixed",
+            x,
+            y,
+            DTYPES.index(x.dtype),
+            _long(x.numel()),
+            grid,
+            *of,
+            packed.data,
+            *_vectors(normalise),
+        )
+        return packed.checked()
+
+    def decode_fixed(self, packed, grid, bits, inner, n, dtype, slope=None, scale=None):
+        out = Guarded(n, dtype)
+        of = _long(grid.shape[1]), _long(inner), bits
+        activated, number = slope is not None, ctypes.c_float(slope or 0.0)
+        self.call(
+            "decode_fixed",
+            packed,
+            _long(n),
+            grid,
+            *of,
+            int(activated),
+            number,
+            out.data,
+            DTYPES.index(dtype),
+            *(_vectors(scale) if scale else (ctypes.c_void_p(0), _long(1), _long(1))),
+        )
+        return out.checked()
+
+    def mask_fixed(self, grad, packed, grid, bits, inner, slope):
+        out, n = Guarded(grad.numel(), grad.dtype), _long(grad.numel())
+        of = _long(grid.shape[1]), _long(inner), bits, ctypes.c_double(slope)
+        self.call("mask_fixed", grad, DTYPES.index(grad.dtype), n, packed, grid, *of, out.data)
+        return out.checked()
+
+
+class Guarded:
+    """n elements to be written, the memory around them watched; `offset` elements off alignment."""
+
+    def __init__(self, n, dtype, offset=0):
+        size = torch.empty((), dtype=dtype).element_size()
+        self.first = GUARD + offset * size
+        self.end = self.first + n * size
+        self.memory = torch.full((self.end + GUARD,), 0xA5, dtype=torch.uint8)
+        assert self.memory.data_ptr() % 16 == 0
+        self.data = self.memory[self.first : self.end].view(dtype)
+
+    def checked(self):
+        assert (self.memory[: self.first] == 0xA5).all()
+        assert (self.memory[self.end :] == 0xA5).all()
+        return self.data
+
+
+def _array(values, dtype, count=False):
+    array = np.ascontiguousarray(values, dtype)
+    pointer = array.ctypes.data_as(ctypes.c_void_p)  # keeps the array alive
+    return ([_long(array.size)] if count else []) + [pointer]
+
+
+def _long(n):
+    return ctypes.c_int64(n)
+
+
+def _or_null(seed):
+    return ctypes.c_void_p(0) if seed is None else seed
+
+
+def _vectors(given):
+    *vectors, inner = given or (None, None, 1)
+    lengths = [len(each) for each in vectors if each is not None] or [1]
+    return *map(_or_null, vectors), _long(lengths[0]), _long(inner)
+
+
+def _streams(widths):
+    """What keeps the arrays alive, and order and counts, as fewbit.runtime.backends.native makes them."""
+    return native_streams(widths) if widths is not None else (None, (_or_null(None),) * 2)
+
+
+def native_streams(widths):
+    order = torch.argsort(widths, stable=True)
+    counts = torch.bincount(widths, minlength=9)
+    return None, (order, counts)
+
+
+@pytest.fixture(scope="module")
+def cuda(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cuda")
+    flags = ["-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing"]
+    includes = [f"-I{CSRC / 'tests' / 'cuda_emulation'}", f"-I{CSRC}"]
+    sources = [
+        *sorted(CSRC.glob("cuda/*.cu")),
+        CSRC / "common" / "table.cpp",
+        CSRC / "tests" / "cuda_emulation.cpp",
+    ]
+
+    def compile_one(source):
+        target = folder / f"{source.stem}.{source.suffix[1:]}.o"
+        command = [COMPILER, *flags, *includes, "-x", "c++", "-c", str(source), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return str(target)
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, sources))
+    library = folder / "emulation.so"
+    subprocess.run([COMPILER, "-shared", *objects, "-o", str(library)], check=True)
+    emulation = Emulation(ctypes.CDLL(str(library)))
+    emulation.library.emulated_device(4, 0)
+    return emulation
+
+
+# -- tables and inputs -----------------------------------------------------------------------------------
+
+
+def random_encoding(bits, pieces, seed=0, scale=3.0):
+    """Many-plane flips, both kinds of closed, breaks at zeros and subnormals."""
+    rng = np.random.default_rng(seed)
+    breaks = np.unique(np.concatenate([rng.normal(0, scale, pieces), [0.0, 1e-45, -1e-40, 6e-8]]))
+    breaks = np.sort(rng.choice(breaks, pieces - 1, replace=False))
+    codes = rng.integers(0, 1 << bits, pieces)
+    codes[1:][codes[1:] == codes[:-1]] ^= 1
+    if pieces == 1:
+        codes = codes[:1]
+    codes = np.array(_without_repeats(codes, 1 << bits))
+    closed = tuple(rng.choice(["left", "right"], pieces - 1))
+    return Encoding(bits, np.sort(rng.normal(0, 1, 1 << bits)), breaks, codes, closed)
+
+
+def _without_repeats(codes, size):
+    result = [int(codes[0])]
+    for code in codes[1:]:
+        result.append(int(code) if code != result[-1] else (int(code) + 1) % size)
+    return result
+
+
+def unbiased_encoding(bits, knots, seed=0):
+    rng = np.random.default_rng(seed)
+    points = np.sort(rng.normal(0, 2, knots))
+    points[knots // 2] = points[knots // 2 - 1]  # a jump
+    closed = ["left" if i in (knots // 2 - 1, knots // 2) else "right" for i in range(knots)]
+    if knots == 2:
+        points = np.array([-1.0, 1.0])
+    values = rng.uniform(-0.2, 1.2, knots)
+    levels = np.linspace(values.min(), values.max(), 1 << bits)
+    stand_in = Knots(points, values, tuple(closed))
+    return Encoding(bits, levels, np.array([]), np.array([0]), (), stand_in)
+
+
+def inputs(n, dtype, encoding, seed=0, offset=0):
+    """n values, `offset` elements off alignment: random, breaks, their neighbours, and specials."""
+    rng = np.random.default_rng(seed)
+    near = encoding.points if encoding.unbiased else encoding.breaks32
+    special = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1e-45, -1e-45, 1e-39, 6e-8, -6e-8]
+    special += [3.4e38, -3.4e38, 65504.0, -65504.0]
+    pool = torch.tensor(
+        np.concatenate([rng.normal(0, 3, max(n, 1)), near, special]), dtype=torch.float64
+    )
+    pool = pool.to(dtype)
+    up, down = (torch.full_like(pool, end) for end in (np.inf, -np.inf))
+    pool = torch.cat([pool, torch.nextafter(pool, up), torch.nextafter(pool, down)])
+    chosen = pool[torch.from_numpy(rng.integers(0, len(pool), n))]
+    memory = torch.zeros(n + offset, dtype=dtype)
+    memory[offset:] = chosen
+    return memory[offset:]
+
+
+def product(grad, packed, encoding):
+    """What decode_mul returns, from the reference's codes."""
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    lut = torch.from_numpy(encoding.lut64 if wide == torch.float64 else encoding.lut32)
+    codes = reference.unpack(packed, encoding.bits, grad.numel()).long()
+    return (lut[codes] * grad.to(wide)).to(grad.dtype)
+
+
+def same(actual, expected):
+    """Equal bits, any NaN for any NaN."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    numbers = ~expected.isnan()
+    assert torch.equal(actual.signbit()[numbers], expected.signbit()[numbers])
+
+
+SIZES = [1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1023, 1025, 4097]
+
+
+# -- tests -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_pack_and_unpack(cuda, bits):
+    rng = np.random.default_rng(bits)
+    for n in [*range(66), 1023, 1024, 1025, 4097]:
+        for offset in (0, 3):
+            codes = torch.from_numpy(rng.integers(0, 1 << bits, n + offset).astype(np.uint8))
+            codes = codes[offset:]
+            packed = cuda.pack(codes, bits)
+            assert torch.equal(packed, reference.pack(codes, bits))
+            assert torch.equal(cuda.unpack(packed, bits, n, offset), codes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_encode_with_few_breaks(cuda, bits, dtype):
+    encoding = random_encoding(bits, 2 + 3 * bits, seed=bits)
+    for n in (*range(0, 66, 1 if bits == 3 else 13), *SIZES):
+        x = inputs(n, dtype, encoding, seed=n, offset=n % 3)
+        assert torch.equal(cuda.encode(x, encoding), reference.encode(x, encoding, None)), n
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pieces", [1, 2, 3, 24, 25, 30, 97, 100, 401, 402, 3601])
+def test_encode_with_any_number_of_breaks(cuda, pieces, dtype):
+    encoding = random_encoding(4 if pieces < 1000 else 8, pieces, seed=pieces)
+    x = inputs(2500, dtype, encoding)
+    assert torch.equal(cuda.encode(x, encoding), reference.encode(x, encoding, None))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_encode_every_16_bit_input(cuda, dtype):
+    encoding = random_encoding(3, 9, seed=5, scale=0.5)
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    assert torch.equal(cuda.encode(x, encoding), reference.encode(x, encoding, None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_breaks_beyond_the_range_of_a_type(cuda, dtype):
+    breaks = np.array([-3.4e38, -1e5, -65504.0, -1.0, 65504.0, 65519.0, 1e5, 3.39e38])
+    codes = np.arange(9) % 8
+    for sides in ("left", "right"):
+        encoding = Encoding(3, np.arange(8.0), breaks, codes, (sides,) * 8)
+        x = inputs(1500, dtype, encoding)
+        assert torch.equal(cuda.encode(x, encoding), reference.encode(x, encoding, None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_break_at_minus_zero(cuda, dtype):
+    encoding = Encoding(1, np.arange(2.0), np.array([-0.0]), np.array([0, 1]), ("right",))
+    x = torch.tensor([-1.0, -0.0, 0.0, 1.0], dtype=dtype)
+    assert cuda.unpack(cuda.encode(x, encoding), 1, 4).tolist() == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("knots", [2, 5, 255, 256, 1800])
+def test_draws(cuda, knots, dtype):
+    bits = 8 if knots == 5 else 3
+    encoding = unbiased_encoding(bits, knots, seed=knots)
+    for n, seed in ((1, 0), (33, -1), (2600, 1234567890123)):
+        x = inputs(n, dtype, encoding, seed=n, offset=n % 2)
+        seed = torch.tensor([seed])
+        expected = reference.encode(x, encoding, seed)
+        assert torch.equal(cuda.encode(x, encoding, seed), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_decode_mul(cuda, bits, dtype):
+    encoding = random_encoding(bits, 2 + bits, seed=bits)
+    rng = np.random.default_rng(bits)
+    for n in (0, *SIZES) if bits == 3 else (0, *SIZES[::3]):
+        codes = torch.from_numpy(rng.integers(0, 1 << bits, n).astype(np.uint8))
+        packed = reference.pack(codes, bits)
+        grad = inputs(n, dtype, encoding, seed=n, offset=n % 3)
+        expected = product(grad, packed, encoding)
+        same(cuda.decode_mul(grad, packed, encoding, offset=n % 2), expected)
+        one = inputs(1, dtype, encoding, seed=n)
+        expected = product(one.expand(n), packed, encoding)
+        same(cuda.decode_mul(one, packed, encoding, n=n), expected)
+
+
+FUNCTIONS = {  # number in csrc/common/functions.h, of functions that are exact in any arithmetic
+    12: ((), torch.relu),
+    15: ((0.5, -2.0), lambda x: torch.nn.functional.threshold(x, 0.5, -2.0)),
+    16: ((-1.0, 2.0), lambda x: torch.nn.functional.hardtanh(x, -1.0, 2.0)),
+}
+
+
+@pytest.mark.parametrize("dtype", FUSED, ids=str)
+@pytest.mark.parametrize("kind", ["few", "many", "unbiased", "in place", "many in place"])
+def test_forward(cuda, kind, dtype):
+    encoding = {
+        "many": lambda: random_encoding(6, 150, seed=2),
+        "unbiased": lambda: unbiased_encoding(2, 9),
+        "few": lambda: random_encoding(3, 10, seed=1),
+    }[kind.split()[0] if "in" not in kind.split()[0] else "few"]()
+    seed = torch.tensor([77]) if encoding.unbiased else None
+    for n in (0, 1, 33, 255, 1024, 1500, 4097):
+        for number, (parameters, function) in FUNCTIONS.items():
+            x = inputs(n, dtype, encoding, seed=n, offset=n % 2)
+            y, packed = cuda.forward(
+                number, parameters, x, encoding, seed, in_place="in place" in kind, offset=n % 3
+            )
+            same(y, function(x))
+            assert torch.equal(packed, reference.encode(x, encoding, seed))
+
+
+def test_forward_of_every_function(cuda):
+    """Every number runs, and is f to float32 rounding (how well is tested on the CPU's kernels)."""
+    names = "gelu gelu_tanh quick_gelu silu mish tanh sigmoid softplus selu elu celu hardswish relu relu6 "
+    names += "leaky_relu threshold hardtanh hardsigmoid hardshrink softshrink"
+    encoding = random_encoding(3, 10, seed=1)
+    x = torch.linspace(-6, 6, 999)
+    for number, name in enumerate(names.split()):
+        function = functions.get(name)
+        y, packed = cuda.forward(number, tuple(function.parameters.values()), x, encoding)
+        np.testing.assert_allclose(y, function.value(x.numpy()), rtol=1e-5, atol=1e-6)
+        assert torch.equal(packed, reference.encode(x, encoding, None))
+    with pytest.raises(RuntimeError, match="function number from 0 to 19, got 20"):
+        cuda.forward(20, (), x, encoding)
+
+
+QUANTISED = [
+    (shape, group_size)
+    for group_size in (32, 64, 256, 320)
+    for shape in ((3, 70), (2, 300), (1, 513), (5, 64), (9, 31), (40, 7), (0, 5), (4, 0), (2, 641))
+]
+
+
+def compare_quantiser(cuda, x, bits, group_size, wide, widths=None, words=None, offset=0):
+    seed = torch.tensor([-(2**62) + bits])
+    arguments = seed, bits, group_size, wide, widths, words
+    packed, ranges = cuda.quantise(x, *arguments, offset=offset)
+    expected = reference.quantise(x, *arguments)
+    what = tuple(x.shape), bits, group_size, wide
+    assert torch.equal(packed, expected[0]), what
+    assert torch.equal(ranges.view(torch.int16), expected[1].view(torch.int16)), what
+    restored = torch.empty_like(x)
+    reference.dequantise(packed, ranges, bits, group_size, restored, widths)
+    out = cuda.dequantise(packed, ranges, bits, group_size, x.shape, x.dtype, widths, None, offset)
+    same(out, restored)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_quantiser(cuda, bits, dtype):
+    for i, (shape, group_size) in enumerate(QUANTISED[(bits + DTYPES.index(dtype)) % 2 :: 2]):
+        x = inputs(shape[0] * shape[1], dtype, random_encoding(2, 3), seed=i, offset=i % 3)
+        # Specials in some groups only: they lose theirs.
+        x = torch.where(
+            torch.arange(len(x)) % 97 < 90 - 3 * i, x.nan_to_num(0, 9, -9).clamp(-9, 9), x
+        )
+        compare_quantiser(cuda, x.view(shape), bits, group_size, i % 2 == 1, offset=i % 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantiser_of_several_widths(cuda, dtype):
+    rng = np.random.default_rng(DTYPES.index(dtype))
+    for i, (shape, group_size) in enumerate(QUANTISED):
+        x = torch.from_numpy(rng.normal(10 * (i % 2), 1, shape)).to(dtype)
+        widths = torch.from_numpy(rng.integers(1, 9, shape[0], np.uint8))
+        words = groups.mixed_words(widths.tolist(), shape[1]) + i % 4
+        compare_quantiser(cuda, x, 1, group_size, i % 2 == 0, widths, words, offset=i % 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_normalised_and_mapped(cuda, dtype):
+    rng = np.random.default_rng(DTYPES.index(dtype))
+    for (samples, features), group_size in QUANTISED:
+        n = samples * features
+        x = torch.from_numpy(rng.normal(3, 2, (samples, features))).to(dtype)
+        seed, widths = torch.tensor([n]), torch.from_numpy(rng.integers(1, 9, samples, np.uint8))
+        words = groups.mixed_words(widths.tolist(), features)
+        packed, ranges, _ = reference.quantise(x, seed, 3, group_size, True)
+        # Each for two of the four dtypes.
+        for inner, entries in list(indices(n))[DTYPES.index(dtype) % 2 :: 2]:
+            a, b = (torch.from_numpy(rng.normal(1, 1, entries)).float() for _ in range(2))
+            for mean in (None, a):
+                for several in ((), (widths, words)):
+                    arguments = seed, 3, group_size, False, *(several or (None, None))
+                    made = cuda.quantise(x, *arguments, normalise=(mean, b, inner))
+                    expected = reference.quantise(x, *arguments, normalise=(mean, b, inner))
+                    assert torch.equal(made[0], expected[0]), (n, inner, entries)
+                    assert torch.equal(made[1].view(torch.int16), expected[1].view(torch.int16))
+            for vectors in ((a, b), (None, b), (a, None)):
+                affine = *vectors, inner
+                out = cuda.dequantise(packed, ranges, 3, group_size, x.shape, dtype, None, affine)
+                expected = torch.empty_like(x)
+                reference.dequantise(packed, ranges, 3, group_size, expected, affine=affine)
+                same(out, expected)
+
+
+def indices(n):
+    """Some (inner, entries) whose product divides n."""
+    divisors = [each for each in range(1, n + 1) if n % each == 0]
+    pairs = [(inner, each) for inner in divisors for each in divisors if n // inner % each == 0]
+    return pairs[:: max(1, len(pairs) // 7)]
+
+
+def test_several_widths_without_room_stop_the_kernel(cuda):
+    """How many words mixed widths take is known on the device alone, so the kernel itself has to check the room."""
+    x, seed = torch.linspace(-1, 1, 300).view(3, 100), torch.tensor([5])
+    widths = torch.tensor([2, 8, 5], dtype=torch.uint8)
+    words = groups.mixed_words(widths.tolist(), 100)
+    packed, ranges = cuda.quantise(x, seed, 1, 256, False, widths, words)
+    cuda.dequantise(packed, ranges, 1, 256, x.shape, x.dtype, widths)
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        cuda.quantise(x, seed, 1, 256, False, widths, words - 1)
+    for cut in ((packed[:-1], ranges, widths), (packed, ranges[:-1], widths)):
+        with pytest.raises(RuntimeError, match="unspecified launch failure"):
+            cuda.dequantise(*cut[:2], 1, 256, x.shape, x.dtype, cut[2])
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        cuda.dequantise(packed, ranges, 1, 256, x.shape, x.dtype, widths + 8)
+
+
+def test_quantiser_warps_take_several_groups(cuda):
+    x = torch.from_numpy(np.random.default_rng(0).normal(0, 1, (600, 65)))
+    cuda.library.emulated_device(1, 0)
+    try:
+        compare_quantiser(cuda, x.to(torch.bfloat16), 2, 64, False)
+    finally:
+        cuda.library.emulated_device(4, 0)
+
+
+def squares_of_groups(x, group_size, normalise=None):
+    """length * range^2 of each group, in float32; NaN where an element is not finite."""
+    rows = x.float()
+    if normalise is not None:
+        mean, rstd, inner = normalise
+        index = torch.arange(x.numel()) // inner % len(rstd)
+        centred = rows.flatten() - (0.0 if mean is None else mean[index])
+        rows = (centred * rstd[index]).view(x.shape)
+    each = [torch.empty(0)]
+    for group in (part for row in rows for part in row.split(group_size)):
+        extent = group.max() - group.min()
+        square = len(group) * (extent * extent)
+        each.append(square.view(1) if group.isfinite().all() else torch.tensor([torch.nan]))
+    return torch.cat(each)
+
+
+def squares_of_cpu(isa, x, group_size, normalise=None):
+    """The same of the CPU's kernels."""
+    samples, features = x.shape
+    out = torch.empty(groups.group_count(samples, features, group_size))
+    place = native._buffer(x), samples, features, group_size, native._buffer(out)
+    _kernels.Cpu(isa).squares(*place, 1, *native._vectors(normalise, x.numel()))
+    return out
+
+
+def compare_squares(cuda, x, group_size, normalise=None, offset=0):
+    found = cuda.squares(x, group_size, normalise, offset)
+    same(found, squares_of_groups(x, group_size, normalise))
+    for isa in _kernels.cpu_isas() if _kernels else ():
+        same(found, squares_of_cpu(isa, x, group_size, normalise))
+    return found
+
+
+SQUARED = [(shape, size) for shape, size in QUANTISED if shape[1] >= groups.LEAST_FEATURES]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_squares(cuda, dtype):
+    for i, (shape, group_size) in enumerate(SQUARED):
+        x = inputs(shape[0] * shape[1], dtype, random_encoding(2, 3), seed=i, offset=i % 3)
+        # In most groups all elements are finite.
+        plain = x.nan_to_num(0, 9, -9).clamp(-9, 9)
+        x = torch.where(torch.arange(len(x)) % 97 < 97 - 9 * (i % 2), plain, x).view(shape)
+        found = compare_squares(cuda, x, group_size, offset=i % 3)
+        assert i % 2 or found.isfinite().all()
+
+
+def test_squares_of_what_is_beyond_float32(cuda):
+    """A range that overflows is infinite, what was not finite is NaN: as a float64 may become in float32."""
+    x = torch.zeros(6, 70, dtype=torch.float64)
+    x[0, :2] = torch.tensor([3e38, -3e38])
+    x[1, 69] = 1e300
+    x[2, 64] = -torch.inf
+    x[3, 7] = torch.nan
+    x[4] = -torch.inf
+    found = compare_squares(cuda, x, 64)
+    nan, inf = torch.nan, torch.inf
+    same(found, torch.tensor([inf, 0, 0, nan, 0, nan, nan, 0, nan, nan, 0, 0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_squares_of_what_is_normalised(cuda, dtype):
+    rng = np.random.default_rng(DTYPES.index(dtype))
+    for shape, group_size in SQUARED:
+        x = torch.from_numpy(rng.normal(3, 2, shape)).to(dtype)
+        for inner, entries in list(indices(x.numel()))[DTYPES.index(dtype) % 2 :: 2]:
+            mean, rstd = (torch.from_numpy(rng.normal(1, 1, entries)).float() for _ in range(2))
+            for vectors in ((mean, rstd), (None, rstd)):
+                compare_squares(cuda, x, group_size, (*vectors, inner))
+
+
+def test_squares_warps_take_several_groups(cuda):
+    x = torch.from_numpy(np.random.default_rng(0).normal(0, 1, (600, 65))).to(torch.float16)
+    cuda.library.emulated_device(1, 0)
+    try:
+        compare_squares(cuda, x, 64)
+    finally:
+        cuda.library.emulated_device(4, 0)
+
+
+def test_squares_of_more_elements_than_an_int_counts(cuda):
+    """The last block of a grid over two samples of 2**31 + 1000 elements, in memory that exists only where touched."""
+    features = (1 << 31) + 1000
+    count = groups.group_count(2, features, 256)
+    first = (-(-count // 8) - 1) * 8
+    try:
+        spaces = [mmap.mmap(-1, size, flags=SPARSE) for size in (4 * features, 4 * count)]
+    except OSError:
+        pytest.skip("no address space for 8 GB")
+    x, out = (
+        torch.frombuffer(space, dtype=dtype)
+        for space, dtype in zip(spaces, (torch.bfloat16, torch.float32), strict=True)
+    )
+    # The last group of a sample has 232 elements.
+    tail = torch.from_numpy(np.random.default_rng(0).normal(0, 1, 232 + 9 * 256))
+    x[-len(tail) :] = tail
+    cuda.library.emulated_device(1 << 20, first // 8)
+    try:
+        cuda.call("squares", x, 3, _long(2), _long(features), 256, out, *_vectors(None))
+    finally:
+        cuda.library.emulated_device(4, 0)
+    expected = squares_of_groups(x[None, -len(tail) :].clone(), 256)
+    same(out[first:], expected[first - count :])
+    assert (out[first:] > 0).all() and not out[first - 1000 : first].any()
+
+
+def test_warps_take_several_tiles(cuda):
+    """More tiles than a grid of one multiprocessor has warps."""
+    encoding = random_encoding(2, 4, seed=3)
+    n = 64 * 8 * 512 + 3 * 512 + 77
+    x = inputs(n, torch.float32, encoding)
+    cuda.library.emulated_device(1, 0)
+    try:
+        packed = cuda.encode(x, encoding)
+    finally:
+        cuda.library.emulated_device(4, 0)
+    assert torch.equal(packed, reference.encode(x, encoding, None))
+
+
+def test_more_elements_than_an_int_counts(cuda):
+    """The last block of a grid over 2**32 elements, in memory that exists only where it is touched."""
+    encoding = random_encoding(3, 9, seed=4)
+    n = (1 << 32) + 2000
+    tail = 8 * 1024 + (n % (8 * 1024))  # at least what the last block holds
+    try:
+        spaces = [
+            mmap.mmap(-1, size, flags=SPARSE) for size in (2 * n, 2 * n, 4 * packed_words(n, 3))
+        ]
+    except OSError:
+        pytest.skip("no address space for 20 GB")
+    x, out, packed = (
+        torch.frombuffer(space, dtype=dtype)
+        for space, dtype in zip(spaces, (torch.bfloat16, torch.bfloat16, torch.int32), strict=True)
+    )
+    tiles = -(-n // 1024)
+    blocks = -(-tiles // 8)
+    first = (blocks - 1) * 8 * 1024
+    x[first - tail :] = inputs(n - first + tail, torch.bfloat16, encoding)
+    cuda.library.emulated_device(1 << 20, blocks - 1)
+    try:
+        cuda.call("encode", cuda.table(encoding), x, 3, _long(n), packed, _or_null(None))
+        cuda.call("decode_mul", cuda.table(encoding), x, 3, _long(n), packed, out, 0)
+    finally:
+        cuda.library.emulated_device(4, 0)
+    words = packed[first // 32 * 3 :]
+    assert torch.equal(words, reference.encode(x[first:].clone(), encoding, None))
+    same(out[first:], product(x[first:].clone(), words.clone(), encoding))
+    assert not packed[first // 32 * 3 - 1000 : first // 32 * 3].any()
+    assert not out[first - tail : first].any()
+
+
+def test_errors_are_one_clear_line(cuda):
+    x = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="at most 3600 breaks .* got 4000"):
+        cuda.encode(x, random_encoding(8, 4001))
+    with pytest.raises(RuntimeError, match="at most 1800 knots .* got 1900"):
+        cuda.encode(x, unbiased_encoding(3, 1900), torch.tensor([1]))
+    with pytest.raises(RuntimeError, match="expected a seed"):
+        cuda.encode(x, unbiased_encoding(3, 5))
+    with pytest.raises(RuntimeError, match="float64"):
+        cuda.forward(0, (), x.double(), random_encoding(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("driver", "capability", "reason"),
+    [
+        (13000, 90, None),
+        (13020, 87, None),  # machine code for 8.0
+        (13000, 120, None),  # PTX for 9.0
+        (0, 90, "no CUDA driver was found"),
+        (12040, 90, "the driver supports CUDA 12.4, these kernels need 13.0"),
+        (13000, 75, "device 0 has compute capability 7.5, these kernels were built for 8.0, 9.0"),
+    ],
+)
+def test_which_devices_can_run(cuda, driver, capability, reason):
+    found = cuda.library.emulated_obstacle(driver, capability)
+    assert (found and found.decode()) == reason
+
+
+# -- the fixed-point code of pre-activations ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", (1, 3, 8))
+@pytest.mark.parametrize(
+    "n, channels, inner", [(1, 1, 1), (33, 3, 1), (1400, 7, 5), (4096, 2, 512)]
+)
+def test_fixed_point(cuda, n, channels, inner, bits, dtype):
+    generator = torch.Generator().manual_seed(n + bits)
+
+    def normal(size, dtype=torch.float32):
+        return (2 * torch.randn(size, generator=generator)).to(dtype)
+
+    gamma, beta = normal(channels), normal(channels)
+    gamma[0] = 0.0
+    x, y = normal(n, dtype), normal(n, dtype)
+    y[::9] = 0.0
+    statistics = (normal(n // 10), normal(n // 10).abs(), 10) if n % 10 == 0 else None
+    grid = fixed_point.grid_of(gamma, beta, bits, "cpu")
+    assert torch.equal(cuda.grid_fixed(gamma, beta, bits), reference.grid_fixed(gamma, beta, bits))
+    of = grid, bits, inner
+    packed = cuda.encode_fixed(x, y, *of, statistics)
+    assert torch.equal(packed, reference.encode_fixed(x, y, *of, statistics))
+    scale = None if statistics is None else statistics[1:]
+    for options in ({}, {"scale": scale}, {"slope": 1.0}, {"slope": 0.0}, {"slope": 0.1}):
+        expected = torch.empty(n, dtype=dtype)
+        reference.decode_fixed(packed, *of, expected, **options)
+        assert torch.equal(cuda.decode_fixed(packed, *of, n, dtype, **options), expected)
+    grad, expected = normal(n, dtype), torch.empty(n, dtype=dtype)
+    for slope in (0.0, 0.1):
+        reference.mask_fixed(grad, packed, *of, slope, expected)
+        assert torch.equal(cuda.mask_fixed(grad, packed, *of, slope), expected)

@@ -1,0 +1,177 @@
+"""The torch ops: opcheck, fakes that are right about strides, schemas, tracing."""
+
+import pytest
+import torch
+from samples import DTYPES, LAYOUTS, encoded, laid_out, load_table, name_of, normal, packed_of, same
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from fewbit.errors import FewbitError
+from fewbit.functional.attention import How
+from fewbit.functional.attention import _gradients_op as attention_gradients
+from fewbit.runtime import ops
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.encoding import Encoding
+
+GELU = load_table("gelu", 3)
+TEXT = Encoding.of(GELU).text
+DRAWN = load_table("gelu", 2, objective="unbiased")
+DRAWN_TEXT = Encoding.of(DRAWN).text
+SOME = ["vector", "empty", "scalar", "transposed", "channels last", "stepped", "expanded"]
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def check(op, *arguments, **keywords):
+    torch.library.opcheck(op, arguments, keywords, test_utils=CHECKS)
+
+
+def seed(device):
+    return torch.tensor([3], dtype=torch.int64, device=device)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_opcheck(device, name):
+    for dtype in DTYPES if name == "vector" else DTYPES[:1]:
+        x = laid_out(name, dtype, device)
+        for text, key in ((TEXT, None), (DRAWN_TEXT, seed(device))):
+            stride = list(layout.dense_stride(x))
+            for op in (ops.encode_op, ops.encode_kept_op):
+                check(op, x, text, stride, key)
+            packed = ops.encode_op(x, text, stride, key)
+            check(ops.decode_mul_op, x, packed, text, stride)
+
+
+def test_opcheck_of_packing(device):
+    codes = torch.arange(70, dtype=torch.uint8, device=device) % 8
+    check(ops.pack_op, codes, 3)
+    check(ops.pack_op, codes.view(7, 10).t(), 3)
+    check(ops.unpack_op, ops.pack_op(codes, 3), 3, 70)
+
+
+def test_opcheck_traced_with_dynamic_sizes():
+    x = normal((5, 7))
+    utilities = ("test_aot_dispatch_dynamic",)
+    packed = ops.encode_op(x, TEXT, [7, 1])
+    torch.library.opcheck(ops.encode_op, (x, TEXT, [7, 1]), test_utils=utilities)
+    torch.library.opcheck(ops.encode_kept_op, (x, TEXT, [7, 1]), test_utils=utilities)
+    torch.library.opcheck(ops.decode_mul_op, (x, packed, TEXT, [7, 1]), test_utils=utilities)
+    torch.library.opcheck(ops.unpack_op, (packed, 3, 35), test_utils=utilities)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fakes_have_the_real_strides(device, name):
+    x = laid_out(name, device=device)
+    stride = list(layout.dense_stride(x))
+    real = [ops.encode_op(x, TEXT, stride), *ops.encode_kept_op(x, TEXT, stride)]
+    real += [ops.decode_mul_op(x, real[0], TEXT, stride)]
+    with FakeTensorMode() as mode:
+        fake_x, fake_packed = mode.from_tensor(x), mode.from_tensor(real[0])
+        assert list(layout.dense_stride(fake_x)) == stride
+        fake = [ops.encode_op(fake_x, TEXT, stride), *ops.encode_kept_op(fake_x, TEXT, stride)]
+        fake += [ops.decode_mul_op(fake_x, fake_packed, TEXT, stride)]
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_values(device, dtype):
+    x = normal((77,), dtype, device)
+    packed = ops.encode_op(x, TEXT, [1])
+    assert packed.tolist() == encoded(GELU, x).tolist()
+    kept, one = ops.encode_kept_op(x, TEXT, [1])
+    assert kept.tolist() == packed.tolist() and one == 1 and one.dtype == dtype
+    drawn = ops.encode_op(x, DRAWN_TEXT, [1], seed(device))
+    assert drawn.tolist() == encoded(DRAWN, x, 3).tolist()
+    codes = ops.unpack_op(packed, 3, 77)
+    assert packed_of(codes.cpu().numpy(), 3).tolist() == packed.tolist()
+    lut = torch.tensor(Encoding.of(GELU).lut64).to(device)
+    product = ops.decode_mul_op(torch.ones_like(x), packed, TEXT, [1])
+    assert same(product, lut[codes.long()].to(torch.float32).to(dtype)) or dtype == torch.float64
+
+
+def test_schemas_say_what_is_written():
+    """Nothing is mutated and nothing is aliased; sizes and strides may be symbolic."""
+    for op in (ops.encode_op, ops.encode_kept_op, ops.decode_mul_op, ops.pack_op, ops.unpack_op):
+        assert not op._schema.is_mutable
+        assert all(result.alias_info is None for result in op._schema.returns)
+        assert torch.Tag.pt2_compliant_tag in op.tags
+    for op in (ops.encode_op, ops.encode_kept_op, ops.decode_mul_op):
+        assert "SymInt[] stride" in str(op._schema)
+    assert "SymInt n" in str(ops.unpack_op._schema)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 5, 4), (2, 1, 5, 1), (1, 2, 1, 3), (3, 2, 0, 4)])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2)])
+def test_results_of_attention_are_their_fakes(shape, order):
+    """In strides, also those of dimensions of size 1, which say nothing; and in memory of their own."""
+    place = [order.index(dim) for dim in range(4)]
+    x = [normal([shape[dim] for dim in order], seed=i).permute(place) for i in range(4)]
+    mask = normal((shape[2], shape[2])) if shape[2] else None
+    given = *x[:3], mask, None, x[3:], [True, True, True, mask is not None, False], None, *How()
+    real = attention_gradients(*given)
+    with FakeTensorMode() as mode:
+        fake = attention_gradients(*tree_map_only(torch.Tensor, mode.from_tensor, given))
+    places = [each.untyped_storage().data_ptr() for each in (*x, *real)]
+    assert len(set(places)) == len(places) or not x[0].numel()
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        assert a.storage_offset() == b.storage_offset() == 0
+
+
+def test_codes_have_no_gradient(device):
+    x = normal((40,), device=device).requires_grad_()
+    packed, one = ops.encode_kept_op(x, TEXT, [1])
+    assert not packed.requires_grad and not one.requires_grad
+
+
+def test_a_text_that_is_no_encoding_is_refused(device):
+    with pytest.raises(FewbitError, match="expected the text of a table's encoding"):
+        ops.encode_op(normal((4,), device=device), "gelu", [1])
+
+
+def test_dtensors_are_refused(tmp_path):
+    """With one line, by layers, activations and what is traced; what is left out of the conversion works."""
+    from torch import distributed, nn
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    import fewbit
+    from fewbit.errors import InputError
+
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x = distribute_tensor(normal((4, 64)), mesh, [Replicate()]).requires_grad_()
+        layers = (
+            fewbit.GELU(),
+            fewbit.nn.Linear(64, 8),
+            fewbit.nn.LayerNorm(64),
+            fewbit.nn.Dropout(0.5),
+            fewbit.nn.MaxPool1d(2),
+            fewbit.nn.Softmax(-1),
+        )
+        for layer in layers:
+            with pytest.raises(InputError, match="got a DTensor: .*exclude=") as raised:
+                layer(x)
+            assert "\n" not in str(raised.value)
+        nn.GELU()(x).sum().backward()
+        assert x.grad is not None
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_make_fx_traces_ops_only():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    import fewbit.functional as F
+
+    x = normal((50,)).requires_grad_()
+
+    def step(x):
+        return torch.autograd.grad(F.gelu(x).sum(), x)[0]
+
+    traced = make_fx(step)(x)
+    targets = {str(node.target) for node in traced.graph.nodes if node.op == "call_function"}
+    assert {"fewbit.encode_kept.default", "fewbit.decode_mul.default"} <= targets
+    y = normal((50,), seed=5).requires_grad_()
+    assert same(traced(y), step(y))

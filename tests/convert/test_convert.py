@@ -1,0 +1,1178 @@
+"""compress_ and restore_: what changes in a model, what does not, and that it trains."""
+
+import copy
+import functools
+import io
+import math
+import pickle
+import shutil
+import warnings
+
+import pytest
+import torch
+from layers import relative, saved_by
+from samples import normal
+from torch import nn
+from torch.nn import functional as TF
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+import fewbit
+from fewbit.convert import kinds
+from fewbit.convert.kinds import OWN_FORWARD
+from fewbit.demo.transformer import CharTransformer
+from fewbit.errors import InputError
+from fewbit.models.resnet import ResNet
+from fewbit.runtime.format.encoding import packed_words
+from fewbit.runtime.format.groups import quantised_bytes
+from fewbit.runtime.interop.module_calls import Told
+
+
+def transformer():
+    torch.manual_seed(0)
+    return CharTransformer(30, 16, width=32, depth=2, heads=2)
+
+
+class ConvNet(nn.Module):
+    """Tied, shared, in-place and functional parts in one small network."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.act = nn.ReLU(inplace=True)
+        self.pool = nn.MaxPool2d(2)
+        self.mix = nn.Conv2d(8, 8, 1)
+        self.drop = nn.Dropout(0.1)
+        self.head, self.tied = nn.Linear(8 * 16, 5), nn.Linear(8 * 16, 5)
+        self.tied.weight = self.head.weight
+
+    def forward(self, x):
+        x = self.pool(self.act(self.norm(self.stem(x))))
+        x = TF.gelu(self.mix(x) + self.mix(x * 2.0))
+        x = self.drop(x.flatten(1))
+        return self.head(x) + self.tied(x)
+
+
+def convnet():
+    torch.manual_seed(0)
+    return ConvNet()
+
+
+MODELS = {
+    "transformer": (transformer, lambda: torch.arange(64).reshape(4, 16) % 30),
+    "convnet": (convnet, lambda: normal((4, 3, 8, 8))),
+}
+
+
+@pytest.fixture(params=MODELS)
+def case(request):
+    make, inputs = MODELS[request.param]
+    return make(), inputs()
+
+
+def quiet(model, *arguments, **options):
+    return fewbit.compress_(model, *arguments, verbose=False, **options)
+
+
+def gradients(model, x, seed=5):
+    torch.manual_seed(seed)
+    y = model(x)
+    loss = (y * normal(y.shape, y.dtype, seed=9)).sum()
+    return y, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+def test_the_same_model(case):
+    """Parameters, buffers, keys, flags, hooks, classes' ancestry and outputs are as before."""
+    model, x = case
+    exact = copy.deepcopy(model)
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    keys, flags = list(model.state_dict()), [each.training for each in model.modules()]
+    seen = []
+    leaf = next(each for each in model.modules() if isinstance(each, nn.Linear))
+    leaf.register_forward_hook(lambda *_: seen.append(1))
+    quiet(model, bits=8, activation_bits=8)
+    assert all(module is modules[name] for name, module in model.named_modules())
+    assert all(each is parameters[name] for name, each in model.named_parameters())
+    assert list(model.state_dict()) == keys
+    assert [each.training for each in model.modules()] == flags
+    for module, before in zip(model.modules(), exact.modules(), strict=True):
+        assert isinstance(module, type(before))
+    y, ours = gradients(model, x)
+    expected, theirs = gradients(exact, x)
+    assert seen
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    scale = max(float(each.norm()) for each in theirs)
+    for a, b in zip(ours, theirs, strict=True):  # (a bias before a norm has no gradient to compare)
+        assert float((a - b).norm()) < 0.05 * float(b.norm()) + 1e-3 * scale
+    for a, b in zip(model.buffers(), exact.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_restored(case):
+    """Class for class and attribute for attribute what it was; state_dict loads both ways."""
+    model, x = case
+    before = copy.deepcopy(model)
+    controller = quiet(model, bits=2)
+    assert controller.report.converted
+    state = model.state_dict()
+    fewbit.restore_(model)
+    for module, other in zip(model.modules(), before.modules(), strict=True):
+        assert type(module) is type(other) and vars(module).keys() == vars(other).keys()
+        assert not isinstance(module, Told)
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert model.load_state_dict(state) and before.load_state_dict(model.state_dict())
+    a, b = gradients(model, x), gradients(before, x)
+    assert torch.equal(a[0], b[0])
+    assert all(torch.equal(p, q) for p, q in zip(a[1], b[1], strict=True))
+    fewbit.restore_(model)  # nothing to do
+
+
+def hooked(model):
+    """Registers every kind of hook on a layer that is used twice, on the head, and on the whole model.
+
+    Returns (what they were called with, in order; their handles).
+    """
+    events, handles = [], []
+    for module in (model, model.mix, model.head):
+        name = type(module).__name__
+
+        def hook(kind, name=name):
+            def called(*arguments):
+                shapes = [
+                    tuple(part.shape)
+                    for each in arguments
+                    for part in (each if isinstance(each, tuple) else (each,))
+                    if isinstance(part, torch.Tensor)
+                ]
+                events.append((name, kind, shapes))
+
+            return called
+
+        handles += [
+            module.register_forward_pre_hook(hook("before forward")),
+            module.register_forward_pre_hook(hook("before forward, names"), with_kwargs=True),
+            module.register_forward_hook(hook("after forward")),
+            module.register_forward_hook(hook("after forward, first"), prepend=True),
+            module.register_full_backward_pre_hook(hook("before backward")),
+            module.register_full_backward_hook(hook("after backward")),
+            module.register_state_dict_pre_hook(hook("before state_dict")),
+            module.register_state_dict_post_hook(hook("after state_dict")),
+            module.register_load_state_dict_pre_hook(hook("before load_state_dict")),
+            module.register_load_state_dict_post_hook(hook("after load_state_dict")),
+        ]
+    handles.append(
+        model.mix.weight.register_hook(lambda grad: events.append(("gradient", grad.shape)))
+    )
+    return events, handles
+
+
+def test_hooks_of_others_are_called_as_before():
+    """The same ones with the same shapes in the same order: converted, and undone; and they can be removed."""
+    model, exact = convnet(), convnet()
+    (ours, handles), (theirs, _) = hooked(model), hooked(exact)
+    x = normal((4, 3, 8, 8))
+
+    def step(model):
+        model(x.clone().requires_grad_()).sum().backward()
+        model.load_state_dict(model.state_dict())
+
+    step(exact)
+    quiet(model, bits=2)
+    step(model)
+    kinds_of_hook = {each[1] for each in theirs if each[0] != "gradient"}
+    assert len(kinds_of_hook) == 10 and ("gradient", (8, 8, 1, 1)) in theirs
+    assert ours == theirs
+    fewbit.restore_(model)
+    ours.clear()
+    step(model)
+    assert ours == theirs
+    quiet(model, bits=2)
+    ours.clear()
+    for handle in handles:
+        handle.remove()
+    step(model)
+    assert not ours
+
+
+def test_a_hook_that_changes_what_passes_is_heeded():
+    """A forward hook's result, a forward pre-hook's argument, and a backward hook's gradient."""
+    model, exact = convnet(), convnet()
+    for each in (model, exact):
+        each.drop.p = 0.0
+        each.mix.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 3.0,))
+        each.mix.register_forward_hook(lambda module, inputs, y: y * 0.5)
+        each.head.register_full_backward_hook(lambda module, before, after: (before[0] * 2.0,))
+    plain = convnet()
+    plain.drop.p = 0.0
+    quiet(model, bits=8, activation_bits=8)
+    x = normal((4, 3, 8, 8))
+    (y, ours), (expected, theirs) = gradients(model, x), gradients(exact, x)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    names = [name for name, _ in model.named_parameters()]
+    for name, a, b, c in zip(names, ours, theirs, gradients(plain, x)[1], strict=True):
+        if name == "stem.bias":  # zero: a norm follows
+            continue
+        assert relative(a, b) < 0.05
+        assert name == "tied.bias" or name == "head.bias" or relative(c, b) > 0.1
+
+
+def test_buffers_and_flags_are_the_same_objects_and_values():
+    """Running statistics, a buffer that is not saved, and submodules in eval mode, through both directions."""
+    model = convnet()
+    model.register_buffer("scratch", torch.arange(3.0), persistent=False)
+    model.norm.eval()
+    model.drop.eval()
+    exact = copy.deepcopy(model)
+    buffers = dict(model.named_buffers())
+    flags = {name: each.training for name, each in model.named_modules()}
+    assert len(buffers) == 4 and set(flags.values()) == {True, False}
+    x = normal((4, 3, 8, 8))
+    expected, theirs = gradients(exact, x)
+    for change in (lambda: quiet(model, bits=8, activation_bits=8), lambda: fewbit.restore_(model)):
+        change()
+        assert all(each is buffers[name] for name, each in model.named_buffers())
+        assert {name: each.training for name, each in model.named_modules()} == flags
+        assert "scratch" not in model.state_dict()
+        y, ours = gradients(model, x)
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+        for a, b in zip(ours, theirs, strict=True):
+            assert relative(a, b) < 0.05
+        for a, b in zip(model.buffers(), exact.buffers(), strict=True):
+            assert torch.equal(a, b)  # statistics stand still
+    quiet(model, bits=2)
+    with_eval = fewbit.saved_bytes(model, x)
+    assert with_eval.by_module().get("drop", 0) == 0
+    model.train()
+    training = fewbit.saved_bytes(model, x)
+    assert training.by_module()["drop"] == 4 * packed_words(4 * 128, 1)
+    assert model.norm.training and all(each.training for each in model.modules())
+
+
+def test_again_with_the_same_and_with_other_settings(case):
+    model, x = case
+    first = quiet(model, bits=4).report
+    classes = [type(each) for each in model.modules()]
+    assert quiet(model, bits=4).report == first
+    assert [type(each) for each in model.modules()] == classes
+    assert sum(isinstance(each, Told) for each in model.modules()) == sum(
+        next(each.children(), None) is not None or each is model for each in model.modules()
+    )
+    kept = fewbit.saved_bytes(model, x).total
+    quiet(model, bits=2)
+    assert fewbit.saved_bytes(model, x).total < kept
+    fewbit.restore_(model)
+    assert not any(kinds.is_fewbit(each) for each in model.modules())
+
+
+def test_evaluation_and_no_grad_compress_nothing(case):
+    model, x = case
+    exact = copy.deepcopy(model).eval()
+    quiet(model, bits=1, activation_bits=1)
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        _, saved = saved_by(model.train(), x)
+    assert not saved
+    torch.set_rng_state(state)
+    model.eval()
+    for module, other in zip(model.modules(), exact.modules(), strict=True):
+        if isinstance(module, nn.BatchNorm2d):
+            module.load_state_dict(other.state_dict())
+    y, ours = gradients(model, x)
+    expected, theirs = gradients(exact, x)
+    assert torch.equal(y, expected)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("travel", ["deepcopy", "pickle", "torch.save"])
+def test_copies_and_pickles(case, travel):
+    model, x = case
+    quiet(model, bits=3)
+    if travel == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif travel == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        twin = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    a, b = gradients(model, x), gradients(twin, x)
+    assert torch.equal(a[0], b[0])
+    assert all(torch.equal(p, q) for p, q in zip(a[1], b[1], strict=True))
+    assert fewbit.saved_bytes(twin, x).total == fewbit.saved_bytes(model, x).total
+    fewbit.restore_(twin)
+    assert any(kinds.is_fewbit(each) for each in model.modules())
+    assert not any(kinds.is_fewbit(each) for each in twin.modules())
+
+
+def test_moves_and_casts(case):
+    model, x = case
+    quiet(model, bits=8, activation_bits=8)
+    model.double()
+    x = x.double() if x.is_floating_point() else x
+    assert all(grad.dtype == torch.float64 for grad in gradients(model, x)[1])
+
+
+def test_levels():
+    model = convnet()
+    assert quiet(model, level="L1").report.converted[0].bits == 4
+    assert type(model.stem) is fewbit.nn.Conv2d and type(model.norm) is nn.BatchNorm2d
+    assert type(model.act) is nn.ReLU
+    quiet(model, level="L2")
+    assert type(model.norm) is fewbit.nn.BatchNorm2d and model.norm.quantiser.bits == 4
+    assert model.act.bits == 1
+    report = quiet(model, level="L0").report
+    assert not report.converted and type(model.stem) is nn.Conv2d
+
+
+def test_settings_of_single_modules():
+    model = transformer()
+    overrides = {"blocks.0": 8, "blocks.0.mlp.*": {"bits": 3, "activation_bits": 1}, "head": None}
+    report = quiet(model, bits=2, overrides=overrides, group_size=64, copies=2).report
+    bits = {row.path: row.bits for row in report.converted}
+    assert bits["blocks.0.qkv"] == bits["blocks.0.norm1"] == 8
+    assert bits["blocks.0.mlp.0"] == 3 and bits["blocks.0.mlp.1"] == 1
+    assert bits["blocks.1.qkv"] == 2 and bits["blocks.1.mlp.1"] == 3
+    assert "head" not in bits and type(model.head) is nn.Linear
+    assert model.blocks[1].qkv.quantiser.group_size == 64 and model.blocks[1].norm1.copies == 2
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"include": "blocks.0"}, {"blocks.0.qkv", "blocks.0.proj"}),
+        ({"include": "blocks", "exclude": ["*.proj", "blocks.1"]}, {"blocks.0.qkv"}),
+        ({"include": lambda path, module: path.endswith("qkv")}, {"blocks.0.qkv", "blocks.1.qkv"}),
+        ({"exclude": lambda path, module: isinstance(module, nn.Linear)}, set()),
+    ],
+)
+def test_which_modules(options, expected):
+    report = quiet(transformer(), **options).report
+    names = {
+        row.path for row in report.converted if row.before == "Linear" and "mlp" not in row.path
+    }
+    assert names - {"head"} == expected
+    excluded = {row.path for row in report.left_alone if row.reason == "excluded"}
+    assert excluded and not excluded & names
+
+
+def test_every_path_of_a_shared_module_counts():
+    shared = nn.Linear(4, 4)
+    model = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
+    assert not quiet(model, exclude="b").report.converted
+    (row,) = quiet(model, include="b").report.converted
+    assert row.path == "a.0"
+
+
+def test_what_is_left_alone_and_why():
+    class Own(nn.Linear):
+        pass
+
+    class Raw(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    model = nn.ModuleList([Own(3, 3), Raw(), nn.LSTM(3, 3), nn.Linear(3, 3), nn.Identity()])
+    model[3].forward = lambda x: x
+    reasons = {row.path: row.reason for row in quiet(model).report.left_alone}
+    assert reasons == {
+        "0": "a subclass of Linear, which may compute something else; functions that it calls are "
+        "compressed",
+        "1": "no few-bit version",
+        "2": "one op over all steps, which keeps its own state",
+        "3": "its forward was replaced on the instance, so its class does not say what it computes",
+    }
+
+
+def test_modules_made_by_hand_keep_their_settings():
+    model = nn.Sequential(fewbit.nn.Linear(96, 96, bits=5), nn.Linear(96, 96))
+    report = quiet(model, bits=2).report
+    assert model[0].quantiser.bits == 5 and model[1].quantiser.bits == 2
+    assert model[0].quantiser.session is model[1].quantiser.session
+    assert [row.path for row in report.converted] == ["1"]
+    fewbit.restore_(model)
+    assert type(model[0]) is fewbit.nn.Linear and type(model[1]) is nn.Linear
+
+
+def test_the_root_itself():
+    model = nn.Linear(70, 3)
+    (row,) = quiet(model, bits=3).report.converted
+    assert row[:4] == ("", "Linear", "fewbit.nn.Linear", 3)
+    _, saved = saved_by(model, normal((4, 70)))
+    assert sum(each.nbytes for each in saved) == quantised_bytes((4, 70), 3)
+
+
+def test_the_report(capsys):
+    model = convnet()
+    controller = fewbit.compress_(model, bits=2, sample=normal((4, 3, 8, 8)))
+    out = capsys.readouterr().out
+    assert str(controller.report) in out.replace("\n\n\n", "\n\n")
+    lines = [line.split() for line in out.splitlines()]
+    assert ["stem", "Conv2d", "fewbit's", "2", "bits", "1"] in lines
+    assert ["act", "ReLU", "fewbit's", "1", "bit", "1"] in lines
+    assert ["8", "modules", "converted"] in lines
+    before, after = controller.report.kept
+    assert sum(after.values()) == fewbit.saved_bytes(model, normal((4, 3, 8, 8))).total
+    assert sum(before.values()) > 5 * sum(after.values())
+    assert "Controller(ConvNet, 8 modules converted)" == repr(controller)
+    assert controller.model is model
+
+
+A_FILTER = "expected a glob, a list of globs or a function (path, module) -> bool, got "
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"bits": 0}, "expected a number from 1 to 8 for bits, got 0"),
+        ({"activation_bits": 9}, "expected a whole number from 1 to 8 for activation_bits, got 9"),
+        ({"level": "L9"}, "expected one of L0, L1, L2, L2.5, L3, L4, L5 for level, got 'L9'"),
+        ({"level": "L0", "bits": 2}, "expected no bits at level L0, which compresses nothing"),
+        ({"policy": "magic"}, "expected 'fixed' or 'error-bound' for policy, got 'magic'"),
+        ({"group_size": 33}, "expected a multiple of 32 from 32 to 65536 for group_size, got 33"),
+        ({"minimum": "int8"}, "expected auto, bfloat16 or float32 for minimum, got 'int8'"),
+        ({"copies": 0}, "expected 1 or 2 for copies, got 0"),
+        ({"include": "decoder"}, "include: expected a glob that matches a module, got 'decoder'"),
+        ({"exclude": 5}, f"exclude: {A_FILTER}5"),
+        ({"include": nn.Linear}, f"include: {A_FILTER}{nn.Linear}"),
+        ({"include": ["stem", 3]}, "include: expected a glob over dotted module paths, got 3"),
+        (
+            {"overrides": ["stem"]},
+            "overrides: expected a mapping of globs to settings, got ['stem']",
+        ),
+        ({"overrides": {3: 2}}, "overrides: expected a glob over dotted module paths, got 3"),
+        ({"attention_bits": 0}, "expected a whole number from 1 to 8 for attention_bits, got 0"),
+        (
+            {"sample": [1]},
+            "sample: expected a tensor, a tuple of positional inputs or a mapping of keyword inputs, "
+            "got list",
+        ),
+        (
+            {"overrides": {"nobody": 2}},
+            "overrides: expected a glob that matches a module, got 'nobody'",
+        ),
+        (
+            {"overrides": {"stem": 9}},
+            "overrides['stem']: expected a whole number from 1 to 8 for bits, got 9",
+        ),
+        (
+            {"overrides": {"stem": {"bit": 2}}},
+            "overrides['stem']: expected bits, a mapping of bits, activation_bits, "
+            "attention_bits, group_size, minimum, copies, or None, got {'bit': 2}",
+        ),
+    ],
+)
+def test_refused_with_nothing_changed(options, message):
+    model = convnet()
+    with pytest.raises(InputError) as caught:
+        quiet(model, **options)
+    assert str(caught.value) == message
+    assert not any(kinds.is_fewbit(each) or isinstance(each, Told) for each in model.modules())
+
+
+def test_a_model_is_a_module():
+    for function in (quiet, fewbit.restore_):
+        with pytest.raises(InputError, match="^expected a torch.nn.Module, got str$"):
+            function("model")
+
+
+def _weight_norm(layer):
+    nn.utils.parametrizations.weight_norm(layer)
+
+
+def _spectral_norm(layer):
+    nn.utils.parametrizations.spectral_norm(layer)
+
+
+class Squared(nn.Module):
+    def forward(self, x):
+        return x * x
+
+
+def _own_parametrization(layer):
+    nn.utils.parametrize.register_parametrization(layer, "weight", Squared())
+
+
+def _earlier_weight_norm(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(layer)
+
+
+def _earlier_spectral_norm(layer):
+    nn.utils.spectral_norm(layer)
+
+
+def _pruned(layer):
+    prune.l1_unstructured(layer, "weight", 0.5)
+
+
+CHANGES = [
+    _weight_norm,
+    _spectral_norm,
+    _own_parametrization,
+    _earlier_weight_norm,
+    _earlier_spectral_norm,
+    _pruned,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_weights_that_are_computed(change, when):
+    """Parametrizations, norms of weights and pruning, put on before or after the conversion."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    exact = copy.deepcopy(model)
+    x = normal((8, 4), scale=1.0)
+    for each in (model, exact):
+        torch.manual_seed(1)
+        if each is exact or when == "before":
+            change(each[0])
+        if each is model:
+            quiet(each, bits=8)
+            if when == "after":
+                change(each[0])
+    results = []
+    for each in (model, exact):
+        y = each(x)
+        results.append((y, torch.autograd.grad(y.square().sum(), list(each.parameters()))))
+    (ours, grads), (theirs, expected) = results
+    torch.testing.assert_close(ours, theirs)
+    for one, other in zip(grads, expected, strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm()
+    fewbit.restore_(model)
+    assert [type(each).__name__ for each in model.modules()] == [
+        type(each).__name__ for each in exact.modules()
+    ]
+    assert not any("fewbit" in str(type(each).__mro__) for each in model.modules())
+    of_both = [
+        torch.autograd.grad(each(x).square().sum(), list(each.parameters()))
+        for each in (model, exact)
+    ]
+    for one, other in zip(*of_both, strict=True):
+        torch.testing.assert_close(one, other)
+    if nn.utils.parametrize.is_parametrized(model[0]):
+        nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+        assert type(model[0]) is nn.Linear and "weight" in dict(model[0].named_parameters())
+
+
+@pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+@pytest.mark.parametrize("training", [False, True])
+def test_modules_that_a_conversion_makes_train_as_those_around(layer, training):
+    torch.manual_seed(0)
+    model = layer(8, 2, 16, dropout=0.0, activation="gelu", batch_first=True).train(training)
+    exact = copy.deepcopy(model)
+    quiet(model)
+    assert {each.training for each in model.modules()} == {training}
+    x = normal((2, 3, 8), scale=1.0)
+    inputs = (x, x) if layer is nn.TransformerDecoderLayer else (x,)
+    grads = [
+        torch.autograd.grad(each(*inputs).square().sum(), each.linear1.weight)[0]
+        for each in (model, exact)
+    ]
+    assert torch.equal(*grads) != training
+    fewbit.restore_(model)
+    assert {each.training for each in model.modules()} == {training}
+
+
+def test_a_block_of_modules_in_evaluation_mode():
+    block = fewbit.nn.PreActivation(nn.BatchNorm1d(4).eval(), nn.Linear(4, 4))
+    assert not block.activation.training
+
+
+REPLACED = "so the class does not say what it computes"
+
+
+@pytest.mark.parametrize(
+    "layer, owner, name, reason",
+    [
+        (nn.Linear(4, 4), nn.Linear, "forward", f"Linear.forward was replaced, {REPLACED}"),
+        (nn.GELU(), nn.GELU, "forward", f"GELU.forward was replaced, {REPLACED}"),
+        (nn.Conv2d(1, 1, 1), nn.Conv2d, "_conv_forward", f"Conv2d._conv_forward was replaced, {REPLACED}"),
+        (
+            nn.BatchNorm2d(1),
+            nn.modules.batchnorm._BatchNorm,
+            "forward",
+            f"_BatchNorm.forward was replaced, {REPLACED}",
+        ),
+        (nn.Linear(4, 4), TF, "linear", "torch.nn.functional.linear, which it calls, was replaced"),
+        (nn.Softmax(-1), TF, "softmax", "torch.nn.functional.softmax, which it calls, was replaced"),
+        (nn.Dropout(), TF, "dropout", "torch.nn.functional.dropout, which it calls, was replaced"),
+    ],
+    ids=lambda each: each if isinstance(each, str) and len(each) < 20 else "",
+)  # fmt: skip
+def test_what_was_replaced_is_left_alone(monkeypatch, layer, owner, name, reason):
+    theirs = getattr(owner, name)
+
+    @functools.wraps(theirs)
+    def twice(*args, **kwargs):
+        return 2 * theirs(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, twice)
+    model = nn.Sequential(layer)
+    (left,) = quiet(model).report.left_alone
+    assert left.reason == reason
+    assert not kinds.is_fewbit(layer)
+
+
+class Doubled:
+    """A callable that is no function."""
+
+    def __init__(self, theirs):
+        self.theirs = theirs
+
+    def __call__(self, *args, **kwargs):
+        return 2 * self.theirs(*args, **kwargs)
+
+
+@pytest.mark.parametrize("made", [
+    Doubled, lambda theirs: functools.partial(Doubled(theirs)), lambda theirs: TF.bilinear, lambda theirs: torch.matmul,
+], ids=["object", "partial", "function of torch", "builtin"])  # fmt: skip
+@pytest.mark.parametrize("layer, owner, name", [
+    (nn.Linear(4, 4), TF, "linear"), (nn.LayerNorm(4), TF, "layer_norm"), (nn.GELU(), TF, "gelu"),
+    (nn.Conv2d(1, 1, 1), TF, "conv2d"), (nn.Conv2d(1, 1, 1), nn.Conv2d, "_conv_forward"),
+], ids=["linear", "layer_norm", "gelu", "conv2d", "_conv_forward"])  # fmt: skip
+def test_what_was_replaced_by_no_function_is_left_alone(monkeypatch, layer, owner, name, made):
+    monkeypatch.setattr(owner, name, made(getattr(owner, name)))
+    (left,) = quiet(nn.Sequential(layer)).report.left_alone
+    assert "was replaced" in left.reason and name in left.reason
+    assert not kinds.is_fewbit(layer)
+
+
+def test_a_function_that_was_replaced_before_the_import(monkeypatch):
+    made = Doubled(TF.linear)
+    monkeypatch.setattr(TF, "linear", made)
+    monkeypatch.setitem(kinds._IN_FUNCTIONAL, "linear", made)
+    (left,) = quiet(nn.Sequential(nn.Linear(4, 4))).report.left_alone
+    assert left.reason == "torch.nn.functional.linear, which it calls, was replaced"
+
+
+@pytest.mark.parametrize("cls", [*kinds.TORCH, *kinds.LEFT_ALONE], ids=lambda cls: cls.__name__)
+def test_nothing_of_torch_is_taken_for_replaced(cls):
+    assert kinds.replaced(cls.__new__(cls)) is None
+
+
+def test_what_was_replaced_on_the_instance_is_left_alone():
+    layer = nn.Conv2d(1, 1, 1)
+    layer._conv_forward = layer._conv_forward
+    (left,) = quiet(nn.Sequential(layer)).report.left_alone
+    assert "on the instance" in left.reason
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_function_that_was_replaced_is_called_once(monkeypatch, functional):
+    """Forward and backward are of what was put in the place of torch's function."""
+    torch.manual_seed(0)
+    theirs, layer = TF.linear, nn.Linear(8, 8)
+    x = normal((16, 8), scale=1.0)
+    monkeypatch.setattr(TF, "linear", lambda x, weight, bias=None: theirs(x, 3 * weight, bias))
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x) + TF.linear(x, self.layer.weight)
+
+    results = []
+    for convert in (lambda model: None, lambda model: quiet(model, bits=8, functional=functional)):
+        model = copy.deepcopy(Calls())
+        convert(model)
+        y = model(x)
+        results.append((y, torch.autograd.grad(y.square().sum(), model.layer.weight)[0]))
+    (theirs_y, expected), (ours_y, found) = results
+    torch.testing.assert_close(ours_y, theirs_y)
+    assert relative(found, expected) < 0.02
+
+
+def test_symbolic_trace():
+    """Layers are leaves, as torch's are, and go on keeping few bits."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.MaxPool2d(2), nn.Dropout(0.0),
+        nn.Flatten(), nn.Linear(36, 4), nn.LayerNorm(4), nn.Softmax(-1),
+    )  # fmt: skip
+    exact = copy.deepcopy(model)
+    x = normal((2, 3, 8, 8), scale=1.0)
+    quiet(model, bits=8)
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.op for node in traced.graph.nodes] == [
+        "placeholder",
+        *["call_module"] * 9,
+        "output",
+    ]
+    torch.testing.assert_close(traced(x), exact(x))
+    assert isinstance(traced.get_submodule("0"), fewbit.nn.Conv2d)
+    assert fewbit.saved_bytes(traced, x).total < 0.6 * fewbit.saved_bytes(exact, x).total
+
+
+def test_a_parametrized_module_with_layers_inside():
+    """torch goes back to the class below its own, which has to be ours, or the module's."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.linear = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x) * self.scale
+
+    for parametrized_first in (True, False):
+        model = Block()
+        if not parametrized_first:
+            quiet(model)
+        nn.utils.parametrize.register_parametrization(model, "scale", nn.Softplus())
+        if parametrized_first:
+            quiet(model)
+        session = model.linear.quantiser.session
+        seen = []
+        model.linear.register_forward_hook(lambda *_: seen.append(session.is_running()))  # noqa: B023
+        model(torch.ones(2, 4)).sum().backward()
+        nn.utils.parametrize.remove_parametrizations(model, "scale")
+        model(torch.ones(2, 4)).sum().backward()
+        assert seen == [True, True]
+        fewbit.restore_(model)
+        assert type(model) is Block
+
+
+def test_a_class_that_was_put_in_the_place_of_a_converted_one_is_refused():
+    class Own(fewbit.nn.Linear):
+        def forward(self, input):
+            return super().forward(input)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    quiet(model)
+    model[0].__class__ = Own
+    for call in (fewbit.restore_, quiet):
+        with pytest.raises(
+            InputError, match="^0: expected the class that compress_ gave it, got Own"
+        ):
+            call(model)
+    assert type(model[1]) is fewbit.nn.Linear
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_forward_that_was_wrapped_since():
+    """It still calls ours, which is torch's once the model is restored."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    exact = copy.deepcopy(model)
+    quiet(model)
+    for layer in model:
+        layer.forward = lambda x, inner=layer.forward: 2 * inner(x)
+    x = torch.ones(2, 4)
+    fewbit.restore_(model)
+    for again in (False, True):
+        if again:
+            compressed = quiet(model, functional=False)
+            assert {each.reason for each in compressed.report.left_alone} == {OWN_FORWARD}
+        y = model(x)
+        torch.testing.assert_close(y, 2 * exact[1](2 * exact[0](x)))
+        assert "Backward0" in y.grad_fn.next_functions[0][0].name()
+        y.sum().backward()
+
+
+def test_an_error_in_a_forward_leaves_nothing_behind():
+    model = convnet()
+    quiet(model)
+    session = model.stem.quantiser.session
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 2, 8, 8))
+    assert not session.is_running() and session._local.entries is None
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_an_interrupted_forward_is_forgotten():
+    """torch runs no hook after a KeyboardInterrupt."""
+
+    class Interrupted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.now = nn.Linear(64, 64), nn.Linear(64, 64), False
+
+        def forward(self, x):
+            y = self.a(x)
+            if self.now:
+                raise KeyboardInterrupt
+            return self.b(y)
+
+    model, x = Interrupted(), normal((8, 64))
+    session = quiet(model).session
+    model.now = True
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    model.now = False
+    model(x).sum().backward()
+    assert not session.is_running() and session._local.entries is None
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_draws_what_it_would_draw(reentrant):
+    """As in the exact model from the same seed; and again where a checkpoint makes the whole model again."""
+    exact = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5))
+    model = copy.deepcopy(exact)
+    quiet(model, bits=8)
+    x = normal((8, 64)).requires_grad_()
+
+    def run(model):
+        torch.manual_seed(3)
+        y = checkpoint(model, x, use_reentrant=reentrant)
+        y.sum().backward()
+        return y, model[2].bias.grad
+
+    (y, bias), (expected, exact_bias) = run(model), run(exact)
+    assert torch.equal(y, expected) and torch.equal(bias, exact_bias)
+
+
+def test_a_seed_reproduces_a_step_and_steps_differ():
+    model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 8))
+    quiet(model, bits=1)
+    x = normal((5, 96))
+
+    def step():
+        return torch.autograd.grad(model(x).square().sum(), list(model.parameters()))[0]
+
+    torch.manual_seed(0)
+    first, second = step(), step()
+    torch.manual_seed(0)
+    assert torch.equal(step(), first) and torch.equal(step(), second)
+    assert not torch.equal(first, second)
+    model.eval()
+    state = torch.get_rng_state()
+    step()
+    with torch.no_grad():
+        model.train()(x)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_layers_do_not_take_is_torchs_own():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.w = nn.Linear(16, 16), nn.Parameter(normal((16,)))
+
+        def forward(self, x):
+            y = self.a(x)
+            spectrum = torch.fft.rfft(y) * torch.fft.rfft(y * 2.0)
+            z = torch.softmax(y, -1, torch.float64)
+            assert z.dtype == torch.float64 and y.softmax(-1, torch.float64).dtype == torch.float64
+            return spectrum.abs().sum() + TF.linear(y, self.w).sum() + z.square().sum()
+
+    model = Odd()
+    exact, x = copy.deepcopy(model), normal((8, 16))
+    quiet(model, bits=8)
+    for each in (model, exact):
+        each(x).backward()
+    for a, b in zip(model.parameters(), exact.parameters(), strict=True):
+        assert relative(a.grad, b.grad) < 0.05
+    complex_layer = nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64))
+    quiet(complex_layer)
+    complex_layer(torch.ones(2, 8, dtype=torch.complex64)).abs().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(0, 3), lambda: nn.Linear(3, 0), lambda: nn.LayerNorm(3)]
+)
+def test_sizes_of_zero(make):
+    layer = make()
+    model = nn.Sequential(layer)
+    quiet(model)
+    features = getattr(layer, "in_features", 3)
+    x = torch.ones(0 if isinstance(layer, nn.LayerNorm) else 4, features, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.shape == x.shape and layer.bias.grad.shape == layer.bias.shape
+
+
+# -- functions that a forward calls ---------------------------------------------------------------------------
+
+
+def calls(x, w):
+    """Functions rather than modules: a linear map, attention, a gate, a softmax."""
+    h = TF.linear(x, w)
+    q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in h.chunk(3, -1))
+    a = TF.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    g = TF.silu(a) * torch.sigmoid(x)
+    return TF.dropout(torch.softmax(g @ g.transpose(1, 2), -1), 0.1, True) @ TF.relu(g)
+
+
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(normal((96, 32), scale=0.2))
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return calls(self.inner(x), self.w)
+
+
+def test_functions_are_compressed_too():
+    model = Functional()
+    exact = copy.deepcopy(model)
+    x = normal((3, 20, 32))
+    quiet(model, bits=8, activation_bits=8)
+    y, ours = gradients(model, x)
+    expected, theirs = gradients(exact, x)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(ours, theirs, strict=True):
+        assert relative(a, b) < 0.1
+    before = fewbit.saved_bytes(exact, x)
+    quiet(model, bits=2)
+    after = fewbit.saved_bytes(model, x)
+    assert before.total > 8 * after.total
+    assert "activation" not in {each.kind for each in after.kept if each.bytes > 500}
+    quiet(model, bits=2, functional=False)
+    assert fewbit.saved_bytes(model, x).total > 3 * after.total
+
+
+def test_functions_of_modules_in_evaluation_mode_stay_exact():
+    model = nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.Softmax(-1))
+    exact = copy.deepcopy(model)
+    quiet(model, bits=1, activation_bits=1)
+    for each in model:
+        each.eval()
+    x = normal((5, 96))
+    for a, b in zip(gradients(model, x)[1], gradients(exact, x)[1], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_functions_of_excluded_modules_stay_exact():
+    """Also of what an excluded module holds, but for what in there is included."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(96, 96), Functional()
+
+        def forward(self, x):
+            return TF.gelu(self.b(TF.gelu(self.a(x))))
+
+    def packed(**options):
+        model = Outer()
+        model.b.inner = nn.Linear(96, 32)
+        quiet(model, bits=2, **options)
+        kept = fewbit.saved_bytes(model, normal((3, 20, 96)))
+        return {entry.module for entry in kept.kept if entry.kind == "packed" and entry.bytes}
+
+    everywhere = packed(functional=True)
+    assert "b" in everywhere and "a" in everywhere
+    assert "a" not in packed(exclude="a") and "b" in packed(exclude="a")
+    assert packed(exclude=lambda path, module: path.startswith("b")) <= {"", "a"}
+    assert packed(include="b") <= {"b", "b.inner"} and "b" in packed(include="b")
+    model = nn.Sequential(nn.Linear(96, 96))
+    quiet(model, bits=2, overrides={"0": None})
+    assert saved_by(model, normal((4, 96)))[1][0].shape == (4, 96)
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("as_module", [False, True])
+def test_functions_in_checkpoints(reentrant, as_module):
+    """Compressed in a region that is a module; exact in a bare function, which is made again outside of all."""
+
+    class Region(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.region = Functional()
+
+        def forward(self, x):
+            region = (
+                self.region if as_module else (lambda x: calls(self.region.inner(x), self.region.w))
+            )
+            return checkpoint(region, x, use_reentrant=reentrant)
+
+    torch.manual_seed(0)
+    model = Region()
+    quiet(model, bits=8, activation_bits=8)
+    x = normal((3, 20, 32)).requires_grad_()
+    model(x).square().sum().backward()
+    assert x.grad.isfinite().all() and model.region.w.grad.abs().sum() > 0
+
+
+def test_attention_has_its_own_bits():
+    model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
+    quiet(model, bits=2)
+    assert model.self_attn.quantiser.bits == 2 and model.self_attn.attention_quantiser.bits == 4
+    quiet(model, bits=2, attention_bits=3)
+    assert model.self_attn.attention_quantiser.bits == 3
+    fewbit.restore_(model)
+    assert "attention_quantiser" not in vars(model.self_attn)
+
+
+@pytest.mark.parametrize("function", [fewbit.functional.mul, fewbit.functional.matmul])
+def test_products_are_exact_in_expectation(function):
+    a, b = normal((70, 70)).requires_grad_(), normal((70, 70), seed=2).requires_grad_()
+    theirs = torch.mul if function is fewbit.functional.mul else torch.matmul
+    grad = normal((70, 70), seed=3)
+    exact = torch.autograd.grad(theirs(a, b), (a, b), grad)
+    assert torch.equal(function(a * 1.0, b * 1.0, bits=2), theirs(a, b))
+    draws = [
+        torch.autograd.grad(function(a * 1.0, b * 1.0, bits=2), (a, b), grad) for _ in range(100)
+    ]
+    for each, wanted in zip(zip(*draws, strict=True), exact, strict=True):
+        each = torch.stack(each).double()
+        error = each.std(0) / 10
+        known = error > 1e-5 * wanted.abs().max()  # else only one value was drawn, or almost
+        z = (each.mean(0) - wanted)[known] / error[known]
+        assert 0.9 < float(z.square().mean()) < 1.15
+    x = a * 1.0
+    assert torch.equal(function(x, b.detach(), bits=1), theirs(x, b.detach()))  # torch's own
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
+def test_padding_keeps_nothing(mode):
+    x = normal((2, 3, 6, 7)).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = fewbit.functional.pad(x, (1, 2, 3, 1), mode)
+    expected = TF.pad(x, (1, 2, 3, 1), mode)
+    grad = normal(y.shape, seed=4)
+    assert torch.equal(y, expected) and not saved
+    ours, theirs = (torch.autograd.grad(each, x, grad)[0] for each in (y, expected))
+    assert torch.equal(ours, theirs)
+
+
+# -- training ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_resnet_trains_and_keeps_a_twelfth(capsys):
+    torch.manual_seed(0)
+    model = ResNet("resnet18", nn.ReLU, classes=4)
+    x, labels = normal((8, 3, 32, 32), scale=1.0), torch.arange(8) % 4
+    exact = fewbit.saved_bytes(model, x).total
+    quiet(model, bits=2)
+    assert exact > 12 * fewbit.saved_bytes(model, x).total
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    losses = []
+    for _ in range(12):
+        loss = TF.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_gradient_accumulation_and_several_forwards_before_a_backward():
+    model = transformer()
+    exact = copy.deepcopy(model)
+    quiet(model, bits=8, activation_bits=8)
+    x = torch.arange(64).reshape(4, 16) % 30
+    for each in (model, exact):
+        first, second = each(x[:2]), each(x[2:])
+        (second.square().sum() + first.square().sum()).backward()
+        each(x).square().sum().backward()
+    for a, b in zip(model.parameters(), exact.parameters(), strict=True):
+        assert relative(a.grad, b.grad) < 0.05
+
+
+def test_frozen_parts_keep_nothing():
+    model = transformer()
+    x = torch.arange(64).reshape(4, 16) % 30
+    quiet(model, bits=2)
+    model.requires_grad_(False)
+    assert fewbit.saved_bytes(model, x).total == 0
+    model.head.requires_grad_(True)
+    kept = fewbit.saved_bytes(model, x)
+    assert set(kept.by_module()) <= {"head", "norm"}
+    # Of the norm's input only its own output's copy, for the head: nothing needs the norm's gradient.
+    assert kept.total == quantised_bytes((4, 16, 32), 2)
+
+
+def kept_by_compiled_transformer():
+    """(few-bit bytes, float32 bytes) of what is kept for two blocks, a norm and the head."""
+    rows, wide = (4, 16, 32), (4, 16, 128)
+    narrow, codes = quantised_bytes(rows, 8), 4 * packed_words(math.prod(wide), 8)
+    block = 5 * narrow + quantised_bytes(wide, 8) + codes  # norms, qkv, proj, up; down; GELU
+    # Attention is torch's own: q, k, v, their result and its log-sum-exp.
+    attention = 4 * (4 * math.prod(rows) + 4 * 2 * 16)
+    return 2 * block + 2 * narrow, 2 * attention + 5 * 4 * 64
+
+
+def kept_by_compiled_convnet():
+    """Convolutions', the norm's and linear layers' inputs, a bit of each ReLU, two of each maximum."""
+    small = quantised_bytes((4, 8, 4, 4), 8)
+    few_bit = quantised_bytes((4, 3, 8, 8), 8) + quantised_bytes((4, 8, 8, 8), 8) + 2 * small
+    few_bit += 4 * packed_words(4 * 8 * 64, 1) + 4 * packed_words(4 * 8 * 16, 2)
+    few_bit += 2 * quantised_bytes((4, 128), 8)
+    return few_bit, 4 * 4 * 8 * 16 + 4 * 8  # what torch's own gelu keeps, and 8 deviations
+
+
+COMPILED = {"transformer": kept_by_compiled_transformer, "convnet": kept_by_compiled_convnet}
+FEW_BIT = torch.int32, torch.bfloat16  # codes and ranges
+
+
+def storage_bytes(tensors):
+    return sum(each.untyped_storage().nbytes() for each in tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_model_keeps_quantised_inputs(name):
+    """Traced whole, hooks included; what no layer of ours keeps (attention's q, k, v) stays as in torch."""
+    torch.compiler.reset()
+    make, inputs = MODELS[name]
+    model, exact, x = make(), make(), inputs()
+    for each in (*model.modules(), *exact.modules()):
+        if isinstance(each, nn.Dropout):
+            each.p = 0.0
+    quiet(model, bits=8, activation_bits=8)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
+    y, saved = saved_by(compiled, x)
+    expected = exact(x)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    grad = normal(y.shape, seed=3)
+    ours = torch.autograd.grad(y, list(model.parameters()), grad)
+    theirs = torch.autograd.grad(expected, list(exact.parameters()), grad)
+    scale = max(float(each.norm()) for each in theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert float((a - b).norm()) < 0.05 * float(b.norm()) + 1e-3 * scale
+    few_bit, float32 = COMPILED[name]()
+    assert storage_bytes(each for each in saved if each.dtype in FEW_BIT) == few_bit
+    assert storage_bytes(each for each in saved if each.dtype == torch.float32) <= float32
+    others = [each for each in saved if each.dtype not in (*FEW_BIT, torch.float32)]
+    assert storage_bytes(others) == (x.numel() if name == "transformer" else 0)  # the embedding's
+
+
+@pytest.mark.fast(1)
+@pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.parametrize(
+    "layer, shape, vector",
+    [
+        (nn.Linear(64, 32), (40, 64), 0),
+        (nn.Conv2d(8, 4, 3), (3, 8, 9, 11), 0),
+        (nn.LayerNorm(96), (30, 96), 30),
+        (nn.BatchNorm2d(6), (5, 6, 7, 9), 6),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_layers_under_inductor(layer, shape, vector):
+    """The default backend: a quantised input and a norm's deviations are kept, and gradients are torch's."""
+    torch.compiler.reset()
+    exact = copy.deepcopy(layer)
+    for number, parameter in enumerate(exact.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+    model = nn.Sequential(copy.deepcopy(exact))
+    quiet(model, bits=8)
+    x = normal(shape, scale=1.0).requires_grad_()
+    y, saved = saved_by(torch.compile(model, fullgraph=True), x)
+    expected = exact(x)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    few_bit = [each for each in saved if each.dtype in FEW_BIT]
+    assert storage_bytes(few_bit) == quantised_bytes(shape, 8)
+    # A convolution's weight is kept a second time, in the compiler's own layout, as it is in the exact model.
+    others = [each for each in saved if each.dtype not in FEW_BIT and each.dim() != 4]
+    weights = [each for each in saved if each.dim() == 4]
+    assert storage_bytes(others) == 4 * vector
+    assert all(each.shape == exact.weight.shape for each in weights)
+    grad = normal(y.shape, seed=3)
+    ours = torch.autograd.grad(y, [x, *model.parameters()], grad)
+    theirs = torch.autograd.grad(expected, [x, *exact.parameters()], grad)
+    for a, b in zip(ours, theirs, strict=True):
+        assert relative(a, b) < 0.02

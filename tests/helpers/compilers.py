@@ -1,0 +1,116 @@
+"""Compiled code in tests: Inductor's passes without its code generation, and copies that eager code draws alike."""
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
+from torch.utils._pytree import tree_leaves
+
+from fewbit.runtime import ops
+from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.saved import session as sharing
+
+# Passes and lowerings are imported late: their modules warn of torch's own deprecations when they are imported.
+
+
+class Draws:
+    """The seed with which all copies are drawn. A graph has the seed that was set when it was traced."""
+
+    seed = 12345
+
+
+def draw_alike(monkeypatch) -> Draws:
+    """Make eager mode keep the copies that compiled code keeps, so that gradients differ by rounding alone.
+
+    All copies are drawn with one seed, with minimums in bfloat16, and no layer reuses a copy of another one. Copies still
+    differ if torch's eager operation returns other strides than its traced one.
+    """
+    draws = Draws()
+
+    def seed(session, x, *_):
+        return new_seed(x)
+
+    def new_seed(x):
+        return torch.full((1,), draws.seed, dtype=torch.int64, device=x.device)
+
+    monkeypatch.setattr(ops, "new_seed", new_seed)
+    monkeypatch.setattr(Quantiser, "_wide", lambda self: False)
+    monkeypatch.setattr(sharing.Session, "find", lambda self, x, config: None)
+    monkeypatch.setattr(sharing.Session, "seed", seed)
+    monkeypatch.setattr(sharing.Session, "seed_of_result", seed)
+    return draws
+
+
+def inductor_passes(graph, inputs):
+    """A backend for torch.compile that runs Inductor's decompositions and passes, then the graph op by op.
+
+    Ops meet tensors of whatever strides are left when operations without effect are gone, as in code that Inductor
+    makes, which may in addition bring them to the strides that it takes for the traced ones. Each result of an op of
+    fewbit has to be as it was traced: code of Inductor's takes that for granted, and writes to memory by it.
+    """
+    import torch._inductor.lowering  # which decompositions look into  # noqa: F401
+
+    make = aot_autograd(
+        fw_compiler=_compile,
+        bw_compiler=_compile,
+        inference_compiler=_compile,
+        partition_fn=_partition,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+    return make(graph, inputs)
+
+
+def _settings():
+    # Random numbers are torch's own, as in eager mode.
+    return config.patch(fallback_random=True)
+
+
+def _fake_mode():
+    return V.set_fake_mode(torch._guards.TracingContext.get().fake_mode)
+
+
+def _compile(graph, inputs):
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+
+    with _fake_mode(), _settings():
+        post_grad_passes(graph, False)
+    graph.recompile()
+    return make_boxed_func(_AsTraced(graph).run)
+
+
+class _AsTraced(torch.fx.Interpreter):
+    def run_node(self, node):
+        result = super().run_node(node)
+        if getattr(node.target, "namespace", None) == "fewbit":
+            given = filter(_is_tensor, tree_leaves(self.map_nodes_to_values(node.args, node)))
+            taken = {each.untyped_storage().data_ptr() for each in given}
+            traced = tree_leaves(node.meta["val"])
+            for ours, fake in zip(tree_leaves(result), traced, strict=True):
+                assert _metadata(ours) == _metadata(fake), (node.target, ours, fake)
+                storage = ours.untyped_storage()
+                assert storage.nbytes() >= ours.numel() * ours.element_size()
+                assert not ours.numel() or storage.data_ptr() not in taken, node
+                taken.add(storage.data_ptr())
+        return result
+
+
+def _is_tensor(x):
+    return isinstance(x, torch.Tensor)
+
+
+def _metadata(x):
+    """Symbolic numbers as those that they were traced with."""
+    numbers = *x.shape, *x.stride(), x.storage_offset()
+    return [n.node.hint if isinstance(n, torch.SymInt) else n for n in numbers], x.dtype
+
+
+def _partition(graph, joint_inputs, **keywords):
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    with _fake_mode(), _settings():
+        joint_graph_passes(graph)
+    return min_cut_rematerialization_partition(graph, joint_inputs, compiler="inductor", **keywords)

@@ -1,0 +1,856 @@
+"""Scaled dot-product attention and MultiheadAttention against torch's own."""
+
+import copy
+import io
+import math
+import pickle
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import normal
+from torch import nn
+from torch.nn import functional as torch_f
+from torch.utils.checkpoint import checkpoint
+
+from fewbit.convert.functions import Calls, FunctionSettings
+from fewbit.errors import GradientError, InputError
+from fewbit.functional.attention import How, attention, scaled_dot_product_attention
+from fewbit.nn.attention import MultiheadAttention
+from fewbit.runtime.format.groups import quantised_bytes
+from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.saved.session import Session
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch.*",
+    "ignore:.*should not be instantiated:DeprecationWarning",
+    "ignore:Dynamo detected a call to a `functools",
+)
+CPU_STATE = 5056
+MASK = torch.ones(9, 11, dtype=torch.bool).tril(1)
+FLOAT_MASK = normal((9, 11), scale=1.0, seed=9)
+SAMPLES = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "boolean mask": {"attn_mask": MASK},
+    "float mask": {"attn_mask": FLOAT_MASK},
+    "mask of a head": {"attn_mask": FLOAT_MASK.expand(1, 4, 9, 11).contiguous()},
+    "scale": {"scale": 0.1},
+    "dropout": {"dropout_p": 0.3},
+    "dropout and mask": {"dropout_p": 0.3, "attn_mask": MASK},
+}
+
+
+@pytest.fixture(params=SAMPLES)
+def options(request, device):
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in SAMPLES[request.param].items()
+    }
+
+
+def inputs(
+    device="cpu", dtype=torch.float32, query=(3, 4, 9, 16), keys=11, heads=None, values=None
+):
+    """query, key, value that need gradients."""
+    *batch, _, features = query
+    batch = batch if heads is None else (*batch[:-1], heads)
+    shapes = query, (*batch, keys, features), (*batch, keys, values or features)
+    return [
+        normal(shape, dtype, device, scale=1.0, seed=i + 1).requires_grad_()
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def off(ours, theirs):
+    ours, theirs = ours.detach().double(), theirs.detach().double()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def check(ours, theirs, wanted, within=0.02):
+    """Equal values from equal random states, and gradients within a fraction of their norm."""
+    torch.manual_seed(1)
+    y = ours()
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    expected = theirs()
+    assert y.dtype == expected.dtype and torch.equal(y, expected)
+    assert y.stride() == expected.stride()
+    grad = normal(y.shape, y.dtype, y.device, scale=1.0, seed=7)
+    torch.manual_seed(2)
+    mine = torch.autograd.grad(y, wanted, grad)
+    for a, b, x in zip(mine, torch.autograd.grad(expected, wanted, grad), wanted, strict=True):
+        assert a.dtype == x.dtype and a.shape == x.shape
+        assert off(a, b) < within
+    return after
+
+
+def kept_by(function):
+    """The result, and the bytes of what is kept, each storage once."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        y = function()
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in saved}
+    return y, storages, saved
+
+
+# -- attention: values and gradients ---------------------------------------------------------------
+
+
+def test_against_torch(device, options):
+    tensors = inputs(device)
+    check(
+        lambda: scaled_dot_product_attention(*tensors, bits=8, **options),
+        lambda: torch_f.scaled_dot_product_attention(*tensors, **options),
+        tensors,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_dtypes(device, options, dtype):
+    mask = options.get("attn_mask")
+    if mask is not None and mask.is_floating_point():
+        options["attn_mask"] = mask.to(dtype)
+    tensors = inputs(device, dtype)
+    check(
+        lambda: scaled_dot_product_attention(*tensors, bits=8, **options),
+        lambda: torch_f.scaled_dot_product_attention(*tensors, **options),
+        tensors,
+        within=0.025,  # torch's own rounding in 16 bits comes on top
+    )
+
+
+def test_autocast(device, options):
+    tensors = inputs(device)
+
+    def cast(function, **extra):
+        with torch.autocast(device, torch.bfloat16):
+            return function(*tensors, **options, **extra)
+
+    check(
+        lambda: cast(scaled_dot_product_attention, bits=8),
+        lambda: cast(torch_f.scaled_dot_product_attention),
+        tensors,
+        within=0.025,
+    )
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_backward_pass_is_that_of_the_restored_tensors(device, options, autocast):
+    """Exactly torch's, in the dtype of the forward pass; dropout draws the same mask again."""
+    tensors = inputs(device)
+    quantiser = Remembering(4)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        torch.manual_seed(3)
+        y = scaled_dot_product_attention(*tensors, quantiser=quantiser, **options)
+        restored = [kept.recipe.restore(kept.tensors).requires_grad_() for kept in quantiser.kept]
+        torch.manual_seed(3)
+        expected = torch_f.scaled_dot_product_attention(*restored, **options)
+    grad = normal(y.shape, y.dtype, device, scale=1.0, seed=7)
+    ours = torch.autograd.grad(y, tensors, grad)
+    theirs = torch.autograd.grad(expected, restored, grad)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class Remembering(Quantiser):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.kept = []
+
+    def keep(self, x, shared=True, slot=0):
+        self.kept.append(super().keep(x, shared, slot))
+        return self.kept[-1]
+
+
+def test_a_mask_that_is_learned(device):
+    for shape in ((9, 11), (3, 1, 9, 11), (4, 1, 11)):
+        mask = normal(shape, device=device, scale=1.0, seed=5).requires_grad_()
+        tensors = inputs(device)
+        check(
+            lambda mask=mask, tensors=tensors: scaled_dot_product_attention(*tensors, mask, bits=8),
+            lambda mask=mask, tensors=tensors: torch_f.scaled_dot_product_attention(*tensors, mask),
+            [*tensors, mask],
+        )
+
+
+def test_layouts(device):
+    """Heads within features, as projections make them, and parts of one packed tensor."""
+    query, key, value = (
+        normal((3, 9, 4, 16), device=device, scale=1.0, seed=i).requires_grad_() for i in range(3)
+    )
+    turned = [x.transpose(1, 2) for x in (query, key, value)]
+    check(
+        lambda: scaled_dot_product_attention(*turned, bits=8),
+        lambda: torch_f.scaled_dot_product_attention(*turned),
+        (query, key, value),
+    )
+    packed = normal((3, 9, 192), device=device, scale=1.0, seed=8).requires_grad_()
+    parts = [x.view(3, 9, 4, 16).transpose(1, 2) for x in packed.chunk(3, dim=-1)]
+    check(
+        lambda: scaled_dot_product_attention(*parts, bits=8),
+        lambda: torch_f.scaled_dot_product_attention(*parts),
+        (packed,),
+    )
+
+
+@given(
+    query=st.sampled_from([(5, 8), (3, 5, 8), (2, 4, 5, 8), (2, 3, 4, 5, 8), (2, 4, 1, 8)]),
+    keys=st.integers(1, 7),
+    values=st.sampled_from([None, 3, 32]),
+    grouped=st.booleans(),
+    is_causal=st.booleans(),
+    masked=st.sampled_from([None, bool, float]),
+    dropout_p=st.sampled_from([0.0, 0.5]),
+    scale=st.sampled_from([None, 0.5]),
+    group_size=st.sampled_from([32, 256]),
+    frozen=st.sets(st.integers(0, 2), max_size=2),
+)
+@settings(max_examples=60)
+def test_any_configuration(
+    query, keys, values, grouped, is_causal, masked, dropout_p, scale, group_size, frozen
+):
+    grouped = grouped and len(query) == 4
+    tensors = inputs(query=query, keys=keys, values=values, heads=2 if grouped else None)
+    for i in frozen:
+        tensors[i].requires_grad_(False)
+    options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": grouped}
+    if masked is not None:
+        mask = normal((query[-2], keys), scale=1.0, seed=4)
+        options["attn_mask"] = mask if masked is float else mask > -2
+    else:
+        options["is_causal"] = is_causal
+    wanted = [x for x in tensors if x.requires_grad]
+    torch.manual_seed(1)
+    y = scaled_dot_product_attention(*tensors, **options, bits=8, group_size=group_size)
+    torch.manual_seed(1)
+    expected = torch_f.scaled_dot_product_attention(*tensors, **options)
+    assert torch.equal(y, expected)
+    grad = normal(y.shape, scale=1.0, seed=7)
+    ours = torch.autograd.grad(y, wanted, grad)
+    for a, b in zip(ours, torch.autograd.grad(expected, wanted, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=0.1, atol=0.1)
+
+
+def test_heads_that_share_keys(device):
+    """By torch's enable_gqa, and repeated after they are kept, as transformers repeats them."""
+    tensors = inputs(device, heads=2)
+    query, key, value = tensors
+    for masked in (False, True):
+        mask = FLOAT_MASK.to(device) if masked else None
+        check(
+            lambda mask=mask: attention(*tensors, mask, None, How(repeats=2), Quantiser(8)),
+            lambda mask=mask: torch_f.scaled_dot_product_attention(
+                query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), mask
+            ),
+            tensors,
+        )
+    _, storages, _ = kept_by(lambda: attention(*tensors, None, None, How(repeats=2), Quantiser(8)))
+    assert sum(storages.values()) == sum(quantised_bytes(x.shape, 8) for x in tensors)
+
+
+@pytest.mark.parametrize("masked", [None, "boolean", "float"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_position_bias(device, masked, is_causal):
+    tensors = inputs(device, keys=9)
+    bias = normal((1, 4, 9, 9), device=device, scale=1.0, seed=6).requires_grad_()
+    mask = normal((3, 1, 9, 9), device=device, scale=1.0, seed=8) if masked else None
+    mask = mask > -2 if masked == "boolean" else mask
+    floor = torch.finfo(torch.float32).min
+    whole = bias
+    if masked == "boolean":
+        whole = torch.where(mask, bias, floor)
+    elif masked == "float":
+        whole = bias + mask
+    elif is_causal:
+        whole = torch.where(torch.ones(9, 9, dtype=torch.bool, device=device).tril(), bias, floor)
+    how = How(is_causal=is_causal)
+    check(
+        lambda: attention(*tensors, mask, bias, how, Quantiser(8)),
+        lambda: torch_f.scaled_dot_product_attention(*tensors, whole),
+        [*tensors, bias],
+    )
+    _, storages, _ = kept_by(lambda: attention(*tensors, mask, bias, how, Quantiser(2)))
+    expected = sum(quantised_bytes(x.shape, 2) for x in tensors) + bias.nbytes
+    assert sum(storages.values()) == expected + (0 if mask is None else mask.nbytes)
+
+
+# -- attention: what is kept -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits, group_size", [(2, 256), (8, 64)])
+def test_kept_bytes(device, options, bits, group_size):
+    tensors = inputs(device)
+    sizes = {"bits": bits, "group_size": group_size}
+    _, storages, saved = kept_by(lambda: scaled_dot_product_attention(*tensors, **sizes, **options))
+    expected = sum(quantised_bytes(x.shape, bits, group_size) for x in tensors)
+    mask = options.get("attn_mask")
+    expected += 0 if mask is None else mask.nbytes
+    if options.get("dropout_p"):
+        expected += CPU_STATE if device == "cpu" else 16
+    assert sum(storages.values()) == expected
+    if mask is not None:
+        assert any(x.data_ptr() == mask.data_ptr() for x in saved)  # itself, not a copy
+
+
+def test_only_what_gradients_need(device):
+    for needed, kept in (((0,), (0, 1, 2)), ((1,), (0, 1, 2)), ((2,), (0, 1)), ((0, 2), (0, 1, 2))):
+        tensors = inputs(device)
+        for i, x in enumerate(tensors):
+            x.requires_grad_(i in needed)
+        wanted = [tensors[i] for i in needed]
+        check(
+            lambda tensors=tensors: scaled_dot_product_attention(*tensors, bits=8),
+            lambda tensors=tensors: torch_f.scaled_dot_product_attention(*tensors),
+            wanted,
+        )
+        _, storages, _ = kept_by(
+            lambda tensors=tensors: scaled_dot_product_attention(*tensors, bits=8)
+        )
+        expected = sum(quantised_bytes(tensors[i].shape, 8) for i in kept)
+        assert sum(storages.values()) == expected
+    tensors = [x.detach() for x in inputs(device)]
+    y, storages, _ = kept_by(lambda: scaled_dot_product_attention(*tensors))
+    assert not storages and not y.requires_grad
+
+
+def test_a_tensor_in_three_roles_is_rounded_three_times(device):
+    x, _, _ = inputs(device)
+    quantiser = Quantiser(4, session=Session())
+    attend = partial(scaled_dot_product_attention, quantiser=quantiser)
+    _, storages, _ = kept_by(lambda: quantiser.session.call(nn.Identity(), attend, (x, x, x)))
+    assert sum(storages.values()) == 3 * quantised_bytes(x.shape, 4)
+
+
+def test_dropout_leaves_torchs_generator_as_it_was(device):
+    tensors = inputs(device)
+    y = scaled_dot_product_attention(*tensors, dropout_p=0.5)
+    torch.manual_seed(5)
+    y.sum().backward(retain_graph=True)
+    first = torch.rand(4, device=device)
+    torch.manual_seed(5)
+    assert torch.equal(first, torch.rand(4, device=device))
+    before = [x.grad.clone() for x in tensors]
+    y.sum().backward()
+    assert all(torch.equal(x.grad, 2 * b) for x, b in zip(tensors, before, strict=True))
+
+
+def test_checkpointed(device):
+    tensors = inputs(device)
+
+    def run(recomputed):
+        torch.manual_seed(1)
+        function = lambda *x: scaled_dot_product_attention(*x, dropout_p=0.3)  # noqa: E731
+        y = (
+            checkpoint(function, *tensors, use_reentrant=False)
+            if recomputed
+            else function(*tensors)
+        )
+        return y, torch.autograd.grad(y, tensors, torch.ones_like(y))
+
+    (a, ours), (b, theirs) = run(True), run(False)
+    assert torch.equal(a, b) and all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("name", ["plain", "causal", "boolean mask", "float mask"])
+def test_compiled(device, name):
+    torch.compiler.reset()
+    tensors = inputs(device)
+    options = SAMPLES[name]
+
+    def layer(query, key, value):
+        return scaled_dot_product_attention(query * 1.0, key * 1.0, value * 1.0, bits=8, **options)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition")
+    y, storages, _ = kept_by(lambda: compiled(*tensors))
+    expected = torch_f.scaled_dot_product_attention(*tensors, **options)
+    torch.testing.assert_close(y, expected)
+    mask = options.get("attn_mask")
+    kept = sum(quantised_bytes(x.shape, 8) for x in tensors) + (0 if mask is None else mask.nbytes)
+    assert sum(storages.values()) == kept
+    grad = normal(y.shape, scale=1.0, seed=7)
+    ours = torch.autograd.grad(y, tensors, grad)
+    theirs = torch.autograd.grad(expected, tensors, grad)
+    assert all(off(a, b) < 0.02 for a, b in zip(ours, theirs, strict=True))
+
+
+def test_compiled_with_dropout_is_torchs_own(device):
+    torch.compiler.reset()
+    tensors = inputs(device)
+    layer = torch.compile(
+        lambda *x: scaled_dot_product_attention(*x, dropout_p=0.5),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    y = layer(*tensors)
+    assert all(torch.isfinite(x).all() for x in torch.autograd.grad(y.sum(), tensors))
+
+
+def test_where_functions_are_replaced(device):
+    """What attention calls stays torch's own, also with gradients (a learned mask)."""
+    mask = normal((9, 11), device=device, scale=1.0, seed=5).requires_grad_()
+    tensors = inputs(device)
+
+    def run():
+        with Calls(FunctionSettings(Quantiser(2), 3, Quantiser(2))):
+            return torch_f.scaled_dot_product_attention(*tensors, mask)
+
+    y, storages, _ = kept_by(run)
+    assert sum(storages.values()) == sum(quantised_bytes(x.shape, 2) for x in tensors) + mask.nbytes
+    assert torch.equal(y, torch_f.scaled_dot_product_attention(*tensors, mask))
+    quantiser = Remembering(2)
+    with Calls(FunctionSettings(quantiser, 3, quantiser)):
+        layer, _ = pair(device, bits=2)
+        layer(*sequences(layer, device=device))
+        layer.eval()(*sequences(layer, device=device))
+        scaled_dot_product_attention(*tensors, mask)
+    assert not quantiser.kept
+
+
+# -- attention: bias -------------------------------------------------------------------------------
+
+
+def exact_gradients(grad):
+    def function(q, k, v):
+        scale = 1 / math.sqrt(q.shape[-1])
+        p = torch.softmax(scale * q @ k.mT, -1)
+        d = grad @ v.mT
+        s = p * (d - (d * p).sum(-1, keepdim=True))
+        return scale * s @ k, scale * s.mT @ q, p.mT @ grad
+
+    return function
+
+
+def variance(x, bits):
+    """Of the rounding of each element of one group."""
+    _, ranges = Quantiser(bits).keep(x[None]).tensors
+    step = float(ranges[0, 1]) / (2**bits - 1)
+    part = (x.double() - float(ranges[0, 0])) / step % 1
+    return part * (1 - part) * step**2
+
+
+def second_order(function, tensors, variances):
+    """1/2 sum_x Var[x] d2G / dx2 of each result G."""
+    total = 0
+    for i, (x, var) in enumerate(zip(tensors, variances, strict=True)):
+
+        def along(direction, i=i, x=x):
+            def first(x):
+                at = lambda x: function(*tensors[:i], x, *tensors[i + 1 :])  # noqa: E731
+                return torch.func.jvp(at, (x,), (direction,))[1]
+
+            return torch.func.jvp(first, (x,), (direction,))[1]
+
+        each = torch.func.vmap(along)(torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape))
+        total = [
+            old + torch.tensordot(var.flatten(), new, dims=1) / 2
+            for old, new in zip([0, 0, 0] if total == 0 else total, each, strict=True)
+        ]
+    return total
+
+
+def probability_bias(q, k, var_q, var_k):
+    """E[P^] - P as the module has it."""
+    scale = 1 / math.sqrt(q.shape[-1])
+    p = torch.softmax(scale * q @ k.mT, -1)
+    mean = p @ k
+    centred = k[None] - mean[:, None]  # (L, S, E)
+    of_query = (var_q[:, None] * centred**2).sum(-1)
+    # Var[k_jd - a_id]: of weights (j == m) - P_im of independent k_md
+    weights = (torch.eye(len(k), dtype=k.dtype)[None] - p[:, None]) ** 2  # (L, S, S)
+    of_key = ((q**2)[:, None] * (weights @ var_k)).sum(-1)
+    w = scale**2 * (of_query + of_key)
+    return p / 2 * (w - (p * w).sum(-1, keepdim=True))
+
+
+def draws(tensors, grad, bits, count):
+    """`count` independent gradients: samples of 64 features have groups of their own."""
+    many = [x.expand(count, *x.shape).clone().requires_grad_() for x in tensors]
+    y = scaled_dot_product_attention(*many, bits=bits)
+    return [x.double() for x in torch.autograd.grad(y, many, grad.expand_as(y))]
+
+
+def test_bias_is_as_the_formula_says():
+    torch.manual_seed(1)
+    bits, count, times = 5, 20000, 4
+    q, k, v, grad = (normal((4, 16), scale=1.0, seed=seed) for seed in range(4))
+    doubles = [x.double() for x in (q, k, v)]
+    variances = [variance(x, bits) for x in (q, k, v)]
+    function = exact_gradients(grad.double())
+    exact, bias = function(*doubles), second_order(function, doubles, variances)
+    # Squares of errors in standard errors, with the formula and without, meaned over runs too: the
+    # gradient's elements are not independent, so that those of one run scatter.
+    squares = torch.zeros(2, 3)
+    for _ in range(times):
+        for i, drawn in enumerate(draws((q, k, v), grad, bits, count)):
+            error = drawn.std(0) / math.sqrt(count)
+            for j, expected in enumerate((exact[i] + bias[i], exact[i])):
+                z = (drawn.mean(0) - expected) / error
+                squares[j, i] += float(z.square().mean()) / times
+    assert (squares[0] < 2).all() and (squares[1] > 10).all()
+    of_values = probability_bias(*doubles[:2], *variances[:2]).mT @ grad.double()
+    torch.testing.assert_close(of_values, bias[2])
+
+
+def bias_of(drawn, exact):
+    """||E[grad^] - grad|| / ||grad||; what sampling adds to the square of the distance is taken off."""
+    sampling = drawn.var(0).sum() / len(drawn)
+    distance = (drawn.mean(0) - exact).square().sum()
+    return float((distance - sampling).clamp(min=0).sqrt() / exact.norm())
+
+
+def noise_of(drawn, exact):
+    """||grad^ - grad|| / ||grad|| of a single backward pass, the median."""
+    return float((drawn - exact).flatten(1).norm(dim=1).median() / exact.norm())
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(
+    "bits, of_query, of_value, noise",
+    [(2, 0.24, 0.15, 1.6), (3, 0.05, 0.028, 0.62), (4, 0.011, 0.006, 0.28), (8, None, None, 0.017)],
+)
+def test_size_of_the_bias(bits, of_query, of_value, noise):
+    """One head, 16 queries and keys of 16 features, the median over 24 draws of those."""
+    torch.manual_seed(1)
+    biases, noises = [], []
+    for seed in range(24):
+        *tensors, grad = (normal((16, 16), scale=1.0, seed=4 * seed + i) for i in range(4))
+        exact = exact_gradients(grad.double())(*(x.double() for x in tensors))
+        pairs = list(zip(draws(tensors, grad, bits, 1000), exact, strict=True))
+        biases.append([bias_of(*pair) for pair in pairs])
+        noises.append([noise_of(*pair) for pair in pairs[:2]])
+    found = torch.tensor(noises).median(0).values / noise
+    assert ((found > 0.8) & (found < 1.2)).all()
+    if of_query is not None:  # else it is below the sampling error
+        expected = torch.tensor([of_query, of_query, of_value])
+        found = torch.tensor(biases).median(0).values / expected
+        assert ((found > 0.6) & (found < 1.4)).all()
+
+
+# -- attention: errors -----------------------------------------------------------------------------
+
+
+def test_errors():
+    query, key, value = inputs()
+    for options in ({"bits": 0}, {"bits": 9}, {"group_size": 33}):
+        with pytest.raises(InputError):
+            scaled_dot_product_attention(query, key, value, **options)
+    with pytest.raises(RuntimeError):
+        scaled_dot_product_attention(query, key[..., :5], value)
+    with pytest.raises(RuntimeError):
+        scaled_dot_product_attention(query, key, value, dropout_p=2.0)
+    with pytest.raises(TypeError):
+        scaled_dot_product_attention(query, key, value, None, 0.0, False, None, False, 2)
+
+
+def test_second_derivatives_are_refused():
+    query, key, value = inputs()
+    y = scaled_dot_product_attention(query, key, value)
+    (grad,) = torch.autograd.grad(y.square().sum(), query, create_graph=True)
+    with pytest.raises(GradientError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def test_transforms_see_torchs_own():
+    query, key, value = (x.detach() for x in inputs(query=(2, 3, 8), keys=4))
+    ours = torch.func.grad(lambda q: scaled_dot_product_attention(q, key, value).sum())(query)
+    theirs = torch.func.grad(lambda q: torch_f.scaled_dot_product_attention(q, key, value).sum())
+    assert torch.equal(ours, theirs(query))
+
+
+def test_empty():
+    tensors = inputs(query=(0, 2, 5, 8), keys=5)
+    y = scaled_dot_product_attention(*tensors)
+    y.sum().backward()
+    assert y.shape == (0, 2, 5, 8) and tensors[0].grad.shape == (0, 2, 5, 8)
+
+
+# -- MultiheadAttention ----------------------------------------------------------------------------
+
+L, S, N, E, H = 7, 9, 3, 32, 4
+
+
+def pair(device="cpu", bits=8, **options):
+    """torch's and ours with the same parameters."""
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(E, H, device=device, **options)
+    for parameter in theirs.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter)
+    ours = MultiheadAttention(E, H, device=device, bits=bits, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def sequences(layer, shared="none", batched=True, device="cpu"):
+    widths = E, layer.kdim, layer.vdim
+    lengths = (L if shared == "all" else S,) * 2
+    shapes = zip((L, *lengths), widths, strict=True)
+    made = []
+    for seed, (length, width) in enumerate(shapes):
+        shape = (length, N, width) if batched else (length, width)
+        x = normal(shape, device=device, scale=1.0, seed=seed)
+        made.append(x.transpose(0, 1).contiguous() if layer.batch_first and batched else x)
+    query, key, value = (x.requires_grad_() for x in made)
+    if shared == "all":
+        return query, query, query
+    return (query, key, key) if shared == "keys" else (query, key, value)
+
+
+def step(layer, tensors, masks):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of masks of different types
+        torch.manual_seed(2)
+        y, weights = layer(*tensors, **masks)
+    loss = (y * normal(y.shape, y.dtype, y.device, scale=1.0, seed=6)).sum()
+    if weights is not None:
+        loss = loss + weights.square().sum()
+    wanted = [*{id(x): x for x in tensors}.values(), *layer.parameters()]
+    wanted = [x for x in wanted if x.requires_grad]
+    return y, weights, torch.autograd.grad(loss, wanted)
+
+
+def compare(ours, theirs, tensors, masks, within=0.02):
+    y, weights, grads = step(ours, tensors, masks)
+    expected, expected_weights, expected_grads = step(theirs, tensors, masks)
+    assert torch.equal(y, expected) and y.stride() == expected.stride()
+    if expected_weights is None:
+        assert weights is None
+    else:
+        assert torch.equal(weights, expected_weights)
+    flat = [torch.cat([x.flatten().float() for x in each]) for each in (grads, expected_grads)]
+    assert off(*flat) < within
+    assert all(a.shape == b.shape for a, b in zip(grads, expected_grads, strict=True))
+
+
+@given(
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "batch_first": st.just(True),
+            "bias": st.just(False),
+            "add_bias_kv": st.just(True),
+            "add_zero_attn": st.just(True),
+        },
+    ),
+    widths=st.sampled_from([{}, {}, {"kdim": 24, "vdim": 16}]),
+    shared=st.sampled_from(["none", "keys", "all"]),
+    batched=st.booleans(),
+    padding=st.sampled_from([None, "boolean", "float"]),
+    mask=st.sampled_from([None, "boolean", "float", "3-D", "causal"]),
+    need_weights=st.booleans(),
+    average=st.booleans(),
+)
+@settings(max_examples=60)
+def test_module_in_any_configuration(
+    options, widths, shared, batched, padding, mask, need_weights, average
+):
+    if widths:
+        shared = "none"
+    ours, theirs = pair(**options, **widths)
+    tensors = sequences(ours, shared, batched)
+    keys = L if shared == "all" else S
+    masks = {"need_weights": need_weights, "average_attn_weights": average}
+    if padding:
+        masks["key_padding_mask"] = torch.zeros((N, keys) if batched else (keys,), dtype=torch.bool)
+        masks["key_padding_mask"][..., -2:] = True
+    if padding == "float":
+        masks["key_padding_mask"] = masks["key_padding_mask"] * -3.0
+    if mask is not None:
+        shape = ((N if batched else 1) * H, L, keys) if mask == "3-D" else (L, keys)
+        masks["attn_mask"] = normal(shape, scale=1.0, seed=4)
+    if mask == "boolean":
+        masks["attn_mask"] = masks["attn_mask"] > 1
+        masks["attn_mask"][:, 0] = False
+    if mask == "causal":
+        masks["attn_mask"] = torch.full((L, keys), -math.inf).triu(1)
+        masks["is_causal"] = True
+    compare(ours, theirs, tensors, masks)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_module_on_devices(device, need_weights):
+    ours, theirs = pair(device, batch_first=True)
+    compare(ours, theirs, sequences(ours, "all", device=device), {"need_weights": need_weights})
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_module_in_bfloat16_and_autocast(device, need_weights):
+    ours, theirs = pair(device)
+    masks = {"need_weights": need_weights}
+    with torch.autocast(device, torch.bfloat16):
+        compare(ours, theirs, sequences(ours, "keys", device=device), masks, within=0.03)
+    ours, theirs = ours.bfloat16(), theirs.bfloat16()
+    tensors = [x.detach().bfloat16().requires_grad_() for x in sequences(ours, device=device)]
+    compare(ours, theirs, tensors, masks, within=0.03)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_module_with_dropout(device, need_weights):
+    """With frozen projections no seed is drawn before torch draws the mask: equal random states."""
+    ours, theirs = pair(device, dropout=0.4)
+    for layer in (ours, theirs):
+        layer.requires_grad_(False)
+    tensors = sequences(ours, device=device)
+    compare(ours, theirs, tensors, {"need_weights": need_weights})
+
+
+@pytest.mark.parametrize("shared", ["all", "keys", "none"])
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("in_session", [False, True])
+def test_module_kept_bytes(device, shared, need_weights, in_session):
+    bits = 2
+    layer, _ = pair(device, bits=bits)
+    tensors = sequences(layer, shared, device=device)
+    call = partial(layer, need_weights=need_weights)
+    if in_session:
+        layer.quantiser = Quantiser(bits, session=Session())
+        call = partial(layer.quantiser.session.call, layer, call)
+    (_, weights), storages, _ = kept_by(lambda: call(tensors) if in_session else call(*tensors))
+    own = {x.untyped_storage()._cdata for x in layer.parameters()}
+    found = sum(size for storage, size in storages.items() if storage not in own)
+    keys = tensors[1].shape[0]
+    inputs = {"all": [L], "keys": [L, S], "none": [L, S, S]}[shared]
+    expected = sum(quantised_bytes((length, N, E), bits) for length in inputs)
+    for length in (L, keys, keys):  # as they lie in memory, sequences first
+        expected += quantised_bytes((length, N, E), bits)
+    expected += quantised_bytes((L * N, E), bits)  # the output projection's input
+    assert found == expected
+
+
+def test_masks_are_kept_apart():
+    """Their sum, a matrix for each head and sample, is not kept."""
+    layer, _ = pair(bits=2)
+    tensors = sequences(layer, "all")
+    mask = torch.zeros(L, L)
+    padding = torch.zeros(N, L)
+    _, storages, _ = kept_by(
+        lambda: layer(*tensors, key_padding_mask=padding, attn_mask=mask, need_weights=False)
+    )
+    _, without, _ = kept_by(lambda: layer(*tensors, need_weights=False))
+    assert sum(storages.values()) - sum(without.values()) == mask.nbytes + padding.nbytes
+
+
+def test_frozen_modules():
+    layer, _ = pair(bits=2)
+    layer.requires_grad_(False)
+    tensors = sequences(layer, "none")
+    _, storages, _ = kept_by(lambda: layer(*tensors, need_weights=False))
+    own = {x.untyped_storage()._cdata for x in layer.parameters()}
+    found = sum(size for storage, size in storages.items() if storage not in own)
+    expected = sum(quantised_bytes((n, N, E), 2) for n in (L, S, S))
+    assert found == expected
+    y, storages, _ = kept_by(lambda: layer(*(x.detach() for x in tensors))[0])
+    assert not storages and not y.requires_grad
+
+
+def test_eval_is_torchs_own():
+    ours, theirs = pair(batch_first=True)
+    ours.eval(), theirs.eval()
+    tensors = sequences(ours, "all")
+    _, storages, _ = kept_by(lambda: ours(*tensors))
+    _, expected, _ = kept_by(lambda: theirs(*tensors))
+    assert sorted(storages.values()) == sorted(expected.values())
+    with torch.no_grad():
+        assert torch.equal(ours(*tensors)[0], theirs(*tensors)[0])
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_module_compiled(device, need_weights):
+    torch.compiler.reset()
+    ours, theirs = pair(device, batch_first=True)
+    tensors = sequences(ours, "all", device=device)
+    compiled = torch.compile(
+        lambda x: ours(x, x, x, need_weights=need_weights),
+        fullgraph=True,
+        backend="aot_eager_decomp_partition",
+    )
+    (y, weights), (expected, expected_weights) = compiled(tensors[0]), theirs(*tensors)
+    torch.testing.assert_close(y, expected)
+    if need_weights:
+        torch.testing.assert_close(weights, expected_weights)
+    wanted = [tensors[0], *ours.parameters()]
+    grads = torch.autograd.grad(y.square().sum(), wanted)
+    theirs = torch.autograd.grad(expected.square().sum(), [tensors[0], *theirs.parameters()])
+    flat = [torch.cat([x.flatten() for x in each]) for each in (grads, theirs)]
+    assert off(*flat) < 0.02
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_within_transformer_layers(device, norm_first):
+    """Swapped in place, as a conversion does it."""
+    torch.manual_seed(0)
+    options = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first, "device": device}
+    encoder = nn.TransformerEncoderLayer(E, H, 48, **options)
+    decoder = nn.TransformerDecoderLayer(E, H, 48, **options)
+    x = normal((N, L, E), device=device, scale=1.0, seed=1)
+    mask = nn.Transformer.generate_square_subsequent_mask(L, device=device)
+
+    def run(encoder, decoder):
+        memory = encoder(x, src_key_padding_mask=torch.zeros(N, L, device=device))
+        y = decoder(x, memory, tgt_mask=mask, tgt_is_causal=True)
+        parameters = [*encoder.parameters(), *decoder.parameters()]
+        return y, torch.autograd.grad((y * x).sum(), parameters)
+
+    expected, grads = run(encoder, decoder)
+    keys = [*encoder.state_dict()], [*decoder.state_dict()]
+    for module in (*encoder.modules(), *decoder.modules()):
+        if type(module) is nn.MultiheadAttention:
+            module.__class__, module.quantiser = MultiheadAttention, Quantiser(8)
+    y, ours = run(encoder, decoder)
+    assert torch.equal(y, expected)
+    flat = [torch.cat([g.flatten() for g in each]) for each in (ours, grads)]
+    assert off(*flat) < 0.02
+    assert keys == ([*encoder.state_dict()], [*decoder.state_dict()])
+    encoder.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(x), encoder.train()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_module_is_torchs_in_all_else():
+    layer, theirs = pair(add_bias_kv=True)
+    assert isinstance(layer, nn.MultiheadAttention)
+    assert [*layer.state_dict()] == [*theirs.state_dict()]
+    assert "bits=8" in repr(layer)
+    tensors = sequences(layer)
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(again(*tensors)[0], layer(*tensors)[0])
+        assert again.quantiser.bits == 8
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    theirs.load_state_dict(torch.load(buffer))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: ((q[..., :5], k, v), {}),
+        lambda q, k, v: ((q, k[:5], v), {}),
+        lambda q, k, v: ((q[None], k, v), {}),
+        lambda q, k, v: ((q, k, v), {"attn_mask": torch.zeros(L, L)}),
+        lambda q, k, v: ((q, k, v), {"attn_mask": torch.zeros(2, L, S)}),
+        lambda q, k, v: ((q, k, v), {"attn_mask": torch.zeros(L, S, dtype=torch.int64)}),
+        lambda q, k, v: ((q, k, v), {"key_padding_mask": torch.zeros(N, L)}),
+        lambda q, k, v: ((q, k, v), {"is_causal": True}),
+    ],
+)
+def test_what_torch_refuses(change):
+    ours, theirs = pair()
+    tensors, masks = change(*sequences(ours))
+    with pytest.raises((AssertionError, RuntimeError)) as expected:
+        theirs(*tensors, **masks)
+    with pytest.raises(expected.type):
+        ours(*tensors, **masks)
+
+
+def test_module_errors():
+    for options in ({"bits": 9}, {"group_size": 7}):
+        with pytest.raises(InputError):
+            MultiheadAttention(E, H, **options)
+    with pytest.raises(AssertionError):
+        MultiheadAttention(E, 5)

@@ -1,0 +1,612 @@
+"""Level L3 in a training loop: budgets kept, variance lowered, resumed bit for bit, odd loops."""
+
+import copy
+import json
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from samples import normal
+from test_variance_probe import MODELS, gradient, loss_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fewbit
+from fewbit.errors import InputError
+from fewbit.policies.adaptive import SLOTS, Adaptation
+from fewbit.runtime.saved.probe import Observation, Seen
+
+
+def build(name="convnet", **options):
+    """(model, controller, one batch)"""
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    controller = fewbit.compress_(model, **{"level": "L3", "verbose": False, **options})
+    return model, controller, normal(shape, scale=1.0)
+
+
+def step(model, x, optimizer=None):
+    model.zero_grad()
+    loss_of(model(x)).backward()
+    if optimizer is not None:
+        optimizer.step()
+
+
+def mean_bits(controller):
+    rows = [row for row in controller.allocation if not row.is_fixed]
+    return sum(row.bits * row.elements for row in rows) / sum(row.elements for row in rows)
+
+
+def averages(controller):
+    return {(row.name, row.input): row.bits for row in controller.allocation}
+
+
+# -- bits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("bits", [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 8])
+def test_bits_keep_to_the_average(name, bits):
+    model, controller, x = build(name, bits=bits)
+    uniform = fewbit.saved_bytes(model, x).total
+    for _ in range(4):
+        step(model, x)
+        step(model, x)
+        assert mean_bits(controller) <= bits + 1e-9
+    assert mean_bits(controller) > bits - 0.15
+    assert fewbit.saved_bytes(model, x).total <= uniform
+    assert all(1 <= row.bits <= 8 for row in controller.allocation)
+    if bits not in (1, 8):
+        assert len({row.bits for row in controller.allocation}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "bits", "least"), [("transformer", 1.5, 2), ("transformer", 3, 2)]
+)
+def test_variance_of_the_gradient_is_lower(name, bits, least):
+    """Than with the same bits for all layers, by `least` times or more."""
+    found = {}
+    for level in ("L2.5", "L3"):
+        model, _, x = build(name, bits=bits, interval=10**6)
+        if level == "L2.5":
+            fewbit.compress_(model, bits, level=level, attention_bits=bits, verbose=False)
+        for seed in range(9):
+            gradient(model, x, seed)
+        pairs = ((gradient(model, x, 20 + i), gradient(model, x, 40 + i)) for i in range(10))
+        found[level] = sum(float((a - b).square().sum()) for a, b in pairs)
+    assert found["L2.5"] > least * found["L3"]
+
+
+def test_bits_that_are_given_stay():
+    model, controller, x = build(bits=2, overrides={"0": 5.5, "9": {"bits": 3}})
+    for _ in range(5):
+        step(model, x)
+    rows = {row.name: row for row in controller.allocation}
+    assert rows["0"].bits == 5.5 and rows["0"].is_fixed
+    assert rows["9"].bits == 3 and rows["9"].is_fixed
+    assert not rows["3.body.0"].is_fixed
+    assert mean_bits(controller) <= 2
+
+
+def test_attention_takes_part_unless_given():
+    model, controller, x = build("transformer", bits=2)
+    step(model, x), step(model, x)
+    own = [row for row in controller.allocation if "scaled_dot_product" in row.name]
+    assert len(own) >= 2 and not any(row.is_fixed for row in own)
+    model, controller, x = build("transformer", bits=2, attention_bits=4)
+    step(model, x), step(model, x)
+    own = [row for row in controller.allocation if "scaled_dot_product" in row.name]
+    assert all(row.is_fixed and row.bits == 4 for row in own)
+
+
+def test_a_layer_without_gradient_gets_least():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.used(x) + 0 * self.unused(2 * x)
+
+    model = Model()
+    controller = fewbit.compress_(model, 3, level="L3", verbose=False)
+    x = normal((8, 64), scale=1.0)
+    for _ in range(4):
+        step(model, x)
+    assert {row.name: row.bits for row in controller.allocation} == {"used": 5, "unused": 1}
+
+
+@pytest.mark.parametrize("samples", [1, 3, 5, 12])
+def test_batches_of_any_size(samples):
+    """Averages are fractions that so many samples can have."""
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)
+    )
+    controller = fewbit.compress_(model, 2.5, verbose=False)
+    for _ in range(5):
+        step(model, normal((samples, 64), scale=1.0))
+    parts = min(samples, 16)
+    for row in controller.allocation:
+        assert row.bits * parts == pytest.approx(round(row.bits * parts))
+    assert mean_bits(controller) > 2.5 - 1 / parts
+
+
+def test_allocation_shows_itself():
+    model, controller, x = build(bits=2, overrides={"9": 3.5})
+    assert str(controller.allocation).startswith("no bits chosen yet")
+    step(model, x), step(model, x)
+    found = controller.allocation
+    text, page = str(found), found._repr_html_()
+    chosen = [row for row in found if not row.is_fixed]
+    average = sum(row.bits * row.elements for row in chosen) / sum(row.elements for row in chosen)
+    assert text.splitlines()[0] == (
+        f"{average:.4g} bits on average for {len(chosen)} tensors that layers keep; "
+        f"{found.bits:.4g} with {11 - len(chosen)} of fixed bits"
+    )
+    assert [line.split()[0] for line in text.splitlines()[4:15]] == [row.name for row in found]
+    assert "3.5 fixed" in text and page.count("<tr>") == 12
+    records = found.records()
+    assert records[3]["variance"] == found[3].sensitivity / (2 ** found[3].bits - 1) ** 2
+    assert len(found.to_csv().splitlines()) == 12
+    shares = [float(line.split()[-1].rstrip("%")) for line in text.splitlines()[4:15]]
+    assert sum(shares) == pytest.approx(100, abs=1)
+
+
+# -- budgets in bytes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("part", [0.3, 0.6, 1.0])
+def test_budget_in_bytes(name, part):
+    def kept(bits):
+        model, _, x = build(name, bits=bits)
+        return fewbit.saved_bytes(model, x).total
+
+    budget = int(kept(1) + 1500 * 8 + part * (kept(8) - kept(1)))
+    model, controller, x = build(name, budget=budget, sample=normal(MODELS[name][1], scale=1.0))
+    for _ in range(6):
+        assert fewbit.saved_bytes(model, x).total <= budget
+        step(model, x)
+    assert fewbit.saved_bytes(model, x).total > 0.8 * budget or mean_bits(controller) > 7.5
+
+
+def test_a_budget_that_is_too_small():
+    make, shape = MODELS["convnet"]
+    model, x = make(), normal(shape)
+    with pytest.raises(InputError) as caught:
+        fewbit.compress_(model, budget="1 KB", sample=x, verbose=False)
+    message = str(caught.value)
+    assert message.startswith("budget: expected ") and "got 1.00 KiB" in message
+    assert not any("fewbit" in type(each).__module__ for each in model.modules())
+    least = float(message.split("expected ")[1].split(" KiB")[0])
+    fewbit.compress_(model, budget=int(least * 1024) + 16, sample=x, verbose=False)
+    assert fewbit.saved_bytes(model, x).total <= int(least * 1024) + 16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 10**6}, "budget: expected a sample too, as what is kept depends on the inputs"),
+        ({"budget": 10**6, "bits": 2}, "expected bits or a budget, got bits=2 and budget=1000000"),
+        ({"budget": 1, "level": "L2"}, "budget: expected level L3 or above, got L2"),
+        ({"budget": "6 apples", "sample": ()}, "budget: expected bytes, or a size such as '6 GiB' (powers of 1024), got '6 apples'"),
+        ({"budget": 0, "sample": ()}, "budget: expected bytes, or a size such as '6 GiB' (powers of 1024), got 0"),
+        ({"bits": 0.5}, "expected a number from 1 to 8 for bits, got 0.5"),
+        ({"bits": 8.5}, "expected a number from 1 to 8 for bits, got 8.5"),
+        ({"bits": 2.5, "level": "L2"}, "expected whole bits at level L2, got 2.5: averages are for level L2.5 and above"),
+        ({"bits": float("nan")}, "expected a number from 1 to 8 for bits, got nan"),
+        ({"bits": 2.5, "interval": 0}, "expected a whole number of steps, 1 or more, for interval, got 0"),
+        ({"bits": 2.5, "interval": 1.5}, "expected a whole number of steps, 1 or more, for interval, got 1.5"),
+        ({"bits": 2.5, "overrides": {"0": 9.5}}, "overrides['0']: expected a number from 1 to 8 for bits, got 9.5"),
+    ],
+)  # fmt: skip
+def test_refused(options, message):
+    model = MODELS["convnet"][0]()
+    with pytest.raises(InputError) as caught:
+        fewbit.compress_(model, verbose=False, **options)
+    assert str(caught.value) == message
+    assert not any("fewbit" in type(each).__module__ for each in model.modules())
+
+
+# -- loops -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_steps_that_are_observed():
+    model, controller, x = build(bits=2, interval=10)
+    adaptation = controller.session.variables
+    found = []
+    for number in range(1, 31):
+        y = model(x)
+        stage = adaptation._stage
+        if stage is not None:
+            found.append(number)
+        loss_of(y).backward()
+    assert found == [1, 2, 4, 8, 10, 20, 30]
+
+
+def test_evaluation_and_the_meter_are_no_steps():
+    model, controller, x = build(bits=2)
+    step(model, x)
+    adaptation = controller.session.variables
+    fewbit.saved_bytes(model, x)
+    model.eval()
+    model(x)
+    model.train()
+    with torch.no_grad():
+        model(x)
+    assert adaptation.step == 1 and not controller.allocation
+    step(model, x)
+    assert adaptation.step == 2 and controller.allocation
+
+
+def test_several_forwards_before_a_backward():
+    model, controller, x = build(bits=2)
+    total = loss_of(model(x)) + loss_of(model(2 * x)) + loss_of(model(3 * x))
+    total.backward()
+    assert not controller.allocation
+    model(x)  # what the second showed
+    assert controller.allocation and mean_bits(controller) <= 2
+
+
+def test_forwards_that_change_shape_or_skip_layers():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x, used):
+            for number in used:
+                x = torch.relu(self.layers[number](x))
+            return x
+
+    torch.manual_seed(0)
+    model = Model()
+    controller = fewbit.compress_(model, 2.25, interval=3, verbose=False)
+    for i in range(24):
+        x = normal((3 + i % 5, 4 + i % 3, 64), scale=1.0)
+        model.zero_grad()
+        model(x, [0, 1, 2, 3][i % 2 :: 1 + i % 3]).square().sum().backward()
+        assert all(each.grad is None or each.grad.isfinite().all() for each in model.parameters())
+    assert len(controller.allocation) == 4 and mean_bits(controller) <= 2.25
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("interval", [1, 4])
+def test_checkpointed_regions_are_made_again_as_they_were(interval):
+    """Also with an adaptation, and another batch size, between a forward and its backward."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(
+                nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+                for _ in range(3)
+            )
+
+        def forward(self, x):
+            for part in self.parts:
+                x = x + checkpoint(part, x.flatten(0, 1), use_reentrant=False).view_as(x)
+            return x
+
+    torch.manual_seed(0)
+    model = Model()
+    controller = fewbit.compress_(model, 2.5, interval=interval, verbose=False)
+    for i in range(6):
+        first, second = (normal((size, 6, 32), scale=1.0) for size in (4 + i, 6))
+        a = loss_of(model(first))
+        b = loss_of(model(second))
+        a.backward()
+        c = loss_of(model(normal((3, 6, 32), scale=1.0)))
+        b.backward()
+        c.backward()
+    assert len(controller.allocation) >= 6 and len({row.bits for row in controller.allocation}) > 1
+
+
+def test_training_with_scaled_half_precision_losses():
+    model, controller, x = build("transformer", bits=3)
+    for scale in (2.0**40, 2.0**8, 2.0**8):  # the first overflows
+        model.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            y = model(x)
+        (loss_of(y) * scale).backward()
+    model(x)
+    assert controller.allocation
+    assert all(row.sensitivity < float("inf") for row in controller.allocation)
+
+
+def test_graph_that_is_never_used():
+    model, controller, x = build(bits=2)
+    for _ in range(5):
+        model(x)
+    assert not controller.allocation
+    step(model, x)  # the sixth is not observed
+    for _ in range(4):
+        step(model, x)
+    assert controller.allocation
+
+
+# -- state -------------------------------------------------------------------------------------------------
+
+
+def changed(state, key, value):
+    """With another value in the first variable."""
+    first, *others = state["variables"]
+    return {**state, "variables": [{**first, key: value}, *others]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: [], "got list"),
+        (lambda state: None, "got NoneType"),
+        (lambda state: {}, "expected the state of a controller of level L3, got one of a level below L3"),
+        (lambda state: {**state, "version": None}, "expected version 1 of a controller's state, as its state_dict() gave it, got None"),
+        (lambda state: {**state, "version": 7}, "its state_dict() gave it, got 7"),
+        (lambda state: {**state, "step": -1}, "step: expected a whole number from 0 to 9007199254740992, got -1"),
+        (lambda state: {**state, "variables": [{}]}, "variables[0].name: expected a value, got none"),
+        (lambda state: {**state, "variables": "x"}, "variables: expected a list, got 'x'"),
+        (lambda state: changed(state, "name", "99"), "got one with a layer '99', which it lacks"),
+        (lambda state: changed(state, "bits", 100), "variables[0].bits: expected a number from 1 to 8, got 100"),
+        (lambda state: changed(state, "bits", float("nan")), "variables[0].bits: expected a number from 1 to 8, got nan"),
+        (lambda state: changed(state, "sensitivity", float("inf")), "variables[0].sensitivity: expected a number from 0 to 1e+100, got inf"),
+        (lambda state: changed(state, "spread", [1.0]), "variables[0].spread: expected a list of 16 entries, got 1"),
+        (lambda state: changed(state, "elements", 1.5), "got 1.5"),
+        (lambda state: changed(state, "elements", 10**400), "variables[0].elements: expected a whole number from 0 to"),
+        (lambda state: changed(state, "is_fixed", 1), "variables[0].is_fixed: expected true or false, got 1"),
+        (lambda state: {**state, "variables": [*state["variables"], state["variables"][0]]}, "every input of a layer once"),
+        (lambda state: {**state, "turns": [["", 9, 9]]}, "turns[0]: expected each module once, and steps in order up to 2"),
+        (lambda state: {**state, "bits": 9.0}, "bits: expected a number from 1 to 8, got 9.0"),
+        (lambda state: {**state, "extra": 1}, "state: expected no other field than version, step"),
+        (lambda state: {key: state[key] for key in state if key != "due"}, "due: expected a value, got none"),
+        (lambda state: {**state, "magnitudes": []}, "of level L3, got one with 'magnitudes' alone"),
+    ],
+)  # fmt: skip
+def test_states_that_are_refused(change, message):
+    model, controller, x = build(bits=2)
+    step(model, x), step(model, x)
+    before = controller.state_dict()
+    with pytest.raises(InputError) as caught:
+        controller.load_state_dict(change(before))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert controller.state_dict() == before
+
+
+def test_states_of_other_levels():
+    model, controller, x = build(bits=2)
+    step(model, x)
+    state = controller.state_dict()
+    controller = fewbit.compress_(model, 2, verbose=False)
+    assert controller.state_dict() == {} and not controller.allocation
+    controller.load_state_dict({})
+    with pytest.raises(InputError, match="of level L2, got one of level L3"):
+        controller.load_state_dict(state)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_adapt_by_themselves(again):
+    model, controller, x = build(bits=2)
+    for _ in range(3):
+        step(model, x)
+    other = again(model)
+    before = averages(controller)
+    for _ in range(7):
+        step(other, 5 * x)
+    step(model, x)
+    assert averages(controller) == before
+    session = next(each.quantiser.session for each in other.modules() if hasattr(each, "quantiser"))
+    assert session.variables.step == 10 and session.variables.averages
+
+
+def test_restored():
+    model, controller, x = build(bits=2)
+    step(model, x)
+    fewbit.restore_(model)
+    step(model, x)
+    assert not model._forward_pre_hooks and not model._forward_pre_hooks_with_kwargs
+    assert not any("_fewbit_path" in vars(each) for each in model.modules())
+
+
+# -- several processes -------------------------------------------------------------------------------------
+
+
+def test_tables_between_processes():
+    """A vector of fixed size; what one process has not seen comes from the other."""
+    adaptations = [Adaptation(2, ["a", "b", "c"]) for _ in range(2)]
+    a, b, c = (Seen(2.5, False, 100 * i, 8, 3.0 * i, 4.0 * i, [float(i)] * 16) for i in (1, 2, 3))
+    c.is_fixed, c.samples, c.spread, c.is_known = True, 0, None, False
+    seen = {("a", 0): a, ("b", 2): b}, {("a", 0): a, ("c", 1): c, ("unknown", 0): a}
+    tables = [each._table(mine) for each, mine in zip(adaptations, seen, strict=True)]
+    assert {each.shape for each in tables} == {(3 * SLOTS * 25,)}
+    assert adaptations[0]._of_table(sum(tables)) == {
+        ("a", 0): Seen(2.5, False, 200, 8, 6.0, 8.0, [2.0] * 16),
+        ("b", 2): b,
+        ("c", 1): c,
+    }
+
+
+# -- gradients of samples ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["L2.5", "L3"])
+def test_samples_whose_gradients_were_large_get_bits(level):
+    """In the second epoch, in whatever order they come; samples not seen count as the mean of the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 8))
+    controller = fewbit.compress_(model, 3, level=level, interval=10**6, verbose=False)
+    data = normal((24, 256), scale=1.0)
+    weight = torch.ones(24)
+    weight[[3, 7, 20]] = 1000.0
+    kept = {}
+
+    def epoch(numbers):
+        controller.number_samples(numbers)
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
+            seen = []
+            y = model(data[numbers])
+        (y.square().sum(1) * weight[numbers]).sum().backward()
+        kept.update(
+            zip(numbers.tolist(), next(x for x in seen if x.dtype == torch.uint8), strict=True)
+        )
+
+    for first in (0, 10):
+        epoch(torch.arange(first, first + 10))
+    assert len({int(each) for each in kept.values()}) <= 2
+    kept.clear()
+    epoch(torch.tensor([20, 3, 1, 23, 7, 9]))
+    kept = {number: int(bits) for number, bits in kept.items()}
+    assert kept[1] == kept[9] == 1
+    assert min(kept[3], kept[7]) >= 4 and min(kept[20], kept[23]) >= 2
+
+
+def test_magnitudes_are_squared_norms_of_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64), nn.Flatten(0, 1), nn.Linear(64, 8))
+    controller = fewbit.compress_(model, 3, level="L2.5", verbose=False)
+    x = normal((5, 3, 256), scale=1.0)
+    controller.number_samples([4, 0, 9, 2, 3])
+    y = model(x)
+    grad = torch.randn(y.shape)
+    y.backward(grad)
+    (first, second) = (
+        controller.session.variables.magnitudes._tables[name, 0] for name in ("0", "2")
+    )
+    expected = grad.view(5, -1).square().sum(1)
+    torch.testing.assert_close(second[:5], expected)
+    below = (grad @ model[2].weight).view(5, -1).square().sum(1)
+    torch.testing.assert_close(first[:5], below)
+    assert first[5:].isnan().all()
+    controller.number_samples(
+        [10**12, -9, 2]
+    )  # whatever tells them apart takes no more room than others
+    model(x[:3]).backward(grad[:9])
+    assert controller.state_dict()["numbers"].tolist() == [4, 0, 9, 2, 3, 10**12, -9]
+    (table, _) = controller.session.variables.magnitudes._tables.values()
+    assert len(table) <= 10 and table[3].item() != pytest.approx(below[3].item())
+
+
+def test_numbers_are_for_one_forward_and_resumed():
+    model, controller, x = build(bits=2)
+    numbers = torch.arange(len(x))
+    controller.number_samples(numbers)
+    step(model, x)
+    step(model, 100 * x)  # not numbered: leaves no trace
+    state = controller.state_dict()
+    before = copy.deepcopy(controller.session.variables.magnitudes._tables)
+    model, controller, x = build(bits=2)
+    controller.load_state_dict(state)
+    after = controller.session.variables.magnitudes._tables
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    fewbit.saved_bytes(model, x)
+    controller.number_samples(numbers + 5)
+    fewbit.saved_bytes(model, x)  # no step, whose numbers these would be
+    step(model, x)
+    assert all(len(each) >= 13 for each in after.values())
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([1, 2], "expected the numbers of 8 samples, as many as this forward has, got 2"),
+        ([[1]], "expected a whole number for each sample of the next forward, in one dimension, got list"),
+        ("ab", "expected a whole number for each sample of the next forward, in one dimension, got str"),
+        (torch.ones(8), "in one dimension, got a tensor of shape (8,) and torch.float32"),
+    ],
+)  # fmt: skip
+def test_numbers_that_are_refused(numbers, message):
+    model, controller, x = build(bits=2)
+    with pytest.raises(InputError) as caught:
+        controller.number_samples(numbers)
+        model(x)
+    assert message in str(caught.value)
+    step(model, x)
+    fixed = fewbit.compress_(model, 2, verbose=False)
+    with pytest.raises(InputError, match=r"level L2\.5 or above"):
+        fixed.number_samples([1])
+
+
+def test_saving_changes_nothing():
+    """Also where numbers are still on their way from a device."""
+
+    def run(saves):
+        model, controller, x = build(bits=2, interval=3)
+        for number in range(8):
+            torch.manual_seed(number)
+            step(model, x)
+            if saves:
+                controller.state_dict()
+        return controller.allocation
+
+    assert run(False) == run(True)
+
+
+def test_numbers_on_their_way_are_part_of_a_state(monkeypatch):
+    monkeypatch.setattr(Observation, "is_there", lambda self: False)
+    model, controller, x = build(bits=2)
+    step(model, x), step(model, x)
+    state = json.loads(json.dumps(controller.state_dict()))
+    assert state["pending"] and not controller.allocation
+    monkeypatch.undo()
+    step(model, x)
+    model, other, x = build(bits=2)
+    other.load_state_dict(state)
+    step(model, x)
+    assert averages(other) == averages(controller)
+
+
+def test_a_budget_resumes_with_the_bits_that_it_came_to():
+    """Weights that are loaded after the conversion would give others."""
+    sample = normal(MODELS["convnet"][1], scale=1.0)
+    model, controller, x = build("convnet", budget="60 KiB", sample=sample)
+    step(model, x), step(model, x)
+    state = controller.state_dict()
+    state["bits"] *= 0.9
+    model, other, x = build("convnet", budget="60 KiB", sample=sample)
+    other.load_state_dict(state)
+    assert other.session.variables.bits == state["bits"]
+    model, other, x = build("convnet", budget="50 KiB", sample=sample)
+    other.load_state_dict(state)
+    assert other.session.variables.bits != state["bits"]
+
+
+def test_what_was_known_is_taken_at_the_scale_of_what_is_seen():
+    """Losses may be scaled, by ever other factors: only relations count."""
+    adaptation = Adaptation(2, "abc")
+    first = {(name, 0): Seen(2.0, False, 1024, 8, size, size) for name, size in zip("abc", (1.0, 2.0, 4.0), strict=True)}  # fmt: skip
+    adaptation._learn(first)
+    before = adaptation.averages
+    scaled = {
+        name: replace(each, sensitivity=2**16 * each.sensitivity, at_one=2**16 * each.at_one)
+        for name, each in first.items()
+        if name[0] != "c"
+    }
+    adaptation._learn(scaled)
+    assert adaptation.averages == before
+    assert adaptation.seen["c", 0].sensitivity == 2**18
+
+
+def test_a_model_that_processes_trained_together_goes_on_alone():
+    model, controller, x = build(bits=2)
+    controller.session.variables._is_joint = True  # as after steps of several processes
+    other = pickle.loads(pickle.dumps(model))
+    step(other, x), step(other, x)
+    step(model, x), step(model, x)  # there are no such processes any more
+    assert controller.session.variables.step == 2
+    (session,) = {module.quantiser.session for module in other.modules() if hasattr(module, "quantiser")}  # fmt: skip
+    assert session.variables.step == 2 and session.variables.averages
+
+
+def test_tiny_tensors_keep_to_the_average():
+    """Parts of unequal size: each counts by its own."""
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(5)))
+    controller = fewbit.compress_(model, 2.5, verbose=False)
+    for _ in range(3):
+        model(normal((31, 1), scale=1.0)).square().sum().backward()
+    assert controller.allocation and controller.allocation.bits <= 2.5

@@ -1,0 +1,503 @@
+"""Level L3 in odd programs: graphs of several models, other ways to backward passes, threads, partly watched layers."""
+
+import copy
+import json
+import math
+import threading
+
+import pytest
+import torch
+from samples import normal
+from test_adaptive import build, step
+from test_variance_probe import MODELS, loss_of
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fewbit
+
+
+def mlp(features=64, results=64):
+    return nn.Sequential(nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, results))
+
+
+def compressed(model, bits=2.5, **options):
+    return fewbit.compress_(model, bits, level="L3", interval=3, verbose=False, **options)
+
+
+def names(controller):
+    return {row.name for row in controller.allocation}
+
+
+# -- graphs of several models ------------------------------------------------------------------------------
+
+
+def parts_called_one_by_one(interval):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"enc": mlp(), "head": mlp(results=8), "rare": mlp()})
+    return model, fewbit.compress_(model, 2, level="L3", interval=interval, verbose=False)
+
+
+def losses_of_parts(model, numbers):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in numbers:
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        h = model["enc"](normal((8, 64), scale=1.0))
+        if number == 0:
+            model["rare"](h)  # once, and without a backward pass
+        loss = model["head"](h).square().mean()
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("interval", [1, 2, 3, 4])
+def test_modules_of_a_model_called_one_by_one(interval):
+    """Each has its turn, also where one would be due whenever it is observed."""
+    model, controller = parts_called_one_by_one(interval)
+    list(losses_of_parts(model, range(30)))
+    found = {row.name: row for row in controller.allocation}
+    assert {"enc.0", "enc.2", "head.0", "head.2"} <= found.keys()
+    assert all(row.sensitivity > 0 for name, row in found.items() if name[:4] != "rare")
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 9, 20])
+def test_modules_called_one_by_one_go_on_as_before(stop):
+    model, controller = parts_called_one_by_one(4)
+    expected = list(losses_of_parts(model, range(30)))[stop:], controller.allocation
+    model, controller = parts_called_one_by_one(4)
+    list(losses_of_parts(model, range(stop)))
+    weights, state = (
+        copy.deepcopy(model.state_dict()),
+        json.loads(json.dumps(controller.state_dict())),
+    )
+    model, controller = parts_called_one_by_one(4)
+    model.load_state_dict(weights)
+    controller.load_state_dict(state)
+    assert (list(losses_of_parts(model, range(stop, 30))), controller.allocation) == expected
+
+
+def test_two_models_with_layers_of_the_same_names():
+    torch.manual_seed(0)
+    generator, critic = mlp(), mlp(results=1)
+    controllers = [compressed(model) for model in (generator, critic)]
+    for _ in range(8):
+        loss_of(critic(generator(normal((8, 64), scale=1.0)))).backward()
+    alone = mlp(results=1)
+    alone.load_state_dict(critic.state_dict())
+    own = compressed(alone)
+    with torch.no_grad():
+        x = generator(normal((8, 64), scale=1.0))
+    for _ in range(8):
+        loss_of(alone(x)).backward()
+    for mine, expected in zip(controllers[1].allocation, own.allocation, strict=True):
+        # Nothing of the generator's is counted in.
+        assert mine.sensitivity == pytest.approx(expected.sensitivity, rel=0.3)
+    assert all(row.sensitivity > 0 for row in controllers[0].allocation)
+
+
+def test_a_model_applied_to_its_own_result():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x, first):
+            return torch.relu(self.a(x) if first else self.b(x))
+
+    torch.manual_seed(0)
+    model = Branches()
+    controller = compressed(model)
+    for _ in range(12):
+        loss_of(model(model(normal((8, 64), scale=1.0), True), False)).backward()
+    assert names(controller) <= {"a", "b"} and controller.allocation
+
+
+def test_a_compressed_model_within_another():
+    torch.manual_seed(0)
+    outer = nn.Sequential(mlp(), nn.ReLU(), nn.Linear(64, 8))
+    controller = compressed(outer, exclude="0")
+    own = compressed(outer[0])
+    for _ in range(8):
+        loss_of(outer(normal((8, 64), scale=1.0))).backward()
+    assert names(controller) == {"2"} and names(own) == {"0", "2"}
+    # Each has what one controller of all would find out.
+    found = [row.sensitivity for row in (*own.allocation, *controller.allocation)]
+    together = compressed(outer)
+    for _ in range(8):
+        loss_of(outer(normal((8, 64), scale=1.0))).backward()
+    assert [row.name for row in together.allocation] == ["0.0", "0.2", "2"]
+    assert found == pytest.approx([row.sensitivity for row in together.allocation], rel=0.3)
+
+
+def test_a_model_around_a_compressed_one_takes_it_over():
+    inner = mlp()
+    own = compressed(inner)
+    outer = nn.Sequential(inner, nn.ReLU(), nn.Linear(64, 8))
+    controller = compressed(outer, exclude="0")
+    assert type(inner[0]) is nn.Linear
+    for _ in range(3):
+        step(outer, normal((8, 64), scale=1.0))
+    assert names(controller) == {"2"} and not own.allocation
+
+
+# -- other backward passes ---------------------------------------------------------------------------------
+
+
+def test_a_graph_that_is_kept():
+    """Passes through a graph after its observation was taken in change nothing."""
+    model, controller, x = build(bits=2)
+    kept = loss_of(model(x))
+    kept.backward(retain_graph=True)
+    for _ in range(10):
+        loss = loss_of(model(x))
+        loss.backward(retain_graph=True)
+        kept.backward(retain_graph=True)
+        loss.backward()
+    assert controller.allocation
+
+
+def test_batched_gradients():
+    model, controller, x = build(bits=2)
+    for _ in range(4):
+        y = model(x)
+        rows = torch.eye(3).new_ones(2, *y.shape)
+        torch.autograd.grad(y, list(model.parameters())[-1], rows, is_grads_batched=True)
+    step(model, x)
+    for _ in range(5):
+        step(model, x)
+    assert controller.allocation
+
+
+def test_functional_transforms():
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+    controller = compressed(model)
+    parameters = dict(model.named_parameters())
+    x = normal((8, 64), scale=1.0)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x[None],)).square().sum()
+
+    torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    for _ in range(4):
+        step(model, x)
+    assert controller.allocation
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_results():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x):
+            y = self.body(x)
+            return torch.nested.as_nested_tensor([y[:3], y[3:]], layout=torch.jagged)
+
+    model = Nested()
+    controller = compressed(model)
+    for _ in range(8):
+        model.zero_grad()
+        model(normal((8, 64), scale=1.0)).values().square().sum().backward()
+    assert not controller.allocation  # nothing can be said
+
+
+@pytest.mark.slow
+def test_sensitivities_that_overflow():
+    """Such a step says nothing; one that comes near does."""
+
+    class Long(nn.Module):
+        """Noise is carried on through each part of it as if the parts were independent: 5 times the square."""
+
+        def __init__(self):
+            super().__init__()
+            self.body, self.parts = mlp(), 0
+
+        def forward(self, x):
+            x = self.body(x)
+            for _ in range(self.parts):
+                x = 2 * x - x.sigmoid() * 0 - x
+            return x
+
+    torch.manual_seed(0)
+    model, x = Long(), normal((8, 64), scale=1.0)
+    controller = compressed(model)
+
+    def after(parts):
+        model.parts = parts
+        for _ in range(8):
+            step(model, x)
+        return [tuple(row) for row in controller.allocation]
+
+    few = after(1)
+    assert {row[0] for row in few} == {"body.0", "body.2"}
+    assert after(500) == few
+    many = after(200)
+    assert many != few and all(math.isfinite(row[-1]) for row in many)
+
+
+def test_a_forward_of_another_thread_during_a_backward_pass():
+    """It does not take the pass for one that is over: layers below would seem to have no gradient."""
+    torch.manual_seed(0)
+    model = mlp(results=8)
+    controller = compressed(model)
+    seen = []
+
+    def other(grad):
+        thread = threading.Thread(target=model, args=(normal((8, 64)),))
+        thread.start()
+        thread.join()
+        seen.append(len(controller.allocation))
+
+    x = normal((8, 64), scale=1.0)
+    handle = model[1].register_forward_hook(lambda module, args, y: y.register_hook(other) and None)
+    loss_of(model(x)).backward()
+    handle.remove()
+    assert seen == [0]
+    step(model, x)
+    assert {row.name for row in controller.allocation if row.sensitivity > 0} == {"0", "2"}
+
+
+def test_several_threads():
+    torch.manual_seed(0)
+    model = mlp(results=8)
+    exact = copy.deepcopy(model)
+    controller = compressed(model)
+    errors = []
+
+    def train(seed):
+        try:
+            for i in range(12):
+                loss_of(model(normal((8, 64), scale=1.0, seed=seed + i))).backward()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(100 * i,)) for i in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not errors
+    assert controller.session.variables.step == 36
+    # No gradient of a thread's is lost, or another's: those of biases are exact.
+    for first in (0, 100, 200):
+        for i in range(12):
+            loss_of(exact(normal((8, 64), scale=1.0, seed=first + i))).backward()
+    for place in (0, 2):
+        torch.testing.assert_close(model[place].bias.grad, exact[place].bias.grad)
+    # And what the threads have begun leaves nothing behind that keeps it from adapting.
+    for _ in range(6):
+        step(model, normal((8, 64), scale=1.0))
+    assert names(controller) == {"0", "2"}
+    assert all(row.sensitivity > 0 for row in controller.allocation)
+    assert controller.allocation.bits <= 2.5
+
+
+def test_an_empty_batch():
+    """Has gradients of 0, and says nothing to an observation."""
+    torch.manual_seed(0)
+    model = mlp()
+    controller = compressed(model)
+    for i in range(6):
+        controller.number_samples(torch.zeros(0, dtype=torch.int64))
+        model.zero_grad()
+        model(torch.zeros(0, 64)).sum().backward()
+        assert all(each.grad.eq(0).all() for each in model.parameters())
+        step(model, normal((8, 64), scale=1.0))
+        shapes = {(row.elements, row.samples) for row in controller.allocation}
+        assert shapes == ({(8 * 64, 8)} if i else set())
+    assert controller.session.variables.step == 12
+    assert controller.state_dict().keys().isdisjoint({"magnitudes", "numbers"})
+
+
+# -- what is not watched -----------------------------------------------------------------------------------
+
+
+def test_layers_that_no_output_leads_to_keep_the_average():
+    """A loss that the model keeps for itself."""
+
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.aux = mlp(), mlp()
+
+        def forward(self, x):
+            self.loss = 100 * self.aux(2 * x).square().sum()
+            return self.body(x)
+
+    torch.manual_seed(0)
+    model = Auxiliary()
+    controller = compressed(model, 3)
+    for _ in range(6):
+        y = model(normal((8, 64), scale=1.0))
+        (loss_of(y) + model.loss).backward()
+    for row in controller.allocation:
+        assert row.bits == 3 if row.name.startswith("aux") else row.sensitivity > 0
+    own = [row for row in controller.allocation if row.name.startswith("body")]
+    assert sum(row.bits * row.elements for row in own) <= 3 * sum(row.elements for row in own)
+
+
+def test_a_function_with_an_attribute_that_leaves_have():
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.variable = 3
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 8)
+
+        def forward(self, x):
+            return self.b(Same.apply(torch.relu(self.a(x))))
+
+    model = Model()
+    controller = compressed(model)
+    for _ in range(4):
+        step(model, normal((8, 64), scale=1.0))
+    assert all(row.sensitivity > 0 for row in controller.allocation)
+
+
+def test_inputs_with_gradients_are_no_parameters():
+    """Of frozen layers nothing is known but that they carry noise to nobody."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8))
+    model[1].requires_grad_(False)
+    model[0].requires_grad_(False)
+    controller = compressed(model)
+    for _ in range(4):
+        step(model, normal((8, 64), scale=1.0).requires_grad_())
+    found = {row.name: row.sensitivity for row in controller.allocation}
+    assert found["3"] > 0 and found.get("1", 0) == 0
+
+
+# -- what is shared ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["L2.5", "L3"])
+def test_layers_of_one_input_with_bits_of_their_own(level):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(256, 8) for _ in range(3))
+
+        def forward(self, x):
+            return self.a(x) + self.b(x) + self.c(x)
+
+    model = Both()
+    fewbit.compress_(model, 2, level=level, overrides={"b": 8}, verbose=False)
+    found = fewbit.saved_bytes(model, normal((32, 256))).kept
+    codes = sorted(each.bytes for each in found if each.kind == "packed" and each.bytes)
+    assert len(codes) == 2
+    assert codes[1] > 3.5 * codes[0]
+
+
+def test_gradients_that_are_not_finite_leave_magnitudes_alone():
+    model = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 8))
+    controller = fewbit.compress_(model, 2, level="L2.5", verbose=False)
+    x = normal((8, 256), scale=1.0)
+    for scale in (1.0, float("inf"), 1.0):
+        controller.number_samples(range(8))
+        (model(x) * scale).square().sum().backward()
+    tables = controller.session.variables.magnitudes._tables
+    assert all(each[:8].isfinite().all() for each in tables.values())
+
+
+def test_equal_samples_have_equal_bits():
+    from fewbit.runtime.saved.assignment import split
+
+    assert split(torch.zeros(4), 6).tolist() == [2, 2, 1, 1]
+    assert split(torch.ones(4), 8).tolist() == [2, 2, 2, 2]
+
+
+# -- budgets -----------------------------------------------------------------------------------------------
+
+
+class Regions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(mlp() for _ in range(4))
+        self.last = mlp(results=8)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = x + checkpoint(part, x, use_reentrant=False)
+        return self.last(x)
+
+
+class Either(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = mlp(), mlp()
+
+    def forward(self, x, first=True):
+        return self.a(x) if first else self.b(x)
+
+
+@pytest.mark.parametrize("kind", ["checkpointed", "other shapes", "branches", "offset"])
+def test_budgets_are_of_the_sample(kind):
+    """Whatever training does in between."""
+    torch.manual_seed(0)
+    sample = normal((32, 64), scale=1.0)
+    if kind == "checkpointed":
+        model, inputs = Regions(), [(sample,)]
+    elif kind == "other shapes":
+        model, _ = MODELS["transformer"][0](), None
+        sample = normal((4, 64, 32), scale=1.0)
+        inputs = [(normal((4, 8, 32), scale=1.0),)]
+    elif kind == "branches":
+        model, inputs = Either(), [(sample, True), (sample, False)]
+    else:
+        model, inputs = mlp(), [(sample * 0.01 + 100,)]
+    most = fewbit.saved_bytes(model, sample).total
+    with pytest.raises(fewbit.errors.InputError) as caught:
+        fewbit.compress_(model, budget=100, sample=sample, verbose=False)
+    words = str(caught.value).split()
+    least = float(words[2]) * {"KiB": 1024, "bytes": 1}[words[3]]
+    budget = int(1.5 * least) + 1000
+    assert budget < most or kind == "checkpointed"
+    fewbit.compress_(model, budget=budget, sample=sample, interval=4, verbose=False)
+    for i in range(10):
+        assert fewbit.saved_bytes(model, sample).total <= budget
+        model.zero_grad()
+        loss_of(model(*inputs[i % len(inputs)])).backward()
+    assert fewbit.saved_bytes(model, sample).total > 0.6 * budget
+
+
+def test_a_sample_without_tensors_to_choose_for():
+    model = mlp().eval()
+    with pytest.raises(fewbit.errors.InputError, match="in training mode"):
+        fewbit.compress_(model, budget="6 GiB", sample=normal((8, 64)), verbose=False)
+
+
+def test_softmax_and_its_logarithm_are_two_variables():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = self.body(x)
+            return torch.softmax(y, 1) + torch.log_softmax(2 * y, 1) + F.softmax(y, 1)
+
+    model = Two()
+    controller = compressed(model)
+    for _ in range(3):
+        step(model, normal((8, 64), scale=1.0))
+    assert {":softmax", ":log_softmax"} <= names(controller)
+
+
+def test_layers_made_as_ours_are_left_without_the_session():
+    model = nn.Sequential(fewbit.nn.Linear(64, 64), nn.Linear(64, 8))
+    compressed(model)
+    fewbit.restore_(model)
+    assert model[0].quantiser.session is None

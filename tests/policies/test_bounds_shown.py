@@ -1,0 +1,638 @@
+"""What `controller.bounds` says: of layers that are not observed, of codecs, of given bits, of models that are restored."""
+
+import copy
+import math
+import pickle
+import re
+import warnings
+
+import pytest
+import torch
+from samples import normal
+from test_variance_probe import loss_of
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fewbit
+from fewbit.errors import BoundWarning, InputError
+from fewbit.policies.allocation_report import Allocation
+from fewbit.policies.error_bound.codecs import CodecKeeper, Exactly
+from fewbit.policies.error_bound.report import Bounded, Bounds
+from fewbit.policies.probing import FORGOTTEN
+from fewbit.runtime.codecs import codec as codec_of
+
+X = normal((16, 64), scale=1.0)
+IN_COMPILE = "(inside torch.compile)"
+IN_CHECKPOINT = "(in a checkpoint with use_reentrant=True; use use_reentrant=False)"
+ALONE = "(called by themselves, outside of a forward of the model)"
+
+
+def block():
+    return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+
+def bounded(model, **options):
+    return fewbit.compress_(model, **{"policy": "error-bound", "verbose": False, **options})
+
+
+def steps(model, count=3, x=X):
+    for _ in range(count):
+        loss_of(model(x)).backward()
+
+
+def plain(text):
+    """Without the line breaks."""
+    return " ".join(text.split())
+
+
+# -- layers that are not observed --------------------------------------------------------------------------
+
+
+class Regions(nn.Module):
+    """A layer, and blocks in checkpoints. regions: "modules", "functions" or None."""
+
+    def __init__(self, reentrant, regions="modules"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks = nn.Linear(64, 64), nn.ModuleList([block(), block()])
+        self.reentrant, self.regions = reentrant, regions
+
+    def forward(self, x):
+        x = self.first(x)
+        for each in self.blocks:
+            region = each
+            if self.regions == "functions":
+                region = lambda x, each=each: each[3](each[2](each[1](each[0](x))))  # noqa: E731
+            x = checkpoint(region, x, use_reentrant=self.reentrant) if self.regions else each(x)
+        return x
+
+
+IN_BLOCKS = tuple(f"blocks.{i}.{j}" for i in (0, 1) for j in (0, 1, 3))
+
+
+@pytest.mark.parametrize("regions", ["modules", "functions"])
+def test_layers_in_reentrant_checkpoints_are_named(regions):
+    """In a module the linear layer after a norm shares the norm's copy, so that it has nothing of its own to observe."""
+    model = Regions(True, regions)
+    controller = bounded(model)
+    steps(model)
+    bounds = controller.bounds
+    assert {row.name for row in bounds if row.input is not None} == {"first"}
+    named = IN_BLOCKS
+    if regions == "modules":
+        named = tuple(name for name in IN_BLOCKS if not name.endswith(".1"))
+    assert bounds.unobserved == named
+    text = plain(str(bounds))
+    assert f"; {len(named)} layers not observed; " in text
+    more = f" and {len(named) - 4} more" * (len(named) > 4)
+    line = f"not observed, so that they keep 8 bits: {', '.join(named[:4])}{more} {IN_CHECKPOINT}"
+    assert line in text and line in bounds._repr_html_()
+
+
+@pytest.mark.parametrize("regions", ["modules", "functions", None])
+def test_what_is_observed_is_not_named(regions):
+    """From the first step on, when nothing has been learned yet."""
+    model = Regions(False, regions)
+    controller = bounded(model)
+    for _ in range(4):
+        steps(model, 1)
+        assert controller.bounds.unobserved == ()
+    assert "not observed" not in str(controller.bounds)
+
+
+def test_layers_that_keep_nothing_or_are_not_called_are_not_named():
+    model = Regions(True)
+    model.blocks[1].requires_grad_(False)
+    model.spare = nn.Linear(64, 64)
+    controller = bounded(model, overrides={"blocks.0.3": 5})
+    steps(model)
+    # (Of the second block the norm needs what it keeps for its input's gradient.)
+    assert controller.bounds.unobserved == ("blocks.0.0", "blocks.1.0")
+
+
+def test_layers_that_are_observed_at_last_are_named_no_more():
+    model = Regions(True)
+    controller = bounded(model, interval=1)
+    steps(model)
+    assert controller.bounds.unobserved
+    model.reentrant = False
+    steps(model)
+    assert controller.bounds.unobserved == () and len(controller.bounds) > 3
+    model.regions = None
+    steps(model)
+    assert controller.bounds.unobserved == ()
+
+
+def test_layers_that_are_not_met_any_more_are_forgotten():
+    model = Regions(True)
+    controller = bounded(model, interval=1)
+    steps(model)
+    assert len(controller.bounds.unobserved) == 4
+    model.blocks = model.blocks[:1]
+    steps(model, FORGOTTEN + 1)
+    assert controller.bounds.unobserved == ("blocks.0.0", "blocks.0.3")
+
+
+def test_layers_of_modules_that_are_called_one_by_one_are_all_named():
+    """Though a module is observed in its turn only."""
+    models = nn.ModuleDict({str(i): Regions(True) for i in range(4)})
+    controller = bounded(models, interval=1)
+    for _ in range(12):
+        for each in models.values():
+            loss_of(each(X)).backward()
+    assert len(controller.bounds.unobserved) == 4 * 4
+
+
+class Experts(nn.ModuleList):
+    """The second gets no samples."""
+
+    def forward(self, x):
+        parts = zip(self, (x, x[:0]), strict=True)
+        return torch.cat([checkpoint(each, part, use_reentrant=False) for each, part in parts])
+
+
+def test_layers_without_samples_are_not_named():
+    model = Experts([nn.Linear(64, 64), nn.Linear(64, 64)])
+    controller = bounded(model)
+    steps(model, 4)
+    assert controller.bounds.unobserved == ()
+
+
+def test_layers_that_are_called_by_themselves_are_named():
+    torch.manual_seed(0)
+    model = nn.Sequential(block(), nn.Linear(64, 64))
+    controller = bounded(model)
+    for _ in range(3):
+        loss_of(model[1](model[0](X))).backward()
+    assert controller.bounds.unobserved == ("1",)
+    assert {row.name for row in controller.bounds if row.input is not None} == {"0.0", "0.3"}
+    assert ALONE in plain(str(controller.bounds))
+    model = nn.Sequential(block(), nn.Linear(64, 64))
+    controller = bounded(model)
+    steps(model)
+    fewbit.saved_bytes(model[1], X)  # no step of a training
+    assert controller.bounds.unobserved == ()
+
+
+class Block(nn.Sequential):
+    """With a forward of its own: Dynamo skips the frames of torch.nn's, so that those of its layers would be compiled."""
+
+    def forward(self, x):
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class Blocks(nn.Sequential):
+    """Two alike, which one piece of compiled code serves."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(64, 64), Block(*block()), Block(*block()))
+
+
+COMPILED = tuple(f"{i}.{j}" for i in (1, 2) for j in (0, 1, 3))
+
+
+def _whole(model):
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def _in_place(model):
+    model.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def _function(model):
+    return torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
+
+
+def _each_block(model):
+    for each in (model[1], model[2]):
+        each.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def _each_wrapped(model):
+    for place in (1, 2):
+        model[place] = torch.compile(model[place], backend="aot_eager", fullgraph=True)
+    return model
+
+
+@pytest.mark.fast(1)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("how", [_whole, _in_place, _function, _each_block, _each_wrapped])
+def test_compiled_layers_are_named(how):
+    """One piece of code may serve layers that are alike; telling of them makes no break in a graph."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Blocks()
+    controller = bounded(model)
+    assert controller.bounds.unobserved == ()
+    steps(how(model))
+    bounds = controller.bounds
+    is_whole = how in (_whole, _in_place, _function)
+    assert bounds.unobserved == ("0",) * is_whole + COMPILED
+    assert len([row for row in bounds if row.input is not None]) == (not is_whole)
+    named = f"not observed, so that they keep 8 bits: {', '.join(bounds.unobserved[:4])} and "
+    assert f"{named}{len(bounds.unobserved) - 4} more {IN_COMPILE}" in plain(str(bounds))
+    if is_whole:
+        assert str(bounds).startswith("no bounds found; not observed")
+    counters = torch._dynamo.utils.counters
+    graphs = {_whole: 1, _function: 1, _each_block: 1, _each_wrapped: 1}
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == graphs.get(how, counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_layers_of_given_bits_are_not_named():
+    torch._dynamo.reset()
+    model = Blocks()
+    controller = bounded(model, overrides={"2.1": 5})
+    steps(_each_block(model))
+    assert controller.bounds.unobserved == tuple(each for each in COMPILED if each != "2.1")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_modules_that_do_not_run_are_not_named():
+    torch._dynamo.reset()
+    model = Blocks()
+    controller = bounded(model)
+    _each_block(model)
+    loss_of(model[0](X)).backward()
+    model.eval()
+    model(X)
+    assert controller.bounds.unobserved == ("0",)
+
+
+def test_nothing_of_it_is_in_the_state_or_lost_in_copies():
+    model = Regions(True)
+    controller = bounded(model)
+    steps(model)
+    assert "unobserved" not in str(controller.state_dict()).lower()
+    assert "blocks.0.3" not in str(controller.state_dict())
+    steps(pickle.loads(pickle.dumps(model)))
+    steps(copy.deepcopy(model))
+    assert len(controller.bounds.unobserved) == 4
+
+
+def test_steps_go_on_as_they_would():
+    """What is told changes no number."""
+    found = []
+    for tells in (True, False):
+        model = Regions(True)
+        controller = bounded(model, interval=1)
+        if not tells:
+            controller.session.variables.unobserved = lambda name, why: None
+        torch.manual_seed(1)
+        steps(model, 4)
+        found.append((controller.state_dict(), [each.grad for each in model.parameters()]))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_many_reasons_and_names():
+    why = dict.fromkeys("abcdef", "here") | {"": "there"}
+    text = plain(str(Bounds(empty="nothing", unobserved=why)))
+    assert text == (
+        "no bounds found; not observed, so that they keep 8 bits: a, b, c, d and 2 more (here); "
+        "not observed, so that they keep 8 bits: the model (there)"
+    )
+    assert Bounds(unobserved=why).unobserved == (*"abcdef", "")
+
+
+# -- codecs ------------------------------------------------------------------------------------------------
+
+
+def images(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), *layers, nn.Flatten(), nn.LazyLinear(10))
+
+
+@pytest.mark.parametrize("name", ["quant+zvc", "jpeg", "error-bounded"])
+def test_rows_say_what_codecs_made_of_them(name, monkeypatch):
+    if name == "error-bounded":
+        pytest.importorskip("imagecodecs")
+    kept = {}
+    keep = CodecKeeper.keep
+
+    def noted(self, x, seed):
+        payload = keep(self, x, seed)
+        kept[tuple(x.shape)] = payload.nbytes, x.numel()
+        return payload
+
+    monkeypatch.setattr(CodecKeeper, "keep", noted)
+    x = normal((8, 3, 18, 18), scale=1.0)
+    model = images(nn.Conv2d(8, 8, 3))
+    model(x)
+    controller = bounded(model, codec=name, e2=0.5)
+    steps(model, 3, x)
+    rows = [row for row in controller.bounds if row.input is not None]
+    sizes = {"0": (8, 3, 18, 18), "2": (8, 8, 16, 16), "4": (8, 8 * 14 * 14)}
+    assert {row.name for row in rows} == set(sizes)
+    for row in rows:
+        nbytes, elements = kept[sizes[row.name]]
+        if row.kept == "exact":
+            assert row.bits is None
+        else:
+            assert row.bits == 8 * nbytes / elements
+            assert f"{row.bits:.3g} {row.kept}" in str(controller.bounds)
+    if name == "jpeg":
+        assert {row.name: row.kept for row in rows}["4"] == "quant"
+    by_bits = [row for row in rows if row.bits]
+    total = sum(row.bits * row.elements for row in by_bits)
+    assert controller.bounds.bits == total / sum(row.elements for row in by_bits)
+    assert "the latest payload in this process" in plain(str(controller.bounds))
+
+
+def test_of_a_state_nothing_has_been_kept_yet():
+    x = normal((8, 3, 18, 18), scale=1.0)
+    model = images()
+    model(x)
+    controller = bounded(model, codec="quant+zvc")
+    steps(model, 3, x)
+    state = controller.state_dict()
+    assert "payload" not in str(state) and "latest" not in str(state)
+    controller = bounded(model, codec="quant+zvc")
+    controller.load_state_dict(state)
+    rows = [row for row in controller.bounds if row.input is not None]
+    assert {(row.kept, row.bits) for row in rows} == {("quant+zvc", None)}
+    assert controller.bounds.bits is None
+    steps(model, 1, x)
+    assert controller.bounds.bits > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "kept"),
+    [
+        ("quant+zvc", normal((8, 64), scale=1.0), "quant"),
+        ("quant+zvc", normal((8, 64), scale=1.0).relu() * (torch.arange(64) < 8), "quant+zvc"),
+        ("jpeg", normal((8, 64), scale=1.0), "quant"),
+        ("quant", torch.full((8, 64), math.nan), "exact"),
+    ],
+)
+def test_the_codec_that_really_kept_it(name, x, kept):
+    keeper = CodecKeeper(name, 1e-2)
+    payload = keeper.keep(x, torch.zeros(1, dtype=torch.int64))
+    assert keeper.latest.kept == kept and keeper.latest.bits == 8 * payload.nbytes / x.numel()
+    seed = torch.zeros(1, dtype=torch.int64)
+    again = codec_of(kept if kept != "exact" else name).compress(x, 1e-2, seed)
+    assert payload.nbytes == again.nbytes
+    assert keeper == CodecKeeper(name, 1e-2) != Exactly()
+
+
+# -- kinds, given bits, width ------------------------------------------------------------------------------
+
+
+class Called(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.act, self.b, self.last = (
+            nn.Linear(64, 64),
+            nn.GELU(),
+            nn.Linear(64, 64),
+            nn.Linear(64, 64),
+        )
+
+    def forward(self, x):
+        return self.last(F.relu(F.silu(self.b(self.act(self.a(x))))))
+
+
+def test_given_bits_of_activations_are_rows():
+    model = Called()
+    controller = bounded(model, overrides={"act": {"activation_bits": 3}}, interval=1)
+    steps(model, 4)
+    rows = {row.name: row for row in controller.bounds if row.input is None}
+    assert {name: row.is_fixed for name, row in rows.items()} == {
+        "act": True,
+        ":silu": False,
+        ":relu": False,
+    }
+    row = rows["act"]
+    assert (row.bits, row.kept, row.kind, row.demand) == (3.0, "bits", "worst case", "input")
+    assert re.search(r"act f' +input +worst case +\S+ +3 given", str(controller.bounds))
+    free = Called()
+    other = bounded(free, interval=1)
+    steps(free, 1)
+    assert "act" not in other.bounds
+    assert controller.session.variables.activations.keys() == {":silu", ":relu"}
+
+
+def test_given_bits_of_called_functions_are_rows():
+    model = Called()
+    controller = bounded(model, activation_bits=4)
+    steps(model)
+    rows = {row.name: row.bits for row in controller.bounds if row.is_fixed}
+    assert rows == {"act": 4, ":silu": 4, ":relu": 1}
+
+
+def test_given_bits_change_no_others():
+    """Bits of layers are those of a policy that knows nothing of given activations."""
+    found = []
+    for forgets in (False, True):
+        model = Called()
+        controller = bounded(model, activation_bits=4, interval=1)
+        guarantee = controller.session.variables
+        if forgets:
+            guarantee._of_activations = frozenset()
+        torch.manual_seed(3)
+        steps(model, 5)
+        found.append((guarantee.averages, guarantee.ratio, guarantee._is_exceeded()))
+    assert found[0] == found[1] and found[0][0]
+
+
+def test_a_state_goes_on_where_bits_are_not_given_any_more():
+    model = Called()
+    controller = bounded(model, activation_bits=4)
+    steps(model)
+    state = controller.state_dict()
+    controller = bounded(model)
+    controller.load_state_dict(state)
+    rows = {row.name: row.is_fixed for row in controller.bounds if row.input is None}
+    assert rows == {"act": False, ":silu": False, ":relu": False}
+
+
+KINDS = ("in expectation", "measured", "worst case")
+
+
+def row(name="encoder.layers.11.mlp", kind=KINDS[0], **facts):
+    given = {"demand": "weight", "dx": 0.0123, "kept": "bits", "bits": 4.125, "elements": 64}
+    return Bounded(name, 0, kind=kind, **{**given, **facts})
+
+
+def test_kinds_are_named_alike_and_the_table_is_narrow():
+    rows = [row(kind=kind, ratio=1.234) for kind in KINDS]
+    rows += [row(dx=1.234e-05), row(bits=3.0, is_fixed=True), row(kept="exact", bits=None)]
+    rows += [row(name="h.0", kept="quant+zvc", bits=5.3125), row(name="h.1", dx=math.inf)]
+    found = Bounds(rows, 0.5, 1.2)
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in str(found)
+    for kind in KINDS:
+        assert sum(kind in line for line in lines[2:]) >= 1
+        assert kind in found._repr_html_()
+    assert {each["kind"] for each in found.records()} == set(KINDS)
+    assert (
+        "5.31 quant+zvc" in str(found) and "3 given" in str(found) and "1.23e-05" not in str(found)
+    )
+
+
+def test_an_empty_table_is_its_text_in_html():
+    for found in (Bounds(empty="nothing <yet>"), Allocation(empty="nothing <yet>")):
+        assert found._repr_html_() == "<div><b>nothing &lt;yet&gt;</b></div>"
+    controller = bounded(Called())
+    assert "no bounds found yet" in controller.bounds._repr_html_()
+
+
+def test_steps_that_a_warning_takes(monkeypatch):
+    """The page says so: three observations that have something to compare are those of steps 2, 4 and 8."""
+    from fewbit.policies.error_bound.policy import Choice, Guarantee
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 24))
+    x = normal((32, 96), scale=1.0)
+    controller = bounded(model, e2=0.05)
+    monkeypatch.setattr(Guarantee, "_choice", lambda self, known: Choice(1.0, 1.0, None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BoundWarning)
+        steps(model, 8, x)
+    assert controller.bounds.ratio > 1.05 and "more than 1.05" in plain(controller.bounds.title)
+    with pytest.warns(BoundWarning):
+        steps(model, 1, x)
+
+
+# -- the report of the conversion --------------------------------------------------------------------------
+
+
+def test_the_report_says_that_its_bits_are_those_of_the_first_steps():
+    text = plain(str(bounded(Called(), sample=X).report))
+    assert "8 bits before the first: what this report says holds for the first steps" in text
+    assert "(controller.bounds)" in text
+    fixed = fewbit.compress_(Called(), 8, sample=X, verbose=False).report
+    assert "first steps" not in str(fixed)
+
+
+def test_no_policy_is_a_fixed_one():
+    found = [
+        fewbit.compress_(Called(), 4, policy=policy, verbose=False) for policy in (None, "fixed")
+    ]
+    assert [each.policy for each in found] == [None, None]
+    assert found[0].report == found[1].report
+
+
+# -- models that are restored ------------------------------------------------------------------------------
+
+
+def restored(model):
+    fewbit.restore_(model)
+    return "of a model that was restored or compressed anew since"
+
+
+def again(model):
+    fewbit.compress_(model, 4, verbose=False)
+    return "of a model that was restored or compressed anew since"
+
+
+@pytest.mark.parametrize("end", [restored, again])
+@pytest.mark.parametrize("options", [{"policy": "error-bound"}, {"bits": 2.5}])
+def test_a_restored_model_is_not_shown_as_live(end, options):
+    model = Called()
+    controller = fewbit.compress_(model, **options, verbose=False)
+    steps(model)
+
+    def found():
+        return controller.bounds if "policy" in options else controller.allocation
+
+    assert found() and "restored" not in found().title
+    rows, state = list(found()), controller.state_dict()
+    controller.load_state_dict(state)
+    told = end(model)
+    assert found().title.startswith(f"{told}: ") and list(found()) == rows
+    assert told in plain(str(found())) and told in found()._repr_html_()
+    with pytest.raises(InputError, match=f"as it is compressed now, got one {told}"):
+        controller.load_state_dict(state)
+
+
+@pytest.mark.parametrize("options", [{"policy": "error-bound"}, {"bits": 2.5}, {"bits": 4}])
+def test_a_model_that_is_gone(options):
+    model = Called()
+    controller = fewbit.compress_(model, **options, verbose=False)
+    state = controller.state_dict()
+    del model
+    with pytest.raises(InputError, match="got one of a model that is gone"):
+        controller.load_state_dict(state)
+    if "policy" in options:
+        assert str(controller.bounds).startswith("of a model that is gone: no bounds found yet")
+
+
+def test_what_was_never_converted_is_not_restored():
+    model = Called()
+    controller = fewbit.compress_(model, level="L0", verbose=False)
+    controller.load_state_dict(controller.state_dict())
+
+
+# -- states of others --------------------------------------------------------------------------------------
+
+
+class Parts(nn.Module):
+    """Whose parts are called one by one."""
+
+    def __init__(self, *names):
+        super().__init__()
+        for name in names:
+            setattr(self, name, block())
+
+
+@pytest.mark.parametrize("options", [{"policy": "error-bound"}, {"bits": 2.5}])
+def test_an_empty_state_of_another_model_is_refused_by_its_modules(options):
+    """A state from before the first observation knows of the modules that were called, and of nothing else."""
+    states = {}
+    for names in (("encoder", "head"), ("encoder", "tail")):
+        model = Parts(*names)
+        controller = fewbit.compress_(model, **options, verbose=False)
+        getattr(model, names[0])(X), getattr(model, names[1])(X)
+        states[names] = controller.state_dict()
+        assert not states[names]["variables"]
+    controller.load_state_dict(states[names])
+    before = controller.state_dict()
+    with pytest.raises(InputError, match="got one with a module 'head', which it lacks"):
+        controller.load_state_dict(states[("encoder", "head")])
+    assert controller.state_dict() == before
+
+
+def test_a_state_from_before_the_first_step_is_one():
+    model = Called()
+    controller = bounded(model)
+    state = controller.state_dict()
+    controller.load_state_dict(state)
+    steps(model)
+    assert controller.bounds
+    controller.load_state_dict(state)
+    assert not controller.bounds
+
+
+@pytest.mark.parametrize(
+    ("options", "origin"),
+    [
+        ({"bits": 4}, "of a level below L3"),
+        ({"bits": 2.5}, "of level L3 or above"),
+        ({"level": "L2.5"}, "of level L2.5"),
+    ],
+)
+def test_states_of_levels_are_named(options, origin):
+    model = Called()
+    other = fewbit.compress_(model, **options, verbose=False)
+    if "level" in options:
+        other.number_samples(torch.arange(16))
+    steps(model, 1)
+    state = other.state_dict()
+    controller = bounded(model)
+    with pytest.raises(InputError, match=f"policy error-bound, got one {origin}$"):
+        controller.load_state_dict(state)
+    with pytest.raises(InputError, match="policy error-bound, got one with 'garbage'$"):
+        controller.load_state_dict({"garbage": 1})

@@ -1,0 +1,117 @@
+"""A budget in bytes is kept to in every forward of its sample, whatever training makes of the model."""
+
+import pytest
+import torch
+from samples import normal
+from test_variance_probe import Attention, Residual, loss_of
+from torch import nn
+
+import fewbit
+
+OFFSET = 1e4
+"""Beside it the ranges of activations are below what bfloat16 minimums can tell apart."""
+
+
+def mlp(features=256):
+    """Of saturated values, once its biases are large."""
+    layers = [each for _ in range(3) for each in (nn.Linear(features, features), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(features, 8))
+
+
+def transformer():
+    def block():
+        body = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        return Residual(nn.Sequential(nn.LayerNorm(32), Attention())), Residual(body)
+
+    return nn.Sequential(*block(), *block(), nn.LayerNorm(32), nn.Linear(32, 10))
+
+
+def convnet():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.Tanh(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(8 * 7 * 7, 10),
+    )
+
+
+MODELS = {
+    "mlp": (mlp, (64, 256)),
+    "narrow": (lambda: mlp(20), (37, 20)),
+    "transformer": (transformer, (5, 12, 32)),
+    "convnet": (convnet, (9, 3, 7, 7)),
+}
+SETTINGS = {
+    "as they are": {},
+    "small groups": {"group_size": 32},
+    "large groups": {"group_size": 4096},
+    "bfloat16": {"minimum": "bfloat16", "group_size": 32},
+    "float32": {"minimum": "float32", "group_size": 32},
+    "copies": {"copies": 2, "group_size": 64},
+    "attention": {"attention_bits": 5, "group_size": 64},
+    "given": {"overrides": {"2*": 2, "3*": 3.5, "1*": {"group_size": 32}}, "group_size": 64},
+}
+
+
+def offset(model):
+    """Everything that layers keep lies far from zero beside its range."""
+    with torch.no_grad():
+        for each in model.modules():
+            if isinstance(each, nn.Linear | nn.Conv2d):
+                each.weight.mul_(1e-4)
+                each.bias.add_(OFFSET)
+            elif isinstance(each, nn.LayerNorm | nn.BatchNorm2d):
+                each.weight.mul_(1e-4)
+                each.bias.add_(1)
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_offsets(name, settings):
+    make, shape = MODELS[name]
+    options = {"verbose": False, **SETTINGS[settings]}
+    torch.manual_seed(0)
+    model, x = make(), normal(shape, scale=1.0)
+    with pytest.raises(fewbit.errors.InputError) as caught:
+        fewbit.compress_(model, budget=1, sample=x, **options)
+    words = str(caught.value).split()
+    least = float(words[2]) * {"KiB": 1024, "bytes": 1}[words[3]]
+    budget = int(1.5 * least)
+    fewbit.compress_(model, budget=budget, sample=x, interval=1, **options)
+    found = []
+    for i in range(4):
+        found.append(fewbit.saved_bytes(model, x).total)
+        if i == 2:
+            offset(model)
+            found.append(fewbit.saved_bytes(model, x).total)
+        model.zero_grad()
+        loss_of(model(x)).backward()
+    assert 0.7 * budget < max(found) <= budget
+    is_auto = options.get("minimum", "auto") == "auto"
+    assert found[3] > found[2] if is_auto else found[3] == found[2]
+
+
+class Inner(nn.Module):
+    """Takes a gradient of its own in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x):
+        z = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(self.a(z).square().sum(), z)
+        return self.b(torch.relu(self.a(x + g.detach())))
+
+
+def test_a_forward_with_a_backward_pass_in_it():
+    model, x = Inner(), normal((16, 64), scale=1.0)
+    fewbit.compress_(model, budget=2000, sample=x, interval=1, verbose=False)
+    for _ in range(4):
+        assert 1500 < fewbit.saved_bytes(model, x).total <= 2000
+        loss_of(model(x)).backward()

@@ -1,0 +1,687 @@
+"""An observation of AC-GC's bounds in whole models and odd passes: activations, the monitor, cost, what it leaves."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from layers import LAYERS, fresh, ids
+from layouts import LAYOUTS, InLayout
+from samples import normal
+from test_error_models import observed
+from test_variance_probe import (
+    MODELS,
+    Attention,
+    Collective,
+    Counted,
+    Fixed,
+    Twice,
+    converted,
+    gradient,
+    loss_of,
+)
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fewbit
+from fewbit.policies.error_bound.probe import BoundObservation
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
+
+
+X = normal((8, 64), scale=1.0)
+
+
+# -- the step is the same ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", **ids(LAYERS))
+def test_every_layer(device, layer):
+    """Results and torch's random state are those of a step that nobody observes, also with exact values kept."""
+    model, _ = layer.pair(4, device)
+    model = nn.Sequential(model)
+    x = nn.Parameter(layer.input(device))
+    controller = converted(model)
+    controller.session.variables = Fixed()
+    expected, state = gradient(fresh(model), x), torch.get_rng_state()
+    grad_x, x.grad = x.grad, None
+    seen = observed(model, controller, x, run=gradient, monitored={("0", 0)})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(x.grad, grad_x)
+    again = torch.cat([x.new_empty(0), *(each.grad.flatten() for each in model.parameters())])
+    assert torch.equal(again, expected)
+    assert seen.variables["0", 0].demands and seen.monitored["0", 0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_whole_models(name, is_checkpointed):
+    """The same step; a checkpointed region, which rounds with other draws, says much the same."""
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, x = make(), normal(shape, scale=1.0)
+    controller = converted(model)
+    gradients = []
+
+    def run(model, x, seed=0, is_checkpointed=is_checkpointed):
+        torch.manual_seed(3)
+        model.zero_grad()
+        y = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+        loss_of(y).backward()
+        gradients.append(torch.cat([each.grad.flatten() for each in model.parameters()]))
+
+    controller.session.variables = Fixed()
+    run(model, x)
+    found = observed(model, controller, x, run=run, monitored={("0", 0), ("9", 0), ("4", 0)})
+    assert torch.equal(*gradients)
+    plain = observed(model, controller, x, run=lambda *of: run(*of, is_checkpointed=False))
+    assert found.variables.keys() == plain.variables.keys()
+    assert found.activations.keys() == plain.activations.keys() and len(found.activations) >= 2
+    assert found.monitored.keys() == {("0", 0), ("9", 0), ("4", 0)} & found.variables.keys()
+    for name, each in plain.variables.items():
+        ours = found.variables[name]
+        assert each.is_known and each.samples == shape[0]
+        assert (ours.elements, ours.is_known) == (each.elements, True)
+        assert {one.label for one in ours.demands} == {one.label for one in each.demands} != set()
+        for one, other in zip(ours.demands, each.demands, strict=True):
+            assert one.v2 == pytest.approx(other.v2, rel=0.2)
+            assert one.first == pytest.approx(other.first, rel=0.4)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+@pytest.mark.parametrize("is_inside", [False, True], ids=["of results", "within"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name, is_inside):
+    """Nothing raises, and the step is the same."""
+    _, _, is_measured = LAYOUTS[name]
+    model = InLayout(name, is_inside)
+    controller = converted(model)
+    gradients = []
+
+    def run(model, x, seed=0):
+        torch.manual_seed(0)
+        model.zero_grad()
+        model.loss(x).backward()
+        gradients.append(model.a.weight.grad)
+
+    controller.session.variables = Fixed()
+    run(model, X)
+    found = observed(model, controller, X, run=run, monitored={("a", 0)})
+    assert torch.equal(*gradients)
+    if is_measured:
+        assert all(each.demands for each in found.variables.values())
+    elif found is not None:
+        for each in found.variables.values():
+            assert each.demands or not each.is_known
+
+
+# -- activations -------------------------------------------------------------------------------------------
+
+
+class Activations(nn.Module):
+    """By modules, by a function, and by one that a module of torch holds; gradients of inputs and results stay."""
+
+    def __init__(self, is_checkpointed=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 16), nn.SiLU())
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True)
+        self.last, self.is_checkpointed = nn.Linear(16, 16), is_checkpointed
+
+    def called(self, x):
+        return F.gelu(F.gelu(self.last(x)))
+
+    def forward(self, x):
+        if self.is_checkpointed:
+            x = checkpoint(self.first, x, use_reentrant=False)
+        else:
+            x = self.first(x)
+        return self.called(self.layer(x))
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_names_of_activations(is_checkpointed):
+    model = Activations(is_checkpointed)
+    found = observed(model, converted(model), normal((4, 6, 16), scale=1.0), run=gradient)
+    assert {name: each.function for name, each in found.activations.items()} == {
+        "first.1": "silu",
+        "first.3": "silu",
+        "layer.activation": "gelu",
+        ":gelu": "gelu",
+    }
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_gradients_at_activations(device, inplace):
+    """Squared norms of the gradients of its result and of its input, the latter as the table makes it."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.SiLU(inplace=inplace)
+
+        def forward(self, x):
+            return self.act(self.act(x * 1.0) * 2.0)
+
+    x = nn.Parameter(normal((8, 64), scale=1.0).to(device))
+    y = x.detach().requires_grad_()
+    inner = F.silu(y)
+    outer = F.silu(inner * 2.0)
+    at_outer = torch.autograd.grad(loss_of(outer), [outer, inner, y], retain_graph=True)
+    model = Model()
+    controller = converted(model, activation_bits=8)
+    found = observed(model, controller, x, run=gradient).activations["act"]
+    squares = [float(each.square().sum()) for each in at_outer]
+    assert found.grad2 == pytest.approx(squares[0] + squares[1], rel=1e-2)
+    assert found.v2 == pytest.approx(squares[1] / 4 + squares[2], rel=1e-2)
+    assert found.function == "silu" and found.parameters == ()
+
+
+def test_parameters_of_activations():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ELU(1.5), nn.Linear(64, 64), nn.GELU("tanh"))
+    found = observed(model, converted(model), X, run=gradient).activations
+    assert (found["1"].function, found["1"].parameters) == ("elu", (1.5,))
+    assert (found["3"].function, found["3"].parameters) == ("gelu_tanh", ())
+
+
+def test_a_restored_model_has_no_names():
+    model = mlp()
+    converted(model)
+    assert "_fewbit_path" in vars(model[1])
+    fewbit.restore_(model)
+    assert "_fewbit_path" not in vars(model[1])
+
+
+# -- the monitor -------------------------------------------------------------------------------------------
+
+
+def test_the_truth_about_a_linear_layer(device):
+    """g^ is the gradient that the step has, g torch's own from the same gradient of the result."""
+    torch.manual_seed(0)
+    theirs = nn.Linear(64, 8).to(device)
+    x = X.to(device)
+    expected = gradient(theirs, x)[: 64 * 8].square().sum()
+    model = nn.Sequential(theirs)
+    found = observed(model, converted(model, 1), x, run=gradient, monitored={("0", 0)})
+    ((label, hat2, exact2),) = found.monitored["0", 0]
+    assert label == "weight"
+    assert hat2 == pytest.approx(float(model[0].weight.grad.square().sum()), rel=1e-5)
+    assert exact2 == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_truth_about_a_norm_and_what_shares_its_copy():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm, self.a, self.b = nn.LayerNorm(64), nn.Linear(64, 8), nn.Linear(64, 8)
+
+        def forward(self, x):
+            x = self.norm(x)
+            return torch.cat([self.a(x), self.b(x)], 1)
+
+    x = nn.Parameter(X)
+    model = Model()
+    gradient(model, x)
+    expected = {
+        "input": x.grad,
+        "weight": model.norm.weight.grad,
+        "a: weight": model.a.weight.grad,
+        "b: weight": model.b.weight.grad,
+    }
+    expected = {label: float(each.square().sum()) for label, each in expected.items()}
+    x.grad = None
+    found = observed(model, converted(model, 2), x, run=gradient, monitored={("norm", 0)})
+    exact = {label: each for label, _, each in found.monitored["norm", 0]}
+    assert exact == pytest.approx(expected, rel=1e-4)
+    hat = {label: each for label, each, _ in found.monitored["norm", 0]}
+    assert hat["input"] == pytest.approx(float(x.grad.square().sum()), rel=1e-4)
+    assert hat["a: weight"] == pytest.approx(float(model.a.weight.grad.square().sum()), rel=1e-4)
+
+
+def test_the_truth_about_attention():
+    """With all of q, k and v exact where all are monitored; a label is there for what a gradient depends on."""
+
+    class Model(Attention):
+        def forward(self, x):
+            self.before = self.qkv(x)
+            self.before.retain_grad()
+            heads = [each.unflatten(2, (4, 8)).transpose(1, 2) for each in self.before.chunk(3, 2)]
+            return F.scaled_dot_product_attention(*heads)
+
+    torch.manual_seed(0)
+    model, x = Model(), normal((4, 8, 32), scale=1.0)
+    loss_of(model(x)).backward()
+    of = dict(zip(("query", "key", "value"), model.before.grad.chunk(3, 2), strict=True))
+    expected = {label: float(each.square().sum()) for label, each in of.items()}
+    controller = converted(model, 2)
+    name = ":scaled_dot_product_attention"
+    all_of_it = {(name, slot) for slot in range(3)}
+
+    def run(model, x, seed=0):
+        loss_of(model(x)).backward()
+
+    found = observed(model, controller, x, run=run, monitored=all_of_it).monitored
+    assert found.keys() == all_of_it
+    for slot, labels in enumerate([expected, expected, ("query", "key")]):
+        exact = {label: each for label, _, each in found[name, slot]}
+        assert exact == pytest.approx({label: expected[label] for label in labels}, rel=1e-4)
+    (_, hat2, exact2), *_ = found[name, 0]
+    assert hat2 != pytest.approx(exact2, rel=0.01)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_exact_values_are_freed(is_checkpointed, monkeypatch):
+    """Only monitored ones are held, and none after the backward pass."""
+    held = []
+    rounding = BoundObservation.rounding
+
+    def noting(self, variable, rounded):
+        tensor = rounding(self, variable, rounded)
+        held.append((variable.name, tensor.exact is not None))
+        if tensor.exact is not None:
+            noting.exact = weakref.ref(tensor.exact)
+        return tensor
+
+    monkeypatch.setattr(BoundObservation, "rounding", noting)
+    model = mlp()
+    controller = converted(model)
+    observation = BoundObservation(0, {("2", 0)})
+    controller.session.variables = Fixed(observation=observation)
+    y = checkpoint(model, X, use_reentrant=False) if is_checkpointed else model(X)
+    assert dict(held) == {("0", 0): False, ("2", 0): True}
+    assert noting.exact() is not None
+    loss = loss_of(y)
+    loss.backward()
+    gc.collect()
+    assert noting.exact() is None
+    observation.send()
+    assert observation.results().monitored.keys() == {("2", 0)}
+
+
+def test_exact_values_of_a_forward_without_a_backward_pass_are_freed():
+    observation = BoundObservation(0, {("0", 0)})
+    model = mlp()
+    converted(model).session.variables = Fixed(observation=observation)
+    y = model(X)
+    assert any(each.exact is not None for each in observation._exact)
+    observation.end()
+    assert all(each.exact is None for each in observation._exact)
+    loss_of(y).backward()  # which finds nothing, and raises nothing
+
+
+def test_exact_values_go_with_the_graph():
+    """Where an exception comes between forward and backward nothing else is to tell."""
+    observation = BoundObservation(0, {("0", 0)})
+    model = mlp()
+    converted(model).session.variables = Fixed(observation=observation)
+    y = model(X)
+    (rounding,) = observation._exact
+    exact = weakref.ref(rounding.exact)
+    del rounding
+    assert exact() is not None
+    del y
+    gc.collect()
+    assert exact() is None
+
+
+def test_a_backward_pass_that_fails():
+    """Exact values are let go of although the graph is there; one that comes later says what there is to say."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if Fails.fails:
+                raise RuntimeError("not this time")
+            return grad
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 8)
+
+        def forward(self, x):
+            return self.b(Fails.apply(self.a(x)))
+
+    observation = BoundObservation(0, {("a", 0), ("b", 0)})
+    model = Model()
+    converted(model).session.variables = Fixed(observation=observation)
+    loss = loss_of(model(X))
+    exact = [weakref.ref(each.exact) for each in observation._exact]
+    Fails.fails = True
+    with pytest.raises(RuntimeError, match="not this time"):
+        loss.backward(retain_graph=True)
+    gc.collect()
+    assert len(exact) == 2 and not any(each() is not None for each in exact)
+    assert not observation.runs() and not observation.has_run()
+    Fails.fails = False
+    loss.backward()
+    assert observation.has_run()
+    observation.send()
+    found = observation.results()
+    assert all(found.variables[name].demands for name in (("a", 0), ("b", 0)))
+    assert not found.monitored  # by then there was nothing to compare with
+
+
+# -- cost --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("monitored", [frozenset(), {("1", 0)}])
+def test_layers_with_formulas_run_backward_once(monitored, monkeypatch):
+    """More often only to measure, or where exact values are kept."""
+    runs = []
+    original = BoundObservation.probe
+
+    def probe(self, number, backward, context, *rest):
+        def counting(context, *grads):
+            runs.append(context._forward_cls.__name__)
+            return backward(context, *grads)
+
+        return original(self, number, counting, context, *rest)
+
+    monkeypatch.setattr(BoundObservation, "probe", probe)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 8, 3), nn.GroupNorm(2, 8)
+    )
+    model.extend([nn.PReLU(), nn.Flatten(), nn.Linear(512, 64), nn.LayerNorm(64), nn.RMSNorm(64)])
+    model.append(nn.Softmax(1))
+    found = observed(
+        model, converted(model), normal((4, 3, 8, 8)), run=gradient, monitored=monitored
+    )
+    assert len(found.variables) >= 7
+    expected = ["_Softmax", *(["_BatchNorm", "_Convolution"] if monitored else [])]
+    assert sorted(runs) == sorted(expected)
+
+
+def test_what_comes_to_the_host_is_small():
+    """Numbers, and one a channel: not one a row."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+    observation = BoundObservation(0)
+    converted(model).session.variables = Fixed(observation=observation)
+    gradient(model, normal((2000, 64)))
+    assert sum(each.numel() for each in observation._measured()) < 100
+
+
+# -- odd passes --------------------------------------------------------------------------------------------
+
+
+def test_no_backward_pass_and_one_through_a_part():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    controller = converted(model)
+    assert observed(model, controller, X, run=lambda model, x, seed: model(x)) is None
+
+    def part(model, x, seed):
+        torch.autograd.grad(model(x).sum(), model[1].weight)
+
+    found = observed(model, controller, X, run=part).variables
+    assert found["1", 0].demands and not found["0", 0].demands
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_gradients_that_are_not_finite_say_nothing(value):
+    model = mlp()
+
+    def run(model, x, seed):
+        (model(x) * value).sum().backward()
+
+    assert observed(model, converted(model), X, run=run) is None
+
+
+def test_a_second_pass_replaces_the_first():
+    model = mlp()
+    controller = converted(model)
+
+    def twice(model, x, seed):
+        torch.manual_seed(seed)
+        loss = loss_of(model(x))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    once, again = (observed(model, controller, X, run=run).variables for run in (gradient, twice))
+    assert {name: each.demands for name, each in once.items()} == {
+        name: each.demands for name, each in again.items()
+    }
+
+
+def test_accumulation():
+    """Of several forwards before an optimiser's step one is observed."""
+    model = mlp()
+    controller = converted(model)
+    once = observed(model, controller, X, run=gradient)
+
+    def run(model, x, seed):
+        gradient(model, x)
+        controller.session.variables = Fixed()
+        loss_of(model(2 * x)).backward()
+
+    assert observed(model, controller, X, run=run) == once
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("scales", [(1.0, 100.0), (100.0, 1.0), (3.0, 3.0)])
+def test_each_call_of_a_layer(scales, is_checkpointed):
+    """Squares add up; D is that of both, of the errors that each has, against sampling."""
+    model, x = Twice(scales, is_checkpointed), normal((16, 64), scale=1.0)
+    controller = converted(model, 4)
+    ((_, seen),) = observed(model, controller, x, run=gradient).variables.items()
+    assert seen.elements == 2 * 16 * 64
+    (demand,) = seen.demands
+    controller.session.variables = Fixed()
+    draws = torch.stack([gradient(model, x, seed) for seed in range(60)])
+    assert demand.first**2 * seen.error2 == pytest.approx(float(draws.var(0).sum()), rel=0.2)
+    grads = normal((16, 64), scale=1.0, seed=9)
+    squares = [
+        float((grads.t() @ (scale * each)).square().sum())
+        for scale, each in zip(scales, (x, x.flip(0)), strict=True)
+    ]
+    assert demand.v2 == pytest.approx(sum(squares), rel=0.05)
+
+
+def test_reentrant_checkpoints_show_nothing():
+    """The rest is seen, and the step is the same."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.region, self.last = nn.Linear(64, 64), mlp(), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.last(checkpoint(self.region, self.first(x), use_reentrant=True))
+
+    model = Model()
+    controller = converted(model)
+    controller.session.variables = Fixed()
+    expected = gradient(model, X)
+    found = observed(model, controller, X, run=gradient, monitored={("region.0", 0), ("last", 0)})
+    after = torch.cat([each.grad.flatten() for each in model.parameters()])
+    assert torch.equal(after, expected)
+    demanding = {name for (name, _), each in found.variables.items() if each.demands}
+    assert demanding == {"first", "last"} == {name for name, _ in found.variables}
+    assert found.monitored.keys() == {("last", 0)} and not found.activations
+
+
+def test_skipped_and_frozen_layers():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.c = (nn.Linear(64, 64) for _ in range(3))
+            self.norm = nn.LayerNorm(64)
+            self.b.weight.requires_grad_(False)
+            self.norm.requires_grad_(False)
+
+        def forward(self, x, skips=True):
+            x = self.norm(self.b(self.a(x)))
+            return x if skips else self.c(x)
+
+    model = Model()
+    found = observed(model, converted(model), X, run=gradient_of_those).variables
+    assert found.keys() == {("a", 0), ("norm", 0)}
+    assert [each.label for each in found["norm", 0].demands] == ["input"]
+
+
+def gradient_of_those(model, x, seed=0):
+    model.zero_grad()
+    loss_of(model(x)).backward()
+
+
+@pytest.mark.parametrize("function", [Counted, Collective])
+def test_backward_passes_with_collectives_run_once(function):
+    """Nothing is known of what they keep."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(normal((64,)))
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x):
+            quantiser = self.linear.quantiser.named("scale")
+            return function.apply(self.linear(x), self.weight, quantiser)
+
+    model = Scale()
+    controller = converted(model)
+    function.passes = 0
+    found = observed(model, controller, X, run=gradient).variables
+    assert found["scale", 0].is_known == (function is Counted)
+    assert function.passes == 1 + (function is Counted)
+    assert [each.label for each in found["scale", 0].demands] == ["weight"] * (function is Counted)
+
+
+def test_a_backward_pass_within_the_forward():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 8)
+
+        def forward(self, x):
+            z = x.detach().requires_grad_()
+            (g,) = torch.autograd.grad(self.a(z).square().sum(), z)
+            return self.b(x + g.detach())
+
+    model = Model()
+    found = observed(model, converted(model), X, run=gradient_of_those).variables
+    assert found["b", 0].is_known and not found["a", 0].is_known
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype):
+    x = normal((32, 64), scale=1.0)
+    model = mlp()
+    expected = observed(model, converted(model), x, run=gradient)
+    model = mlp().to(dtype)
+    found = observed(model, converted(model), x.to(dtype), run=gradient)
+    assert_alike(found, expected)
+    assert found.variables["0", 0].dtype_bytes == dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    x = normal((32, 64), scale=1.0)
+    model = mlp()
+    controller = converted(model)
+    expected = observed(model, controller, x, run=gradient)
+
+    def run(model, x, seed=0):
+        torch.manual_seed(seed)
+        with torch.autocast("cpu", dtype):
+            y = model(x)
+        loss_of(y).backward()
+
+    assert_alike(observed(model, controller, x, run=run), expected)
+
+
+def assert_alike(found, expected):
+    for name in (("0", 0), ("2", 0)):
+        ours = {each.label: each for each in found.variables[name].demands}
+        for each in expected.variables[name].demands:
+            if each.label in ours:
+                assert ours[each.label].v2 == pytest.approx(each.v2, rel=0.1)
+                assert ours[each.label].first == pytest.approx(each.first, rel=0.1)
+        assert ours
+    assert found.activations["1"].v2 == pytest.approx(expected.activations["1"].v2, rel=0.1)
+
+
+def test_a_loss_scale_scales_squares_alike():
+    model = mlp()
+    controller = converted(model)
+    expected = observed(model, controller, X, run=gradient)
+
+    def run(model, x, seed=0):
+        torch.manual_seed(seed)
+        (1024 * loss_of(model(x))).backward()
+
+    found = observed(model, controller, X, run=run)
+    for name, each in expected.variables.items():
+        for one, scaled in zip(each.demands, found.variables[name].demands, strict=True):
+            assert scaled.v2 == pytest.approx(2**20 * one.v2, rel=1e-3)
+            assert scaled.first == pytest.approx(2**10 * one.first, rel=1e-3)
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_constant_inputs(value):
+    """Have no errors at any bits; the formula goes by the gradient alone."""
+    model = nn.Sequential(nn.Linear(64, 8))
+    x = torch.full((8, 64), value)
+    (seen,) = observed(model, converted(model), x, run=gradient).variables.values()
+    assert seen.error2 == 0 and not any(seen.squares)
+    (demand,) = seen.demands
+    grad2 = float(normal((8, 8), scale=1.0, seed=9).square().sum())
+    assert demand.first**2 == pytest.approx(64 * grad2, rel=1e-5)
+    assert demand.v2 == pytest.approx(float(model[0].weight.grad.square().sum()), rel=1e-5)
+
+
+def test_bits_that_samples_do_not_share():
+    """Of a tensor whose samples are not known its squares as a whole."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(64, 8)
+
+        def forward(self, x):
+            return self.a(x[:5])
+
+    model = Model()
+    (seen,) = observed(model, converted(model), X, run=gradient).variables.values()
+    squares = (X[:5].amax(1) - X[:5].amin(1)).square().sum() * 64
+    assert seen.samples == 0 and not any(seen.squares[1:])
+    assert seen.squares[0] == pytest.approx(float(squares), rel=1e-4)
+
+
+def test_nothing_of_the_graph_is_held():
+    observation = BoundObservation(0)
+    model = mlp()
+    converted(model).session.variables = Fixed(observation=observation)
+    y = model(X)
+    node = weakref.ref(y.grad_fn)
+    del y
+    gc.collect()
+    assert node() is None and len(observation.variables) == 2
+
+
+def test_snapshot_goes_on():
+    observation = BoundObservation(0)
+    model = mlp()
+    converted(model).session.variables = Fixed(observation=observation)
+    y = model(X)
+    assert observation.snapshot() is None and not observation.has_run()
+    loss_of(y).backward()
+    found = observation.snapshot()
+    assert observation.has_run() and not observation.runs()
+    observation.send()
+    assert observation.is_there() and observation.results() == found

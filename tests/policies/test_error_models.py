@@ -1,0 +1,414 @@
+"""V^2 and D of each kind of layer, against torch's gradients and against what rounding does to ours."""
+
+import copy
+import math
+
+import pytest
+import torch
+from layers import LAYERS, LINEAR, NORMS, ids
+from samples import normal
+from test_variance_probe import Fixed, converted, loss_of
+from torch import nn
+from torch.nn import functional as F
+
+from fewbit.functional.gated import gated as fewbit_gated
+from fewbit.functional.linear import _Linear
+from fewbit.policies.error_bound.error_model import labels
+from fewbit.policies.error_bound.probe import BoundObservation
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
+
+def gradients(model, x, seed=0):
+    """{label: gradient} of the input and the model's only weight, if it has one."""
+    torch.manual_seed(seed)
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    model.zero_grad()
+    loss_of(model(x)).backward()
+    found = {name.split(".")[-1]: each.grad for name, each in model.named_parameters()}
+    return {"input": x.grad, **found}
+
+
+def observed(model, controller, x, seed=0, averages=None, run=gradients, monitored=frozenset()):
+    observation = BoundObservation(seed, monitored)
+    controller.session.variables = Fixed(averages, observation)
+    run(model, x, seed)
+    observation.send()
+    controller.session.variables = Fixed(averages)
+    return observation.results()
+
+
+def d_of(demand, error2):
+    return (demand.first * error2**0.5 + demand.second * error2) ** 2
+
+
+def squared_error(model, x, exact, draws, run=gradients):
+    """{label: mean of |g^ - g|^2 over draws of rounding}."""
+    sums = dict.fromkeys(exact, 0.0)
+    for seed in range(draws):
+        for label, each in run(model, x, 100 + seed).items():
+            sums[label] += float((each - exact[label]).double().square().sum()) / draws
+    return sums
+
+
+def pair(layer, device):
+    """A model to be converted, torch's own with the same parameters, and an input that requires no gradient."""
+    _, theirs = layer.pair(4, device)
+    return nn.Sequential(copy.deepcopy(theirs)), theirs, layer.input(device)
+
+
+# -- formulas ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", **ids(LAYERS))
+def test_squares_of_gradients(device, layer):
+    """V^2 at 8 bits is that of torch's own layer, and each gradient that depends on what is kept has one."""
+    model, theirs, x = pair(layer, device)
+    exact = gradients(theirs, x)
+    ((name, seen),) = observed(model, converted(model, 8), x).variables.items()
+    assert name == ("0", 0) and seen.is_known and seen.dtype_bytes == 4
+    assert {each.kind for each in seen.demands} == {"in expectation"}
+    expected = {"weight"} if layer in LINEAR else {"input", "weight"}
+    assert {each.label for each in seen.demands} == expected & exact.keys()
+    for each in seen.demands:
+        true = float(exact[each.label].double().square().sum())
+        # Of one draw: what g^ - g has along g is of mean 0 and of this size.
+        along = 2 * math.sqrt(d_of(each, seen.error2) * true / exact[each.label].numel())
+        assert each.v2 == pytest.approx(true, rel=0.01, abs=3 * along), each.label
+
+
+def is_padded(layer) -> bool:
+    return bool(layer.options.get("padding"))
+
+
+@pytest.mark.fast(12)
+@pytest.mark.parametrize("layer", **ids(LAYERS))
+def test_d_against_rounding(device, layer):
+    """At 3 bits, whose errors are measured with it: never below; equal where theory says so."""
+    model, theirs, x = pair(layer, device)
+    exact = gradients(theirs, x)
+    controller = converted(model, 3)
+    ((_, seen),) = observed(model, controller, x).variables.items()
+    errors = squared_error(model, x, exact, 40)
+    for each in seen.demands:
+        d = d_of(each, seen.error2)
+        assert errors[each.label] < 1.25 * d, each.label
+        is_equal = layer in LINEAR and "Transpose" not in layer.name and layer.name != "Conv3d"
+        if is_equal and not is_padded(layer):
+            assert errors[each.label] > 0.8 * d
+        else:
+            assert errors[each.label] > 0.05 * d
+
+
+@pytest.mark.parametrize(
+    "kind", ["linear", "convolution", "layer norm", "batch norm", "instance norm"]
+)
+def test_samples_of_very_different_size(device, kind):
+    """Bits are shared between samples, and rows with large gradients have large errors: D goes by both."""
+    torch.manual_seed(0)
+    make = {
+        "linear": lambda: nn.Linear(256, 16),
+        "convolution": lambda: nn.Conv2d(4, 8, 3, groups=2),
+        "layer norm": lambda: nn.LayerNorm(256),
+        "batch norm": lambda: nn.BatchNorm2d(4),
+        "instance norm": lambda: nn.InstanceNorm2d(4, affine=True),
+    }[kind]
+    theirs = make().to(device)
+    shape = (16, 256) if kind in ("linear", "layer norm") else (16, 4, 8, 8)
+    scale = torch.logspace(-1, 1, 16).view(-1, *[1] * (len(shape) - 1))
+    x = (normal(shape, scale=1.0) * scale).to(device)
+
+    def run(model, x, seed=0):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        (
+            model(x) * normal((16, 1), scale=1.0).to(device).abs().view_as(scale)
+        ).square().sum().backward()
+        return {"weight": next(each for each in model.parameters() if each.dim()).grad}
+
+    model = nn.Sequential(copy.deepcopy(theirs))
+    controller = converted(model, 3)
+    ((_, seen),) = observed(model, controller, x, run=run).variables.items()
+    assert seen.samples == 16 and len(seen.squares) == 16
+    (demand,) = (each for each in seen.demands if each.label == "weight")
+    errors = squared_error(model, x, run(theirs, x), 60, run)
+    assert errors["weight"] == pytest.approx(d_of(demand, seen.error2), rel=0.2)
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_errors_are_taken_off_the_squares(bits):
+    """V^2 is that of exact gradients, where those that come out are much longer."""
+    torch.manual_seed(0)
+    theirs = nn.Linear(64, 32)
+    x = normal((16, 64), scale=1.0)
+    true = float(gradients(theirs, x)["weight"].square().sum())
+    model = nn.Sequential(copy.deepcopy(theirs))
+    controller = converted(model, bits)
+    found, raw = [], []
+    for seed in range(40):
+        ((_, seen),) = observed(model, controller, x, seed).variables.items()
+        found.append(seen.demands[0].v2)
+        raw.append(float(model[0].weight.grad.square().sum()))
+    assert sum(raw) / 40 > 1.1 * true
+    assert sum(found) / 40 == pytest.approx(true, rel=0.05)
+
+
+class Normed(nn.Module):
+    """Two layers keep the copy of a norm."""
+
+    def __init__(self, norm, *layers):
+        super().__init__()
+        self.norm, self.layers = norm, nn.ModuleList(layers)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return torch.cat([layer(x).flatten(1) for layer in self.layers], 1)
+
+
+SHARED = {
+    "layer norm": (lambda: (nn.LayerNorm(64), nn.Linear(64, 8), nn.Linear(64, 12)), (16, 64)),
+    "RMS norm": (lambda: (nn.RMSNorm(64), nn.Linear(64, 8), nn.Linear(64, 12)), (4, 4, 64)),
+    "batch norm": (
+        lambda: (nn.BatchNorm2d(8), nn.Conv2d(8, 6, 2), nn.Conv2d(8, 4, 2, groups=2)),
+        (8, 8, 6, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_layers_that_share_the_copy_of_a_norm(name):
+    """Each demands of the norm's variable, under its own name; errors are scaled by the norm's weight."""
+    make, shape = SHARED[name]
+    torch.manual_seed(0)
+    theirs = Normed(*make())
+    with torch.no_grad():
+        theirs.norm.weight.copy_(torch.rand_like(theirs.norm.weight) * 3)
+    x = normal(shape, scale=1.0)
+
+    def run(model, x, seed=0):
+        torch.manual_seed(seed)
+        x = nn.Parameter(x.clone())
+        model.zero_grad()
+        loss_of(model(x)).backward()
+        of_layers = {f"layers.{i}: weight": model.layers[i].weight.grad for i in range(2)}
+        return {"input": x.grad, "weight": model.norm.weight.grad, **of_layers}
+
+    exact = run(theirs, x)
+    model = copy.deepcopy(theirs)
+    controller = converted(model, 4)
+    runs = [observed(model, controller, x, seed, run=run).variables for seed in range(20)]
+    ((found, seen),) = runs[0].items()
+    assert found == ("norm", 0)
+    assert {each.label for each in seen.demands} == exact.keys()
+    errors = squared_error(model, x, exact, 60, run)
+    for number, each in enumerate(seen.demands):
+        v2 = sum(of["norm", 0].demands[number].v2 for of in runs) / len(runs)
+        assert v2 == pytest.approx(float(exact[each.label].square().sum()), rel=0.05)
+        d = d_of(each, seen.error2)
+        assert errors[each.label] < 1.2 * d, each.label
+        assert errors[each.label] > (0.05 if each.label == "input" else 0.8) * d
+
+
+@pytest.mark.parametrize("layer", **ids([each for each in NORMS if len(each.shape) > 3][:4]))
+def test_two_copies(layer):
+    """D of one copy is enough for two."""
+    _, theirs = layer.pair(4)
+    model, x = nn.Sequential(copy.deepcopy(theirs)), layer.input()
+    controller = converted(model, 3, copies=2)
+    ((_, seen),) = observed(model, controller, x).variables.items()
+    errors = squared_error(model, x, gradients(theirs, x), 40)
+    for each in seen.demands:
+        assert errors[each.label] < 1.2 * d_of(each, seen.error2)
+
+
+# -- channels ----------------------------------------------------------------------------------------------
+
+
+def test_channels_of_a_convolution():
+    """1 / dx*^2 of a channel goes as |g|^2 of its group; without groups all channels are alike."""
+    torch.manual_seed(0)
+    x = normal((4, 6, 8, 8), scale=1.0)
+    grad = normal((4, 6, 6, 6), scale=1.0) * torch.tensor([1.0, 1, 1, 1, 5, 5])[:, None, None]
+
+    def run(model, x, seed=0):
+        model(x).backward(grad)
+
+    model = nn.Sequential(nn.Conv2d(6, 6, 3, groups=3))
+    (seen,) = observed(model, converted(model, 8), x, run=run).variables.values()
+    squares = grad.square().sum((0, 2, 3)).view(3, 2).sum(1).repeat_interleave(2)
+    assert seen.channel_weights == pytest.approx((squares / squares.mean()).tolist(), rel=0.1)
+    model = nn.Sequential(nn.Conv2d(6, 6, 3))
+    (seen,) = observed(model, converted(model, 8), x, run=run).variables.values()
+    assert seen.channel_weights is None
+
+
+def test_channels_of_a_batch_norm():
+    torch.manual_seed(0)
+    x = normal((8, 6, 8, 8), scale=1.0)
+    scale = torch.tensor([0.1, 1, 1, 2, 3, 5])
+    grad = normal(x.shape, scale=1.0) * scale[:, None, None]
+
+    def run(model, x, seed=0):
+        model(x).backward(grad)
+
+    model = nn.Sequential(nn.BatchNorm2d(6))
+    (seen,) = observed(model, converted(model, 8), x, run=run).variables.values()
+    # Of the weight, whose gradients of random signs are small: |g_c|^2.
+    squares = grad.square().sum((0, 2, 3))
+    assert seen.channel_weights == pytest.approx((squares / squares.mean()).tolist(), rel=0.05)
+    assert sum(seen.channel_weights) == pytest.approx(6)
+
+
+# -- what is measured --------------------------------------------------------------------------------------
+
+
+class Of(nn.Module):
+    """A function of tensors that are results of something, whose gradients stay; module: what it belongs to."""
+
+    def __init__(self, count, function, module=None):
+        super().__init__()
+        self.count, self.function, self.module, self.inputs = count, function, module, ()
+
+    def forward(self, x):
+        self.inputs = [each * 1.0 for each in x.unbind(0)]
+        for each in self.inputs:
+            each.retain_grad()
+        if self.module is None:
+            return self.function(*self.inputs)
+        return self.function(self.module, *self.inputs)
+
+
+def gated(activation):
+    def function(linear, gate, up):
+        if not hasattr(linear, "quantiser"):
+            return getattr(F, activation)(gate) * up
+        quantiser = linear.quantiser.named("gated")
+        return fewbit_gated(gate, up, activation, quantiser=quantiser)
+
+    return function
+
+
+def called(module, *inputs):
+    return module(*inputs)
+
+
+ATTENTION = ("query", "key", "value"), (4, 2, 10, 16)
+FUNCTIONS = {  # {name: (function, labels of its inputs, shape, module)}
+    "attention": (F.scaled_dot_product_attention, *ATTENTION, None),
+    "matmul": (
+        lambda a, b: torch.matmul(a, b.transpose(-1, -2)),
+        ("input", "other"),
+        (4, 10, 16),
+        None,
+    ),
+    "mul": (torch.mul, ("input", "other"), (8, 64), None),
+    "softmax": (lambda x: F.softmax(x, -1), ("input",), (8, 64), None),
+    "log_softmax": (lambda x: F.log_softmax(x, -1), ("input",), (8, 64), None),
+    "SwiGLU": (gated("silu"), ("gate", "up"), (8, 128), nn.Linear(2, 2)),
+    "GEGLU": (gated("gelu"), ("gate", "up"), (8, 128), nn.Linear(2, 2)),
+    "bilinear": (called, ("input1", "input2"), (16, 16), nn.Bilinear(16, 16, 8)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_measured_against_rounding(device, name):
+    """Of one variable at 4 bits with the others at 8, of each gradient; on average over observations."""
+    function, names, shape, module = FUNCTIONS[name]
+    torch.manual_seed(0)
+    x = normal((len(names), *shape), scale=1.0).to(device)
+    theirs = Of(len(names), function, copy.deepcopy(module)).to(device)
+
+    def run(model, x, seed=0):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        loss_of(model(nn.Parameter(x))).backward()
+        found = dict(zip(names, (each.grad for each in model.inputs), strict=True))
+        if model.module is not None and model.module.weight.grad is not None:
+            found["weight"] = model.module.weight.grad
+        return found
+
+    model = copy.deepcopy(theirs)
+    exact = run(theirs, x)
+    controller = converted(model, 8)
+    seen = observed(model, controller, x, run=run).variables
+    assert seen and all(each.demands for each in seen.values())
+    for variable in seen:
+        averages = {each: 4.0 if each == variable else 8.0 for each in seen}
+        runs = [observed(model, controller, x, i, averages, run).variables for i in range(6)]
+        controller.session.variables = Fixed(averages)
+        errors = squared_error(model, x, exact, 30, run)
+        for demand in runs[0][variable].demands:
+            assert demand.kind == "measured" and demand.second == 0
+            sharing = sum(
+                demand.label in [each.label for each in of.demands] for of in runs[0].values()
+            )
+            d = v2 = 0.0
+            for each in runs:
+                of = {one.label: one for one in each[variable].demands}[demand.label]
+                d += d_of(of, each[variable].error2) / sharing / len(runs)
+                v2 += of.v2 / len(runs)
+            assert errors[demand.label] == pytest.approx(d, rel=0.35), (variable, demand.label)
+            true = float(exact[demand.label].square().sum())
+            assert v2 == pytest.approx(true, rel=0.1)
+
+
+@pytest.mark.parametrize("slopes", [1, 8])
+@pytest.mark.parametrize("needs_input", [False, True])
+def test_prelu(slopes, needs_input):
+    """Errors are those of negative elements: what is kept of the others is 0."""
+    torch.manual_seed(0)
+    theirs = nn.PReLU(slopes)
+    x = normal((16, 8, 10), scale=1.0) + 0.5
+
+    def run(model, x, seed=0):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        loss_of(model(nn.Parameter(x) if needs_input else x)).backward()
+        return {"weight": next(model.parameters()).grad}
+
+    exact = run(theirs, x)
+    model = nn.Sequential(copy.deepcopy(theirs))
+    (seen,) = observed(model, converted(model, 4), x, run=run).variables.values()
+    (demand,) = seen.demands
+    assert (demand.label, demand.kind) == ("weight", "in expectation")
+    errors = squared_error(model, x, exact, 100, run)
+    assert d_of(demand, seen.error2) == pytest.approx(errors["weight"], rel=0.35)
+
+
+@pytest.mark.parametrize("form", ["llama", "gemma"])
+def test_norms_of_transformers(form):
+    """Known by their source, with 1 added to the weight or not; as torch's RMS norm."""
+    pytest.importorskip("transformers")
+    if form == "llama":
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm as Norm
+    else:
+        from transformers.models.gemma.modeling_gemma import GemmaRMSNorm as Norm
+    torch.manual_seed(0)
+    theirs = nn.Sequential(Norm(64), nn.Linear(64, 8))
+    with torch.no_grad():
+        theirs[0].weight.copy_(torch.rand(64) * 2)
+    x = normal((16, 64), scale=1.0)
+
+    def run(model, x, seed=0):
+        torch.manual_seed(seed)
+        x = nn.Parameter(x.clone())
+        model.zero_grad()
+        loss_of(model(x)).backward()
+        found = {"input": x.grad, "weight": model[0].weight.grad, "1: weight": model[1].weight.grad}
+        return found
+
+    exact = run(theirs, x)
+    model = copy.deepcopy(theirs)
+    controller = converted(model, 4)
+    ((_, seen),) = observed(model, controller, x, run=run).variables.items()
+    assert {each.label for each in seen.demands} == exact.keys()
+    errors = squared_error(model, x, exact, 60, run)
+    for each in seen.demands:
+        assert each.kind == "in expectation"
+        assert each.v2 == pytest.approx(float(exact[each.label].square().sum()), rel=0.15)
+        d = d_of(each, seen.error2)
+        assert (0.05 if each.label == "input" else 0.8) * d < errors[each.label] < 1.2 * d
+
+
+def test_names_of_inputs():
+    assert labels(_Linear) == ("input", "weight", "bias", "quantiser")

@@ -1,0 +1,121 @@
+"""The libraries that a training process imports, and the time that this takes."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from mpmath import mp, mpf
+
+from fewbit.functions.erfcx import erfcx
+
+HEAVY = "numba scipy matplotlib mpmath sympy jsonschema referencing rpds rich click torch._dynamo"
+
+TRAINING = """
+import sys, torch, fewbit
+from torch import nn
+
+assert "torch._dynamo" not in sys.modules, "torch itself imports it"
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Dropout(0.1), nn.Linear(64, 8), nn.ELU())
+controller = fewbit.compress_(model, verbose=False, **{options})
+x = torch.randn(16, 64)
+for _ in range(6):
+    model(x).square().mean().backward()
+    with torch.no_grad():  # an optimizer of torch's imports Dynamo
+        for each in model.parameters():
+            each -= 0.01 * each.grad
+            each.grad = None
+controller.load_state_dict(controller.state_dict())
+if {is_adaptive}:
+    assert controller.bounds or controller.allocation
+found = set({heavy!r}.split()) & set(sys.modules)
+assert not found, found
+assert "fewbit.solver.dynamic_program" not in sys.modules, "tables were solved"
+"""
+
+POLICIES = {
+    "2 bits": {"bits": 2},
+    "L3": {"bits": 1.75, "interval": 2},
+    "error-bound": {"policy": "error-bound", "interval": 2},
+    "numbers of samples": {"bits": 2, "level": "L2.5"},
+}
+
+
+def run(code):
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "error-bound",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in POLICIES if each != "error-bound"),
+    ],
+)
+def test_a_training_process_imports_no_library_that_it_does_not_need(policy):
+    options = POLICIES[policy]
+    is_adaptive = "interval" in options
+    run(TRAINING.format(options=options, heavy=HEAVY, is_adaptive=is_adaptive))
+
+
+def test_shipped_tables_need_no_library_but_numpy():
+    heavy = HEAVY + " torch"
+    code = (
+        "import sys, fewbit\n"
+        "for name in ('gelu', 'silu', 'softplus'):\n"
+        "    assert fewbit.load_table(name, bits=3)(0.5) > 0\n"
+        f"found = set({heavy!r}.split()) & set(sys.modules)\n"
+        "assert not found, found\n"
+    )
+    run(code)
+
+
+MEASURED = """
+import sys, time
+start = time.process_time()
+import torch
+middle, before = time.process_time(), set(sys.modules)
+import fewbit
+fewbit.compress_
+end = time.process_time()
+others = {name.partition(".")[0] for name in set(sys.modules) - before} - {"fewbit"}
+print((end - middle) / (middle - start), sum(name in sys.modules for name in ("torch._dynamo", "sympy")), len(others))
+"""
+
+
+@pytest.mark.slow
+def test_the_import_costs_little_beside_torchs():
+    """In processor time relative to torch's own import, the best of several, so that a busy machine does not matter.
+
+    Torch takes about a second on one core, and fewbit a fifth of that.
+    """
+    found = [tuple(map(float, run(MEASURED).split())) for _ in range(3)]
+    assert min(ratio for ratio, _, _ in found) < 0.33
+    assert all(compilers == 0 and others < 25 for _, compilers, others in found)
+
+
+@pytest.mark.slow
+def test_a_constant_is_marked_as_torch_marks_it():
+    code = (
+        "import torch\n"
+        "from fewbit.runtime.interop.compiler_constants import constant\n"
+        "def ours(): pass\n"
+        "def theirs(): pass\n"
+        "assert constant(ours) is ours and torch.compiler.assume_constant_result(theirs) is theirs\n"
+        "assert vars(ours) == vars(theirs) != {}\n"
+    )
+    run(code)
+
+
+def test_erfcx_against_mpmath():
+    x = np.concatenate([np.linspace(0, 30, 601), 10.0 ** np.arange(-18, 4, 0.5)])
+    mp.dps = 40
+    expected = [mp.exp(mpf(each) ** 2) * mp.erfc(mpf(each)) for each in x.tolist()]
+    found = erfcx(x)
+    errors = [abs(float((mpf(a) - b) / b)) for a, b in zip(found.tolist(), expected, strict=True)]
+    assert max(errors) < 1e-15
+    assert erfcx(0.5) == found[10] and erfcx(x.reshape(5, -1)).shape == (5, len(x) // 5)
+    assert erfcx(np.zeros((0, 3))).shape == (0, 3)

@@ -1,0 +1,429 @@
+"""Which minimums are kept in float32: the tensor's own answer on the CPU, an earlier one's on a GPU."""
+
+import copy
+import io
+import math
+import pickle
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from samples import normal
+
+import fewbit
+from fewbit.analysis.meter import saved_bytes
+from fewbit.nn.linear import Linear
+from fewbit.runtime.format.groups import quantised_bytes
+from fewbit.runtime.ops.quantizer_ops import is_offset
+from fewbit.runtime.quantizers import quantizer as quantiser
+from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.saved import min_dtype as offset
+from fewbit.runtime.saved.min_dtype import Offset
+
+EIGHT_STEPS = {1000.0: 32.0, -1000.0: 32.0, 1.0: 0.0625, -1.0: 0.0625, 1023.0: 32.0, 1024.0: 64.0}
+STARTS = pytest.mark.parametrize("start", EIGHT_STEPS)
+
+
+def spread(start, extent, shape=(4, 100), dtype=torch.float32):
+    """Elements from start to start + extent; every sample has both."""
+    x = start + extent * torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    x[:, 0], x[:, 1] = start, start + extent
+    return x.to(dtype)
+
+
+def just_below(start):
+    """The greatest range below 8 steps with which start + range is a float32."""
+    end = torch.tensor(start + EIGHT_STEPS[start])
+    return float(end.nextafter(torch.tensor(-math.inf)).double() - start)
+
+
+def is_wide(kept):
+    """Whether minimums are float32."""
+    return {2: False, 3: True}[kept.tensors[1].shape[1]]
+
+
+def range_of(kept):
+    """Greatest range of a group, as it is stored."""
+    return float(kept.tensors[1][:, 1].max())
+
+
+# -- each tensor for itself ------------------------------------------------------------------------
+
+
+@STARTS
+def test_below_eight_steps_minimums_are_float32(start):
+    limit = EIGHT_STEPS[start]
+    for extent, expected in (
+        (0.0, True),
+        (1e-3 * limit, True),
+        (just_below(start), True),
+        (limit, False),
+        (1.01 * limit, False),
+        (100 * limit, False),
+    ):
+        x = spread(start, extent)
+        kept = Quantiser(2).keep(x)
+        assert is_wide(kept) == expected, extent
+        assert sum(each.nbytes for each in kept.tensors) == quantised_bytes(
+            x.shape, 2, wide=expected
+        )
+
+
+@pytest.mark.parametrize("extent", [1e-30, 1e-3, 1.0, 1e30])
+@pytest.mark.parametrize("start", [0.0, -0.0])
+def test_from_zero_minimums_are_bfloat16(start, extent):
+    assert not is_wide(Quantiser(2).keep(spread(start, extent)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_dtypes(dtype):
+    for start in (1000.0, -1000.0):
+        assert is_wide(Quantiser(2).keep(spread(start, 24.0, dtype=dtype)))
+        assert not is_wide(Quantiser(2).keep(spread(start, 40.0, dtype=dtype)))
+
+
+def test_all_groups_decide_together():
+    """Each sample is below 8 steps of its minimum; the tensor is not."""
+    x = spread(1000.0, 4.0)
+    assert is_wide(Quantiser(2).keep(x))
+    x[2] += 1000
+    assert not is_wide(Quantiser(2).keep(x))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_not_finite(value):
+    x = spread(1000.0, 1.0)
+    x[1, 5] = value
+    kept = Quantiser(2).keep(x)
+    restored = kept.recipe.restore(kept.tensors)
+    assert not is_wide(kept) and restored[1].isnan().all() and restored[0].isfinite().all()
+
+
+def test_is_offset():
+    for start, limit in EIGHT_STEPS.items():
+        assert is_offset(start, start + just_below(start))
+        assert not is_offset(start, start + limit)
+    for least, greatest in ((0.0, 0.0), (0.0, 1e-30), (-1.0, 1.0), (-0.01, 0.0)):
+        assert not is_offset(least, greatest)
+    for least, greatest in ((math.nan, 1.0), (1.0, math.inf), (-math.inf, 1.0), (1.0, math.nan)):
+        assert not is_offset(least, greatest)
+    assert is_offset(2.0**-140, 2.0**-140)  # a step that no float32 holds
+
+
+@STARTS
+@pytest.mark.parametrize("bits", [1, 2, 8])
+@pytest.mark.parametrize("part", [1e-3, 0.1, 0.99, 1.01, 50.0])
+def test_restored_within_a_step(start, bits, part):
+    """The range grows by its rounding, 2^-7 of it, and by a bfloat16 minimum's, an eighth at most."""
+    torch.manual_seed(0)
+    x = spread(start, part * EIGHT_STEPS[start])
+    kept = Quantiser(bits).keep(x)
+    restored = kept.recipe.restore(kept.tensors).double()
+    extent = float(x.max().double() - x.min())
+    grown = extent * (1 + 2**-7) * (1 if part < 1 else 1.125)
+    assert extent <= range_of(kept) <= grown
+    rounding = 2**-23 * float(x.abs().max())
+    assert (restored - x).abs().max() <= grown / (2**bits - 1) + rounding
+
+
+@STARTS
+@pytest.mark.parametrize("part", [1e-3, 0.99, 50.0])
+def test_fixed_settings_are_obeyed(start, part):
+    torch.manual_seed(0)
+    x = spread(start, part * EIGHT_STEPS[start])
+    extent = float(x.max().double() - x.min())
+    narrow, wide = (Quantiser(2, minimum=each).keep(x) for each in ("bfloat16", "float32"))
+    assert not is_wide(narrow) and is_wide(wide)
+    assert range_of(wide) <= extent * (1 + 2**-7)
+    least = narrow.tensors[1][:, 0].double()
+    assert (least <= start).all() and (start - least < EIGHT_STEPS[start] / 8).all()
+    assert torch.equal(wide.recipe.restore(wide.tensors)[x == start], x[x == start])
+    assert range_of(narrow) >= float(x.max().double() - least[0])
+
+
+def test_what_a_bfloat16_minimum_costs():
+    """1000.5 is rounded down to 1000: a range of 0.01 becomes 50 times as large."""
+    x = spread(1000.5, 0.01)
+    assert range_of(Quantiser(2, minimum="bfloat16").keep(x)) > 50 * 0.01
+    assert range_of(Quantiser(2).keep(x)) < 1.1 * 0.01
+
+
+@pytest.mark.fast(1)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*", "ignore:.*isinstance.*treespec")
+@pytest.mark.parametrize("minimum, columns", [("auto", 2), ("bfloat16", 2), ("float32", 3)])
+def test_compiled(minimum, columns):
+    """Whoever traces cannot ask: auto means bfloat16 there."""
+    torch.compiler.reset()
+    layer = Linear(70, 5)
+    layer.quantiser = Quantiser(2, minimum=minimum)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition")
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        compiled(spread(1000.0, 1.0, (6, 70)))
+    assert [x.shape[1] for x in saved if x.dtype == torch.bfloat16] == [columns]
+
+
+# -- an earlier tensor's answer --------------------------------------------------------------------
+
+
+class Device:
+    """torch as `offset` sees it, with a device that answers when `finish` is called."""
+
+    def __init__(self):
+        self.capturing = False
+        self.events = []
+        device = self
+
+        class Event:
+            """Has nothing to wait with, and cannot be copied."""
+
+            def __init__(self):
+                self.lock = threading.Lock()
+                self.is_recorded = self.is_done = False
+
+            def record(self):
+                self.is_recorded = True
+                device.events.append(self)
+
+            def query(self):
+                assert self.is_recorded and not device.capturing
+                return self.is_done
+
+        self.cuda = SimpleNamespace(
+            Event=Event,
+            device=nullcontext,
+            is_current_stream_capturing=lambda: self.capturing,
+        )
+
+    def empty(self, *size, pin_memory, **options):
+        assert pin_memory  # else the copy to the host waits
+        return torch.empty(*size, **options)
+
+    def finish(self):
+        for event in self.events:
+            event.is_done = True
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(offset, "torch", device)
+    return device
+
+
+def ranges_of(x, minimum="float32"):
+    return Quantiser(2, minimum=minimum).keep(x).tensors[1]
+
+
+LARGE, SMALL = spread(1000.0, 1.0), spread(0.0, 1.0)
+
+
+def test_an_answer_that_has_not_arrived_is_not_waited_for(fake):
+    asked = Offset()
+    assert asked.poll() is False
+    asked.ask(ranges_of(LARGE))
+    assert asked.poll() is False
+    fake.finish()
+    assert asked.poll() is True and asked.poll() is True
+    asked.ask(ranges_of(SMALL))
+    assert asked.poll() is True
+    fake.finish()
+    assert asked.poll() is False
+
+
+def test_a_later_question_takes_the_place_of_one_without_an_answer(fake):
+    asked = Offset()
+    asked.ask(ranges_of(LARGE))
+    asked.ask(ranges_of(SMALL))
+    fake.events[0].is_done = True
+    assert asked.poll() is False
+    asked.ask(ranges_of(SMALL))  # the third is not asked
+    fake.events[1].is_done = True
+    assert asked.poll() is False and len(fake.events) == 2
+
+
+def test_which_tensors_are_asked(fake):
+    asked, ranges, numbers = Offset(), ranges_of(LARGE), []
+    for number in range(1, 1100):
+        before = len(fake.events)
+        asked.ask(ranges)
+        numbers += [number] * (len(fake.events) - before)
+    assert numbers == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024]
+
+
+def test_nothing_is_asked_of_empty_tensors(fake):
+    asked = Offset()
+    for _ in range(3):
+        asked.ask(torch.empty(0, 2, dtype=torch.bfloat16))
+    assert not fake.events
+    asked.ask(ranges_of(LARGE))  # still the first
+    assert len(fake.events) == 1
+
+
+def test_in_a_capture_nothing_is_asked_and_nothing_changes(fake):
+    asked = Offset()
+    asked.ask(ranges_of(LARGE))
+    fake.finish()
+    fake.capturing = True
+    assert asked.poll() is False
+    asked.ask(ranges_of(SMALL))
+    assert len(fake.events) == 1
+    fake.capturing = False
+    assert asked.poll() is True
+    asked.ask(ranges_of(SMALL))  # the second, as the one in the capture does not count
+    assert len(fake.events) == 2
+
+
+def pickled(x):
+    return pickle.loads(pickle.dumps(x))
+
+
+def saved_and_loaded(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickled, saved_and_loaded])
+def test_copies_keep_the_answer_but_no_event(fake, again):
+    asked = Offset()
+    asked.ask(ranges_of(LARGE))
+    fake.finish()
+    asked.poll()
+    asked.ask(ranges_of(SMALL))  # on its way
+    other = again(asked)
+    fake.finish()
+    assert other.poll() is True and asked.poll() is False
+    other.ask(ranges_of(SMALL))
+    assert len(fake.events) == 2  # the third is not asked
+    other.ask(ranges_of(SMALL))
+    fake.finish()
+    assert len(fake.events) == 3 and other.poll() is False
+
+
+class OnDevice(torch.Tensor):
+    """A tensor whose layer must not ask it."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def layer(fake, monkeypatch):
+    """keep(x) of a layer on that device: whether minimums are float32."""
+    monkeypatch.setattr(quantiser, "is_plain", lambda x: True)
+    one = Quantiser(2)
+
+    def keep(x, one=one):
+        kept = one.keep(x.as_subclass(OnDevice))
+        values = kept.recipe.restore(kept.tensors).as_subclass(torch.Tensor)
+        assert float((values - x).abs().max()) < 6  # a bfloat16 step of 1000 and one of the range
+        return is_wide(kept)
+
+    keep.quantiser = one
+    return keep
+
+
+def test_a_layer_goes_by_its_earlier_tensors(fake, layer):
+    assert layer(LARGE) is False
+    assert layer(LARGE) is False
+    fake.finish()
+    assert layer(LARGE) is True  # number 3
+    assert layer(SMALL) is True  # number 4
+    assert layer(SMALL) is True
+    fake.finish()
+    assert layer(SMALL) is False
+    assert layer(SMALL, Quantiser(2, minimum="float32")) is True
+    assert layer(LARGE, Quantiser(2, minimum="bfloat16")) is False
+    assert len(fake.events) == 3
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, pickled, saved_and_loaded])
+def test_copies_of_a_quantiser(fake, layer, again):
+    layer(LARGE)
+    fake.finish()
+    assert layer(LARGE) is True  # and another question is on its way
+    other = again(layer.quantiser)
+    assert layer(LARGE, other) is True
+    assert (other.bits, other.group_size, other.minimum) == (2, 256, "auto")
+    assert repr(other) == repr(layer.quantiser)
+
+
+@pytest.mark.parametrize("minimum", ["bfloat16", "float32"])
+@STARTS
+def test_from_ranges_as_from_the_tensor(start, minimum):
+    """But near 8 steps, as minimums are rounded by up to one and ranges by 2^-7."""
+    for part, expected in ((0.0, True), (0.05, True), (0.85, True), (1.01, False), (9.0, False)):
+        x = spread(start, part * EIGHT_STEPS[start])
+        if minimum == "bfloat16" and x.min() < 0 and torch.frexp(x.min())[0] < -0.99:
+            continue  # rounded down to the next power of two, whose steps are twice as large
+        assert (
+            bool(offset.is_large(ranges_of(x, minimum)))
+            == expected
+            == is_wide(Quantiser(2).keep(x))
+        )
+    for x in (torch.zeros(3, 70), spread(0.0, 1.0), spread(-1.0, 2.0), LARGE * math.nan):
+        assert not offset.is_large(ranges_of(x, minimum))
+
+
+def test_a_layer_on_every_device(device):
+    """From the second tensor on at the latest, without a wait for the device."""
+    one, x = Quantiser(2), LARGE.to(device)
+    if device == "cuda":
+        one.keep(x)  # whatever is built or allocated once
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        kept = one.keep(x)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert is_wide(kept)
+    assert (kept.recipe.restore(kept.tensors) - x).abs().max() < 0.34
+
+
+# -- the meter -------------------------------------------------------------------------------------
+
+
+def notes(model, x):
+    return " ".join(str(saved_bytes(model, x)).split())
+
+
+def layers(count):
+    """Linear layers one after another, with inputs around 1000 each."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(70, 70) for _ in range(count)))
+    for layer in model:
+        torch.nn.init.normal_(layer.weight, std=1e-5)
+        torch.nn.init.constant_(layer.bias, 1000.0)
+    return fewbit.compress_(model, bits=2, verbose=False) and model
+
+
+@pytest.mark.parametrize(
+    "count, names", [(1, "0"), (2, "0, 1"), (3, "0, 1, 2"), (4, "0, 1, 2, ...")]
+)
+def test_the_meter_tells_of_float32_minimums(count, names):
+    x = spread(1000.0, 1.0, (8, 70))
+    text = notes(layers(count), x)
+    assert (
+        f"{count} quantised with float32 minimums, as their offset is large against their range: "
+        f"{names}" in text
+    )
+    assert ("..." in text) == (count > 3)
+    report = saved_bytes(layers(count), x)
+    assert report.by_kind()["range"] == count * 8 * 6
+    assert report.total == count * quantised_bytes((8, 70), 2, wide=True)
+
+
+def test_the_meter_tells_of_the_model_itself():
+    layer = Linear(70, 5, bits=2)
+    assert "1 quantised with float32 minimums" in (text := notes(layer, LARGE[:, :70]))
+    assert text.count("(the model)") == 1
+
+
+def test_the_meter_does_not_tell_of_others():
+    assert "float32 minimums" not in notes(layers(2)[:1], normal((8, 70)))

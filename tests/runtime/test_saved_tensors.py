@@ -1,0 +1,733 @@
+"""An input that several layers keep is quantised once, and only what is the same tensor counts as the same."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from layers import relative, saved_by
+from samples import normal
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import fewbit
+from fewbit.runtime import backends
+from fewbit.runtime.format.fingerprint import fingerprint
+from fewbit.runtime.format.groups import quantised_bytes
+
+
+class Branches(nn.Module):
+    """`count` linear layers of one input; `between` does something to it before the last one."""
+
+    def __init__(self, count=3, between=lambda x: x, features=96):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(features, 8) for _ in range(count))
+        self.between = between
+
+    def forward(self, x):
+        x = x * 1.0
+        parts = [layer(x) for layer in self.layers[:-1]]
+        return sum(parts) + self.layers[-1](self.between(x))
+
+
+def compressed(model, bits=8, **options):
+    fewbit.compress_(model, bits=bits, verbose=False, functional=False, **options)
+    return model
+
+
+def copies(model, x) -> int:
+    """How many quantised tensors a forward keeps."""
+    return sum(tensor.dtype == torch.int32 for tensor in saved_by(model, x)[1])
+
+
+def check_gradients(model, exact, x, limit=0.02):
+    for each in (model, exact):
+        each.zero_grad()
+        torch.manual_seed(0)
+        each(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        assert relative(ours.grad, theirs.grad) < limit
+
+
+X = normal((5, 96))
+
+
+def test_one_copy_for_all(device):
+    model = Branches().to(device)
+    exact = copy.deepcopy(model)
+    compressed(model)
+    x = X.to(device)
+    _, saved = saved_by(model, x)
+    assert sum(tensor.nbytes for tensor in saved) == quantised_bytes(x.shape, 8)
+    check_gradients(model, exact, x)
+
+
+def double_(x):
+    with torch.no_grad():
+        x.mul_(2.0)
+    return x
+
+
+@pytest.mark.parametrize(
+    "between, expected",
+    [
+        (lambda x: x, 1),
+        (lambda x: x.view(5, 96), 1),  # the same memory, seen the same way
+        (lambda x: x.detach(), 1),
+        (double_, 2),  # changed in place
+        (lambda x: x.clone(), 2),
+        (lambda x: x[:3].repeat(2, 1)[:5], 2),
+    ],
+    ids=["same", "view", "detached", "changed in place", "copy", "part"],
+)
+def test_what_counts_as_the_same(between, expected):
+    model = compressed(Branches(between=between))
+    assert copies(model, X) == expected
+
+
+def test_a_change_in_place_between_two_layers_is_seen():
+    model = Branches(between=double_)
+    exact = copy.deepcopy(model)
+    # torch refuses to go back through a changed input: written out.
+    x = X * 1.0
+    theirs = torch.autograd.grad(exact.layers[-1](2 * x).sum(), exact.layers[-1].weight)[0]
+    ours = torch.autograd.grad(compressed(model)(X).sum(), model.layers[-1].weight)[0]
+    assert relative(ours, theirs) < 0.02
+
+
+def data_(x):
+    x.data.mul_(-3.0)
+    return x
+
+
+def numpy_(x):
+    x.detach().numpy()[:] *= -3.0
+    return x
+
+
+def one_entry_(x):
+    x.data[4, 95] += 2.0
+    return x
+
+
+def rows_(x):
+    x.data.copy_(x.data.flip(0))
+    return x
+
+
+def signs_(x):
+    x.data.neg_()
+    return x
+
+
+@pytest.mark.parametrize(
+    "write", [data_, numpy_, one_entry_, rows_, signs_], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("shape", [(5, 96), (2, 96), (700, 96)], ids=str)
+@pytest.mark.parametrize("activation", [False, True])
+def test_a_write_that_autograd_does_not_see(write, shape, activation):
+    """Each layer goes by what its input was when it ran."""
+    torch.manual_seed(0)
+    if write is one_entry_ and shape[0] < 5:
+        shape = (5, 96)
+    first = nn.GELU() if activation else nn.Identity()
+    model = nn.Sequential(first, Branches(2, write))
+    model[1].forward = lambda x, own=model[1]: own.layers[0](x) + own.layers[1](write(x))
+    compressed(model)
+    for _ in range(2):  # in the second forward the activation makes the copy itself
+        x = normal(shape, scale=1.0)
+        seen = []
+        hooks = [
+            each.register_forward_pre_hook(
+                lambda _, inputs, seen=seen: seen.append(inputs[0].detach().clone())
+            )
+            for each in model[1].layers
+        ]
+        grads = torch.autograd.grad(model(x).sum(), [each.weight for each in model[1].layers])
+        for hook in hooks:
+            hook.remove()
+        for grad, kept in zip(grads, seen, strict=True):
+            assert relative(grad, kept.sum(0).expand(8, -1)) < 0.02
+
+
+def test_a_write_where_contents_are_not_compared(monkeypatch):
+    """Without fingerprints, as on a GPU, calls that give access to a tensor's memory are seen where functions are compressed."""
+    monkeypatch.setattr("fewbit.runtime.saved.session.fingerprint", lambda x: None)
+    model = Branches(2, data_)
+    fewbit.compress_(model, 8, verbose=False)
+    x = normal((5, 96), scale=1.0)
+    grad = torch.autograd.grad(model(x).sum(), model.layers[1].weight)[0]
+    assert relative(grad, (-3 * x).sum(0).expand(8, -1)) < 0.02
+    model.between = lambda x: x
+    assert copies(model, x) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fingerprints(seed):
+    """Equal contents have equal ones; one changed entry, or any order, makes others."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = torch.randint(1, 80, (3,), generator=generator).tolist()
+    x = torch.randn(shape, generator=generator)
+    if seed % 3 == 1:
+        x = x.to(torch.float16)
+    if seed % 3 == 2:
+        x = x.transpose(0, 2)
+    found = fingerprint(x)
+    assert fingerprint(x.clone()) == found
+    assert fingerprint(x) == found
+    changes = [-x, 2 * x, x + 0.5]
+    for dim in range(3):
+        if x.shape[dim] > 1:
+            changes += [x.flip(dim), x.roll(1, dim)]
+    one = x.clone(memory_format=torch.preserve_format)
+    place = tuple(int(torch.randint(size, (), generator=generator)) for size in x.shape)
+    one[place] += 0.25
+    changes.append(one)
+    for other in changes:
+        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(other)
+        assert fingerprint(y) != found
+
+
+@pytest.mark.parametrize("columns", [61, 122, 128, 305, 1021, 2042])
+@pytest.mark.parametrize("rows", [2, 16, 122, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fingerprints_of_even_layouts(rows, columns, dtype):
+    """Rows that are multiples of the sums' columns, and changes of one bit of every number."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, columns, dtype=dtype)
+    found = fingerprint(x)
+    for other in (-x, 2 * x, x.flip(0), x.flip(1), x.roll(1, 0)):
+        assert fingerprint(other) != found
+
+
+def test_an_address_that_is_used_again_is_another_tensor():
+    """Temporaries of a forward, each of which lies where the one before it lay."""
+
+    class Reuse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(96, 2) for _ in range(20))
+            self.places = []
+
+        def forward(self, x):
+            total = 0.0
+            for i, layer in enumerate(self.layers):
+                scaled = x * float(i + 1)
+                self.places.append(scaled.data_ptr())
+                total = total + layer(scaled)
+                del scaled
+            return total
+
+    model = compressed(Reuse())
+    x = normal((5, 96))
+    model(x).sum().backward()
+    assert len(set(model.places)) < 20  # it does happen
+    for i, layer in enumerate(model.layers):
+        expected = (i + 1.0) * x.sum(0).expand(2, -1)
+        assert relative(layer.weight.grad, expected) < 0.02
+
+
+def test_layers_with_other_settings_have_their_own_copy():
+    model = Branches()
+    compressed(model, overrides={"layers.1": 4})
+    assert copies(model, X) == 2
+
+
+class Transposed(nn.Module):
+    """Two layers, of a tensor and of the same memory seen another way."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.a, self.b, self.seen = nn.Linear(80, 3), nn.Linear(80, 3), seen
+
+    def forward(self, x):
+        x = x * 1.0
+        return self.a(x).square() + self.b(self.seen(x)).square()
+
+
+@pytest.mark.parametrize(
+    "seen, expected",
+    [
+        (lambda x: x.transpose(0, 1), 1),  # the tensor as it lies in memory is one
+        (lambda x: x.transpose(0, 1).contiguous(), 2),
+        (lambda x: x.as_strided((80, 80), (0, 1)), 2),
+    ],
+    ids=["transposed", "transposed copy", "repeated row"],
+)
+def test_strides(seen, expected):
+    model = Transposed(seen)
+    exact = copy.deepcopy(model)
+    x = normal((80, 80))
+    assert copies(compressed(model), x) == expected
+    check_gradients(model, exact, x)
+
+
+def test_autocast_shares_as_well():
+    """The copy is made of the tensor before any cast, so that the cast does not matter to it."""
+    model = Branches()
+    exact = copy.deepcopy(model)
+    compressed(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert copies(model, X) == 1
+        check_gradients(model, exact, X, limit=0.05)
+
+
+def test_nothing_outlives_a_forward():
+    model = compressed(Branches())
+    x = X.clone()
+    y = model(x)
+    session = model.layers[0].quantiser.session
+    assert y.requires_grad and session._local.entries is None
+    # The same input again, while the first graph is alive: a copy of its own.
+    a, b = saved_by(model, X)[1], saved_by(model, X)[1]
+    assert {t.data_ptr() for t in a}.isdisjoint(t.data_ptr() for t in b)
+
+
+@pytest.mark.slow
+def test_an_entry_does_not_hold_the_tensor():
+    class Watch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(96, 4)
+
+        def forward(self, x):
+            x = x * 1.0
+            alive = weakref.ref(x.untyped_storage())
+            y = self.layer(x)
+            del x
+            gc.collect()
+            self.alive = alive() is not None
+            return y
+
+    model = compressed(Watch())
+    model(X)
+    assert not model.alive
+
+
+class Watched(Branches):
+    """Calls `watch` when backward has each layer's gradient, then when it has the shared input's."""
+
+    def forward(self, x):
+        x = x * 1.0
+        x.register_hook(self.watch)
+        parts = [layer(x) for layer in self.layers]
+        for part in parts:
+            part.register_hook(self.watch)
+        return sum(parts)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_the_copy_is_freed_when_the_last_layer_has_used_it(retain):
+    """Not before, and not only at the end of backward; with retain_graph it stays."""
+    model = compressed(Watched())
+    kept, seen = [], []
+    model.watch = lambda grad: seen.append([each() is not None for each in kept])
+
+    def pack(tensor):
+        if tensor.dtype in (torch.int32, torch.bfloat16):
+            kept.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(X.clone().requires_grad_())
+    assert (
+        len({each().data_ptr() for each in kept}) == 2
+    )  # codes and ranges, that every layer holds
+    y.sum().backward(retain_graph=retain)
+    there, gone = [True] * len(kept), [retain] * len(kept)
+    assert seen == [there, there, there, gone]
+
+
+def test_retain_graph():
+    model = compressed(Branches())
+    y = model(X).sum()
+    first = torch.autograd.grad(y, list(model.parameters()), retain_graph=True)
+    again = torch.autograd.grad(y, list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_two_models_share_nothing():
+    a, b = compressed(Branches()), compressed(Branches())
+
+    class Both(nn.Module):
+        def forward(self, x):
+            return a(x) + b(x)
+
+    x = (X * 1.0).requires_grad_()
+    assert copies(Both(), x) == 2
+    twin = copy.deepcopy(a)
+    assert twin.layers[0].quantiser.session is twin.layers[1].quantiser.session
+    assert twin.layers[0].quantiser.session is not a.layers[0].quantiser.session
+    assert (
+        copies(twin, X)
+        == copies(pickle.loads(pickle.dumps(nn.Sequential(nn.Identity(), a.layers[0]))), X)
+        == 1
+    )
+
+
+class Twice(nn.Module):
+    """One layer that is used twice, the second time on what `between` makes of the input."""
+
+    def __init__(self, layer, between):
+        super().__init__()
+        self.layer, self.between = layer, between
+
+    def forward(self, x):
+        x = x * 1.0
+        return self.layer(x) + self.layer(self.between(x))
+
+
+@pytest.mark.parametrize(
+    "layer, between, copies, vectors",
+    [
+        (nn.Linear(96, 8), lambda x: x, 1, 0),
+        (nn.Linear(96, 8), lambda x: x.flip(0), 2, 0),
+        (nn.LayerNorm(96), lambda x: x.flip(0), 2, 2 * 5),
+    ],
+    ids=["linear, same input", "linear, other input", "norm, other input"],
+)
+def test_a_layer_that_is_used_twice_keeps_each_input_once(layer, between, copies, vectors):
+    model = Twice(layer, between)
+    exact = copy.deepcopy(model)
+    compressed(model)
+    kept = fewbit.saved_bytes(model, X.clone().requires_grad_())
+    assert kept.total == copies * quantised_bytes(X.shape, 8) + 4 * vectors
+    check_gradients(model, exact, X)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, of one input or of two."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.a, self.b, self.between = nn.Linear(96, 8), nn.Linear(96, 8), between
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        x = x * 1.0
+        return self.a(x) + self.b(self.between(x))
+
+
+@pytest.mark.parametrize(
+    "between, expected", [(lambda x: x, 1), (lambda x: x.flip(0), 2)], ids=["same", "other"]
+)
+def test_tied_weights_do_not_matter_to_what_is_kept(between, expected):
+    model = Tied(between)
+    exact = copy.deepcopy(model)
+    compressed(model)
+    assert model.a.weight is model.b.weight
+    kept = fewbit.saved_bytes(model, X.clone().requires_grad_())
+    assert kept.total == expected * quantised_bytes(X.shape, 8)
+    assert kept.parameters == model.a.weight.nbytes
+    check_gradients(model, exact, X)
+
+
+# -- a norm and what follows it ---------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.q, self.k = norm, nn.Linear(96, 8), nn.Linear(96, 8)
+
+    def forward(self, x):
+        y = self.norm(x * 1.0)
+        return self.q(y) * self.k(y)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(96), nn.LayerNorm(96, bias=False), nn.RMSNorm(96)])
+def test_a_norm_and_the_linear_layers_after_it_keep_one_copy(device, norm):
+    model = Normed(copy.deepcopy(norm)).to(device)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.add_(normal(parameter.shape, device=device, scale=0.3, seed=number))
+    exact = copy.deepcopy(model)
+    compressed(model)
+    x = X.to(device)
+    codes = [tensor for tensor in saved_by(model, x)[1] if tensor.dtype == torch.int32]
+    assert sum(tensor.nbytes for tensor in codes) == 4 * 8 * (5 * 96 // 32)
+    check_gradients(model, exact, x)
+
+
+def test_what_a_norm_offers_is_exact_in_expectation():
+    torch.manual_seed(0)
+    model = Normed(nn.LayerNorm(96)).double()
+    nn.init.normal_(model.norm.weight)
+    nn.init.normal_(model.norm.bias)
+    exact = copy.deepcopy(model)
+    compressed(model, bits=2)
+    x, grad = normal((5, 96), torch.float64) + 10.0, normal((5, 8), torch.float64, seed=3)
+    draws = torch.stack(
+        [torch.autograd.grad(model(x), model.q.weight, grad)[0] for _ in range(300)]
+    )
+    wanted = torch.autograd.grad(exact(x), exact.q.weight, grad)[0]
+    z = (draws.mean(0) - wanted) / (draws.std(0) / 300**0.5)
+    # (Five errors make the eight entries of a column: they are correlated.)
+    assert abs(float(z.square().mean()) - 1) < 5 * 2 * (2 / z.numel()) ** 0.5
+    assert abs(float(z.mean())) < 5 * 2 / z.numel() ** 0.5
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """Blocks of a norm, two linear layers of its output, and dropout, each made again in backward."""
+
+    def __init__(self, reentrant, as_function):
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed(nn.LayerNorm(96)) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(8, 96) for _ in range(2))
+        self.dropout = nn.Dropout(0.5)
+        self.reentrant, self.as_function, self.seen = reentrant, as_function, []
+
+    def forward(self, x):
+        x = x * 1.0
+        for block, up in zip(self.blocks, self.up, strict=True):
+
+            def region(x, block=block, up=up):
+                y = block.norm(x)
+                y = block.q(y) * block.k(y) if self.as_function else block(x)
+                y = self.dropout(up(y))
+                self.seen.append((y == 0).detach())
+                return x + y
+
+            x = checkpoint(region, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant, as_function):
+    """The second forward draws the dropout of the first, and gradients are those of the exact model."""
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant, as_function)
+    exact = copy.deepcopy(model)
+    compressed(model)
+    assert copies(model, X.clone().requires_grad_()) == 0  # only the regions' inputs
+    model.seen.clear()
+    torch.manual_seed(1)
+    x = X.clone().requires_grad_()
+    with set_checkpoint_early_stop(False):  # to see the whole second forward
+        model(x).square().sum().backward()
+    first, second = model.seen[:2], model.seen[2:]
+    assert all(torch.equal(a, b) for a, b in zip(first, reversed(second), strict=True))
+    assert model.blocks[0].norm.weight.grad is not None
+    regions = model.blocks[0].q.quantiser.session._local.regions
+    gc.collect()
+    assert not len(regions)
+    # Exact in place of few-bit, with the same masks:
+    masks = iter(first)
+    exact.dropout = type(
+        "Masked", (nn.Module,), {"forward": lambda self, x: x * ~next(masks) * 2}
+    )()
+    exact.reentrant = None
+    for block, up in zip(exact.blocks, exact.up, strict=True):
+        block.up = up
+    y = X.clone().requires_grad_()
+    z = y * 1.0
+    for block in exact.blocks:
+        z = z + exact.dropout(block.up(block(z)))
+    z.square().sum().backward()
+    assert relative(x.grad, y.grad) < 0.02
+
+
+def living() -> int:
+    """How many tensors of codes there are, whoever holds them."""
+    gc.collect()
+    return sum(
+        type(each) is torch.Tensor and each.dtype == torch.int32 for each in gc.get_objects()
+    )
+
+
+class Regions(nn.Module):
+    """Units in checkpointed regions: each its own, as a module or in a function, or two of them, one within the other."""
+
+    def __init__(self, made, how):
+        super().__init__()
+        self.units = nn.ModuleList(made() for _ in range(4))
+        self.how = how
+
+    def forward(self, x):
+        for first, second in zip(self.units[::2], self.units[1::2], strict=True):
+            if self.how == "nested":
+                x = region(lambda x, a=first, b=second: a(x) + region(b, x) + a(x), x)
+            elif self.how == "functions":
+                x = region(lambda x, a=first, b=second: a(x) + b(x), x)
+            else:
+                x = region(second, region(first, x))
+        return x
+
+
+def region(run, x):
+    return checkpoint(run, x, use_reentrant=False)
+
+
+def unit():
+    return nn.Sequential(nn.LayerNorm(96), nn.ReLU(), nn.Linear(96, 96))
+
+
+def block():
+    return fewbit.nn.PreActivation(nn.LayerNorm(96), nn.Linear(96, 96), bits=8)
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("fuse", [None, "preactivation"])
+@pytest.mark.parametrize("how", ["modules", "functions", "nested", "whole", "apart", "blocks"])
+def test_nothing_of_a_region_lives_on_after_the_forward(how, fuse):
+    """The hooks of a checkpoint live as long as the graph; what was kept within it must not."""
+    model = Regions(block if how == "blocks" else unit, how)
+    for each in model.units if how == "apart" else [model]:
+        compressed(each, fuse=fuse)
+    run = (lambda x: region(lambda x: model(x) + model(x), x)) if how == "whole" else model
+    x, before = X.clone().requires_grad_(), living()
+    y = run(x)
+    assert living() == before
+    y.square().sum().backward()  # and is made again as it was, else torch complains
+    del y
+    assert x.grad.abs().sum() > 0 and living() == before
+
+
+def test_seeds_reproduce_a_run():
+    model = compressed(Branches(), bits=1)
+
+    def run(seed):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        model(X).square().sum().backward()
+        return model.layers[0].weight.grad.clone()
+
+    assert torch.equal(run(3), run(3))
+    assert not torch.equal(run(3), run(4))
+
+
+def test_hooks_of_others_do_not_split_a_copy():
+    """save_on_cpu and the meter around a forward: still one copy, and nothing kept after it."""
+    model = compressed(Branches())
+    with torch.autograd.graph.save_on_cpu():
+        model(X).sum().backward()
+    assert fewbit.saved_bytes(model, X).by_kind()["packed"] == 4 * 8 * (5 * 96 // 32)
+
+
+# -- an activation and the layer after it ----------------------------------------------------------------------
+
+
+class Followed(nn.Module):
+    def __init__(self, activation, width=256):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, width), activation, nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+@pytest.fixture
+def one_pass(monkeypatch):
+    """How many times an activation quantised its result too."""
+    backend = backends.of(torch.empty(0))
+    if not hasattr(backend, "_kernels"):
+        pytest.skip("the reference backend has no such pass")
+    calls, original = [], type(backend).forward_quantised
+
+    def counted(self, *arguments):
+        made = original(self, *arguments)
+        calls.append(made is not None)
+        return made
+
+    monkeypatch.setattr(type(backend), "forward_quantised", counted)
+    return calls
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), nn.SiLU()])
+def test_an_activation_and_the_layer_after_it_are_one_pass(one_pass, activation):
+    """From the second forward on; with the bytes and the gradients of the first."""
+    model = Followed(copy.deepcopy(activation))
+    exact = copy.deepcopy(model)
+    compressed(model, activation_bits=8)
+    x = normal((6, 8), scale=1.0)
+    first = fewbit.saved_bytes(model, x).total
+    assert not one_pass
+    assert fewbit.saved_bytes(model, x).total == first and one_pass == [True]
+    check_gradients(model, exact, x)
+    assert one_pass == [True, True]
+
+
+def test_an_activation_that_no_layer_follows_any_more(one_pass):
+    model = compressed(Followed(nn.GELU()))
+    x = normal((6, 8))
+    model(x), model(x)
+    assert one_pass == [True]
+    model.down.requires_grad_(False)
+    model(x)  # made in vain
+    model(x)
+    assert one_pass == [True, True]
+
+
+def test_other_shapes_are_learned_anew(one_pass):
+    model = compressed(Followed(nn.GELU()))
+    for rows in (6, 6, 7, 7, 6):
+        model(normal((rows, 8))).sum().backward()
+    assert one_pass == [True, True, True]
+
+
+def test_a_large_offset_is_left_to_the_layer(one_pass):
+    model = compressed(Followed(nn.GELU()))
+    with torch.no_grad():
+        model.up.bias.fill_(1000.0)
+    x = normal((6, 8), scale=0.01)
+    model(x)
+    kept = fewbit.saved_bytes(model, x)
+    assert one_pass == [True]
+    assert {entry.shape[1] for entry in kept.kept if entry.kind == "range"} == {2, 3}
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_in_one_pass_or_not_the_draws_are_the_same(backend, offset):
+    """So that a resumed training, whose first forward has no such pass, goes on as if never stopped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Followed(nn.GELU()), Followed(nn.GELU())).to(backend.device)
+    compressed(model)
+    with torch.no_grad():
+        model[0].up.bias.fill_(offset)
+    x = normal((6, 8)).to(backend.device)
+
+    def gradients():
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for one, other in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(one, other)
+
+
+class Factors(nn.Module):
+    """A product of one tensor with itself; `function` makes it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.before = nn.Linear(8, 16)
+
+    def forward(self, x):
+        x = self.before(x)
+        return self.function(x, x)
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, y: torch.nn.functional.scaled_dot_product_attention(x, y, y),
+    lambda x, y: fewbit.functional.swiglu(x, y),
+    lambda x, y: fewbit.functional.bilinear(x, y, torch.ones(3, 16, 16)),
+], ids=["attention", "swiglu", "bilinear"])  # fmt: skip
+def test_factors_of_one_product_are_rounded_apart(function):
+    """Else the square of a rounding error would bias the gradient."""
+    model = Factors(function)
+    fewbit.compress_(model, bits=2, verbose=False)
+    x = normal((2, 3, 7, 8))
+    codes = [each for each in saved_by(model, x)[1] if each.dtype == torch.int32]
+    of_factors = [each for each in codes if each.numel() == codes[-1].numel()]
+    assert len(of_factors) >= 2
+    for i, each in enumerate(of_factors):
+        assert not any(torch.equal(each, other) for other in of_factors[:i])

@@ -1,0 +1,681 @@
+"""What an observation says that rounding adds to the gradient's variance, against formulas and against sampling."""
+
+import gc
+import weakref
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from layers import LAYERS, fresh, ids
+from layouts import LAYOUTS, InLayout
+from samples import normal
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fewbit
+from fewbit.runtime.activations.autograd import once_differentiable
+from fewbit.runtime.backends.reference_quantizer import squares
+from fewbit.runtime.saved.assignment import Variable, Variables
+from fewbit.runtime.saved.probe import MOST_EARLIER, Observation
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
+
+class Fixed(Variables):
+    """Given averages, and an observation in forwards that are to be observed."""
+
+    def __init__(self, averages=None, observation=None):
+        super().__init__()
+        self.averages, self.observation = averages or {}, observation
+
+    def begin(self, module, inputs):
+        return super().begin(module, inputs, self.observation)
+
+
+def converted(model, bits=4, **options):
+    return fewbit.compress_(model, bits, level="L3", verbose=False, **options)
+
+
+def loss_of(y):
+    """Of tensors in a nest: what has gradients of every size."""
+    y = y if isinstance(y, torch.Tensor) else y[0]
+    return (y.float() * normal(y.shape, scale=1.0, seed=9).to(y.device)).sum()
+
+
+def gradient(model, x, seed=0):
+    torch.manual_seed(seed)
+    model.zero_grad(set_to_none=True)
+    loss_of(model(x)).backward()
+    return torch.cat([x.new_empty(0), *(each.grad.flatten() for each in model.parameters())])
+
+
+def observed(model, controller, x, seeds=1, run=gradient):
+    """{name: sensitivity}, the mean over observations."""
+    sums = {}
+    for seed in range(seeds):
+        observation = Observation(seed)
+        controller.session.variables = Fixed(observation=observation)
+        run(model, x)
+        observation.send()
+        for name, each in observation.results().items():
+            sums[name] = sums.get(name, 0.0) + each.sensitivity / seeds
+    return sums
+
+
+# -- against the formulas of ActNN, long version, appendix B ------------------------------------------------
+
+
+def test_linear_layer(device):
+    """B.1 without positions: sum over samples of |gradient|^2 * sum of length * range^2 / 6."""
+    model = nn.Sequential(nn.Linear(300, 20)).to(device)
+    x = normal((16, 300), scale=1.0).to(device) * torch.arange(1, 17, device=device)[:, None]
+    y = model(x)
+    grad = torch.autograd.grad(loss_of(y), y)[0]
+    expected = (grad.square().sum(1) * squares(x, 256)).sum() / 6
+    (found,) = observed(model, converted(model, 8), x, 20).values()
+    assert found == pytest.approx(float(expected), rel=0.05)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_convolution(device, stride):
+    """B.1: G K / (6 I A) sum |gradient|^2 |R|^2, where every pixel is seen equally often: kernels of 1 and 2."""
+    model = nn.Sequential(nn.Conv2d(8, 12, stride, stride=stride, groups=2)).to(device)
+    x = normal((4, 8, 12, 12), scale=1.0).to(device)
+    y = model(x)
+    grad = torch.autograd.grad(loss_of(y), y)[0]
+    kernel, pixels, groups = stride**2, 12 * 12, 2
+    expected = (
+        kernel / (6 * pixels * groups) * (grad.square().sum((1, 2, 3)) * squares(x, 256)).sum()
+    )
+    (found,) = observed(model, converted(model, 8), x, 20).values()
+    assert found == pytest.approx(float(expected), rel=0.1)
+
+
+def test_norm(device):
+    """Of the scale's gradient, as B.2 has it: noise of x~ times the gradient, over samples."""
+    model = nn.Sequential(nn.LayerNorm(512)).to(device)
+    x = normal((32, 512), scale=1.0).to(device)
+    y = model(x)
+    grad = torch.autograd.grad(loss_of(y), y)[0]
+    normalised = (x - x.mean(1, keepdim=True)) / x.std(1, correction=0, keepdim=True)
+    noise = squares(normalised, 256) / (6 * 512)
+    expected = (grad.square().sum(1) * noise).sum()
+    (found,) = observed(model, converted(model, 8), x, 20).values()
+    assert found == pytest.approx(float(expected), rel=0.05)
+
+
+# -- against the variance itself ---------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        return x + self.body(x)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        heads = [each.unflatten(2, (4, 8)).transpose(1, 2) for each in self.qkv(x).chunk(3, 2)]
+        y = F.scaled_dot_product_attention(*heads)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+def convnet():
+    def block():
+        return nn.Sequential(
+            nn.Conv2d(8, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+        )
+
+    stem = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+    blocks = Residual(block()), nn.ReLU(), Residual(block()), nn.ReLU()
+    return nn.Sequential(*stem, *blocks, nn.AvgPool2d(4), nn.Flatten(), nn.Linear(8 * 4, 10))
+
+
+def transformer():
+    def block():
+        return (
+            Residual(nn.Sequential(nn.LayerNorm(32), Attention())),
+            Residual(
+                nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+            ),
+        )
+
+    return nn.Sequential(*block(), *block(), nn.LayerNorm(32), nn.Linear(32, 10))
+
+
+MODELS = {"convnet": (convnet, (8, 3, 8, 8)), "transformer": (transformer, (4, 8, 32))}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_part_of_the_variance(name):
+    """Of one variable at 3 bits with the others at 8, by sampling: within a factor of 2, the sum within 1.4."""
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    x = normal(shape, scale=1.0)
+    controller = converted(model)
+    predicted = observed(model, controller, x, 4)
+
+    def variance(averages, draws=8):
+        controller.session.variables = Fixed(averages)
+        pairs = ((gradient(model, x, 2 * i), gradient(model, x, 2 * i + 1)) for i in range(draws))
+        return sum(float((a - b).square().sum()) / 2 for a, b in pairs) / draws
+
+    most = dict.fromkeys(predicted, 8.0)
+    rest = variance(most)
+    measured = {each: variance({**most, each: 3.0}) - rest for each in predicted}
+    assert len(predicted) > 8
+    for each, sensitivity in predicted.items():
+        assert 1 / 2 < measured[each] / (sensitivity / 49) < 2, each
+    ratio = sum(measured.values()) / (sum(predicted.values()) / 49)
+    assert 1 / 1.4 < ratio < 1.4
+
+
+class Twice(nn.Module):
+    """One layer for two inputs of different scales."""
+
+    def __init__(self, scales, is_checkpointed=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.scales, self.is_checkpointed = nn.Linear(64, 64), scales, is_checkpointed
+
+    def forward(self, x):
+        def both(x):
+            a, b = (
+                self.linear(scale * each)
+                for scale, each in zip(self.scales, (x, x.flip(0)), strict=True)
+            )
+            return a + b
+
+        return checkpoint(both, x, use_reentrant=False) if self.is_checkpointed else both(x)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("scales", [(1.0, 100.0), (100.0, 1.0), (3.0, 3.0)])
+def test_each_call_of_a_layer_has_noise_of_its_own(scales, is_checkpointed):
+    """In the order of the calls, in a region that is made again too, against sampling."""
+    model, x = Twice(scales, is_checkpointed), normal((16, 64), scale=1.0)
+    controller = converted(model, 4)
+    ((_, sensitivity),) = observed(model, controller, x, 4).items()
+    controller.session.variables = Fixed({("linear", 0): 4.0})
+    draws = torch.stack([gradient(model, x, seed) for seed in range(40)])
+    assert sensitivity / 225 == pytest.approx(float(draws.var(0).sum()), rel=0.25)
+
+
+def test_the_spread_of_a_layer_that_is_called_twice():
+    """Parts of all its tensors together, each in the order of its own samples."""
+    model, x = Twice((1.0, 3.0)), normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
+    observation = Observation(0)
+    converted(model).session.variables = Fixed(observation=observation)
+    gradient(model, x)
+    observation.send()
+    (found,) = observation.results().values()
+    expected = squares(x, 256).sort().values * (1 + 9)
+    assert found.samples == 16 and found.elements == 2 * 16 * 64
+    assert found.spread == pytest.approx(expected.tolist())
+
+
+class Product(nn.Module):
+    def forward(self, a, b):
+        return a @ b
+
+
+def test_products_of_one_module():
+    """q @ k and a @ v have one name, and together what they have in modules of their own."""
+
+    class ByHand(nn.Module):
+        def __init__(self, products):
+            super().__init__()
+            torch.manual_seed(0)
+            self.qkv, self.last = nn.Linear(64, 192), nn.Linear(64, 8)
+            self.products = nn.ModuleList(products)
+
+        def forward(self, x):
+            first, second = self.products or (torch.matmul, torch.matmul)
+            q, k, v = self.qkv(x).chunk(3, -1)
+            weights = (first(q, k.transpose(1, 2)) / 8).softmax(-1)
+            return self.last(second(weights, v))
+
+    x = normal((8, 16, 64))
+    sums = []
+    for products in ((), (Product(), Product())):
+        model = ByHand(products)
+        found = observed(model, converted(model, 4), x, 6)
+        sums.append(sum(each for (name, _), each in found.items() if "matmul" in name))
+        assert len([name for name, _ in found if "matmul" in name]) == max(len(products), 1)
+    assert sums[0] == pytest.approx(sums[1], rel=0.15)
+
+
+# -- without traces ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", **ids(LAYERS))
+def test_every_layer(device, layer):
+    """Results and torch's random state are those of a step that nobody observes; what is said is positive."""
+    model, _ = layer.pair(4, device)
+    model = nn.Sequential(model)
+    x = nn.Parameter(layer.input(device))
+    controller = converted(model)
+    controller.session.variables = Fixed()
+    expected, state = gradient(fresh(model), x), torch.get_rng_state()
+    grad_x, x.grad = x.grad, None
+    found = observed(model, controller, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(x.grad, grad_x)
+    again = torch.cat([x.new_empty(0), *(each.grad.flatten() for each in model.parameters())])
+    assert torch.equal(again, expected)
+    assert found and all(each > 0 for each in found.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_step_that_is_observed_is_the_same_step(name, is_checkpointed):
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, x = make(), normal(shape, scale=1.0)
+    controller = converted(model)
+    gradients = []
+
+    def run(model, x):
+        torch.manual_seed(3)
+        model.zero_grad()
+        y = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+        loss_of(y).backward()
+        gradients.append(torch.cat([each.grad.flatten() for each in model.parameters()]))
+
+    controller.session.variables = Fixed()
+    run(model, x)
+    observed(model, controller, x, run=run)
+    assert torch.equal(*gradients)
+
+
+def test_regions_within_a_model():
+    """Of checkpointed layers as of others, once each."""
+
+    class Model(nn.Module):
+        def __init__(self, is_checkpointed):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 8)
+            self.is_checkpointed = is_checkpointed
+
+        def forward(self, x):
+            if self.is_checkpointed:
+                x = checkpoint(self.first, x, use_reentrant=False)
+            else:
+                x = self.first(x)
+            return self.second(x)
+
+    x = normal((8, 64), scale=1.0)
+    found = []
+    for is_checkpointed in (False, True):
+        model = Model(is_checkpointed)
+        observation = Observation(0)
+        controller = converted(model)
+        controller.session.variables = Fixed(observation=observation)
+        gradient(model, x)
+        observation.send()
+        found.append(observation.results())
+    for name, each in found[0].items():
+        assert found[1][name].elements == each.elements == 8 * 64
+        assert found[1][name].sensitivity == pytest.approx(each.sensitivity, rel=0.2)
+
+
+def test_elements_samples_and_spread():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model.append(model[0])
+    x = normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
+    observation = Observation(0)
+    converted(model).session.variables = Fixed(observation=observation)
+    gradient(model, x)
+    observation.send()
+    found = observation.results()
+    assert {name: each.elements for name, each in found.items()} == {
+        ("0", 0): 2 * 16 * 64,
+        ("1", 0): 16 * 64,
+    }
+    for each in found.values():
+        assert each.samples == 16 and each.spread == sorted(each.spread) and len(each.spread) == 16
+    sizes = squares(model[0](x), 256).sort().values
+    assert found["1", 0].spread == pytest.approx(sizes.tolist())
+
+
+@pytest.mark.parametrize("samples", [1, 5, 16, 20, 64])
+def test_spread_is_the_means_of_parts(samples):
+    observation = Observation(0)
+    values = torch.exp(normal((samples,), scale=1.0))
+    observation.kept(Variable(("a", 0), 2.0), 64 * samples, values)
+    found = observation.variables["a", 0].spread
+    parts = min(samples, 16)
+    expected = [part.mean() for part in values.sort().values.tensor_split(parts)]
+    if samples % parts == 0:
+        torch.testing.assert_close(found[:parts].float(), torch.stack(expected))
+    assert (found.diff()[: parts - 1] >= 0).all() and (found[parts:] == 0).all()
+    assert found[:parts].max() >= values.max() / -(-samples // parts)
+
+
+def test_one_input_of_several_layers_is_one_variable():
+    class Model(nn.Module):
+        def __init__(self, *layers):
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x):
+            return sum(layer(x) for layer in self.layers)
+
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 8), nn.Linear(64, 8)
+    x = normal((8, 64), scale=1.0)
+    both = Model(*layers)
+    (name,) = (sums := observed(both, converted(both), x, 10))
+    fewbit.restore_(both)
+    alone = [observed(model, converted(model), x, 10) for model in map(Model, layers)]
+    parts = sum(value for each in alone for value in each.values())
+    assert name == ("layers.0", 0) and sums[name] == pytest.approx(parts, rel=0.1)
+
+
+# -- odd passes --------------------------------------------------------------------------------------------
+
+
+def test_no_backward_pass_and_one_through_a_part():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    observation = Observation(0)
+    converted(model).session.variables = Fixed(observation=observation)
+    y = model(normal((8, 64)))
+    assert not observation.has_run()
+    torch.autograd.grad(y.sum(), model[1].weight)
+    assert observation.has_run()
+    observation.send()
+    found = observation.results()
+    assert found["1", 0].sensitivity > 0 == found["0", 0].sensitivity
+
+
+def test_a_second_pass_replaces_the_first():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+    x = normal((8, 64), scale=1.0)
+    controller = converted(model)
+
+    def twice(model, x):
+        y = loss_of(model(x))
+        y.backward(retain_graph=True)
+        y.backward()
+
+    once, again = observed(model, controller, x, 10), observed(model, controller, x, 10, twice)
+    for name, each in once.items():
+        assert again[name] == pytest.approx(each, rel=0.3)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_gradients_that_are_not_finite_say_nothing(value):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+
+    def run(model, x):
+        (model(x) * value).sum().backward()
+
+    assert observed(model, converted(model), normal((8, 64)), run=run) == {}
+
+
+def test_outputs_in_containers():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 8), nn.Linear(64, 8)
+
+        def forward(self, x):
+            return {"a": [self.a(x)], "b": (self.b(2 * x), 3)}
+
+    model = Model()
+
+    def run(model, x):
+        y = model(x)
+        (y["a"][0].square().sum() + y["b"][0].square().sum()).backward()
+
+    found = observed(model, converted(model), normal((8, 64)), run=run)
+    assert len(found) == 2 and all(each > 0 for each in found.values())
+
+
+@dataclass(slots=True)
+class Slots:
+    y: torch.Tensor
+    unset: int = field(init=False)
+
+
+@dataclass
+class Branch:
+    y: torch.Tensor
+    others: list = field(default_factory=list)
+
+
+def circle(a, b):
+    first, second = Branch(a), Branch(b)
+    first.others += [second, first.others]
+    second.others.append(first)
+    return first
+
+
+def deep(a, b):
+    nest = [b]
+    for _ in range(5000):
+        nest = [nest]
+    return a, nest
+
+
+@pytest.mark.parametrize("make", [lambda a, b: {"a": Slots(a), "b": (b,)}, circle, deep])
+def test_outputs_in_dataclasses_in_circles_and_in_the_deep(make):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 8), nn.Linear(64, 8)
+
+        def forward(self, x):
+            self.results = self.a(x), self.b(2 * x)
+            return make(*self.results)
+
+    model = Model()
+
+    def run(model, x):
+        model(x)
+        a, b = model.results
+        (a.square().sum() + b.square().sum()).backward()
+
+    found = observed(model, converted(model), normal((8, 64)), run=run)
+    assert len(found) == 2 and all(each > 0 for each in found.values())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+@pytest.mark.parametrize("is_inside", [False, True], ids=["of results", "within"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name, is_inside):
+    """Nothing raises, and the step is the same; what cannot be measured says nothing."""
+    _, _, is_measured = LAYOUTS[name]
+    model = InLayout(name, is_inside)
+    controller = converted(model)
+    gradients = []
+
+    def run(model, x):
+        torch.manual_seed(0)
+        model.zero_grad()
+        controller.number_samples(range(8))
+        model.loss(x).backward()
+        gradients.append(model.a.weight.grad)
+
+    controller.session.variables = Fixed()
+    run(model, normal((8, 64), scale=1.0))
+    found = observed(model, controller, normal((8, 64), scale=1.0), run=run)
+    assert torch.equal(*gradients)
+    assert len(found) == (1 + is_inside if is_measured else 0)
+    assert all(each > 0 for each in found.values())
+
+
+def nodes_below(y) -> list:
+    found, waiting = [], [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.append(node)
+            waiting += [child for child, _ in node.next_functions]
+    return found
+
+
+def test_of_earlier_forwards_the_nearest_nodes_are_watched():
+    """And all of this one's, however far below."""
+
+    class Model(nn.Module):
+        def __init__(self, depth):
+            super().__init__()
+            self.norm, self.last, self.depth = nn.LayerNorm(64), nn.Linear(64, 8), depth
+
+        def forward(self, x):
+            y = self.norm(x)
+            for _ in range(self.depth):
+                y = y + 1
+            return self.last(y)
+
+    def sensitivity(between, depth=0):
+        """Of the norm, below which are `between` nodes and a layer."""
+        torch.manual_seed(0)
+        model, below = Model(depth), nn.Linear(64, 64)
+
+        below.weight.data *= 0.1
+        y = below(normal((8, 64), scale=10.0))
+        for _ in range(between):
+            y = y + 0
+        return observed(model, converted(model), y)["norm", 0]
+
+    near, far, off = sensitivity(1), sensitivity(MOST_EARLIER - 20), sensitivity(MOST_EARLIER + 20)
+    assert far == pytest.approx(near, rel=1e-4) and off < near / 2
+    assert sensitivity(1, 2 * MOST_EARLIER) == pytest.approx(near, rel=0.5)
+
+
+def test_an_observation_without_a_backward_pass_leaves_nothing_behind():
+    """A graph that goes on from forward to forward has hooks of the latest observation alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    controller = fewbit.compress_(model, 2, level="L3", interval=1, verbose=False)
+    x = normal((8, 64), scale=1.0)
+    for _ in range(20):
+        x = model(x)
+    functions = [node for node in nodes_below(x) if hasattr(node, "saved_tensors")]
+    assert len(functions) >= 20
+    assert all(len(node._fewbit_observed) == 1 for node in functions)
+    x.square().sum().backward()
+    model(x)
+    assert len(controller.allocation) == 1
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_backward_pass_within_the_forward(is_alone):
+    """Of a layer that the step's own pass reaches too that counts; else nothing is known of it."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 8)
+
+        def forward(self, x):
+            z = x.detach().requires_grad_()
+            (g,) = torch.autograd.grad(self.a(z).square().sum(), z)
+            x = x + g.detach()
+            return self.b(torch.relu(x if is_alone else self.a(x)))
+
+    torch.manual_seed(0)
+    model = Model()
+    controller = fewbit.compress_(model, 3, level="L3", interval=1, verbose=False)
+    for _ in range(4):
+        loss_of(model(normal((8, 64), scale=1.0))).backward()
+    seen = controller.session.variables.seen
+    assert seen["a", 0].is_known != is_alone and seen["b", 0].is_known
+    assert (seen["a", 0].sensitivity > 0) != is_alone
+    assert (("a", 0) in controller.session.variables.averages) != is_alone
+
+
+class Counted(torch.autograd.Function):
+    """x times a weight, from a quantised x; counts its backward passes."""
+
+    passes = 0
+
+    @staticmethod
+    def forward(ctx, x, weight, quantiser):
+        kept = quantiser.keep(x)
+        ctx.recipe, ctx.count = kept.recipe, type(ctx)._forward_cls
+        ctx.save_for_backward(weight, *kept.tensors)
+        return x * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        ctx.count.passes += 1
+        weight, *kept = ctx.saved_tensors
+        return grad * weight, (ctx.recipe.restore(kept) * grad).sum(0), None
+
+
+class Collective(Counted):
+    backward_has_collectives = True
+
+
+@pytest.mark.parametrize("function", [Counted, Collective])
+def test_backward_passes_with_collectives_run_once(function):
+    """They keep the average, and noise goes through them."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(normal((64,)))
+            self.linear, self.last = nn.Linear(64, 64), nn.Linear(64, 8)
+            self.norm = nn.LayerNorm(64)
+
+        def forward(self, x):
+            quantiser = self.linear.quantiser.named("scale")
+            x = function.apply(self.linear(x), self.weight, quantiser)
+            return self.last(self.norm(x))
+
+    torch.manual_seed(0)
+    model, observation = Scale(), Observation(0)
+    controller = converted(model, 4)
+    controller.session.variables = Fixed(observation=observation)
+    function.passes = 0
+    gradient(model, normal((8, 64), scale=1.0))
+    assert (function.passes == 1) == (function is Collective)
+    observation.send()
+    found = observation.results()
+    assert found["scale", 0].is_known == (function is Counted)
+    sensitivities = [found[name, 0].sensitivity for name in ("linear", "norm")]
+    assert all(each > 0 for each in sensitivities)
+
+
+def test_nothing_of_the_graph_is_held():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    observation = Observation(0)
+    converted(model).session.variables = Fixed(observation=observation)
+    y = model(normal((8, 64)))
+    node = weakref.ref(y.grad_fn)
+    del y
+    gc.collect()
+    assert node() is None and len(observation.variables) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+    x = normal((32, 64), scale=1.0)
+    expected = observed(model, converted(model), x, 4)
+    model = model.to(dtype)
+    found = observed(model, converted(model), x.to(dtype), 4)
+    # (In 16 bits the last layer keeps a copy of its own.)
+    assert found["0", 0] == pytest.approx(expected["0", 0], rel=0.1)
+    assert sum(found.values()) == pytest.approx(sum(expected.values()), rel=0.1)

@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+
+from fewbit.table import philox
+
+# Random123's kat_vectors for philox4x32-10: counter, key, result.
+KNOWN = [
+    (
+        "00000000 00000000 00000000 00000000",
+        "00000000 00000000",
+        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ),
+    (
+        "ffffffff ffffffff ffffffff ffffffff",
+        "ffffffff ffffffff",
+        "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ),
+    (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
+]
+
+
+def words(text):
+    return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize("counter, key, expected", KNOWN)
+def test_known_answers(counter, key, expected):
+    result = philox.philox4x32(words(counter), words(key))
+    assert [int(word) for word in result] == words(expected)
+    assert all(word.dtype == np.uint32 for word in result)
+
+
+def test_is_vectorised():
+    counters = np.array([words(counter) for counter, _, _ in KNOWN]).T
+    keys = np.array([words(key) for _, key, _ in KNOWN]).T
+    result = np.stack(philox.philox4x32(counters, keys), axis=1)
+    assert result.tolist() == [words(expected) for _, _, expected in KNOWN]
+
+
+def scalar_philox(counter, key):
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [p1 >> 32 ^ c[1] ^ k[0], p1 & 0xFFFFFFFF, p0 >> 32 ^ c[3] ^ k[1], p0 & 0xFFFFFFFF]
+        k = [k[0] + 0x9E3779B9 & 0xFFFFFFFF, k[1] + 0xBB67AE85 & 0xFFFFFFFF]
+    return c
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 + 5, 2**64 - 1, -1, -(2**63)])
+def test_uniform_against_scalar_python(seed):
+    index = np.array([[0, 1, 2], [2**32 - 1, 2**32, 2**40 + 3]])
+    key = [seed % 2**32, seed % 2**64 // 2**32]
+    draws = [scalar_philox([i % 2**32, i // 2**32, 0, 0], key)[0] for i in index.ravel().tolist()]
+    expected = np.array([(draw >> 8) * 2.0**-24 for draw in draws]).reshape(2, 3).tolist()
+    result = philox.uniform(seed, index)
+    assert result.dtype == np.float32 and result.tolist() == expected
+
+
+def test_uniform_has_the_shape_of_the_index():
+    assert philox.uniform(3, np.arange(10).reshape(2, 5)).shape == (2, 5)
+    assert philox.uniform(3, np.arange(0)).shape == (0,)
+    assert (
+        np.ndim(philox.uniform(3, 7)) == 0
+        and philox.uniform(3, 7) == philox.uniform(3, np.arange(10))[7]
+    )
+
+
+def test_uniform_is_uniform():
+    u = philox.uniform(2024, np.arange(200_000)).astype(np.float64)
+    assert 0 <= u.min() and u.max() < 1
+    counts = np.bincount((u * 50).astype(int), minlength=50)
+    chi2 = ((counts - 4000) ** 2 / 4000).sum()
+    assert abs(chi2 - 49) < 5 * np.sqrt(2 * 49)
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_seed_out_of_range(seed):
+    with pytest.raises(OverflowError, match=r"seed: expected an integer in \[-2\*\*63, 2\*\*64\)"):
+        philox.uniform(seed, 1)
+
+
+def test_seed_must_be_an_integer():
+    with pytest.raises(TypeError):
+        philox.uniform(1.5, 1)

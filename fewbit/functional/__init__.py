@@ -1,4 +1,8 @@
-"""Functions with torch.nn.functional's signatures that keep a few bits for the backward pass."""
+"""Functions with torch.nn.functional's signatures that save a few bits for the backward pass.
+
+Each file has the functions of one kind of layer and their autograd Functions. This folder may import `fewbit.runtime`. It
+defines no modules; `fewbit.nn` does.
+"""
 
 # By name and after its module each, as some functions are called like the module that they come from.
 from fewbit.functional import activations

@@ -1,4 +1,8 @@
-"""Modules with torch.nn's signatures that keep a few bits for the backward pass."""
+"""Modules with torch.nn's signatures that save a few bits for the backward pass.
+
+In training they call `fewbit.functional`, in eval mode torch's own functions. This folder may import `fewbit.functional`
+and `fewbit.runtime`. It does not know how models are converted.
+"""
 
 from fewbit.nn import (
     activations,

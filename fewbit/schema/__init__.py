@@ -1,4 +1,8 @@
-"""The JSON Schemas of documents, and their errors as one line each."""
+"""Documents from outside: limits that are checked before parsing, JSON Schemas, and validators with one-line errors.
+
+Tables, controllers' states and results are read with these. This folder may import the files in the root of the package.
+It does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,5 @@
-"""policy="error-bound": bits from how much the error of the gradient may be (AC-GC; docs/error_bound.md)."""
+"""The policy "error-bound": as few bits as a bound on the error of the gradient allows (AC-GC; docs/error_bound.md).
+
+`policy.py` chooses bits from estimates, `probe.py` measures what rounding costs, `formulas/` has the bounds of each kind of
+layer. This folder may import `fewbit.policies` and what that may import.
+"""

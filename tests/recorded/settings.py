@@ -90,8 +90,8 @@ SOME = (
 
 UNSHARED = {"error bound error-bounded": {**_BOUND, "codec": "error-bounded"}}
 UNSHARED_MODELS = ("mlp", "convolutions", "channels last", "signals", "bfloat16")
-"""A setting for models in which no two layers keep the same tensor: with this codec it is not the same in every run whether
-such layers share a copy.
+"""A setting for models in which no two layers keep the same tensor. Elsewhere it differs from run to run whether layers share
+a copy: this codec calls `x.numpy()`, and the session remembers the address of x, which another tensor may get later.
 """
 
 REFUSED = {

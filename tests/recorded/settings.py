@@ -39,6 +39,7 @@ FEW = {
     "error bound 2, max": {**_BOUND, "e2": 2.0, "window": "max"},
     "error bound by channel": {**_BOUND, "by_channel": True},
     "error bound quant+zvc": {**_BOUND, "codec": "quant+zvc"},
+    "error bound error-bounded": {**_BOUND, "codec": "error-bounded"},
     "error bound jpeg": {**_BOUND, "codec": "jpeg"},
     "error bound jpeg by channel": {**_BOUND, "codec": "jpeg", "by_channel": True},
     "error bound, bits given": {**_BOUND, "activation_bits": 2, "attention_bits": 5},
@@ -87,12 +88,6 @@ SOME = (
     "vit",
 )
 """Models that FEW is for."""
-
-UNSHARED = {"error bound error-bounded": {**_BOUND, "codec": "error-bounded"}}
-UNSHARED_MODELS = ("mlp", "convolutions", "channels last", "signals", "bfloat16")
-"""A setting for models in which no two layers keep the same tensor. Elsewhere it differs from run to run whether layers share
-a copy: this codec calls `x.numpy()`, and the session remembers the address of x, which another tensor may get later.
-"""
 
 REFUSED = {
     "9 bits": {"bits": 9},

@@ -18,7 +18,6 @@ def entries():
         yield f"model/{name}/exact", partial(_exact, name)
         yield f"model/{name}/activations of 2 bits", partial(_activations, name)
         chosen = settings.EVERYWHERE | (settings.FEW if name in settings.SOME else {})
-        chosen |= settings.UNSHARED if name in settings.UNSHARED_MODELS else {}
         for setting, options in chosen.items():
             yield f"model/{name}/{setting}", partial(_compressed, name, options)
     for setting, options in settings.REFUSED.items():

@@ -164,6 +164,33 @@ def test_a_write_where_contents_are_not_compared(monkeypatch):
     assert copies(model, x) == 1
 
 
+class Logging(Branches):
+    """Reads values of tensors that are freed before the shared input is made, if possible at the address of one."""
+
+    def forward(self, x):
+        freed = [torch.ones(x.shape) for _ in range(50)]
+        for tensor in freed:
+            tensor.numpy()
+        addresses = set(map(self.address, freed))
+        del freed, tensor
+        tensors = [x.clone() for _ in range(100)]
+        again = [each for each in tensors if self.address(each) in addresses]
+        x = (again or tensors)[0]
+        parts = [layer(x) for layer in self.layers]
+        return sum(parts)
+
+    @staticmethod
+    def address(x):
+        with torch._C.DisableTorchFunction():
+            return x.untyped_storage()._cdata
+
+
+def test_an_access_to_the_memory_of_a_freed_tensor_changes_nothing():
+    model = Logging(3)
+    fewbit.compress_(model, 8, verbose=False)
+    assert copies(model, normal((5, 96), scale=1.0)) == 1
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_fingerprints(seed):
     """Equal contents have equal ones; one changed entry, or any order, makes others."""

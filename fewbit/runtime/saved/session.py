@@ -126,7 +126,7 @@ class Session:
         is_first_of_two = call.training and not has_grad and _reentrant_region() is not None
         if call.is_outermost:
             exact.start()
-            local.entries, local.results, local.exposed, local.keeps = {}, {}, set(), False
+            local.entries, local.results, local.exposed, local.keeps = {}, {}, {}, False
             if has_grad or is_first_of_two:
                 inputs = *args, *kwargs.values()
                 local.started = not in_backward()
@@ -320,7 +320,9 @@ class Session:
             torch._C.DisableTorchFunctionSubclass()
         ):  # parameters of lazy modules refuse any other access
             try:
-                self._local.exposed.add(x.untyped_storage()._cdata)
+                storage = x.untyped_storage()
+                # Without the reference a later storage could get the same address, by chance, and no shared copies.
+                self._local.exposed[storage._cdata] = StorageWeakRef(storage)
             except (RuntimeError, NotImplementedError):
                 pass  # sparse tensors and those of vmap have no storage, and so no copies that are found by it
 
@@ -401,7 +403,7 @@ class _Local(threading.local):
     def __init__(self):
         self.call = None  # a weak reference to the innermost _Call
         self.entries = None
-        self.exposed = set()  # storages that may be written to without a new version
+        self.exposed = {}  # {address: reference} of storages that may be written to without a new version
         self.started = False  # whether this forward is to be differentiated, and no part of another
         self.forward = None  # a _Forward, while one runs, or a part of one again
         self.part = 0  # number of that part

@@ -40,6 +40,7 @@ def main(arguments=None) -> int:
     if not options.compare and options.file.exists() and not options.force:
         sys.exit(f"{options.file} exists: expected a new file, or --force")
     before = json.loads(options.file.read_text()) if options.compare else None
+    sys.path.insert(0, str(Path(__file__).parent / "helpers"))
     with tempfile.TemporaryDirectory() as tables:
         _prepare(tables)
         started = time.process_time()

@@ -233,7 +233,7 @@ def function(name: str):
 
 def encoding_of(table) -> str:
     """Return a table as the text that ops take."""
-    from fewbit.runtime.encoding import Encoding
+    from fewbit.runtime.format.encoding import Encoding
 
     return Encoding.of(table).text
 
@@ -253,8 +253,7 @@ OPS = {
 
 def op(name: str):
     """Return the op of `torch.ops.fewbit` for a name in OPS."""
-    import fewbit.runtime.integers
-    import fewbit.runtime.quantiser_ops  # noqa: F401
+    import fewbit.runtime.ops.quantizer_ops  # noqa: F401
 
     return getattr(torch.ops.fewbit, OPS[name]).default
 
@@ -269,7 +268,7 @@ def coded(name: str, x, bound, seed: int):
     Returns:
         (bytes of the payload, values).
     """
-    from fewbit.compress.codecs import codec
+    from fewbit.runtime.codecs import codec
 
     payload = codec(name).compress(x, bound, torch.tensor([seed]))
     return payload.nbytes, codec(name).decompress(payload)
@@ -313,9 +312,9 @@ def document_of(table) -> dict:
 
 def verified(name: str) -> list:
     """Return [whether the claim holds, the recomputed error] for each shipped table of a function."""
-    from fewbit.store import tables_directory
+    from fewbit.catalog.store import tables_directory
 
-    found = fewbit.verify(tables_directory() / f"{name}.json")
+    found = fewbit.catalog.verify(tables_directory() / f"{name}.json")
     return [[not each.problems and each.unchecked is None, each.recomputed] for each in found]
 
 

@@ -47,7 +47,7 @@ COMMON_FLAGS = [
 # Each of PER_ISA in csrc/cpu is compiled once for each, with the flags in csrc/cpu/<name>.flags;
 # csrc/cpu/dispatch.cpp asks the processor which of them it can run.
 X86_ISAS = ("avx512", "avx2", "baseline")
-PER_ISA = ("kernels", "quantise", "fixed_point")
+PER_ISA = ("kernels", "quantize", "fixed_point")
 CUDA_ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 
@@ -154,7 +154,7 @@ def cpu_jobs(compiler, includes, with_cuda):
         "cpu/dispatch.cpp",
         "cpu/memory.cpp",
         "cpu/parallel.cpp",
-        "cpu/quantiser.cpp",
+        "cpu/quantizer.cpp",
     )
     for source in sources:
         yield command, CSRC / source, object_of(source)

@@ -3,7 +3,7 @@
 Per tensor: one minimum and range for a whole tensor, stochastic rounding, as ActNN stands in for BLPA (section 6.1).
 Its codes are stored a byte each, unpacked, as only its arithmetic is of interest here.
 
-Quantised activations: GELU keeps its input quantised, as any layer at level L3, and takes the derivative of what is
+Quantized activations: GELU keeps its input quantized, as any layer at level L3, and takes the derivative of what is
 restored, in place of a table's codes (appendix E of the few-bit paper).
 
 Numbered: levels L2.5 and L3 that are told which digits a forward has, and so remember their gradients (ActNN, 4.3).
@@ -21,17 +21,17 @@ from torch.nn.functional import gelu
 
 import fewbit
 from fewbit.convert.functions import Calls, FunctionSettings
-from fewbit.nn.base import Quantised
+from fewbit.nn.base import Quantized
 from fewbit.runtime.activations.autograd import once_differentiable
-from fewbit.runtime.quantizers.quantizer import Kept, Quantiser
+from fewbit.runtime.quantizers.quantizer import Kept, Quantizer
 
 BITS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
 WHOLE = (1, 2, 3, 4)
 ACTIVATION_BITS = 3
 LEVELS = {"per tensor": WHOLE, "L2": WHOLE, "L2.5": BITS, "L3": BITS}
 NUMBERED = {"L2.5, numbered": BITS, "L3, numbered": BITS}
-TABLES, QUANTISED, SHARED = "few-bit activations", "quantised activations", "shared copies"
-ACTIVATIONS = dict.fromkeys((TABLES, QUANTISED, SHARED), WHOLE)
+TABLES, QUANTIZED, SHARED = "few-bit activations", "quantized activations", "shared copies"
+ACTIVATIONS = dict.fromkeys((TABLES, QUANTIZED, SHARED), WHOLE)
 """The rest at level L3 with as many bits."""
 
 
@@ -54,7 +54,7 @@ def compress(model: nn.Module, method: str, bits: float) -> None:
         fewbit.compress_(model, level="L3", **options | {"activation_bits": bits})
     else:
         controller = fewbit.compress_(model, level="L3", exclude=is_gelu, **options)
-        quantise_activations(controller, shared=method == SHARED)
+        quantize_activations(controller, shared=method == SHARED)
 
 
 # -- Per tensor ----------------------------------------------------------------------------------------------
@@ -80,17 +80,17 @@ class OneRangeRecipe(NamedTuple):
         return values.to(dtype or self.dtype)
 
 
-class OneRange(Quantiser):
+class OneRange(Quantizer):
     """One minimum and step for a whole tensor."""
 
-    def keep_normalised(self, x, mean, rstd, inner):
-        return super().keep_normalised(x, mean, rstd, None)  # as a tensor, like any other
+    def keep_normalized(self, x, mean, rstd, inner):
+        return super().keep_normalized(x, mean, rstd, None)  # as a tensor, like any other
 
     def with_result(self, run, y):
         return None
 
-    def _keep(self, x, dtype, slot=0, normalise=None, activation=None) -> Kept:
-        assert normalise is None
+    def _keep(self, x, dtype, slot=0, normalize=None, activation=None) -> Kept:
+        assert normalize is None
         generator = torch.Generator().manual_seed(self._seed(x, slot, activation).item())
         bounds, codes = rounded(x.detach().float(), self.bits, generator)
         return Kept((codes, bounds), OneRangeRecipe(tuple(x.shape), codes.stride(), dtype))
@@ -111,11 +111,11 @@ def of_functions(controller) -> FunctionSettings:
 
 
 def use_one_range(controller) -> None:
-    """Gives the quantisers of a model at level L2, of its modules and of functions that it calls, that class."""
+    """Gives the quantizers of a model at level L2, of its modules and of functions that it calls, that class."""
     functions = of_functions(controller)
-    of_modules = [m.quantiser for m in controller.model.modules() if isinstance(m, Quantised)]
-    for quantiser in (*of_modules, functions.quantiser, functions.attention_quantiser):
-        quantiser.__class__ = OneRange
+    of_modules = [m.quantizer for m in controller.model.modules() if isinstance(m, Quantized)]
+    for quantizer in (*of_modules, functions.quantizer, functions.attention_quantizer):
+        quantizer.__class__ = OneRange
 
 
 # -- Numbered ------------------------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ def _pixels(image: Tensor) -> bytes:
 
 class _GELU(Function):
     @staticmethod
-    def forward(ctx, x, quantiser, shared):
-        keep = quantiser.keep(x, shared)
+    def forward(ctx, x, quantizer, shared):
+        keep = quantizer.keep(x, shared)
         ctx.recipe = keep.recipe
         ctx.save_for_backward(*keep.tensors)
         return gelu(x)
@@ -154,24 +154,24 @@ class _GELU(Function):
         return torch.ops.aten.gelu_backward(grad, x), None, None
 
 
-class QuantisedGELU(nn.GELU):
+class QuantizedGELU(nn.GELU):
     """shared: whether a copy that another layer keeps of the same input will do, that of a norm before it too."""
 
-    quantiser: Quantiser
+    quantizer: Quantizer
     shared: bool
 
     def forward(self, x):
-        return _GELU.apply(x, self.quantiser, self.shared) if self.training else super().forward(x)
+        return _GELU.apply(x, self.quantizer, self.shared) if self.training else super().forward(x)
 
 
 def is_gelu(path: str, module: nn.Module) -> bool:
     return type(module) is nn.GELU
 
 
-def quantise_activations(controller, shared: bool) -> None:
+def quantize_activations(controller, shared: bool) -> None:
     """Makes the GELUs of a model, which it leaves alone, layers that keep their input like the others."""
-    quantiser = of_functions(controller).quantiser
+    quantizer = of_functions(controller).quantizer
     for path, module in controller.model.named_modules():
         if is_gelu(path, module):
-            module.__class__ = QuantisedGELU
-            module.quantiser, module.shared = quantiser.named(path), shared
+            module.__class__ = QuantizedGELU
+            module.quantizer, module.shared = quantizer.named(path), shared

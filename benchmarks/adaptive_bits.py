@@ -4,10 +4,10 @@
     python benchmarks/adaptive_bits.py --quick    # one seed, few bits and steps, to see that it works
     python benchmarks/adaptive_bits.py --plot     # the pictures again, from the results
 
-ActNN's figure 5 on the demo's transformer and a ResNet on 8 by 8 digits: quantised inputs with one range a tensor, at
+ActNN's figure 5 on the demo's transformer and a ResNet on 8 by 8 digits: quantized inputs with one range a tensor, at
 levels L2, L2.5 and L3, the same average of bits for attention and the rest; activations keep 3 bits in all (1, which is
 exact, for ReLU). On digits also levels L2.5 and L3 that are told which digits a batch has. And appendix E of the few-bit paper, on the transformer and the ResNet with GELU: GELU with few-bit
-tables, or with its input quantised as layers' inputs are, the rest at level L3 with as many bits.
+tables, or with its input quantized as layers' inputs are, the rest at level L3 with as many bits.
 `adaptive_arms.py` has the details.
 
 Losses are compared in pairs: the same seed gives the same parameters and batches. Gradients are those of one batch at
@@ -44,7 +44,7 @@ from fewbit.demo import text, training
 from fewbit.runtime.saved.session import measuring
 
 NETWORKS = {
-    "transformer": arms.LEVELS | {arms.TABLES: arms.WHOLE, arms.QUANTISED: arms.WHOLE},
+    "transformer": arms.LEVELS | {arms.TABLES: arms.WHOLE, arms.QUANTIZED: arms.WHOLE},
     "resnet": arms.LEVELS | arms.NUMBERED,
     "gelu resnet": arms.ACTIVATIONS,
 }

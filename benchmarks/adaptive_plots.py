@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from fewbit.table import plot as style
 
-COLOURS = {
+COLORS = {
     "per tensor": style.ERROR,
     "L2": "#6e7781",
     "L2.5": "#2a788e",
@@ -18,10 +18,10 @@ COLOURS = {
     "L2.5, numbered": "#5ec962",
     "L3, numbered": "#c2a5cf",
     arms.TABLES: "#440154",
-    arms.QUANTISED: style.ERROR,
+    arms.QUANTIZED: style.ERROR,
     arms.SHARED: "#2a788e",
 }
-MARKERS = dict(zip(COLOURS, "sovD^dDsv", strict=True))
+MARKERS = dict(zip(COLORS, "sovD^dDsv", strict=True))
 LEVELS = (*arms.LEVELS, *arms.NUMBERED)
 TITLES = {"resnet": "ResNet, ReLU", "gelu resnet": "ResNet, GELU", "transformer": "Transformer"}
 POINTS = {"a quarter": "after a quarter of training", "the end": "after training"}
@@ -77,7 +77,7 @@ def curve(axes, method, points):
         bits,
         means,
         (below, above),
-        color=COLOURS[method],
+        color=COLORS[method],
         marker=MARKERS[method],
         markersize=8 if is_below else 4.5,
         markerfacecolor="white" if is_below else None,

@@ -4,7 +4,7 @@
     python benchmarks/compressed_training.py --quick    # one seed, a few steps, to see that it works
 
 The demo's transformer and a ResNet on 8 by 8 digits, built in plain torch.nn and converted by
-`fewbit.compress_` with 8, 4, 3 and 2 bits for quantised inputs; activations keep 3 bits (1 for ReLU). The same seed
+`fewbit.compress_` with 8, 4, 3 and 2 bits for quantized inputs; activations keep 3 bits (1 for ReLU). The same seed
 gives the same parameters and batches, so runs compare in pairs. What is in the results already is not run again.
 
 Writes results/compressed_training.* (a row a run) and compressed_training_summary.*.

@@ -4,8 +4,8 @@
     python benchmarks/compression_choices.py --quick
     python benchmarks/compression_choices.py --only bias    # or norms, attention
 
-Norms (docs/decisions/0007): the gradient of ResNet-18 on 8 images, of which only batch norms keep something quantised:
-their input, or the input normalised. Its error relative to the exact gradient's norm, and its norm relative to that.
+Norms (docs/decisions/0007): the gradient of ResNet-18 on 8 images, of which only batch norms keep something quantized:
+their input, or the input normalized. Its error relative to the exact gradient's norm, and its norm relative to that.
 
 Attention (docs/decisions/0008): final losses of the demo's transformer with everything at 2 bits but attention.
 
@@ -38,7 +38,7 @@ from torch.nn.functional import cross_entropy
 import fewbit
 import fewbit.functional
 from fewbit.models.resnet import ResNet
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.quantizers.quantizer import Quantizer
 
 NORM_BITS = (2, 3, 4, 8)
 ATTENTION_BITS = (2, 3, 4, 8)
@@ -51,9 +51,9 @@ class KeptInput(Function):
     """Batch norm in training that keeps its input itself."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, quantiser):
+    def forward(ctx, x, weight, bias, quantizer):
         y, mean, rstd = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, EPS)
-        keep = quantiser.keep(x, shared=False)
+        keep = quantizer.keep(x, shared=False)
         ctx.recipe = keep.recipe
         ctx.save_for_backward(weight, mean, rstd, *keep.tensors)
         return y
@@ -73,13 +73,13 @@ class KeepsInput(nn.BatchNorm2d):
     bits = 2
 
     def forward(self, x):
-        return KeptInput.apply(x, self.weight, self.bias, Quantiser(self.bits))
+        return KeptInput.apply(x, self.weight, self.bias, Quantizer(self.bits))
 
 
 def resnet(kept, bits):
     torch.manual_seed(0)
     model = ResNet("resnet18", nn.ReLU, classes=10)
-    if kept == "normalised input":
+    if kept == "normalized input":
         norms = [name for name, each in model.named_modules() if isinstance(each, nn.BatchNorm2d)]
         fewbit.compress_(model, bits=bits, include=norms, functional=False, verbose=False)
     elif kept == "input":
@@ -100,7 +100,7 @@ def gradient(model, seed):
 def norms(seeds):
     """Rows of kept and bits: medians over seeds, and their extremes."""
     exact = [gradient(resnet("exact", None), seed) for seed in range(seeds)]
-    for kept in ("input", "normalised input"):
+    for kept in ("input", "normalized input"):
         for bits in NORM_BITS:
             model = resnet(kept, bits)
             found = [gradient(model, seed) for seed in range(seeds)]
@@ -145,7 +145,7 @@ def batch_norm(library, x, **options):
 class Layer(NamedTuple):
     """Ours and torch's; names of the tensors with a gradient, and their shape; number of backward passes an input.
 
-    Each tensor is one group of the quantiser; of the batch norm, each sample is.
+    Each tensor is one group of the quantizer; of the batch norm, each sample is.
     """
 
     ours: Callable

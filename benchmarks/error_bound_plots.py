@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from fewbit.table import plot as style
 
-COLOURS = {arms.BOUND: "#440154", arms.TIGHT: "#2a788e", arms.ZEROS: "#5ec962"}
+COLORS = {arms.BOUND: "#440154", arms.TIGHT: "#2a788e", arms.ZEROS: "#5ec962"}
 MARKERS = {arms.BOUND: "o", arms.TIGHT: "D", arms.ZEROS: "^"}
 NAMES = {
     arms.BOUND: "error bound, e² = 0.5",
@@ -58,13 +58,13 @@ def ratio(records, ratios, of):
         for arm in PICTURED:
             limit = 1 + arms.BOUNDS[arm]["e2"]
             axes.axhline(
-                limit, color=COLOURS[arm], linestyle="--", linewidth=1.2, label=f"1 + e² = {limit}"
+                limit, color=COLORS[arm], linestyle="--", linewidth=1.2, label=f"1 + e² = {limit}"
             )
         axes.axhline(1, color=style.INK, linewidth=0.8)
         taken = {r["arm"] for r in records if r["task"] == name and r["is_grid"]}
         drawn = dict.fromkeys(taken, (GRID, "s", "fixed bits of the grid search"))
-        drawn |= {arm: (COLOURS[arm], MARKERS[arm], NAMES[arm]) for arm in PICTURED}
-        for arm, (colour, marker, text) in drawn.items():
+        drawn |= {arm: (COLORS[arm], MARKERS[arm], NAMES[arm]) for arm in PICTURED}
+        for arm, (color, marker, text) in drawn.items():
             runs = {}
             for row in ratios:
                 if (row["task"], row["arm"]) == (name, arm):
@@ -75,7 +75,7 @@ def ratio(records, ratios, of):
                     [row["step"] for row in points],
                     [row["ratio"] for row in points],
                     [row["ratio_error"] for row in points],
-                    color=colour,
+                    color=color,
                     marker=marker,
                     markersize=3.5,
                     linewidth=1.2,
@@ -123,7 +123,7 @@ def scores(records, of):
                 )
         for arm in arms.BOUNDS:
             record = [r for r in own if r["arm"] == arm]
-            _points(axes, task, record, COLOURS[arm], MARKERS[arm], NAMES[arm], markersize=7)
+            _points(axes, task, record, COLORS[arm], MARKERS[arm], NAMES[arm], markersize=7)
         if max(abs(r["score_change"]) for r in own) > 8 * spread > 0:
             axes.set_yscale("symlog", linthresh=2 * spread)
         if task.sign < 0:
@@ -137,14 +137,14 @@ def scores(records, of):
 LABELS = {"accuracy": "accuracy", "final": "held-out loss", "psnr": "PSNR"}
 
 
-def _points(axes, task, records, colour, marker, text, linewidth=0.0, markersize=4.5):
+def _points(axes, task, records, color, marker, text, linewidth=0.0, markersize=4.5):
     """Means, with bars of the standard error of paired changes."""
     if records:
         axes.errorbar(
             [r["compression"] for r in records],
             [r["score_change"] for r in records],
             [(r["score_change_std"] or 0) / r["seeds"] ** 0.5 for r in records],
-            color=colour,
+            color=color,
             marker=marker,
             markersize=markersize,
             linewidth=linewidth,

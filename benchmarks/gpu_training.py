@@ -4,7 +4,7 @@
     python benchmarks/gpu_training.py --quick               # fewer steps, a smaller cap on memory
     python benchmarks/gpu_training.py --device cpu --quick  # tiny models: does it run at all
 
-A step is forward, backward and optimiser (SGD with momentum, AdamW; both fused) in bfloat16 autocast, on random
+A step is forward, backward and optimizer (SGD with momentum, AdamW; both fused) in bfloat16 autocast, on random
 images of 224x224 in channels-last order, or random sequences of 1024 tokens. Dropout is off. The language model's
 head and loss go over its tokens in checkpointed chunks, in every arm: logits of 50257 words would hide the rest.
 
@@ -13,7 +13,7 @@ L3 and L4 at 2 bits on average, which have adapted to the data before they are m
 8 bits are checked against exact ones first.
 
 The device's memory is capped (--memory), so that the search for the largest batch takes seconds. Peaks include
-parameters, gradients and the optimiser's state. On a CPU resident memory stands for the device's: that of a process,
+parameters, gradients and the optimizer's state. On a CPU resident memory stands for the device's: that of a process,
 less what it had before the model, so it includes what the C library keeps of freed memory.
 
 Writes results/gpu_training.* after every arm; with --device cpu only if $OUT says where.
@@ -306,7 +306,7 @@ def is_out_of_memory(error) -> bool:
 
 
 class Training:
-    """A model, its optimiser and its data; `step` is one step of training."""
+    """A model, its optimizer and its data; `step` is one step of training."""
 
     def __init__(self, case, settings, device, arm):
         self.case, self.settings, self.device = case, settings, device
@@ -364,7 +364,7 @@ def measure(case, settings, options):
     start = time.perf_counter()
     training = Training(case, settings, options["device"], ARMS[options["arm"]])
     training.take(batch)
-    # The optimiser's state and the libraries' workspaces exist after this; the compiler has run. Steps 1, 2, 4 ... 16
+    # The optimizer's state and the libraries' workspaces exist after this; the compiler has run. Steps 1, 2, 4 ... 16
     # are those that level L3 observes first.
     for _ in range(WARM_UP if options["arm"].startswith(("L3", "L4")) else 3):
         training.step()

@@ -39,7 +39,7 @@ BATCHES = 16
 
 
 class OneTensor(torch.autograd.Function):
-    """ReLU of a batch norm, keeping the normalised input in full precision and no more: the paper's baseline."""
+    """ReLU of a batch norm, keeping the normalized input in full precision and no more: the paper's baseline."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
@@ -54,8 +54,8 @@ class OneTensor(torch.autograd.Function):
         shape, dims = (1, -1, 1, 1), (0, 2, 3)
         grad = grad * (x * weight.view(shape) + bias.view(shape) > 0)
         g = grad * weight.view(shape)
-        centred = g - g.mean(dims, keepdim=True) - x * (x * g).mean(dims, keepdim=True)
-        return centred * rstd.view(shape), (grad * x).sum(dims), grad.sum(dims), None
+        centered = g - g.mean(dims, keepdim=True) - x * (x * g).mean(dims, keepdim=True)
+        return centered * rstd.view(shape), (grad * x).sum(dims), grad.sum(dims), None
 
 
 class OneTensorConvolution(torch.autograd.Function):

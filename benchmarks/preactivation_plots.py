@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from fewbit.table import plot as style
 
-COLOURS = {
+COLORS = {
     ("torch", 32): style.MUTED,
     ("one tensor", 32): style.ERROR,
     ("PreActivation", 8): "#1d4ed8",
@@ -21,16 +21,16 @@ def memory(rows, path):
     with rc_context(style.STYLE):
         figure = Figure(figsize=(8, 4.5), layout="constrained", facecolor="white")
         axes = figure.subplots()
-        for (kind, bits), colour in COLOURS.items():
+        for (kind, bits), color in COLORS.items():
             of = [row for row in rows if (row["kind"], row["bits"]) == (kind, bits)]
             depths, counted = _column(of, "depth"), [row["of_blocks"] / 2**20 for row in of]
-            axes.plot(depths, counted, "o", color=colour, markersize=5)
+            axes.plot(depths, counted, "o", color=color, markersize=5)
             if kind != "torch":
                 formula = [row["formula"] / 2**20 for row in of]
-                axes.plot(depths, formula, color=colour, linewidth=1.2)
+                axes.plot(depths, formula, color=color, linewidth=1.2)
             name = "torch's own" if kind == "torch" else f"one tensor of {bits} bits"
             end = f"  {name}: {counted[-1]:.3g}"
-            axes.annotate(end, (depths[-1], counted[-1]), va="center", color=colour)
+            axes.annotate(end, (depths[-1], counted[-1]), va="center", color=color)
         axes.set(
             xlim=(0, 1.38 * max(depths)),
             ylim=(0, None),
@@ -56,16 +56,16 @@ def noise(rows, path):
             _dots(axes, of, "variance", style.INK, label)
             for bits in widths:
                 of = [row for row in at if row["bits"] == bits]
-                colour = COLOURS["PreActivation", bits]
-                _dots(axes, of, "error", colour, f"squared error, {bits} bits")
+                color = COLORS["PreActivation", bits]
+                _dots(axes, of, "error", color, f"squared error, {bits} bits")
             axes.set(title=f"at the {moment} of training", xlabel="convolution", yscale="log")
         panels[0].set_ylabel("of an element of the weight's gradient")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         figure.savefig(path, dpi=130)
 
 
-def _dots(axes, rows, value, colour, label):
-    axes.plot(_column(rows, "layer"), _column(rows, value), ".", color=colour, label=label)
+def _dots(axes, rows, value, color, label):
+    axes.plot(_column(rows, "layer"), _column(rows, value), ".", color=color, label=label)
 
 
 def _column(rows, name):

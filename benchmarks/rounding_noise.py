@@ -3,7 +3,7 @@
     python benchmarks/rounding_noise.py           # half a minute
 
 At the weights that exact training has at its end, for one batch and every layer with groups of 256, whose inputs (of
-norms: normalised) are what is kept:
+norms: normalized) are what is kept:
 
 - noise_b: the variance that rounding to b bits adds, sum of f (1 - f) step^2, f being how far an element is from
   the level below in steps; over the sum of step^2 / 6, which is its mean where f is uniform (fewbit/runtime/saved/assignment.py).

@@ -3,12 +3,12 @@
     python benchmarks/step_time.py              # about 12 minutes on 2 cores
     python benchmarks/step_time.py --quick
 
-Forward, backward and optimiser step of a character transformer (the demo's, wider) and of ResNet-18. Arms take turns
+Forward, backward and optimizer step of a character transformer (the demo's, wider) and of ResNet-18. Arms take turns
 step by step, so that a slow moment of the machine meets all of them; a ratio is that of medians in one process, and of
 several processes the median. Gradients at 8 bits are checked against exact ones first. "L3" has 2 bits on average and has
 adapted before it is timed; of "observed" every step is one in which it learns, so that the difference, divided by the
 interval, is what adapting costs. The breakdown is the own time of
-each operation in torch's profiler, by subject: a layer's own time is what it takes to quantise and to restore. Peak resident memory is that of a fresh process per arm that takes two steps,
+each operation in torch's profiler, by subject: a layer's own time is what it takes to quantize and to restore. Peak resident memory is that of a fresh process per arm that takes two steps,
 less what it had before the first; large blocks go back to the system when they are freed (MALLOC_MMAP_THRESHOLD_),
 so that it is what lives and not what the C library holds on to.
 
@@ -105,7 +105,7 @@ def times(case, settings, steps):
     x, y = batch(case, settings)
     for _ in range(WARM_UP):
         loss(models["L3"], x, y).backward()
-    result = {arm: {"forward": [], "backward": [], "optimiser": [], "step": []} for arm in TIMED}
+    result = {arm: {"forward": [], "backward": [], "optimizer": [], "step": []} for arm in TIMED}
     for step in range(steps + 2):
         for arm, model in models.items():
             optimizers[arm].zero_grad()

@@ -20,7 +20,7 @@ SCALE = 2
 PATCH, BATCH, STEPS, LEARNING_RATE = 20, 12, 1200, 4e-3  # patches of small images
 WIDTH, BLOCKS = 24, 3
 BORDER = 4
-"""Pixels at the edges of a test image that do not count, as they lack neighbours."""
+"""Pixels at the edges of a test image that do not count, as they lack neighbors."""
 
 
 class Block(nn.Module):

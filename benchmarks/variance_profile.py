@@ -47,12 +47,12 @@ def transformer():
 
 def summary(profile) -> dict:
     has_own = profile.own > 0
-    shares = profile.own[has_own] / profile.quantisation[has_own]
-    ratios = profile.sampling / profile.quantisation
+    shares = profile.own[has_own] / profile.quantization[has_own]
+    ratios = profile.sampling / profile.quantization
     return {
         "contexts": len(profile.contexts),
         "sampling": float(profile.sampling.sum()),
-        "quantisation": float(profile.quantisation.sum()),
+        "quantization": float(profile.quantization.sum()),
         "direct": float(profile.direct.sum()),
         "bias": float(profile.bias.sum()),
         "sampling_ratio": profile.sampling_ratio,

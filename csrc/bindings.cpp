@@ -21,7 +21,7 @@
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
-#include "cpu/quantiser.h"
+#include "cpu/quantizer.h"
 
 #ifdef FEWBIT_WITH_CUDA
 #include "cuda/kernels.h"
@@ -166,7 +166,7 @@ class Entry {
   }
 
   // None unless there is one of the two.
-  fewbit::Normalisation normalisation(const Buffer& mean, const Buffer& rstd, int64_t inner, int64_t n) const {
+  fewbit::Normalization normalization(const Buffer& mean, const Buffer& rstd, int64_t inner, int64_t n) const {
     if (!mean.exists && !rstd.exists) return {};
     const int64_t entries = rstd.exists ? rstd.count : mean.count;
     const auto* scales = exactly<const float>("rstd", rstd, entries, 0);
@@ -230,8 +230,8 @@ class Entry {
   int device_;
 };
 
-// What a quantised tensor is.
-struct QuantisedShape {
+// What a quantized tensor is.
+struct QuantizedShape {
   int64_t samples, features;
   int group_size;
   bool wide;
@@ -239,7 +239,7 @@ struct QuantisedShape {
   int64_t elements() const { return samples * features; }
 };
 
-QuantisedShape quantised_shape(int64_t samples, int64_t features, int group_size, bool wide) {
+QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size, bool wide) {
   if (samples < 0) refuse("samples", "0 or more", std::to_string(samples));
   if (features < 0) refuse("features", "0 or more", std::to_string(features));
   if (features > 0 && samples > INT64_MAX / 16 / features) {
@@ -252,7 +252,7 @@ QuantisedShape quantised_shape(int64_t samples, int64_t features, int group_size
   return {samples, features, group_size, wide};
 }
 
-// Packed codes and ranges of a quantised tensor, of several widths at least as many as there are.
+// Packed codes and ranges of a quantized tensor, of several widths at least as many as there are.
 struct Copy {
   uint32_t* packed;
   uint16_t* ranges;
@@ -274,7 +274,7 @@ Copy copy_at(const Entry& entry, const Buffer& packed, const Buffer& ranges, con
 }
 
 // The streams of `squares`, which needs no bits.
-fewbit::Streams streams_of_squares(const QuantisedShape& shape) {
+fewbit::Streams streams_of_squares(const QuantizedShape& shape) {
   return fewbit::one_stream(shape.samples, shape.features, shape.group_size, false, 1);
 }
 
@@ -396,7 +396,7 @@ Elements activated(const Entry& entry, int function, const OwnedTable& table, co
 }
 
 // The numbers of a tensor of that shape.
-DType numbers_of(const Entry& entry, const char* name, const Buffer& buffer, const QuantisedShape& shape) {
+DType numbers_of(const Entry& entry, const char* name, const Buffer& buffer, const QuantizedShape& shape) {
   const DType dtype = entry.floating(name, buffer);
   entry.exactly<void>(name, buffer, shape.elements(), buffer.item);
   return dtype;
@@ -471,20 +471,20 @@ class Cpu {
     });
   }
 
-  std::pair<float, float> quantise(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits,
+  std::pair<float, float> quantize(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits,
                                    const Buffer& widths, bool wide, const Buffer& seed, const Buffer& packed,
                                    const Buffer& ranges, int threads, const Buffer& mean, const Buffer& rstd,
                                    int64_t inner) const {
-    const Entry entry("quantise", kDevice);
-    const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
+    const Entry entry("quantize", kDevice);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, wide);
     const DType dtype = numbers_of(entry, "x", x, shape);
-    const auto normalisation = entry.normalisation(mean, rstd, inner, shape.elements());
+    const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     const uint64_t key = seed_at(entry.seed("seed", seed));
     check_threads(threads);
     const fewbit::StreamPlan plan = plan_of(entry, shape, bits, widths);
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists);
     py::gil_scoped_release release;
-    const fewbit::Extent extent = fewbit::quantise(*kernels_, plan, address_of<const void>(x), dtype, normalisation,
+    const fewbit::Extent extent = fewbit::quantize(*kernels_, plan, address_of<const void>(x), dtype, normalization,
                                                    key, copy.packed, copy.ranges, threads);
     // More was allocated than is taken where only a bound was known.
     std::fill(copy.packed + plan.streams.words, copy.packed + copy.words, 0u);
@@ -496,27 +496,27 @@ class Cpu {
   void squares(const Buffer& x, int64_t samples, int64_t features, int group_size, const Buffer& out, int threads,
                const Buffer& mean, const Buffer& rstd, int64_t inner) const {
     const Entry entry("squares", kDevice);
-    const QuantisedShape shape = quantised_shape(samples, features, group_size, false);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, false);
     const DType dtype = numbers_of(entry, "x", x, shape);
-    const auto normalisation = entry.normalisation(mean, rstd, inner, shape.elements());
+    const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     check_threads(threads);
     const fewbit::Streams streams = streams_of_squares(shape);
     auto* to = entry.exactly<float>("out", out, streams.groups, 0);
     py::gil_scoped_release release;
-    fewbit::squares(*kernels_, streams, address_of<const void>(x), dtype, normalisation, to, threads);
+    fewbit::squares(*kernels_, streams, address_of<const void>(x), dtype, normalization, to, threads);
   }
 
   // None, with nothing done, where the threads' shares would cut a group.
-  std::optional<std::pair<float, float>> forward_quantised(
+  std::optional<std::pair<float, float>> forward_quantized(
       int function, double p0, double p1, const OwnedTable& table, const Buffer& x, int64_t samples, int64_t features,
       const Buffer& y, const Buffer& codes, const Buffer& seed, int group_size, int bits, bool wide,
-      const Buffer& quantiser_seed, const Buffer& packed, const Buffer& ranges, int threads) const {
-    const Entry entry("forward_quantised", kDevice);
-    const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
+      const Buffer& quantizer_seed, const Buffer& packed, const Buffer& ranges, int threads) const {
+    const Entry entry("forward_quantized", kDevice);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, wide);
     const Elements of = activated(entry, function, table, x, y, codes, seed, "codes");
     numbers_of(entry, "x", x, shape);
     check_threads(threads);
-    const uint64_t key = seed_at(entry.seed("quantiser_seed", quantiser_seed));
+    const uint64_t key = seed_at(entry.seed("quantizer_seed", quantizer_seed));
     const fewbit::StreamPlan plan = plan_of(entry, shape, bits, {});
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, false);
     const fewbit::Forward forward{function, p0,    p1,        &table.get(),    of.from,
@@ -524,15 +524,15 @@ class Cpu {
     if (fewbit::threads_of_forward(plan.streams, threads) < fewbit::threads_for(of.n, threads)) return std::nullopt;
     py::gil_scoped_release release;
     const fewbit::Extent extent =
-        fewbit::forward_quantised(*kernels_, plan.streams, forward, key, copy.packed, copy.ranges, threads);
+        fewbit::forward_quantized(*kernels_, plan.streams, forward, key, copy.packed, copy.ranges, threads);
     return std::pair(extent.least, extent.greatest);
   }
 
-  void dequantise(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& widths, bool wide,
+  void dequantize(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& widths, bool wide,
                   int64_t samples, int64_t features, int group_size, const Buffer& out, int threads,
                   const Buffer& scale, const Buffer& shift, int64_t inner) const {
-    const Entry entry("dequantise", kDevice);
-    const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
+    const Entry entry("dequantize", kDevice);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, wide);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = widths.exists && features < fewbit::kLeastFeatures;
     const auto affine = entry.affine(scale, shift, inner, shape.elements(), scattered);
@@ -540,7 +540,7 @@ class Cpu {
     const fewbit::StreamPlan plan = plan_of(entry, shape, bits, widths);
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists);
     py::gil_scoped_release release;
-    fewbit::dequantise(*kernels_, plan, copy.packed, copy.ranges, affine, address_of<void>(out), dtype, threads);
+    fewbit::dequantize(*kernels_, plan, copy.packed, copy.ranges, affine, address_of<void>(out), dtype, threads);
   }
 
   void grid_fixed(const Buffer& gamma, const Buffer& beta, int bits, const Buffer& grid, int) const {
@@ -557,13 +557,13 @@ class Cpu {
     const DType dtype = entry.floating("x", x);
     const int64_t n = x.count;
     const auto by = entry.grid(grid, inner, bits, n);
-    const auto normalisation = entry.normalisation(mean, rstd, inner_of_entries, n);
+    const auto normalization = entry.normalization(mean, rstd, inner_of_entries, n);
     const auto* from = entry.exactly<const void>("x", x, n, x.item);
     const auto* result = entry.exactly<const void>("y", y, n, x.item);
     auto* to = entry.packed("packed", packed, n, bits);
     fewbit::will_write(to, packed_bytes(n, bits));
     run(n, threads, [=](int64_t begin, int64_t end) {
-      kernels_->fixed_point->encode(by, normalisation, from, result, dtype, bits, begin, end, to);
+      kernels_->fixed_point->encode(by, normalization, from, result, dtype, bits, begin, end, to);
     });
   }
 
@@ -601,7 +601,7 @@ class Cpu {
   static constexpr int kDevice = -1;
 
   // The streams of a tensor all of whose samples have `bits`, or each a width of its own.
-  static fewbit::StreamPlan plan_of(const Entry& entry, const QuantisedShape& shape, int bits, const Buffer& widths) {
+  static fewbit::StreamPlan plan_of(const Entry& entry, const QuantizedShape& shape, int bits, const Buffer& widths) {
     const uint8_t* widths_of = nullptr;
     if (widths.exists) {
       widths_of = entry.exactly<const uint8_t>("widths", widths, shape.samples, kUint8);
@@ -675,44 +675,44 @@ struct Cuda {
                           of.seed, device, stream_at(stream));
   }
 
-  void quantise(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits, const Buffer& order,
+  void quantize(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits, const Buffer& order,
                 const Buffer& counts, bool wide, const Buffer& seed, const Buffer& packed, const Buffer& ranges,
                 int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
-    const Entry entry("quantise", device);
-    const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
+    const Entry entry("quantize", device);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, wide);
     const DType dtype = numbers_of(entry, "x", x, shape);
-    const auto normalisation = entry.normalisation(mean, rstd, inner, shape.elements());
+    const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     const int64_t* key = entry.seed("seed", seed);
-    const auto [of, copy] = quantised(entry, shape, bits, order, counts, packed, ranges);
+    const auto [of, copy] = quantized(entry, shape, bits, order, counts, packed, ranges);
     py::gil_scoped_release release;
-    fewbit::cuda::quantise(of, address_of<const void>(x), item_of(dtype), normalisation, key, words_at(copy.packed),
+    fewbit::cuda::quantize(of, address_of<const void>(x), item_of(dtype), normalization, key, words_at(copy.packed),
                            copy.ranges, device, stream_at(stream));
   }
 
   void squares(const Buffer& x, int64_t samples, int64_t features, int group_size, const Buffer& out, int device,
                uintptr_t stream, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
     const Entry entry("squares", device);
-    const QuantisedShape shape = quantised_shape(samples, features, group_size, false);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, false);
     const DType dtype = numbers_of(entry, "x", x, shape);
-    const auto normalisation = entry.normalisation(mean, rstd, inner, shape.elements());
+    const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     const fewbit::Streams streams = streams_of_squares(shape);
     auto* to = entry.exactly<float>("out", out, streams.groups, 0);
     py::gil_scoped_release release;
-    fewbit::cuda::squares(streams, address_of<const void>(x), item_of(dtype), normalisation, to, device,
+    fewbit::cuda::squares(streams, address_of<const void>(x), item_of(dtype), normalization, to, device,
                           stream_at(stream));
   }
 
-  void dequantise(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& order, const Buffer& counts,
+  void dequantize(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& order, const Buffer& counts,
                   bool wide, int64_t samples, int64_t features, int group_size, const Buffer& out, int device,
                   uintptr_t stream, const Buffer& scale, const Buffer& shift, int64_t inner) const {
-    const Entry entry("dequantise", device);
-    const QuantisedShape shape = quantised_shape(samples, features, group_size, wide);
+    const Entry entry("dequantize", device);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, wide);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = counts.exists && features < fewbit::kLeastFeatures;
     const auto affine = entry.affine(scale, shift, inner, shape.elements(), scattered);
-    const auto [of, copy] = quantised(entry, shape, bits, order, counts, packed, ranges);
+    const auto [of, copy] = quantized(entry, shape, bits, order, counts, packed, ranges);
     py::gil_scoped_release release;
-    fewbit::cuda::dequantise(of, words_at(copy.packed), copy.ranges, affine, address_of<void>(out), item_of(dtype),
+    fewbit::cuda::dequantize(of, words_at(copy.packed), copy.ranges, affine, address_of<void>(out), item_of(dtype),
                              device, stream_at(stream));
   }
 
@@ -731,12 +731,12 @@ struct Cuda {
     const DType dtype = entry.floating("x", x);
     const int64_t n = x.count;
     const auto by = entry.grid(grid, inner, bits, n);
-    const auto normalisation = entry.normalisation(mean, rstd, inner_of_entries, n);
+    const auto normalization = entry.normalization(mean, rstd, inner_of_entries, n);
     const auto* from = entry.exactly<const void>("x", x, n, x.item);
     const auto* result = entry.exactly<const void>("y", y, n, x.item);
     auto* to = entry.packed("packed", packed, n, bits);
     py::gil_scoped_release release;
-    fewbit::cuda::encode_fixed(by, normalisation, from, result, item_of(dtype), n, bits, words_at(to), device,
+    fewbit::cuda::encode_fixed(by, normalization, from, result, item_of(dtype), n, bits, words_at(to), device,
                                stream_at(stream));
   }
 
@@ -771,7 +771,7 @@ struct Cuda {
 
  private:
   // Widths are only known on the device: there the kernel looks whether its words and groups have room.
-  static std::pair<fewbit::cuda::Quantised, Copy> quantised(const Entry& entry, const QuantisedShape& shape, int bits,
+  static std::pair<fewbit::cuda::Quantized, Copy> quantized(const Entry& entry, const QuantizedShape& shape, int bits,
                                                             const Buffer& order, const Buffer& counts,
                                                             const Buffer& packed, const Buffer& ranges) {
     check_bits(bits);
@@ -813,7 +813,7 @@ void bind_cuda(py::module_& module) {
       .def("forward", &Cuda::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"),
            py::arg("x"), py::arg("y"), py::arg("packed"), py::arg("seed"), py::arg("device_index"),
            py::arg("stream_ptr"))
-      .def("quantise", &Cuda::quantise, py::arg("x"), py::arg("samples"), py::arg("features"),
+      .def("quantize", &Cuda::quantize, py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("bits"), py::arg("order"), py::arg("counts"), py::arg("wide"),
            py::arg("seed"), py::arg("packed"), py::arg("ranges"), py::arg("device_index"),
            py::arg("stream_ptr"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner")
@@ -821,7 +821,7 @@ void bind_cuda(py::module_& module) {
       .def("squares", &Cuda::squares, py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("out"), py::arg("device_index"), py::arg("stream_ptr"),
            py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner") = 1)
-      .def("dequantise", &Cuda::dequantise, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
+      .def("dequantize", &Cuda::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
            py::arg("order"), py::arg("counts"), py::arg("wide"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("out"), py::arg("device_index"), py::arg("stream_ptr"),
            py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1)
@@ -883,13 +883,13 @@ PYBIND11_MODULE(_kernels, module) {
       .def("forward", &Cpu::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"),
            py::arg("x"), py::arg("y"), py::arg("packed"), py::arg("seed"), py::arg("threads"),
            "y = f(x) and the packed codes of x; y may be x.")
-      .def("forward_quantised", &Cpu::forward_quantised, py::arg("function"), py::arg("p0"),
+      .def("forward_quantized", &Cpu::forward_quantized, py::arg("function"), py::arg("p0"),
            py::arg("p1"), py::arg("table"), py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("y"), py::arg("codes"), py::arg("seed"), py::arg("group_size"), py::arg("bits"),
-           py::arg("wide"), py::arg("quantiser_seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"),
-           "forward, with codes in codes, and quantise of y, in one pass; None, with nothing done, where "
+           py::arg("wide"), py::arg("quantizer_seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"),
+           "forward, with codes in codes, and quantize of y, in one pass; None, with nothing done, where "
            "threads would have to share groups.")
-      .def("quantise", &Cpu::quantise, py::arg("x"), py::arg("samples"), py::arg("features"),
+      .def("quantize", &Cpu::quantize, py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("bits"), py::arg("widths"), py::arg("wide"), py::arg("seed"),
            py::arg("packed"), py::arg("ranges"), py::arg("threads"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
@@ -899,12 +899,12 @@ PYBIND11_MODULE(_kernels, module) {
       .def("squares", &Cpu::squares, py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("out"), py::arg("threads"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
-           "length * range^2 of each group, float32; mean, rstd as in quantise.")
-      .def("dequantise", &Cpu::dequantise, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
+           "length * range^2 of each group, float32; mean, rstd as in quantize.")
+      .def("dequantize", &Cpu::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
            py::arg("widths"), py::arg("wide"), py::arg("samples"), py::arg("features"), py::arg("group_size"),
            py::arg("out"), py::arg("threads"), py::arg("scale") = py::none(), py::arg("shift") = py::none(),
            py::arg("inner") = 1,
-           "Packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantise; "
+           "Packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantize; "
            "element e is value scale[i] + shift[i].")
       .def("grid_fixed", &Cpu::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"),
            py::arg("grid"), py::arg("threads"),
@@ -913,12 +913,12 @@ PYBIND11_MODULE(_kernels, module) {
            py::arg("inner"), py::arg("bits"), py::arg("packed"), py::arg("threads"), py::arg("mean") = 
            py::none(), py::arg("rstd") = py::none(), py::arg("inner_of_entries") = 1,
            "x to packed fixed-point codes with the sign of y. grid: GRID_ROWS rows of float32; element e "
-           "has column e / inner % columns. mean, rstd: as in quantise.")
+           "has column e / inner % columns. mean, rstd: as in quantize.")
       .def("decode_fixed", &Cpu::decode_fixed, py::arg("packed"), py::arg("grid"), py::arg("inner"),
            py::arg("bits"), py::arg("activated"), py::arg("slope"), py::arg("out"), py::arg("threads"),
            py::arg("scale") = py::none(), py::arg("inner_of_entries") = 1,
            "Fixed-point codes to values: activated: y, times slope where it is not positive; else the "
-           "normalised input, times scale[i].")
+           "normalized input, times scale[i].")
       .def("mask_fixed", &Cpu::mask_fixed, py::arg("grad"), py::arg("packed"), py::arg("grid"),
            py::arg("inner"), py::arg("bits"), py::arg("slope"), py::arg("out"), py::arg("threads"),
            "out = grad, times slope where y is not positive; out may be grad.");

@@ -1,4 +1,4 @@
-// 16-bit floats to float32 and back, on bits alone, so that loops over them vectorise everywhere.
+// 16-bit floats to float32 and back, on bits alone, so that loops over them vectorize everywhere.
 //
 // Widening is exact; narrowing rounds to nearest, ties to even; a NaN becomes a quiet NaN.
 #pragma once

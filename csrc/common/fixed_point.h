@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "host_device.h"
-#include "quantise.h"
+#include "quantize.h"
 
 namespace fewbit {
 
@@ -56,7 +56,7 @@ FEWBIT_HD inline void make_column(float gamma, float beta, int bits, float* rows
   rows[channel + 6 * count] = beta;
 }
 
-// The code of a normalised x. A NaN has that of the first level, or of the first that is positive.
+// The code of a normalized x. A NaN has that of the first level, or of the first that is positive.
 FEWBIT_HD inline int32_t fixed_code(float x, bool is_positive, float start, float first, float sign, float per_unit,
                                     int levels) {
   const float most = static_cast<float>(levels);

@@ -1,4 +1,4 @@
-// The elementary functions behind functions.h: branch-free, no library calls, so that loops over them vectorise.
+// The elementary functions behind functions.h: branch-free, no library calls, so that loops over them vectorize.
 //
 // The polynomials come from csrc/tools/fit_polynomials.py. Selects are written `x > limit ? limit : x`: a NaN
 // fails every comparison and so passes through.

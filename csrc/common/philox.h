@@ -39,7 +39,7 @@ FEWBIT_HD inline PhiloxWords philox_words(uint64_t seed, uint64_t element) {
 // The first of them.
 FEWBIT_HD inline uint32_t philox_word(uint64_t seed, uint64_t element) { return philox_words(seed, element).words[0]; }
 
-// Uniform in [0, 1): the top 24 bits of the word, times 2^-24. Through int32, which vectorises.
+// Uniform in [0, 1): the top 24 bits of the word, times 2^-24. Through int32, which vectorizes.
 FEWBIT_HD inline float philox_uniform(uint64_t seed, uint64_t element) {
   return static_cast<float>(static_cast<int32_t>(philox_word(seed, element) >> 8)) * 0x1p-24f;
 }

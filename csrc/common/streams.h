@@ -1,4 +1,4 @@
-// How a quantised tensor is cut into streams and groups: docs/quantizer.md. Everything is 64-bit.
+// How a quantized tensor is cut into streams and groups: docs/quantizer.md. Everything is 64-bit.
 #pragma once
 
 #include <cstdint>

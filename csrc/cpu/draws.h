@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "../common/philox.h"
-#include "../common/quantise.h"
+#include "../common/quantize.h"
 
 namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {

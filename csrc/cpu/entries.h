@@ -1,10 +1,10 @@
-// Normalisation on load and the affine map on store, for a part of a group at a time.
+// Normalization on load and the affine map on store, for a part of a group at a time.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "../common/quantise.h"
+#include "../common/quantize.h"
 
 namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
@@ -14,14 +14,14 @@ class Entries {
  public:
   explicit Entries(const VectorIndex& index) : index_(index) {}
 
-  // Whether elements that are neighbours have entries that are neighbours, up to the last entry.
-  bool neighbours() const { return index_.inner == 1; }
+  // Whether elements that are neighbors have entries that are neighbors, up to the last entry.
+  bool neighbors() const { return index_.inner == 1; }
 
   // Whether a part has several runs of one entry each.
   bool short_runs() const { return index_.inner < kDrawBlock; }
 
   // Calls run(entry, at, length) for the runs of m elements from number `element` on; at counts from 0. A run has
-  // one entry, or, of neighbours, `length` from `entry` on.
+  // one entry, or, of neighbors, `length` from `entry` on.
   template <class Run>
   void runs(int64_t element, int m, const Run& run) {
     if (element != next_) seek(element);
@@ -31,7 +31,7 @@ class Entries {
       run(entry_, at, length);
       at += length;
       left_ -= length;
-      if (neighbours()) entry_ += length;
+      if (neighbors()) entry_ += length;
       if (left_ == 0) advance();
     }
   }
@@ -40,13 +40,13 @@ class Entries {
   void seek(int64_t element) {
     const int64_t number = element / index_.inner;
     entry_ = number % index_.count;
-    left_ = neighbours() ? index_.count - entry_ : index_.inner - (element - number * index_.inner);
+    left_ = neighbors() ? index_.count - entry_ : index_.inner - (element - number * index_.inner);
   }
 
   void advance() {
-    if (!neighbours()) ++entry_;
+    if (!neighbors()) ++entry_;
     if (entry_ == index_.count) entry_ = 0;
-    left_ = neighbours() ? index_.count : index_.inner;
+    left_ = neighbors() ? index_.count : index_.inner;
   }
 
   const VectorIndex index_;
@@ -71,15 +71,15 @@ class SpreadOut {
   alignas(64) float values_[kDrawBlock + kVector];
 };
 
-class Normaliser {
+class Normalizer {
  public:
-  explicit Normaliser(const Normalisation& by) : by_(by), entries_(by.index) {}
+  explicit Normalizer(const Normalization& by) : by_(by), entries_(by.index) {}
 
   bool exists() const { return by_.exists(); }
 
   // m elements, at most a part, from number `element` on; out may be x.
   void apply(int64_t element, int m, const float* x, float* out) {
-    if (entries_.neighbours()) {
+    if (entries_.neighbors()) {
       entries_.runs(element, m, [&](int64_t entry, int at, int length) {
         if (by_.mean) {
           each(x + at, length, by_.mean + entry, by_.rstd + entry, out + at);
@@ -114,7 +114,7 @@ class Normaliser {
     for (int i = 0; i < n; ++i) out[i] = x[i] * rstd[i];
   }
 
-  const Normalisation by_;
+  const Normalization by_;
   Entries entries_;
   SpreadOut mean_, rstd_;
 };
@@ -127,7 +127,7 @@ class Mapper {
 
   // m elements, at most a part, from number `element` on, in place.
   void apply(int64_t element, int m, float* x) {
-    if (entries_.neighbours()) {
+    if (entries_.neighbors()) {
       entries_.runs(element, m, [&](int64_t entry, int at, int length) {
         if (!by_.shift) {
           scale(x + at, length, by_.scale + entry);

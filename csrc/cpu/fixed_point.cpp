@@ -1,5 +1,5 @@
 // The fixed-point code's kernels of one instruction set. Compiled as kernels.cpp is: several times, without
-// standard library templates. Codes are made and used a chunk at a time, in loops that vectorise.
+// standard library templates. Codes are made and used a chunk at a time, in loops that vectorize.
 
 #include "../common/fixed_point.h"
 
@@ -75,14 +75,14 @@ class Along {
   const float* of(int64_t element, int m) {
     const int64_t number = element / index_.inner;
     int64_t entry = number % index_.count;
-    int64_t left = neighbours() ? index_.count - entry : index_.inner - (element - number * index_.inner);
-    if (left >= m && neighbours()) return vector_ + entry;
-    if (entry == entry_ && (neighbours() || left >= m)) return values_;  // as in the chunk before
-    const bool repeats = left >= m || (neighbours() && kChunk % index_.count == 0);
+    int64_t left = neighbors() ? index_.count - entry : index_.inner - (element - number * index_.inner);
+    if (left >= m && neighbors()) return vector_ + entry;
+    if (entry == entry_ && (neighbors() || left >= m)) return values_;  // as in the chunk before
+    const bool repeats = left >= m || (neighbors() && kChunk % index_.count == 0);
     entry_ = repeats && m == kChunk ? entry : -1;
     for (int at = 0; at < m;) {
       const int length = left < m - at ? static_cast<int>(left) : m - at;
-      if (neighbours()) {
+      if (neighbors()) {
         memcpy(values_ + at, vector_ + entry, length * sizeof(float));
         entry += length;
       } else {
@@ -91,13 +91,13 @@ class Along {
       }
       at += length;
       if (entry == index_.count) entry = 0;
-      left = neighbours() ? index_.count : index_.inner;
+      left = neighbors() ? index_.count : index_.inner;
     }
     return values_;
   }
 
  private:
-  bool neighbours() const { return index_.inner == 1; }
+  bool neighbors() const { return index_.inner == 1; }
 
   // Whole vectors are written: what comes behind is overwritten next.
   void put(int at, int n, float value) {
@@ -116,13 +116,13 @@ class Along {
 // -- encode ----------------------------------------------------------------------------------------------------
 
 template <class Number>
-void encode_as(const Grid& grid, const Normalisation& normalisation, const typename Number::Type* x,
+void encode_as(const Grid& grid, const Normalization& normalization, const typename Number::Type* x,
                const typename Number::Type* y, int bits, int64_t begin, int64_t end, uint32_t* packed) {
   typedef typename Number::Type T;
   alignas(64) float values[kChunk];
   alignas(64) uint8_t positive[kChunk], codes[kChunk];
   Along starts(grid.start(), grid.index), firsts(grid.first(), grid.index), signs(grid.sign(), grid.index);
-  Along means(normalisation.mean, normalisation.index), rstds(normalisation.rstd, normalisation.index);
+  Along means(normalization.mean, normalization.index), rstds(normalization.rstd, normalization.index);
   const float per_unit = steps_per_unit(bits);
   const int levels = 1 << bits;
   for (int64_t i = begin; i < end; i += kChunk) {
@@ -130,7 +130,7 @@ void encode_as(const Grid& grid, const Normalisation& normalisation, const typen
     const T *from = x + i, *result = y + i;
     for (int j = 0; j < m; ++j) values[j] = static_cast<float>(Number::widen(from[j]));
     for (int j = 0; j < m; ++j) positive[j] = !(Number::widen(result[j]) <= 0);
-    if (normalisation.exists()) {
+    if (normalization.exists()) {
       const float *mean = means.of(i, m), *rstd = rstds.of(i, m);
 #pragma GCC ivdep
       for (int j = 0; j < m; ++j) values[j] = (values[j] - mean[j]) * rstd[j];
@@ -145,10 +145,10 @@ void encode_as(const Grid& grid, const Normalisation& normalisation, const typen
   }
 }
 
-void encode(const Grid& grid, const Normalisation& normalisation, const void* x, const void* y, DType dtype, int bits,
+void encode(const Grid& grid, const Normalization& normalization, const void* x, const void* y, DType dtype, int bits,
             int64_t begin, int64_t end, uint32_t* packed) {
 #define FEWBIT_ENCODE(Number)                                                          \
-  encode_as<Number>(grid, normalisation, static_cast<const Number::Type*>(x),          \
+  encode_as<Number>(grid, normalization, static_cast<const Number::Type*>(x),          \
                     static_cast<const Number::Type*>(y), bits, begin, end, packed)
   FEWBIT_WITH_NUMBER(dtype, FEWBIT_ENCODE)
 }

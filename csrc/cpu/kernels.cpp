@@ -25,7 +25,7 @@ namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
 extern const Kernels kernels;
-extern const QuantiserKernels quantiser_kernels;    // quantise.cpp
+extern const QuantizerKernels quantizer_kernels;    // quantize.cpp
 extern const FixedPointKernels fixed_point_kernels;  // fixed_point.cpp
 
 namespace {
@@ -448,7 +448,7 @@ void unpack(const uint32_t* packed, int64_t begin, int64_t end, int bits, uint8_
 }  // namespace
 
 const Kernels kernels = {FEWBIT_STRING(FEWBIT_NAMESPACE), pack, unpack, encode, decode_mul, forward,
-                         &quantiser_kernels, &fixed_point_kernels};
+                         &quantizer_kernels, &fixed_point_kernels};
 
 }  // namespace FEWBIT_NAMESPACE
 }  // namespace fewbit

@@ -7,7 +7,7 @@
 
 #include "../common/dtype.h"
 #include "../common/fixed_point.h"
-#include "../common/quantise.h"
+#include "../common/quantize.h"
 #include "../common/streams.h"
 #include "../common/table.h"
 
@@ -22,29 +22,29 @@ struct Spread {
   bool nan;
 };
 
-// The group quantiser (docs/quantizer.md). Each function does the groups [begin, end) of all streams. order: the
+// The group quantizer (docs/quantizer.md). Each function does the groups [begin, end) of all streams. order: the
 // samples by stream, null where they are in order already. Pointers are aligned to one element.
-struct QuantiserKernels {
+struct QuantizerKernels {
   // The words of groups may share blocks with those of other calls (word_writer.h). Adds to `spread`, which is that of
-  // what is quantised.
-  void (*quantise)(const Streams& streams, const int64_t* order, const void* x, DType dtype,
-                   const Normalisation& normalisation, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
+  // what is quantized.
+  void (*quantize)(const Streams& streams, const int64_t* order, const void* x, DType dtype,
+                   const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
                    uint16_t* ranges, Spread& spread);
   // out[g] = length * range^2 of each group, exact ranges, in float32; NaN where an element is not finite.
-  void (*squares)(const Streams& streams, const void* x, DType dtype, const Normalisation& normalisation,
+  void (*squares)(const Streams& streams, const void* x, DType dtype, const Normalization& normalization,
                   int64_t begin, int64_t end, float* out);
   // affine: none where there is an order and groups run across samples. past_caches: nobody is going to find `out` in
   // the caches.
-  void (*dequantise)(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
+  void (*dequantize)(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
                      const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype, bool past_caches);
 };
 
 // The fixed-point code of pre-activations. Each function does the elements [begin, end), as in `Kernels`.
 struct FixedPointKernels {
   // y: for its sign, of x's dtype.
-  void (*encode)(const Grid& grid, const Normalisation& normalisation, const void* x, const void* y, DType dtype,
+  void (*encode)(const Grid& grid, const Normalization& normalization, const void* x, const void* y, DType dtype,
                  int bits, int64_t begin, int64_t end, uint32_t* packed);
-  // activated: y with that slope where it is not positive; else the normalised input, times scale if there is one.
+  // activated: y with that slope where it is not positive; else the normalized input, times scale if there is one.
   void (*decode)(const Grid& grid, const Scale& scale, const uint32_t* packed, int bits, int64_t begin, int64_t end,
                  bool activated, float slope, void* out, DType dtype);
   // out may be grad.
@@ -66,7 +66,7 @@ struct Kernels {
   // Not for float64. y may be x.
   void (*forward)(int function, double p0, double p1, const Table& table, const void* x, DType dtype,
                   int64_t begin, int64_t end, void* y, uint32_t* packed, uint64_t seed);
-  const QuantiserKernels* quantiser;
+  const QuantizerKernels* quantizer;
   const FixedPointKernels* fixed_point;
 };
 

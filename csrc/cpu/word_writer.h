@@ -10,7 +10,7 @@ namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
 // Blocks that two threads write, one up to a group and the other from there on, hold zeros before either begins
-// (clear_edge of quantiser.h), and get their bits by atomic operations.
+// (clear_edge of quantizer.h), and get their bits by atomic operations.
 class WordWriter {
  public:
   // words: of the stream; first: the element to begin with.

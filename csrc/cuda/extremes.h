@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "common/quantise.h"
+#include "common/quantize.h"
 #include "cuda/groups.h"
 #include "cuda/tile.h"
 
@@ -21,8 +21,8 @@ struct Extremes {
   float least, greatest;
 };
 
-// Normalises a lane's elements of the part from `begin` on.
-__device__ inline void normalise_part(float* values, const Normalisation& by, const GroupPlace& place, int begin,
+// Normalizes a lane's elements of the part from `begin` on.
+__device__ inline void normalize_part(float* values, const Normalization& by, const GroupPlace& place, int begin,
                                       int length, int lane) {
   const Entries entries(by.index, place.contiguous() ? place.of(begin) : 0);
 #pragma unroll
@@ -34,16 +34,16 @@ __device__ inline void normalise_part(float* values, const Normalisation& by, co
   }
 }
 
-// A lane's elements of the part from `begin` on, as they are quantised; those that do not exist are left out.
-template <bool Normalised, class T>
-__device__ void read_part(float* values, const T* x, const Normalisation& by, const GroupPlace& place, int begin,
+// A lane's elements of the part from `begin` on, as they are quantized; those that do not exist are left out.
+template <bool Normalized, class T>
+__device__ void read_part(float* values, const T* x, const Normalization& by, const GroupPlace& place, int begin,
                           int length, int lane) {
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) {
     const int i = begin + 32 * j + lane;
     if (i < length) values[j] = as_float(x[place.of(i)]);
   }
-  if (Normalised) normalise_part(values, by, place, begin, length, lane);
+  if (Normalized) normalize_part(values, by, place, begin, length, lane);
 }
 
 // Adds a part's elements to what a lane knows of the group.
@@ -62,13 +62,13 @@ __device__ inline float other_lanes(float own, int step) {
 }
 
 // Of a group, in all lanes of its warp; `values` are then a lane's elements of the last part.
-template <bool Normalised, class T>
-__device__ Extremes extremes_of(float* values, const T* x, const Normalisation& by, const GroupPlace& place,
+template <bool Normalized, class T>
+__device__ Extremes extremes_of(float* values, const T* x, const Normalization& by, const GroupPlace& place,
                                 int length, int lane) {
   const float infinity = float_of(0x7F800000u);
   Extremes extremes = {infinity, -infinity};
   for (int begin = 0; begin < length; begin += kDrawBlock) {
-    read_part<Normalised>(values, x, by, place, begin, length, lane);
+    read_part<Normalized>(values, x, by, place, begin, length, lane);
     add_part(extremes, values, begin, length, lane);
   }
 #pragma unroll

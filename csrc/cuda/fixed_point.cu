@@ -42,13 +42,13 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    encode_fixed_kernel(const __grid_constant__ Grid grid, const __grid_constant__ Normalisation normalisation,
+    encode_fixed_kernel(const __grid_constant__ Grid grid, const __grid_constant__ Normalization normalization,
                         const T* x, const T* y, int64_t n, int bits, uint32_t* packed) {
   const int lane = threadIdx.x % 32, levels = 1 << bits;
   const float per_unit = steps_per_unit(bits);
   for (int64_t part = first_group_of_warp(); part < part_count(n); part += groups_apart()) {
     const int64_t begin = part * kDrawBlock;
-    const Entries channels(grid.index, begin), entries(normalisation.index, begin);
+    const Entries channels(grid.index, begin), entries(normalization.index, begin);
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       const int i = round * kBlock + lane;
@@ -56,9 +56,9 @@ __global__ void __launch_bounds__(kThreads)
       uint32_t code = 0;
       if (begin + i < n) {
         float value = as_float(x[begin + i]);
-        if (normalisation.exists()) {
+        if (normalization.exists()) {
           const int64_t entry = entries.of(i);
-          value = (value - mean_at(normalisation, entry)) * normalisation.rstd[entry];
+          value = (value - mean_at(normalization, entry)) * normalization.rstd[entry];
         }
         const bool is_positive = !(wide_of(y[begin + i]) <= 0);
         const int64_t channel = channels.of(i);
@@ -130,13 +130,13 @@ void grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, floa
   launch(grid_fixed_kernel, device, stream, n / 32 + 1, kWaves, gamma, beta, n, bits, grid);
 }
 
-void encode_fixed(const Grid& grid, const Normalisation& normalisation, const void* x, const void* y, int dtype,
+void encode_fixed(const Grid& grid, const Normalization& normalization, const void* x, const void* y, int dtype,
                   int64_t n, int bits, int32_t* packed, int device, void* stream) {
   if (n <= 0) return;
   const DeviceScope scope(device);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(encode_fixed_kernel<T>, device, stream, part_count(n), kWaves, grid, normalisation,
+    launch(encode_fixed_kernel<T>, device, stream, part_count(n), kWaves, grid, normalization,
            static_cast<const T*>(x), static_cast<const T*>(y), n, bits, reinterpret_cast<uint32_t*>(packed));
   });
 }

@@ -1,4 +1,4 @@
-// Groups of a quantised tensor, as warps see them.
+// Groups of a quantized tensor, as warps see them.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "common/quantise.h"
+#include "common/quantize.h"
 #include "common/streams.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
@@ -17,7 +17,7 @@ namespace fewbit::cuda {
 
 // The streams where all samples have one width; else only what does not depend on the widths, and of samples, words and
 // groups those that there are.
-inline Streams uniform_streams(const Quantised& of) {
+inline Streams uniform_streams(const Quantized& of) {
   Streams streams = one_stream(of.samples, of.features, of.group_size, of.wide, of.bits);
   if (of.counts) {
     streams.words = of.words;

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "common/fixed_point.h"
-#include "common/quantise.h"
+#include "common/quantize.h"
 #include "common/streams.h"
 #include "common/table.h"
 
@@ -47,12 +47,12 @@ void decode_mul(const Table& table, const void* grad, int dtype, int64_t n, cons
 void forward(int function, double p0, double p1, const Table& table, const void* x, int dtype, int64_t n,
              void* y, int32_t* packed, const int64_t* seed, int device, void* stream);
 
-// What a quantised tensor is (docs/quantizer.md): samples of `features`, all of `bits`; or each of a width of its
+// What a quantized tensor is (docs/quantizer.md): samples of `features`, all of `bits`; or each of a width of its
 // own, in device memory: order, the samples in ascending width, equal ones in order, and counts, how many samples
 // have each width from 0 to 8. Those two are null where there is one width. words, groups: int32 words of packed codes
 // and rows of ranges that there are: of several widths as many as are needed or more, which is checked on the device,
 // as asking it here would wait for it. Where they are too few the kernel stops with an error (__trap).
-struct Quantised {
+struct Quantized {
   int64_t samples, features;
   int group_size;
   bool wide;
@@ -63,26 +63,26 @@ struct Quantised {
 };
 
 // x -> packed codes and ranges; more than is needed becomes zeros. `seed`: one int64 in device memory.
-void quantise(const Quantised& of, const void* x, int dtype, const Normalisation& normalisation, const int64_t* seed,
+void quantize(const Quantized& of, const void* x, int dtype, const Normalization& normalization, const int64_t* seed,
               int32_t* packed, uint16_t* ranges, int device, void* stream);
 
 // out: (streams.groups,), length * range^2 of each group of x, whose samples are in order: of one stream. NaN where an
 // element is not finite.
-void squares(const Streams& streams, const void* x, int dtype, const Normalisation& normalisation, float* out,
+void squares(const Streams& streams, const void* x, int dtype, const Normalization& normalization, float* out,
              int device, void* stream);
 
 // The values, rounded once to their dtype. affine: not of samples of several widths that share groups.
-void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine, void* out,
+void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine, void* out,
                 int dtype, int device, void* stream);
 
 // gamma and beta (n,) -> grid (kGridRows, n).
 void grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid, int device, void* stream);
 
 // The fixed-point code of n pre-activations (fewbit/runtime/ops/fixed_point.py). y: for its sign, of x's dtype.
-void encode_fixed(const Grid& grid, const Normalisation& normalisation, const void* x, const void* y, int dtype,
+void encode_fixed(const Grid& grid, const Normalization& normalization, const void* x, const void* y, int dtype,
                   int64_t n, int bits, int32_t* packed, int device, void* stream);
 
-// activated: y with that slope where it is not positive; else the normalised input, times scale if there is one.
+// activated: y with that slope where it is not positive; else the normalized input, times scale if there is one.
 void decode_fixed(const Grid& grid, const Scale& scale, const int32_t* packed, int64_t n, int bits, bool activated,
                   float slope, void* out, int dtype, int device, void* stream);
 

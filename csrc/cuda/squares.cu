@@ -1,6 +1,6 @@
-// What the variance of quantised groups is made of: length * range^2, a warp a group.
+// What the variance of quantized groups is made of: length * range^2, a warp a group.
 
-#include "common/quantise.h"
+#include "common/quantize.h"
 #include "cuda/dispatch.h"
 #include "cuda/extremes.h"
 #include "cuda/groups.h"
@@ -10,17 +10,17 @@
 namespace fewbit::cuda {
 namespace {
 
-template <class T, bool Normalised>
+template <class T, bool Normalized>
 __global__ void __launch_bounds__(kThreads)
     squares_kernel(const __grid_constant__ Streams streams, const T* x,
-                   const __grid_constant__ Normalisation normalisation, float* out) {
+                   const __grid_constant__ Normalization normalization, float* out) {
   const int lane = threadIdx.x % 32;
   const Stream& stream = streams.of[0];
   for (int64_t number = first_group_of_warp(); number < streams.groups; number += groups_apart()) {
     const Group group = group_at(streams, stream, number);
     const GroupPlace place(streams, stream, nullptr, group);
     float values[kPerLane] = {};
-    const Extremes extremes = extremes_of<Normalised>(values, x, normalisation, place, group.length, lane);
+    const Extremes extremes = extremes_of<Normalized>(values, x, normalization, place, group.length, lane);
     const float range = extremes.greatest - extremes.least;
     const float square = static_cast<float>(group.length) * (range * range);
     if (lane == 0) out[number] = is_finite(extremes.least) ? square : float_of(0x7FC00000u);
@@ -29,14 +29,14 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void squares(const Streams& streams, const void* x, int dtype, const Normalisation& normalisation, float* out,
+void squares(const Streams& streams, const void* x, int dtype, const Normalization& normalization, float* out,
              int device, void* stream) {
   if (streams.groups <= 0) return;
   const DeviceScope scope(device);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto kernel = normalisation.exists() ? squares_kernel<T, true> : squares_kernel<T, false>;
-    launch(kernel, device, stream, streams.groups, kWaves, streams, static_cast<const T*>(x), normalisation, out);
+    const auto kernel = normalization.exists() ? squares_kernel<T, true> : squares_kernel<T, false>;
+    launch(kernel, device, stream, streams.groups, kWaves, streams, static_cast<const T*>(x), normalization, out);
   });
 }
 

@@ -1,7 +1,7 @@
 // How a warp shares a tile of elements and the words of the packed format.
 //
 // Global memory is read and written 16 bytes a lane, lanes side by side. That leaves a lane with groups of 8
-// elements: 8 neighbours of a 16-bit type (a vector) and of float64 (4 vectors), twice 4 neighbours of float32
+// elements: 8 neighbors of a 16-bit type (a vector) and of float64 (4 vectors), twice 4 neighbors of float32
 // (2 vectors, 128 elements apart). A lane's share of a word is then a byte, or two nibbles of two
 // words; exchanges between lanes turn one into the other, and each is its own inverse.
 //
@@ -53,7 +53,7 @@ __device__ inline uint32_t exchange_bytes(uint32_t own, int lane) {
   return __byte_perm(own, other, lane & (2 * Step) ? 0x3276 : 0x5410);
 }
 
-// The same for 2 x 2 nibbles of every byte over 2 neighbouring lanes.
+// The same for 2 x 2 nibbles of every byte over 2 neighboring lanes.
 __device__ inline uint32_t exchange_nibbles(uint32_t own, int lane) {
   const uint32_t other = __shfl_xor_sync(kAllLanes, own, 1);
   return lane & 1 ? (other >> 4 & 0x0F0F0F0Fu) | (own & 0xF0F0F0F0u)
@@ -149,7 +149,7 @@ struct Fragment {
   __host__ __device__ uint32_t* group(int g) { return words + g * kPerGroup; }
 };
 
-// The i-th value of a group, and two neighbours back.
+// The i-th value of a group, and two neighbors back.
 template <class T>
 __host__ __device__ Wide<T> value(const uint32_t* group, int i) {
   if constexpr (sizeof(T) == 2) {

@@ -104,29 +104,29 @@ const char* emulated_forward(int function, double p0, double p1, const void* tab
   });
 }
 
-const char* emulated_quantise(const void* x, int dtype, int64_t samples, int64_t features, int group_size, int bits,
+const char* emulated_quantize(const void* x, int dtype, int64_t samples, int64_t features, int group_size, int bits,
                               const int64_t* order, const int64_t* counts, int wide, const int64_t* seed,
                               int32_t* packed, int64_t words, uint16_t* ranges, int64_t groups, const float* mean,
                               const float* rstd, int64_t entries, int64_t inner) {
-  const fewbit::cuda::Quantised of{samples, features, group_size, wide != 0, bits, order, counts, words, groups};
-  const fewbit::Normalisation by{mean, rstd, {entries, inner}};
-  return guarded([&] { fewbit::cuda::quantise(of, x, dtype, by, seed, packed, ranges, 1, nullptr); });
+  const fewbit::cuda::Quantized of{samples, features, group_size, wide != 0, bits, order, counts, words, groups};
+  const fewbit::Normalization by{mean, rstd, {entries, inner}};
+  return guarded([&] { fewbit::cuda::quantize(of, x, dtype, by, seed, packed, ranges, 1, nullptr); });
 }
 
 const char* emulated_squares(const void* x, int dtype, int64_t samples, int64_t features, int group_size, float* out,
                              const float* mean, const float* rstd, int64_t entries, int64_t inner) {
   const fewbit::Streams streams = fewbit::one_stream(samples, features, group_size, false, 1);
-  const fewbit::Normalisation by{mean, rstd, {entries, inner}};
+  const fewbit::Normalization by{mean, rstd, {entries, inner}};
   return guarded([&] { fewbit::cuda::squares(streams, x, dtype, by, out, 1, nullptr); });
 }
 
-const char* emulated_dequantise(const int32_t* packed, int64_t words, const uint16_t* ranges, int64_t groups, int bits,
+const char* emulated_dequantize(const int32_t* packed, int64_t words, const uint16_t* ranges, int64_t groups, int bits,
                                 const int64_t* order, const int64_t* counts, int wide, int64_t samples,
                                 int64_t features, int group_size, void* out, int dtype, const float* scale,
                                 const float* shift, int64_t entries, int64_t inner) {
-  const fewbit::cuda::Quantised of{samples, features, group_size, wide != 0, bits, order, counts, words, groups};
+  const fewbit::cuda::Quantized of{samples, features, group_size, wide != 0, bits, order, counts, words, groups};
   const fewbit::Affine by{scale, shift, {entries, inner}};
-  return guarded([&] { fewbit::cuda::dequantise(of, packed, ranges, by, out, dtype, 1, nullptr); });
+  return guarded([&] { fewbit::cuda::dequantize(of, packed, ranges, by, out, dtype, 1, nullptr); });
 }
 
 const char* emulated_grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid) {
@@ -137,8 +137,8 @@ const char* emulated_encode_fixed(const void* x, const void* y, int dtype, int64
                                   int64_t channels, int64_t inner, int bits, int32_t* packed, const float* mean,
                                   const float* rstd, int64_t entries, int64_t inner_of_entries) {
   const fewbit::Grid by{grid, {channels, inner}};
-  const fewbit::Normalisation normalisation{mean, rstd, {entries, inner_of_entries}};
-  return guarded([&] { fewbit::cuda::encode_fixed(by, normalisation, x, y, dtype, n, bits, packed, 1, nullptr); });
+  const fewbit::Normalization normalization{mean, rstd, {entries, inner_of_entries}};
+  return guarded([&] { fewbit::cuda::encode_fixed(by, normalization, x, y, dtype, n, bits, packed, 1, nullptr); });
 }
 
 const char* emulated_decode_fixed(const int32_t* packed, int64_t n, const float* grid, int64_t channels, int64_t inner,

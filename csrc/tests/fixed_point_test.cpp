@@ -40,12 +40,12 @@ void test_type(const Kernels& kernels, int64_t n, const VectorIndex& channels, c
   Exact<T> x(n), y(n), out(n);
   for (int64_t i = 0; i < n; ++i) x[i] = N::narrow(normal(generator)), y[i] = N::narrow(normal(generator));
   const Grid grid{rows.data(), channels};
-  const Normalisation normalisation{mean.data(), rstd.data(), statistics};
+  const Normalization normalization{mean.data(), rstd.data(), statistics};
   Exact<uint32_t> packed(packed_words(n, bits));
   const int64_t cut = n / 2 / kChunk * kChunk;  // as two threads would
   const FixedPointKernels& fixed = *kernels.fixed_point;
-  fixed.encode(grid, normalisation, x.data(), y.data(), DTYPE, bits, 0, cut, packed.data());
-  fixed.encode(grid, normalisation, x.data(), y.data(), DTYPE, bits, cut, n, packed.data());
+  fixed.encode(grid, normalization, x.data(), y.data(), DTYPE, bits, 0, cut, packed.data());
+  fixed.encode(grid, normalization, x.data(), y.data(), DTYPE, bits, cut, n, packed.data());
   for (int64_t i = 0; i < n; ++i) {
     const int64_t entry = entry_of(statistics, i), channel = entry_of(channels, i);
     const float value = (static_cast<float>(N::wide(x[i])) - mean[entry]) * rstd[entry];

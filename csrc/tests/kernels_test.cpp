@@ -22,7 +22,7 @@
 
 using namespace fewbit;
 
-void test_quantiser(const Kernels& kernels);    // quantiser_test.cpp
+void test_quantizer(const Kernels& kernels);    // quantizer_test.cpp
 void test_fixed_point(const Kernels& kernels);  // fixed_point_test.cpp
 
 namespace {
@@ -243,7 +243,7 @@ int main() {
   test_refusals();
   for (const std::string& isa : cpu_isas()) {
     test_kernels(*kernels_of(isa));
-    test_quantiser(*kernels_of(isa));
+    test_quantizer(*kernels_of(isa));
     test_fixed_point(*kernels_of(isa));
     std::printf("%s: passed\n", isa.c_str());
   }

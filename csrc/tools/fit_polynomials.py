@@ -3,7 +3,7 @@
     python csrc/tools/fit_polynomials.py            the arrays
     python csrc/tools/fit_polynomials.py --report   their errors before and after rounding
 
-Each fit minimises the largest weighted error on Chebyshev nodes (Lawson's iteratively reweighted
+Each fit minimizes the largest weighted error on Chebyshev nodes (Lawson's iteratively reweighted
 least squares, which converges to the minimax polynomial), then rounds the coefficients from the lowest order up and refits the rest each time, so that later ones absorb earlier roundings.
 """
 

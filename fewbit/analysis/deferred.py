@@ -1,6 +1,6 @@
-"""Quantisers that round in the backward pass, so that one forward serves many draws.
+"""Quantizers that round in the backward pass, so that one forward serves many draws.
 
-Rounding changes what backward restores and nothing that forward computes. A deferred quantiser keeps the tensor
+Rounding changes what backward restores and nothing that forward computes. A deferred quantizer keeps the tensor
 itself, and each backward pass over the same graph rounds it anew, alike, or not at all, as `Noise` says.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.runtime.interop.interrupts import afterwards
-from fewbit.runtime.quantizers.quantizer import Kept, Quantiser
+from fewbit.runtime.quantizers.quantizer import Kept, Quantizer
 
 
 class Noise:
@@ -30,11 +30,11 @@ class Noise:
         self.contexts: dict[str, int] = {}
         self._draws, self._again = None, {}
 
-    def defer(self, quantiser: Quantiser) -> Quantiser:
+    def defer(self, quantizer: Quantizer) -> Quantizer:
         """The same object, from now on deferred."""
-        quantiser.__class__ = DeferredQuantiser
-        quantiser.noise = self
-        return quantiser
+        quantizer.__class__ = DeferredQuantizer
+        quantizer.noise = self
+        return quantizer
 
     @contextmanager
     def drawn(self, draws: Mapping[str, object]):
@@ -65,7 +65,7 @@ class Noise:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), signed=True)
 
 
-class DeferredQuantiser(Quantiser):
+class DeferredQuantizer(Quantizer):
     """One that rounds in the backward pass. Every layer rounds for itself: copies are not shared."""
 
     noise: Noise
@@ -74,28 +74,28 @@ class DeferredQuantiser(Quantiser):
         """x itself."""
         return self._keep_exactly(x.detach(), False)
 
-    def keep_normalised(self, x, mean, rstd, inner: int | None) -> Kept:
+    def keep_normalized(self, x, mean, rstd, inner: int | None) -> Kept:
         """(x - mean) rstd itself."""
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
         return self._keep_exactly(x, True)
 
-    def _keep_exactly(self, x, is_normalised) -> Kept:
+    def _keep_exactly(self, x, is_normalized) -> Kept:
         context, number = self.noise.kept()
-        recipe = _Deferred(self, context, is_normalised, tuple(x.shape), x.dtype)
+        recipe = _Deferred(self, context, is_normalized, tuple(x.shape), x.dtype)
         return Kept((x, torch.tensor(number)), recipe)
 
 
 class _Deferred(NamedTuple):
-    """How an exact tensor becomes what its quantised copy would be, with the interface of `Recipe`.
+    """How an exact tensor becomes what its quantized copy would be, with the interface of `Recipe`.
 
     The tensor's number is kept beside it: one recipe may restore several.
     """
 
-    quantiser: DeferredQuantiser
+    quantizer: DeferredQuantizer
     context: str
-    is_normalised: bool
+    is_normalized: bool
     size: tuple[int, ...]
     dtype: torch.dtype
 
@@ -106,7 +106,7 @@ class _Deferred(NamedTuple):
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         """The values, in the dtype that was kept unless given; affine: as for `Recipe.restore`."""
         x, number = tensors
-        seed = self.quantiser.noise.seed_of(self.context, number.item())
+        seed = self.quantizer.noise.seed_of(self.context, number.item())
         values = x.clone() if seed is None else self._rounded(x, seed)
         scale, shift, _ = affine or (None, None, None)
         if scale is not None:
@@ -116,18 +116,18 @@ class _Deferred(NamedTuple):
         return values.to(dtype or self.dtype)
 
     def _rounded(self, x, seed: int) -> torch.Tensor:
-        quantiser = _Seeded(self.quantiser, seed)
-        if self.is_normalised:
-            kept = quantiser.keep_normalised(x, None, torch.ones((), device=x.device), None)
+        quantizer = _Seeded(self.quantizer, seed)
+        if self.is_normalized:
+            kept = quantizer.keep_normalized(x, None, torch.ones((), device=x.device), None)
         else:
-            kept = quantiser.keep(x)
+            kept = quantizer.keep(x)
         return kept.recipe.restore(kept.tensors, self.dtype)
 
 
-class _Seeded(Quantiser):
-    """A deferred quantiser's own rounding, with a given seed."""
+class _Seeded(Quantizer):
+    """A deferred quantizer's own rounding, with a given seed."""
 
-    def __init__(self, like: Quantiser, seed: int):
+    def __init__(self, like: Quantizer, seed: int):
         super().__init__(like.bits, like.group_size, like.minimum)
         self._offset = like._offset
         self._given = seed

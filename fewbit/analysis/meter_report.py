@@ -21,8 +21,8 @@ NOTHING = (
     "Nothing is kept for backward: no output depends on anything that requires grad, "
     "or the forward switches gradients off (torch.no_grad)."
 )
-# In this order, and in these colours (safe for colour-blind readers), wherever kinds stand side by side.
-COLOURS = {
+# In this order, and in these colors (safe for color-blind readers), wherever kinds stand side by side.
+COLORS = {
     "activation": "#4477aa",
     "input": "#66ccee",
     "integer": "#ccbb44",
@@ -130,7 +130,7 @@ class SavedBytesReport:
             names = sorted({entry.module or "(the model)" for entry in wide})
             more = ", ..." * (len(names) > 3)
             lines.append(
-                f"{len(wide)} quantised with float32 minimums, as their offset is large against "
+                f"{len(wide)} quantized with float32 minimums, as their offset is large against "
                 f"their range: {', '.join(names[:3])}{more}"
             )
         idle = sum(entry.bytes - entry.viewed_bytes for entry in self.kept if entry.bytes)
@@ -141,9 +141,9 @@ class SavedBytesReport:
         return lines
 
     def _kinds(self) -> dict[str, int]:
-        """by_kind() in the order of the colours, without what has no bytes."""
+        """by_kind() in the order of the colors, without what has no bytes."""
         sizes = self.by_kind()
-        return {kind: sizes[kind] for kind in COLOURS if sizes.get(kind)}
+        return {kind: sizes[kind] for kind in COLORS if sizes.get(kind)}
 
     def __rich_console__(self, console, options):
         from rich.text import Text
@@ -232,12 +232,12 @@ class SavedBytesReport:
         for kind, size in self._kinds().items():
             if kind in ("parameter", "buffer"):
                 continue
-            percent, colour = 100 * size / self.total, COLOURS[kind]
+            percent, color = 100 * size / self.total, COLORS[kind]
             title = f"{kind}: {amount(size)}"
             parts.append(
-                f'<div title="{title}" style="width:{percent:.3f}%;background:{colour}"></div>'
+                f'<div title="{title}" style="width:{percent:.3f}%;background:{color}"></div>'
             )
-            legend.append(f'<span style="color:{colour}">■</span> {title}')
+            legend.append(f'<span style="color:{color}">■</span> {title}')
         return (
             f'<div style="display:flex;height:14px;margin:6px 0 2px">{"".join(parts)}</div>'
             f'<div style="margin-bottom:6px">{" &nbsp; ".join(legend)}</div>'
@@ -308,7 +308,7 @@ def _draw(axes, bars: dict[str, dict[str, int]], report: SavedBytesReport) -> No
         sizes = [bars[name].get(kind, 0) / unit[1] for name in names]
         if any(sizes):
             axes.barh(
-                range(len(names)), sizes, left=left, color=COLOURS[kind], label=kind, height=0.7
+                range(len(names)), sizes, left=left, color=COLORS[kind], label=kind, height=0.7
             )
             left = [a + b for a, b in zip(left, sizes, strict=True)]
     for i, name in enumerate(names):

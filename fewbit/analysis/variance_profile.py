@@ -45,7 +45,7 @@ from fewbit.errors import InputError
 from fewbit.render.documents import Document
 from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.interrupts import leaves_nothing
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.schema import VARIANCE_PROFILE
 
 
@@ -61,7 +61,7 @@ class VarianceProfile(Document, VarianceProfileReport):
     forward. parameters: paths of the modules that own parameters which require grad, in the same order, those
     that are no contexts where they are called. terms: (C, P). sampling:
     (P,), the variance of the exact gradient between minibatches. direct: (P,), the variance with all
-    contexts drawn at once, to compare with `quantisation`. bias: (P,), the squared norm of the
+    contexts drawn at once, to compare with `quantization`. bias: (P,), the squared norm of the
     compressed gradient's mean minus the exact gradient, of few-bit activations too; an estimate that is
     exact in expectation, so that it may be below 0. bits: of the settings. draws: pairs of draws for each
     context and batch. sampled: what `sampling` was measured from.
@@ -86,30 +86,30 @@ class VarianceProfile(Document, VarianceProfileReport):
     sampled: str
 
     @property
-    def quantisation(self) -> np.ndarray:
+    def quantization(self) -> np.ndarray:
         """(P,): the sum of the terms over contexts, what rounding adds by Theorem 3."""
         return self.terms.sum(0)
 
     @property
-    def quantisation_error(self) -> np.ndarray:
+    def quantization_error(self) -> np.ndarray:
         """(P,): its standard error; the draws of different contexts are independent."""
         return np.sqrt(np.square(self.terms_error).sum(0))
 
     def total(self) -> np.ndarray:
-        """(P,): the variance of the compressed gradient by Theorem 3, sampling and quantisation."""
-        return self.sampling + self.quantisation
+        """(P,): the variance of the compressed gradient by Theorem 3, sampling and quantization."""
+        return self.sampling + self.quantization
 
     @property
     def agreement(self) -> np.ndarray:
-        """(P,): `quantisation` minus `direct` in standard errors of that difference; 0 where nothing rounds."""
-        error = np.hypot(self.quantisation_error, self.direct_error)
-        difference = self.quantisation - self.direct
+        """(P,): `quantization` minus `direct` in standard errors of that difference; 0 where nothing rounds."""
+        error = np.hypot(self.quantization_error, self.direct_error)
+        difference = self.quantization - self.direct
         return np.divide(difference, error, out=np.zeros_like(error), where=error > 0)
 
     @property
     def sampling_ratio(self) -> float:
-        """Sampling variance over quantisation variance, each summed over all parameters."""
-        return _ratio(self.sampling.sum(), self.quantisation.sum())
+        """Sampling variance over quantization variance, each summed over all parameters."""
+        return _ratio(self.sampling.sum(), self.quantization.sum())
 
     @property
     def own(self) -> np.ndarray:
@@ -124,8 +124,8 @@ class VarianceProfile(Document, VarianceProfileReport):
 
     @property
     def own_share(self) -> float:
-        """The share of all quantisation variance that comes from modules' own contexts."""
-        return _ratio(self.own.sum(), self.quantisation.sum())
+        """The share of all quantization variance that comes from modules' own contexts."""
+        return _ratio(self.own.sum(), self.quantization.sum())
 
     def to_dict(self) -> dict:
         """Everything as JSON-able values; standard errors that are not known as None."""
@@ -248,15 +248,15 @@ def variance_profile(
 
 @dataclass(frozen=True)
 class _Deferring(Settings):
-    """Settings whose quantisers round in the backward pass."""
+    """Settings whose quantizers round in the backward pass."""
 
     noise: Noise | None = None
 
-    def quantiser(self, *args, **kwargs) -> Quantiser:
-        return self.noise.defer(super().quantiser(*args, **kwargs))
+    def quantizer(self, *args, **kwargs) -> Quantizer:
+        return self.noise.defer(super().quantizer(*args, **kwargs))
 
-    def attention_quantiser(self, *args, **kwargs) -> Quantiser:
-        return self.noise.defer(super().attention_quantiser(*args, **kwargs))
+    def attention_quantizer(self, *args, **kwargs) -> Quantizer:
+        return self.noise.defer(super().attention_quantizer(*args, **kwargs))
 
 
 class _Recorder(meter._Recorder):
@@ -298,10 +298,10 @@ class _Measured(Measured):
         return sorted(range(len(paths)), key=lambda i: place(paths[i]))
 
     def defer(self) -> None:
-        """Defers the quantisers that modules had when they were made, too."""
+        """Defers the quantizers that modules had when they were made, too."""
         for module in self.model.modules():
             for value in vars(module).values():
-                if type(value) is Quantiser:
+                if type(value) is Quantizer:
                     self.noise.defer(value)
 
     @contextmanager
@@ -329,7 +329,7 @@ def _measured(compressed: _Measured, exact: _Measured, batch, number, draws, bat
         contexts = list(compressed.noise.contexts)
         if not contexts:
             raise InputError(
-                "model: expected layers that quantise what they keep for parameters that require grad, got "
+                "model: expected layers that quantize what they keep for parameters that require grad, got "
                 "none: fewbit.compress_ says what it converts"
             )
         steps = batches * draws * (len(contexts) + 1)

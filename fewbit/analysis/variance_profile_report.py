@@ -15,7 +15,7 @@ from fewbit.table import plot
 MOST_ROWS = 20
 MOST_LABEL = 34  # characters of a path in the picture
 MOST_FAR = 3  # contexts that are named because they add most to other modules' gradients
-DECADES = 8  # that the colours of the picture span at most
+DECADES = 8  # that the colors of the picture span at most
 SAMPLING = "sampling"
 
 
@@ -28,7 +28,7 @@ class VarianceProfileReport(PicturedReport):
     @property
     def title(self) -> str:
         return (
-            f"{self._name_and_bits}: sampling variance is {self.sampling_ratio:.3g} times quantisation "
+            f"{self._name_and_bits}: sampling variance is {self.sampling_ratio:.3g} times quantization "
             f"variance, {100 * self.own_share:.0f}% of which comes from modules' own contexts"
         )
 
@@ -41,8 +41,8 @@ class VarianceProfileReport(PicturedReport):
         columns = {
             "sampling": self.sampling,
             "sampling_error": self.sampling_error,
-            "quantisation": self.quantisation,
-            "quantisation_error": self.quantisation_error,
+            "quantization": self.quantization,
+            "quantization_error": self.quantization_error,
             "direct": self.direct,
             "direct_error": self.direct_error,
             "agreement": self.agreement,
@@ -56,19 +56,19 @@ class VarianceProfileReport(PicturedReport):
         ]
 
     def _cells(self):
-        """Modules by their quantisation variance, largest first, and all of them together."""
-        order = np.argsort(-self.quantisation, kind="stable")
+        """Modules by their quantization variance, largest first, and all of them together."""
+        order = np.argsort(-self.quantization, kind="stable")
         shown = order if len(order) <= MOST_ROWS + 1 else order[:MOST_ROWS]
         measured = [
             (self.sampling, self.sampling_error),
-            (self.quantisation, self.quantisation_error),
+            (self.quantization, self.quantization_error),
             (self.direct, self.direct_error),
         ]
         rows = [
             (
                 _name(self.parameters[i]),
                 *(cell for value, error in measured for cell in _pair(value[i], error[i])),
-                _share(self.own[i], self.quantisation[i]),
+                _share(self.own[i], self.quantization[i]),
             )
             for i in shown
         ]
@@ -79,7 +79,7 @@ class VarianceProfileReport(PicturedReport):
 
     def _sums(self, which) -> tuple[str, ...]:
         sampling, rounding, direct, own = (
-            each[which].sum() for each in (self.sampling, self.quantisation, self.direct, self.own)
+            each[which].sum() for each in (self.sampling, self.quantization, self.direct, self.own)
         )
         shown = (cell for each in (sampling, rounding, direct) for cell in (_variance(each), ""))
         return *shown, _share(own, rounding)
@@ -93,7 +93,7 @@ class VarianceProfileReport(PicturedReport):
         named = []
         for row, column in zip(*np.unravel_index(largest, far.shape), strict=True):
             if far[row, column] > 0:
-                share = _share(far[row, column], self.quantisation[column])
+                share = _share(far[row, column], self.quantization[column])
                 source, target = self.contexts[row], self.parameters[column]
                 named.append(f"{_name(source)} to {_name(target)} ({share})")
         return ", ".join(named)
@@ -110,14 +110,14 @@ class VarianceProfileReport(PicturedReport):
             *([f"most from other contexts: {far}"] if far else []),
             f"rounding and direct differ by {abs(self.agreement[worst]):.1f} standard errors at most "
             f"(of {_name(self.parameters[worst])}); the squared bias is "
-            f"{_share(bias, self.quantisation.sum())} of rounding",
+            f"{_share(bias, self.quantization.sum())} of rounding",
             f"sampling from {self.sampled}; {draws}" + ", for each batch" * (self.batches > 1),
         ]
 
     def plot(self, path: str | os.PathLike | None = None, force: bool = False):
         """The heat map of ActNN's figure 8: a row for each source of noise, a column for each module's gradient.
 
-        Both are in the order of the forward. The last row is the sampling variance; colours are logarithmic, white is
+        Both are in the order of the forward. The last row is the sampling variance; colors are logarithmic, white is
         none. Returns the
         matplotlib Figure. path: also save as .png or .svg (OutputExistsError if it exists, unless
         `force`). Raises FewbitError for another suffix, or if matplotlib is not installed.

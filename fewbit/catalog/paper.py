@@ -31,7 +31,7 @@ TABLE_3 = {
 # unit less in the last digit for SELU at one bit and SiLU at two.
 CELLS = 1000
 
-# f' is even: the paper quantises f'(|x|), 2^bits intervals on one half of the domain.
+# f' is even: the paper quantizes f'(|x|), 2^bits intervals on one half of the domain.
 PARITY = frozenset({"sigmoid", "tanh"})
 
 
@@ -74,8 +74,8 @@ def discrete_optimum(function, bits, cells=CELLS):
     low, high = (0.0, DOMAIN[1]) if function in PARITY else DOMAIN
     nodes, weights = np.polynomial.legendre.leggauss(8)
     width = (high - low) / cells
-    centres = low + width * (np.arange(cells) + 0.5)
-    slope = functions.get(function).derivative(centres[:, None] + 0.5 * width * nodes)
+    centers = low + width * (np.arange(cells) + 0.5)
+    slope = functions.get(function).derivative(centers[:, None] + 0.5 * width * nodes)
     means = slope @ weights / 2
     within = width * ((slope - means[:, None]) ** 2 @ weights / 2).sum()
     between = partition(means, 2**bits, np.full(cells, width), form="intervals").cost

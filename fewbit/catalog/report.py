@@ -183,7 +183,7 @@ def shortened(path, room, head=None):
 
 
 def render_plain(renderable, width=_WIDTH):
-    """What rich makes of it, as text without colours."""
+    """What rich makes of it, as text without colors."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)

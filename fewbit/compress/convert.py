@@ -20,7 +20,7 @@ from fewbit.compress.controller import Controller
 from fewbit.convert import kinds, transformers_attention
 from fewbit.convert.functions import (
     ACTIVATIONS,
-    QUANTISED,
+    QUANTIZED,
     Calls,
     FunctionSettings,
     bits_of_call,
@@ -30,7 +30,7 @@ from fewbit.convert.report import Converted, LeftAlone, Report
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.functional.normalization import check_copies
-from fewbit.nn.base import Quantised
+from fewbit.nn.base import Quantized
 from fewbit.nn.preactivation import PreActivation
 from fewbit.policies.adaptive import INTERVAL, Adaptation
 from fewbit.policies.budget import Sizes, bytes_of
@@ -52,7 +52,7 @@ from fewbit.runtime.interop.module_calls import (
     untell,
     untold,
 )
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.assignment import MOST, Variables
 from fewbit.runtime.saved.offload import Offload
 from fewbit.runtime.saved.session import PATH, Session, measuring
@@ -61,7 +61,7 @@ LEVELS = ("L0", "L1", "L2", "L2.5", "L3", "L4", "L5")
 MIXED, ADAPTING, OFFLOADING = LEVELS[3:], LEVELS[4:], LEVELS[5:]
 """Levels at which samples share bits, layers do too, and what is kept goes to the host."""
 LEVEL_BITS = 4
-"""Of the quantised inputs at levels L1 and L2 (ActNN, Table 2)."""
+"""Of the quantized inputs at levels L1 and L2 (ActNN, Table 2)."""
 ACTIVATION_BITS = 3
 ATTENTION_BITS = 4
 """At least, of q, k and v: their gradient goes through the exponential of their products, and at 2 bits is
@@ -100,13 +100,13 @@ class Settings:
         check_bits(self.activation_bits, "activation_bits")
         if self.attention_bits is not None:
             check(self.attention_bits, "attention_bits")
-        Quantiser(math.floor(self.bits), self.group_size, self.minimum)
+        Quantizer(math.floor(self.bits), self.group_size, self.minimum)
         check_copies(self.copies)
         return self
 
-    def quantiser(self, session: Session, name: str = "") -> Quantiser:
+    def quantizer(self, session: Session, name: str = "") -> Quantizer:
         """For the inputs of layers."""
-        return self._quantiser(self.bits, session, name, not self.adapts)
+        return self._quantizer(self.bits, session, name, not self.adapts)
 
     @property
     def bits_of_attention(self) -> float:
@@ -117,18 +117,18 @@ class Settings:
 
     def of_functions(self, session: Session) -> FunctionSettings:
         """For functions that a forward calls."""
-        quantisers = self.quantiser(session), self.attention_quantiser(session)
-        return FunctionSettings(quantisers[0], self.activation_bits, quantisers[1])
+        quantizers = self.quantizer(session), self.attention_quantizer(session)
+        return FunctionSettings(quantizers[0], self.activation_bits, quantizers[1])
 
-    def attention_quantiser(self, session: Session, name: str = "") -> Quantiser:
+    def attention_quantizer(self, session: Session, name: str = "") -> Quantizer:
         """For q, k and v."""
         is_fixed = not self.adapts or self.attention_bits is not None
-        return self._quantiser(self.bits_of_attention, session, name, is_fixed)
+        return self._quantizer(self.bits_of_attention, session, name, is_fixed)
 
-    def _quantiser(self, bits, session, name, is_fixed) -> Quantiser:
+    def _quantizer(self, bits, session, name, is_fixed) -> Quantizer:
         # Where samples share bits, what cannot (compiled parts) keeps the whole ones.
         settings = math.floor(bits), self.group_size, self.minimum
-        return Quantiser(*settings, session, name, bits, is_fixed, self.fuse is not None)
+        return Quantizer(*settings, session, name, bits, is_fixed, self.fuse is not None)
 
 
 @dataclass
@@ -169,7 +169,7 @@ def compress_(
 ) -> Controller:
     """Make a model keep a few bits an element for the backward pass, in place, and report what was done.
 
-    Layers of torch.nn and transformers keep quantised inputs, activations keep few-bit codes, dropout and
+    Layers of torch.nn and transformers keep quantized inputs, activations keep few-bit codes, dropout and
     pooling keep packed masks and positions (exact). Module objects stay, only their classes change, each to
     a subclass of torch's: parameters, buffers, hooks, tied modules, `state_dict` keys, device, dtype and
     training flags are as before, and so is the training loop. In eval mode and under no_grad nothing is
@@ -179,7 +179,7 @@ def compress_(
     "L2.5" (bits are shared out between samples), "L3" (between samples and layers, as training shows where they
     are needed; docs/controller.md), "L4" (what is kept on a GPU goes to the host until it is needed) or "L5" (and
     the GPU's memory is reserved in expandable segments; both docs/offload.md); L2 unless bits is not whole or a
-    budget is given, then L3. bits: 1 to 8, of quantised inputs (4); an average, as 1.75, from L2.5 on. budget: in
+    budget is given, then L3. bits: 1 to 8, of quantized inputs (4); an average, as 1.75, from L2.5 on. budget: in
     place of bits, all that a forward of `sample` may keep: bytes, or "6 GiB". interval: steps from one adaptation
     to the next (200; the first are after steps 1, 2, 4, 8 ...). activation_bits: of few-bit activations (3; those
     with a derivative of two values keep 1, which is exact). attention_bits: of q, k and v (as bits, but 4 at
@@ -191,7 +191,7 @@ def compress_(
     "auto", "bfloat16" or "float32", see docs/quantizer.md. copies: 2 for norms that keep two independent copies.
     functional: also compress functions of torch and torch.nn.functional that a forward calls (F.gelu,
     F.scaled_dot_product_attention, a product of two activations ...) while the model trains in eager mode.
-    fuse: "preactivation": batch and layer norms keep their normalised input in fixed point, from which a ReLU or LeakyReLU
+    fuse: "preactivation": batch and layer norms keep their normalized input in fixed point, from which a ReLU or LeakyReLU
     after them has its gradient, exactly, and the linear layers and convolutions after either restore their inputs, whatever
     their own bits are: one tensor a block in place of three (docs/preactivation.md). At level L2, with copies=1.
     include, exclude: globs over dotted module paths ("" is the model itself; any path of a shared module
@@ -307,8 +307,8 @@ def restore_(model: nn.Module) -> None:
         untell(module)
         _remove_hooks(module)
         original = vars(module).pop(_ORIGINAL, None)
-        if original is None and isinstance(module, Quantised) and not _is_private(module.quantiser):
-            module.quantiser.session = None  # made as fewbit's own
+        if original is None and isinstance(module, Quantized) and not _is_private(module.quantizer):
+            module.quantizer.session = None  # made as fewbit's own
         if original is not None:
             for name in original.added:
                 vars(module).pop(name, None)
@@ -378,11 +378,11 @@ def name_of_attention(path: str) -> str:
 
 
 def _names(model) -> list[str]:
-    """Of all quantisers that the model's layers, and the functions that its modules call, may have."""
+    """Of all quantizers that the model's layers, and the functions that its modules call, may have."""
     names = []
     for path, _ in model.named_modules():
         names += [path, name_of_attention(path)]
-        names += [name_of_call(path, each) for each in QUANTISED]
+        names += [name_of_call(path, each) for each in QUANTIZED]
     return names
 
 
@@ -390,7 +390,7 @@ def _channels(model) -> dict[str, int]:
     """{path: how many} of layers whose input has channels in dimension 1."""
     found = {}
     for path, module in model.named_modules():
-        if isinstance(module, Quantised):
+        if isinstance(module, Quantized):
             for name in ("in_channels", "num_features", "num_channels"):
                 count = getattr(module, name, None)
                 if isinstance(count, int):
@@ -427,7 +427,7 @@ def _attach(model, settings: Settings, session: Session) -> None:
     """Tells the session of the model's forwards."""
     if settings.functional:
         session.contexts = (Calls(settings.of_functions(session)),)
-    elif not any(isinstance(each, Quantised) for each in model.modules()):
+    elif not any(isinstance(each, Quantized) for each in model.modules()):
         return
     told = {}
     for path, module in model.named_modules():
@@ -790,17 +790,17 @@ def _convert_attention(model, found, chosen, each, session) -> list[Converted | 
         if attribute is None and is_chosen and settings is not None
     }
 
-    def quantiser(path, module):
+    def quantizer(path, module):
         settings = own.get(id(module))
         if settings is None:
             return None
-        return settings.attention_quantiser(session, name_of_attention(path))
+        return settings.attention_quantizer(session, name_of_attention(path))
 
-    reached, left = transformers_attention.install(model, quantiser)
+    reached, left = transformers_attention.install(model, quantizer)
     rows = []
     for path in reached:
         module = model.get_submodule(path)
-        bits = quantiser(path, module).average
+        bits = quantizer(path, module).average
         rows.append(Converted(path, type(module).__name__, "fewbit attention", bits))
     for path, reason in left.items():
         rows.append(LeftAlone(path, "attention", reason))
@@ -809,12 +809,12 @@ def _convert_attention(model, found, chosen, each, session) -> list[Converted | 
 
 def _again(path, module, chosen, settings, session, whole) -> Converted | LeftAlone | None:
     """A module that is few-bit already: made so by hand, or an activation converted earlier."""
-    if isinstance(module, Quantised):
+    if isinstance(module, Quantized):
         if not whole:
             return None
-        own = module.quantiser
+        own = module.quantizer
         rest = {"fuse": settings is not None and settings.fuse is not None}
-        module.quantiser = Quantiser(own.bits, own.group_size, own.minimum, session, path, **rest)
+        module.quantizer = Quantizer(own.bits, own.group_size, own.minimum, session, path, **rest)
     if isinstance(module, PreActivation):
         reason = f"few-bit already: one tensor of {module.bits} bits an element"
         return LeftAlone(path, type(module).__name__, reason)
@@ -826,25 +826,25 @@ def _again(path, module, chosen, settings, session, whole) -> Converted | LeftAl
     return Converted(path, original.cls.__name__, kinds.name_of(type(module)), bits)
 
 
-def _is_private(quantiser: Quantiser) -> bool:
+def _is_private(quantizer: Quantizer) -> bool:
     """Whether it is that of a block which stays as it was made, whatever is around it."""
-    return quantiser.session is not None and quantiser.session.is_private
+    return quantizer.session is not None and quantizer.session.is_private
 
 
 def _settings_of(cls) -> tuple[str, ...]:
     """The attributes by which a class of ours knows what to keep."""
-    if issubclass(cls, Quantised):
-        return "quantiser", "copies", "attention_quantiser"
+    if issubclass(cls, Quantized):
+        return "quantizer", "copies", "attention_quantizer"
     return ("bits", "table") if kinds.is_activation(cls) else ()
 
 
 def _configure(path, module, one_bit, settings, session) -> float | None:
-    if isinstance(module, Quantised):
-        module.quantiser = settings.quantiser(session, path)
+    if isinstance(module, Quantized):
+        module.quantizer = settings.quantizer(session, path)
         if hasattr(type(module), "copies"):
             module.copies = settings.copies
-        if hasattr(type(module), "attention_quantiser"):
-            module.attention_quantiser = settings.attention_quantiser(
+        if hasattr(type(module), "attention_quantizer"):
+            module.attention_quantizer = settings.attention_quantizer(
                 session, name_of_attention(path)
             )
         return settings.bits

@@ -49,6 +49,6 @@ def _norms(model) -> set[str]:
         path
         for path, module in model.named_modules()
         if isinstance(module, tuple(NORMS.values()))
-        and module.quantiser.fuse
+        and module.quantizer.fuse
         and module.copies == 1
     }

@@ -14,7 +14,7 @@ from fewbit.errors import FunctionError
 from fewbit.runtime.activations.apply import takes
 from fewbit.runtime.interop.bypass import said
 from fewbit.runtime.interop.module_calls import is_compiled_code, leave_to_interpreter
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.quantizers.quantizer import Quantizer
 
 _ACTIVATIONS = (
     "celu elu gelu hardsigmoid hardswish leaky_relu logsigmoid mish selu silu softplus softsign tanhshrink "
@@ -23,12 +23,12 @@ _ACTIVATIONS = (
 ACTIVATIONS = (*_ACTIVATIONS.split(), "sigmoid", "tanh")
 """Names of functions that keep few-bit codes."""
 _ONE_BIT = ("relu", "relu6", "leaky_relu", "rrelu", "hardsigmoid")
-_QUANTISED = (
+_QUANTIZED = (
     "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm "
     "layer_norm rms_norm group_norm instance_norm prelu softmax log_softmax scaled_dot_product_attention"
 )
-QUANTISED = (*_QUANTISED.split(), "matmul", "mul")
-"""Names of functions that keep quantised inputs."""
+QUANTIZED = (*_QUANTIZED.split(), "matmul", "mul")
+"""Names of functions that keep quantized inputs."""
 _EXACT = (
     "embedding dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
     "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d "
@@ -65,11 +65,11 @@ _OF_ATTENTION = (F.scaled_dot_product_attention, F.matmul, F.softmax, _torch_sof
 
 
 def _table() -> dict:
-    """{torch's function: (ours, "activation", "one bit", "quantised" or "exact")}."""
+    """{torch's function: (ours, "activation", "one bit", "quantized" or "exact")}."""
     table = {}
     families = {
         "activation": ACTIVATIONS,
-        "quantised": QUANTISED,
+        "quantized": QUANTIZED,
         "exact": _EXACT.split(),
     }
     for family, names in families.items():
@@ -79,9 +79,9 @@ def _table() -> dict:
             table.update({function: (getattr(F, name), each) for function in theirs})
     table[torch.dropout] = _torch_dropout, "exact"
     for function in (torch.softmax, torch.Tensor.softmax):
-        table[function] = _torch_softmax, "quantised"
+        table[function] = _torch_softmax, "quantized"
     for function in (torch.log_softmax, torch.Tensor.log_softmax):
-        table[function] = _torch_log_softmax, "quantised"
+        table[function] = _torch_log_softmax, "quantized"
     return table
 
 
@@ -98,27 +98,27 @@ _EXPOSING = {
 class FunctionSettings:
     """What functions keep that modules call."""
 
-    quantiser: Quantiser
+    quantizer: Quantizer
     activation_bits: int
-    attention_quantiser: Quantiser
-    own: dict[str, Quantiser] = field(
+    attention_quantizer: Quantizer
+    own: dict[str, Quantizer] = field(
         default_factory=dict, compare=False
     )  # by name, of those that have called
 
     def call(self, ours, family, function, args, kwargs):
-        if family == "quantised":
+        if family == "quantized":
             if ours in (F.mul, F.matmul) and not _both_are_made(args, kwargs):
                 return function(*args, **kwargs)
-            quantiser = self.attention_quantiser if ours in _OF_ATTENTION else self.quantiser
-            if quantiser.session is not None:
-                quantiser = self._named(quantiser, ours)
-            return ours(*args, **kwargs, quantiser=quantiser)
+            quantizer = self.attention_quantizer if ours in _OF_ATTENTION else self.quantizer
+            if quantizer.session is not None:
+                quantizer = self._named(quantizer, ours)
+            return ours(*args, **kwargs, quantizer=quantizer)
         if family == "exact":
             return ours(*args, **kwargs)
         if not takes(args[0] if args else kwargs.get("input")):
             return function(*args, **kwargs)
         bits = {"bits": self.activation_bits} if family == "activation" else {}
-        session, named = self.quantiser.session, nullcontext()
+        session, named = self.quantizer.session, nullcontext()
         if session is not None and session.variables is not None:
             name = name_of_call(session.path(), ours.__name__)
             named = session.activation(name)
@@ -131,12 +131,12 @@ class FunctionSettings:
         except FunctionError:  # of parameters that torch alone takes
             return function(*args, **kwargs)
 
-    def _named(self, quantiser: Quantiser, ours) -> Quantiser:
+    def _named(self, quantizer: Quantizer, ours) -> Quantizer:
         """For all calls of that function by the module that runs."""
-        name = name_of_call(quantiser.session.path(), ours.__name__)
+        name = name_of_call(quantizer.session.path(), ours.__name__)
         own = self.own.get(name)
         if own is None:
-            own = self.own[name] = quantiser.named(name)
+            own = self.own[name] = quantizer.named(name)
         return own
 
 
@@ -168,7 +168,7 @@ class Calls(TorchFunctionMode):
         own = said()
         if found is None or own is True or not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        session = self.settings.quantiser.session
+        session = self.settings.quantizer.session
         if session is not None and not session.compresses_functions():
             return function(*args, **kwargs)
         ours, family = found
@@ -177,7 +177,7 @@ class Calls(TorchFunctionMode):
         return (own or self.settings).call(ours, family, function, args, kwargs)
 
     def _expose(self, args) -> None:
-        session = self.settings.quantiser.session
+        session = self.settings.quantizer.session
         if session is not None and args and isinstance(args[0], torch.Tensor):
             session.expose(args[0])
 

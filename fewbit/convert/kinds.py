@@ -15,11 +15,11 @@ from fewbit import functions
 from fewbit import nn as few
 from fewbit.convert import transformers_modules
 from fewbit.errors import FunctionError
-from fewbit.nn.base import Quantised
+from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.module_calls import class_of
 
 ACTIVATION, CONVOLUTION, LAYER, EXACT = "activation", "convolution", "layer", "exact"
-"""Families: few-bit codes; quantised inputs, convolutions apart for level L1; what keeps less and stays exact."""
+"""Families: few-bit codes; quantized inputs, convolutions apart for level L1; what keeps less and stays exact."""
 
 OWN_FORWARD = "its forward was replaced on the instance, so its class does not say what it computes"
 
@@ -233,7 +233,7 @@ def is_like_an_activation(module: nn.Module) -> bool:
 
 def is_fewbit(module: nn.Module) -> bool:
     """Whether the module's class is one of our layers."""
-    of_ours = isinstance(module, Quantised)
+    of_ours = isinstance(module, Quantized)
     return of_ours or type(module).__module__.startswith("fewbit.nn.")
 
 

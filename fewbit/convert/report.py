@@ -14,7 +14,7 @@ from fewbit.sizes import counted
 class Converted(NamedTuple):
     """One module: its dotted path ("" for the model itself), its old and new class, what it keeps now.
 
-    bits: of its quantised input (an average, at level L2.5 and above) or its codes; None for what keeps less and stays exact.
+    bits: of its quantized input (an average, at level L2.5 and above) or its codes; None for what keeps less and stays exact.
     shared: whether it keeps nothing of its own, as what a norm keeps in fixed point serves (`fuse`); None: where it
     follows such a norm, which no sample has shown.
     """

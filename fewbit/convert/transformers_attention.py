@@ -16,7 +16,7 @@ from functools import cache
 from torch import Tensor, nn
 
 from fewbit.functional.attention import How, attention
-from fewbit.runtime.quantizers.quantizer import Quantiser, is_differentiated
+from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
 
 __all__ = ["install", "remove"]
 
@@ -32,7 +32,7 @@ _OTHERS_DECIDE = re.compile(
 class _Attached:
     """What attention of a converted model has; a process that unpickles it registers NAME."""
 
-    quantiser: Quantiser
+    quantizer: Quantizer
 
     def __setstate__(self, state):
         self.__dict__.update(state)
@@ -41,17 +41,17 @@ class _Attached:
 
 def install(
     model: nn.Module,
-    quantiser: Quantiser | Callable[[str, nn.Module], Quantiser | None],
+    quantizer: Quantizer | Callable[[str, nn.Module], Quantizer | None],
 ) -> tuple[list[str], dict[str, str]]:
-    """Have the models of transformers within `model` keep q, k and v of attention quantised.
+    """Have the models of transformers within `model` keep q, k and v of attention quantized.
 
-    quantiser: for all, or a function (path, module) -> quantiser, or None to leave the module.
+    quantizer: for all, or a function (path, module) -> quantizer, or None to leave the module.
     Their configuration's attention implementation becomes "fewbit" where it was "sdpa"; it
     computes what "sdpa" does, by its masks, in eval mode too. `config` objects are changed:
     models that share one share the implementation, and one that was not converted then runs "sdpa".
 
     Returns the paths of the attention modules that use it, and of the models that do not, with why.
-    A second call replaces the quantisers.
+    A second call replaces the quantizers.
     """
     reached, left = [], {}
     configs = {}
@@ -72,7 +72,7 @@ def install(
     for path, module in model.named_modules():
         if id(getattr(module, "config", None)) not in using or not _is_attention(module):
             continue
-        own = quantiser if isinstance(quantiser, Quantiser) else quantiser(path, module)
+        own = quantizer if isinstance(quantizer, Quantizer) else quantizer(path, module)
         vars(module).pop(_ATTACHED, None)
         if own is not None:
             vars(module)[_ATTACHED] = _Attached(own)
@@ -177,10 +177,10 @@ def _attention_forward(
     repeats = getattr(module, "num_key_value_groups", 1)
     length = query.shape[2]
     if attached is None or not module.training or unusual or (repeats > 1 and length == 1):
-        quantiser = None
+        quantizer = None
     else:
-        quantiser = attached.quantiser
-    if quantiser is None or not is_differentiated(*inputs):
+        quantizer = attached.quantizer
+    if quantizer is None or not is_differentiated(*inputs):
         arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         if position_bias is not None:
             arguments["position_bias"] = position_bias
@@ -193,5 +193,5 @@ def _attention_forward(
         if position_bias is not None:
             position_bias = position_bias[:, :, :, :length]
     how = How(dropout, is_causal, scaling, enable_gqa, 1 if enable_gqa else repeats)
-    y = attention(query, key, value, attention_mask, position_bias, how, quantiser)
+    y = attention(query, key, value, attention_mask, position_bias, how, quantizer)
     return y.transpose(1, 2).contiguous(), None

@@ -6,7 +6,7 @@ written here. So a class that a later version changes is left alone. transformer
 unless it is already.
 
 Each adapted class is a subclass of the module's own, made when first asked for, for assignment to
-`module.__class__`; the module then needs `quantiser`. It is torch's own in eval mode.
+`module.__class__`; the module then needs `quantizer`. It is torch's own in eval mode.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.autograd import Function
 from fewbit.functional import sums
 from fewbit.functional.gated import gated
 from fewbit.functional.linear import linear
-from fewbit.nn.base import Quantised
+from fewbit.nn.base import Quantized
 from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.interop.module_calls import class_of
 from fewbit.runtime.quantizers.normalized import input_gradient, keep_copies, offer, restore_copies
@@ -51,7 +51,7 @@ def original(module: nn.Module) -> type[nn.Module] | None:
 # -- classes ---------------------------------------------------------------------------------------
 
 
-class _Adapted(Quantised):
+class _Adapted(Quantized):
     """Before the module's own class in a class made by `_subclass`; pickles as that class."""
 
     original: type[nn.Module]
@@ -62,7 +62,7 @@ class _Adapted(Quantised):
 
 @cache
 def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
-    names = {"__module__": __name__, "__doc__": f"{cls.__name__} that keeps quantised tensors."}
+    names = {"__module__": __name__, "__doc__": f"{cls.__name__} that keeps quantized tensors."}
     return type(cls.__name__, (_adapter(cls), cls), {**names, "original": cls})
 
 
@@ -86,7 +86,7 @@ class _Conv1D(_Adapted):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return self._exact(x)
-        return linear(x, self.weight.t(), self.bias, quantiser=self.quantiser)
+        return linear(x, self.weight.t(), self.bias, quantizer=self.quantizer)
 
 
 # -- root-mean-square norms ------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class _Form(NamedTuple):
 
 
 class _Norm(_Adapted):
-    """Keeps normalised x quantised, and a float32 number a row where x needs a gradient.
+    """Keeps normalized x quantized, and a float32 number a row where x needs a gradient.
 
     The gradient of the weight is exact in expectation, that of x is as
     `fewbit.functional.normalization` says; `copies` as in `fewbit.functional.rms_norm`.
@@ -118,18 +118,18 @@ class _Norm(_Adapted):
         if not self.training or not is_differentiated(hidden_states, weight):
             return self._exact(hidden_states)
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
-        return _RMSNorm.apply(hidden_states, weight, eps, self.form, self.copies, self.quantiser)
+        return _RMSNorm.apply(hidden_states, weight, eps, self.form, self.copies, self.quantizer)
 
 
 class _RMSNorm(Function):
     @staticmethod
-    def forward(ctx, x, weight, eps, form, copies, quantiser):
+    def forward(ctx, x, weight, eps, form, copies, quantizer):
         y, rstd = form.forward(x, weight, eps)
         needs_x = ctx.needs_input_grad[0]
         ctx.dtype, ctx.offset = x.dtype, form.offset
         inner = x.shape[-1] if x.is_contiguous() else None
-        keep, kept = keep_copies(ctx, x, None, rstd, inner, copies, quantiser)
-        offer(quantiser, y, keep, _scale(weight, form.offset), None)
+        keep, kept = keep_copies(ctx, x, None, rstd, inner, copies, quantizer)
+        offer(quantizer, y, keep, _scale(weight, form.offset), None)
         ctx.save_for_backward(*((weight, rstd) if needs_x else (None, None)), *kept)
         ctx.weight_dtype = None if weight is None else weight.dtype
         return keep.mark(y)
@@ -143,7 +143,7 @@ class _RMSNorm(Function):
         grad, grad_x, grad_weight = grad.to(first.dtype), None, None
         if needs_x:
             g = grad if weight is None else grad * _scale(weight, ctx.offset).to(first.dtype)
-            grad_x = input_gradient(g, first, second, rstd, -1, centred=False).to(ctx.dtype)
+            grad_x = input_gradient(g, first, second, rstd, -1, centered=False).to(ctx.dtype)
         if needs_weight:
             grad_weight = sums.over_rows(grad * first).to(ctx.weight_dtype)
         return grad_x, grad_weight, None, None, None, None
@@ -153,7 +153,7 @@ def _scale(weight, offset):
     return weight if weight is None or not offset else offset + weight.float()
 
 
-def _normalised(x, eps):
+def _normalized(x, eps):
     """(x over its root mean square, 1 / that), in float32."""
     x = x.to(torch.float32)
     rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
@@ -161,23 +161,23 @@ def _normalised(x, eps):
 
 
 def _rounded_then_weighted(x, weight, eps):
-    y, rstd = _normalised(x, eps)
+    y, rstd = _normalized(x, eps)
     return weight * y.to(x.dtype), rstd
 
 
 def _weighted_then_rounded(x, weight, eps):
-    y, rstd = _normalised(x, eps)
+    y, rstd = _normalized(x, eps)
     return (weight * y).to(x.dtype), rstd
 
 
 def _weighted_in_float32(x, weight, eps, offset=None):
-    y, rstd = _normalised(x, eps)
+    y, rstd = _normalized(x, eps)
     weight = weight.float() if offset is None else offset + weight.float()
     return (y * weight).to(x.dtype), rstd
 
 
 def _unweighted(x, weight, eps):
-    y, rstd = _normalised(x, eps)
+    y, rstd = _normalized(x, eps)
     return y.to(x.dtype), rstd
 
 
@@ -285,7 +285,7 @@ class _Gated(_Adapted):
         name, function = _activation(getattr(self, self.unit.act))
         if name is None:
             return super().forward(x)
-        product = partial(gated, activation=name, function=function, quantiser=self.quantiser)
+        product = partial(gated, activation=name, function=function, quantizer=self.quantizer)
         return self.unit.forward(self, x, product)
 
 
@@ -446,7 +446,7 @@ def forward(self, x):
 }
 
 
-# -- recognising -----------------------------------------------------------------------------------
+# -- recognizing -----------------------------------------------------------------------------------
 
 
 def _source(cls: type[nn.Module]) -> str | None:

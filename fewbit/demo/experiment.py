@@ -36,7 +36,7 @@ CURVE_POINTS = 30
 class Arm:
     """One configuration. bits: None for torch.nn.GELU. Runs are in the order of the seeds.
 
-    everything: the whole model is compressed, with so many bits for quantised inputs (None: not), at that level.
+    everything: the whole model is compressed, with so many bits for quantized inputs (None: not), at that level.
     activation_bytes, model_bytes: kept for backward in one step by the GELUs, and by the whole model (counted by
     :func:`fewbit.saved_bytes`). seconds: of all its runs.
     """
@@ -192,7 +192,7 @@ def run_demo(
 
     Args:
         bits: Bits of few-bit GELUs; one arm is trained for each entry.
-        everything: Bits of quantised inputs in models that `compress_` has converted, with 3 bits for GELUs and 4 for
+        everything: Bits of quantized inputs in models that `compress_` has converted, with 3 bits for GELUs and 4 for
             attention; one arm for each entry.
         average: Average bits of such models at level L3, which shares bits between layers; one arm for each entry.
         seeds: Number of seeds; every arm is trained from every seed.

@@ -68,7 +68,7 @@ class DemoReport:
         ]
         if any(arm.everything is not None for arm in demo.arms):
             lines.append(
-                "all: every layer's input quantised to those bits, attention's to 4, GELU at 3 (compress_)."
+                "all: every layer's input quantized to those bits, attention's to 4, GELU at 3 (compress_)."
             )
         if any(arm.level == "L3" for arm in demo.arms):
             lines.append(
@@ -116,24 +116,24 @@ def picture(demo: Demo):
     with plot._style():
         figure = plot._new_figure(9.2, 3.9)
         left, right = figure.subplots(1, 2, width_ratios=[1.7, 1])
-        colours = _colours(demo)
-        _draw_curves(left, demo, colours)
-        _draw_differences(right, demo, colours)
+        colors = _colors(demo)
+        _draw_curves(left, demo, colors)
+        _draw_differences(right, demo, colors)
     return figure
 
 
-def _colours(demo: Demo) -> list:
+def _colors(demo: Demo) -> list:
     few = plot._matplotlib().colormaps["viridis"]
     count = max(1, len(demo.arms) - 2)
     return [plot.INK, *(few(0.86 - 0.86 * i / count) for i in range(len(demo.arms) - 1))]
 
 
-def _draw_curves(axes, demo: Demo, colours) -> None:
-    for arm, colour in zip(demo.arms, colours, strict=True):
+def _draw_curves(axes, demo: Demo, colors) -> None:
+    for arm, color in zip(demo.arms, colors, strict=True):
         exact = arm is demo.exact
         axes.plot(
             *arm.curve(),
-            color=colour,
+            color=color,
             linewidth=2.4 if exact else 1.3,
             label=f"{arm.name}, {amount(arm.model_bytes)}",
             zorder=2 if exact else 3,
@@ -146,17 +146,17 @@ def _draw_curves(axes, demo: Demo, colours) -> None:
     axes.legend(title="GELU, bytes the model keeps", alignment="left")
 
 
-def _draw_differences(axes, demo: Demo, colours) -> None:
+def _draw_differences(axes, demo: Demo, colors) -> None:
     if demo.yardstick is not None:
         std = demo.yardstick.std
         source = "stored seeds" if demo.yardstick.stored else "seeds"
         axes.axhspan(-std, std, color=plot.GRID, zorder=0)
         axes.set_xlabel(f"shaded: ± 1 std of exact over {demo.yardstick.seeds} {source}")
     axes.axhline(0, color=plot.INK, linewidth=1)
-    for i, (arm, colour) in enumerate(zip(demo.arms[1:], colours[1:], strict=True)):
+    for i, (arm, color) in enumerate(zip(demo.arms[1:], colors[1:], strict=True)):
         differences = arm.differences(demo.exact)
-        axes.plot([i] * len(differences), differences, "o", color=colour, markersize=4, alpha=0.5)
-        axes.plot(i, statistics.fmean(differences), "D", color=colour, markersize=7)
+        axes.plot([i] * len(differences), differences, "o", color=color, markersize=4, alpha=0.5)
+        axes.plot(i, statistics.fmean(differences), "D", color=color, markersize=7)
     axes.set_xticks(
         range(len(demo.arms) - 1), [arm.name.replace(" ", "\n", 1) for arm in demo.arms[1:]]
     )

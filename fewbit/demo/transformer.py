@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Causal self-attention, then an MLP of four times the width, each normalised before and added."""
+    """Causal self-attention, then an MLP of four times the width, each normalized before and added."""
 
     def __init__(self, width: int, heads: int, activation: Callable[[], nn.Module]):
         super().__init__()

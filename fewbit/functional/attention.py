@@ -1,4 +1,4 @@
-"""Scaled dot-product attention with queries, keys and values kept quantised, and nothing else.
+"""Scaled dot-product attention with queries, keys and values kept quantized, and nothing else.
 
 torch keeps query, key, value, the output and the log-sum-exp of each row, or, where no fused kernel
 serves (dropout on the CPU, a mask that needs a gradient), matrices of L x S elements. Here output
@@ -47,9 +47,9 @@ from fewbit.runtime.interop.original_functions import functional as torch_functi
 from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
-    Quantiser,
+    Quantizer,
     is_differentiated,
-    quantiser_of,
+    quantizer_of,
 )
 
 __all__ = ["scaled_dot_product_attention"]
@@ -67,13 +67,13 @@ def scaled_dot_product_attention(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention; kept: query, key and value, quantised.
+    """torch.nn.functional.scaled_dot_product_attention; kept: query, key and value, quantized.
 
     query: (N, ..., Hq, L, E), key: (N, ..., H, S, E), value: (N, ..., H, S, Ev), floating.
     attn_mask: boolean or floating, a shape that broadcasts to (N, ..., Hq, L, S), kept as it is.
-    Returns (N, ..., Hq, L, Ev). quantiser: in place of bits and group_size.
+    Returns (N, ..., Hq, L, Ev). quantizer: in place of bits and group_size.
 
     Output and log-sum-exp are computed again: see the module, also for the gradients' bias. With
     dropout the state of torch's generator is kept too (5056 bytes on the CPU, 16 on CUDA), from
@@ -84,9 +84,9 @@ def scaled_dot_product_attention(
     where the state of a generator cannot be read, and on devices other than CPU and CUDA; for
     nested tensors always. Raises InputError for bits or group_size that there are not.
     """
-    quantiser = quantiser or quantiser_of(bits, group_size)
+    quantizer = quantizer or quantizer_of(bits, group_size)
     how = How(dropout_p, is_causal, scale, enable_gqa)
-    return attention(query, key, value, attn_mask, None, how, quantiser)
+    return attention(query, key, value, attn_mask, None, how, quantizer)
 
 
 class How(NamedTuple):
@@ -105,8 +105,8 @@ class How(NamedTuple):
     weighed: bool = False
 
 
-def attention(query, key, value, attn_mask, position_bias, how: How, quantiser: Quantiser):
-    """Attention, or (attention, probabilities) if how.weighed; kept: query, key, value, quantised.
+def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: Quantizer):
+    """Attention, or (attention, probabilities) if how.weighed; kept: query, key, value, quantized.
 
     position_bias: None, or a floating tensor to add to the scores. It is kept apart from the mask,
     as both are usually those of other layers too.
@@ -116,7 +116,7 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantiser: 
         return _attend(*inputs, how)
     if how.dropout_p > 0 and not can_replay(query):
         return _attend(*inputs, how)
-    return _Attention.apply(*inputs, how, quantiser)
+    return _Attention.apply(*inputs, how, quantizer)
 
 
 # -- what is computed ------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def _biased(query, key, mask, bias, is_causal: bool):
 
 class _Attention(Function):
     @staticmethod
-    def forward(ctx, query, key, value, mask, bias, how, quantiser):
+    def forward(ctx, query, key, value, mask, bias, how, quantizer):
         # Probabilities that nobody differentiates cost no backward pass of their own.
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[:5]
@@ -195,7 +195,7 @@ class _Attention(Function):
         factors = query, key, value
         for i, is_needed in enumerate(_factors(needs)):
             if is_needed:
-                keep = quantiser.keep_beside(*factors[i::-1])
+                keep = quantizer.keep_beside(*factors[i::-1])
                 results = (keep.mark(results[0]), *results[1:])
                 kept += keep.tensors
             ctx.kept.append((keep.recipe, len(keep.tensors)) if is_needed else None)

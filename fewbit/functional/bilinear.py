@@ -1,4 +1,4 @@
-"""`bilinear` with both inputs quantised."""
+"""`bilinear` with both inputs quantized."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
-    Quantiser,
+    Quantizer,
     is_differentiated,
-    quantiser_of,
+    quantizer_of,
 )
 
 __all__ = ["bilinear"]
@@ -30,12 +30,12 @@ def bilinear(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.bilinear; both inputs are kept in `bits` bits an element.
 
     input1: (*, I), input2: (*, J), floating. weight: (K, I, J), bias: (K,). Returns (*, K).
-    quantiser: in place of bits and group_size.
+    quantizer: in place of bits and group_size.
 
     The gradient of the bias is exact, the others are exact in expectation: that of an input is
     linear in the other input, that of the weight in each of the two, which are rounded
@@ -43,15 +43,15 @@ def bilinear(
     weight needs a gradient, input2 where input1 or the weight does. Raises InputError for bits or
     group_size that there are not.
     """
-    quantiser = quantiser or quantiser_of(bits, group_size)
+    quantizer = quantizer or quantizer_of(bits, group_size)
     if not is_differentiated(input1, input2, weight, bias):
         return torch_functional.bilinear(input1, input2, weight, bias)
-    return _Bilinear.apply(input1, input2, weight, bias, quantiser)
+    return _Bilinear.apply(input1, input2, weight, bias, quantizer)
 
 
 class _Bilinear(Function):
     @staticmethod
-    def forward(ctx, x1, x2, weight, bias, quantiser):
+    def forward(ctx, x1, x2, weight, bias, quantizer):
         with as_torch_casts():
             y = layout.unviewed(torch_functional.bilinear(x1, x2, weight, bias))
         needs_1, needs_2, needs_weight, *_ = ctx.needs_input_grad
@@ -60,12 +60,12 @@ class _Bilinear(Function):
         kept = [weight if needs_1 or needs_2 else None]
         ctx.recipe1 = ctx.recipe2 = None
         if needs_2 or needs_weight:
-            keep = quantiser.keep(x1)
+            keep = quantizer.keep(x1)
             ctx.recipe1, y = keep.recipe, keep.mark(y)
             kept += keep.tensors
         ctx.of_x1 = len(kept) - 1
         if needs_1 or needs_weight:
-            keep = quantiser.keep_beside(x2, x1)
+            keep = quantizer.keep_beside(x2, x1)
             ctx.recipe2, y = keep.recipe, keep.mark(y)
             kept += keep.tensors
         ctx.save_for_backward(*kept)

@@ -1,4 +1,4 @@
-"""Convolutions, plain and transposed, with quantised inputs kept for the weight's gradient."""
+"""Convolutions, plain and transposed, with quantized inputs kept for the weight's gradient."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
-    Quantiser,
+    Quantizer,
     is_differentiated,
-    quantiser_of,
+    quantizer_of,
 )
 
 __all__ = [
@@ -46,19 +46,19 @@ def conv1d(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.conv1d; the input is kept in `bits` bits an element, for the weight's gradient.
 
     input: (N, C, L) or (C, L), float32, float64, float16 or bfloat16; weight: (out, C / groups, kernel);
-    bias: (out,). padding also "same" or "valid". quantiser: in place of bits and group_size.
+    bias: (out,). padding also "same" or "valid". quantizer: in place of bits and group_size.
 
     The gradients of the input and the bias are exact, that of the weight is exact in expectation (ActNN,
     long version, appendix B.1). Nothing of the input is kept where the weight needs no gradient. Raises
     InputError for bits or group_size that there are not.
     """
-    quantiser = quantiser or quantiser_of(bits, group_size)
-    return _conv(1, input, weight, bias, stride, padding, dilation, groups, quantiser)
+    quantizer = quantizer or quantizer_of(bits, group_size)
+    return _conv(1, input, weight, bias, stride, padding, dilation, groups, quantizer)
 
 
 def conv2d(
@@ -72,11 +72,11 @@ def conv2d(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.conv2d, kept as in `conv1d`. input: (N, C, H, W) or (C, H, W)."""
-    quantiser = quantiser or quantiser_of(bits, group_size)
-    return _conv(2, input, weight, bias, stride, padding, dilation, groups, quantiser)
+    quantizer = quantizer or quantizer_of(bits, group_size)
+    return _conv(2, input, weight, bias, stride, padding, dilation, groups, quantizer)
 
 
 def conv3d(
@@ -90,11 +90,11 @@ def conv3d(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.conv3d, kept as in `conv1d`. input: (N, C, D, H, W) or (C, D, H, W)."""
-    quantiser = quantiser or quantiser_of(bits, group_size)
-    return _conv(3, input, weight, bias, stride, padding, dilation, groups, quantiser)
+    quantizer = quantizer or quantizer_of(bits, group_size)
+    return _conv(3, input, weight, bias, stride, padding, dilation, groups, quantizer)
 
 
 def conv_transpose1d(
@@ -109,12 +109,12 @@ def conv_transpose1d(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.conv_transpose1d, kept as in `conv1d`; weight: (C, out / groups, kernel)."""
-    quantiser = quantiser or quantiser_of(bits, group_size)
+    quantizer = quantizer or quantizer_of(bits, group_size)
     others = stride, padding, output_padding, groups, dilation
-    return _conv_transpose(1, input, weight, bias, *others, quantiser)
+    return _conv_transpose(1, input, weight, bias, *others, quantizer)
 
 
 def conv_transpose2d(
@@ -129,12 +129,12 @@ def conv_transpose2d(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.conv_transpose2d, kept as in `conv1d`; weight: (C, out / groups, kH, kW)."""
-    quantiser = quantiser or quantiser_of(bits, group_size)
+    quantizer = quantizer or quantizer_of(bits, group_size)
     others = stride, padding, output_padding, groups, dilation
-    return _conv_transpose(2, input, weight, bias, *others, quantiser)
+    return _conv_transpose(2, input, weight, bias, *others, quantizer)
 
 
 def conv_transpose3d(
@@ -149,15 +149,15 @@ def conv_transpose3d(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.conv_transpose3d, kept as in `conv1d`; weight: (C, out / groups, kD, kH, kW)."""
-    quantiser = quantiser or quantiser_of(bits, group_size)
+    quantizer = quantizer or quantizer_of(bits, group_size)
     others = stride, padding, output_padding, groups, dilation
-    return _conv_transpose(3, input, weight, bias, *others, quantiser)
+    return _conv_transpose(3, input, weight, bias, *others, quantizer)
 
 
-def _conv(dims, x, weight, bias, stride, padding, dilation, groups, quantiser):
+def _conv(dims, x, weight, bias, stride, padding, dilation, groups, quantizer):
     if not is_differentiated(x, weight, bias) or x.dim() not in (dims + 1, dims + 2):
         return _CONV[dims](x, weight, bias, stride, padding, dilation, groups)
     stride, dilation = _per_dim(stride, dims), _per_dim(dilation, dims)
@@ -166,25 +166,25 @@ def _conv(dims, x, weight, bias, stride, padding, dilation, groups, quantiser):
             return _CONV[dims](x, weight, bias, stride, padding, dilation, groups)  # torch refuses
         x, padding = _padded(x, weight, padding, dilation)
     settings = stride, _per_dim(padding, dims), dilation, False, (0,) * dims, groups
-    return _apply(x, weight, bias, settings, quantiser)
+    return _apply(x, weight, bias, settings, quantizer)
 
 
 def _conv_transpose(
-    dims, x, weight, bias, stride, padding, output_padding, groups, dilation, quantiser
+    dims, x, weight, bias, stride, padding, output_padding, groups, dilation, quantizer
 ):
     if not is_differentiated(x, weight, bias) or x.dim() not in (dims + 1, dims + 2):
         arguments = stride, padding, output_padding, groups, dilation
         return _CONV_TRANSPOSE[dims](x, weight, bias, *arguments)
     each = [_per_dim(value, dims) for value in (stride, padding, dilation, output_padding)]
     settings = *each[:3], True, each[3], groups
-    return _apply(x, weight, bias, settings, quantiser)
+    return _apply(x, weight, bias, settings, quantizer)
 
 
-def _apply(x, weight, bias, settings, quantiser):
+def _apply(x, weight, bias, settings, quantizer):
     if x.dim() == weight.dim():
-        return _Convolution.apply(x, weight, bias, settings, quantiser)
+        return _Convolution.apply(x, weight, bias, settings, quantizer)
     # torch adds the dimension of one sample too.
-    return _Convolution.apply(x.unsqueeze(0), weight, bias, settings, quantiser).squeeze(0)
+    return _Convolution.apply(x.unsqueeze(0), weight, bias, settings, quantizer).squeeze(0)
 
 
 def _per_dim(value, dims: int) -> tuple[int, ...]:
@@ -215,7 +215,7 @@ def _torchs_own(x, weight, bias, stride, padding, dilation, transposed, output_p
 
 class _Convolution(Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, settings, quantiser):
+    def forward(ctx, x, weight, bias, settings, quantizer):
         with as_torch_casts():
             y = _torchs_own(x, weight, bias, *settings)
         ctx.settings = settings
@@ -223,7 +223,7 @@ class _Convolution(Function):
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         kept = ()
         if ctx.needs_input_grad[1]:
-            keep = quantiser.keep_factor(x)
+            keep = quantizer.keep_factor(x)
             kept, ctx.recipe, y = keep.tensors, keep.recipe, keep.mark(y)
         # Without an input gradient only the weight's shape matters.
         ctx.save_for_backward(weight, *kept)

@@ -1,4 +1,4 @@
-"""Gated units, act(gate) * up, with gate and up kept quantised.
+"""Gated units, act(gate) * up, with gate and up kept quantized.
 
 The backward pass of SwiGLU and GEGLU takes act and its derivative of the restored gate^, so it is
 not linear in what is kept. The draws of gate^ and up^ are independent and each is exact in
@@ -34,9 +34,9 @@ from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
-    Quantiser,
+    Quantizer,
     is_differentiated,
-    quantiser_of,
+    quantizer_of,
 )
 
 __all__ = ["geglu", "reglu", "swiglu"]
@@ -48,16 +48,16 @@ def swiglu(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """silu(gate) * up (Shazeer, "GLU variants improve Transformer", section 2), equal to torch's.
 
     gate, up: floating, of shapes that broadcast. Kept are gate and, where gate needs a gradient,
     up, in `bits` bits an element; the rest is computed again from those. The gradients' bias: see
-    the module. quantiser: in place of bits and group_size. Raises InputError for bits or group_size
+    the module. quantizer: in place of bits and group_size. Raises InputError for bits or group_size
     that there are not.
     """
-    return gated(gate, up, "silu", quantiser=quantiser or quantiser_of(bits, group_size))
+    return gated(gate, up, "silu", quantizer=quantizer or quantizer_of(bits, group_size))
 
 
 def geglu(
@@ -67,7 +67,7 @@ def geglu(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """gelu(gate, approximate) * up; all else as in `swiglu`.
 
@@ -76,7 +76,7 @@ def geglu(
     if approximate not in ("none", "tanh"):
         raise InputError(f"expected none or tanh for approximate, got {approximate!r}")
     name = "gelu" if approximate == "none" else "gelu_tanh"
-    return gated(gate, up, name, quantiser=quantiser or quantiser_of(bits, group_size))
+    return gated(gate, up, name, quantizer=quantizer or quantizer_of(bits, group_size))
 
 
 def reglu(
@@ -85,13 +85,13 @@ def reglu(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """relu(gate) * up; kept: the sign of gate (1 bit), relu(gate) for up's gradient, up for gate's.
 
     All else as in `swiglu`, but the gradients are exact in expectation.
     """
-    return gated(gate, up, "relu", quantiser=quantiser or quantiser_of(bits, group_size))
+    return gated(gate, up, "relu", quantizer=quantizer or quantizer_of(bits, group_size))
 
 
 _FORWARD = {
@@ -114,7 +114,7 @@ def gated(
     activation: str,
     function: Callable[[Tensor], Tensor] | None = None,
     *,
-    quantiser: Quantiser,
+    quantizer: Quantizer,
 ) -> Tensor:
     """act(gate) * up; activation: "silu", "gelu", "gelu_tanh" or "relu".
 
@@ -125,24 +125,24 @@ def gated(
         return function(gate) * up
     if activation == "relu":
         gate, activation, function = relu(gate), "identity", _FORWARD["identity"]
-    return _Gated.apply(gate, up, activation, function, quantiser)
+    return _Gated.apply(gate, up, activation, function, quantizer)
 
 
 class _Gated(Function):
     @staticmethod
-    def forward(ctx, gate, up, activation, function, quantiser):
+    def forward(ctx, gate, up, activation, function, quantizer):
         y = function(gate) * up
         ctx.activation = activation
         ctx.inputs = (gate.shape, gate.dtype), (up.shape, up.dtype)
         needs_gate, needs_up, *_ = ctx.needs_input_grad
         kept = []
         if needs_up or activation != "identity":
-            keep = quantiser.keep(gate)
+            keep = quantizer.keep(gate)
             y, ctx.gate = keep.mark(y), keep.recipe
             kept += keep.tensors
         ctx.of_gate = len(kept)
         if needs_gate:
-            keep = quantiser.keep_beside(up, gate)
+            keep = quantizer.keep_beside(up, gate)
             y, ctx.up = keep.mark(y), keep.recipe
             kept += keep.tensors
         ctx.save_for_backward(*kept)

@@ -1,4 +1,4 @@
-"""`linear` with a quantised input kept for the weight's gradient."""
+"""`linear` with a quantized input kept for the weight's gradient."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
-    Quantiser,
+    Quantizer,
     is_differentiated,
-    quantiser_of,
+    quantizer_of,
 )
 
 __all__ = ["linear"]
@@ -28,34 +28,34 @@ def linear(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.linear; the input is kept in `bits` bits an element, for the weight's gradient.
 
     input: (*, in_features), float32, float64, float16 or bfloat16. weight: (out_features, in_features).
-    bias: (out_features,). Returns (*, out_features). quantiser: in place of bits and group_size.
+    bias: (out_features,). Returns (*, out_features). quantizer: in place of bits and group_size.
 
     The gradients of the input and the bias are exact; that of the weight is exact in expectation (ActNN,
     section 3.3). Nothing of the input is kept where the weight needs no gradient. Raises InputError for bits or
     group_size that there are not.
     """
-    quantiser = quantiser or quantiser_of(bits, group_size)
+    quantizer = quantizer or quantizer_of(bits, group_size)
     usual = weight.dim() == 2 and (bias is None or bias.dim() == 1) and input.dim() > 0
     if not usual or not is_differentiated(input, weight, bias):
         return torch_functional.linear(input, weight, bias)
-    return _Linear.apply(input, weight, bias, quantiser)
+    return _Linear.apply(input, weight, bias, quantizer)
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, quantiser):
+    def forward(ctx, x, weight, bias, quantizer):
         with as_torch_casts():
             y = layout.unviewed(torch_functional.linear(x, weight, bias))
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         kept = ()
         if needs_weight:
-            keep = quantiser.keep_factor(x)
+            keep = quantizer.keep_factor(x)
             kept, ctx.recipe, y = keep.tensors, keep.recipe, keep.mark(y)
         ctx.save_for_backward(weight if needs_x else None, *kept)
         return y

@@ -1,6 +1,6 @@
-"""Normalisation with the normalised input kept quantised.
+"""Normalization with the normalized input kept quantized.
 
-x~ = (x - mean) / s is what is quantised, s being the deviation, not x itself: all channels or rows then have
+x~ = (x - mean) / s is what is quantized, s being the deviation, not x itself: all channels or rows then have
 the same scale and share the ranges of groups well, whatever their offset (docs/decisions/0007). With g the
 gradient times the weight and N what a mean is taken over (ActNN, long version, appendix B.2):
 
@@ -41,9 +41,9 @@ from fewbit.runtime.quantizers.normalized import (
 )
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
-    Quantiser,
+    Quantizer,
     is_differentiated,
-    quantiser_of,
+    quantizer_of,
 )
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
@@ -59,21 +59,21 @@ def layer_norm(
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
     copies: int = 1,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.layer_norm; kept: the input in `bits` bits an element, a mean and a deviation a row.
 
     input: (*, *normalized_shape), floating; weight, bias: normalized_shape. copies: 2 for an input gradient
-    that is exact in expectation. quantiser: in place of bits and group_size. The gradients of weight and
+    that is exact in expectation. quantizer: in place of bits and group_size. The gradients of weight and
     bias are exact in expectation, that of the input as the module says. Raises InputError for bits, group_size or
     copies that there are not.
     """
-    quantiser = _checked(quantiser, bits, group_size, copies)
+    quantizer = _checked(quantizer, bits, group_size, copies)
     if not _is_served(input, weight, bias):
         return torch_functional.layer_norm(input, normalized_shape, weight, bias, eps)
     shape = _shape(normalized_shape)
     weight, bias = _contiguous(weight, bias)
-    return _LayerNorm.apply(input, shape, weight, bias, eps, copies, quantiser)
+    return _LayerNorm.apply(input, shape, weight, bias, eps, copies, quantizer)
 
 
 def rms_norm(
@@ -85,20 +85,20 @@ def rms_norm(
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
     copies: int = 1,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.rms_norm; kept as in `layer_norm`, without the mean.
 
     The bias of the input's gradient is the module's formula with the root mean square in place of s.
     """
-    quantiser = _checked(quantiser, bits, group_size, copies)
+    quantizer = _checked(quantizer, bits, group_size, copies)
     shape = _shape(normalized_shape)
     # torch's kernel checks neither.
     fits = input.shape[-len(shape) :] == shape and (weight is None or weight.shape == shape)
     if not fits or not _is_served(input, weight):
         return torch_functional.rms_norm(input, normalized_shape, weight, eps)
     x, weight = map(in_float32, (input, *_contiguous(weight)))
-    return _RMSNorm.apply(x, shape, weight, eps, copies, quantiser)
+    return _RMSNorm.apply(x, shape, weight, eps, copies, quantizer)
 
 
 def group_norm(
@@ -111,10 +111,10 @@ def group_norm(
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
     copies: int = 1,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.group_norm; kept as in `layer_norm`. input: (N, C, *); weight, bias: (C,)."""
-    quantiser = _checked(quantiser, bits, group_size, copies)
+    quantizer = _checked(quantizer, bits, group_size, copies)
     served = _is_served(input, weight, bias) and input.dim() >= 2
     if not served or num_groups <= 0 or input.shape[1] % num_groups:  # the last two raise in torch
         if weight is None and bias is not None:
@@ -123,7 +123,7 @@ def group_norm(
     n, c, *spatial = input.shape
     torch_functional._verify_batch_size([n * c // num_groups, num_groups, *spatial])
     x, weight, bias = map(in_float32, (input, *_contiguous(weight, bias)))
-    return _GroupNorm.apply(x, num_groups, weight, bias, eps, copies, quantiser)
+    return _GroupNorm.apply(x, num_groups, weight, bias, eps, copies, quantizer)
 
 
 def batch_norm(
@@ -139,14 +139,14 @@ def batch_norm(
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
     copies: int = 1,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.batch_norm; kept as in `layer_norm`, with a mean and a deviation a channel.
 
-    input: (N, C, *); the vectors: (C,). With training=False nothing is quantised, and nothing of the input is
+    input: (N, C, *); the vectors: (C,). With training=False nothing is quantized, and nothing of the input is
     kept unless weight needs a gradient.
     """
-    quantiser = _checked(quantiser, bits, group_size, copies)
+    quantizer = _checked(quantizer, bits, group_size, copies)
     vectors = running_mean, running_var, *_contiguous(weight, bias)
     served = _is_served(input, weight, bias) and input.dim() >= 2
     if not served or _are_differentiated(running_mean, running_var):  # torch raises for the last
@@ -156,7 +156,7 @@ def batch_norm(
             return torch_functional.batch_norm(input, *vectors, False, momentum, eps)
         return _FrozenBatchNorm.apply(input, *vectors, eps)
     torch_functional._verify_batch_size(input.size())
-    return _train_batch_norm(input, input.shape, *vectors, momentum, eps, copies, quantiser)
+    return _train_batch_norm(input, input.shape, *vectors, momentum, eps, copies, quantizer)
 
 
 def instance_norm(
@@ -172,13 +172,13 @@ def instance_norm(
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
     copies: int = 1,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.instance_norm; kept as in `layer_norm`, with statistics a sample and channel.
 
     input: (N, C, *). As in torch it is the batch norm of one sample with N C channels.
     """
-    quantiser = _checked(quantiser, bits, group_size, copies)
+    quantizer = _checked(quantizer, bits, group_size, copies)
     vectors = running_mean, running_var, weight, bias
     served = use_input_stats and _is_served(input, weight, bias) and input.dim() > 2
     if not served or _are_differentiated(running_mean, running_var):  # torch raises for the last
@@ -190,7 +190,7 @@ def instance_norm(
         mean, var = (None if each is None else each.to(input.dtype) for each in (mean, var))
     x = input.contiguous()
     view = 1, n * c, *x.shape[2:]
-    y = _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantiser)
+    y = _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantizer)
     for running, repeated in ((running_mean, mean), (running_var, var)):
         if running is not None:
             running.detach().copy_(repeated.view(n, c).mean(0))
@@ -203,9 +203,9 @@ def check_copies(copies) -> None:
         raise InputError(f"expected 1 or 2 for copies, got {copies!r}")
 
 
-def _checked(quantiser, bits, group_size, copies) -> Quantiser:
+def _checked(quantizer, bits, group_size, copies) -> Quantizer:
     check_copies(copies)
-    return quantiser or quantiser_of(bits, group_size)
+    return quantizer or quantizer_of(bits, group_size)
 
 
 def _is_served(input, *vectors) -> bool:
@@ -243,7 +243,7 @@ def _weighted(grad, weight):
 
 class _LayerNorm(Function):
     @staticmethod
-    def forward(ctx, x, shape, weight, bias, eps, copies, quantiser):
+    def forward(ctx, x, shape, weight, bias, eps, copies, quantizer):
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.shape, ctx.dtype = shape, x.dtype
         needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
@@ -251,14 +251,14 @@ class _LayerNorm(Function):
         kept = ()
         if needs_x or needs_weight:
             inner = math.prod(shape) if x.is_contiguous() else None
-            if preactivation.can_keep(quantiser, x, rstd, weight, bias, copies):
-                fixed = preactivation.keep(quantiser, x, y, mean, rstd, inner, weight, bias, None)
+            if preactivation.can_keep(quantizer, x, rstd, weight, bias, copies):
+                fixed = preactivation.keep(quantizer, x, y, mean, rstd, inner, weight, bias, None)
                 tensors, ctx.recipe, ctx.inner = fixed.tensors, fixed.recipe, inner
             else:
-                keep, tensors = keep_copies(ctx, x, mean, rstd, inner, copies, quantiser)
+                keep, tensors = keep_copies(ctx, x, mean, rstd, inner, copies, quantizer)
                 # Statistics of 16 bits shift x~ by more than y's own rounding.
                 if rstd.dtype.itemsize > 2:
-                    offer(quantiser, y, keep, weight, bias)
+                    offer(quantizer, y, keep, weight, bias)
                 y = keep.mark(y)
             kept = rstd, weight, *tensors
         ctx.save_for_backward(*kept)
@@ -292,12 +292,12 @@ class _LayerNorm(Function):
 
 class _RMSNorm(Function):
     @staticmethod
-    def forward(ctx, x, shape, weight, eps, copies, quantiser):
+    def forward(ctx, x, shape, weight, eps, copies, quantizer):
         y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
         ctx.shape, ctx.dtype = shape, x.dtype
         inner = math.prod(shape) if x.is_contiguous() else None
-        keep, kept = keep_copies(ctx, x, None, rstd, inner, copies, quantiser)
-        offer(quantiser, y, keep, weight, None)
+        keep, kept = keep_copies(ctx, x, None, rstd, inner, copies, quantizer)
+        offer(quantizer, y, keep, weight, None)
         ctx.save_for_backward(rstd, weight, *kept)
         return keep.mark(y)
 
@@ -312,7 +312,7 @@ class _RMSNorm(Function):
         if needs_x:
             dims = tuple(range(-len(ctx.shape), 0))
             g = _weighted(grad, weight)
-            grad_x = input_gradient(g, first, second, rstd, dims, centred=False).to(ctx.dtype)
+            grad_x = input_gradient(g, first, second, rstd, dims, centered=False).to(ctx.dtype)
         if needs_weight:
             grad_weight = sums.over_rows(grad * first, len(ctx.shape)).to(weight.dtype)
         return grad_x, None, grad_weight, None, None, None
@@ -320,7 +320,7 @@ class _RMSNorm(Function):
 
 class _GroupNorm(Function):
     @staticmethod
-    def forward(ctx, x, num_groups, weight, bias, eps, copies, quantiser):
+    def forward(ctx, x, num_groups, weight, bias, eps, copies, quantizer):
         n, c = x.shape[:2]
         ctx.sizes = n, c, x.numel() // (n * c), num_groups
         # As torch's own function calls it.
@@ -336,7 +336,7 @@ class _GroupNorm(Function):
         if needs_x or needs_weight:
             placed = [_of_groups(each, ctx.sizes, x.dim()) for each in (mean, rstd)]
             inner = ctx.sizes[2] if x.is_contiguous() else None
-            keep, tensors = keep_copies(ctx, x, *placed, inner, copies, quantiser)
+            keep, tensors = keep_copies(ctx, x, *placed, inner, copies, quantizer)
             y, kept = keep.mark(y), (rstd, weight, *tensors)
         ctx.save_for_backward(*kept)
         return y
@@ -387,15 +387,15 @@ def _group_gradient(sizes, grad, first, second, rstd, weight):
     return input_gradient(g, first, second, rstd.view(n, num_groups, 1), (2,)).view(grad.shape)
 
 
-def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantiser):
-    """batch_norm of x seen as `view`, with the statistics of that; x is quantised as it comes."""
+def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantizer):
+    """batch_norm of x seen as `view`, with the statistics of that; x is quantized as it comes."""
     if not torch.compiler.is_compiling():
-        arguments = view, mean, var, weight, bias, momentum, eps, copies, quantiser
+        arguments = view, mean, var, weight, bias, momentum, eps, copies, quantizer
         return _BatchNorm.apply(x, *arguments)[0]
     # Dynamo places a symbolic eps in the graph that uses it first, which must not be that of the Function.
     eps = eps + 0.0
     # A compiler follows no in-place change inside a Function.
-    arguments = view, None, None, weight, bias, momentum, eps, copies, quantiser
+    arguments = view, None, None, weight, bias, momentum, eps, copies, quantizer
     y, batch_mean, rstd = _BatchNorm.apply(x, *arguments)
     if mean is not None:
         count = x.numel() / batch_mean.numel()
@@ -410,7 +410,7 @@ class _BatchNorm(Function):
 
     @staticmethod
     def forward(
-        ctx, x, view, running_mean, running_var, weight, bias, momentum, eps, copies, quantiser
+        ctx, x, view, running_mean, running_var, weight, bias, momentum, eps, copies, quantizer
     ):
         vectors = weight, bias, running_mean, running_var
         seen = _as(x, view)
@@ -429,14 +429,14 @@ class _BatchNorm(Function):
         if needs_x or needs_weight:
             placed = [_of_channels(each, view, x.shape) for each in (mean, rstd)]
             inner = _channel_stride(x) if view == x.shape else math.prod(x.shape[2:])
-            fuses = preactivation.can_keep(quantiser, x, rstd, weight, bias, copies)
+            fuses = preactivation.can_keep(quantizer, x, rstd, weight, bias, copies)
             if fuses and view == x.shape:
-                fixed = preactivation.keep(quantiser, x, y, *placed, inner, weight, bias, 1)
+                fixed = preactivation.keep(quantizer, x, y, *placed, inner, weight, bias, 1)
                 tensors, ctx.recipe, ctx.inner = fixed.tensors, fixed.recipe, inner
             else:
-                keep, tensors = keep_copies(ctx, x, *placed, inner, copies, quantiser)
+                keep, tensors = keep_copies(ctx, x, *placed, inner, copies, quantizer)
                 if view == x.shape and rstd.dtype.itemsize > 2:
-                    offer(quantiser, y, keep, weight, bias, (1, -1, *[1] * (x.dim() - 2)))
+                    offer(quantizer, y, keep, weight, bias, (1, -1, *[1] * (x.dim() - 2)))
                 y = keep.mark(y)
             kept = rstd, weight, reserve, *tensors
         ctx.save_for_backward(*kept)

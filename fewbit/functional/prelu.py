@@ -1,4 +1,4 @@
-"""PReLU with the sign of its input in 1 bit and the rest of it quantised."""
+"""PReLU with the sign of its input in 1 bit and the rest of it quantized."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fewbit.runtime.interop.original_functions import functional as torch_functi
 from fewbit.runtime.quantizers import integers
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
-    Quantiser,
+    Quantizer,
     is_differentiated,
-    quantiser_of,
+    quantizer_of,
 )
 
 __all__ = ["prelu"]
@@ -28,11 +28,11 @@ def prelu(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.prelu; input > 0 is kept in 1 bit, min(input, 0) in `bits` bits.
 
-    input: (N, C, ...), floating; weight: (1,) or (C,), the slopes. quantiser: in place of bits and
+    input: (N, C, ...), floating; weight: (1,) or (C,), the slopes. quantizer: in place of bits and
     group_size.
 
     The sign is kept where the input needs a gradient: ``4 * ceil(n / 32)`` bytes, and the gradient
@@ -40,15 +40,15 @@ def prelu(
     expectation: it is linear in what is kept. Raises InputError for bits or group_size that there
     are not.
     """
-    quantiser = quantiser or quantiser_of(bits, group_size)
+    quantizer = quantizer or quantizer_of(bits, group_size)
     if not is_differentiated(input, weight):
         return torch_functional.prelu(input, weight)
-    return _PReLU.apply(input, weight, quantiser)
+    return _PReLU.apply(input, weight, quantizer)
 
 
 class _PReLU(Function):
     @staticmethod
-    def forward(ctx, x, weight, quantiser):
+    def forward(ctx, x, weight, quantizer):
         with as_torch_casts():
             y = torch_functional.prelu(x, weight)
         needs_x, needs_weight, _ = ctx.needs_input_grad
@@ -60,7 +60,7 @@ class _PReLU(Function):
             keep = integers.pack(seen > 0, 2)
             sign, ctx.sign, y = keep.tensors, keep.recipe, keep.mark(y)
         if needs_weight:
-            keep = quantiser.keep(seen.clamp(max=0), shared=False)
+            keep = quantizer.keep(seen.clamp(max=0), shared=False)
             kept, ctx.recipe, y = keep.tensors, keep.recipe, keep.mark(y)
         ctx.save_for_backward(weight if needs_x else None, *sign, *kept)
         return y

@@ -1,4 +1,4 @@
-"""Products of two activations, with both kept quantised."""
+"""Products of two activations, with both kept quantized."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
-    Quantiser,
+    Quantizer,
     is_differentiated,
-    quantiser_of,
+    quantizer_of,
 )
 
 __all__ = ["matmul", "mul"]
@@ -25,19 +25,19 @@ def matmul(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.matmul; each factor is kept in `bits` bits an element, for the other's gradient.
 
     input, other: two dimensions or more, broadcast as in torch; floating. Both gradients are exact in
     expectation, as each is linear in the other factor. A leaf, such as a parameter, is kept as it is, and
-    where only one factor needs a gradient torch's own runs. quantiser: in place of bits and group_size.
+    where only one factor needs a gradient torch's own runs. quantizer: in place of bits and group_size.
     """
-    quantiser = quantiser or quantiser_of(bits, group_size)
+    quantizer = quantizer or quantizer_of(bits, group_size)
     both = input.requires_grad and other.requires_grad
     if not both or not is_differentiated(input, other) or min(input.dim(), other.dim()) < 2:
         return torch.matmul(input, other)
-    return _Matmul.apply(input, other, quantiser)
+    return _Matmul.apply(input, other, quantizer)
 
 
 def mul(
@@ -46,20 +46,20 @@ def mul(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """input * other; kept as in `matmul`. input, other: floating, broadcast as in torch."""
-    quantiser = quantiser or quantiser_of(bits, group_size)
+    quantizer = quantizer or quantizer_of(bits, group_size)
     if not (input.requires_grad and other.requires_grad and is_differentiated(input, other)):
         return torch.mul(input, other)
-    return _Mul.apply(input, other, quantiser)
+    return _Mul.apply(input, other, quantizer)
 
 
 class _Product(Function):
-    """What both have: the factors, quantised unless they exist anyway."""
+    """What both have: the factors, quantized unless they exist anyway."""
 
     @staticmethod
-    def keep(ctx, y, a, b, quantiser):
+    def keep(ctx, y, a, b, quantizer):
         ctx.sizes = a.shape, b.shape
         ctx.dtypes = a.dtype, b.dtype
         ctx.recipes, kept = [], []
@@ -68,7 +68,7 @@ class _Product(Function):
                 ctx.recipes.append((None, 1))
                 kept.append(factor)
                 continue
-            keep = quantiser.keep(factor)
+            keep = quantizer.keep(factor)
             ctx.recipes.append((keep.recipe, len(keep.tensors)))
             y = keep.mark(y)
             kept.extend(keep.tensors)
@@ -95,10 +95,10 @@ class _Product(Function):
 
 class _Matmul(_Product):
     @staticmethod
-    def forward(ctx, a, b, quantiser):
+    def forward(ctx, a, b, quantizer):
         with as_torch_casts():
             y = torch.matmul(a, b)
-        return _Product.keep(ctx, y, a, b, quantiser)
+        return _Product.keep(ctx, y, a, b, quantizer)
 
     @staticmethod
     @once_differentiable
@@ -113,8 +113,8 @@ class _Matmul(_Product):
 
 class _Mul(_Product):
     @staticmethod
-    def forward(ctx, a, b, quantiser):
-        return _Product.keep(ctx, a * b, a, b, quantiser)
+    def forward(ctx, a, b, quantizer):
+        return _Product.keep(ctx, a * b, a, b, quantizer)
 
     @staticmethod
     @once_differentiable

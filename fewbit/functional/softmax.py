@@ -1,4 +1,4 @@
-"""Softmax and its logarithm with the probabilities quantised.
+"""Softmax and its logarithm with the probabilities quantized.
 
 The gradient of softmax multiplies its result y with itself, so with y^ = y + e in its place it is
 not exact in expectation. With g the gradient of y,
@@ -29,9 +29,9 @@ from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
-    Quantiser,
+    Quantizer,
     is_differentiated,
-    quantiser_of,
+    quantizer_of,
 )
 
 __all__ = ["log_softmax", "softmax"]
@@ -45,19 +45,19 @@ def softmax(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.softmax; its result is kept in `bits` bits an element.
 
-    input: any shape, floating. dtype: of the result, and of the computation. quantiser: in place of
+    input: any shape, floating. dtype: of the result, and of the computation. quantizer: in place of
     bits and group_size. The gradient has the bias that this module's documentation gives. Raises
     InputError for bits or group_size that there are not.
     """
-    quantiser = quantiser or quantiser_of(bits, group_size)
+    quantizer = quantizer or quantizer_of(bits, group_size)
     if not is_differentiated(input):
         return torch_functional.softmax(input, dim, _stacklevel + 1, dtype)
     dim = _dim("softmax", input, dim, _stacklevel)
-    return _Softmax.apply(input, dim, dtype, quantiser)
+    return _Softmax.apply(input, dim, dtype, quantizer)
 
 
 def log_softmax(
@@ -68,17 +68,17 @@ def log_softmax(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """torch.nn.functional.log_softmax; the probabilities are kept in `bits` bits an element.
 
     Arguments as in `softmax`. The gradient is exact in expectation.
     """
-    quantiser = quantiser or quantiser_of(bits, group_size)
+    quantizer = quantizer or quantizer_of(bits, group_size)
     if not is_differentiated(input):
         return torch_functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     dim = _dim("log_softmax", input, dim, _stacklevel)
-    return _LogSoftmax.apply(input, dim, dtype, quantiser)
+    return _LogSoftmax.apply(input, dim, dtype, quantizer)
 
 
 def _dim(name, x, dim, stacklevel):
@@ -90,9 +90,9 @@ def _dim(name, x, dim, stacklevel):
 
 class _Softmax(Function):
     @staticmethod
-    def forward(ctx, x, dim, dtype, quantiser):
+    def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.softmax(x, dim, dtype=dtype)
-        keep = quantiser.keep(y)
+        keep = quantizer.keep(y)
         ctx.recipe, ctx.dim, ctx.dtype = keep.recipe, dim, x.dtype
         ctx.save_for_backward(*keep.tensors)
         return keep.mark(y)
@@ -107,9 +107,9 @@ class _Softmax(Function):
 
 class _LogSoftmax(Function):
     @staticmethod
-    def forward(ctx, x, dim, dtype, quantiser):
+    def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.log_softmax(x, dim, dtype=dtype)
-        keep = quantiser.keep(y.exp(), shared=False)
+        keep = quantizer.keep(y.exp(), shared=False)
         ctx.recipe, ctx.dim, ctx.dtype = keep.recipe, dim, x.dtype
         ctx.save_for_backward(*keep.tensors)
         return keep.mark(y)

@@ -1,7 +1,7 @@
-"""Batch norm with statistics over all processes, with the input kept quantised.
+"""Batch norm with statistics over all processes, with the input kept quantized.
 
 Forward and backward are torch's own, which keeps its input in a context; here the context is a stand-in
-whose input is quantised in between.
+whose input is quantized in between.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.nn.modules._functions import SyncBatchNorm as Torch
 
 from fewbit.runtime.activations.autograd import once_differentiable
-from fewbit.runtime.quantizers.quantizer import Quantiser, is_differentiated
+from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
 
 __all__ = ["sync_batch_norm"]
 
@@ -27,19 +27,19 @@ def sync_batch_norm(
     momentum: float,
     process_group,
     *,
-    quantiser: Quantiser,
+    quantizer: Quantizer,
 ) -> Tensor:
     """What torch.nn.SyncBatchNorm computes in training, in a group of two processes or more.
 
-    input: (N, C, *) on a device for which torch has it; the vectors: (C,). Kept: the normalised input quantised, a
+    input: (N, C, *) on a device for which torch has it; the vectors: (C,). Kept: the normalized input quantized, a
     deviation a channel, and a count a process. Bias of the input's gradient: as in `batch_norm`.
     """
     vectors = weight, bias, running_mean, running_var
     if not is_differentiated(input, weight, bias):
-        # Processes synchronise all the same.
+        # Processes synchronize all the same.
         size = process_group.size()
         return Torch.apply(input, *vectors, eps, momentum, process_group, size)
-    return _SyncBatchNorm.apply(input, *vectors, eps, momentum, process_group, quantiser)
+    return _SyncBatchNorm.apply(input, *vectors, eps, momentum, process_group, quantizer)
 
 
 class _Context:
@@ -54,7 +54,7 @@ class _SyncBatchNorm(Function):
 
     @staticmethod
     def forward(
-        ctx, x, weight, bias, running_mean, running_var, eps, momentum, process_group, quantiser
+        ctx, x, weight, bias, running_mean, running_var, eps, momentum, process_group, quantizer
     ):
         context = _Context()
         vectors = weight, bias, running_mean, running_var
@@ -64,7 +64,7 @@ class _SyncBatchNorm(Function):
         kept = ()
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             placed = (each.view(1, -1, *[1] * (x.dim() - 2)) for each in (mean, rstd))
-            keep = quantiser.keep_normalised(x, *placed, None)
+            keep = quantizer.keep_normalized(x, *placed, None)
             kept, ctx.recipe = keep.tensors, keep.recipe
         ctx.size, ctx.dtype = tuple(x.shape), x.dtype
         ctx.save_for_backward(weight, rstd, count, *kept)

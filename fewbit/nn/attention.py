@@ -1,4 +1,4 @@
-"""Multi-head attention that keeps quantised tensors."""
+"""Multi-head attention that keeps quantized tensors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch.nn import functional as torch_functional
 
 from fewbit.functional.attention import How, attention
 from fewbit.functional.linear import linear
-from fewbit.nn.base import Quantised
-from fewbit.runtime.quantizers.quantizer import Quantiser, is_differentiated
+from fewbit.nn.base import Quantized
+from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
 
 __all__ = ["MultiheadAttention"]
 
 
-class MultiheadAttention(Quantised, nn.MultiheadAttention):
+class MultiheadAttention(Quantized, nn.MultiheadAttention):
     """torch.nn.MultiheadAttention; kept: the inputs of the projections, and projected q, k and v.
 
     All in `bits` bits an element: the input of each projection that torch computes as one product
@@ -22,10 +22,10 @@ class MultiheadAttention(Quantised, nn.MultiheadAttention):
     `fewbit.functional.scaled_dot_product_attention`, and the input of the output projection. The
     attention probabilities are computed again also where need_weights asks for them.
 
-    attention_quantiser: for q, k and v, if not `quantiser`.
+    attention_quantizer: for q, k and v, if not `quantizer`.
     """
 
-    attention_quantiser: Quantiser | None = None
+    attention_quantizer: Quantizer | None = None
 
     def forward(
         self,
@@ -127,7 +127,7 @@ class MultiheadAttention(Quantised, nn.MultiheadAttention):
                 padding = padding.expand(-1, self.num_heads, -1, -1).reshape(heads, 1, -1)
             masks = (padding, None) if mask is None else (mask, padding)
             how = How(self.dropout, weighed=True)
-            y, weights = attention(q, k, v, *masks, how, self.attention_quantiser or self.quantiser)
+            y, weights = attention(q, k, v, *masks, how, self.attention_quantizer or self.quantizer)
             y = y.transpose(0, 1).reshape(length * batch, self.embed_dim)
             weights = weights.view(batch, self.num_heads, length, k.shape[1])
             if average_attn_weights:
@@ -140,7 +140,7 @@ class MultiheadAttention(Quantised, nn.MultiheadAttention):
             masks = (padding, None) if mask is None else (mask, padding)
             how = How(self.dropout, is_causal)
             q, k, v = (x.unflatten(0, (batch, self.num_heads)) for x in (q, k, v))
-            y = attention(q, k, v, *masks, how, self.attention_quantiser or self.quantiser)
+            y = attention(q, k, v, *masks, how, self.attention_quantizer or self.quantizer)
             y = y.permute(2, 0, 1, 3).reshape(batch * length, self.embed_dim)
         y = self._linear(y, self.out_proj.weight, self.out_proj.bias)
         y = y.view(length, batch, y.shape[1])
@@ -162,7 +162,7 @@ class MultiheadAttention(Quantised, nn.MultiheadAttention):
             raise AssertionError(f"key shape {key.shape} does not match value shape {value.shape}")
 
     def _linear(self, x, weight, bias):
-        return linear(x, weight, bias, quantiser=self.quantiser)
+        return linear(x, weight, bias, quantizer=self.quantizer)
 
     def _projected(self, query, key, value):
         """The projections, in as few products as torch makes."""

@@ -1,4 +1,4 @@
-"""What modules that keep quantised tensors have besides torch's."""
+"""What modules that keep quantized tensors have besides torch's."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import nn
 from fewbit.nn.guarded import Guarded
 from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.bypass import exactly
-from fewbit.runtime.quantizers.quantizer import DEFAULT_BITS, Quantiser
+from fewbit.runtime.quantizers.quantizer import DEFAULT_BITS, Quantizer
 
 
-class Quantised(Guarded):
-    """torch's signature plus bits= and group_size=, and `quantiser`, which the forward keeps with.
+class Quantized(Guarded):
+    """torch's signature plus bits= and group_size=, and `quantizer`, which the forward keeps with.
 
     In eval mode a module is torch's own and compresses nothing.
     """
 
-    quantiser: Quantiser
+    quantizer: Quantizer
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -26,9 +26,9 @@ class Quantised(Guarded):
             cls.__signature__ = _signature_of(cls)
 
     def __init__(self, *args, bits: int = DEFAULT_BITS, group_size: int = GROUP_SIZE, **kwargs):
-        quantiser = Quantiser(bits, group_size)
+        quantizer = Quantizer(bits, group_size)
         super().__init__(*args, **kwargs)
-        self.quantiser = quantiser
+        self.quantizer = quantizer
 
     def _exact(self, *args, **kwargs):
         """The forward of the class that is replaced."""
@@ -36,7 +36,7 @@ class Quantised(Guarded):
             return super().forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        return ", ".join(filter(None, [super().extra_repr(), repr(self.quantiser)]))
+        return ", ".join(filter(None, [super().extra_repr(), repr(self.quantizer)]))
 
 
 def _signature_of(cls) -> inspect.Signature:

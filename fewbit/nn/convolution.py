@@ -1,11 +1,11 @@
-"""Convolutions that keep quantised inputs."""
+"""Convolutions that keep quantized inputs."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from fewbit import functional as F
-from fewbit.nn.base import Quantised
+from fewbit.nn.base import Quantized
 
 __all__ = [
     "Conv1d",
@@ -17,17 +17,17 @@ __all__ = [
 ]
 
 
-class _Conv(Quantised):
+class _Conv(Quantized):
     """The forward of torch's Conv1d to Conv3d, around one of our functions."""
 
     def _convolve(self, function, input: Tensor) -> Tensor:
         padding = self.padding
         if self.padding_mode != "zeros":
-            # The padded input is what is quantised.
+            # The padded input is what is quantized.
             input = F.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             padding = 0
         arguments = self.stride, padding, self.dilation, self.groups
-        return function(input, self.weight, self.bias, *arguments, quantiser=self.quantiser)
+        return function(input, self.weight, self.bias, *arguments, quantizer=self.quantizer)
 
 
 class Conv1d(_Conv, nn.Conv1d):
@@ -51,7 +51,7 @@ class Conv3d(_Conv, nn.Conv3d):
         return self._convolve(F.conv3d, input) if self.training else self._exact(input)
 
 
-class _ConvTranspose(Quantised):
+class _ConvTranspose(Quantized):
     """The forward of torch's ConvTranspose1d to ConvTranspose3d, around one of our functions."""
 
     def _convolve(self, function, dims: int, input: Tensor, output_size) -> Tensor:
@@ -59,7 +59,7 @@ class _ConvTranspose(Quantised):
             input, output_size, self.stride, self.padding, self.kernel_size, dims, self.dilation
         )
         arguments = self.stride, self.padding, output_padding, self.groups, self.dilation
-        return function(input, self.weight, self.bias, *arguments, quantiser=self.quantiser)
+        return function(input, self.weight, self.bias, *arguments, quantizer=self.quantizer)
 
 
 class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):

@@ -1,4 +1,4 @@
-"""Gated units that keep quantised factors; they have no parameters."""
+"""Gated units that keep quantized factors; they have no parameters."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from torch.nn import functional as torch_functional
 
 from fewbit.errors import InputError
 from fewbit.functional.gated import geglu, reglu, swiglu
-from fewbit.nn.base import Quantised
+from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.bypass import exactly
 
 __all__ = ["GEGLU", "ReGLU", "SwiGLU"]
 
 
-class SwiGLU(Quantised, nn.Module):
+class SwiGLU(Quantized, nn.Module):
     """silu(gate) * up; see `fewbit.functional.swiglu`."""
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         if not self.training:
             with exactly():
                 return torch_functional.silu(gate) * up
-        return swiglu(gate, up, quantiser=self.quantiser)
+        return swiglu(gate, up, quantizer=self.quantizer)
 
 
-class GEGLU(Quantised, nn.Module):
+class GEGLU(Quantized, nn.Module):
     """gelu(gate, approximate) * up; see `fewbit.functional.geglu`."""
 
     def __init__(self, approximate: str = "none", **kwargs):
@@ -36,17 +36,17 @@ class GEGLU(Quantised, nn.Module):
         if not self.training:
             with exactly():
                 return torch_functional.gelu(gate, approximate=self.approximate) * up
-        return geglu(gate, up, self.approximate, quantiser=self.quantiser)
+        return geglu(gate, up, self.approximate, quantizer=self.quantizer)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}, {super().extra_repr()}"
 
 
-class ReGLU(Quantised, nn.Module):
+class ReGLU(Quantized, nn.Module):
     """relu(gate) * up; see `fewbit.functional.reglu`."""
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         if not self.training:
             with exactly():
                 return torch_functional.relu(gate) * up
-        return reglu(gate, up, quantiser=self.quantiser)
+        return reglu(gate, up, quantizer=self.quantizer)

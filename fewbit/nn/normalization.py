@@ -1,4 +1,4 @@
-"""Normalisation that keeps quantised inputs."""
+"""Normalization that keeps quantized inputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fewbit import functional as F
 from fewbit.functional.normalization import check_copies
 from fewbit.functional.sync_batch_norm import sync_batch_norm
-from fewbit.nn.base import Quantised
+from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.bypass import exactly
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-class _Norm(Quantised):
+class _Norm(Quantized):
     """`copies`: 2 for an input gradient that is exact in expectation (see `fewbit.functional`)."""
 
     copies = 1
@@ -37,7 +37,7 @@ class _Norm(Quantised):
 
     @property
     def _kept(self) -> dict:
-        return {"copies": self.copies, "quantiser": self.quantiser}
+        return {"copies": self.copies, "quantizer": self.quantizer}
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ", copies=2" * (self.copies == 2)
@@ -94,9 +94,9 @@ class _BatchNorm(_Norm):
         if by_batch and not self.training:
             with exactly():
                 return nn.functional.batch_norm(input, *vectors, True, momentum, self.eps)
-        return self._normalise(input, vectors, by_batch, momentum)
+        return self._normalize(input, vectors, by_batch, momentum)
 
-    def _normalise(self, input, vectors, by_batch, momentum) -> Tensor:
+    def _normalize(self, input, vectors, by_batch, momentum) -> Tensor:
         return F.batch_norm(input, *vectors, by_batch, momentum, self.eps, **self._kept)
 
 
@@ -115,16 +115,16 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
 class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
     """torch.nn.SyncBatchNorm; one copy only. `convert_sync_batchnorm` makes torch's own: convert first."""
 
-    def _normalise(self, input, vectors, by_batch, momentum) -> Tensor:
+    def _normalize(self, input, vectors, by_batch, momentum) -> Tensor:
         group = self._group() if by_batch else None
         if group is None:
-            return super()._normalise(input, vectors, by_batch, momentum)
+            return super()._normalize(input, vectors, by_batch, momentum)
         mean, var, weight, bias = vectors
         statistics = mean, var, self.eps, momentum, group
-        return sync_batch_norm(input, weight, bias, *statistics, quantiser=self.quantiser)
+        return sync_batch_norm(input, weight, bias, *statistics, quantizer=self.quantizer)
 
     def _group(self):
-        """The processes to synchronise with, or None."""
+        """The processes to synchronize with, or None."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return None
         group = self.process_group or torch.distributed.group.WORLD

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fewbit.errors import InputError
 from fewbit.nn import activations, convolution, linear, normalization
 from fewbit.runtime.interop.module_calls import is_compiled_code, leave_to_interpreter
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.session import Session
 
 __all__ = ["PreActivation"]
@@ -53,7 +53,7 @@ class PreActivation(nn.Module):
         super().__init__()
         activation = nn.ReLU().train(norm.training) if activation is None else activation
         self._private = session = Session(is_private=True)
-        quantiser = Quantiser(bits, session=session, fuse=True)
+        quantizer = Quantizer(bits, session=session, fuse=True)
         children = (
             ("norm", norm, NORMS),
             ("activation", activation, ACTIVATIONS),
@@ -64,8 +64,8 @@ class PreActivation(nn.Module):
         for name, module, classes in children:
             self.add_module(name, module)
             module.__class__ = classes.get(type(module), type(module))
-        self.norm.quantiser, self.norm.copies = quantiser, 1
-        self.linear.quantiser = quantiser.named("linear")
+        self.norm.quantizer, self.norm.copies = quantizer, 1
+        self.linear.quantizer = quantizer.named("linear")
         if hasattr(type(self.activation), "_kept_bits"):
             self.activation.bits, self.activation.table = 1, None
 
@@ -80,7 +80,7 @@ class PreActivation(nn.Module):
     @property
     def bits(self) -> int:
         """Kept of each element of the norm's input."""
-        return self.norm.quantiser.bits
+        return self.norm.quantizer.bits
 
     def extra_repr(self) -> str:
         return f"bits={self.bits}"

@@ -20,8 +20,8 @@ TICKS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), tuple(i / 10 for i in
 LEAST_TICKS = 4
 MARGIN = 1.05  # at least, beside the points
 DARKER = 0.7  # text than its curve
-# Safe for colour-blind readers.
-COLOURS = ("#4477aa", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#66ccee")
+# Safe for color-blind readers.
+COLORS = ("#4477aa", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#66ccee")
 MARKERS = "osD^vP"
 
 
@@ -189,11 +189,11 @@ def _draw(figure, plan) -> None:
         points.sort(key=lambda each: each.saved_bytes)
         x = [place_of(each.saved_bytes) for each in points]
         y = [max(each.error, floor) for each in points]
-        colour = COLOURS[number % len(COLOURS)]
+        color = COLORS[number % len(COLORS)]
         axes.plot(
             x,
             y,
-            color=colour,
+            color=color,
             marker=MARKERS[number % len(MARKERS)],
             markersize=5,
             linewidth=1.4,
@@ -201,7 +201,7 @@ def _draw(figure, plan) -> None:
             clip_on=False,
             zorder=3,
         )
-        dark = tuple(DARKER * each for each in to_rgb(colour))
+        dark = tuple(DARKER * each for each in to_rgb(color))
         for each, *place in zip(points, x, y, strict=True):
             labels.append((plot.literal(shortened(each.label, MOST_LABEL)), place, dark, each))
     chosen = plan.recommended

@@ -53,7 +53,7 @@ def allocate(sensitivity, elements, budget: int, least=LEAST, most=MOST, at_one=
 
 
 def variance(sensitivity, bits) -> float:
-    """What is minimised: sum of w / (2^b - 1)^2."""
+    """What is minimized: sum of w / (2^b - 1)^2."""
     return float(np.sum(np.asarray(sensitivity) * _NOISE[np.asarray(bits)]))
 
 

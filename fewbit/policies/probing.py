@@ -95,7 +95,7 @@ class Pending:
 class Observing(Variables):
     """A policy that observes some steps and learns from them.
 
-    names: of all quantisers that the model may have, the same in every process. interval: steps from one
+    names: of all quantizers that the model may have, the same in every process. interval: steps from one
     observation to the next; the first are in steps 1, 2, 4, 8 ...
     """
 

@@ -20,7 +20,7 @@ def add_labels(axes, labels) -> None:
     Of such places one with no line between it and the point, if there is one; of those one that no line crosses, or
     where it covers the least of lines.
 
-    axes: complete, with its limits. labels: (text, (x, y), colour) with the point in data coordinates, the most
+    axes: complete, with its limits. labels: (text, (x, y), color) with the point in data coordinates, the most
     important first; one that finds no place is left out.
     """
     from matplotlib.patheffects import withStroke
@@ -29,9 +29,9 @@ def add_labels(axes, labels) -> None:
     pixels = axes.figure.dpi / 72  # of a point of type
     lines, markers = _lines(axes, pixels)
     taken, inside = [], axes.get_window_extent()
-    for text, point, colour in labels:
+    for text, point, color in labels:
         note = axes.annotate(
-            text, point, (0, 0), textcoords="offset points", fontsize=SIZE, color=colour
+            text, point, (0, 0), textcoords="offset points", fontsize=SIZE, color=color
         )
         note.set_path_effects([withStroke(linewidth=2, foreground="white")])  # for those on lines
         extent, place = note.get_window_extent(), axes.transData.transform(point)

@@ -56,7 +56,7 @@ def concatenate(parts):
 
 
 def merge(cells, nodes):
-    """Larger cells: all cells between two neighbours of ``nodes`` (forced nodes among them) as one."""
+    """Larger cells: all cells between two neighbors of ``nodes`` (forced nodes among them) as one."""
     group = np.searchsorted(nodes, 0.5 * (cells.left + cells.right))
     starts = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
     ends = np.append(starts[1:], len(cells)) - 1

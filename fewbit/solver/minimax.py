@@ -23,8 +23,8 @@ def minimax_levels(scape, cells, count, pinned):
         return _cover_values(low, high, radius, pinned, free)
 
     radius, bound = _least_radius(cover, 0.5 * (high[-1] - low[0]), pinned, low, high)
-    centres = cover(radius)
-    levels = np.unique(np.concatenate([pinned, centres]))
+    centers = cover(radius)
+    levels = np.unique(np.concatenate([pinned, centers]))
     return levels, nearest_steps(scape, cells, levels), bound
 
 
@@ -54,7 +54,7 @@ def largest_deviation(scape, cells, steps, levels):
 
 
 def _least_radius(cover, start, pinned, low, high):
-    """``(enough, not_enough)``: neighbouring floats where possible; (0, 0) if 0 is enough."""
+    """``(enough, not_enough)``: neighboring floats where possible; (0, 0) if 0 is enough."""
     if cover(0.0) is not None:
         return 0.0, 0.0
     enough = max([start, *(np.max(np.abs([p - np.min(low), p - np.max(high)])) for p in pinned)])
@@ -81,8 +81,8 @@ def _merged_ranges(cells):
 
 
 def _cover_values(low, high, radius, pinned, free):
-    """Centres of at most ``free`` intervals that cover what the pinned ones leave, or None."""
-    centres = []
+    """Centers of at most ``free`` intervals that cover what the pinned ones leave, or None."""
+    centers = []
     at = low[0]
     while True:
         # The least value >= at, passing whatever a pinned level covers.
@@ -96,14 +96,14 @@ def _cover_values(low, high, radius, pinned, free):
                         at, moved = beyond, True
             part = np.searchsorted(high, at)
             if part == len(high):
-                return np.array(centres)
+                return np.array(centers)
             if low[part] > at:
                 at, moved = low[part], True
-        if len(centres) == free:
+        if len(centers) == free:
             return None
         part = np.searchsorted(low, at + 2 * radius, side="right") - 1
         last = min(high[part], at + 2 * radius)
-        centres.append(0.5 * (at + last))
+        centers.append(0.5 * (at + last))
         at = np.nextafter(last, np.inf)
 
 

@@ -8,7 +8,7 @@ and, because a break between levels l and r sits where f' = (y_l + y_r) / 2 and 
 
     H = 2 diag(M) - 1/2 sum over breaks of (w / |f''|) |y_r - y_l| (e_l + e_r)(e_l + e_r)^T.
 
-Newton steps are tried first, then the exact minimiser for the present pieces (Lloyd's step, which
+Newton steps are tried first, then the exact minimizer for the present pieces (Lloyd's step, which
 cannot raise the error); a step is kept only if it lowers the error, or leaves it where rounding
 cannot tell the difference and lowers the gradient. At a stationary point
 y_k is the mean of f' over its pieces and f' at each break is the mean of its two levels, which is

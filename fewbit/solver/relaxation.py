@@ -19,7 +19,7 @@ monotone in a cell). Let breaks fall inside a cell. If a break there goes from l
 the direction of f', the error as a function of the break is concave, so moving it to one end of
 its range inside the cell does not raise the error; what remains are levels that run with f', for
 which the best assignment of the two atoms is one that contiguous segments of the atoms can make.
-The same bound follows. Atoms of equal value that are neighbours are one atom, which changes neither
+The same bound follows. Atoms of equal value that are neighbors are one atom, which changes neither
 side. Both bounds fall short of the optimum by O(n**-2).
 
 *Unbiased choice.* For levels y the expected squared error at value v, (v - y_k)(y_{k+1} - v), is
@@ -29,7 +29,7 @@ less the total spread of the cells, is a lower bound*. The optimal levels of a d
 be chosen among its values (between values the error is linear in a level), so the discrete search
 is exact.
 
-The cells rest on one assumption: f' is monotone between neighbouring nodes. Extrema of f' are
+The cells rest on one assumption: f' is monotone between neighboring nodes. Extrema of f' are
 located first and made nodes, and the values met by the quadrature inside a cell are included in
 [a, b].
 """
@@ -67,7 +67,7 @@ class Atoms:
 
 
 def two_point_atoms(cells):
-    """Each cell's mass on its two extreme values, in the order f' meets them; neighbours merged."""
+    """Each cell's mass on its two extreme values, in the order f' meets them; neighbors merged."""
     low, high = cells.lowest, cells.highest
     width = high - low
     upper_share = np.where(width > 0, (cells.mean - low) / np.where(width > 0, width, 1.0), 0.0)

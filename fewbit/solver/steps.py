@@ -84,7 +84,7 @@ def tidy(steps):
 def relabel(steps, levels, fixed):
     """``(steps, levels, fixed)`` without the levels that no piece uses, for levels in piece order.
 
-    Neighbouring pieces of equal level become one.
+    Neighboring pieces of equal level become one.
     """
     codes = steps.codes
     changed = levels[codes[1:]] != levels[codes[:-1]]

@@ -1,6 +1,6 @@
 """Objective ``unbiased``: a piecewise linear stand-in for f', and levels of least variance for it.
 
-At run time the level of an element is drawn between the two neighbours of v(x), a piecewise linear
+At run time the level of an element is drawn between the two neighbors of v(x), a piecewise linear
 stand-in for f'(x), with the probability that makes its mean v(x). The expected squared error is
 
     integral of [(v - y_k)(y_{k+1} - v) + (f' - v)**2] w,   y_k <= v <= y_{k+1},
@@ -9,7 +9,7 @@ whose first term depends on the levels, with the gradient (interior levels)
 
     dE/dy_k = integral over (y_{k-1}, y_k) of (v - y_{k-1}) w - integral over (y_k, y_{k+1}) of (y_{k+1} - v) w.
 
-Optimal quantisation points for unbiased rounding: ZipML (Zhang et al., ICML 2017); the discrete
+Optimal quantization points for unbiased rounding: ZipML (Zhang et al., ICML 2017); the discrete
 search is quadratic there, and here divide and conquer, since the cost is Monge (QUIVER, 2024).
 """
 

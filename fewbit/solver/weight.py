@@ -1,8 +1,8 @@
 """The weight w(x) that the error of a table is weighted with (Few-bit Backward, eq. 3).
 
 Four kinds, each with its document form (``docs/table_schema.md``): ``uniform`` (w = 1 on the
-domain), ``normal`` (the density, not renormalised on the domain), ``histogram`` (a piecewise
-constant density, normalised to 1; raw samples become one) and ``callable`` (any density).
+domain), ``normal`` (the density, not renormalized on the domain), ``histogram`` (a piecewise
+constant density, normalized to 1; raw samples become one) and ``callable`` (any density).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Normal:
 
 
 class Histogram:
-    """A piecewise constant density: ``edges`` (n+1,) ascending, ``density`` (n,) >= 0, normalised to 1."""
+    """A piecewise constant density: ``edges`` (n+1,) ascending, ``density`` (n,) >= 0, normalized to 1."""
 
     def __init__(self, edges, density):
         edges, density = _floats("histogram edges", edges), _floats("histogram heights", density)
@@ -88,7 +88,7 @@ class Histogram:
             raise WeightError("histogram: expected finite heights >= 0 that are not all 0")
         self._edges = edges
         total = math.fsum(density * np.diff(edges))
-        # A density that is normalised already keeps its digits, so that documents round-trip.
+        # A density that is normalized already keeps its digits, so that documents round-trip.
         self._density = density if abs(total - 1) < 1e-12 else density / total
         used = np.flatnonzero(density)
         self.domain = (float(edges[used[0]]), float(edges[used[-1] + 1]))

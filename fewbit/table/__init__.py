@@ -111,7 +111,7 @@ def _interpolate(x, segment, points, values, slopes) -> np.ndarray:
 class Knots:
     """The piecewise-linear stand-in for f' of an unbiased table.
 
-    points, values: (n,) float64, n >= 2, read-only. Points ascend; two equal neighbours are a jump.
+    points, values: (n,) float64, n >= 2, read-only. Points ascend; two equal neighbors are a jump.
     closed: n of "right" / "left": the side that x == points[i] belongs to (it matters at jumps only, where
     both knots have the same); default all "right", the left value.
 

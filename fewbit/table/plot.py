@@ -261,8 +261,8 @@ def _draw_figure(table: Table):
     return figure
 
 
-def _level_colours(table: Table) -> np.ndarray:
-    # viridis is safe for colour-blind readers; its light end is too faint on white.
+def _level_colors(table: Table) -> np.ndarray:
+    # viridis is safe for color-blind readers; its light end is too faint on white.
     return _matplotlib().colormaps["viridis"](np.linspace(0.0, 0.86, len(table.levels)))
 
 
@@ -285,7 +285,7 @@ def _draw_values(axes, table: Table, legend: bool, wide: float = 2.6) -> None:
 def _draw_steps(axes, table: Table, low: float, high: float, wide: float) -> None:
     from matplotlib.collections import LineCollection
 
-    colours, pieces = _level_colours(table), steps(table, low, high)
+    colors, pieces = _level_colors(table), steps(table, low, high)
     rises = [[(a.end, a.value), (a.end, b.value)] for a, b in zip(pieces, pieces[1:], strict=False)]
     axes.add_collection(
         LineCollection(rises, colors="#b6bcc4", linewidths=0.8, zorder=1), autolim=False
@@ -293,28 +293,28 @@ def _draw_steps(axes, table: Table, low: float, high: float, wide: float) -> Non
     bars = [[(piece.start, piece.value), (piece.end, piece.value)] for piece in pieces]
     collection = LineCollection(
         bars,
-        colors=[colours[piece.code] for piece in pieces],
+        colors=[colors[piece.code] for piece in pieces],
         linewidths=wide,
         capstyle="butt",
         zorder=2,
     )
     axes.add_collection(collection, autolim=False)
-    axes.plot([], [], color=colours[len(colours) // 2], linewidth=wide, label="q")  # for the legend
+    axes.plot([], [], color=colors[len(colors) // 2], linewidth=wide, label="q")  # for the legend
 
 
 def _draw_band(axes, table: Table, low: float, high: float) -> None:
     """The two levels that an unbiased table draws from, and its mean."""
     x = np.linspace(low, high, 2000)
     lower = table.code(x)
-    colours = _level_colours(table)
-    for level, colour in zip(table.levels, colours, strict=False):
-        axes.axhline(level, color=colour, linewidth=0.8, alpha=0.7, zorder=1)
+    colors = _level_colors(table)
+    for level, color in zip(table.levels, colors, strict=False):
+        axes.axhline(level, color=color, linewidth=0.8, alpha=0.7, zorder=1)
     below, above = table.levels[lower], table.levels[lower + 1]
     axes.fill_between(
         x,
         below,
         above,
-        color=colours[len(colours) // 2],
+        color=colors[len(colors) // 2],
         alpha=0.16,
         linewidth=0,
         label="drawn from",

@@ -96,7 +96,7 @@ def test_a_ratio_alone_is_no_error():
     gradient(model, batch), gradient(model, batch)
 
     def loss(model, batch):
-        scale = 0.25 if hasattr(model[0], "quantiser") else 1.0
+        scale = 0.25 if hasattr(model[0], "quantizer") else 1.0
         return scale * squared(model, batch)
 
     found = controller.gradient_ratio(batch, loss)

@@ -78,7 +78,7 @@ def test_linear_layers_as_their_formula_says(bits):
     # Nothing of what a linear layer keeps goes into its input's gradient.
     assert profile.terms[0, 1] == profile.terms[1, 0] == 0.0
     assert profile.own_share == 1.0
-    assert profile.total() == pytest.approx(profile.sampling + profile.quantisation)
+    assert profile.total() == pytest.approx(profile.sampling + profile.quantization)
 
 
 class Norms(nn.Module):
@@ -201,7 +201,7 @@ def test_the_sum_of_the_terms_is_the_variance(case):
     name, model, x, contexts = list(cases())[case]
     profile = variance_profile(model, x, squared, draws=24)
     assert contexts is None or profile.contexts == contexts
-    total, direct = profile.quantisation.sum(), profile.direct.sum()
+    total, direct = profile.quantization.sum(), profile.direct.sum()
     assert total == pytest.approx(direct, rel=0.1)
     errors = profile.agreement
     assert np.abs(errors).max() < SIGMAS
@@ -481,7 +481,7 @@ def mean(model, batch):
         ({"model": torch.relu}, "model: expected a torch.nn.Module, got builtin"),
         ({"model": nn.Linear(4, 2).eval()}, "expected one in training mode"),
         ({"model": nn.Linear(4, 2).requires_grad_(False)}, "expected parameters that require grad"),
-        ({"model": nn.PReLU(), "exclude": "*"}, "expected layers that quantise"),
+        ({"model": nn.PReLU(), "exclude": "*"}, "expected layers that quantize"),
         ({"loss": 3}, r"loss: expected a function \(model, batch\) -> scalar tensor, got int"),
         ({"loss": lambda output: output.mean()}, "loss: .*too many positional arguments"),
         ({"loss": lambda model, batch: 1.0}, "expected a scalar tensor, got float"),
@@ -620,8 +620,8 @@ def test_findings_are_sums_of_the_matrix():
     assert profile.sampling_ratio == pytest.approx(profile.sampling.sum() / profile.terms.sum())
     assert profile.own_share == pytest.approx(np.trace(profile.terms) / profile.terms.sum())
     (first, *_) = profile.records()
-    assert first["quantisation"] == pytest.approx(profile.terms[:, 0].sum())
-    difference = first["quantisation"] - first["direct"]
+    assert first["quantization"] == pytest.approx(profile.terms[:, 0].sum())
+    difference = first["quantization"] - first["direct"]
     error = np.sqrt((profile.terms_error[:, 0] ** 2).sum() + first["direct_error"] ** 2)
     assert first["agreement"] == pytest.approx(difference / error)
 
@@ -631,10 +631,10 @@ def test_table_names_the_largest_and_cuts_the_rest():
     text = str(profile)
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
-    largest = int(profile.quantisation.argmax())
+    largest = int(profile.quantization.argmax())
     (row,) = [each.split() for each in lines if each.startswith(f"layers.{largest}.linear ")]
-    assert row[-1] == f"{100 * profile.own[largest] / profile.quantisation[largest]:.0f}%"
-    percent = 100 * profile.quantisation_error[largest] / profile.quantisation[largest]
+    assert row[-1] == f"{100 * profile.own[largest] / profile.quantization[largest]:.0f}%"
+    percent = 100 * profile.quantization_error[largest] / profile.quantization[largest]
     assert row[4] == f"{percent:.0f}%"
     far = profile.terms - np.diag(np.diag(profile.terms))
     context, module = np.unravel_index(far.argmax(), far.shape)
@@ -666,7 +666,7 @@ def test_html_is_one_piece_with_the_picture():
     text = made(("", "a<b"))._repr_html_()
     assert "Net&lt;1&gt;, 2 bits" in text and "a&lt;b" in text and "<1>" not in text
     assert text.count("data:image/png;base64,iVBOR") == 1 and "http" not in text
-    # Nothing sets a colour, so that both themes of a notebook show it.
+    # Nothing sets a color, so that both themes of a notebook show it.
     assert "color" not in text.split("<img")[0]
 
 

@@ -13,7 +13,7 @@ import fewbit
 from fewbit.runtime import ops
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format.encoding import Encoding, packed_words
-from fewbit.runtime.ops import quantizer_ops as quantiser_ops
+from fewbit.runtime.ops import quantizer_ops as quantizer_ops
 from fewbit.runtime.quantizers import integers
 
 if _kernels is not None:
@@ -76,20 +76,20 @@ def good_calls():
         "forward": function
         | {"table": TABLE, "x": floats(N), "y": floats(N), "packed": words(), "seed": None}
         | threads,
-        "forward_quantised": function
+        "forward_quantized": function
         | {"table": TABLE, "x": floats(N), "y": floats(N), "codes": words(), "seed": None}
-        | {**SHAPE, "bits": BITS, "wide": False, "quantiser_seed": SEED}
+        | {**SHAPE, "bits": BITS, "wide": False, "quantizer_seed": SEED}
         | {"packed": words(), "ranges": ranges()}
         | threads,
-        "quantise": {"x": floats(N), **SHAPE, **rounded, "seed": SEED}
+        "quantize": {"x": floats(N), **SHAPE, **rounded, "seed": SEED}
         | {"packed": words(), "ranges": ranges(), **vectors}
         | threads,
-        "quantise mixed": {"x": floats(N), **SHAPE, **mixed, "seed": SEED} | room | threads,
+        "quantize mixed": {"x": floats(N), **SHAPE, **mixed, "seed": SEED} | room | threads,
         "squares": {"x": floats(N), **SHAPE, "out": floats(3), **vectors} | threads,
-        "dequantise": {"packed": words(), "ranges": ranges(), **rounded, **SHAPE, "out": floats(N)}
+        "dequantize": {"packed": words(), "ranges": ranges(), **rounded, **SHAPE, "out": floats(N)}
         | affine
         | threads,
-        "dequantise mixed": room | mixed | SHAPE | {"out": floats(N)} | threads,
+        "dequantize mixed": room | mixed | SHAPE | {"out": floats(N)} | threads,
         "grid_fixed": {"gamma": floats(4), "beta": floats(4), "bits": BITS, "grid": floats(28)}
         | threads,
         "encode_fixed": {"x": floats(N), "y": floats(N), **fixed, "packed": words()}
@@ -190,26 +190,26 @@ def test_the_message():
         ("encode drawn", {"seed": None}, "encode: seed: expected 1 int64 on the CPU, got none"),
         ("forward", {"x": np.zeros(N)}, "forward: x: expected float32, float16 or bfloat16, .*"),
         ("forward", {"function": 1000}, "function: expected a number below .*, got 1000"),
-        ("quantise", {"samples": -1}, "samples: expected 0 or more, got -1"),
-        ("quantise", {"features": -1}, "features: expected 0 or more, got -1"),
-        ("quantise", {"samples": 1 << 40, "features": 1 << 40}, ".*can be counted, got .*"),
-        ("quantise", {"samples": 4}, "quantise: x: expected 300 float32 on the CPU, got 225 .*"),
-        ("quantise", {"group_size": 48}, "group_size: expected a multiple of 32 .*, got 48"),
-        ("quantise", {"group_size": 0}, "group_size: expected .*, got 0"),
-        ("quantise", {"group_size": 65568}, "group_size: expected .*, got 65568"),
-        ("quantise", {"bits": 0}, "bits: expected 1 to 8, got 0"),
-        ("quantise", {"inner": 0}, r"quantise: rstd: expected entries \* inner to divide .*"),
-        ("quantise", {"rstd": None}, "quantise: rstd: expected 3 float32 on the CPU, got none"),
-        ("quantise", {"threads": 0}, "threads: expected 1 or more, got 0"),
-        ("dequantise", {"bits": 9}, "bits: expected 1 to 8, got 9"),
-        ("dequantise", {"wide": True}, "dequantise: ranges: expected 9 bfloat16 .*, got 6 .*"),
+        ("quantize", {"samples": -1}, "samples: expected 0 or more, got -1"),
+        ("quantize", {"features": -1}, "features: expected 0 or more, got -1"),
+        ("quantize", {"samples": 1 << 40, "features": 1 << 40}, ".*can be counted, got .*"),
+        ("quantize", {"samples": 4}, "quantize: x: expected 300 float32 on the CPU, got 225 .*"),
+        ("quantize", {"group_size": 48}, "group_size: expected a multiple of 32 .*, got 48"),
+        ("quantize", {"group_size": 0}, "group_size: expected .*, got 0"),
+        ("quantize", {"group_size": 65568}, "group_size: expected .*, got 65568"),
+        ("quantize", {"bits": 0}, "bits: expected 1 to 8, got 0"),
+        ("quantize", {"inner": 0}, r"quantize: rstd: expected entries \* inner to divide .*"),
+        ("quantize", {"rstd": None}, "quantize: rstd: expected 3 float32 on the CPU, got none"),
+        ("quantize", {"threads": 0}, "threads: expected 1 or more, got 0"),
+        ("dequantize", {"bits": 9}, "bits: expected 1 to 8, got 9"),
+        ("dequantize", {"wide": True}, "dequantize: ranges: expected 9 bfloat16 .*, got 6 .*"),
         (
-            "quantise mixed",
+            "quantize mixed",
             {"widths": np.array([2, 0, 1], np.uint8)},
             "bits: expected 1 to 8, got 0",
         ),
-        ("dequantise mixed", {"widths": np.array([9, 2, 2], np.uint8)}, "bits: expected .*, got 9"),
-        ("dequantise mixed", {"widths": np.array([4, 5, 5], np.uint8)}, "dequantise: packed: .*"),
+        ("dequantize mixed", {"widths": np.array([9, 2, 2], np.uint8)}, "bits: expected .*, got 9"),
+        ("dequantize mixed", {"widths": np.array([4, 5, 5], np.uint8)}, "dequantize: packed: .*"),
         ("encode_fixed", {"inner": 2}, r"encode_fixed: grid: expected entries \* inner .*"),
         ("mask_fixed", {"bits": 9}, "bits: expected 1 to 8, got 9"),
     ],
@@ -247,11 +247,11 @@ def good_tensors():
         "unpack": (packed, BITS, N),
         "encode": (x, DRAWN, seed),
         "decode_mul": (x.clone(), packed, TABLE, x.clone()),
-        "quantise": (x, seed, BITS, 256, False),
-        "quantise mixed": (x, seed, 0, 256, False, widths, MIXED_WORDS),
+        "quantize": (x, seed, BITS, 256, False),
+        "quantize mixed": (x, seed, 0, 256, False, widths, MIXED_WORDS),
         "squares": (x, 256),
-        "dequantise": (packed, limits, BITS, 256, x.clone()),
-        "dequantise mixed": (room, limits, 0, 256, x.clone(), widths),
+        "dequantize": (packed, limits, BITS, 256, x.clone()),
+        "dequantize mixed": (room, limits, 0, 256, x.clone(), widths),
         "grid_fixed": (torch.ones(4), torch.ones(4), BITS),
         "encode_fixed": (x, x.clone(), grid, BITS, 25),
         "decode_fixed": (packed, grid, BITS, 25, x.clone(), 0.5),
@@ -266,7 +266,7 @@ def wrong_tensors(tensor):
     yield "dtype", tensor.to(torch.int16)
 
 
-OF_ANY_SIZE = "pack", "encode", "quantise", "squares"
+OF_ANY_SIZE = "pack", "encode", "quantize", "squares"
 
 
 def tensor_cases():
@@ -303,7 +303,7 @@ def test_backends_refuse_wrong_tensors(name, position, wrong):
 def op_cases():
     x, seed = normal((4, 80)), torch.zeros(1, dtype=torch.int64)
     packed = ops.encode_op(x, TABLE.text, [80, 1])
-    kept, limits, _ = quantiser_ops.quantise_op(x, [80, 1], seed, 3, 256, False)
+    kept, limits, _ = quantizer_ops.quantize_op(x, [80, 1], seed, 3, 256, False)
     place = 3, 256, [4, 80], [80, 1], torch.float32
     yield ops.encode_op, (x, TABLE.text, [1, 1]), "stride: expected those of a dense tensor"
     yield ops.encode_op, (x, TABLE.text, [1]), "stride: expected"
@@ -315,9 +315,9 @@ def op_cases():
     yield ops.decode_mul_op, (x[:1].expand(8, 80), packed, TABLE.text, [80, 1]), "expected 60 int32"
     yield ops.unpack_op, (packed[1:], 3, 320), "packed: expected 30 int32"
     yield integers.pack_kept_op, (x > 0, 1, 2, [81, 1]), "stride: expected"
-    quantise, restore = quantiser_ops.quantise_op, quantiser_ops.dequantise_op
-    yield quantise, (x, [1, 4], seed, 3, 256, False), "samples outermost"
-    yield quantise, (x, [80, 1], seed[:0], 3, 256, False), "seed: expected 1 int64"
+    quantize, restore = quantizer_ops.quantize_op, quantizer_ops.dequantize_op
+    yield quantize, (x, [1, 4], seed, 3, 256, False), "samples outermost"
+    yield quantize, (x, [80, 1], seed[:0], 3, 256, False), "seed: expected 1 int64"
     yield restore, (kept[:-1], limits, *place), "packed: expected 30 int32"
     yield restore, (kept, limits[:-1], *place), "ranges: expected 8 bfloat16"
     yield restore, (kept, limits.float(), *place), "ranges: expected 8 bfloat16"

@@ -46,7 +46,7 @@ class Emulation:
     def __init__(self, library):
         self.library = library
         names = (
-            "pack unpack encode decode_mul forward quantise squares dequantise obstacle "
+            "pack unpack encode decode_mul forward quantize squares dequantize obstacle "
             "grid_fixed encode_fixed decode_fixed mask_fixed"
         )
         for name in names.split():
@@ -146,8 +146,8 @@ class Emulation:
         )
         return y.checked(), packed.checked()
 
-    def quantise(
-        self, x, seed, bits, group_size, wide, widths=None, words=None, normalise=None, offset=0
+    def quantize(
+        self, x, seed, bits, group_size, wide, widths=None, words=None, normalize=None, offset=0
     ):
         """packed and ranges, of an x of (samples, features)."""
         samples, features = x.shape
@@ -161,7 +161,7 @@ class Emulation:
         ranges = Guarded(rows * columns, torch.bfloat16, offset)
         kept, streams = _streams(widths)
         self.call(
-            "quantise",
+            "quantize",
             x,
             DTYPES.index(x.dtype),
             _long(samples),
@@ -175,11 +175,11 @@ class Emulation:
             _long(words),
             ranges.data,
             _long(rows),
-            *_vectors(normalise),
+            *_vectors(normalize),
         )
         return packed.checked(), ranges.checked().view(rows, columns)
 
-    def squares(self, x, group_size, normalise=None, offset=0):
+    def squares(self, x, group_size, normalize=None, offset=0):
         """Of each group, of an x of (samples, features)."""
         samples, features = x.shape
         out = Guarded(groups.group_count(samples, features, group_size), torch.float32, offset)
@@ -191,17 +191,17 @@ class Emulation:
             _long(features),
             group_size,
             out.data,
-            *_vectors(normalise),
+            *_vectors(normalize),
         )
         return out.checked()
 
-    def dequantise(
+    def dequantize(
         self, packed, ranges, bits, group_size, shape, dtype, widths=None, affine=None, offset=0
     ):
         out = Guarded(shape[0] * shape[1], dtype, offset)
         kept, streams = _streams(widths)
         self.call(
-            "dequantise",
+            "dequantize",
             packed,
             _long(len(packed)),
             ranges,
@@ -223,7 +223,7 @@ class Emulation:
         self.call("grid_fixed", gamma, beta, _long(len(gamma)), bits, grid.data)
         return grid.checked().view(7, -1)
 
-    def encode_fixed(self, x, y, grid, bits, inner, normalise=None):
+    def encode_fixed(self, x, y, grid, bits, inner, normalize=None):
         packed = Guarded(packed_words(x.numel(), bits), torch.int32)
         of = _long(grid.shape[1]), _long(inner), bits
         self.call(
@@ -235,7 +235,7 @@ class Emulation:
             grid,
             *of,
             packed.data,
-            *_vectors(normalise),
+            *_vectors(normalize),
         )
         return packed.checked()
 
@@ -377,7 +377,7 @@ def unbiased_encoding(bits, knots, seed=0):
 
 
 def inputs(n, dtype, encoding, seed=0, offset=0):
-    """n values, `offset` elements off alignment: random, breaks, their neighbours, and specials."""
+    """n values, `offset` elements off alignment: random, breaks, their neighbors, and specials."""
     rng = np.random.default_rng(seed)
     near = encoding.points if encoding.unbiased else encoding.breaks32
     special = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1e-45, -1e-45, 1e-39, 6e-8, -6e-8]
@@ -537,73 +537,73 @@ def test_forward_of_every_function(cuda):
         cuda.forward(20, (), x, encoding)
 
 
-QUANTISED = [
+QUANTIZED = [
     (shape, group_size)
     for group_size in (32, 64, 256, 320)
     for shape in ((3, 70), (2, 300), (1, 513), (5, 64), (9, 31), (40, 7), (0, 5), (4, 0), (2, 641))
 ]
 
 
-def compare_quantiser(cuda, x, bits, group_size, wide, widths=None, words=None, offset=0):
+def compare_quantizer(cuda, x, bits, group_size, wide, widths=None, words=None, offset=0):
     seed = torch.tensor([-(2**62) + bits])
     arguments = seed, bits, group_size, wide, widths, words
-    packed, ranges = cuda.quantise(x, *arguments, offset=offset)
-    expected = reference.quantise(x, *arguments)
+    packed, ranges = cuda.quantize(x, *arguments, offset=offset)
+    expected = reference.quantize(x, *arguments)
     what = tuple(x.shape), bits, group_size, wide
     assert torch.equal(packed, expected[0]), what
     assert torch.equal(ranges.view(torch.int16), expected[1].view(torch.int16)), what
     restored = torch.empty_like(x)
-    reference.dequantise(packed, ranges, bits, group_size, restored, widths)
-    out = cuda.dequantise(packed, ranges, bits, group_size, x.shape, x.dtype, widths, None, offset)
+    reference.dequantize(packed, ranges, bits, group_size, restored, widths)
+    out = cuda.dequantize(packed, ranges, bits, group_size, x.shape, x.dtype, widths, None, offset)
     same(out, restored)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_quantiser(cuda, bits, dtype):
-    for i, (shape, group_size) in enumerate(QUANTISED[(bits + DTYPES.index(dtype)) % 2 :: 2]):
+def test_quantizer(cuda, bits, dtype):
+    for i, (shape, group_size) in enumerate(QUANTIZED[(bits + DTYPES.index(dtype)) % 2 :: 2]):
         x = inputs(shape[0] * shape[1], dtype, random_encoding(2, 3), seed=i, offset=i % 3)
         # Specials in some groups only: they lose theirs.
         x = torch.where(
             torch.arange(len(x)) % 97 < 90 - 3 * i, x.nan_to_num(0, 9, -9).clamp(-9, 9), x
         )
-        compare_quantiser(cuda, x.view(shape), bits, group_size, i % 2 == 1, offset=i % 3)
+        compare_quantizer(cuda, x.view(shape), bits, group_size, i % 2 == 1, offset=i % 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_quantiser_of_several_widths(cuda, dtype):
+def test_quantizer_of_several_widths(cuda, dtype):
     rng = np.random.default_rng(DTYPES.index(dtype))
-    for i, (shape, group_size) in enumerate(QUANTISED):
+    for i, (shape, group_size) in enumerate(QUANTIZED):
         x = torch.from_numpy(rng.normal(10 * (i % 2), 1, shape)).to(dtype)
         widths = torch.from_numpy(rng.integers(1, 9, shape[0], np.uint8))
         words = groups.mixed_words(widths.tolist(), shape[1]) + i % 4
-        compare_quantiser(cuda, x, 1, group_size, i % 2 == 0, widths, words, offset=i % 3)
+        compare_quantizer(cuda, x, 1, group_size, i % 2 == 0, widths, words, offset=i % 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_normalised_and_mapped(cuda, dtype):
+def test_normalized_and_mapped(cuda, dtype):
     rng = np.random.default_rng(DTYPES.index(dtype))
-    for (samples, features), group_size in QUANTISED:
+    for (samples, features), group_size in QUANTIZED:
         n = samples * features
         x = torch.from_numpy(rng.normal(3, 2, (samples, features))).to(dtype)
         seed, widths = torch.tensor([n]), torch.from_numpy(rng.integers(1, 9, samples, np.uint8))
         words = groups.mixed_words(widths.tolist(), features)
-        packed, ranges, _ = reference.quantise(x, seed, 3, group_size, True)
+        packed, ranges, _ = reference.quantize(x, seed, 3, group_size, True)
         # Each for two of the four dtypes.
         for inner, entries in list(indices(n))[DTYPES.index(dtype) % 2 :: 2]:
             a, b = (torch.from_numpy(rng.normal(1, 1, entries)).float() for _ in range(2))
             for mean in (None, a):
                 for several in ((), (widths, words)):
                     arguments = seed, 3, group_size, False, *(several or (None, None))
-                    made = cuda.quantise(x, *arguments, normalise=(mean, b, inner))
-                    expected = reference.quantise(x, *arguments, normalise=(mean, b, inner))
+                    made = cuda.quantize(x, *arguments, normalize=(mean, b, inner))
+                    expected = reference.quantize(x, *arguments, normalize=(mean, b, inner))
                     assert torch.equal(made[0], expected[0]), (n, inner, entries)
                     assert torch.equal(made[1].view(torch.int16), expected[1].view(torch.int16))
             for vectors in ((a, b), (None, b), (a, None)):
                 affine = *vectors, inner
-                out = cuda.dequantise(packed, ranges, 3, group_size, x.shape, dtype, None, affine)
+                out = cuda.dequantize(packed, ranges, 3, group_size, x.shape, dtype, None, affine)
                 expected = torch.empty_like(x)
-                reference.dequantise(packed, ranges, 3, group_size, expected, affine=affine)
+                reference.dequantize(packed, ranges, 3, group_size, expected, affine=affine)
                 same(out, expected)
 
 
@@ -619,34 +619,34 @@ def test_several_widths_without_room_stop_the_kernel(cuda):
     x, seed = torch.linspace(-1, 1, 300).view(3, 100), torch.tensor([5])
     widths = torch.tensor([2, 8, 5], dtype=torch.uint8)
     words = groups.mixed_words(widths.tolist(), 100)
-    packed, ranges = cuda.quantise(x, seed, 1, 256, False, widths, words)
-    cuda.dequantise(packed, ranges, 1, 256, x.shape, x.dtype, widths)
+    packed, ranges = cuda.quantize(x, seed, 1, 256, False, widths, words)
+    cuda.dequantize(packed, ranges, 1, 256, x.shape, x.dtype, widths)
     with pytest.raises(RuntimeError, match="unspecified launch failure"):
-        cuda.quantise(x, seed, 1, 256, False, widths, words - 1)
+        cuda.quantize(x, seed, 1, 256, False, widths, words - 1)
     for cut in ((packed[:-1], ranges, widths), (packed, ranges[:-1], widths)):
         with pytest.raises(RuntimeError, match="unspecified launch failure"):
-            cuda.dequantise(*cut[:2], 1, 256, x.shape, x.dtype, cut[2])
+            cuda.dequantize(*cut[:2], 1, 256, x.shape, x.dtype, cut[2])
     with pytest.raises(RuntimeError, match="unspecified launch failure"):
-        cuda.dequantise(packed, ranges, 1, 256, x.shape, x.dtype, widths + 8)
+        cuda.dequantize(packed, ranges, 1, 256, x.shape, x.dtype, widths + 8)
 
 
-def test_quantiser_warps_take_several_groups(cuda):
+def test_quantizer_warps_take_several_groups(cuda):
     x = torch.from_numpy(np.random.default_rng(0).normal(0, 1, (600, 65)))
     cuda.library.emulated_device(1, 0)
     try:
-        compare_quantiser(cuda, x.to(torch.bfloat16), 2, 64, False)
+        compare_quantizer(cuda, x.to(torch.bfloat16), 2, 64, False)
     finally:
         cuda.library.emulated_device(4, 0)
 
 
-def squares_of_groups(x, group_size, normalise=None):
+def squares_of_groups(x, group_size, normalize=None):
     """length * range^2 of each group, in float32; NaN where an element is not finite."""
     rows = x.float()
-    if normalise is not None:
-        mean, rstd, inner = normalise
+    if normalize is not None:
+        mean, rstd, inner = normalize
         index = torch.arange(x.numel()) // inner % len(rstd)
-        centred = rows.flatten() - (0.0 if mean is None else mean[index])
-        rows = (centred * rstd[index]).view(x.shape)
+        centered = rows.flatten() - (0.0 if mean is None else mean[index])
+        rows = (centered * rstd[index]).view(x.shape)
     each = [torch.empty(0)]
     for group in (part for row in rows for part in row.split(group_size)):
         extent = group.max() - group.min()
@@ -655,24 +655,24 @@ def squares_of_groups(x, group_size, normalise=None):
     return torch.cat(each)
 
 
-def squares_of_cpu(isa, x, group_size, normalise=None):
+def squares_of_cpu(isa, x, group_size, normalize=None):
     """The same of the CPU's kernels."""
     samples, features = x.shape
     out = torch.empty(groups.group_count(samples, features, group_size))
     place = native._buffer(x), samples, features, group_size, native._buffer(out)
-    _kernels.Cpu(isa).squares(*place, 1, *native._vectors(normalise, x.numel()))
+    _kernels.Cpu(isa).squares(*place, 1, *native._vectors(normalize, x.numel()))
     return out
 
 
-def compare_squares(cuda, x, group_size, normalise=None, offset=0):
-    found = cuda.squares(x, group_size, normalise, offset)
-    same(found, squares_of_groups(x, group_size, normalise))
+def compare_squares(cuda, x, group_size, normalize=None, offset=0):
+    found = cuda.squares(x, group_size, normalize, offset)
+    same(found, squares_of_groups(x, group_size, normalize))
     for isa in _kernels.cpu_isas() if _kernels else ():
-        same(found, squares_of_cpu(isa, x, group_size, normalise))
+        same(found, squares_of_cpu(isa, x, group_size, normalize))
     return found
 
 
-SQUARED = [(shape, size) for shape, size in QUANTISED if shape[1] >= groups.LEAST_FEATURES]
+SQUARED = [(shape, size) for shape, size in QUANTIZED if shape[1] >= groups.LEAST_FEATURES]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -700,7 +700,7 @@ def test_squares_of_what_is_beyond_float32(cuda):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_squares_of_what_is_normalised(cuda, dtype):
+def test_squares_of_what_is_normalized(cuda, dtype):
     rng = np.random.default_rng(DTYPES.index(dtype))
     for shape, group_size in SQUARED:
         x = torch.from_numpy(rng.normal(3, 2, shape)).to(dtype)

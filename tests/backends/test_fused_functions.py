@@ -159,7 +159,7 @@ def wild(dtype):
 
 
 def ulp(y, dtype):
-    """The distance of neighbours of dtype around |y|, float64."""
+    """The distance of neighbors of dtype around |y|, float64."""
     info = torch.finfo(dtype)
     smallest = np.float64(info.smallest_normal)
     with np.errstate(invalid="ignore"):
@@ -259,7 +259,7 @@ def test_error_is_never_above_torchs_largest(case, dtype, isa):
 def test_special_values_are_torchs(case, isa):
     for dtype in DTYPES:
         x = torch.tensor(SPECIAL * 16, dtype=dtype)
-        # float64, because torch's vectorised float32 GELU says NaN at +inf where its other code says inf.
+        # float64, because torch's vectorized float32 GELU says NaN at +inf where its other code says inf.
         expected = by_torch(case, x.double())
         y = forward(isa, case, x)
         assert torch.equal(y.isnan(), expected.isnan())

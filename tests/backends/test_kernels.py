@@ -51,7 +51,7 @@ def to_float(x, dtype):
 
 
 def narrow_bfloat16(x):
-    """The nearest of the two neighbours, by distance; ties to the even one. A NaN stays one, quiet."""
+    """The nearest of the two neighbors, by distance; ties to the even one. A NaN stays one, quiet."""
     below = x.view(np.uint32) & np.uint32(0xFFFF0000)
     above = below + np.uint32(0x10000)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -172,7 +172,7 @@ def tables(bits):
 
 
 def numbers(constants, n, dtype, seed=0):
-    """n numbers of a dtype: normal, each break with its neighbours, zeros, extremes, infinities, NaN."""
+    """n numbers of a dtype: normal, each break with its neighbors, zeros, extremes, infinities, NaN."""
     rng = np.random.default_rng([seed, n])
     breaks = constants.breaks["float64" if dtype == "float64" else "float32"]
     tiny = np.finfo(np.float32).smallest_subnormal
@@ -180,8 +180,8 @@ def numbers(constants, n, dtype, seed=0):
     near = to_dtype(breaks.astype(np.float64), dtype)
     if dtype != "bfloat16":
         with np.errstate(over="ignore", under="ignore"):
-            neighbours = np.nextafter(near, np.inf), np.nextafter(near, -np.inf)
-        near = np.concatenate([near, *neighbours])
+            neighbors = np.nextafter(near, np.inf), np.nextafter(near, -np.inf)
+        near = np.concatenate([near, *neighbors])
     pool = np.concatenate([near, to_dtype(fixed, dtype)])
     x = to_dtype(rng.normal(0, 3, n), dtype)
     chosen = rng.random(n) < 0.4

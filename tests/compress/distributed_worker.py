@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fewbit
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.format.groups import quantised_bytes
+from fewbit.runtime.format.groups import quantized_bytes
 
 BITS = 8
 
@@ -75,7 +75,7 @@ def few_bit_bytes():
     copies = [(16, 3, 8, 8), pixels, (16, 512), features, features]  # a and b share one
     masks = 2 * 4 * packed_words(math.prod(pixels), 1)
     codes = 4 * packed_words(math.prod(features), BITS)
-    return sum(quantised_bytes(shape, BITS) for shape in copies) + masks + codes
+    return sum(quantized_bytes(shape, BITS) for shape in copies) + masks + codes
 
 
 def step(wrapped, rank):
@@ -317,7 +317,7 @@ def adapting_parts(rank):
     assert everyone[0] == everyone[1]
 
 
-def _synchronise_on_the_cpu():
+def _synchronize_on_the_cpu():
     """torch's own kernels of SyncBatchNorm are on GPUs only: written out here."""
 
     def stats(x, eps):
@@ -340,8 +340,8 @@ def _synchronise_on_the_cpu():
         return (x - place(mean)) * place(invstd * weight) + place(bias)
 
     def reduce(grad, x, mean, invstd, weight, *needs):
-        centred = x - place(mean)
-        dy, dy_x = grad.sum((0, 2)), (grad * centred).sum((0, 2))
+        centered = x - place(mean)
+        dy, dy_x = grad.sum((0, 2)), (grad * centered).sum((0, 2))
         return dy, dy_x, dy_x * invstd, dy
 
     def backward(grad, x, mean, invstd, weight, dy, dy_x, count):
@@ -356,9 +356,9 @@ def _synchronise_on_the_cpu():
 
 def sync_batch_norm(rank):
     from fewbit.functional.sync_batch_norm import sync_batch_norm
-    from fewbit.runtime.quantizers.quantizer import Quantiser
+    from fewbit.runtime.quantizers.quantizer import Quantizer
 
-    _synchronise_on_the_cpu()
+    _synchronize_on_the_cpu()
     x = [torch.randn(4, 5, 40, generator=torch.Generator().manual_seed(i)) * 2 + 1 for i in (0, 1)]
     grad = [torch.randn(4, 5, 40, generator=torch.Generator().manual_seed(i)) for i in (2, 3)]
     own = nn.BatchNorm1d(5)
@@ -368,8 +368,8 @@ def sync_batch_norm(rank):
     both(all_x).backward(torch.cat(grad))
     mine = x[rank].clone().requires_grad_()
     vectors = own.weight, own.bias, own.running_mean, own.running_var
-    quantiser = Quantiser(8)
-    y = sync_batch_norm(mine, *vectors, 1e-5, 0.1, dist.group.WORLD, quantiser=quantiser)
+    quantizer = Quantizer(8)
+    y = sync_batch_norm(mine, *vectors, 1e-5, 0.1, dist.group.WORLD, quantizer=quantizer)
     y.backward(grad[rank])
     torch.testing.assert_close(
         y, copy.deepcopy(both)(all_x).detach().chunk(2)[rank], rtol=1e-4, atol=1e-4
@@ -385,7 +385,7 @@ def sync_batch_norm(rank):
 
 def sync_batch_norm_observed(rank):
     """Each backward pass of the norm sums up once, also where one process has an empty batch or observes nothing."""
-    _synchronise_on_the_cpu()
+    _synchronize_on_the_cpu()
     torch.manual_seed(0)
     layers = nn.Conv1d(3, 5, 3), nn.SyncBatchNorm(5), nn.Tanh(), nn.Conv1d(5, 5, 1)
     module = nn.Sequential(*layers)

@@ -24,7 +24,7 @@ from fewbit.demo.transformer import CharTransformer
 from fewbit.errors import InputError
 from fewbit.models.resnet import ResNet
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.format.groups import quantised_bytes
+from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.interop.module_calls import Told
 
 
@@ -320,7 +320,7 @@ def test_levels():
     assert type(model.stem) is fewbit.nn.Conv2d and type(model.norm) is nn.BatchNorm2d
     assert type(model.act) is nn.ReLU
     quiet(model, level="L2")
-    assert type(model.norm) is fewbit.nn.BatchNorm2d and model.norm.quantiser.bits == 4
+    assert type(model.norm) is fewbit.nn.BatchNorm2d and model.norm.quantizer.bits == 4
     assert model.act.bits == 1
     report = quiet(model, level="L0").report
     assert not report.converted and type(model.stem) is nn.Conv2d
@@ -335,7 +335,7 @@ def test_settings_of_single_modules():
     assert bits["blocks.0.mlp.0"] == 3 and bits["blocks.0.mlp.1"] == 1
     assert bits["blocks.1.qkv"] == 2 and bits["blocks.1.mlp.1"] == 3
     assert "head" not in bits and type(model.head) is nn.Linear
-    assert model.blocks[1].qkv.quantiser.group_size == 64 and model.blocks[1].norm1.copies == 2
+    assert model.blocks[1].qkv.quantizer.group_size == 64 and model.blocks[1].norm1.copies == 2
 
 
 @pytest.mark.parametrize(
@@ -389,8 +389,8 @@ def test_what_is_left_alone_and_why():
 def test_modules_made_by_hand_keep_their_settings():
     model = nn.Sequential(fewbit.nn.Linear(96, 96, bits=5), nn.Linear(96, 96))
     report = quiet(model, bits=2).report
-    assert model[0].quantiser.bits == 5 and model[1].quantiser.bits == 2
-    assert model[0].quantiser.session is model[1].quantiser.session
+    assert model[0].quantizer.bits == 5 and model[1].quantizer.bits == 2
+    assert model[0].quantizer.session is model[1].quantizer.session
     assert [row.path for row in report.converted] == ["1"]
     fewbit.restore_(model)
     assert type(model[0]) is fewbit.nn.Linear and type(model[1]) is nn.Linear
@@ -401,7 +401,7 @@ def test_the_root_itself():
     (row,) = quiet(model, bits=3).report.converted
     assert row[:4] == ("", "Linear", "fewbit.nn.Linear", 3)
     _, saved = saved_by(model, normal((4, 70)))
-    assert sum(each.nbytes for each in saved) == quantised_bytes((4, 70), 3)
+    assert sum(each.nbytes for each in saved) == quantized_bytes((4, 70), 3)
 
 
 def test_the_report(capsys):
@@ -727,7 +727,7 @@ def test_a_parametrized_module_with_layers_inside():
         nn.utils.parametrize.register_parametrization(model, "scale", nn.Softplus())
         if parametrized_first:
             quiet(model)
-        session = model.linear.quantiser.session
+        session = model.linear.quantizer.session
         seen = []
         model.linear.register_forward_hook(lambda *_: seen.append(session.is_running()))  # noqa: B023
         model(torch.ones(2, 4)).sum().backward()
@@ -777,7 +777,7 @@ def test_a_forward_that_was_wrapped_since():
 def test_an_error_in_a_forward_leaves_nothing_behind():
     model = convnet()
     quiet(model)
-    session = model.stem.quantiser.session
+    session = model.stem.quantizer.session
     with pytest.raises(RuntimeError):
         model(torch.ones(1, 2, 8, 8))
     assert not session.is_running() and session._local.entries is None
@@ -995,11 +995,11 @@ def test_functions_in_checkpoints(reentrant, as_module):
 def test_attention_has_its_own_bits():
     model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
     quiet(model, bits=2)
-    assert model.self_attn.quantiser.bits == 2 and model.self_attn.attention_quantiser.bits == 4
+    assert model.self_attn.quantizer.bits == 2 and model.self_attn.attention_quantizer.bits == 4
     quiet(model, bits=2, attention_bits=3)
-    assert model.self_attn.attention_quantiser.bits == 3
+    assert model.self_attn.attention_quantizer.bits == 3
     fewbit.restore_(model)
-    assert "attention_quantiser" not in vars(model.self_attn)
+    assert "attention_quantizer" not in vars(model.self_attn)
 
 
 @pytest.mark.parametrize("function", [fewbit.functional.mul, fewbit.functional.matmul])
@@ -1080,14 +1080,14 @@ def test_frozen_parts_keep_nothing():
     kept = fewbit.saved_bytes(model, x)
     assert set(kept.by_module()) <= {"head", "norm"}
     # Of the norm's input only its own output's copy, for the head: nothing needs the norm's gradient.
-    assert kept.total == quantised_bytes((4, 16, 32), 2)
+    assert kept.total == quantized_bytes((4, 16, 32), 2)
 
 
 def kept_by_compiled_transformer():
     """(few-bit bytes, float32 bytes) of what is kept for two blocks, a norm and the head."""
     rows, wide = (4, 16, 32), (4, 16, 128)
-    narrow, codes = quantised_bytes(rows, 8), 4 * packed_words(math.prod(wide), 8)
-    block = 5 * narrow + quantised_bytes(wide, 8) + codes  # norms, qkv, proj, up; down; GELU
+    narrow, codes = quantized_bytes(rows, 8), 4 * packed_words(math.prod(wide), 8)
+    block = 5 * narrow + quantized_bytes(wide, 8) + codes  # norms, qkv, proj, up; down; GELU
     # Attention is torch's own: q, k, v, their result and its log-sum-exp.
     attention = 4 * (4 * math.prod(rows) + 4 * 2 * 16)
     return 2 * block + 2 * narrow, 2 * attention + 5 * 4 * 64
@@ -1095,10 +1095,10 @@ def kept_by_compiled_transformer():
 
 def kept_by_compiled_convnet():
     """Convolutions', the norm's and linear layers' inputs, a bit of each ReLU, two of each maximum."""
-    small = quantised_bytes((4, 8, 4, 4), 8)
-    few_bit = quantised_bytes((4, 3, 8, 8), 8) + quantised_bytes((4, 8, 8, 8), 8) + 2 * small
+    small = quantized_bytes((4, 8, 4, 4), 8)
+    few_bit = quantized_bytes((4, 3, 8, 8), 8) + quantized_bytes((4, 8, 8, 8), 8) + 2 * small
     few_bit += 4 * packed_words(4 * 8 * 64, 1) + 4 * packed_words(4 * 8 * 16, 2)
-    few_bit += 2 * quantised_bytes((4, 128), 8)
+    few_bit += 2 * quantized_bytes((4, 128), 8)
     return few_bit, 4 * 4 * 8 * 16 + 4 * 8  # what torch's own gelu keeps, and 8 deviations
 
 
@@ -1113,7 +1113,7 @@ def storage_bytes(tensors):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.parametrize("name", MODELS)
-def test_a_compiled_model_keeps_quantised_inputs(name):
+def test_a_compiled_model_keeps_quantized_inputs(name):
     """Traced whole, hooks included; what no layer of ours keeps (attention's q, k, v) stays as in torch."""
     torch.compiler.reset()
     make, inputs = MODELS[name]
@@ -1153,7 +1153,7 @@ def test_a_compiled_model_keeps_quantised_inputs(name):
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
 def test_layers_under_inductor(layer, shape, vector):
-    """The default backend: a quantised input and a norm's deviations are kept, and gradients are torch's."""
+    """The default backend: a quantized input and a norm's deviations are kept, and gradients are torch's."""
     torch.compiler.reset()
     exact = copy.deepcopy(layer)
     for number, parameter in enumerate(exact.parameters()):
@@ -1165,7 +1165,7 @@ def test_layers_under_inductor(layer, shape, vector):
     expected = exact(x)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     few_bit = [each for each in saved if each.dtype in FEW_BIT]
-    assert storage_bytes(few_bit) == quantised_bytes(shape, 8)
+    assert storage_bytes(few_bit) == quantized_bytes(shape, 8)
     # A convolution's weight is kept a second time, in the compiler's own layout, as it is in the exact model.
     others = [each for each in saved if each.dtype not in FEW_BIT and each.dim() != 4]
     weights = [each for each in saved if each.dim() == 4]

@@ -1,4 +1,4 @@
-"""Modules and attention of transformers that keep quantised tensors, in tiny random models."""
+"""Modules and attention of transformers that keep quantized tensors, in tiny random models."""
 
 import copy
 import gc
@@ -48,10 +48,10 @@ import fewbit
 from fewbit.convert.transformers_attention import install, remove
 from fewbit.convert.transformers_modules import becomes, original
 from fewbit.errors import GradientError
-from fewbit.nn.base import Quantised
+from fewbit.nn.base import Quantized
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.format.groups import quantised_bytes
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.format.groups import quantized_bytes
+from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.session import Session
 
 pytestmark = pytest.mark.filterwarnings(
@@ -65,13 +65,13 @@ WIDTH = 96
 
 def convert(model, bits=8, session=None):
     """As the converter does it; the classes that were found."""
-    quantiser = Quantiser(bits, session=session)
+    quantizer = Quantizer(bits, session=session)
     found = []
     for module in model.modules():
         cls = becomes(module)
         if cls is not None:
             found.append(type(module).__name__)
-            module.__class__, module.quantiser = cls, quantiser
+            module.__class__, module.quantizer = cls, quantizer
     return found
 
 
@@ -80,7 +80,7 @@ def restore(model):
         cls = original(module)
         if cls is not None:
             module.__class__ = cls
-            del module.quantiser
+            del module.quantizer
 
 
 def off(ours, theirs):
@@ -139,10 +139,10 @@ MODULES = {
 @pytest.fixture(params=MODULES)
 def module(request):
     torch.manual_seed(0)
-    return randomised(MODULES[request.param]())
+    return randomized(MODULES[request.param]())
 
 
-def randomised(module):
+def randomized(module):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -192,7 +192,7 @@ def test_norms_of_other_dtypes(device, name):
         (torch.float64, torch.float64),
     ):
         torch.manual_seed(0)
-        module = randomised(NORMS[name]()).to(device, of_weight)
+        module = randomized(NORMS[name]()).to(device, of_weight)
         x = normal((2, 7, WIDTH), dtype, device, scale=1.0, seed=1).requires_grad_()
         check(module, x, within=0.03)
 
@@ -200,11 +200,11 @@ def test_norms_of_other_dtypes(device, name):
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_norm_bytes(name, frozen):
-    module = randomised(NORMS[name]()).requires_grad_(not frozen)
+    module = randomized(NORMS[name]()).requires_grad_(not frozen)
     convert(module, 2)
     x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
     _, kept = kept_by(lambda: module(x), module)
-    assert kept == quantised_bytes(x.shape, 2) + 4 * 2 * 7
+    assert kept == quantized_bytes(x.shape, 2) + 4 * 2 * 7
     if frozen or not list(module.parameters()):
         _, kept = kept_by(lambda: module(x.detach()), module)
         assert not kept
@@ -213,11 +213,11 @@ def test_norm_bytes(name, frozen):
 @pytest.mark.parametrize("name", [name for name in UNITS if name != "phi3"])
 def test_unit_bytes(name):
     """The linear layers are torch's here, and keep x and the product."""
-    module = randomised(UNITS[name]())
+    module = randomized(UNITS[name]())
     convert(module, 2)
     x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
     _, kept = kept_by(lambda: module(x), module)
-    expected = 4 * x.numel() + 4 * 14 * 64 + 2 * quantised_bytes((2, 7, 64), 2)
+    expected = 4 * x.numel() + 4 * 14 * 64 + 2 * quantized_bytes((2, 7, 64), 2)
     if name == "relu":
         expected += 4 * packed_words(14 * 64, 1)
     assert kept == expected
@@ -227,14 +227,14 @@ def test_conv1d_bytes():
     module = Conv1D(40, WIDTH)
     convert(module, 2)
     x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
-    assert kept_by(lambda: module(x), module)[1] == quantised_bytes(x.shape, 2)
+    assert kept_by(lambda: module(x), module)[1] == quantized_bytes(x.shape, 2)
     module.weight.requires_grad_(False)
     assert kept_by(lambda: module(x), module)[1] == 0
 
 
 def test_two_copies_of_a_norms_input():
     torch.manual_seed(0)
-    module = randomised(LlamaRMSNorm(WIDTH))
+    module = randomized(LlamaRMSNorm(WIDTH))
     convert(module, 4)
     x = normal((1, 1, WIDTH), scale=1.0, seed=1)
     grad = normal(x.shape, scale=1.0, seed=2)
@@ -246,7 +246,7 @@ def test_two_copies_of_a_norms_input():
     for copies in (1, 2):
         module.copies = copies
         _, kept = kept_by(lambda: module(x.clone().requires_grad_()), module)
-        assert kept == copies * quantised_bytes(x.shape, 4) + 4
+        assert kept == copies * quantized_bytes(x.shape, 4) + 4
         (drawn,) = torch.autograd.grad(module(many), many, grad.expand_as(many))
         drawn = drawn.double()
         z = (drawn.mean(0) - exact[0]) / (drawn.std(0) / 20000**0.5)
@@ -259,15 +259,15 @@ def test_a_norm_offers_its_copy_to_the_next_layer(name):
     """A linear layer after a norm keeps the norm's copy and no other, exact in expectation."""
     from fewbit.functional.linear import linear
 
-    module = randomised(NORMS[name]())
+    module = randomized(NORMS[name]())
     session = Session()
     convert(module, 8, session)
     weight = normal((10, WIDTH), scale=1.0, seed=3).requires_grad_()
     x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
-    both = lambda x: (y := module(x), linear(y, weight, quantiser=module.quantiser))  # noqa: E731
+    both = lambda x: (y := module(x), linear(y, weight, quantizer=module.quantizer))  # noqa: E731
     (y, z), kept = kept_by(lambda: session.call(module, both, (x,)), module)
     of_weight = 4 * weight.numel()  # for y's gradient
-    assert kept <= quantised_bytes(x.shape, 8) + 4 * 14 + of_weight + 4 * WIDTH
+    assert kept <= quantized_bytes(x.shape, 8) + 4 * 14 + of_weight + 4 * WIDTH
     grad = normal(z.shape, scale=1.0, seed=4)
     ours = torch.autograd.grad(z, weight, grad)[0]
     assert off(ours, grad.reshape(-1, 10).T @ y.detach().reshape(-1, WIDTH)) < 0.02
@@ -281,11 +281,11 @@ def test_modernbert_and_t5gemma():
     gemma = T5GemmaModuleConfig(hidden_size=WIDTH, intermediate_size=64, dropout_rate=0.0)
     for module in (ModernBertMLP(modern), T5GemmaMLP(gemma)):
         x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
-        check(randomised(module), x)
+        check(randomized(module), x)
 
 
 def test_activations_that_are_not_known_stay():
-    module = randomised(LlamaMLP(mlp_config("quick_gelu")))
+    module = randomized(LlamaMLP(mlp_config("quick_gelu")))
     x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
     before = kept_by(lambda: module(x), module)
     convert(module, 2)
@@ -294,7 +294,7 @@ def test_activations_that_are_not_known_stay():
 
 
 def test_hooks_of_an_activation_run():
-    module = randomised(LlamaMLP(mlp_config()))
+    module = randomized(LlamaMLP(mlp_config()))
     convert(module, 2)
     seen = []
     module.act_fn.register_forward_hook(lambda *_: seen.append(1))
@@ -306,9 +306,9 @@ def test_few_bit_activations_within_units():
     """The converter may have replaced the activation already."""
     import fewbit
 
-    module = randomised(LlamaMLP(mlp_config()))
+    module = randomized(LlamaMLP(mlp_config()))
     module.act_fn = fewbit.SiLU(bits=2)
-    plain = randomised(LlamaMLP(mlp_config()))
+    plain = randomized(LlamaMLP(mlp_config()))
     plain.load_state_dict(module.state_dict())
     convert(module, 8)
     x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
@@ -344,13 +344,13 @@ def test_classes(module):
     cls = type(module)
     keys = list(module.state_dict())
     convert(module, 3)
-    assert isinstance(module, cls) and isinstance(module, Quantised)
+    assert isinstance(module, cls) and isinstance(module, Quantized)
     assert type(module).__name__ == cls.__name__ and type(module).__module__.startswith("fewbit.")
     assert becomes(module) is None and original(module) is cls
     assert list(module.state_dict()) == keys
     x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
     for again in (copy.deepcopy(module), copy.copy(module), pickle.loads(pickle.dumps(module))):
-        assert type(again) is type(module) and again.quantiser.bits == 3
+        assert type(again) is type(module) and again.quantizer.bits == 3
         assert torch.equal(again(x), module(x))
     restore(module)
     assert type(module) is cls
@@ -369,7 +369,7 @@ def test_second_derivatives_are_refused(module):
 def test_compiled_modules(device, name):
     torch.compiler.reset()
     torch.manual_seed(0)
-    module = randomised(MODULES[name]()).to(device)
+    module = randomized(MODULES[name]()).to(device)
     x = normal((2, 7, WIDTH), device=device, scale=1.0, seed=1).requires_grad_()
     y, grads = step(module, x)
     convert(module)
@@ -486,7 +486,7 @@ def whole(grads):
 def test_attention_of_models(name):
     model, options = built(name)
     y, grads, kept = run(model, options)
-    reached, left = install(model, Quantiser(8))
+    reached, left = install(model, Quantizer(8))
     assert len(reached) == MODELS[name][2] and not left
     assert all("attention" in path.lower() or "attn" in path for path in reached)
     ours, our_grads, our_kept = run(model, options)
@@ -509,7 +509,7 @@ def test_whole_models(name):
     y, grads, kept = run(model, options)
     found = convert(model)
     assert {each: found.count(each) for each in found} == MODELS[name][1]
-    install(model, Quantiser(8))
+    install(model, Quantizer(8))
     for again in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         ours, our_grads, our_kept = run(again, options)
         assert torch.equal(ours, y) and our_kept < kept
@@ -525,10 +525,10 @@ def test_attention_bytes_of_llama():
     model, options = built("llama padded")
     sizes = []
     for bits in (2, 8):
-        install(model, Quantiser(bits))
+        install(model, Quantizer(bits))
         sizes.append(run(model, options)[2])
     shapes = (2, 4, 12, 16), (2, 2, 12, 16), (2, 2, 12, 16)
-    each = [sum(quantised_bytes(shape, bits) for shape in shapes) for bits in (2, 8)]
+    each = [sum(quantized_bytes(shape, bits) for shape in shapes) for bits in (2, 8)]
     assert sizes[1] - sizes[0] == 2 * (each[1] - each[0])
 
 
@@ -543,17 +543,17 @@ def test_t5_keeps_one_position_bias_for_all_layers():
         encoder = [x for x in saved if x.shape[1:] in ((4, 12, 12), (1, 12, 12))]
         return y, [len(encoder), len({x.untyped_storage()._cdata for x in encoder})]
 
-    install(model, Quantiser(2))
+    install(model, Quantizer(2))
     _, (count, storages) = matrices()
     assert count == 4 and storages == 2  # in two layers
 
 
-def test_quantisers_by_path():
+def test_quantizers_by_path():
     model, options = built("gpt2")
-    reached, _ = install(model, lambda path, _: Quantiser(2) if ".0." in path else None)
+    reached, _ = install(model, lambda path, _: Quantizer(2) if ".0." in path else None)
     assert reached == ["transformer.h.0.attn"]
     run(model, options)
-    reached, _ = install(model, Quantiser(2))
+    reached, _ = install(model, Quantizer(2))
     assert len(reached) == 2
 
 
@@ -562,10 +562,10 @@ def test_what_is_left():
     config = LlamaConfig(**tiny_models.TOKENS)
     config._attn_implementation = "flex_attention"
     model = LlamaForCausalLM(config)
-    reached, left = install(model, Quantiser(2))
+    reached, left = install(model, Quantizer(2))
     assert not reached and set(left) == {"", "model"}
     assert all("flex_attention" in reason for reason in left.values())
-    assert install(nn.Linear(2, 2), Quantiser(2)) == ([], {})
+    assert install(nn.Linear(2, 2), Quantizer(2)) == ([], {})
     remove(nn.Linear(2, 2))
 
 
@@ -575,7 +575,7 @@ def test_eager_models_return_attention_weights():
     model, options = built("bert")
     model.set_attn_implementation("eager")
     exact = copy.deepcopy(model)
-    reached, left = install(model, Quantiser(8))
+    reached, left = install(model, Quantizer(8))
     assert not reached and all("attention weights" in reason for reason in left.values())
     fewbit.compress_(model, bits=8, verbose=False)
     for each in (model, exact):
@@ -595,7 +595,7 @@ def test_a_model_that_shares_the_configuration():
     model, options = built("gpt2")
     twin = GPT2LMHeadModel(model.config).train()
     y, _, kept = run(twin, options)
-    install(model, Quantiser(2))
+    install(model, Quantizer(2))
     ours, _, same = run(twin, options)
     assert torch.equal(ours, y) and same == kept
     remove(model)
@@ -607,10 +607,10 @@ def test_dropout_of_attention():
     for block in model.transformer.h:
         block.attn.attn_dropout.p = 0.4
     gradients = []
-    for quantiser in (None, Quantiser(8), Quantiser(8)):
+    for quantizer in (None, Quantizer(8), Quantizer(8)):
         remove(model)
-        if quantiser is not None:
-            install(model, quantiser)
+        if quantizer is not None:
+            install(model, quantizer)
         torch.manual_seed(3)
         # Only the first layer draws the same mask: after that seeds have been drawn in between.
         x = model.transformer.wte(options["input_ids"]).detach().requires_grad_()
@@ -624,7 +624,7 @@ def test_dropout_of_attention():
 def test_gradient_checkpointing_of_transformers():
     model, options = built("llama")
     convert(model)
-    install(model, Quantiser(8))
+    install(model, Quantizer(8))
     y, grads, kept = run(model, options)
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
@@ -639,7 +639,7 @@ def test_compiled_llama():
     model, options = built("llama")
     y, grads, _ = run(model, options)
     convert(model)
-    install(model, Quantiser(8))
+    install(model, Quantizer(8))
     compiled = torch.compile(
         lambda x: model(input_ids=x, use_cache=False).logits,
         fullgraph=True,
@@ -665,7 +665,7 @@ def test_lora():
             nn.init.normal_(parameter, std=0.1)
         y, grads, kept = run(model, options)
         convert(model)
-        install(model, Quantiser(8))
+        install(model, Quantizer(8))
         ours, our_grads, our_kept = run(model, options)
         assert torch.equal(ours, y) and our_kept < kept
         assert off(whole(our_grads), whole(grads)) < 0.03
@@ -676,7 +676,7 @@ def test_another_process(tmp_path):
     """It does not import transformers for us; it knows our attention when it unpickles a model."""
     model, options = built("gpt2")
     convert(model)
-    install(model, Quantiser(4))
+    install(model, Quantizer(4))
     path = tmp_path / "model.pickle"
     path.write_bytes(pickle.dumps((model, options, first(model(**options)).detach())))
     code = (
@@ -698,7 +698,7 @@ def test_another_process(tmp_path):
 def test_models_are_not_held():
     model, options = built("gpt2")
     convert(model)
-    install(model, Quantiser(4))
+    install(model, Quantizer(4))
     run(model, options)
     held = weakref.ref(model.transformer.h[0].attn)
     del model

@@ -11,7 +11,7 @@ import fewbit
 from fewbit.convert import kinds
 from fewbit.models.resnet import ResNet
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.format.groups import quantised_bytes
+from fewbit.runtime.format.groups import quantized_bytes
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -201,7 +201,7 @@ def test_what_adapters_keep(dropout):
         found = [entry for entry in adapters if part in entry.module and entry.kind == "packed"]
         return [entry.module.split(".")[4] for entry in found]
 
-    input, middle = quantised_bytes((4, 24, 64), 2), quantised_bytes((4, 24, 4), 2)
+    input, middle = quantized_bytes((4, 24, 64), 2), quantized_bytes((4, 24, 4), 2)
     mask = 4 * packed_words(4 * 24 * 64, 1)
     # In the first layer nothing before the adapters is trained, so dropout there keeps no mask, and without
     # dropout q and v share a copy of their input. In the second it is the norm's own.

@@ -10,7 +10,7 @@ from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
 from fewbit.runtime import ops
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved import session as sharing
 
 # Passes and lowerings are imported late: their modules warn of torch's own deprecations when they are imported.
@@ -37,7 +37,7 @@ def draw_alike(monkeypatch) -> Draws:
         return torch.full((1,), draws.seed, dtype=torch.int64, device=x.device)
 
     monkeypatch.setattr(ops, "new_seed", new_seed)
-    monkeypatch.setattr(Quantiser, "_wide", lambda self: False)
+    monkeypatch.setattr(Quantizer, "_wide", lambda self: False)
     monkeypatch.setattr(sharing.Session, "find", lambda self, x, config: None)
     monkeypatch.setattr(sharing.Session, "seed", seed)
     monkeypatch.setattr(sharing.Session, "seed_of_result", seed)

@@ -1,4 +1,4 @@
-"""Layers that keep a quantised input: one list for all tests of them, and how to compare two modules."""
+"""Layers that keep a quantized input: one list for all tests of them, and how to compare two modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from samples import normal
 from torch import nn
 
 import fewbit.nn
-from fewbit.runtime.format.groups import quantised_bytes
+from fewbit.runtime.format.groups import quantized_bytes
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Layer:
     """A class name of torch.nn, its arguments, and the shape of an input.
 
     linear: whether backward is linear in what is kept, so that parameters' gradients are exact in expectation and
-    the input's is exact. vectors: float32 numbers kept besides the quantised input. order: the input's dimensions
+    the input's is exact. vectors: float32 numbers kept besides the quantized input. order: the input's dimensions
     as they lie in storage, from the outermost.
     """
 
@@ -59,7 +59,7 @@ class Layer:
     def kept_bytes(self, bits: int, **options) -> int:
         """What the forward keeps for backward besides parameters, by the formula of docs/quantizer.md."""
         shape = self.kept_shape or self.shape
-        return quantised_bytes(shape, bits, **options) + 4 * self.vectors
+        return quantized_bytes(shape, bits, **options) + 4 * self.vectors
 
 
 LAST = torch.channels_last

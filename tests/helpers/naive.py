@@ -195,7 +195,7 @@ _GAUSS = np.polynomial.legendre.leggauss(24)
 
 
 def fine_integral(function, parts):
-    """The integral of a vectorised function over all parts; 24 Gauss points each."""
+    """The integral of a vectorized function over all parts; 24 Gauss points each."""
     half = 0.5 * (parts[:, 1] - parts[:, 0])[:, None]
     x = 0.5 * (parts[:, 1] + parts[:, 0])[:, None] + half * _GAUSS[0]
     return float(np.sum(function(x) * (half * _GAUSS[1])))

@@ -1,4 +1,4 @@
-"""The group quantiser in NumPy, a group at a time, written from docs/quantizer.md: an oracle for its backends.
+"""The group quantizer in NumPy, a group at a time, written from docs/quantizer.md: an oracle for its backends.
 
 Rows are (N, D) float32 (float64 ones are rounded here, 16-bit ones were widened); bfloat16 numbers are uint16.
 """
@@ -27,7 +27,7 @@ def streams(shape, widths, group_size):
         yield bits, chosen, cuts
 
 
-def normalised(rows, mean, rstd, inner):
+def normalized(rows, mean, rstd, inner):
     """(x - mean[i]) rstd[i] in float32, element by element; mean may be None."""
     rows = np.asarray(rows, np.float32)
     result = np.empty_like(rows)
@@ -50,7 +50,7 @@ def mapped(values, scale, shift, inner):
     return result
 
 
-def quantise(rows, seed, widths, group_size, wide):
+def quantize(rows, seed, widths, group_size, wide):
     """(packed, ranges): uint32 words, (groups, 2 or 3) uint16."""
     rows = np.asarray(rows)
     with np.errstate(over="ignore", under="ignore"):
@@ -71,7 +71,7 @@ def quantise(rows, seed, widths, group_size, wide):
     return np.concatenate(empty[0] + packed), np.concatenate(empty[1] + ranges)
 
 
-def dequantise(packed, ranges, shape, widths, group_size):
+def dequantize(packed, ranges, shape, widths, group_size):
     """(N, D) float32."""
     out, number = np.zeros(shape, np.float32), 0
     for bits, chosen, cuts in streams(shape, widths, group_size):

@@ -34,7 +34,7 @@ def normal(shape, dtype=torch.float32, device="cpu", scale=3.0, seed=SEED) -> to
 
 
 def adversarial(table, dtype, device="cpu") -> torch.Tensor:
-    """Every break and knot of the table with its neighbours in dtype, zeros, extremes, infinities, NaN."""
+    """Every break and knot of the table with its neighbors in dtype, zeros, extremes, infinities, NaN."""
     points = list(table.breaks) + ([] if table.knots is None else list(table.knots.points))
     points += [0.0, -0.0, 1.0, -1.0, 6.0, 3.0, -3.0, 0.5, -0.5, 20.0, -20.0]
     exact = torch.tensor(points, dtype=torch.float64).to(dtype)

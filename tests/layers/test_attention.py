@@ -20,8 +20,8 @@ from fewbit.convert.functions import Calls, FunctionSettings
 from fewbit.errors import GradientError, InputError
 from fewbit.functional.attention import How, attention, scaled_dot_product_attention
 from fewbit.nn.attention import MultiheadAttention
-from fewbit.runtime.format.groups import quantised_bytes
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.format.groups import quantized_bytes
+from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.session import Session
 
 pytestmark = pytest.mark.filterwarnings(
@@ -142,11 +142,11 @@ def test_autocast(device, options):
 def test_the_backward_pass_is_that_of_the_restored_tensors(device, options, autocast):
     """Exactly torch's, in the dtype of the forward pass; dropout draws the same mask again."""
     tensors = inputs(device)
-    quantiser = Remembering(4)
+    quantizer = Remembering(4)
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         torch.manual_seed(3)
-        y = scaled_dot_product_attention(*tensors, quantiser=quantiser, **options)
-        restored = [kept.recipe.restore(kept.tensors).requires_grad_() for kept in quantiser.kept]
+        y = scaled_dot_product_attention(*tensors, quantizer=quantizer, **options)
+        restored = [kept.recipe.restore(kept.tensors).requires_grad_() for kept in quantizer.kept]
         torch.manual_seed(3)
         expected = torch_f.scaled_dot_product_attention(*restored, **options)
     grad = normal(y.shape, y.dtype, device, scale=1.0, seed=7)
@@ -155,7 +155,7 @@ def test_the_backward_pass_is_that_of_the_restored_tensors(device, options, auto
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-class Remembering(Quantiser):
+class Remembering(Quantizer):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.kept = []
@@ -241,14 +241,14 @@ def test_heads_that_share_keys(device):
     for masked in (False, True):
         mask = FLOAT_MASK.to(device) if masked else None
         check(
-            lambda mask=mask: attention(*tensors, mask, None, How(repeats=2), Quantiser(8)),
+            lambda mask=mask: attention(*tensors, mask, None, How(repeats=2), Quantizer(8)),
             lambda mask=mask: torch_f.scaled_dot_product_attention(
                 query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), mask
             ),
             tensors,
         )
-    _, storages, _ = kept_by(lambda: attention(*tensors, None, None, How(repeats=2), Quantiser(8)))
-    assert sum(storages.values()) == sum(quantised_bytes(x.shape, 8) for x in tensors)
+    _, storages, _ = kept_by(lambda: attention(*tensors, None, None, How(repeats=2), Quantizer(8)))
+    assert sum(storages.values()) == sum(quantized_bytes(x.shape, 8) for x in tensors)
 
 
 @pytest.mark.parametrize("masked", [None, "boolean", "float"])
@@ -268,12 +268,12 @@ def test_a_position_bias(device, masked, is_causal):
         whole = torch.where(torch.ones(9, 9, dtype=torch.bool, device=device).tril(), bias, floor)
     how = How(is_causal=is_causal)
     check(
-        lambda: attention(*tensors, mask, bias, how, Quantiser(8)),
+        lambda: attention(*tensors, mask, bias, how, Quantizer(8)),
         lambda: torch_f.scaled_dot_product_attention(*tensors, whole),
         [*tensors, bias],
     )
-    _, storages, _ = kept_by(lambda: attention(*tensors, mask, bias, how, Quantiser(2)))
-    expected = sum(quantised_bytes(x.shape, 2) for x in tensors) + bias.nbytes
+    _, storages, _ = kept_by(lambda: attention(*tensors, mask, bias, how, Quantizer(2)))
+    expected = sum(quantized_bytes(x.shape, 2) for x in tensors) + bias.nbytes
     assert sum(storages.values()) == expected + (0 if mask is None else mask.nbytes)
 
 
@@ -285,7 +285,7 @@ def test_kept_bytes(device, options, bits, group_size):
     tensors = inputs(device)
     sizes = {"bits": bits, "group_size": group_size}
     _, storages, saved = kept_by(lambda: scaled_dot_product_attention(*tensors, **sizes, **options))
-    expected = sum(quantised_bytes(x.shape, bits, group_size) for x in tensors)
+    expected = sum(quantized_bytes(x.shape, bits, group_size) for x in tensors)
     mask = options.get("attn_mask")
     expected += 0 if mask is None else mask.nbytes
     if options.get("dropout_p"):
@@ -309,7 +309,7 @@ def test_only_what_gradients_need(device):
         _, storages, _ = kept_by(
             lambda tensors=tensors: scaled_dot_product_attention(*tensors, bits=8)
         )
-        expected = sum(quantised_bytes(tensors[i].shape, 8) for i in kept)
+        expected = sum(quantized_bytes(tensors[i].shape, 8) for i in kept)
         assert sum(storages.values()) == expected
     tensors = [x.detach() for x in inputs(device)]
     y, storages, _ = kept_by(lambda: scaled_dot_product_attention(*tensors))
@@ -318,10 +318,10 @@ def test_only_what_gradients_need(device):
 
 def test_a_tensor_in_three_roles_is_rounded_three_times(device):
     x, _, _ = inputs(device)
-    quantiser = Quantiser(4, session=Session())
-    attend = partial(scaled_dot_product_attention, quantiser=quantiser)
-    _, storages, _ = kept_by(lambda: quantiser.session.call(nn.Identity(), attend, (x, x, x)))
-    assert sum(storages.values()) == 3 * quantised_bytes(x.shape, 4)
+    quantizer = Quantizer(4, session=Session())
+    attend = partial(scaled_dot_product_attention, quantizer=quantizer)
+    _, storages, _ = kept_by(lambda: quantizer.session.call(nn.Identity(), attend, (x, x, x)))
+    assert sum(storages.values()) == 3 * quantized_bytes(x.shape, 4)
 
 
 def test_dropout_leaves_torchs_generator_as_it_was(device):
@@ -369,7 +369,7 @@ def test_compiled(device, name):
     expected = torch_f.scaled_dot_product_attention(*tensors, **options)
     torch.testing.assert_close(y, expected)
     mask = options.get("attn_mask")
-    kept = sum(quantised_bytes(x.shape, 8) for x in tensors) + (0 if mask is None else mask.nbytes)
+    kept = sum(quantized_bytes(x.shape, 8) for x in tensors) + (0 if mask is None else mask.nbytes)
     assert sum(storages.values()) == kept
     grad = normal(y.shape, scale=1.0, seed=7)
     ours = torch.autograd.grad(y, tensors, grad)
@@ -395,19 +395,19 @@ def test_where_functions_are_replaced(device):
     tensors = inputs(device)
 
     def run():
-        with Calls(FunctionSettings(Quantiser(2), 3, Quantiser(2))):
+        with Calls(FunctionSettings(Quantizer(2), 3, Quantizer(2))):
             return torch_f.scaled_dot_product_attention(*tensors, mask)
 
     y, storages, _ = kept_by(run)
-    assert sum(storages.values()) == sum(quantised_bytes(x.shape, 2) for x in tensors) + mask.nbytes
+    assert sum(storages.values()) == sum(quantized_bytes(x.shape, 2) for x in tensors) + mask.nbytes
     assert torch.equal(y, torch_f.scaled_dot_product_attention(*tensors, mask))
-    quantiser = Remembering(2)
-    with Calls(FunctionSettings(quantiser, 3, quantiser)):
+    quantizer = Remembering(2)
+    with Calls(FunctionSettings(quantizer, 3, quantizer)):
         layer, _ = pair(device, bits=2)
         layer(*sequences(layer, device=device))
         layer.eval()(*sequences(layer, device=device))
         scaled_dot_product_attention(*tensors, mask)
-    assert not quantiser.kept
+    assert not quantizer.kept
 
 
 # -- attention: bias -------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ def exact_gradients(grad):
 
 def variance(x, bits):
     """Of the rounding of each element of one group."""
-    _, ranges = Quantiser(bits).keep(x[None]).tensors
+    _, ranges = Quantizer(bits).keep(x[None]).tensors
     step = float(ranges[0, 1]) / (2**bits - 1)
     part = (x.double() - float(ranges[0, 0])) / step % 1
     return part * (1 - part) * step**2
@@ -457,8 +457,8 @@ def probability_bias(q, k, var_q, var_k):
     scale = 1 / math.sqrt(q.shape[-1])
     p = torch.softmax(scale * q @ k.mT, -1)
     mean = p @ k
-    centred = k[None] - mean[:, None]  # (L, S, E)
-    of_query = (var_q[:, None] * centred**2).sum(-1)
+    centered = k[None] - mean[:, None]  # (L, S, E)
+    of_query = (var_q[:, None] * centered**2).sum(-1)
     # Var[k_jd - a_id]: of weights (j == m) - P_im of independent k_md
     weights = (torch.eye(len(k), dtype=k.dtype)[None] - p[:, None]) ** 2  # (L, S, S)
     of_key = ((q**2)[:, None] * (weights @ var_k)).sum(-1)
@@ -707,17 +707,17 @@ def test_module_kept_bytes(device, shared, need_weights, in_session):
     tensors = sequences(layer, shared, device=device)
     call = partial(layer, need_weights=need_weights)
     if in_session:
-        layer.quantiser = Quantiser(bits, session=Session())
-        call = partial(layer.quantiser.session.call, layer, call)
+        layer.quantizer = Quantizer(bits, session=Session())
+        call = partial(layer.quantizer.session.call, layer, call)
     (_, weights), storages, _ = kept_by(lambda: call(tensors) if in_session else call(*tensors))
     own = {x.untyped_storage()._cdata for x in layer.parameters()}
     found = sum(size for storage, size in storages.items() if storage not in own)
     keys = tensors[1].shape[0]
     inputs = {"all": [L], "keys": [L, S], "none": [L, S, S]}[shared]
-    expected = sum(quantised_bytes((length, N, E), bits) for length in inputs)
+    expected = sum(quantized_bytes((length, N, E), bits) for length in inputs)
     for length in (L, keys, keys):  # as they lie in memory, sequences first
-        expected += quantised_bytes((length, N, E), bits)
-    expected += quantised_bytes((L * N, E), bits)  # the output projection's input
+        expected += quantized_bytes((length, N, E), bits)
+    expected += quantized_bytes((L * N, E), bits)  # the output projection's input
     assert found == expected
 
 
@@ -741,7 +741,7 @@ def test_frozen_modules():
     _, storages, _ = kept_by(lambda: layer(*tensors, need_weights=False))
     own = {x.untyped_storage()._cdata for x in layer.parameters()}
     found = sum(size for storage, size in storages.items() if storage not in own)
-    expected = sum(quantised_bytes((n, N, E), 2) for n in (L, S, S))
+    expected = sum(quantized_bytes((n, N, E), 2) for n in (L, S, S))
     assert found == expected
     y, storages, _ = kept_by(lambda: layer(*(x.detach() for x in tensors))[0])
     assert not storages and not y.requires_grad
@@ -800,7 +800,7 @@ def test_within_transformer_layers(device, norm_first):
     keys = [*encoder.state_dict()], [*decoder.state_dict()]
     for module in (*encoder.modules(), *decoder.modules()):
         if type(module) is nn.MultiheadAttention:
-            module.__class__, module.quantiser = MultiheadAttention, Quantiser(8)
+            module.__class__, module.quantizer = MultiheadAttention, Quantizer(8)
     y, ours = run(encoder, decoder)
     assert torch.equal(y, expected)
     flat = [torch.cat([g.flatten() for g in each]) for each in (ours, grads)]
@@ -819,7 +819,7 @@ def test_module_is_torchs_in_all_else():
     tensors = sequences(layer)
     for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(again(*tensors)[0], layer(*tensors)[0])
-        assert again.quantiser.bits == 8
+        assert again.quantizer.bits == 8
     buffer = io.BytesIO()
     torch.save(layer.state_dict(), buffer)
     buffer.seek(0)

@@ -35,7 +35,7 @@ BATCH = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
 
 def profile(model):
     found = fewbit.variance_profile(model, BATCH, loss, draws=4)
-    return [found.sampling.sum(), found.quantisation.sum()]
+    return [found.sampling.sum(), found.quantization.sum()]
 
 
 def planned(model):

@@ -13,8 +13,8 @@ from fewbit.errors import GradientError, InputError
 from fewbit.functional.gated import geglu, reglu, swiglu
 from fewbit.nn.gated import GEGLU, ReGLU, SwiGLU
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.format.groups import quantised_bytes
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.format.groups import quantized_bytes
+from fewbit.runtime.quantizers.quantizer import Quantizer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torch.*",
@@ -178,7 +178,7 @@ def test_kept_bytes(device, sample, bits, group_size, needs_gate, needs_up):
     gate.requires_grad_(needs_gate)
     up.requires_grad_(needs_up)
     _, saved = kept_by(lambda: function(gate, up, bits=bits, group_size=group_size))
-    one = quantised_bytes(gate.shape, bits, group_size)
+    one = quantized_bytes(gate.shape, bits, group_size)
     if function is reglu:
         sign = 4 * packed_words(gate.numel(), 1)
         expected = needs_up * one + needs_gate * (one + sign)
@@ -218,7 +218,7 @@ def test_compiled(device, sample, backend):
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     y, saved = kept_by(lambda: compiled(gate, up))
     torch.testing.assert_close(y, act(gate) * up)
-    expected = 2 * quantised_bytes(gate.shape, 8) + (4 * packed_words(gate.numel(), 1)) * (
+    expected = 2 * quantized_bytes(gate.shape, 8) + (4 * packed_words(gate.numel(), 1)) * (
         function is reglu
     )
     assert sum(x.nbytes for x in saved) == expected
@@ -241,7 +241,7 @@ SMOOTH = {
 
 def variance(x, bits):
     """Of the rounding of each element of one group."""
-    _, ranges = Quantiser(bits).keep(x[None]).tensors
+    _, ranges = Quantizer(bits).keep(x[None]).tensors
     step = float(ranges[0, 1]) / (2**bits - 1)
     part = (x.double() - float(ranges[0, 0])) / step % 1
     return part * (1 - part) * step**2

@@ -1,4 +1,4 @@
-"""Linear, convolution and normalisation layers that keep quantised inputs, against torch.nn."""
+"""Linear, convolution and normalization layers that keep quantized inputs, against torch.nn."""
 
 import math
 
@@ -26,7 +26,7 @@ from torch import nn
 import fewbit.functional as F
 import fewbit.nn
 from fewbit.errors import GradientError, InputError
-from fewbit.runtime.format.groups import quantised_bytes
+from fewbit.runtime.format.groups import quantized_bytes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same' with even kernel", "ignore::DeprecationWarning:torch.*"
@@ -142,7 +142,7 @@ def test_a_frozen_batch_norm_in_evaluation_mode_keeps_nothing(device):
     "layer", **ids([layer for layer in LAYERS if layer.options.get("momentum", 0.1) is not None])
 )
 def test_compiled(layer):
-    """Traced whole; the compiled forward keeps the quantised input and what torch's own vectors take."""
+    """Traced whole; the compiled forward keeps the quantized input and what torch's own vectors take."""
     torch.compiler.reset()
     module, _ = layer.pair(3)
     x = layer.input()
@@ -153,7 +153,7 @@ def test_compiled(layer):
     codes = [tensor for tensor in saved if tensor.dtype == torch.int32]
     ranges = [tensor for tensor in saved if tensor.dtype == torch.bfloat16]
     kept = sum(tensor.nbytes for tensor in codes + ranges)
-    assert kept == quantised_bytes(layer.kept_shape or layer.shape, 3)
+    assert kept == quantized_bytes(layer.kept_shape or layer.shape, 3)
     others = [t for t in saved if t.dtype not in (torch.int32, torch.bfloat16)]
     # Vectors, at most twice what eager mode keeps: the partitioner may keep what they are made from too.
     assert sum(tensor.nbytes for tensor in others) <= 2 * 4 * layer.vectors + 16
@@ -287,9 +287,9 @@ def norms(draw):
     name, affine = kind, "affine"
     sides = st.integers(1, 7)
     if kind in ("LayerNorm", "RMSNorm"):
-        normalised = tuple(draw(st.lists(sides, min_size=1, max_size=3)))
-        shape = (*draw(st.lists(st.integers(1, 4), max_size=3)), *normalised)
-        arguments, count, affine = (normalised,), math.prod(normalised), "elementwise_affine"
+        normalized = tuple(draw(st.lists(sides, min_size=1, max_size=3)))
+        shape = (*draw(st.lists(st.integers(1, 4), max_size=3)), *normalized)
+        arguments, count, affine = (normalized,), math.prod(normalized), "elementwise_affine"
     elif kind == "GroupNorm":
         groups = draw(st.sampled_from([each for each in range(1, c + 1) if c % each == 0]))
         size = draw(st.lists(sides, max_size=3))
@@ -332,8 +332,8 @@ def test_any_norm(layer, copies, offset):
     for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
         assert torch.equal(mine, other)
     g = output_gradient(y)
-    normalised, deviation = normalised_by(layer, theirs.eps, x)
-    step = largest_step(normalised)
+    normalized, deviation = normalized_by(layer, theirs.eps, x)
+    step = largest_step(normalized)
     weighted = by_statistic(layer, g if theirs.weight is None else g * over_channels(layer, theirs))
     off = by_statistic(layer, grad_x.double() - exact_x.double()).norm(dim=1)
     limit = 3 * step * weighted.norm(dim=1) / deviation / math.sqrt(weighted.shape[1])
@@ -371,7 +371,7 @@ def by_statistic(layer, x):
     return x.double().reshape(rows, -1)
 
 
-def normalised_by(layer, eps, x):
+def normalized_by(layer, eps, x):
     """(x~, deviation of each row) in float64."""
     x = by_statistic(layer, x)
     if layer.name != "RMSNorm":
@@ -478,8 +478,8 @@ def test_the_bias_of_a_norm_with_one_copy():
     g = normal(x.shape, torch.float64, scale=1.0, seed=7) * theirs.weight.detach().double()
     x = x.double()
     deviation = (x.var(-1, unbiased=False, keepdim=True) + theirs.eps).sqrt()
-    normalised = (x - x.mean(-1, keepdim=True)) / deviation
-    bias = -g * rounding_variance(normalised, 2) / (96 * deviation)
+    normalized = (x - x.mean(-1, keepdim=True)) / deviation
+    bias = -g * rounding_variance(normalized, 2) / (96 * deviation)
     assert abs(pooled_z(mean, error, exact[0] + bias, 1e-9)) < 5
     assert max(abs(z) for z in signed_z(samples, exact[0] + bias, 1e-9)) < 4
     assert abs(pooled_z(mean, error, exact[0], 1e-9)) > 5  # it is seen

@@ -127,7 +127,7 @@ def test_inplace(device, name):
         assert module(buffer).data_ptr() == buffer.data_ptr()
 
 
-def test_attributes_that_change_are_honoured(device):
+def test_attributes_that_change_are_honored(device):
     x = normal((60,), device=device)
     module = fewbit.ELU(alpha=1.0)
     module.alpha, module.bits = 1.7, 2

@@ -140,9 +140,9 @@ def test_gradients(name, bits, device):
     x = x.double().cpu()
     weight, bias, dims, _ = placed(norm, x)
     mean, var = x.mean(dims, keepdim=True), x.var(dims, unbiased=False, keepdim=True)
-    normalised = (x - mean) / (var + norm.eps).sqrt()
-    pre = normalised * weight + bias
-    copied = restored(normalised, pre, weight, bias, bits)
+    normalized = (x - mean) / (var + norm.eps).sqrt()
+    pre = normalized * weight + bias
+    copied = restored(normalized, pre, weight, bias, bits)
     # What flows through the linear layer and the activation does not know of the copy.
     grad = torch.empty_like(y).copy_(normal(y.shape, y.dtype, device, 1.0, 7)).double().cpu()
     leaf = pre.clone().requires_grad_()
@@ -169,12 +169,12 @@ def test_gradients(name, bits, device):
         g - g.mean(dims, keepdim=True) - copied * (copied * g).mean(dims, keepdim=True)
     ) * rstd
     as_exact = (
-        g - g.mean(dims, keepdim=True) - normalised * (normalised * g).mean(dims, keepdim=True)
+        g - g.mean(dims, keepdim=True) - normalized * (normalized * g).mean(dims, keepdim=True)
     ) * rstd
     assert relative(exact_x.cpu(), as_exact) < 1e-4
     assert relative(grad_x.cpu(), with_copy) < 1e-4
     off = (
-        normalised * (normalised * g).mean(dims, keepdim=True)
+        normalized * (normalized * g).mean(dims, keepdim=True)
         - copied * (copied * g).mean(dims, keepdim=True)
     ) * rstd
     assert relative(grad_x.cpu() - exact_x.cpu(), off) < 2e-2
@@ -206,7 +206,7 @@ def test_other_dtypes(name, dtype, device):
         assert relative(mine, their) < 0.06
 
 
-def test_statistics_of_16_bits_are_left_to_the_group_quantiser():
+def test_statistics_of_16_bits_are_left_to_the_group_quantizer():
     block, _, x = make("BatchNorm2d Conv2d", 4, dtype=torch.bfloat16)
     _, saved = saved_by(block, x)
     assert sum(each.dtype == torch.int32 for each in saved) == 3
@@ -268,8 +268,8 @@ def test_batches_of_gradients():
 def test_copies(copied):
     block, _, x = make("BatchNorm2d Conv2d")
     other = copied(block)
-    assert other.norm.quantiser.session is other.linear.quantiser.session
-    assert other.norm.quantiser.session is not block.norm.quantiser.session
+    assert other.norm.quantizer.session is other.linear.quantizer.session
+    assert other.norm.quantizer.session is not block.norm.quantizer.session
     assert fewbit.saved_bytes(other, x).total == fewbit.saved_bytes(block, x).total
     torch.testing.assert_close(gradients(other, x), gradients(block, x), rtol=0, atol=0)
 

@@ -24,7 +24,7 @@ from fewbit.nn import embedding as nn_sparse
 from fewbit.nn import prelu as nn_prelu
 from fewbit.nn import softmax as nn_softmax
 from fewbit.nn import upsampling as nn_upsampling
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.quantizers.quantizer import Quantizer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torch.*", "ignore:.*isinstance.*treespec"
@@ -36,7 +36,7 @@ OURS = {
 }
 
 
-def quantised_bytes(shape, bits, group=256):
+def quantized_bytes(shape, bits, group=256):
     """docs/quantizer.md, written out: codes, and 4 bytes a group."""
     samples, features = shape[0], prod(shape[1:])
     groups = samples * ceil(features / group) if features >= 64 else ceil(prod(shape) / group)
@@ -82,7 +82,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-# -- quantised layers ------------------------------------------------------------------------------
+# -- quantized layers ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Sample:
 
 
 def _prelu_bytes(shape):
-    return lambda bits: 4 * ceil(prod(shape) / 32) + quantised_bytes(shape, bits)
+    return lambda bits: 4 * ceil(prod(shape) / 32) + quantized_bytes(shape, bits)
 
 
 def _prelu(arguments, shape):
@@ -123,7 +123,7 @@ def _prelu(arguments, shape):
 
 
 def _softmax(name, dim, shape):
-    return Sample(name, (dim,), (shape,), lambda bits: quantised_bytes(shape, bits), (False,))
+    return Sample(name, (dim,), (shape,), lambda bits: quantized_bytes(shape, bits), (False,))
 
 
 def _bilinear(arguments, lead):
@@ -132,7 +132,7 @@ def _bilinear(arguments, lead):
     arguments = tuple(False if each == "no bias" else each for each in arguments)
 
     def kept(bits):
-        return sum(quantised_bytes(shape, bits) for shape in shapes)
+        return sum(quantized_bytes(shape, bits) for shape in shapes)
 
     return Sample("Bilinear", arguments, shapes, kept, exact)
 
@@ -316,7 +316,7 @@ def is_unbiased(mean, error, expected) -> bool:
 @pytest.mark.parametrize("name", ["PReLU", "LogSoftmax", "Bilinear"])
 def test_exact_in_expectation(name, offset):
     sample = {"PReLU": SAMPLES[3]}.get(name, KINDS[name])
-    # Numbers that float32 holds, as the quantiser starts from that.
+    # Numbers that float32 holds, as the quantizer starts from that.
     inputs = [
         (x.detach() - offset).double().requires_grad_() for x in sample.inputs(dtype=torch.float32)
     ]
@@ -340,11 +340,11 @@ def test_one_input_twice_is_exact_in_expectation():
     weight = normal((20, 3), torch.float64, seed=6)
     (expected,) = torch.autograd.grad(theirs(x, x), theirs.weight, weight)
     session = Session()
-    quantiser = Quantiser(2, session=session)
+    quantizer = Quantizer(2, session=session)
 
     def call():
         arguments = x, x, theirs.weight, theirs.bias
-        y = session.call(theirs, bilinear, arguments, {"quantiser": quantiser})
+        y = session.call(theirs, bilinear, arguments, {"quantizer": quantizer})
         return torch.autograd.grad(y, theirs.weight, weight)
 
     (mean,), (error,) = mean_gradient(call, [theirs.weight], 300)
@@ -388,7 +388,7 @@ def test_prelu_keeps_what_is_asked_for(device):
     shape = (4, 5, 9, 8)
     x = normal(shape, device=device)
     slopes = torch.full((5,), 0.3, device=device)
-    sign, rest = 4 * ceil(x.numel() / 32), quantised_bytes(shape, 3)
+    sign, rest = 4 * ceil(x.numel() / 32), quantized_bytes(shape, 3)
     for needs_x, needs_weight in ((True, True), (True, False), (False, True)):
         inputs = x.clone().requires_grad_(needs_x), slopes.clone().requires_grad_(needs_weight)
         saved = kept_by(lambda x, slopes: prelu(x, slopes, bits=3), *inputs)[1]
@@ -428,7 +428,7 @@ def test_the_bias_of_softmax(bits):
     g = normal((1, width), torch.float64, scale=1.0, seed=6).expand(draws, width)
     y = torch_f.softmax(x, -1)
     (exact,) = torch.autograd.grad(y, x, g)
-    kept = Quantiser(bits).keep(y.detach())
+    kept = Quantizer(bits).keep(y.detach())
     variance = kept.recipe.restore(kept.tensors, torch.float64).var(0)
     (found,) = torch.autograd.grad(softmax(x, -1, bits=bits), x, g)
     bias, measured = -g[0] * variance, found.mean(0) - exact[0]
@@ -453,7 +453,7 @@ def test_the_size_of_the_bias_of_softmax(deviation, bits, size):
     many = x.detach().repeat(draws, 1).requires_grad_()  # each row with groups of its own
     (found,) = torch.autograd.grad(softmax(many, -1, bits=bits), many, g.repeat(draws, 1))
     measured = found.view(draws, rows, 64).double().mean(0) - exact
-    kept = Quantiser(bits).keep(torch_f.softmax(many.detach(), -1))
+    kept = Quantizer(bits).keep(torch_f.softmax(many.detach(), -1))
     variance = kept.recipe.restore(kept.tensors).view(draws, rows, 64).double().var(0)
     bias = -g * variance  # the sampling error that is not along the formula's direction is left out
     along = (measured * bias).sum() / bias.norm() / exact.norm()
@@ -693,7 +693,7 @@ def test_interpolate_compiled(device):
     )
 
 
-# -- all configurations of the quantised ones ------------------------------------------------------
+# -- all configurations of the quantized ones ------------------------------------------------------
 
 
 def step_of(x, bits):

@@ -399,7 +399,7 @@ def test_copies_adapt_by_themselves(again):
         step(other, 5 * x)
     step(model, x)
     assert averages(controller) == before
-    session = next(each.quantiser.session for each in other.modules() if hasattr(each, "quantiser"))
+    session = next(each.quantizer.session for each in other.modules() if hasattr(each, "quantizer"))
     assert session.variables.step == 10 and session.variables.averages
 
 
@@ -599,7 +599,7 @@ def test_a_model_that_processes_trained_together_goes_on_alone():
     step(other, x), step(other, x)
     step(model, x), step(model, x)  # there are no such processes any more
     assert controller.session.variables.step == 2
-    (session,) = {module.quantiser.session for module in other.modules() if hasattr(module, "quantiser")}  # fmt: skip
+    (session,) = {module.quantizer.session for module in other.modules() if hasattr(module, "quantizer")}  # fmt: skip
     assert session.variables.step == 2 and session.variables.averages
 
 

@@ -500,4 +500,4 @@ def test_layers_made_as_ours_are_left_without_the_session():
     model = nn.Sequential(fewbit.nn.Linear(64, 64), nn.Linear(64, 8))
     compressed(model)
     fewbit.restore_(model)
-    assert model[0].quantiser.session is None
+    assert model[0].quantizer.session is None

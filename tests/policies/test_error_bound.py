@@ -473,7 +473,7 @@ def test_other_dtypes(dtype, e2):
         each.grad.isfinite().all() and each.grad.dtype == dtype for each in model.parameters()
     )
     if e2 == 1e-12:
-        # What is normalised is kept in the model's own precision.
+        # What is normalized is kept in the model's own precision.
         kept = fewbit.saved_bytes(model, x).total
         fewbit.restore_(model)
         assert kept < 1.3 * fewbit.saved_bytes(model, x).total
@@ -531,7 +531,7 @@ def test_copies_go_on_by_themselves(again):
         step(other, 5 * x)
     step(model, x)
     assert bits(controller) == before
-    session = next(each.quantiser.session for each in other.modules() if hasattr(each, "quantiser"))
+    session = next(each.quantizer.session for each in other.modules() if hasattr(each, "quantizer"))
     assert session is not controller.session
     assert session.variables.step == 10 and session.variables.averages
 

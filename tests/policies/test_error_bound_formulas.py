@@ -451,9 +451,9 @@ class Norm:
     def statistics(self, x):
         """(x~, 1 / s), x~ in x's shape."""
         viewed = x.view(self.view)
-        centre = 0.0 if self.kind == "rms" else viewed.mean(self.sets, keepdim=True)
-        rstd = ((viewed - centre).square().mean(self.sets, keepdim=True) + 1e-5).rsqrt()
-        return ((viewed - centre) * rstd).view(self.shape), rstd
+        center = 0.0 if self.kind == "rms" else viewed.mean(self.sets, keepdim=True)
+        rstd = ((viewed - center).square().mean(self.sets, keepdim=True) + 1e-5).rsqrt()
+        return ((viewed - center) * rstd).view(self.shape), rstd
 
     def gradients(self, first, second, rstd, weight, g):
         """(input's, weight's) from two copies of x~; written out, apart from the package."""
@@ -482,21 +482,21 @@ class Problem:
         self.norm = norm
         self.x = 3.0 * normal(*norm.shape) + 1.0
         self.weight = 1.0 + 0.3 * normal(norm.channels())
-        self.normalised, self.rstd = norm.statistics(self.x)
+        self.normalized, self.rstd = norm.statistics(self.x)
         self.g = normal(*norm.shape)
         if aligned:  # of the weighted gradient with x~, the worst there is
             self.weight = torch.ones_like(self.weight)
-            self.g = self.normalised.clone()
+            self.g = self.normalized.clone()
         self.exact = self.gradients(0.0)
         weighted = (self.g * self.weight.view(norm.weight_shape)).view(norm.view)
         squares = bounds.norm_squares(
-            self.normalised.view(norm.view), weighted, self.rstd, norm.sets
+            self.normalized.view(norm.view), weighted, self.rstd, norm.sets
         )
         self.scaled2, self.alignment2 = (each.sum().item() for each in squares)
 
     def gradients(self, first, second=None):
         second = first if second is None else second
-        copies = self.normalised + first, self.normalised + second
+        copies = self.normalized + first, self.normalized + second
         return self.norm.gradients(*copies, self.rstd, self.weight, self.g)
 
     def errors(self, first, second=None):
@@ -542,7 +542,7 @@ def test_no_error_of_a_norm_exceeds_the_worst_case(norm, aligned, dx2):
     """Random errors, and errors that climb the squared gradient error, in one copy and in two."""
     problem = Problem(norm, aligned)
     of_input, of_weight = problem.ds(dx2)
-    start = problem.normalised if aligned else 0.0
+    start = problem.normalized if aligned else 0.0
     dx = of_mean_square(start + 0.1 * normal(*norm.shape), norm, dx2)
     reached = 0.0
     for _ in range(60):
@@ -569,7 +569,7 @@ def test_errors_of_norms_in_expectation(norm, copies, aligned, draw):
     problem, dx2 = Problem(norm, aligned), 0.04
 
     def drawn():
-        x = problem.normalised
+        x = problem.normalized
         return halves(x.shape, dx2) if draw == "halves" else rounding_errors(x, 2 * math.sqrt(dx2))
 
     found = [problem.errors(*(drawn() for _ in range(copies))) for _ in range(DRAWS)]
@@ -886,7 +886,7 @@ def test_at_the_error_of_a_pointwise_function_d_is_what_is_allowed():
 
 
 def steps_of(x, bits, group_size=256):
-    """The largest step of a group-quantised copy of x, its ranges rounded up as bfloat16 are."""
+    """The largest step of a group-quantized copy of x, its ranges rounded up as bfloat16 are."""
     rows = x.detach().reshape(len(x), -1)
     width = min(group_size, rows.shape[1])
     extents = [(g.amax(1) - g.amin(1)).max().item() for g in rows.split(width, 1)]
@@ -908,8 +908,8 @@ def test_layers_of_the_package_keep_to_their_bounds_in_expectation(kind):
         inputs = [torch.randn(8, 96), torch.rand(96) + 0.5]
         exact_of = lambda x, w: F.layer_norm(x, (96,), w)  # noqa: E731
         kept_of = lambda x, w, bits: fewbit.functional.layer_norm(x, (96,), w, bits=bits)  # noqa: E731
-        normalised = F.layer_norm(inputs[0], (96,))
-        wanted, step = (0, 1), steps_of(normalised, bits)
+        normalized = F.layer_norm(inputs[0], (96,))
+        wanted, step = (0, 1), steps_of(normalized, bits)
     else:
         shapes = {
             "linear": [(8, 96), (5, 96)],
@@ -939,7 +939,7 @@ def test_layers_of_the_package_keep_to_their_bounds_in_expectation(kind):
     elif kind == "layer_norm":
         rstd = inputs[0].detach().var(1, unbiased=False, keepdim=True).add(1e-5).rsqrt()
         weighted = (g * inputs[1]).detach()
-        squares = bounds.norm_squares(normalised, weighted, rstd, (1,))
+        squares = bounds.norm_squares(normalized, weighted, rstd, (1,))
         of_input = bounds.norm_input_d(dx2, 96, *(s.sum().item() for s in squares), True)
         ds = of_input, bounds.norm_weight_d(dx2, 8, g2, True)
     elif kind == "linear":

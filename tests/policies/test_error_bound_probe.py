@@ -456,7 +456,7 @@ def test_a_second_pass_replaces_the_first():
 
 
 def test_accumulation():
-    """Of several forwards before an optimiser's step one is observed."""
+    """Of several forwards before an optimizer's step one is observed."""
     model = mlp()
     controller = converted(model)
     once = observed(model, controller, X, run=gradient)
@@ -550,8 +550,8 @@ def test_backward_passes_with_collectives_run_once(function):
             self.linear = nn.Linear(64, 64)
 
         def forward(self, x):
-            quantiser = self.linear.quantiser.named("scale")
-            return function.apply(self.linear(x), self.weight, quantiser)
+            quantizer = self.linear.quantizer.named("scale")
+            return function.apply(self.linear(x), self.weight, quantizer)
 
     model = Scale()
     controller = converted(model)

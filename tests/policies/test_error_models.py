@@ -280,10 +280,10 @@ class Of(nn.Module):
 
 def gated(activation):
     def function(linear, gate, up):
-        if not hasattr(linear, "quantiser"):
+        if not hasattr(linear, "quantizer"):
             return getattr(F, activation)(gate) * up
-        quantiser = linear.quantiser.named("gated")
-        return fewbit_gated(gate, up, activation, quantiser=quantiser)
+        quantizer = linear.quantizer.named("gated")
+        return fewbit_gated(gate, up, activation, quantizer=quantizer)
 
     return function
 
@@ -411,4 +411,4 @@ def test_norms_of_transformers(form):
 
 
 def test_names_of_inputs():
-    assert labels(_Linear) == ("input", "weight", "bias", "quantiser")
+    assert labels(_Linear) == ("input", "weight", "bias", "quantizer")

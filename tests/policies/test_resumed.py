@@ -225,7 +225,7 @@ def test_also_with_codecs_and_channels(options):
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("kernels", ["reference", "native"])
 def test_also_of_odd_models(level, name, kernels, choice, monkeypatch):
-    """Whatever an activation quantised together with its result in which forward, and for whom."""
+    """Whatever an activation quantized together with its result in which forward, and for whom."""
     stops, steps = (1, 2, 5), 7
     if kernels == "reference":  # which is slow
         monkeypatch.setitem(choice, torch.device("cpu"), reference)

@@ -77,4 +77,4 @@ def test_a_subclass_has_the_signature_of_its_own_constructor():
     assert str(inspect.signature(Square)) == "(width, *, bits=4)"
     assert str(inspect.signature(Wrapped)) == "(name, *args, **kwargs)"
     assert inspect.signature(Named) == inspect.signature(fewbit.nn.Linear)
-    assert Square(3).quantiser.bits == 4
+    assert Square(3).quantizer.bits == 4

@@ -246,8 +246,8 @@ OPS = {
     "unpack": "unpack",
     "pack kept": "pack_kept",
     "narrow kept": "narrow_kept",
-    "quantize": "quantise",
-    "dequantize": "dequantise",
+    "quantize": "quantize",
+    "dequantize": "dequantize",
 }
 
 

@@ -360,10 +360,10 @@ def test_widths_of_ranges_that_are_not_finite():
 @pytest.mark.parametrize("bound", [1e-2, torch.tensor([1e-3, 1e-2, 1e-1, 1e-2, 1e-2])], ids=str)
 def test_zero_values_lose_nothing(kind, dtype, bound):
     x, seed = activations(kind, dtype=dtype), torch.tensor([5])
-    quantised = codec("quant").compress(x, bound, seed)
+    quantized = codec("quant").compress(x, bound, seed)
     payload = codec("quant+zvc").compress(x, bound, seed)
-    values, expected = (codec("quant").decompress(each) for each in (payload, quantised))
-    assert payload.nbytes < quantised.nbytes
+    values, expected = (codec("quant").decompress(each) for each in (payload, quantized))
+    assert payload.nbytes < quantized.nbytes
     assert (values[x == 0] == 0).all()
     assert torch.equal(values[x != 0], expected[x != 0])
     if kind == "sparse":
@@ -372,10 +372,10 @@ def test_zero_values_lose_nothing(kind, dtype, bound):
 
 def test_zero_values_of_dense_tensors_are_what_quant_keeps():
     x, seed = activations(), torch.tensor([5])
-    quantised = codec("quant").compress(x, 1e-2, seed)
+    quantized = codec("quant").compress(x, 1e-2, seed)
     payload = codec("quant+zvc").compress(x, 1e-2, seed)
-    assert payload.recipe == quantised.recipe
-    assert all(map(torch.equal, payload.tensors, quantised.tensors))
+    assert payload.recipe == quantized.recipe
+    assert all(map(torch.equal, payload.tensors, quantized.tensors))
 
 
 def test_bytes_of_zero_values():

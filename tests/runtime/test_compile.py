@@ -12,7 +12,7 @@ import fewbit
 import fewbit.functional as F
 from fewbit.runtime import ops
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.quantizers.quantizer import Quantizer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torch.*", "ignore:.*isinstance.*treespec"
@@ -86,15 +86,15 @@ class Cached(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        linear, quantiser = fewbit.nn.Linear(6, 6, bits=8), Quantiser(8)
+        linear, quantizer = fewbit.nn.Linear(6, 6, bits=8), Quantizer(8)
         kinds = {
             "linear": lambda: linear,
             "activation": lambda: fewbit.GELU(bits=3),
             "norm": lambda: fewbit.nn.LayerNorm(6, bits=8),
             "sign": lambda: fewbit.nn.PReLU(),
-            "gate": lambda: lambda x: F.swiglu(x, x * 0.5, quantiser=quantiser),
+            "gate": lambda: lambda x: F.swiglu(x, x * 0.5, quantizer=quantizer),
             "attention": lambda: (
-                lambda x: F.scaled_dot_product_attention(x * 2, x, x * 0.5, quantiser=quantiser)
+                lambda x: F.scaled_dot_product_attention(x * 2, x, x * 0.5, quantizer=quantizer)
             ),
         }
         self.before, self.layer = linear, kinds[kind]()

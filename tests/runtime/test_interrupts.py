@@ -190,7 +190,7 @@ def test_an_error_in_a_thread_is_nobody_elses():
 def test_a_call_that_nobody_ended_is_not_current():
     """Defence in depth: as if the frame of the call had gone without putting anything back."""
     model = small()
-    call = sharing._Call(model.first[0].quantiser.session, model)
+    call = sharing._Call(model.first[0].quantizer.session, model)
     call.session._begin(call, model, (X,), {})
     assert sharing.current() is call.session
     plain = nn.Linear(64, 8)
@@ -199,7 +199,7 @@ def test_a_call_that_nobody_ended_is_not_current():
         assert sharing.current() is None
         assert plain(X).grad_fn.name() == "AddmmBackward0"
     finally:
-        for context in model.first[0].quantiser.session.contexts:
+        for context in model.first[0].quantizer.session.contexts:
             context.cut(0)
     check_nothing_is_left()
 
@@ -211,7 +211,7 @@ def test_places_are_found():
     """The tests below raise at what they mean to."""
     model = small()
     found = places(lambda: model(X))
-    assert {name for name, _ in found} >= {"sharing.py", "calls.py", "quantiser.py", "calling.py"}
+    assert {name for name, _ in found} >= {"sharing.py", "calls.py", "quantizer.py", "calling.py"}
 
 
 @pytest.mark.parametrize("what", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
@@ -294,7 +294,7 @@ def test_an_interrupt_where_torch_takes_a_mode_off():
 def test_a_mode_that_was_left_behind_goes_with_the_next_forward():
     model = Counting()
     fewbit.compress_(model, verbose=False)
-    (mode,) = model.linear.quantiser.session.contexts
+    (mode,) = model.linear.quantizer.session.contexts
     mode.__enter__()
     plain = nn.Linear(64, 8)
     assert torch_f.gelu(plain(X)).grad_fn.name() == "GeluBackward0"

@@ -8,7 +8,7 @@ from samples import name_of, normal
 
 import fewbit.functional as F
 from fewbit.runtime.backends import reference
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.quantizers.quantizer import Quantizer
 
 MOST = torch.finfo(torch.float16).max
 TENSORS = {
@@ -25,21 +25,21 @@ TENSORS = {
 def test_float16_is_restored_finite(name, bits, backend):
     x = TENSORS[name]().to(backend.device, torch.float16)
     torch.manual_seed(0)
-    kept = Quantiser(bits).keep(x)
+    kept = Quantizer(bits).keep(x)
     restored = kept.recipe.restore(kept.tensors)
     assert restored.isfinite().all() and restored.abs().max() <= MOST
     step = 2 * MOST / (2**bits - 1) * (1 + 2**-6)
     assert (restored.double() - x.double()).abs().max() <= step
     packed, ranges = kept.tensors
     expected = torch.empty_like(x)
-    reference.dequantise(packed, ranges, bits, 256, expected)
+    reference.dequantize(packed, ranges, bits, 256, expected)
     assert torch.equal(restored, expected)
 
 
 def test_what_is_no_number_stays_so(backend):
     x = torch.full((2, 128), 1.0, dtype=torch.float16, device=backend.device)
     x[0, 3], x[1, 5] = float("nan"), float("inf")
-    kept = Quantiser(8).keep(x)
+    kept = Quantizer(8).keep(x)
     assert kept.recipe.restore(kept.tensors).isnan().all()
 
 

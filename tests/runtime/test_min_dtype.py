@@ -15,10 +15,10 @@ from samples import normal
 import fewbit
 from fewbit.analysis.meter import saved_bytes
 from fewbit.nn.linear import Linear
-from fewbit.runtime.format.groups import quantised_bytes
+from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.ops.quantizer_ops import is_offset
-from fewbit.runtime.quantizers import quantizer as quantiser
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.quantizers import quantizer as quantizer
+from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved import min_dtype as offset
 from fewbit.runtime.saved.min_dtype import Offset
 
@@ -64,9 +64,9 @@ def test_below_eight_steps_minimums_are_float32(start):
         (100 * limit, False),
     ):
         x = spread(start, extent)
-        kept = Quantiser(2).keep(x)
+        kept = Quantizer(2).keep(x)
         assert is_wide(kept) == expected, extent
-        assert sum(each.nbytes for each in kept.tensors) == quantised_bytes(
+        assert sum(each.nbytes for each in kept.tensors) == quantized_bytes(
             x.shape, 2, wide=expected
         )
 
@@ -74,29 +74,29 @@ def test_below_eight_steps_minimums_are_float32(start):
 @pytest.mark.parametrize("extent", [1e-30, 1e-3, 1.0, 1e30])
 @pytest.mark.parametrize("start", [0.0, -0.0])
 def test_from_zero_minimums_are_bfloat16(start, extent):
-    assert not is_wide(Quantiser(2).keep(spread(start, extent)))
+    assert not is_wide(Quantizer(2).keep(spread(start, extent)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_dtypes(dtype):
     for start in (1000.0, -1000.0):
-        assert is_wide(Quantiser(2).keep(spread(start, 24.0, dtype=dtype)))
-        assert not is_wide(Quantiser(2).keep(spread(start, 40.0, dtype=dtype)))
+        assert is_wide(Quantizer(2).keep(spread(start, 24.0, dtype=dtype)))
+        assert not is_wide(Quantizer(2).keep(spread(start, 40.0, dtype=dtype)))
 
 
 def test_all_groups_decide_together():
     """Each sample is below 8 steps of its minimum; the tensor is not."""
     x = spread(1000.0, 4.0)
-    assert is_wide(Quantiser(2).keep(x))
+    assert is_wide(Quantizer(2).keep(x))
     x[2] += 1000
-    assert not is_wide(Quantiser(2).keep(x))
+    assert not is_wide(Quantizer(2).keep(x))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_not_finite(value):
     x = spread(1000.0, 1.0)
     x[1, 5] = value
-    kept = Quantiser(2).keep(x)
+    kept = Quantizer(2).keep(x)
     restored = kept.recipe.restore(kept.tensors)
     assert not is_wide(kept) and restored[1].isnan().all() and restored[0].isfinite().all()
 
@@ -119,7 +119,7 @@ def test_restored_within_a_step(start, bits, part):
     """The range grows by its rounding, 2^-7 of it, and by a bfloat16 minimum's, an eighth at most."""
     torch.manual_seed(0)
     x = spread(start, part * EIGHT_STEPS[start])
-    kept = Quantiser(bits).keep(x)
+    kept = Quantizer(bits).keep(x)
     restored = kept.recipe.restore(kept.tensors).double()
     extent = float(x.max().double() - x.min())
     grown = extent * (1 + 2**-7) * (1 if part < 1 else 1.125)
@@ -134,7 +134,7 @@ def test_fixed_settings_are_obeyed(start, part):
     torch.manual_seed(0)
     x = spread(start, part * EIGHT_STEPS[start])
     extent = float(x.max().double() - x.min())
-    narrow, wide = (Quantiser(2, minimum=each).keep(x) for each in ("bfloat16", "float32"))
+    narrow, wide = (Quantizer(2, minimum=each).keep(x) for each in ("bfloat16", "float32"))
     assert not is_wide(narrow) and is_wide(wide)
     assert range_of(wide) <= extent * (1 + 2**-7)
     least = narrow.tensors[1][:, 0].double()
@@ -146,8 +146,8 @@ def test_fixed_settings_are_obeyed(start, part):
 def test_what_a_bfloat16_minimum_costs():
     """1000.5 is rounded down to 1000: a range of 0.01 becomes 50 times as large."""
     x = spread(1000.5, 0.01)
-    assert range_of(Quantiser(2, minimum="bfloat16").keep(x)) > 50 * 0.01
-    assert range_of(Quantiser(2).keep(x)) < 1.1 * 0.01
+    assert range_of(Quantizer(2, minimum="bfloat16").keep(x)) > 50 * 0.01
+    assert range_of(Quantizer(2).keep(x)) < 1.1 * 0.01
 
 
 @pytest.mark.fast(1)
@@ -157,7 +157,7 @@ def test_compiled(minimum, columns):
     """Whoever traces cannot ask: auto means bfloat16 there."""
     torch.compiler.reset()
     layer = Linear(70, 5)
-    layer.quantiser = Quantiser(2, minimum=minimum)
+    layer.quantizer = Quantizer(2, minimum=minimum)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition")
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -217,7 +217,7 @@ def fake(monkeypatch):
 
 
 def ranges_of(x, minimum="float32"):
-    return Quantiser(2, minimum=minimum).keep(x).tensors[1]
+    return Quantizer(2, minimum=minimum).keep(x).tensors[1]
 
 
 LARGE, SMALL = spread(1000.0, 1.0), spread(0.0, 1.0)
@@ -316,8 +316,8 @@ class OnDevice(torch.Tensor):
 @pytest.fixture
 def layer(fake, monkeypatch):
     """keep(x) of a layer on that device: whether minimums are float32."""
-    monkeypatch.setattr(quantiser, "is_plain", lambda x: True)
-    one = Quantiser(2)
+    monkeypatch.setattr(quantizer, "is_plain", lambda x: True)
+    one = Quantizer(2)
 
     def keep(x, one=one):
         kept = one.keep(x.as_subclass(OnDevice))
@@ -325,7 +325,7 @@ def layer(fake, monkeypatch):
         assert float((values - x).abs().max()) < 6  # a bfloat16 step of 1000 and one of the range
         return is_wide(kept)
 
-    keep.quantiser = one
+    keep.quantizer = one
     return keep
 
 
@@ -338,20 +338,20 @@ def test_a_layer_goes_by_its_earlier_tensors(fake, layer):
     assert layer(SMALL) is True
     fake.finish()
     assert layer(SMALL) is False
-    assert layer(SMALL, Quantiser(2, minimum="float32")) is True
-    assert layer(LARGE, Quantiser(2, minimum="bfloat16")) is False
+    assert layer(SMALL, Quantizer(2, minimum="float32")) is True
+    assert layer(LARGE, Quantizer(2, minimum="bfloat16")) is False
     assert len(fake.events) == 3
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, pickled, saved_and_loaded])
-def test_copies_of_a_quantiser(fake, layer, again):
+def test_copies_of_a_quantizer(fake, layer, again):
     layer(LARGE)
     fake.finish()
     assert layer(LARGE) is True  # and another question is on its way
-    other = again(layer.quantiser)
+    other = again(layer.quantizer)
     assert layer(LARGE, other) is True
     assert (other.bits, other.group_size, other.minimum) == (2, 256, "auto")
-    assert repr(other) == repr(layer.quantiser)
+    assert repr(other) == repr(layer.quantizer)
 
 
 @pytest.mark.parametrize("minimum", ["bfloat16", "float32"])
@@ -365,7 +365,7 @@ def test_from_ranges_as_from_the_tensor(start, minimum):
         assert (
             bool(offset.is_large(ranges_of(x, minimum)))
             == expected
-            == is_wide(Quantiser(2).keep(x))
+            == is_wide(Quantizer(2).keep(x))
         )
     for x in (torch.zeros(3, 70), spread(0.0, 1.0), spread(-1.0, 2.0), LARGE * math.nan):
         assert not offset.is_large(ranges_of(x, minimum))
@@ -373,7 +373,7 @@ def test_from_ranges_as_from_the_tensor(start, minimum):
 
 def test_a_layer_on_every_device(device):
     """From the second tensor on at the latest, without a wait for the device."""
-    one, x = Quantiser(2), LARGE.to(device)
+    one, x = Quantizer(2), LARGE.to(device)
     if device == "cuda":
         one.keep(x)  # whatever is built or allocated once
         torch.cuda.synchronize()
@@ -410,18 +410,18 @@ def test_the_meter_tells_of_float32_minimums(count, names):
     x = spread(1000.0, 1.0, (8, 70))
     text = notes(layers(count), x)
     assert (
-        f"{count} quantised with float32 minimums, as their offset is large against their range: "
+        f"{count} quantized with float32 minimums, as their offset is large against their range: "
         f"{names}" in text
     )
     assert ("..." in text) == (count > 3)
     report = saved_bytes(layers(count), x)
     assert report.by_kind()["range"] == count * 8 * 6
-    assert report.total == count * quantised_bytes((8, 70), 2, wide=True)
+    assert report.total == count * quantized_bytes((8, 70), 2, wide=True)
 
 
 def test_the_meter_tells_of_the_model_itself():
     layer = Linear(70, 5, bits=2)
-    assert "1 quantised with float32 minimums" in (text := notes(layer, LARGE[:, :70]))
+    assert "1 quantized with float32 minimums" in (text := notes(layer, LARGE[:, :70]))
     assert text.count("(the model)") == 1
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 import fewbit.nn
 from fewbit import functional as F
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.quantizers.quantizer import Quantizer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*nested tensors",
@@ -437,17 +437,17 @@ def test_a_sparse_embedding_with_a_graph_of_its_gradient():
 
 def test_what_a_checkpoint_makes_again_is_alike():
     """On CUDA an answer about offsets may arrive between the two forwards of a region."""
-    quantiser, answers = Quantiser(4), []
+    quantizer, answers = Quantizer(4), []
 
     def region(x):
-        answers.append(quantiser._on_device())
-        quantiser._offset.is_large = True
+        answers.append(quantizer._on_device())
+        quantizer._offset.is_large = True
         return x * x
 
     x = normal((3,)).requires_grad_()
     checkpoint(region, x, use_reentrant=False).sum().backward()
     assert answers == [(True, False)] * 2
-    assert quantiser._on_device() == (True, True)
+    assert quantizer._on_device() == (True, True)
 
 
 # -- parts that are compiled -----------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """q, k, v of one normalised input; an embedding; a gate."""
+    """q, k, v of one normalized input; an embedding; a gate."""
 
     def __init__(self):
         super().__init__()
@@ -477,7 +477,7 @@ def test_within_the_session(place):
     model, x = converted("residual", place.device)
     exact = backward(model, forward(model, x))
     model, x = converted("residual", place.device)
-    session = next(m for m in model.modules() if isinstance(m, nn.Linear)).quantiser.session
+    session = next(m for m in model.modules() if isinstance(m, nn.Linear)).quantizer.session
     around = place.offload(least=1)
     session.contexts = (around,)
     y = forward(model, x)
@@ -549,7 +549,7 @@ def test_checkpointed_regions_keep_to_themselves(place, use_reentrant):
     # (From its second forward on a model makes some copies in another pass, with other seeds.)
     backward(model, forward(model, x))
     exact = backward(model, forward(model, x))
-    session = model.first[0].quantiser.session
+    session = model.first[0].quantizer.session
     offload = place.offload(least=1)
     contexts, session.contexts = session.contexts, (offload,)
     assert contexts

@@ -1,4 +1,4 @@
-"""The group quantiser of every backend, bit for bit against NumPy, and what docs/quantizer.md promises of it."""
+"""The group quantizer of every backend, bit for bit against NumPy, and what docs/quantizer.md promises of it."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ import fewbit
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.encoding import Encoding
-from fewbit.runtime.quantizers.quantizer import Quantiser
+from fewbit.runtime.quantizers.quantizer import Quantizer
 
 try:
     from fewbit import _kernels
@@ -58,7 +58,7 @@ def mixed(samples, seed=0):
     )
 
 
-def quantise(
+def quantize(
     kernels,
     x,
     bits=2,
@@ -67,7 +67,7 @@ def quantise(
     widths=None,
     seed=SEED,
     device="cpu",
-    normalise=None,
+    normalize=None,
 ):
     """(packed, ranges, spread): uint32 and uint16 arrays, floats."""
     words = None
@@ -75,19 +75,19 @@ def quantise(
         words = groups.mixed_words(widths.tolist(), groups.samples_of(x.shape)[1])
         widths = widths.to(device)
     seed = torch.tensor([seed], device=device)
-    packed, ranges, spread = kernels.quantise(
-        x.to(device), seed, bits, group_size, wide, widths, words, to_device(normalise, device)
+    packed, ranges, spread = kernels.quantize(
+        x.to(device), seed, bits, group_size, wide, widths, words, to_device(normalize, device)
     )
     spread = None if spread[0] is None else tuple(map(float, spread))
     ranges = ranges.cpu().view(torch.int16).numpy().view(np.uint16)
     return packed.cpu().numpy().view(np.uint32), ranges, spread
 
 
-def dequantise(
+def dequantize(
     kernels, packed, ranges, out, bits=2, group_size=256, widths=None, device="cpu", affine=None
 ):
     result = out.to(device)
-    kernels.dequantise(
+    kernels.dequantize(
         torch.from_numpy(packed.view(np.int32)).to(device),
         torch.from_numpy(ranges.view(np.int16)).view(torch.bfloat16).to(device),
         bits,
@@ -100,7 +100,7 @@ def dequantise(
 
 
 def to_device(given, device):
-    """normalise or affine, with its vectors there."""
+    """normalize or affine, with its vectors there."""
     if given is None:
         return None
     *vectors, inner = given
@@ -124,8 +124,8 @@ def check(kernels, x, bits, group_size, wide, widths=None, device="cpu"):
     """Codes, ranges, spread and what is restored, against the oracle; returns what was kept."""
     each = [bits] * len(x) if widths is None else widths.tolist()
     rows = x.to(torch.float32).numpy()
-    expected = naive.quantise(rows, SEED, each, group_size, wide)
-    packed, ranges, spread = quantise(kernels, x, bits, group_size, wide, widths, SEED, device)
+    expected = naive.quantize(rows, SEED, each, group_size, wide)
+    packed, ranges, spread = quantize(kernels, x, bits, group_size, wide, widths, SEED, device)
     what = (tuple(x.shape), x.dtype, bits, group_size, wide)
     assert np.array_equal(packed, expected[0]), what
     kept = len(expected[1])  # with several widths there may be room for more
@@ -133,8 +133,8 @@ def check(kernels, x, bits, group_size, wide, widths=None, device="cpu"):
     if spread is not None:
         least_greatest = (rows.min(), rows.max()) if rows.size else (0.0, 0.0)
         np.testing.assert_array_equal(spread, least_greatest)
-    restored = naive.dequantise(packed, ranges, x.shape, each, group_size)
-    out = dequantise(kernels, packed, ranges, torch.empty_like(x), bits, group_size, widths, device)
+    restored = naive.dequantize(packed, ranges, x.shape, each, group_size)
+    out = dequantize(kernels, packed, ranges, torch.empty_like(x), bits, group_size, widths, device)
     assert same(out, in_dtype(torch.from_numpy(restored), x.dtype)), what
     return packed, ranges
 
@@ -180,13 +180,13 @@ def test_shapes(backend):
     """Samples are along dimension 0; a scalar is one of one feature."""
     for shape in ((), (5,), (3, 4, 5), (2, 3, 7, 11), (0, 3), (3, 0, 2)):
         x = inputs((math.prod(shape),), torch.float32).reshape(shape)
-        packed, ranges, _ = quantise(backend.kernels, x, device=backend.device)
-        expected = quantise(reference, x)
+        packed, ranges, _ = quantize(backend.kernels, x, device=backend.device)
+        expected = quantize(reference, x)
         assert np.array_equal(packed, expected[0]) and np.array_equal(ranges, expected[1])
-        out = dequantise(
+        out = dequantize(
             backend.kernels, packed, ranges, torch.empty_like(x), device=backend.device
         )
-        assert same(out, dequantise(reference, packed, ranges, torch.empty_like(x)))
+        assert same(out, dequantize(reference, packed, ranges, torch.empty_like(x)))
 
 
 def test_channels_last(backend):
@@ -194,13 +194,13 @@ def test_channels_last(backend):
     x = inputs((2, 3, 8, 9), torch.float32).to(memory_format=torch.channels_last)
     flat = x.permute(0, 2, 3, 1).reshape(2, -1)
     kept = check(backend.kernels, flat, 2, 64, False, device=backend.device)
-    packed, ranges, _ = quantise(backend.kernels, x, 2, 64, device=backend.device)
+    packed, ranges, _ = quantize(backend.kernels, x, 2, 64, device=backend.device)
     assert np.array_equal(packed, kept[0]) and np.array_equal(ranges, kept[1])
-    out = dequantise(
+    out = dequantize(
         backend.kernels, packed, ranges, torch.empty_like(x), 2, 64, device=backend.device
     )
     assert out.stride() == x.stride()
-    restored = naive.dequantise(packed, ranges, (2, 216), [2, 2], 64)
+    restored = naive.dequantize(packed, ranges, (2, 216), [2, 2], 64)
     assert torch.equal(out.permute(0, 2, 3, 1).reshape(2, -1), torch.from_numpy(restored))
 
 
@@ -208,8 +208,8 @@ def test_channels_last(backend):
 def shared_words(shape, dtype, several):
     """Groups that begin inside of a word, enough of them for several threads; what the reference makes of them."""
     x, widths = inputs(shape, dtype, "specials"), mixed(shape[0]) if several else None
-    kept = quantise(reference, x, 3, 256, False, widths)
-    return x, widths, kept, dequantise(reference, *kept[:2], torch.empty_like(x), 3, 256, widths)
+    kept = quantize(reference, x, 3, 256, False, widths)
+    return x, widths, kept, dequantize(reference, *kept[:2], torch.empty_like(x), 3, 256, widths)
 
 
 @pytest.fixture(params=[1, 3])
@@ -225,12 +225,12 @@ def threads(request):
 def test_threads_that_share_words(backend, shape, threads):
     for several in (False, True):
         x, widths, kept, restored = shared_words(shape, DTYPES[shape[1] % 4], several)
-        made = quantise(backend.kernels, x, 3, 256, False, widths, device=backend.device)
+        made = quantize(backend.kernels, x, 3, 256, False, widths, device=backend.device)
         assert np.array_equal(made[0], kept[0]) and np.array_equal(made[1], kept[1])
         if made[2] is not None:
             np.testing.assert_array_equal(made[2], kept[2])
         out = torch.empty_like(x)
-        out = dequantise(backend.kernels, *kept[:2], out, 3, 256, widths, device=backend.device)
+        out = dequantize(backend.kernels, *kept[:2], out, 3, 256, widths, device=backend.device)
         assert same(out, restored)
 
 
@@ -258,9 +258,9 @@ def test_anything(samples, features, group_size, bits, wide, dtype, kind, seed):
 
 def test_room_beyond_the_codes_is_zero(backend):
     x, widths = inputs((6, 70), torch.float32), mixed(6)
-    exact, ranges, _ = quantise(backend.kernels, x, 0, widths=widths, device=backend.device)
+    exact, ranges, _ = quantize(backend.kernels, x, 0, widths=widths, device=backend.device)
     seed = torch.tensor([SEED], device=backend.device)
-    packed, again, _ = backend.kernels.quantise(
+    packed, again, _ = backend.kernels.quantize(
         x.to(backend.device), seed, 0, 256, False, widths.to(backend.device), len(exact) + 9
     )
     packed = packed.cpu().numpy().view(np.uint32)
@@ -282,7 +282,7 @@ def test_more_elements_than_an_int_counts():
     x = torch.frombuffer(space, dtype=torch.bfloat16).view(samples, features)
     x[-9:] = inputs((9, features), torch.bfloat16)
     kernels = native.cpu()
-    packed, ranges, _ = quantise(kernels, x, 1)
+    packed, ranges, _ = quantize(kernels, x, 1)
     words = packed[-9 * features // 32 :]
     for i in range(9):
         codes, row = naive._group(
@@ -326,7 +326,7 @@ def or_none(vector):
 
 @pytest.mark.fast(3)
 @dtypes
-def test_normalised_on_load(backend, dtype):
+def test_normalized_on_load(backend, dtype):
     for shape in SHAPES:
         x = inputs(shape, dtype, "specials" if shape[0] == 6 else "offset")
         rows = x.to(torch.float32).numpy().reshape(groups.samples_of(shape))
@@ -335,9 +335,9 @@ def test_normalised_on_load(backend, dtype):
             widths = mixed(shape[0]) if i % 2 else None
             each = [3] * shape[0] if widths is None else widths.tolist()
             group_size, wide = (32, 256, 320)[i % 3], i % 4 == 0
-            expected = naive.normalised(rows, or_none(mean), rstd.numpy(), inner)
-            packed, ranges = naive.quantise(expected, SEED, each, group_size, wide)
-            made = quantise(
+            expected = naive.normalized(rows, or_none(mean), rstd.numpy(), inner)
+            packed, ranges = naive.quantize(expected, SEED, each, group_size, wide)
+            made = quantize(
                 backend.kernels,
                 x,
                 3,
@@ -345,7 +345,7 @@ def test_normalised_on_load(backend, dtype):
                 wide,
                 widths,
                 device=backend.device,
-                normalise=(mean, rstd, inner),
+                normalize=(mean, rstd, inner),
             )
             what = shape, inner, len(rstd)
             assert np.array_equal(made[0], packed), what
@@ -359,14 +359,14 @@ def test_normalised_on_load(backend, dtype):
 def test_mapped_on_store(backend, dtype):
     for shape in SHAPES:
         x = inputs(shape, torch.float32)
-        packed, ranges, _ = quantise(reference, x, 3)
-        values = naive.dequantise(packed, ranges, groups.samples_of(shape), [3] * shape[0], 256)
+        packed, ranges, _ = quantize(reference, x, 3)
+        values = naive.dequantize(packed, ranges, groups.samples_of(shape), [3] * shape[0], 256)
         for i, (scale, shift, inner) in enumerate(vectors(x.numel(), 1)):
             scale, shift = ((scale, shift), (None, shift), (scale, None))[i % 3]
             expected = naive.mapped(values, or_none(scale), or_none(shift), inner).reshape(shape)
             out = torch.empty(shape, dtype=dtype)
             affine = scale, shift, inner
-            made = dequantise(
+            made = dequantize(
                 backend.kernels, packed, ranges, out, 3, device=backend.device, affine=affine
             )
             assert same(made, torch.from_numpy(expected).to(dtype)), (shape, inner)
@@ -380,27 +380,27 @@ def test_threads_that_share_vectors(backend, threads, inner):
     rng = np.random.default_rng(inner)
     mean, rstd = (torch.from_numpy(rng.normal(1, 1, count)).float() for _ in range(2))
     given, device = (mean, rstd, inner), backend.device
-    packed, ranges, _ = quantise(reference, x, normalise=given)
-    made = quantise(backend.kernels, x, device=device, normalise=given)
+    packed, ranges, _ = quantize(reference, x, normalize=given)
+    made = quantize(backend.kernels, x, device=device, normalize=given)
     assert np.array_equal(made[0], packed) and np.array_equal(made[1], ranges)
     out = torch.empty_like(x)
-    expected = dequantise(reference, packed, ranges, out, affine=given)
-    made = dequantise(backend.kernels, packed, ranges, out, device=device, affine=given)
+    expected = dequantize(reference, packed, ranges, out, affine=given)
+    made = dequantize(backend.kernels, packed, ranges, out, device=device, affine=given)
     assert same(made, expected)
 
 
-def test_channels_last_normalised(backend):
-    """The index is that of storage order: with channels last each has a neighbour's entry."""
+def test_channels_last_normalized(backend):
+    """The index is that of storage order: with channels last each has a neighbor's entry."""
     x = inputs((2, 3, 8, 9), torch.float32).to(memory_format=torch.channels_last)
     mean, rstd = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([0.5, 2.0, 3.0])
-    expected = quantise(reference, (x - mean.view(1, 3, 1, 1)) * rstd.view(1, 3, 1, 1))
-    made = quantise(backend.kernels, x, device=backend.device, normalise=(mean, rstd, 1))
+    expected = quantize(reference, (x - mean.view(1, 3, 1, 1)) * rstd.view(1, 3, 1, 1))
+    made = quantize(backend.kernels, x, device=backend.device, normalize=(mean, rstd, 1))
     assert np.array_equal(made[0], expected[0]) and np.array_equal(made[1], expected[1])
 
 
 def test_vectors_that_do_not_fit(backend):
     x, one, device = inputs((4, 6), torch.float32), torch.ones(1), backend.device
-    packed, ranges, _ = quantise(reference, x)
+    packed, ranges, _ = quantize(reference, x)
     for vectors, inner, message in (
         ((one, one.double()), 1, "1-D contiguous float32"),
         ((None, torch.ones(2, 2)), 1, "1-D contiguous float32"),
@@ -414,16 +414,16 @@ def test_vectors_that_do_not_fit(backend):
     ):
         given = *vectors, inner
         with pytest.raises(ValueError, match=message):
-            quantise(backend.kernels, x, device=device, normalise=given)
+            quantize(backend.kernels, x, device=device, normalize=given)
         with pytest.raises(ValueError, match=message):
-            dequantise(
+            dequantize(
                 backend.kernels, packed, ranges, torch.empty_like(x), device=device, affine=given
             )
     with pytest.raises(ValueError, match="expected"):
-        quantise(backend.kernels, x, device=device, normalise=(one, None, 1))
+        quantize(backend.kernels, x, device=device, normalize=(one, None, 1))
     widths = torch.full((4,), 2, dtype=torch.uint8)
     with pytest.raises(ValueError, match="short samples of several widths"):
-        dequantise(
+        dequantize(
             backend.kernels, packed, ranges, x, 0, 256, widths, device, affine=(one, None, 1)
         )
 
@@ -456,15 +456,15 @@ def test_squares_of_ranges(backend, shape, dtype):
             assert np.array_equal(found.cpu().numpy(), rows.shape[1] * (extent * extent))
 
 
-def test_squares_of_what_is_normalised_or_not_finite(backend):
+def test_squares_of_what_is_normalized_or_not_finite(backend):
     x = normal((3, 4, 64)).to(backend.device)
     mean, rstd = (
         normal((12,), seed=1).to(backend.device),
         2.0 + normal((12,), seed=2).to(backend.device),
     )
-    normalised = (x - mean.view(3, 4, 1)) * rstd.view(3, 4, 1)
+    normalized = (x - mean.view(3, 4, 1)) * rstd.view(3, 4, 1)
     found = backend.kernels.squares(x, 96, (mean, rstd, 64))
-    torch.testing.assert_close(found, backend.kernels.squares(normalised, 96))
+    torch.testing.assert_close(found, backend.kernels.squares(normalized, 96))
     for bad in (torch.nan, torch.inf):
         x[1, 2, 3] = bad
         assert backend.kernels.squares(x, 96).isfinite().tolist() == [True, False, True]
@@ -493,9 +493,9 @@ def test_squares_of_kernels_copy_nothing(backend):
         pytest.skip("makes float32 copies")
     x = normal((3, 640), torch.bfloat16).to(backend.device)
     mean, rstd = torch.ones(2, 3, device=backend.device)
-    for normalise in (None, (mean, rstd, 640)):
+    for normalize in (None, (mean, rstd, 640)):
         with LargestTensor() as largest:
-            backend.kernels.squares(x, 256, normalise)
+            backend.kernels.squares(x, 256, normalize)
         assert largest.elements == 9  # a number a group
 
 
@@ -503,12 +503,12 @@ def test_squares_of_kernels_copy_nothing(backend):
 def test_an_affine_map_of_samples_of_several_widths(backend, features):
     x = normal((6, features))
     widths = torch.tensor([3, 1, 8, 3, 2, 1], dtype=torch.uint8)
-    packed, ranges, _ = quantise(backend.kernels, x, widths=widths, device=backend.device)
+    packed, ranges, _ = quantize(backend.kernels, x, widths=widths, device=backend.device)
     out = torch.empty_like(x)
     place = backend.kernels, packed, ranges, out, 0, 256, widths, backend.device
-    plain = dequantise(*place).clone()
+    plain = dequantize(*place).clone()
     scale, shift = normal((6,), seed=1), normal((6,), seed=2)
-    mapped = dequantise(*place, affine=(scale, shift, features))
+    mapped = dequantize(*place, affine=(scale, shift, features))
     assert torch.equal(mapped, plain * scale[:, None] + shift[:, None])
 
 
@@ -516,7 +516,7 @@ def test_an_affine_map_of_samples_of_several_widths(backend, features):
 @pytest.mark.parametrize("statistics", [(6, 1, 1, 1), (1, 70, 1, 1), (6, 70, 1, 1)], ids=str)
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 def test_kept_and_restored_by_kernels(backend, dtype, statistics, last):
-    """Quantiser and Recipe make the same in a kernel as with torch's operations, where there is an index."""
+    """Quantizer and Recipe make the same in a kernel as with torch's operations, where there is an index."""
     format = torch.channels_last if last else torch.contiguous_format
     x = inputs((6, 70, 3, 3), dtype).to(backend.device, memory_format=format)
     of_sample, of_channel = statistics[0] > 1, statistics[1] > 1
@@ -525,11 +525,11 @@ def test_kept_and_restored_by_kernels(backend, dtype, statistics, last):
         inner = None if of_sample and of_channel else 1 if of_channel else 630
     wide = torch.promote_types(dtype, torch.float32)
     mean, rstd = (inputs(statistics, wide, seed=i).to(backend.device) for i in (1, 2))
-    quantiser = Quantiser(3)
+    quantizer = Quantizer(3)
     made = []
     for index in (inner, None):
         torch.manual_seed(5)
-        kept = quantiser.keep_normalised(x, mean, rstd, index)
+        kept = quantizer.keep_normalized(x, mean, rstd, index)
         restored = [
             kept.recipe.restore(kept.tensors, torch.bfloat16, (scale, shift, index))
             for scale, shift in ((rstd, mean), (None, mean), (rstd, None), (None, None))
@@ -557,8 +557,8 @@ def test_a_norm_needs_no_other_pass(backend, last, monkeypatch):
 
         monkeypatch.setattr(backend.kernels, name, call)
 
-    spy("quantise", 7)
-    spy("dequantise", 6)
+    spy("quantize", 7)
+    spy("dequantize", 6)
     format = torch.channels_last if last else torch.contiguous_format
     x = inputs((4, 8, 5, 5), torch.float32).to(backend.device, memory_format=format)
     model = torch.nn.Sequential(torch.nn.BatchNorm2d(8), torch.nn.Conv2d(8, 2, 1))
@@ -579,14 +579,14 @@ def test_a_norm_needs_no_other_pass(backend, last, monkeypatch):
 ENCODING = Encoding(2, np.arange(4.0), np.array([-1.0, 0.0, 1.0]), np.arange(4), ("right",) * 3)
 
 
-def compare_forward_quantised(kernels, x, bits, group_size, wide=False, in_place=False):
-    """Bit-equal to forward and then quantise; False where the kernels decline."""
+def compare_forward_quantized(kernels, x, bits, group_size, wide=False, in_place=False):
+    """Bit-equal to forward and then quantize; False where the kernels decline."""
     seed, y = torch.tensor([SEED]), torch.empty_like(x)
     codes = kernels.forward(x, "silu", (), ENCODING, None, y)
-    expected = kernels.quantise(y, seed, bits, group_size, wide)
+    expected = kernels.quantize(y, seed, bits, group_size, wide)
     before = x.clone()
     out = before if in_place else torch.empty_like(x)
-    made = kernels.forward_quantised(
+    made = kernels.forward_quantized(
         before, "silu", (), ENCODING, None, out, seed, bits, group_size, wide
     )
     if made is None:
@@ -602,7 +602,7 @@ def compare_forward_quantised(kernels, x, bits, group_size, wide=False, in_place
 
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_forward_quantised(dtype):
+def test_forward_quantized(dtype):
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -612,7 +612,7 @@ def test_forward_quantised(dtype):
                 x = inputs(shape, dtype, "specials" if i % 3 == 0 and shape else "normal")
                 for group_size in (32, 96, 512, 65536):
                     bits, wide, in_place = 1 + i % 8, i % 2 == 0, i % 3 == 1
-                    assert compare_forward_quantised(kernels, x, bits, group_size, wide, in_place)
+                    assert compare_forward_quantized(kernels, x, bits, group_size, wide, in_place)
     finally:
         torch.set_num_threads(torch_threads)
 
@@ -630,24 +630,24 @@ def test_forward_quantised(dtype):
     ],
     ids=str,
 )
-def test_forward_quantised_on_threads(shape, group_size, taken):
+def test_forward_quantized_on_threads(shape, group_size, taken):
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         x = inputs(shape, torch.float32, "specials")
-        assert compare_forward_quantised(native.cpu(), x, 3, group_size) == taken
+        assert compare_forward_quantized(native.cpu(), x, 3, group_size) == taken
     finally:
         torch.set_num_threads(before)
 
 
-def test_forward_quantised_where_nothing_is_fused(backend):
+def test_forward_quantized_where_nothing_is_fused(backend):
     x, seed = torch.ones(3, 100, device=backend.device), torch.tensor([1], device=backend.device)
     rest = seed, 2, 256
-    assert backend.kernels.forward_quantised(x, "strange", (), ENCODING, None, x, *rest) is None
+    assert backend.kernels.forward_quantized(x, "strange", (), ENCODING, None, x, *rest) is None
     wide = x.double()
-    assert backend.kernels.forward_quantised(wide, "silu", (), ENCODING, None, wide, *rest) is None
+    assert backend.kernels.forward_quantized(wide, "silu", (), ENCODING, None, wide, *rest) is None
     if backend.name not in ISAS:
-        assert backend.kernels.forward_quantised(x, "silu", (), ENCODING, None, x, *rest) is None
+        assert backend.kernels.forward_quantized(x, "silu", (), ENCODING, None, x, *rest) is None
 
 
 # -- what is promised --------------------------------------------------------------------------------------
@@ -658,10 +658,10 @@ def test_bytes(backend):
         for bits in range(1, 9):
             for wide in (False, True):
                 x = torch.zeros(shape)
-                packed, ranges, _ = quantise(
+                packed, ranges, _ = quantize(
                     backend.kernels, x, bits, 64, wide, None, 1, backend.device
                 )
-                assert packed.nbytes + ranges.nbytes == groups.quantised_bytes(
+                assert packed.nbytes + ranges.nbytes == groups.quantized_bytes(
                     shape, bits, 64, wide
                 )
 
@@ -680,7 +680,7 @@ def test_nothing_is_clipped(backend, dtype, wide):
         for kind in ("normal", "offset", "scales"):
             limit = 3e4 if dtype == torch.float16 else 1e38
             x = inputs((12, 256), torch.float64, kind, seed=bits).clamp(-limit, limit).to(dtype)
-            packed, ranges, _ = quantise(backend.kernels, x, bits, 256, wide, device=backend.device)
+            packed, ranges, _ = quantize(backend.kernels, x, bits, 256, wide, device=backend.device)
             limits = np.array([naive._limits(row) for row in ranges], np.float64)
             minimum, extent = limits[:, :1], limits[:, 1:]
             assert np.isfinite(limits).all()
@@ -689,7 +689,7 @@ def test_nothing_is_clipped(backend, dtype, wide):
             # The range is that of the difference rounded to float32.
             assert (exact - minimum <= extent * (1 + 2.0**-24)).all()
             out = torch.empty(x.shape)
-            out = dequantise(
+            out = dequantize(
                 backend.kernels, packed, ranges, out, bits, device=backend.device
             ).double()
             step = extent / (2**bits - 1)
@@ -701,8 +701,8 @@ def test_nothing_is_clipped(backend, dtype, wide):
 def test_a_range_of_zero_is_exact(backend, value):
     x = torch.full((3, 100), value).to(torch.bfloat16)
     for bits in (1, 8):
-        packed, ranges, _ = quantise(backend.kernels, x, bits, device=backend.device)
-        out = dequantise(
+        packed, ranges, _ = quantize(backend.kernels, x, bits, device=backend.device)
+        out = dequantize(
             backend.kernels, packed, ranges, torch.empty_like(x), bits, device=backend.device
         )
         assert torch.equal(out, x) and not packed.any() and not ranges[:, 1].any()
@@ -710,8 +710,8 @@ def test_a_range_of_zero_is_exact(backend, value):
 
 def test_wide_minimums_are_exact(backend):
     x = torch.full((3, 100), 1.0 + 2.0**-20)
-    packed, ranges, _ = quantise(backend.kernels, x, 2, 256, True, device=backend.device)
-    out = dequantise(backend.kernels, packed, ranges, torch.empty_like(x), device=backend.device)
+    packed, ranges, _ = quantize(backend.kernels, x, 2, 256, True, device=backend.device)
+    out = dequantize(backend.kernels, packed, ranges, torch.empty_like(x), device=backend.device)
     assert torch.equal(out, x)
 
 
@@ -719,14 +719,14 @@ def test_a_group_that_is_not_finite(backend):
     """It is lost, and no other."""
     for value in (math.nan, math.inf, -math.inf):
         x = inputs((4, 256), torch.float32)
-        whole = quantise(backend.kernels, x, device=backend.device)
+        whole = quantize(backend.kernels, x, device=backend.device)
         x[2, 100] = value
-        packed, ranges, spread = quantise(backend.kernels, x, device=backend.device)
+        packed, ranges, spread = quantize(backend.kernels, x, device=backend.device)
         assert (ranges[2] == naive.NAN16).all() and not packed[32:48].any()
         others = [0, 1, 3]
         assert np.array_equal(ranges[others], whole[1][others])
         assert np.array_equal(packed.reshape(4, -1)[others], whole[0].reshape(4, -1)[others])
-        out = dequantise(
+        out = dequantize(
             backend.kernels, packed, ranges, torch.empty_like(x), device=backend.device
         )
         assert out[2].isnan().all() and out[others].isfinite().all()
@@ -736,7 +736,7 @@ def test_a_group_that_is_not_finite(backend):
 
 def test_a_range_beyond_bfloat16(backend):
     x = torch.tensor([[-3e38, 3e38] * 32])  # finite, but their difference is not
-    _, ranges, spread = quantise(backend.kernels, x, device=backend.device)
+    _, ranges, spread = quantize(backend.kernels, x, device=backend.device)
     assert (ranges == naive.NAN16).all()
     if spread is not None:
         assert spread == (float(x.min()), float(x.max()))
@@ -745,7 +745,7 @@ def test_a_range_beyond_bfloat16(backend):
 def test_the_seed_alone_decides(backend):
     x = inputs((4, 512), torch.float32)
     kept = [
-        quantise(backend.kernels, x, seed=s, device=backend.device)[0] for s in (1, 1, 2, 1 << 32)
+        quantize(backend.kernels, x, seed=s, device=backend.device)[0] for s in (1, 1, 2, 1 << 32)
     ]
     assert np.array_equal(kept[0], kept[1])
     assert (kept[0] != kept[2]).mean() > 0.9 and (kept[0] != kept[3]).mean() > 0.9
@@ -760,10 +760,10 @@ def test_unbiased(backend, offset, wide):
     exact = x.double()
     total = torch.zeros_like(exact)
     for seed in range(seeds):
-        packed, ranges, _ = quantise(
+        packed, ranges, _ = quantize(
             backend.kernels, x, bits, 256, wide, seed=1000 * offset + seed, device=backend.device
         )
-        out = dequantise(
+        out = dequantize(
             backend.kernels, packed, ranges, torch.empty_like(x), device=backend.device
         )
         total += out.double() - exact

@@ -1,4 +1,4 @@
-"""An input that several layers keep is quantised once, and only what is the same tensor counts as the same."""
+"""An input that several layers keep is quantized once, and only what is the same tensor counts as the same."""
 
 import copy
 import gc
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import fewbit
 from fewbit.runtime import backends
 from fewbit.runtime.format.fingerprint import fingerprint
-from fewbit.runtime.format.groups import quantised_bytes
+from fewbit.runtime.format.groups import quantized_bytes
 
 
 class Branches(nn.Module):
@@ -38,7 +38,7 @@ def compressed(model, bits=8, **options):
 
 
 def copies(model, x) -> int:
-    """How many quantised tensors a forward keeps."""
+    """How many quantized tensors a forward keeps."""
     return sum(tensor.dtype == torch.int32 for tensor in saved_by(model, x)[1])
 
 
@@ -60,7 +60,7 @@ def test_one_copy_for_all(device):
     compressed(model)
     x = X.to(device)
     _, saved = saved_by(model, x)
-    assert sum(tensor.nbytes for tensor in saved) == quantised_bytes(x.shape, 8)
+    assert sum(tensor.nbytes for tensor in saved) == quantized_bytes(x.shape, 8)
     check_gradients(model, exact, x)
 
 
@@ -305,7 +305,7 @@ def test_nothing_outlives_a_forward():
     model = compressed(Branches())
     x = X.clone()
     y = model(x)
-    session = model.layers[0].quantiser.session
+    session = model.layers[0].quantizer.session
     assert y.requires_grad and session._local.entries is None
     # The same input again, while the first graph is alive: a copy of its own.
     a, b = saved_by(model, X)[1], saved_by(model, X)[1]
@@ -385,8 +385,8 @@ def test_two_models_share_nothing():
     x = (X * 1.0).requires_grad_()
     assert copies(Both(), x) == 2
     twin = copy.deepcopy(a)
-    assert twin.layers[0].quantiser.session is twin.layers[1].quantiser.session
-    assert twin.layers[0].quantiser.session is not a.layers[0].quantiser.session
+    assert twin.layers[0].quantizer.session is twin.layers[1].quantizer.session
+    assert twin.layers[0].quantizer.session is not a.layers[0].quantizer.session
     assert (
         copies(twin, X)
         == copies(pickle.loads(pickle.dumps(nn.Sequential(nn.Identity(), a.layers[0]))), X)
@@ -420,7 +420,7 @@ def test_a_layer_that_is_used_twice_keeps_each_input_once(layer, between, copies
     exact = copy.deepcopy(model)
     compressed(model)
     kept = fewbit.saved_bytes(model, X.clone().requires_grad_())
-    assert kept.total == copies * quantised_bytes(X.shape, 8) + 4 * vectors
+    assert kept.total == copies * quantized_bytes(X.shape, 8) + 4 * vectors
     check_gradients(model, exact, X)
 
 
@@ -446,7 +446,7 @@ def test_tied_weights_do_not_matter_to_what_is_kept(between, expected):
     compressed(model)
     assert model.a.weight is model.b.weight
     kept = fewbit.saved_bytes(model, X.clone().requires_grad_())
-    assert kept.total == expected * quantised_bytes(X.shape, 8)
+    assert kept.total == expected * quantized_bytes(X.shape, 8)
     assert kept.parameters == model.a.weight.nbytes
     check_gradients(model, exact, X)
 
@@ -542,7 +542,7 @@ def test_checkpoints(reentrant, as_function):
     first, second = model.seen[:2], model.seen[2:]
     assert all(torch.equal(a, b) for a, b in zip(first, reversed(second), strict=True))
     assert model.blocks[0].norm.weight.grad is not None
-    regions = model.blocks[0].q.quantiser.session._local.regions
+    regions = model.blocks[0].q.quantizer.session._local.regions
     gc.collect()
     assert not len(regions)
     # Exact in place of few-bit, with the same masks:
@@ -652,18 +652,18 @@ class Followed(nn.Module):
 
 @pytest.fixture
 def one_pass(monkeypatch):
-    """How many times an activation quantised its result too."""
+    """How many times an activation quantized its result too."""
     backend = backends.of(torch.empty(0))
     if not hasattr(backend, "_kernels"):
         pytest.skip("the reference backend has no such pass")
-    calls, original = [], type(backend).forward_quantised
+    calls, original = [], type(backend).forward_quantized
 
     def counted(self, *arguments):
         made = original(self, *arguments)
         calls.append(made is not None)
         return made
 
-    monkeypatch.setattr(type(backend), "forward_quantised", counted)
+    monkeypatch.setattr(type(backend), "forward_quantized", counted)
     return calls
 
 

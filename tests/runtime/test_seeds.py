@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.runtime.backends import reference
-from fewbit.runtime.ops import quantizer_ops as quantiser_ops
+from fewbit.runtime.ops import quantizer_ops as quantizer_ops
 from fewbit.runtime.saved.seeds import Seeds
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def test_seeds_are_unrelated():
     bits = torch.tensor([[seed >> bit & 1 for bit in range(64)] for seed in found]).double()
     n = len(found)
     assert (bits.mean(0) - 0.5).abs().max() < 5 * 0.5 / n**0.5
-    for distance in (1, 8, 24, n // 4):  # neighbours in number, input, layer and step
+    for distance in (1, 8, 24, n // 4):  # neighbors in number, input, layer and step
         changed = (bits[distance:] != bits[:-distance]).double()
         assert abs(changed.mean() - 0.5) < 5 * 0.5 / changed.numel() ** 0.5
         assert (changed.mean(0) - 0.5).abs().max() < 5 * 0.5 / len(changed) ** 0.5
@@ -64,13 +64,13 @@ def test_no_two_tensors_are_rounded_with_one_seed(name, choice, monkeypatch):
     torch.manual_seed(0)
     model = ODD[name]()
     fewbit.compress_(model, 2, level="L2", verbose=False, **OPTIONS.get(name, {}))
-    seeds, original = [], quantiser_ops.quantise
+    seeds, original = [], quantizer_ops.quantize
 
-    def quantise(x, seed, *rest):
+    def quantize(x, seed, *rest):
         seeds.append(seed.item())
         return original(x, seed, *rest)
 
-    monkeypatch.setattr(quantiser_ops, "quantise", quantise)
+    monkeypatch.setattr(quantizer_ops, "quantize", quantize)
     for step in range(3):
         x = normal((6, 8), seed=step).abs()  # (positive, so that no layer is skipped)
         getattr(model, "parts", model)(x).square().sum().backward()

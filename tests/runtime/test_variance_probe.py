@@ -98,8 +98,8 @@ def test_norm(device):
     x = normal((32, 512), scale=1.0).to(device)
     y = model(x)
     grad = torch.autograd.grad(loss_of(y), y)[0]
-    normalised = (x - x.mean(1, keepdim=True)) / x.std(1, correction=0, keepdim=True)
-    noise = squares(normalised, 256) / (6 * 512)
+    normalized = (x - x.mean(1, keepdim=True)) / x.std(1, correction=0, keepdim=True)
+    noise = squares(normalized, 256) / (6 * 512)
     expected = (grad.square().sum(1) * noise).sum()
     (found,) = observed(model, converted(model, 8), x, 20).values()
     assert found == pytest.approx(float(expected), rel=0.05)
@@ -604,13 +604,13 @@ def test_a_backward_pass_within_the_forward(is_alone):
 
 
 class Counted(torch.autograd.Function):
-    """x times a weight, from a quantised x; counts its backward passes."""
+    """x times a weight, from a quantized x; counts its backward passes."""
 
     passes = 0
 
     @staticmethod
-    def forward(ctx, x, weight, quantiser):
-        kept = quantiser.keep(x)
+    def forward(ctx, x, weight, quantizer):
+        kept = quantizer.keep(x)
         ctx.recipe, ctx.count = kept.recipe, type(ctx)._forward_cls
         ctx.save_for_backward(weight, *kept.tensors)
         return x * weight
@@ -639,8 +639,8 @@ def test_backward_passes_with_collectives_run_once(function):
             self.norm = nn.LayerNorm(64)
 
         def forward(self, x):
-            quantiser = self.linear.quantiser.named("scale")
-            x = function.apply(self.linear(x), self.weight, quantiser)
+            quantizer = self.linear.quantizer.named("scale")
+            x = function.apply(self.linear(x), self.weight, quantizer)
             return self.last(self.norm(x))
 
     torch.manual_seed(0)

@@ -128,7 +128,7 @@ COMPETED = [
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize(("name", "weight"), COMPETED)
-def test_no_optimised_levels_are_below_the_bound(name, weight, count):
+def test_no_optimized_levels_are_below_the_bound(name, weight, count):
     f = functions.get(name)
     table = solved(name, levels=count, weight=weight)
     sample = SampledError(f, table.domain, WEIGHTS[weight], 8_001)
@@ -145,7 +145,7 @@ def test_no_optimised_levels_are_below_the_bound(name, weight, count):
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize(("name", "weight"), COMPETED)
-def test_no_optimised_intervals_are_below_the_bound(name, weight, count):
+def test_no_optimized_intervals_are_below_the_bound(name, weight, count):
     f = functions.get(name)
     table = solved(name, levels=count, weight=weight, form="intervals")
     sample = SampledError(f, table.domain, WEIGHTS[weight], 8_001)
@@ -162,7 +162,7 @@ def test_no_optimised_intervals_are_below_the_bound(name, weight, count):
 
 @pytest.mark.parametrize("name", ["gelu", "mish", "selu", "softsign", "hardswish"])
 @pytest.mark.parametrize("form", FORMS)
-def test_no_random_neighbour_is_below_the_bound(name, form):
+def test_no_random_neighbor_is_below_the_bound(name, form):
     table = solved(name, 3, form=form)
     sample = SampledError(functions.get(name), table.domain)
     rng = np.random.default_rng(5)

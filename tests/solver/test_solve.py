@@ -161,7 +161,7 @@ def test_tanhshrink_is_tanh_upside_down(form):
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "softplus"])
-def test_a_derivative_with_a_centre_has_a_table_with_one(name):
+def test_a_derivative_with_a_center_has_a_table_with_one(name):
     table = solved(name, 3)
     assert table.levels + table.levels[::-1] == pytest.approx(1.0, abs=1e-7)
     assert table.breaks + table.breaks[::-1] == pytest.approx(0.0, abs=1e-6)
@@ -502,7 +502,7 @@ def test_refusals_are_one_line_that_names_the_argument(options, expected):
     assert "\n" not in str(refusal.value)
 
 
-def test_an_unknown_function_is_told_its_neighbours():
+def test_an_unknown_function_is_told_its_neighbors():
     with pytest.raises(FunctionError, match="gelu"):
         solve("gelo", 2)
 

@@ -56,7 +56,7 @@ def test_normal_is_the_density(text, mean, std):
     assert weight.document() == {"kind": "normal", "mean": mean, "std": std}
 
 
-def test_a_histogram_is_its_heights_normalised():
+def test_a_histogram_is_its_heights_normalized():
     weight = make_weight((EDGES, HEIGHTS))
     total = (HEIGHTS * np.diff(EDGES)).sum()
     middles = 0.5 * (EDGES[1:] + EDGES[:-1])

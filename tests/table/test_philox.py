@@ -34,7 +34,7 @@ def test_known_answers(counter, key, expected):
     assert all(word.dtype == np.uint32 for word in result)
 
 
-def test_is_vectorised():
+def test_is_vectorized():
     counters = np.array([words(counter) for counter, _, _ in KNOWN]).T
     keys = np.array([words(key) for _, key, _ in KNOWN]).T
     result = np.stack(philox.philox4x32(counters, keys), axis=1)

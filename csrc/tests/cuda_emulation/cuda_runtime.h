@@ -1,7 +1,7 @@
 // As much of CUDA as csrc/cuda uses, on the CPU: the .cu files compile with a host compiler where this
 // directory comes first in the include path. Slow, and exact about what threads may assume of each other.
 //
-// Threads of a block are fibers. A fiber runs until it shuffles, synchronises or ends. All lanes of a warp must
+// Threads of a block are fibers. A fiber runs until it shuffles, synchronizes or ends. All lanes of a warp must
 // then have stopped at a shuffle with the same lane mask: a lane that misses one ends the program.
 
 #pragma once

@@ -1,4 +1,4 @@
-"""What keeps variables for the error-bound policy where the group quantiser's own bits do not: exactly, or by a codec."""
+"""What keeps variables for the error-bound policy where the group quantizer's own bits do not: exactly, or by a codec."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class Bounds(Rows):
             notes.append("[1], [2]: of a layer's inputs the second, the third")
         notes += [
             "decides: the gradient that allows the smallest error; bound: on its squared error in expectation, on the worst case, "
-            "or measured; dx*: the root mean square error that what is kept may have (of norms what is normalised), of f' the "
+            "or measured; dx*: the root mean square error that what is kept may have (of norms what is normalized), of f' the "
             "largest that its table may have",
             "ratio: E|g^|^2 / E|g|^2 of the layer's own gradients, as the monitor saw it; controller.gradient_ratio tells that "
             "of all layers together",

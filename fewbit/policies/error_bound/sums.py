@@ -42,7 +42,7 @@ def number_of(label: str) -> int:
 
 
 class BoundTables:
-    """For one model. names: of all quantisers there may be; channels: {name: how many}; activations: names of those.
+    """For one model. names: of all quantizers there may be; channels: {name: how many}; activations: names of those.
 
     The same in every process.
     """

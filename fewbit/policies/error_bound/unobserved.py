@@ -75,5 +75,5 @@ def _is_alike(module: nn.Module, cls: type) -> bool:
     """Whether it is a layer of that class that trains, in bits that follow from the bound."""
     parameters = list(module.parameters())
     is_trained = any(each.requires_grad for each in parameters) or not parameters
-    has_given_bits = getattr(getattr(module, "quantiser", None), "is_fixed", False)
+    has_given_bits = getattr(getattr(module, "quantizer", None), "is_fixed", False)
     return type(module) is cls and module.training and is_trained and not has_given_bits

@@ -67,14 +67,14 @@ class Activation(Function):
 
 def _in_session(session, x, *arguments):
     """f(x) and packed codes; if a layer will keep f(x), its copy is made in the same pass."""
-    quantiser = session.follower(x) if x.is_contiguous() else None
-    made = quantiser and ops.activation_quantised(x, *arguments, quantiser)
+    quantizer = session.follower(x) if x.is_contiguous() else None
+    made = quantizer and ops.activation_quantized(x, *arguments, quantizer)
     if not made:
         y, packed = ops.activation(x, *arguments, False)
         session.produced(x, y)
         return y, packed
     y, packed, kept = made
-    session.produced(x, y, quantiser, kept)
+    session.produced(x, y, quantizer, kept)
     return y, packed
 
 

@@ -27,7 +27,7 @@ class Kernels:
 
     Tensors are passed as buffers (`_buffer`). A kernel raises ValueError if a buffer does not fit what the kernel reads or writes.
 
-    streams(widths) gives tensors to keep alive during a call of the group quantiser, and the arguments that
+    streams(widths) gives tensors to keep alive during a call of the group quantizer, and the arguments that
     say which samples have which width.
     """
 
@@ -103,7 +103,7 @@ class Kernels:
         )
         return packed
 
-    def forward_quantised(
+    def forward_quantized(
         self,
         x,
         name,
@@ -116,7 +116,7 @@ class Kernels:
         group_size,
         wide=False,
     ):
-        """`forward` of an x with samples outermost, and `quantise` of `out` with qseed, in one pass over memory.
+        """`forward` of an x with samples outermost, and `quantize` of `out` with qseed, in one pass over memory.
 
         Returns packed codes and (packed, ranges, spread), the same as of the two. None, with nothing done, where
         there is no fused kernel, on CUDA, or where groups do not lie so that threads can share the work.
@@ -129,7 +129,7 @@ class Kernels:
         codes = _packed(x.numel(), encoding.bits, x.device)
         packed = _packed(x.numel(), bits, x.device)
         ranges = _ranges(groups.group_count(samples, features, group_size), wide, x.device)
-        spread = self._kernels.forward_quantised(
+        spread = self._kernels.forward_quantized(
             number,
             p0,
             p1,
@@ -150,8 +150,8 @@ class Kernels:
         )
         return None if spread is None else (codes, (packed, ranges, spread))
 
-    def quantise(self, x, seed, bits, group_size, wide, widths=None, words=None, normalise=None):
-        """As `reference.quantise`; the spread as Python floats, (None, None) on CUDA."""
+    def quantize(self, x, seed, bits, group_size, wide, widths=None, words=None, normalize=None):
+        """As `reference.quantize`; the spread as Python floats, (None, None) on CUDA."""
         samples, features = groups.samples_of(x.shape)
         if widths is None:
             words = packed_words(x.numel(), bits)
@@ -161,7 +161,7 @@ class Kernels:
         packed = torch.empty(words, dtype=torch.int32, device=x.device)
         ranges = _ranges(rows, wide, x.device)
         kept, streams = self._streams(widths)
-        spread = self._kernels.quantise(
+        spread = self._kernels.quantize(
             _buffer(x),
             samples,
             features,
@@ -173,15 +173,15 @@ class Kernels:
             _buffer(packed),
             _buffer(ranges),
             *self._where(x),
-            *_vectors(normalise, x.numel()),
+            *_vectors(normalize, x.numel()),
         )
         return packed, ranges, spread or (None, None)
 
-    def squares(self, x, group_size, normalise=None):
+    def squares(self, x, group_size, normalize=None):
         """As `reference.squares`."""
         samples, features = groups.samples_of(x.shape)
         if features < groups.LEAST_FEATURES:
-            return reference.squares(x, group_size, normalise)
+            return reference.squares(x, group_size, normalize)
         count = groups.group_count(samples, features, group_size)
         out = torch.empty(count, dtype=torch.float32, device=x.device)
         self._kernels.squares(
@@ -191,15 +191,15 @@ class Kernels:
             group_size,
             _buffer(out),
             *self._where(x),
-            *_vectors(normalise, x.numel()),
+            *_vectors(normalize, x.numel()),
         )
         return out.view(samples, count // max(samples, 1)).sum(1)
 
-    def dequantise(self, packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
-        """As `reference.dequantise`."""
+    def dequantize(self, packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
+        """As `reference.dequantize`."""
         samples, features = groups.samples_of(out.shape)
         kept, streams = self._streams(widths)
-        self._kernels.dequantise(
+        self._kernels.dequantize(
             _buffer(packed),
             _buffer(ranges),
             1 if widths is not None else bits,  # where it says nothing it need not be valid
@@ -223,7 +223,7 @@ class Kernels:
         self._kernels.grid_fixed(*arguments, *self._where(gamma))
         return grid
 
-    def encode_fixed(self, x, y, grid, bits, inner, normalise=None):
+    def encode_fixed(self, x, y, grid, bits, inner, normalize=None):
         """As `reference.encode_fixed`."""
         packed = _packed(x.numel(), bits, x.device)
         self._kernels.encode_fixed(
@@ -234,7 +234,7 @@ class Kernels:
             bits,
             _buffer(packed),
             *self._where(x),
-            *_vectors(normalise, x.numel()),
+            *_vectors(normalize, x.numel()),
         )
         return packed
 
@@ -281,7 +281,7 @@ def _element(tensor, like):
 
 
 def _vectors(given, n):
-    """The trailing arguments for `normalise` or `affine` of n elements."""
+    """The trailing arguments for `normalize` or `affine` of n elements."""
     if given is None:
         return ()
     *vectors, inner = given

@@ -14,7 +14,7 @@ from fewbit.runtime.backends.reference_fixed_point import (
     grid_fixed,
     mask_fixed,
 )
-from fewbit.runtime.backends.reference_quantizer import dequantise, quantise, squares
+from fewbit.runtime.backends.reference_quantizer import dequantize, quantize, squares
 from fewbit.runtime.format.buffers import Entry
 from fewbit.runtime.format.encoding import Encoding, gray
 from fewbit.runtime.format.layout import is_broadcast_scalar, storage_order
@@ -22,15 +22,15 @@ from fewbit.runtime.format.layout import is_broadcast_scalar, storage_order
 __all__ = [
     "decode_fixed",
     "decode_mul",
-    "dequantise",
+    "dequantize",
     "encode",
     "encode_fixed",
     "forward",
-    "forward_quantised",
+    "forward_quantized",
     "grid_fixed",
     "mask_fixed",
     "pack",
-    "quantise",
+    "quantize",
     "squares",
     "unpack",
 ]
@@ -41,7 +41,7 @@ def forward(*_) -> None:
     return None
 
 
-def forward_quantised(*_) -> None:
+def forward_quantized(*_) -> None:
     """Nor here."""
     return None
 

@@ -45,10 +45,10 @@ def grid_fixed(gamma, beta, bits: int) -> torch.Tensor:
     return torch.stack([row.to(torch.float32) for row in rows])
 
 
-def encode_fixed(x, y, grid, bits, inner, normalise=None):
+def encode_fixed(x, y, grid, bits, inner, normalize=None):
     """The packed codes, (bits * ceil(n / 32),) int32, of a dense x.
 
-    x: the normalised input, or with normalise = (mean, rstd, inner), as in `reference.quantise`, what it is made
+    x: the normalized input, or with normalize = (mean, rstd, inner), as in `reference.quantize`, what it is made
     of. y: the norm's result, laid out as x and of its dtype, for its sign. grid: (7, channels) float32, of which
     element e in storage order has column (e div inner) mod channels.
     """
@@ -58,8 +58,8 @@ def encode_fixed(x, y, grid, bits, inner, normalise=None):
     entry.check_grid(grid, bits)
     levels = 1 << bits
     values = storage_order(x.detach()).to(torch.float32)
-    if normalise is not None:
-        *vectors, every = normalise
+    if normalize is not None:
+        *vectors, every = normalize
         mean, rstd = _placed(values, vectors, every)
         values = (values - mean) * rstd
     start, first, _, _, sign, _, _ = _placed(values, list(grid), inner)
@@ -77,7 +77,7 @@ def encode_fixed(x, y, grid, bits, inner, normalise=None):
 def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None:
     """Restored values into a dense `out`, rounded once to its dtype; grid, inner: as in `encode_fixed`.
 
-    slope: None for the normalised input, times scale = (vector, inner) if given; else y where it is positive and
+    slope: None for the normalized input, times scale = (vector, inner) if given; else y where it is positive and
     y * slope elsewhere, 0 for slope 0.
     """
     entry = Entry("decode_fixed", out)

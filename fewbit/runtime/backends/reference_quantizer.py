@@ -1,4 +1,4 @@
-"""The group quantiser in plain torch: any device, and the oracle of the kernels (docs/quantizer.md)."""
+"""The group quantizer in plain torch: any device, and the oracle of the kernels (docs/quantizer.md)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _MASK32 = 0xFFFFFFFF
 _BLOCK = 256  # elements whose draws come from 32 counters, 8 each
 
 
-def quantise(x, seed, bits, group_size, wide, widths=None, words=None, normalise=None):
+def quantize(x, seed, bits, group_size, wide, widths=None, words=None, normalize=None):
     """(packed, ranges, spread) of a dense x with samples outermost.
 
     seed: (1,) int64. bits: one width for all; or widths: (N,) uint8, one a sample, and words: int32 words to
     allocate for all codes. wide: minimums in float32. packed: int32 words; ranges: (groups, 2) bfloat16,
     minimum and range, or (groups, 3) where wide. spread: (least, greatest) element of all, 0-D float32.
-    normalise: (mean or None, rstd, inner): element number e, in storage order, is (x - mean[i]) * rstd[i] in
+    normalize: (mean or None, rstd, inner): element number e, in storage order, is (x - mean[i]) * rstd[i] in
     float32, i = (e div inner) mod their length; mean and rstd: 1-D contiguous float32.
     """
-    entry = Entry("quantise", x)
+    entry = Entry("quantize", x)
     entry.check_numbers("x", x)
     entry.check_seed(seed)
     samples, features = groups.samples_of(x.shape)
@@ -33,11 +33,11 @@ def quantise(x, seed, bits, group_size, wide, widths=None, words=None, normalise
         needed, _ = entry.check_widths(widths, samples, features, group_size)
         if words < needed:
             raise ValueError(
-                f"quantise: packed: expected {needed} int32 or more, got {words} int32"
+                f"quantize: packed: expected {needed} int32 or more, got {words} int32"
             )
     rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
-    if normalise is not None:
-        rows = _normalised(rows, *normalise)
+    if normalize is not None:
+        rows = _normalized(rows, *normalize)
     if widths is None:
         packed, ranges = _stream(rows, seed, bits, group_size, wide, 0)
     else:
@@ -55,17 +55,17 @@ def quantise(x, seed, bits, group_size, wide, widths=None, words=None, normalise
     return packed, ranges, spread
 
 
-def squares(x, group_size, normalise=None):
+def squares(x, group_size, normalize=None):
     """(N,) float32: of each sample the sum of length * range^2 over its groups, from exact ranges.
 
-    x, normalise: as in `quantise`. Samples of fewer than 64 features count as a group of their own. NaN for a
+    x, normalize: as in `quantize`. Samples of fewer than 64 features count as a group of their own. NaN for a
     sample with an element that is not finite.
     """
     Entry("squares", x).check_numbers("x", x)
     samples, features = groups.samples_of(x.shape)
     rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
-    if normalise is not None:
-        rows = _normalised(rows, *normalise)
+    if normalize is not None:
+        rows = _normalized(rows, *normalize)
     if not rows.numel():
         return rows.new_zeros(samples)
     per_row = -(-features // group_size)
@@ -78,13 +78,13 @@ def squares(x, group_size, normalise=None):
     return torch.where(finite, length * (extent * extent), torch.nan).sum(1)
 
 
-def dequantise(packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
-    """The quantised values into a dense `out` with samples outermost, rounded once to its dtype.
+def dequantize(packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
+    """The quantized values into a dense `out` with samples outermost, rounded once to its dtype.
 
     affine: (scale or None, shift or None, inner), not for short samples of several widths: values * scale[i] + shift[i] in float32
-    before they are rounded, indexed as in `quantise`.
+    before they are rounded, indexed as in `quantize`.
     """
-    entry = Entry("dequantise", out)
+    entry = Entry("dequantize", out)
     entry.check_numbers("out", out)
     entry.check_copy(packed, ranges, bits, group_size, out.shape, widths)
     samples, features = groups.samples_of(out.shape)
@@ -122,7 +122,7 @@ def in_dtype(values, dtype):
     return values.to(dtype)
 
 
-def _normalised(rows, mean, rstd, inner):
+def _normalized(rows, mean, rstd, inner):
     if rstd is None:
         raise ValueError("expected rstd, got None")
     mean, rstd = _placed(rows, (mean, rstd), inner)

@@ -40,7 +40,7 @@ class Jpeg:
 
     For (N, C, H, W) only; InputError for any other shape. The expected squared error is at most the bound, on
     average over the tensor, or over each channel: it is computed from the coefficients. Sizes and widths depend on the data: it
-    synchronises several times.
+    synchronizes several times.
     """
 
     name = "jpeg"

@@ -83,7 +83,7 @@ class Exact(NamedTuple):
 
 def kept_by(recipe) -> str:
     """As `Payload.codec`."""
-    return getattr(recipe, "codec", "quant")  # a layer's own recipe is the quantiser's
+    return getattr(recipe, "codec", "quant")  # a layer's own recipe is the quantizer's
 
 
 def exact(x: torch.Tensor) -> Payload:

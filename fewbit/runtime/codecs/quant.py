@@ -1,4 +1,4 @@
-"""`quant`: the group quantiser with as few bits as the bound allows (AC-GC, section 5: AutoQuant)."""
+"""`quant`: the group quantizer with as few bits as the bound allows (AC-GC, section 5: AutoQuant)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fewbit.runtime.codecs.payload import (
 )
 from fewbit.runtime.codecs.payload import exact as exact_payload
 from fewbit.runtime.format import groups, layout
-from fewbit.runtime.ops import quantizer_ops as quantiser_ops
+from fewbit.runtime.ops import quantizer_ops as quantizer_ops
 from fewbit.runtime.quantizers.quantizer import Recipe
 
 FIRST_BITS = 4
@@ -33,7 +33,7 @@ class Quant:
 
     The expected squared error is at most the bound, on average over the tensor, or over each channel: a
     rounding error's variance is at most a quarter of the squared step, whatever the data.
-    Fewest bits need the ranges on the host: one synchronisation.
+    Fewest bits need the ranges on the host: one synchronization.
     """
 
     name = "quant"
@@ -85,7 +85,7 @@ class ByChannel(NamedTuple):
 
 
 def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> list[Piece]:
-    """x quantised, channel by channel where limits has more than one entry."""
+    """x quantized, channel by channel where limits has more than one entry."""
     if not x.numel():
         return [Piece(None, x, exact_payload(x))]
     seed = ops.new_seed(x) if seed is None else seed
@@ -93,7 +93,7 @@ def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> 
         # Groups would run across channels so short: they share the smallest bound.
         return [_whole(x, limits.min(), seed)]
     rows = x.transpose(0, 1).contiguous()
-    found = quantiser_ops.quantise(rows, seed, 1, groups.GROUP_SIZE, _wide(x))
+    found = quantizer_ops.quantize(rows, seed, 1, groups.GROUP_SIZE, _wide(x))
     widths = widths_for(found[1], rows.shape, limits, x.dtype)
     result = []
     for bits in sorted(set(widths)):
@@ -101,7 +101,7 @@ def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> 
         part = rows[list(channels)]
         # In streams of their own, as no two pieces may share draws.
         own = seed + len(result)
-        payload = _quantised(part, own, bits, found[1].shape[1] == groups.WIDE)
+        payload = _quantized(part, own, bits, found[1].shape[1] == groups.WIDE)
         result.append(Piece(channels, part, payload))
     return result
 
@@ -120,7 +120,7 @@ def joined(x: torch.Tensor, parts: list[Piece]) -> Payload:
 def widths_for(ranges, size, limits, dtype) -> list[int]:
     """Of each sample the fewest bits of 1 to 8 that keep the expected squared error within its limit, else 0.
 
-    ranges: those of the group quantiser, of a tensor of that size, samples of 64 features or more; or of any
+    ranges: those of the group quantizer, of a tensor of that size, samples of 64 features or more; or of any
     size, for a single limit: one width for all. limits: (samples,) or (1,) float64. dtype: of the values.
     At most range^2 / (4 (2^bits - 1)^2) of an element's squared error is rounding to codes.
     """
@@ -155,17 +155,17 @@ def _spread(ranges, size):
 
 
 def _whole(x, limit, seed) -> Piece:
-    packed, ranges = quantiser_ops.quantise(x, seed, FIRST_BITS, groups.GROUP_SIZE, _wide(x))
+    packed, ranges = quantizer_ops.quantize(x, seed, FIRST_BITS, groups.GROUP_SIZE, _wide(x))
     (bits,) = widths_for(ranges, x.shape, limit.reshape(1), x.dtype)
     if bits != FIRST_BITS:
-        return Piece(None, x, _quantised(x, seed, bits, ranges.shape[1] == groups.WIDE))
+        return Piece(None, x, _quantized(x, seed, bits, ranges.shape[1] == groups.WIDE))
     return Piece(None, x, smaller(x, (packed, ranges), _recipe(x, bits)))
 
 
-def _quantised(x, seed, bits: int, wide: bool) -> Payload:
+def _quantized(x, seed, bits: int, wide: bool) -> Payload:
     if not bits:
         return exact_payload(x)
-    tensors = quantiser_ops.quantise(x, seed, bits, groups.GROUP_SIZE, wide)
+    tensors = quantizer_ops.quantize(x, seed, bits, groups.GROUP_SIZE, wide)
     return smaller(x, tensors, _recipe(x, bits))
 
 
@@ -175,5 +175,5 @@ def _recipe(x, bits: int) -> Recipe:
 
 
 def _wide(x) -> bool | None:
-    """On a GPU minimums are always float32: there only a synchronisation of its own could tell."""
+    """On a GPU minimums are always float32: there only a synchronization of its own could tell."""
     return True if x.is_cuda else None

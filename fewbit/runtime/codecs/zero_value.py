@@ -12,7 +12,7 @@ from fewbit.runtime.codecs.payload import Payload, checked, mapped, restored
 from fewbit.runtime.codecs.quant import Piece, joined, pieces
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.ops import quantizer_ops as quantiser_ops
+from fewbit.runtime.ops import quantizer_ops as quantizer_ops
 from fewbit.runtime.quantizers.quantizer import Recipe
 from fewbit.runtime.saved import offload
 
@@ -21,7 +21,7 @@ class ZeroValue:
     """A bit an element that says whether it is zero, and the codes of those that are not. Unbiased.
 
     Lossless: `quant`'s values with the same seed, but that zeros are zero exactly; its guarantee. Where that
-    is not smaller it is `quant`. How much is kept depends on the data: it synchronises twice.
+    is not smaller it is `quant`. How much is kept depends on the data: it synchronizes twice.
     """
 
     name = "quant+zvc"
@@ -61,7 +61,7 @@ class Sparse(NamedTuple):
         codes[is_kept] = backend.unpack(packed, inner.bits, self.nonzero)
         place = inner.bits, inner.group_size, inner.size, inner.stride
         given = inner.dtype if dtype is None or affine is not None else dtype
-        values = quantiser_ops.dequantise(backend.pack(codes, inner.bits), ranges, *place, given)
+        values = quantizer_ops.dequantize(backend.pack(codes, inner.bits), ranges, *place, given)
         # All are finite. (masked_fill_ takes thirty times as long; adding 0 makes -0 +0.)
         layout.storage_order(values).mul_(is_kept).add_(0)
         return mapped(values, dtype or inner.dtype, affine)
@@ -75,7 +75,7 @@ def _without_zeros(piece: Piece) -> Piece:
     x, backend = piece.x, backends.of(packed)
     source = layout.storage_order(x if layout.is_by_sample(x) else x.contiguous())
     place = recipe.bits, recipe.group_size, recipe.size, recipe.stride
-    values = quantiser_ops.dequantise(packed, ranges, *place, torch.float32)
+    values = quantizer_ops.dequantize(packed, ranges, *place, torch.float32)
     is_kept = (source != 0) & (layout.storage_order(values) != 0)
     nonzero = int(is_kept.sum())
     words = packed_words(len(source), 1) + packed_words(nonzero, recipe.bits)

@@ -75,7 +75,7 @@ class Entry:
         self.check("packed", packed, packed_words(n, bits), torch.int32)
 
     def check_copy(self, packed, ranges, bits, group_size, shape, widths) -> None:
-        """Raise ValueError unless packed codes and ranges have the sizes for a quantised tensor of the given shape."""
+        """Raise ValueError unless packed codes and ranges have the sizes for a quantized tensor of the given shape."""
         samples, features = groups.samples_of(shape)
         if ranges.dim() != 2 or ranges.shape[1] not in (groups.WIDE - 1, groups.WIDE):
             raise ValueError(

@@ -21,7 +21,7 @@ def packed_words(n: int, bits: int) -> int:
 
 
 def gray(index):
-    """The packed code of a level: neighbouring levels differ in one bit, so a break flips one plane."""
+    """The packed code of a level: neighboring levels differ in one bit, so a break flips one plane."""
     return index ^ (index >> 1)
 
 

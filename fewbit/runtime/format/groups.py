@@ -1,4 +1,4 @@
-"""How a tensor is cut into groups, and how many bytes its quantised copy takes (docs/quantizer.md).
+"""How a tensor is cut into groups, and how many bytes its quantized copy takes (docs/quantizer.md).
 
 A sample is a slice along dimension 0. Samples of 64 features or more are cut into groups one by one;
 shorter ones follow each other and groups run across them. Nothing here needs torch.
@@ -59,8 +59,8 @@ def words_of_total(total: int, features: int) -> int:
     return -(-total * features // BLOCK) + sum(range(1, 9))
 
 
-def quantised_bytes(shape, bits: int, group_size: int = GROUP_SIZE, wide: bool = False) -> int:
-    """Bytes of the quantised copy of a tensor of that shape: codes, and 4 (wide: 6) a group.
+def quantized_bytes(shape, bits: int, group_size: int = GROUP_SIZE, wide: bool = False) -> int:
+    """Bytes of the quantized copy of a tensor of that shape: codes, and 4 (wide: 6) a group.
 
     4 bits ceil(n / 32) + (4 or 6) groups, where n is the number of elements. wide: minimums in float32.
     """

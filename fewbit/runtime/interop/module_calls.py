@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from torch.nn.utils.parametrize import is_parametrized
 
 SESSION = "_fewbit_session"
-"""The attribute of a module or activation that holds its model's session. Layers hold the session in their quantiser."""
+"""The attribute of a module or activation that holds its model's session. Layers hold the session in their quantizer."""
 
 PATH = "_fewbit_path"
 """The attribute of a module that says where in the converted model it is."""

@@ -13,7 +13,7 @@ Every op that packs or unpacks in storage order takes the strides as an argument
 because in a compiled graph a tensor's strides can differ from those at tracing time. The strides of a result never
 depend on the strides of an input.
 
-f itself is not among them: a compiler fuses torch's own function with its neighbours, and may recompute
+f itself is not among them: a compiler fuses torch's own function with its neighbors, and may recompute
 it, which it could not do to an op that yields f(x) and codes at once (docs/decisions/0004).
 """
 
@@ -80,8 +80,8 @@ def _result_stride(x, function):
     return layout.result_stride(x)
 
 
-def activation_quantised(x, function, parameters, encoding, seed, quantiser):
-    """f(x), the packed codes of x, and what the quantiser keeps of f(x), or None, in one pass.
+def activation_quantized(x, function, parameters, encoding, seed, quantizer):
+    """f(x), the packed codes of x, and what the quantizer keeps of f(x), or None, in one pass.
 
     x: contiguous. None where the backend has no such pass.
     """
@@ -91,9 +91,9 @@ def activation_quantised(x, function, parameters, encoding, seed, quantiser):
     backend, out = backends.of(x), x.new_empty_strided(x.shape, stride)
 
     def run(*settings):
-        return backend.forward_quantised(x, function, parameters, encoding, seed, out, *settings)
+        return backend.forward_quantized(x, function, parameters, encoding, seed, out, *settings)
 
-    made = quantiser.with_result(run, out)
+    made = quantizer.with_result(run, out)
     return None if made is None else (out, *made)
 
 

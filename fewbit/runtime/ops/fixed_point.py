@@ -1,4 +1,4 @@
-"""The K-bit fixed-point code of a normalised tensor, from which the sign of what follows is read exactly.
+"""The K-bit fixed-point code of a normalized tensor, from which the sign of what follows is read exactly.
 
 Of y = gamma x~ + beta, with x~ of mean 0 and deviation 1, BLPA (Chakrabarti and Moseley, 2019, eq. 9 and 10) keeps
 L = 2^K levels between beta - 3 |gamma| and beta + 3 |gamma|. In z = sign(gamma) x~, sign(0) being +1, so that
@@ -37,11 +37,11 @@ def grid_of(weight, bias, bits: int, device) -> torch.Tensor:
     return backends.of(gamma).grid_fixed(gamma, beta, bits)
 
 
-def encode(x, y, grid, bits: int, inner: int, normalise=None) -> torch.Tensor:
+def encode(x, y, grid, bits: int, inner: int, normalize=None) -> torch.Tensor:
     """The packed codes of x, as `reference_fixed_point.encode_fixed`."""
     if is_abstract(x):
         return x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
-    return backends.of(x).encode_fixed(x, y, grid, bits, inner, normalise)
+    return backends.of(x).encode_fixed(x, y, grid, bits, inner, normalize)
 
 
 def decode(packed, grid, bits: int, inner: int, size, stride, dtype, slope=None, scale=None):

@@ -1,7 +1,7 @@
-"""The torch ops of the group quantiser, and their implementations, which eager mode calls directly.
+"""The torch ops of the group quantizer, and their implementations, which eager mode calls directly.
 
-quantise(x, stride, seed, bits, group_size, wide) -> packed, ranges, and a 1 to multiply the layer's result with
-dequantise(packed, ranges, bits, group_size, size, stride, dtype) -> the values, with those strides
+quantize(x, stride, seed, bits, group_size, wide) -> packed, ranges, and a 1 to multiply the layer's result with
+dequantize(packed, ranges, bits, group_size, size, stride, dtype) -> the values, with those strides
 
 Both ops take the same strides, which define the order of the elements.
 """
@@ -20,30 +20,30 @@ from fewbit.runtime.ops import define, keep_results
 from fewbit.runtime.saved.assignment import split
 
 
-def quantise(x, seed, bits, group_size, wide=None, normalise=None, widths=None, words=None):
+def quantize(x, seed, bits, group_size, wide=None, normalize=None, widths=None, words=None):
     """(packed, ranges) of x (docs/quantizer.md).
 
     x: floating, any strides. seed: (1,) int64 on x's device. bits: 1 to 8, for all samples; or widths: (N,)
     uint8, for each, with the int32 words to allocate (`groups.mixed_words`, or more). wide: whether
     minimums are float32; None: where the tensor's offset asks for it (never on CUDA, where only a
-    synchronisation could tell: see `offset`). normalise: as in `reference.quantise`, for an x that is
+    synchronization could tell: see `offset`). normalize: as in `reference.quantize`, for an x that is
     `layout.is_by_sample`.
     """
     x = x.detach()
     source = x if layout.is_by_sample(x) else x.contiguous()
-    return _quantise(source, seed, bits, group_size, wide, widths, words, normalise)
+    return _quantize(source, seed, bits, group_size, wide, widths, words, normalize)
 
 
-def _quantise(source, seed, bits, group_size, wide, *rest):
-    """`quantise` of a tensor that is dense, samples outermost; rest: widths, words, normalise."""
+def _quantize(source, seed, bits, group_size, wide, *rest):
+    """`quantize` of a tensor that is dense, samples outermost; rest: widths, words, normalize."""
     backend = backends.of(source)
-    packed, ranges, spread = backend.quantise(source, seed, bits, group_size, bool(wide), *rest)
+    packed, ranges, spread = backend.quantize(source, seed, bits, group_size, bool(wide), *rest)
     if wide is None and source.device.type == "cpu" and is_offset(*map(float, spread)):
-        packed, ranges, _ = backend.quantise(source, seed, bits, group_size, True, *rest)
+        packed, ranges, _ = backend.quantize(source, seed, bits, group_size, True, *rest)
     return packed, ranges
 
 
-def quantise_samples(x, seed, variable, samples, group_size, wide=None, normalise=None):
+def quantize_samples(x, seed, variable, samples, group_size, wide=None, normalize=None):
     """(packed, ranges, widths, sensitivities) of x, whose samples share the bits of a variable.
 
     widths: (samples,) uint8. sensitivities: (samples,) float32, which they are shared by.
@@ -51,16 +51,16 @@ def quantise_samples(x, seed, variable, samples, group_size, wide=None, normalis
     source = _by_samples(x, samples)
     features = source.numel() // samples
     total = variable.total(samples)
-    of_samples = _sensitivities(source, variable, group_size, normalise)
+    of_samples = _sensitivities(source, variable, group_size, normalize)
     widths = split(of_samples, total)
     words = groups.words_of_total(total, features)
-    kept = quantise(source, seed, 0, group_size, wide, normalise, widths, words)
+    kept = quantize(source, seed, 0, group_size, wide, normalize, widths, words)
     return *kept, widths, of_samples
 
 
-def sensitivities(x, variable, samples, group_size, wide=None, normalise=None):
-    """(samples,) float32, which samples would share bits by, as in `quantise_samples`."""
-    return _sensitivities(_by_samples(x, samples), variable, group_size, normalise)
+def sensitivities(x, variable, samples, group_size, wide=None, normalize=None):
+    """(samples,) float32, which samples would share bits by, as in `quantize_samples`."""
+    return _sensitivities(_by_samples(x, samples), variable, group_size, normalize)
 
 
 def _by_samples(x, samples):
@@ -70,19 +70,19 @@ def _by_samples(x, samples):
     return source if len(source) == samples else source.view(samples, -1)
 
 
-def _sensitivities(source, variable, group_size, normalise):
-    return variable.plan.sensitivities(variable, squares(source, group_size, normalise))
+def _sensitivities(source, variable, group_size, normalize):
+    return variable.plan.sensitivities(variable, squares(source, group_size, normalize))
 
 
-def squares(x, group_size, normalise=None):
+def squares(x, group_size, normalize=None):
     """(N,) float32: of each sample of x, `layout.is_by_sample`, the sum over groups of length times range squared."""
-    return backends.of(x).squares(x, group_size, normalise)
+    return backends.of(x).squares(x, group_size, normalize)
 
 
-def rounding_variance(x, samples, group_size, wide, normalise, bits, generator):
+def rounding_variance(x, samples, group_size, wide, normalize, bits, generator):
     """(samples,) float32: of each sample of x the mean variance of an element that is rounded to so many bits.
 
-    samples: None: as many as dimension 0 has. normalise: as for `quantise`. generator: (device) -> a generator of seeds.
+    samples: None: as many as dimension 0 has. normalize: as for `quantize`. generator: (device) -> a generator of seeds.
     From two draws, so that neither the ranges nor the exact values are needed.
     """
     stride = layout.by_sample_stride(x)
@@ -92,32 +92,32 @@ def rounding_variance(x, samples, group_size, wide, normalise, bits, generator):
         seed = torch.randint(
             2**62, (1,), dtype=torch.int64, device=x.device, generator=generator(x.device)
         )
-        kept = quantise(x, seed, bits, group_size, wide, normalise)
-        return dequantise(*kept, bits, group_size, tuple(x.shape), stride, dtype)
+        kept = quantize(x, seed, bits, group_size, wide, normalize)
+        return dequantize(*kept, bits, group_size, tuple(x.shape), stride, dtype)
 
     rows = layout.storage_order(drawn() - drawn()).view(samples or (len(x) if x.dim() else 1), -1)
     return (rows.square().mean(1) / 2).float()
 
 
-def dequantise_samples(
+def dequantize_samples(
     packed, ranges, widths, samples, group_size, size, stride, dtype, affine=None
 ):
-    """The values of `quantise_samples`, as `dequantise`."""
+    """The values of `quantize_samples`, as `dequantize`."""
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     rows = out
     if len(out) != samples:
         rows = out.view(samples, -1)
-    backends.of(packed).dequantise(packed, ranges, 0, group_size, rows, widths, affine)
+    backends.of(packed).dequantize(packed, ranges, 0, group_size, rows, widths, affine)
     return out
 
 
-def dequantise(packed, ranges, bits, group_size, size, stride, dtype, widths=None, affine=None):
-    """The quantised values, of that size and dtype; stride: `layout.by_sample_stride` of what was quantised.
+def dequantize(packed, ranges, bits, group_size, size, stride, dtype, widths=None, affine=None):
+    """The quantized values, of that size and dtype; stride: `layout.by_sample_stride` of what was quantized.
 
-    affine: as in `reference.dequantise`.
+    affine: as in `reference.dequantize`.
     """
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
-    backends.of(packed).dequantise(packed, ranges, bits, group_size, out, widths, affine)
+    backends.of(packed).dequantize(packed, ranges, bits, group_size, out, widths, affine)
     return out
 
 
@@ -129,29 +129,29 @@ def is_offset(least: float, greatest: float) -> bool:
     return greatest - least < groups.STEPS * step
 
 
-def _quantise_as_told(x, stride, *settings):
+def _quantize_as_told(x, stride, *settings):
     source = layout.told(x.detach(), stride, by_sample=True)
-    return *_quantise(source, *settings), x.new_ones(())
+    return *_quantize(source, *settings), x.new_ones(())
 
 
-def _dequantise_as_told(packed, ranges, bits, group_size, size, stride, dtype):
+def _dequantize_as_told(packed, ranges, bits, group_size, size, stride, dtype):
     layout.check_stride(size, stride, by_sample=True)
-    return dequantise(packed, ranges, bits, group_size, size, stride, dtype)
+    return dequantize(packed, ranges, bits, group_size, size, stride, dtype)
 
 
-quantise_op = define(
-    "quantise(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, bool wide) "
+quantize_op = define(
+    "quantize(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, bool wide) "
     "-> (Tensor, Tensor, Tensor)",
-    _quantise_as_told,
+    _quantize_as_told,
 )
-dequantise_op = define(
-    "dequantise(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, SymInt[] stride, "
+dequantize_op = define(
+    "dequantize(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, SymInt[] stride, "
     "ScalarType dtype) -> Tensor",
-    _dequantise_as_told,
+    _dequantize_as_told,
 )
 
 
-@register_fake("fewbit::quantise")
+@register_fake("fewbit::quantize")
 def _(x, stride, seed, bits, group_size, wide):
     samples, features = groups.samples_of(x.shape)
     packed = x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
@@ -159,9 +159,9 @@ def _(x, stride, seed, bits, group_size, wide):
     return packed, x.new_empty(shape, dtype=torch.bfloat16), x.new_empty(())
 
 
-@register_fake("fewbit::dequantise")
+@register_fake("fewbit::dequantize")
 def _(packed, ranges, bits, group_size, size, stride, dtype):
     return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
 
 
-keep_results(quantise_op)
+keep_results(quantize_op)

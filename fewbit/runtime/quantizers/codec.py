@@ -1,4 +1,4 @@
-"""What keeps a variable in place of the group quantiser, where the plan of a forward says so."""
+"""What keeps a variable in place of the group quantizer, where the plan of a forward says so."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Keeper(Protocol):
 
 
 class KeptBy(NamedTuple):
-    """How what a keeper has kept becomes values again, with the interface of `quantiser.Recipe`.
+    """How what a keeper has kept becomes values again, with the interface of `quantizer.Recipe`.
 
     inner: the keeper's recipe. place: a `Recipe`, with all but the bits.
     """

@@ -1,6 +1,6 @@
-"""The quantised copies of normalised inputs, and a norm's result restored from one.
+"""The quantized copies of normalized inputs, and a norm's result restored from one.
 
-y = x~ weight + bias is linear in the normalised input x~, so that with x~^ exact in expectation y^ is as
+y = x~ weight + bias is linear in the normalized input x~, so that with x~^ exact in expectation y^ is as
 well. A layer that keeps y for the gradient of its weight can therefore keep the copy that the norm before it
 keeps anyway, and two vectors that exist already.
 """
@@ -22,7 +22,7 @@ class Affine(NamedTuple):
     channels: the shape in which weight and bias broadcast to y; None: as they are.
     """
 
-    normalised: Recipe
+    normalized: Recipe
     dtype: torch.dtype
     channels: tuple[int, ...] | None = None
 
@@ -30,15 +30,15 @@ class Affine(NamedTuple):
         """y in the size of x; dtype: that of y unless given."""
         *kept, weight, bias = tensors
         affine = self._placed(weight), self._placed(bias), self._inner()
-        return self.normalised.restore(kept, dtype or self.dtype, affine)
+        return self.normalized.restore(kept, dtype or self.dtype, affine)
 
     def used_by(self, name: str) -> Affine:
         """For the layer of that name."""
-        return self._replace(normalised=self.normalised.used_by(name))
+        return self._replace(normalized=self.normalized.used_by(name))
 
     def _inner(self) -> int | None:
         """How many elements in storage order have the same entry in a row; None for other layouts."""
-        size, stride = self.normalised.size, self.normalised.stride
+        size, stride = self.normalized.size, self.normalized.stride
         if self.channels is not None and stride[1] == 1:
             return 1
         if stride != layout.contiguous_stride(size):
@@ -49,9 +49,9 @@ class Affine(NamedTuple):
         return vector if vector is None or self.channels is None else vector.view(self.channels)
 
 
-def offer(quantiser, y, kept: Kept, weight, bias, channels=None) -> None:
+def offer(quantizer, y, kept: Kept, weight, bias, channels=None) -> None:
     """Layers of the same model that are about to keep y find what the norm has kept."""
-    if quantiser.session is None or kept.one is not None:
+    if quantizer.session is None or kept.one is not None:
         return
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # Where parameters are sharded the norm's may be gone when the layer after it runs backward.
@@ -60,15 +60,15 @@ def offer(quantiser, y, kept: Kept, weight, bias, channels=None) -> None:
         # torch's batch norm does not save the bias, so users may change the bias before backward; a clone keeps its value.
         bias = bias.detach().clone()
     recipe = Affine(kept.recipe, y.dtype, channels)
-    quantiser.session.add(y, quantiser.key, Kept((*kept.tensors, weight, bias), recipe))
+    quantizer.session.add(y, quantizer.key, Kept((*kept.tensors, weight, bias), recipe))
 
 
-def keep_copies(ctx, x, mean, rstd, inner, copies, quantiser):
+def keep_copies(ctx, x, mean, rstd, inner, copies, quantizer):
     """What is kept of x, and the tensors to save: of one copy, or of two.
 
-    mean, rstd, inner: as for `Quantiser.keep_normalised`.
+    mean, rstd, inner: as for `Quantizer.keep_normalized`.
     """
-    parts = [quantiser.keep_normalised(x, mean, rstd, inner) for _ in range(copies)]
+    parts = [quantizer.keep_normalized(x, mean, rstd, inner) for _ in range(copies)]
     ctx.recipe, ctx.inner = parts[0].recipe, inner
     return parts[0], [tensor for part in parts for tensor in part.tensors]
 
@@ -86,13 +86,13 @@ def scaled_back(ctx, kept, rstd, dtype):
     return ctx.recipe.restore(kept[: ctx.recipe.count], dtype, (deviation, None, ctx.inner))
 
 
-def input_gradient(g, first, second, rstd, dims, centred=True):
-    """(g - mean(g) - x~1 mean(x~2 g)) rstd; without the first mean unless centred.
+def input_gradient(g, first, second, rstd, dims, centered=True):
+    """(g - mean(g) - x~1 mean(x~2 g)) rstd; without the first mean unless centered.
 
     g: the gradient times the weight; first, second: restored x~; rstd: broadcast over `dims`, which means are
     taken over.
     """
     inner = g - first * (second * g).mean(dims, keepdim=True)
-    if centred:
+    if centered:
         inner = inner - g.mean(dims, keepdim=True)
     return inner * rstd

@@ -42,7 +42,7 @@ class FixedPoint(NamedTuple):
         return 3
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """x~ in the size and strides of y; affine: as for `quantiser.Recipe.restore`."""
+        """x~ in the size and strides of y; affine: as for `quantizer.Recipe.restore`."""
         scale, shift, inner = affine or (None, None, None)
         if shift is None and inner is not None and self.dtype == torch.float32:
             return self._decode(tensors, dtype or self.dtype, scale=(flat(scale), inner))
@@ -87,17 +87,17 @@ class PreActivated(NamedTuple):
         return self.fixed.result(tensors, dtype or self.dtype, self.slope)
 
 
-def can_keep(quantiser, x, rstd, weight, bias, copies: int) -> bool:
+def can_keep(quantizer, x, rstd, weight, bias, copies: int) -> bool:
     """Whether a norm is to keep x~ in fixed point: not where a compiler traces, nor with statistics of 16 bits."""
-    if not quantiser.fuse or copies != 1 or rstd.dtype.itemsize <= 2:
+    if not quantizer.fuse or copies != 1 or rstd.dtype.itemsize <= 2:
         return False
     return all(each is None or is_eager(each) for each in (x, weight, bias))
 
 
-def keep(quantiser, x, y, mean, rstd, inner: int | None, weight, bias, channels: int | None):
+def keep(quantizer, x, y, mean, rstd, inner: int | None, weight, bias, channels: int | None):
     """Kept x~ of a norm of x with result y, which is offered to the layers that follow.
 
-    mean, rstd, inner: as for `Quantiser.keep_normalised`. channels: the dimension that weight and bias belong to;
+    mean, rstd, inner: as for `Quantizer.keep_normalized`. channels: the dimension that weight and bias belong to;
     None: all but those in front, in y's order.
     """
     of_channels = _inner_of(y, channels)
@@ -107,21 +107,21 @@ def keep(quantiser, x, y, mean, rstd, inner: int | None, weight, bias, channels:
         of_channels = _inner_of(result, channels)
     usual = rstd.dtype == torch.float32 and x.dtype == y.dtype != torch.float64
     if usual and inner is not None and layout.has_stride(x, result.stride()):
-        dtype, source, normalise = torch.float32, x, (flat(mean), flat(rstd), inner)
+        dtype, source, normalize = torch.float32, x, (flat(mean), flat(rstd), inner)
     else:
         dtype = torch.promote_types(rstd.dtype, torch.float32)
         values = ((x.detach().to(dtype) - mean) * rstd).to(torch.promote_types(dtype, y.dtype))
-        source, normalise = layout.bring_to(values, result.stride()), None
+        source, normalize = layout.bring_to(values, result.stride()), None
         result = result.to(source.dtype)
-    grid = fixed_point.grid_of(weight, bias, quantiser.bits, x.device)
-    packed = fixed_point.encode(source, result, grid, quantiser.bits, of_channels, normalise)
+    grid = fixed_point.grid_of(weight, bias, quantizer.bits, x.device)
+    packed = fixed_point.encode(source, result, grid, quantizer.bits, of_channels, normalize)
     offload.mark(packed)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # Where parameters are sharded the norm's may be gone when the layer after it runs backward.
         weight, bias = (None if each is None else each.detach().clone() for each in (weight, bias))
     tensors = packed, weight, bias
-    recipe = FixedPoint(quantiser.bits, of_channels, tuple(y.shape), result.stride(), dtype)
-    session = quantiser.offering
+    recipe = FixedPoint(quantizer.bits, of_channels, tuple(y.shape), result.stride(), dtype)
+    session = quantizer.offering
     if session is not None:
         session.offer(y, Kept(tensors, PreActivated(recipe, y.dtype)))
     return Kept(tensors, recipe)

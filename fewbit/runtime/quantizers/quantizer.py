@@ -1,4 +1,4 @@
-"""What a layer keeps of a tensor: `Quantiser.keep` in forward, `Recipe.restore` in backward."""
+"""What a layer keeps of a tensor: `Quantizer.keep` in forward, `Recipe.restore` in backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fewbit.runtime.interop.tensor_kinds import (
     is_eager,
     is_plain,
 )
-from fewbit.runtime.ops import quantizer_ops as quantiser_ops
+from fewbit.runtime.ops import quantizer_ops as quantizer_ops
 from fewbit.runtime.quantizers.codec import Keeper, KeptBy
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved import probe as observation
@@ -51,7 +51,7 @@ class Recipe(NamedTuple):
         """The values in the size and strides of what was kept; dtype: its own unless given.
 
         affine: (scale, shift, inner), either of which may be None, for values * scale + shift before they are
-        rounded to dtype: of shapes that broadcast to the values; inner: as for `Quantiser.keep_normalised`.
+        rounded to dtype: of shapes that broadcast to the values; inner: as for `Quantizer.keep_normalized`.
         """
         *vectors, inner = affine or (None, None)
         if all(each is None for each in vectors):
@@ -91,10 +91,10 @@ class Recipe(NamedTuple):
         packed, ranges, *widths = tensors
         place = self.bits, self.group_size, self.size, self.stride
         if not is_plain(packed):
-            return quantiser_ops.dequantise_op(packed, ranges, *place, dtype)
+            return quantizer_ops.dequantize_op(packed, ranges, *place, dtype)
         if not widths:
-            return quantiser_ops.dequantise(packed, ranges, *place, dtype, affine=affine)
-        return quantiser_ops.dequantise_samples(
+            return quantizer_ops.dequantize(packed, ranges, *place, dtype, affine=affine)
+        return quantizer_ops.dequantize_samples(
             packed, ranges, *widths, self.samples, *place[1:], dtype, affine
         )
 
@@ -130,19 +130,19 @@ class Kept(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """A tensor x, what is kept of it or of what `normalise` makes of it, and how: for observations."""
+    """A tensor x, what is kept of it or of what `normalize` makes of it, and how: for observations."""
 
     x: torch.Tensor
     tensors: tuple[torch.Tensor, ...]
     recipe: Recipe
     group_size: int
     wide: bool | None
-    normalise: tuple | None
+    normalize: tuple | None
 
     def variance(self, bits: int, generator) -> torch.Tensor:
-        """As `quantiser_ops.rounding_variance`."""
-        settings = self.group_size, self.wide, self.normalise
-        return quantiser_ops.rounding_variance(
+        """As `quantizer_ops.rounding_variance`."""
+        settings = self.group_size, self.wide, self.normalize
+        return quantizer_ops.rounding_variance(
             self.x, self.recipe.samples, *settings, bits, generator
         )
 
@@ -151,7 +151,7 @@ class Rounded(NamedTuple):
         x = self.x if layout.is_by_sample(self.x) else self.x.contiguous()
         if x.numel() < groups.LEAST_FEATURES * len(x):
             x = layout.storage_order(x).view(1, -1)  # as groups run across samples so short
-        return quantiser_ops.squares(x, self.group_size, self.normalise).sum()
+        return quantizer_ops.squares(x, self.group_size, self.normalize).sum()
 
     def exact(self) -> torch.Tensor:
         """What is kept, without errors; of the size, strides and dtype in which it is restored."""
@@ -160,8 +160,8 @@ class Rounded(NamedTuple):
             recipe.size, recipe.stride, dtype=recipe.dtype, device=self.x.device
         )
         x.copy_(self.x)
-        if self.normalise is not None:
-            mean, rstd, inner = self.normalise
+        if self.normalize is not None:
+            mean, rstd, inner = self.normalize
             rows = layout.storage_order(x).view(-1, len(rstd), inner)
             if mean is not None:
                 rows.sub_(mean[:, None])
@@ -171,12 +171,12 @@ class Rounded(NamedTuple):
     def errors(self, exact: torch.Tensor | None = None) -> torch.Tensor:
         """What backward would restore, minus what should be. exact: that of `exact`, if it is there."""
         if exact is None:
-            exact = self.x if self.normalise is None else self.exact()
+            exact = self.x if self.normalize is None else self.exact()
         return self.recipe.exactly(self.tensors).sub_(exact)
 
 
-class Quantiser:
-    """How a layer quantises what it keeps; one object a layer, or shared by layers.
+class Quantizer:
+    """How a layer quantizes what it keeps; one object a layer, or shared by layers.
 
     bits: 1 to 8. group_size: a multiple of 32. minimum: "auto" (float32 where a tensor's offset asks for
     it), "bfloat16" or "float32". session: what the layers of a converted model share, or None. name: of the
@@ -210,7 +210,7 @@ class Quantiser:
         self.fuse = fuse
         self._offset = Offset()
 
-    def named(self, name: str) -> Quantiser:
+    def named(self, name: str) -> Quantizer:
         """One like it for another layer."""
         other = copy(self)
         other.name, other._offset = name, Offset()
@@ -229,13 +229,13 @@ class Quantiser:
     def offering(self) -> Session | None:
         """Where norms offer what they keep in fixed point, and the layers after them look for it.
 
-        In a pre-activation block its own: of a layer that several blocks share, the quantiser is that of the last.
+        In a pre-activation block its own: of a layer that several blocks share, the quantizer is that of the last.
         """
         running = current()
         return running if running is not None and running.is_private else self.session
 
     def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> Kept:
-        """A quantised copy of x, floating, any shape and strides.
+        """A quantized copy of x, floating, any shape and strides.
 
         Of a transposed view, that of the tensor as it lies in memory. shared: one copy serves all who ask for
         x in a forward of the model. slot: a number for each of the layer's inputs.
@@ -264,23 +264,23 @@ class Quantiser:
         is_one = any(_is_one_memory(x, other) for other in others)
         return self.keep(x, not is_one, slot=len(others))
 
-    def keep_normalised(self, x, mean, rstd, inner: int | None) -> Kept:
-        """A quantised copy, shared with nobody, of (x - mean) rstd, in float32 or better.
+    def keep_normalized(self, x, mean, rstd, inner: int | None) -> Kept:
+        """A quantized copy, shared with nobody, of (x - mean) rstd, in float32 or better.
 
         mean (or None), rstd: of shapes that broadcast to x's. inner: if x's element number e in storage order,
         samples outermost, has statistics number (e div inner) mod how many there are; else None.
         """
         fits = inner is not None and layout.is_by_sample(x)
         if fits and is_plain(x) and rstd.dtype == torch.float32 and x.dtype != torch.float64:
-            return self._keep(x, torch.float32, normalise=(flat(mean), flat(rstd), inner))
+            return self._keep(x, torch.float32, normalize=(flat(mean), flat(rstd), inner))
         given = x.dtype
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
         return self._keep(x, x.dtype, given=given)
 
-    def _keep(self, x, dtype, slot=0, normalise=None, activation=None, given=None) -> Kept:
-        """x, or what `normalise` makes of it, to be restored in dtype. activation: number of that which made x.
+    def _keep(self, x, dtype, slot=0, normalize=None, activation=None, given=None) -> Kept:
+        """x, or what `normalize` makes of it, to be restored in dtype. activation: number of that which made x.
 
         given: the dtype of what the layer got, where that is not x.
         """
@@ -289,10 +289,10 @@ class Quantiser:
         wide, ask = self._wide(), False
         if wide is None and x.is_cuda:
             wide, ask = self._on_device()
-        settings = self.group_size, wide, normalise
+        settings = self.group_size, wide, normalize
         seed = self._seed(x, slot, activation)
         if self._variables is None:
-            tensors = quantiser_ops.quantise(x, seed, self.bits, *settings)
+            tensors = quantizer_ops.quantize(x, seed, self.bits, *settings)
             recipe = self._recipe(x, dtype, self.bits)
         else:
             tensors, recipe = self._keep_variable(x, seed, dtype, slot, settings, given or x.dtype)
@@ -311,11 +311,11 @@ class Quantiser:
         if keeper is not None:
             tensors, recipe = _kept_by(keeper, x, seed, recipe, settings, given)
             if samples is not None and plan.observation is not None:
-                sensitivities = quantiser_ops.sensitivities(x, variable, samples, *settings)
+                sensitivities = quantizer_ops.sensitivities(x, variable, samples, *settings)
         elif samples is None:
-            tensors = quantiser_ops.quantise(x, seed, bits, *settings)
+            tensors = quantizer_ops.quantize(x, seed, bits, *settings)
         else:
-            *tensors, sensitivities = quantiser_ops.quantise_samples(
+            *tensors, sensitivities = quantizer_ops.quantize_samples(
                 x, seed, variable, samples, *settings
             )
         observation = plan.observation
@@ -353,7 +353,7 @@ class Quantiser:
         return self._offset.poll(), True
 
     def with_result(self, run, y) -> tuple | None:
-        """(codes, Kept of y or None) of an activation that makes its result y and quantises it in one pass.
+        """(codes, Kept of y or None) of an activation that makes its result y and quantizes it in one pass.
 
         run(seed, bits, group_size, wide): writes y; returns codes and (packed, ranges, spread), or None where
         it cannot. y: a plain tensor, samples outermost. Of a tensor with a large offset nothing is kept here.
@@ -365,7 +365,7 @@ class Quantiser:
         if made is None:
             return None
         codes, (packed, ranges, spread) = made
-        if self.minimum == "auto" and quantiser_ops.is_offset(*spread):
+        if self.minimum == "auto" and quantizer_ops.is_offset(*spread):
             return codes, None
         offload.mark(packed, ranges)
         return codes, Kept((packed, ranges), self._recipe(y, y.dtype, self.bits))
@@ -384,7 +384,7 @@ class Quantiser:
 
             comptime(_tell_traced)
         recipe = self._recipe(x, x.dtype, self.bits)
-        packed, ranges, one = quantiser_ops.quantise_op(
+        packed, ranges, one = quantizer_ops.quantize_op(
             x, recipe.stride, ops.new_seed(x), self.bits, self.group_size, bool(self._wide())
         )
         one = None if is_abstract(x) else one
@@ -414,27 +414,27 @@ class Quantiser:
 
 
 def _kept_by(keeper: Keeper, x, seed, recipe: Recipe, settings, given):
-    """(tensors, recipe). What is normalised is kept in the dtype of what it was made from, which is as fine."""
-    _, _, normalise = settings
+    """(tensors, recipe). What is normalized is kept in the dtype of what it was made from, which is as fine."""
+    _, _, normalize = settings
     values = x.detach()
-    if normalise is not None:
+    if normalize is not None:
         values = Rounded(values, (), recipe, *settings).exact()
     tensors, inner = keeper.keep(values.to(given), seed)
     return tuple(tensors), KeptBy(inner, recipe)
 
 
 def _tell_traced(context) -> None:
-    """Runs while torch.compile traces `Quantiser._traced`, and leaves nothing in what it makes.
+    """Runs while torch.compile traces `Quantizer._traced`, and leaves nothing in what it makes.
 
     context: a ComptimeContext. Where there are other compilers, or later ones keep variables otherwise, nothing is told.
     """
     own = context.get_local("self")
     tracked = getattr(own, "_i_will_not_complain_if_bc_breaks_VariableTracker", lambda: None)()
-    quantiser = getattr(tracked, "value", None)
-    if not isinstance(quantiser, Quantiser) or "session" not in vars(quantiser):
+    quantizer = getattr(tracked, "value", None)
+    if not isinstance(quantizer, Quantizer) or "session" not in vars(quantizer):
         return  # one that is made in what is traced is not there yet
-    if quantiser._variables is not None and not quantiser.is_fixed:
-        quantiser._variables.unobserved(quantiser.name, COMPILED)
+    if quantizer._variables is not None and not quantizer.is_fixed:
+        quantizer._variables.unobserved(quantizer.name, COMPILED)
 
 
 def _is_one_memory(x, other) -> bool:
@@ -453,9 +453,9 @@ def _is_ordinary(x) -> bool:
 
 
 @lru_cache(maxsize=256, typed=True)  # 2.0 is not 2, and True is not 1
-def quantiser_of(bits: int, group_size: int) -> Quantiser:
-    """The Quantiser of a functional call. Raises InputError for bad bits or group_size."""
-    return Quantiser(bits, group_size)
+def quantizer_of(bits: int, group_size: int) -> Quantizer:
+    """The Quantizer of a functional call. Raises InputError for bad bits or group_size."""
+    return Quantizer(bits, group_size)
 
 
 def is_differentiated(*tensors) -> bool:

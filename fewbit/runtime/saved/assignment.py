@@ -86,7 +86,7 @@ class Plan:
     averages: {name: bits}, of variables that do not have those of their layer. samples: in the forward, or None.
     observation: what is to be found out on the way, or None. Where the samples are numbered also magnitudes, of
     gradients by sample, and numbers, of the samples of this forward. keepers: {name: what keeps a variable in place of
-    the group quantiser}. activations: {name: bits}, of few-bit activations that do not have their own.
+    the group quantizer}. activations: {name: bits}, of few-bit activations that do not have their own.
     channels: {name of a layer: how many}, where those of each sample have bits of their own; weights: {name of a layer:
     Weights}, by which they share them. least_features: samples of fewer have no bits of their own. rounds_up: averages
     that are not fixed are least ones, so that their bits are at least as many; else they are at most. unobserved: why no
@@ -109,7 +109,7 @@ class Plan:
         return Variable(name, average, is_fixed, self)
 
     def keeper(self, variable: Variable):
-        """What keeps it in place of the group quantiser, or None."""
+        """What keeps it in place of the group quantizer, or None."""
         return None if variable.is_fixed else self.keepers.get(variable.name)
 
     def sensitivities(self, variable: Variable, squares: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whether a layer's tensors need float32 minimums, on devices where asking would synchronise.
+"""Whether a layer's tensors need float32 minimums, on devices where asking would synchronize.
 
 On the CPU each tensor decides for itself. On a GPU the host may not wait for the answer: a layer then goes
 by an earlier tensor of its own, whose answer has arrived meanwhile. Either way values are exact in

@@ -146,7 +146,7 @@ class Observation:
     def rounding(self, variable, rounded) -> dict[int, torch.Tensor] | None:
         """{level: (samples,) variance of an element} of a tensor that is kept, if that is to be known.
 
-        rounded: a `quantiser.Rounded`.
+        rounded: a `quantizer.Rounded`.
         """
         if not self._is_open:
             return None

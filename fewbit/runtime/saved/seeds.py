@@ -15,7 +15,7 @@ class Seeds:
 
     They start from the state of torch's generator for the CPU and draw nothing from it. What dropout draws is then what
     it would draw without us, also where a checkpoint makes a region again, having put torch's generator back, and
-    quantises another number of tensors. Nor does it matter in which order, or pass, tensors are quantised. salt: of up
+    quantizes another number of tensors. Nor does it matter in which order, or pass, tensors are quantized. salt: of up
     to 16 bytes; what differs in it has nothing in common.
     """
 

@@ -1,6 +1,6 @@
-"""What the layers of one converted model share during a forward: quantised copies, and where seeds come from.
+"""What the layers of one converted model share during a forward: quantized copies, and where seeds come from.
 
-A tensor that several layers keep (q, k and v of one input; a residual branch) is quantised once. Entries
+A tensor that several layers keep (q, k and v of one input; a residual branch) is quantized once. Entries
 are found by the tensor's storage, held weakly, so that they never hold the tensor, with its place in there
 and its version, so that neither an in-place change nor a reused address can be taken for the old tensor. Writes
 through `x.data` or `x.numpy()` do not change the version; on the CPU entries are therefore also compared by a checksum
@@ -338,7 +338,7 @@ class Session:
     # -- Activations that a layer follows ----------------------------------------------------------------
 
     def follower(self, x):
-        """The quantiser of a layer that took this activation's result in an earlier forward, or None.
+        """The quantizer of a layer that took this activation's result in an earlier forward, or None.
 
         Activations are known by their number in the forward and by their input's shape and dtype.
         """
@@ -346,7 +346,7 @@ class Session:
             return None
         return self._followed.get((len(self._local.results), x.shape, x.dtype))
 
-    def produced(self, x, y, quantiser=None, kept=None) -> None:
+    def produced(self, x, y, quantizer=None, kept=None) -> None:
         """Notes an activation's result, and what a follower is offered of it."""
         local = self._local
         if local.entries is None or in_checkpoint():
@@ -354,9 +354,9 @@ class Session:
         number = len(local.results), x.shape, x.dtype
         local.results[_place(y)] = _Result(number, y, kept is not None)
         if kept is not None:
-            self.add(y, quantiser.key, kept)
+            self.add(y, quantizer.key, kept)
 
-    def follows(self, x, quantiser) -> int | None:
+    def follows(self, x, quantizer) -> int | None:
         """Notes that a layer keeps x: if that is an activation's result, both are one pass next time.
 
         Returns the number of that activation, or None.
@@ -369,7 +369,7 @@ class Session:
         result.used = True
         if len(self._followed) >= MOST_FOLLOWED:  # of ever new shapes
             self._followed.clear()
-        self._followed[result.number] = quantiser
+        self._followed[result.number] = quantizer
         return result.number[0]
 
     def _forget_unused(self) -> None:

@@ -1,6 +1,6 @@
 """Error bounds of batch, layer, group and RMS norm: docs/theory/ac_gc.md, section 6.
 
-What is kept, and errs, is the normalised input x~ (docs/decisions/0007). A norm works on sets of M elements that share
+What is kept, and errs, is the normalized input x~ (docs/decisions/0007). A norm works on sets of M elements that share
 a mean and a deviation s: a batch norm's channels, a layer or RMS norm's rows, a group norm's groups of a sample.
 With g the gradient of the output and g' = g times the weight,
 
@@ -29,13 +29,13 @@ KURTOSIS = 4.0 / 3.0
 """E dx^4 <= KURTOSIS dx2^2 for stochastic rounding, dx2 = step^2 / 4 (docs/theory/ac_gc.md, section 1)."""
 
 
-def norm_squares(normalised: Tensor, weighted: Tensor, rstd: Tensor, dims) -> tuple[Tensor, Tensor]:
+def norm_squares(normalized: Tensor, weighted: Tensor, rstd: Tensor, dims) -> tuple[Tensor, Tensor]:
     """(scaled2, alignment2) of each set, float64 in the shape of rstd.
 
-    normalised: x~; weighted: g', of x~'s shape; rstd: 1 / s, which broadcasts to them; dims: those of a set. Their sums
+    normalized: x~; weighted: g', of x~'s shape; rstd: 1 / s, which broadcasts to them; dims: those of a set. Their sums
     over all sets are what the bounds take; a batch norm's can be taken by channel.
     """
-    x, g, rstd = normalised.double(), weighted.double(), rstd.double()
+    x, g, rstd = normalized.double(), weighted.double(), rstd.double()
     scaled2 = (g.square().sum(dims, keepdim=True) * rstd.square()).reshape(rstd.shape)
     aligned = ((x * g).sum(dims, keepdim=True) * rstd).reshape(rstd.shape)
     return scaled2, aligned.square()

@@ -1,4 +1,4 @@
-// The group quantiser on the CPU: streams, threads, and what they share.
+// The group quantizer on the CPU: streams, threads, and what they share.
 #pragma once
 
 #include <cstdint>
@@ -27,13 +27,13 @@ struct Extent {
   float least, greatest;
 };
 
-// Writes all of the streams' words and ranges. The extent is that of what is quantised.
-Extent quantise(const Kernels& kernels, const StreamPlan& plan, const void* x, DType dtype,
-                const Normalisation& normalisation, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads);
+// Writes all of the streams' words and ranges. The extent is that of what is quantized.
+Extent quantize(const Kernels& kernels, const StreamPlan& plan, const void* x, DType dtype,
+                const Normalization& normalization, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads);
 
 // out: (groups,), length * range^2 of each group of a stream of samples that are in order.
 void squares(const Kernels& kernels, const Streams& streams, const void* x, DType dtype,
-             const Normalisation& normalisation, float* out, int threads);
+             const Normalization& normalization, float* out, int threads);
 
 // Elements x, of a dtype for which there is `forward`, to y, codes and a seed of that kernel; y may be x.
 struct Forward {
@@ -50,12 +50,12 @@ struct Forward {
 // Threads that can do it in one pass: each does whole chunks and whole groups.
 int threads_of_forward(const Streams& streams, int threads);
 
-// `forward`, and `quantise` of y, of samples that all have one width, in one pass over memory; extent of y.
-Extent forward_quantised(const Kernels& kernels, const Streams& streams, const Forward& forward, uint64_t seed,
+// `forward`, and `quantize` of y, of samples that all have one width, in one pass over memory; extent of y.
+Extent forward_quantized(const Kernels& kernels, const Streams& streams, const Forward& forward, uint64_t seed,
                          uint32_t* packed, uint16_t* ranges, int threads);
 
 // affine: not of samples of several widths that share groups.
-void dequantise(const Kernels& kernels, const StreamPlan& plan, const uint32_t* packed, const uint16_t* ranges,
+void dequantize(const Kernels& kernels, const StreamPlan& plan, const uint32_t* packed, const uint16_t* ranges,
                 const Affine& affine, void* out, DType dtype, int threads);
 
 }  // namespace fewbit

@@ -1,11 +1,11 @@
-// The group quantiser's inner loops with AVX2.
+// The group quantizer's inner loops with AVX2.
 #pragma once
 
 #include <immintrin.h>
 
 #include <cstdint>
 
-#include "../common/quantise.h"
+#include "../common/quantize.h"
 #include "simd_avx2.h"
 
 namespace fewbit {
@@ -47,7 +47,7 @@ inline bool extremes(const float* x, int n, float& least, float& greatest) {
 
 // The words of `blocks` blocks of a group, of which the first is at a multiple of kDrawBlock. draws: draw_words.
 template <int BITS>
-inline void quantise_blocks(const float* x, int blocks, const GroupLimits& limits, const uint32_t* draws,
+inline void quantize_blocks(const float* x, int blocks, const GroupLimits& limits, const uint32_t* draws,
                             uint32_t* words) {
   const __m256 minimum = _mm256_set1_ps(limits.minimum), scale = _mm256_set1_ps(limits.scale);
   const __m256 most = _mm256_set1_ps(most_of(BITS));

@@ -1,4 +1,4 @@
-// The group quantiser's kernels of one instruction set. Compiled as kernels.cpp is: several times, without
+// The group quantizer's kernels of one instruction set. Compiled as kernels.cpp is: several times, without
 // standard library templates.
 //
 // A group is read from memory once: it is in the first cache when its extremes are known and its codes follow.
@@ -6,16 +6,16 @@
 #include <cstring>
 
 #include "../common/planes.h"
-#include "../common/quantise.h"
+#include "../common/quantize.h"
 #include "../common/streams.h"
 #include "kernels.h"
 
 #if defined(FEWBIT_AVX512)
-#include "quantise_avx512.h"
+#include "quantize_avx512.h"
 #elif defined(FEWBIT_AVX2)
-#include "quantise_avx2.h"
+#include "quantize_avx2.h"
 #else
-#include "quantise_baseline.h"
+#include "quantize_baseline.h"
 #endif
 
 #include "draws.h"
@@ -25,7 +25,7 @@
 namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
-extern const QuantiserKernels quantiser_kernels;
+extern const QuantizerKernels quantizer_kernels;
 
 namespace {
 
@@ -83,14 +83,14 @@ struct BFloat16 {
 // -- bits as a constant ----------------------------------------------------------------------------------------
 
 struct OfBits {
-  void (*quantise)(const float* x, int blocks, const GroupLimits& limits, const uint32_t* draws, uint32_t* words);
+  void (*quantize)(const float* x, int blocks, const GroupLimits& limits, const uint32_t* draws, uint32_t* words);
   void (*restore)(const uint32_t* words, int blocks, const GroupLimits& limits, float* out);
 };
 
 // Not inlined: each is a loop of its own.
 template <int BITS>
-void quantise_part(const float* x, int blocks, const GroupLimits& limits, const uint32_t* draws, uint32_t* words) {
-  quantise_blocks<BITS>(x, blocks, limits, draws, words);
+void quantize_part(const float* x, int blocks, const GroupLimits& limits, const uint32_t* draws, uint32_t* words) {
+  quantize_blocks<BITS>(x, blocks, limits, draws, words);
 }
 
 template <int BITS>
@@ -99,7 +99,7 @@ void restore_part(const uint32_t* words, int blocks, const GroupLimits& limits, 
 }
 
 template <int BITS>
-constexpr OfBits of_bits = {quantise_part<BITS>, restore_part<BITS>};
+constexpr OfBits of_bits = {quantize_part<BITS>, restore_part<BITS>};
 
 constexpr OfBits kOfBits[] = {of_bits<1>, of_bits<2>, of_bits<3>, of_bits<4>,
                               of_bits<5>, of_bits<6>, of_bits<7>, of_bits<8>};
@@ -186,17 +186,17 @@ inline const float* read(const Cursor& cursor, const typename Number::Type* x, i
   return Number::widen(copy, wide, n);
 }
 
-// -- quantise --------------------------------------------------------------------------------------------------
+// -- quantize --------------------------------------------------------------------------------------------------
 
-// What `read` returned of m elements, normalised, with copies of the first one behind them again.
-inline const float* normalised(Normaliser& normaliser, const Cursor& cursor, int begin, int m, const float* values,
+// What `read` returned of m elements, normalized, with copies of the first one behind them again.
+inline const float* normalized(Normalizer& normalizer, const Cursor& cursor, int begin, int m, const float* values,
                                float* out) {
-  if (!normaliser.exists()) return values;
+  if (!normalizer.exists()) return values;
   if (cursor.contiguous()) {
-    normaliser.apply(cursor.place() + begin, m, values, out);
+    normalizer.apply(cursor.place() + begin, m, values, out);
   } else {
     cursor.pieces(cursor.group().first + begin, m, [&](int64_t place, int at, int count) {
-      normaliser.apply(place, count, values + at, out + at);
+      normalizer.apply(place, count, values + at, out + at);
     });
   }
   for (int i = m; i % kBlock != 0; ++i) out[i] = out[0];
@@ -211,21 +211,21 @@ inline bool has_nan(const float* x, int n) {
 }
 
 template <class Number>
-void quantise_groups(const Streams& streams, const int64_t* order, const typename Number::Type* x,
-                     const Normalisation& normalisation, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
+void quantize_groups(const Streams& streams, const int64_t* order, const typename Number::Type* x,
+                     const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
                      uint16_t* ranges, Spread& spread) {
   alignas(64) typename Number::Type copy[kPart];
   alignas(64) float wide[kPart];
   alignas(64) uint32_t draws[4 * kDrawCounters];
   uint32_t words[kPartBlocks * kMaxBits];
   const DrawKeys keys(seed);
-  Normaliser normaliser(normalisation);
+  Normalizer normalizer(normalization);
   const float infinity = __builtin_inff();
   while (begin < end) {
     const Stream& stream = stream_of(streams, begin);
     const int64_t last = stream.first_group + stream.groups < end ? stream.first_group + stream.groups : end;
     const int bits = stream.bits;
-    const auto quantise_part = kOfBits[bits - 1].quantise;
+    const auto quantize_part = kOfBits[bits - 1].quantize;
     Cursor cursor(streams, stream, order, begin - stream.first_group, last - stream.first_group);
     WordWriter writer(packed + stream.first_word, bits, cursor.group().first);
     for (; cursor.exists(); cursor.advance()) {
@@ -235,7 +235,7 @@ void quantise_groups(const Streams& streams, const int64_t* order, const typenam
       const float* values = wide;
       for (int at = 0; at < group.length; at += kPart) {
         const int m = part_size(group, at);
-        values = normalised(normaliser, cursor, at, m, read<Number>(cursor, x, at, m, copy, wide), wide);
+        values = normalized(normalizer, cursor, at, m, read<Number>(cursor, x, at, m, copy, wide), wide);
         const bool finite = extremes(values, blocks_of(m) * kBlock, least, greatest);
         clean &= finite;
         if (!finite) spread.nan |= has_nan(values, m);
@@ -250,10 +250,10 @@ void quantise_groups(const Streams& streams, const int64_t* order, const typenam
         uint32_t* to = direct ? direct : words;
         if (is_kept(limits)) {
           if (group.length > kPart) {
-            values = normalised(normaliser, cursor, at, m, read<Number>(cursor, x, at, m, copy, wide), wide);
+            values = normalized(normalizer, cursor, at, m, read<Number>(cursor, x, at, m, copy, wide), wide);
           }
           draw_words(keys, first_counter(cursor.number(), at / kPart, streams.group_size), draws);
-          quantise_part(values, blocks_of(m), limits, draws, to);
+          quantize_part(values, blocks_of(m), limits, draws, to);
         } else {
           memset(to, 0, blocks_of(m) * bits * sizeof(uint32_t));
         }
@@ -265,21 +265,21 @@ void quantise_groups(const Streams& streams, const int64_t* order, const typenam
   }
 }
 
-void quantise(const Streams& streams, const int64_t* order, const void* x, DType dtype,
-              const Normalisation& normalisation, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
+void quantize(const Streams& streams, const int64_t* order, const void* x, DType dtype,
+              const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
               uint16_t* ranges, Spread& spread) {
   switch (dtype) {
     case DType::float32:
-      return quantise_groups<Float32>(streams, order, static_cast<const float*>(x), normalisation, seed, begin, end,
+      return quantize_groups<Float32>(streams, order, static_cast<const float*>(x), normalization, seed, begin, end,
                                       packed, ranges, spread);
     case DType::float64:
-      return quantise_groups<Float64>(streams, order, static_cast<const double*>(x), normalisation, seed, begin, end,
+      return quantize_groups<Float64>(streams, order, static_cast<const double*>(x), normalization, seed, begin, end,
                                       packed, ranges, spread);
     case DType::float16:
-      return quantise_groups<Float16>(streams, order, static_cast<const uint16_t*>(x), normalisation, seed, begin,
+      return quantize_groups<Float16>(streams, order, static_cast<const uint16_t*>(x), normalization, seed, begin,
                                       end, packed, ranges, spread);
     case DType::bfloat16:
-      return quantise_groups<BFloat16>(streams, order, static_cast<const uint16_t*>(x), normalisation, seed, begin,
+      return quantize_groups<BFloat16>(streams, order, static_cast<const uint16_t*>(x), normalization, seed, begin,
                                        end, packed, ranges, spread);
   }
 }
@@ -287,11 +287,11 @@ void quantise(const Streams& streams, const int64_t* order, const void* x, DType
 // -- squares ---------------------------------------------------------------------------------------------------
 
 template <class Number>
-void squares_of_groups(const Streams& streams, const typename Number::Type* x, const Normalisation& normalisation,
+void squares_of_groups(const Streams& streams, const typename Number::Type* x, const Normalization& normalization,
                        int64_t begin, int64_t end, float* out) {
   alignas(64) typename Number::Type copy[kPart];
   alignas(64) float wide[kPart];
-  Normaliser normaliser(normalisation);
+  Normalizer normalizer(normalization);
   const float infinity = __builtin_inff();
   Cursor cursor(streams, streams.of[0], nullptr, begin, end);
   for (; cursor.exists(); cursor.advance()) {
@@ -301,7 +301,7 @@ void squares_of_groups(const Streams& streams, const typename Number::Type* x, c
     for (int at = 0; at < group.length; at += kPart) {
       const int m = part_size(group, at);
       const float* values =
-          normalised(normaliser, cursor, at, m, read<Number>(cursor, x, at, m, copy, wide), wide);
+          normalized(normalizer, cursor, at, m, read<Number>(cursor, x, at, m, copy, wide), wide);
       clean &= extremes(values, blocks_of(m) * kBlock, least, greatest);
     }
     const float range = greatest - least;
@@ -309,21 +309,21 @@ void squares_of_groups(const Streams& streams, const typename Number::Type* x, c
   }
 }
 
-void squares(const Streams& streams, const void* x, DType dtype, const Normalisation& normalisation, int64_t begin,
+void squares(const Streams& streams, const void* x, DType dtype, const Normalization& normalization, int64_t begin,
              int64_t end, float* out) {
   switch (dtype) {
     case DType::float32:
-      return squares_of_groups<Float32>(streams, static_cast<const float*>(x), normalisation, begin, end, out);
+      return squares_of_groups<Float32>(streams, static_cast<const float*>(x), normalization, begin, end, out);
     case DType::float64:
-      return squares_of_groups<Float64>(streams, static_cast<const double*>(x), normalisation, begin, end, out);
+      return squares_of_groups<Float64>(streams, static_cast<const double*>(x), normalization, begin, end, out);
     case DType::float16:
-      return squares_of_groups<Float16>(streams, static_cast<const uint16_t*>(x), normalisation, begin, end, out);
+      return squares_of_groups<Float16>(streams, static_cast<const uint16_t*>(x), normalization, begin, end, out);
     case DType::bfloat16:
-      return squares_of_groups<BFloat16>(streams, static_cast<const uint16_t*>(x), normalisation, begin, end, out);
+      return squares_of_groups<BFloat16>(streams, static_cast<const uint16_t*>(x), normalization, begin, end, out);
   }
 }
 
-// -- dequantise ------------------------------------------------------------------------------------------------
+// -- dequantize ------------------------------------------------------------------------------------------------
 
 // The words of m elements of a stream from `first` on, as if they began a block: in place, or in `buffer`, which
 // holds a block more than a part has.
@@ -339,7 +339,7 @@ inline const uint32_t* words_from(const uint32_t* words, int64_t first, int m, i
 }
 
 template <class Number>
-void dequantise_groups(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
+void dequantize_groups(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
                        const Affine& affine, int64_t begin, int64_t end, typename Number::Type* out,
                        bool past_caches) {
   typedef typename Number::Type T;
@@ -392,27 +392,27 @@ void dequantise_groups(const Streams& streams, const int64_t* order, const uint3
   if (past_caches) finish_streaming();
 }
 
-void dequantise(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
+void dequantize(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
                 const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype, bool past_caches) {
   switch (dtype) {
     case DType::float32:
-      return dequantise_groups<Float32>(streams, order, packed, ranges, affine, begin, end, static_cast<float*>(out),
+      return dequantize_groups<Float32>(streams, order, packed, ranges, affine, begin, end, static_cast<float*>(out),
                                         past_caches);
     case DType::float64:
-      return dequantise_groups<Float64>(streams, order, packed, ranges, affine, begin, end,
+      return dequantize_groups<Float64>(streams, order, packed, ranges, affine, begin, end,
                                         static_cast<double*>(out), past_caches);
     case DType::float16:
-      return dequantise_groups<Float16>(streams, order, packed, ranges, affine, begin, end,
+      return dequantize_groups<Float16>(streams, order, packed, ranges, affine, begin, end,
                                         static_cast<uint16_t*>(out), past_caches);
     case DType::bfloat16:
-      return dequantise_groups<BFloat16>(streams, order, packed, ranges, affine, begin, end,
+      return dequantize_groups<BFloat16>(streams, order, packed, ranges, affine, begin, end,
                                          static_cast<uint16_t*>(out), past_caches);
   }
 }
 
 }  // namespace
 
-const QuantiserKernels quantiser_kernels = {quantise, squares, dequantise};
+const QuantizerKernels quantizer_kernels = {quantize, squares, dequantize};
 
 }  // namespace FEWBIT_NAMESPACE
 }  // namespace fewbit

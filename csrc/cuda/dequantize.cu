@@ -1,6 +1,6 @@
-// Quantised values back: a warp a group, 256 elements of it at a time.
+// Quantized values back: a warp a group, 256 elements of it at a time.
 
-#include "common/quantise.h"
+#include "common/quantize.h"
 #include "cuda/dispatch.h"
 #include "cuda/groups.h"
 #include "cuda/kernels.h"
@@ -10,7 +10,7 @@
 namespace fewbit::cuda {
 namespace {
 
-// A lane has 8 elements of a part, in runs of neighbours that fill vectors of 16 bytes (float64: several).
+// A lane has 8 elements of a part, in runs of neighbors that fill vectors of 16 bytes (float64: several).
 template <class T>
 struct Runs {
   static constexpr int kLength = sizeof(T) == 4 ? 4 : 8;
@@ -84,7 +84,7 @@ __device__ void store_run(const float* values, T* out, bool vectors, int exist) 
 
 template <class T, bool Mapped>
 __global__ void __launch_bounds__(kThreads, 4)
-    dequantise_kernel(const __grid_constant__ Streams uniform, const int64_t* order, const int64_t* counts,
+    dequantize_kernel(const __grid_constant__ Streams uniform, const int64_t* order, const int64_t* counts,
                       const uint32_t* packed, const uint16_t* ranges, const __grid_constant__ Affine affine, T* out) {
   __shared__ Streams streams;
   share_streams(streams, uniform, counts);
@@ -138,14 +138,14 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 }  // namespace
 
-void dequantise(const Quantised& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine, void* out,
+void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine, void* out,
                 int dtype, int device, void* stream) {
   const int64_t groups = of.groups;
   if (groups <= 0) return;
   const DeviceScope scope(device);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto kernel = affine.exists() ? dequantise_kernel<T, true> : dequantise_kernel<T, false>;
+    const auto kernel = affine.exists() ? dequantize_kernel<T, true> : dequantize_kernel<T, false>;
     launch(kernel, device, stream, groups, kWaves, uniform_streams(of), of.order, of.counts,
            reinterpret_cast<const uint32_t*>(packed), ranges, affine, static_cast<T*>(out));
   });

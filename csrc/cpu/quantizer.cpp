@@ -1,4 +1,4 @@
-#include "quantiser.h"
+#include "quantizer.h"
 
 #include <algorithm>
 #include <limits>
@@ -12,7 +12,7 @@ namespace fewbit {
 namespace {
 
 constexpr Spread kNothing{std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(), false};
-constexpr int64_t kInCache = 64 * kChunk;  // elements that stay in the caches from `forward` to `quantise`
+constexpr int64_t kInCache = 64 * kChunk;  // elements that stay in the caches from `forward` to `quantize`
 constexpr int64_t kPastCaches = int64_t{24} << 20;  // bytes of one thread; kernels.cpp has the same
 
 int64_t element_count(const Streams& streams) {
@@ -97,8 +97,8 @@ StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool 
   return plan;
 }
 
-Extent quantise(const Kernels& kernels, const StreamPlan& plan, const void* x, DType dtype,
-                const Normalisation& normalisation, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads) {
+Extent quantize(const Kernels& kernels, const StreamPlan& plan, const void* x, DType dtype,
+                const Normalization& normalization, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads) {
   const Streams& streams = plan.streams;
   if (streams.groups == 0) return {0.0f, 0.0f};
   will_write(packed, streams.words * static_cast<int64_t>(sizeof(uint32_t)));
@@ -110,8 +110,8 @@ Extent quantise(const Kernels& kernels, const StreamPlan& plan, const void* x, D
   }
   std::vector<Spread> spreads(static_cast<size_t>(shares), kNothing);
   run_shares(streams.groups, shares, [&](int share, int64_t begin, int64_t end) {
-    Spread spread = spreads[static_cast<size_t>(share)];  // a copy: neighbours share a cache line
-    kernels.quantiser->quantise(streams, plan.order_or_null(), x, dtype, normalisation, seed, begin, end, packed,
+    Spread spread = spreads[static_cast<size_t>(share)];  // a copy: neighbors share a cache line
+    kernels.quantizer->quantize(streams, plan.order_or_null(), x, dtype, normalization, seed, begin, end, packed,
                                 ranges, spread);
     spreads[static_cast<size_t>(share)] = spread;
   });
@@ -119,10 +119,10 @@ Extent quantise(const Kernels& kernels, const StreamPlan& plan, const void* x, D
 }
 
 void squares(const Kernels& kernels, const Streams& streams, const void* x, DType dtype,
-             const Normalisation& normalisation, float* out, int threads) {
+             const Normalization& normalization, float* out, int threads) {
   if (streams.groups == 0) return;
   run_shares(streams.groups, threads_for(element_count(streams), threads), [&](int, int64_t begin, int64_t end) {
-    kernels.quantiser->squares(streams, x, dtype, normalisation, begin, end, out);
+    kernels.quantizer->squares(streams, x, dtype, normalization, begin, end, out);
   });
 }
 
@@ -132,7 +132,7 @@ int threads_of_forward(const Streams& streams, int threads) {
   return n > 0 && units < wanted ? static_cast<int>(units) : wanted;
 }
 
-Extent forward_quantised(const Kernels& kernels, const Streams& streams, const Forward& forward, uint64_t seed,
+Extent forward_quantized(const Kernels& kernels, const Streams& streams, const Forward& forward, uint64_t seed,
                          uint32_t* packed, uint16_t* ranges, int threads) {
   if (streams.groups == 0) return {0.0f, 0.0f};
   const Stream& stream = streams.of[0];
@@ -157,7 +157,7 @@ Extent forward_quantised(const Kernels& kernels, const Streams& streams, const F
       const int64_t ready = done == elements_end ? groups_end : first_unfinished(streams, stream, done);
       if (ready == group) continue;
       if (ready < groups_end) clear_edge(streams, ready, packed);
-      kernels.quantiser->quantise(streams, nullptr, forward.y, forward.dtype, {}, seed, group, ready, packed, ranges,
+      kernels.quantizer->quantize(streams, nullptr, forward.y, forward.dtype, {}, seed, group, ready, packed, ranges,
                                   spread);
       group = ready;
     }
@@ -166,7 +166,7 @@ Extent forward_quantised(const Kernels& kernels, const Streams& streams, const F
   return extent_of(spreads);
 }
 
-void dequantise(const Kernels& kernels, const StreamPlan& plan, const uint32_t* packed, const uint16_t* ranges,
+void dequantize(const Kernels& kernels, const StreamPlan& plan, const uint32_t* packed, const uint16_t* ranges,
                 const Affine& affine, void* out, DType dtype, int threads) {
   const Streams& streams = plan.streams;
   if (streams.groups == 0) return;
@@ -175,7 +175,7 @@ void dequantise(const Kernels& kernels, const StreamPlan& plan, const uint32_t* 
   const int shares = threads_for(n, threads);
   const bool past_caches = bytes / shares >= kPastCaches;
   run_shares(streams.groups, shares, [&](int, int64_t begin, int64_t end) {
-    kernels.quantiser->dequantise(streams, plan.order_or_null(), packed, ranges, affine, begin, end, out,
+    kernels.quantizer->dequantize(streams, plan.order_or_null(), packed, ranges, affine, begin, end, out,
                                   dtype, past_caches);
   });
 }

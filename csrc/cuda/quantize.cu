@@ -1,7 +1,7 @@
-// The group quantiser: a warp a group, 256 elements of it at a time.
+// The group quantizer: a warp a group, 256 elements of it at a time.
 
 #include "common/philox.h"
-#include "common/quantise.h"
+#include "common/quantize.h"
 #include "cuda/dispatch.h"
 #include "cuda/extremes.h"
 #include "cuda/groups.h"
@@ -46,10 +46,10 @@ __device__ void store_words(const int32_t* codes, int m, int shift, int bits, bo
   }
 }
 
-template <class T, bool Normalised>
+template <class T, bool Normalized>
 __global__ void __launch_bounds__(kThreads, 3)
-    quantise_kernel(const __grid_constant__ Streams uniform, const int64_t* order, const int64_t* counts, const T* x,
-                    const __grid_constant__ Normalisation normalisation, const int64_t* seed_address, bool whole,
+    quantize_kernel(const __grid_constant__ Streams uniform, const int64_t* order, const int64_t* counts, const T* x,
+                    const __grid_constant__ Normalization normalization, const int64_t* seed_address, bool whole,
                     uint32_t* packed, uint16_t* ranges) {
   __shared__ Streams streams;
   share_streams(streams, uniform, counts);
@@ -62,13 +62,13 @@ __global__ void __launch_bounds__(kThreads, 3)
     const int length = group.length, bits = stream.bits;
 
     float values[kPerLane] = {};
-    const Extremes extremes = extremes_of<Normalised>(values, x, normalisation, place, length, lane);
+    const Extremes extremes = extremes_of<Normalized>(values, x, normalization, place, length, lane);
     const GroupLimits limits = limits_of(extremes.least, extremes.greatest, true, bits, streams.wide);
     if (lane == 0) store_limits(limits, streams.wide, number, ranges);
 
     const float most = most_of(bits);
     for (int begin = 0; begin < length; begin += kDrawBlock) {
-      if (length > kDrawBlock) read_part<Normalised>(values, x, normalisation, place, begin, length, lane);
+      if (length > kDrawBlock) read_part<Normalized>(values, x, normalization, place, begin, length, lane);
       const uint64_t counter = first_counter(number, begin / kDrawBlock, streams.group_size) + lane;
       const PhiloxWords draws = philox_words(seed, counter);
       int32_t codes[kPerLane];
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 }  // namespace
 
-void quantise(const Quantised& of, const void* x, int dtype, const Normalisation& normalisation, const int64_t* seed,
+void quantize(const Quantized& of, const void* x, int dtype, const Normalization& normalization, const int64_t* seed,
               int32_t* packed, uint16_t* ranges, int device, void* stream) {
   const int64_t words = of.words, groups = of.groups;
   if (groups <= 0 && words <= 0) return;
@@ -111,9 +111,9 @@ void quantise(const Quantised& of, const void* x, int dtype, const Normalisation
   if (groups <= 0) return;
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto kernel = normalisation.exists() ? quantise_kernel<T, true> : quantise_kernel<T, false>;
+    const auto kernel = normalization.exists() ? quantize_kernel<T, true> : quantize_kernel<T, false>;
     launch(kernel, device, stream, groups, kWaves, uniform_streams(of), of.order, of.counts,
-           static_cast<const T*>(x), normalisation, seed, whole, reinterpret_cast<uint32_t*>(packed), ranges);
+           static_cast<const T*>(x), normalization, seed, whole, reinterpret_cast<uint32_t*>(packed), ranges);
   });
 }
 

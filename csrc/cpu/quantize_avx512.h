@@ -1,11 +1,11 @@
-// The group quantiser's inner loops with AVX-512.
+// The group quantizer's inner loops with AVX-512.
 #pragma once
 
 #include <immintrin.h>
 
 #include <cstdint>
 
-#include "../common/quantise.h"
+#include "../common/quantize.h"
 #include "simd_avx512.h"
 
 namespace fewbit {
@@ -43,7 +43,7 @@ inline bool extremes(const float* x, int n, float& least, float& greatest) {
 
 // The words of `blocks` blocks of a group, of which the first is at a multiple of kDrawBlock. draws: draw_words.
 template <int BITS>
-inline void quantise_blocks(const float* x, int blocks, const GroupLimits& limits, const uint32_t* draws,
+inline void quantize_blocks(const float* x, int blocks, const GroupLimits& limits, const uint32_t* draws,
                             uint32_t* words) {
   const __m512 minimum = _mm512_set1_ps(limits.minimum), scale = _mm512_set1_ps(limits.scale);
   const __m512 most = _mm512_set1_ps(most_of(BITS));

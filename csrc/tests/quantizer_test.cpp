@@ -1,4 +1,4 @@
-// The group quantiser of every instruction set on heap buffers of exactly the right size, compared with one
+// The group quantizer of every instruction set on heap buffers of exactly the right size, compared with one
 // element at a time.
 
 #include <cmath>
@@ -7,8 +7,8 @@
 
 #include "../common/philox.h"
 #include "../common/planes.h"
-#include "../common/quantise.h"
-#include "../cpu/quantiser.h"
+#include "../common/quantize.h"
+#include "../cpu/quantizer.h"
 #include "checks.h"
 
 using namespace fewbit;
@@ -23,7 +23,7 @@ struct Case {
   bool wide;
   int bits;
   bool mixed;
-  bool fused;  // with normalisation and, unless mixed, an affine map
+  bool fused;  // with normalization and, unless mixed, an affine map
   float offset;
   int threads;
 };
@@ -88,21 +88,21 @@ void test_case(const Kernels& kernels, const Case& c) {
   Exact<uint16_t> ranges(streams.groups * columns(c.wide));
   for (int64_t i = 0; i < streams.words; ++i) packed[i] = 0xA5A5A5A5u;
   Vectors statistics(n), map(n);
-  Normalisation normalisation{};
-  if (c.fused) normalisation = {statistics.first_or_null(), statistics.second.data(), statistics.index};
+  Normalization normalization{};
+  if (c.fused) normalization = {statistics.first_or_null(), statistics.second.data(), statistics.index};
   const Extent extent =
-      quantise(kernels, plan, x.data(), DTYPE, normalisation, seed, packed.data(), ranges.data(), c.threads);
+      quantize(kernels, plan, x.data(), DTYPE, normalization, seed, packed.data(), ranges.data(), c.threads);
   const auto at = [&](int64_t place) {
     const float value = static_cast<float>(N::wide(x[place]));
     const int64_t entry = statistics.entry(place);
-    return c.fused ? (value - mean_at(normalisation, entry)) * normalisation.rstd[entry] : value;
+    return c.fused ? (value - mean_at(normalization, entry)) * normalization.rstd[entry] : value;
   };
 
   std::vector<uint32_t> expected(static_cast<size_t>(streams.words));
   Exact<T> out(n);
   Affine affine{};
   if (c.fused && !c.mixed) affine = {map.first_or_null(), map.second_or_null(), map.index};
-  dequantise(kernels, plan, packed.data(), ranges.data(), affine, out.data(), DTYPE, c.threads);
+  dequantize(kernels, plan, packed.data(), ranges.data(), affine, out.data(), DTYPE, c.threads);
 
   float all_least = INFINITY, all_greatest = -INFINITY;
   bool any_nan = false;
@@ -165,7 +165,7 @@ void test_all_types(const Kernels& kernels, Case c) {
   }
 }
 
-// forward_quantised against forward, then quantise.
+// forward_quantized against forward, then quantize.
 template <class T, DType DTYPE>
 void test_forward_case(const Kernels& kernels, const Table& table, const Case& c) {
   using N = Number<T, DTYPE>;
@@ -183,13 +183,13 @@ void test_forward_case(const Kernels& kernels, const Table& table, const Case& c
   const uint64_t seed = generator();
 
   kernels.forward(0, 0.0, 0.0, table, x.data(), DTYPE, 0, n, expected_y.data(), expected_codes.data(), 0);
-  const Extent extent = quantise(kernels, plan, expected_y.data(), DTYPE, {}, seed, expected.data(),
+  const Extent extent = quantize(kernels, plan, expected_y.data(), DTYPE, {}, seed, expected.data(),
                                  expected_ranges.data(), 1);
   const int threads = threads_of_forward(plan.streams, c.threads);
   CHECK(threads >= 1 && threads <= c.threads);
   const Forward forward{0, 0.0, 0.0, &table, x.data(), DTYPE, y.data(), codes.data(), 0};
   const Extent found =
-      forward_quantised(kernels, plan.streams, forward, seed, packed.data(), ranges.data(), c.threads);
+      forward_quantized(kernels, plan.streams, forward, seed, packed.data(), ranges.data(), c.threads);
   for (int64_t i = 0; i < n; ++i) CHECK(equal(y[i], expected_y[i]));
   CHECK(codes.values() == expected_codes.values() && packed.values() == expected.values());
   CHECK(ranges.values() == expected_ranges.values());
@@ -278,7 +278,7 @@ void test_large_numbers(const Kernels& kernels) {
   Exact<uint16_t> ranges(2 * count);
   uint16_t* rows = reinterpret_cast<uint16_t*>(reinterpret_cast<uintptr_t>(ranges.data()) - 4u * first);
   Spread spread{INFINITY, -INFINITY, false};
-  kernels.quantiser->quantise(streams, nullptr, x.data(), DType::float32, {}, seed, first, first + count,
+  kernels.quantizer->quantize(streams, nullptr, x.data(), DType::float32, {}, seed, first, first + count,
                               packed.data(), rows, spread);
   for (int i = 0; i < 700; ++i) {
     const GroupLimits stored = load_limits(ranges.data(), false, i / 256);
@@ -293,7 +293,7 @@ void test_large_numbers(const Kernels& kernels) {
 
 }  // namespace
 
-void test_quantiser(const Kernels& kernels) {
+void test_quantizer(const Kernels& kernels) {
   test_nearest();
   test_toward();
   test_streams();

@@ -1,9 +1,9 @@
-// The group quantiser's inner loops on any processor: the compiler vectorises them.
+// The group quantizer's inner loops on any processor: the compiler vectorizes them.
 #pragma once
 
 #include <cstdint>
 
-#include "../common/quantise.h"
+#include "../common/quantize.h"
 #include "simd_baseline.h"
 
 #ifdef __SSE2__
@@ -51,7 +51,7 @@ inline bool extremes(const float* x, int n, float& least, float& greatest) {
 
 // The words of `blocks` blocks of a group, of which the first is at a multiple of kDrawBlock. draws: draw_words.
 template <int BITS>
-inline void quantise_blocks(const float* x, int blocks, const GroupLimits& limits, const uint32_t* draws,
+inline void quantize_blocks(const float* x, int blocks, const GroupLimits& limits, const uint32_t* draws,
                             uint32_t* words) {
   const GroupLimits each = limits;
   const float most = most_of(BITS);

@@ -1,4 +1,4 @@
-// The arithmetic of the group quantiser, operation for operation in float32: docs/quantizer.md.
+// The arithmetic of the group quantizer, operation for operation in float32: docs/quantizer.md.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace fewbit {
 constexpr int kDrawBlock = 256;  // elements whose draws come from kDrawCounters counters, 8 each
 constexpr int kDrawCounters = 32;
 
-// What quantises a group, and what restores it.
+// What quantizes a group, and what restores it.
 struct GroupLimits {
   float minimum, range;  // both NaN where nothing of the group is left
   float scale;
@@ -24,8 +24,8 @@ struct VectorIndex {
   int64_t count = 1, inner = 1;
 };
 
-// What is done to elements before they are quantised: less the mean, times rstd. No rstd: nothing; no mean: 0.
-struct Normalisation {
+// What is done to elements before they are quantized: less the mean, times rstd. No rstd: nothing; no mean: 0.
+struct Normalization {
   const float* mean;
   const float* rstd;
   VectorIndex index;
@@ -45,7 +45,7 @@ struct Affine {
 inline namespace FEWBIT_NAMESPACE {
 
 // Where there is no vector a number that changes nothing, not even the sign of a zero, stands in for its entry.
-FEWBIT_HD inline float mean_at(const Normalisation& by, int64_t entry) { return by.mean ? by.mean[entry] : 0.0f; }
+FEWBIT_HD inline float mean_at(const Normalization& by, int64_t entry) { return by.mean ? by.mean[entry] : 0.0f; }
 FEWBIT_HD inline float scale_at(const Affine& by, int64_t entry) { return by.scale ? by.scale[entry] : 1.0f; }
 FEWBIT_HD inline float shift_at(const Affine& by, int64_t entry) { return by.shift ? by.shift[entry] : -0.0f; }
 

@@ -23,7 +23,7 @@ import fewbit
 from fewbit.convert.functions import Calls, FunctionSettings
 from fewbit.nn.base import Quantized
 from fewbit.runtime.activations.autograd import once_differentiable
-from fewbit.runtime.quantizers.quantizer import Kept, Quantizer
+from fewbit.runtime.quantizers.quantizer import Quantizer, SavedTensors
 
 BITS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
 WHOLE = (1, 2, 3, 4)
@@ -61,7 +61,7 @@ def compress(model: nn.Module, method: str, bits: float) -> None:
 
 
 class OneRangeRecipe(NamedTuple):
-    """How codes and (minimum, step) become values again; in place of `fewbit.runtime.quantizers.quantizer.Recipe`."""
+    """How codes and (minimum, step) become values again; in place of `fewbit.runtime.quantizers.quantizer.QuantizedTensorSpec`."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -89,11 +89,11 @@ class OneRange(Quantizer):
     def with_result(self, run, y):
         return None
 
-    def _keep(self, x, dtype, slot=0, normalize=None, activation=None) -> Kept:
+    def _keep(self, x, dtype, slot=0, normalize=None, activation=None) -> SavedTensors:
         assert normalize is None
         generator = torch.Generator().manual_seed(self._seed(x, slot, activation).item())
         bounds, codes = rounded(x.detach().float(), self.bits, generator)
-        return Kept((codes, bounds), OneRangeRecipe(tuple(x.shape), codes.stride(), dtype))
+        return SavedTensors((codes, bounds), OneRangeRecipe(tuple(x.shape), codes.stride(), dtype))
 
 
 def rounded(x: Tensor, bits: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.runtime.interop.interrupts import afterwards
-from fewbit.runtime.quantizers.quantizer import Kept, Quantizer
+from fewbit.runtime.quantizers.quantizer import Quantizer, SavedTensors
 
 
 class Noise:
@@ -70,25 +70,25 @@ class DeferredQuantizer(Quantizer):
 
     noise: Noise
 
-    def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> Kept:
+    def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> SavedTensors:
         """x itself."""
         return self._keep_exactly(x.detach(), False)
 
-    def keep_normalized(self, x, mean, rstd, inner: int | None) -> Kept:
+    def keep_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
         """(x - mean) rstd itself."""
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
         return self._keep_exactly(x, True)
 
-    def _keep_exactly(self, x, is_normalized) -> Kept:
+    def _keep_exactly(self, x, is_normalized) -> SavedTensors:
         context, number = self.noise.kept()
         recipe = _Deferred(self, context, is_normalized, tuple(x.shape), x.dtype)
-        return Kept((x, torch.tensor(number)), recipe)
+        return SavedTensors((x, torch.tensor(number)), recipe)
 
 
 class _Deferred(NamedTuple):
-    """How an exact tensor becomes what its quantized copy would be, with the interface of `Recipe`.
+    """How an exact tensor becomes what its quantized copy would be, with the interface of `QuantizedTensorSpec`.
 
     The tensor's number is kept beside it: one recipe may restore several.
     """
@@ -104,7 +104,7 @@ class _Deferred(NamedTuple):
         return 2
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, in the dtype that was kept unless given; affine: as for `Recipe.restore`."""
+        """The values, in the dtype that was kept unless given; affine: as for `QuantizedTensorSpec.restore`."""
         x, number = tensors
         seed = self.quantizer.noise.seed_of(self.context, number.item())
         values = x.clone() if seed is None else self._rounded(x, seed)

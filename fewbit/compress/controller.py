@@ -12,9 +12,9 @@ from torch import nn
 from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
 from fewbit.convert.report import Report
 from fewbit.errors import InputError
-from fewbit.policies.adaptive import Adaptation
+from fewbit.policies.adaptive import AdaptivePolicy
 from fewbit.policies.allocation_report import Allocated, Allocation
-from fewbit.policies.error_bound.policy import POLICY, Guarantee
+from fewbit.policies.error_bound.policy import POLICY, ErrorBoundPolicy
 from fewbit.policies.error_bound.report import Bounded, Bounds
 from fewbit.policies.probing import SAMPLES
 from fewbit.runtime.saved.offload import Offload
@@ -213,14 +213,14 @@ class Controller:
         self.session.variables.number(numbers)
 
     @property
-    def _adaptation(self) -> Adaptation | None:
+    def _adaptation(self) -> AdaptivePolicy | None:
         variables = self.session.variables
-        return variables if isinstance(variables, Adaptation) else None
+        return variables if isinstance(variables, AdaptivePolicy) else None
 
     @property
-    def _guarantee(self) -> Guarantee | None:
+    def _guarantee(self) -> ErrorBoundPolicy | None:
         variables = self.session.variables
-        return variables if isinstance(variables, Guarantee) else None
+        return variables if isinstance(variables, ErrorBoundPolicy) else None
 
     def __reduce__(self):
         raise InputError("a controller cannot be pickled: save its state_dict()")

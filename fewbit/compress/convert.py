@@ -26,17 +26,17 @@ from fewbit.convert.functions import (
     bits_of_call,
     name_of_call,
 )
-from fewbit.convert.report import Converted, LeftAlone, Report
+from fewbit.convert.report import ConvertedModule, Report, SkippedModule
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.functional.normalization import check_copies
 from fewbit.nn.base import Quantized
 from fewbit.nn.preactivation import PreActivation
-from fewbit.policies.adaptive import INTERVAL, Adaptation
-from fewbit.policies.budget import Sizes, bytes_of
+from fewbit.policies.adaptive import INTERVAL, AdaptivePolicy
+from fewbit.policies.budget import SizeProbe, bytes_of
 from fewbit.policies.error_bound.estimates import WINDOWS
 from fewbit.policies.error_bound.policy import INTERVAL as BOUND_INTERVAL
-from fewbit.policies.error_bound.policy import POLICY, Bound, Guarantee
+from fewbit.policies.error_bound.policy import POLICY, Bound, ErrorBoundPolicy
 from fewbit.policies.probing import check_interval
 from fewbit.runtime.activations.tables import check_average, check_bits, plain_number
 from fewbit.runtime.codecs import DEFAULT as QUANT
@@ -53,7 +53,7 @@ from fewbit.runtime.interop.module_calls import (
     untold,
 )
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved.assignment import MOST, Variables
+from fewbit.runtime.saved.assignment import MOST, BitPolicy
 from fewbit.runtime.saved.offload import Offload
 from fewbit.runtime.saved.session import PATH, Session, measuring
 
@@ -255,9 +255,9 @@ def compress_(
     if bound is not None:
         taking_part = _bounded_activations(model, settings, selection)
         own = bound, _names(model), interval, _channels(model), *taking_part
-        controller.session.variables = Guarantee(*own)
+        controller.session.variables = ErrorBoundPolicy(*own)
     elif settings.adapts:
-        adaptation = Adaptation(settings.bits, _names(model), interval, elements, budget)
+        adaptation = AdaptivePolicy(settings.bits, _names(model), interval, elements, budget)
         controller.session.variables = adaptation
     how = _of_level(level, settings, interval) if bound is None else _of_bound(bound, interval)
     notes, allocator = [how], None
@@ -350,7 +350,7 @@ def convert(
         restore_(model)
         found, chosen, each = _selected(model, settings, *selection)
     between()
-    session = Session(variables=Variables() if settings.is_mixed else None)
+    session = Session(variables=BitPolicy() if settings.is_mixed else None)
     rows = []
     inside = {
         id(child)
@@ -367,8 +367,8 @@ def convert(
     if whole:
         _tell_apart(model, settings, found, chosen, each, session)
         _attach(model, settings, session)
-    converted = tuple(row for row in rows if isinstance(row, Converted))
-    left_alone = tuple(row for row in rows if isinstance(row, LeftAlone))
+    converted = tuple(row for row in rows if isinstance(row, ConvertedModule))
+    left_alone = tuple(row for row in rows if isinstance(row, SkippedModule))
     return Controller(model, Report(converted, left_alone), session)
 
 
@@ -517,7 +517,7 @@ def _checked_budget(budget, level, bits, sample, model) -> int | None:
 
 def _bits_for(model, sample, budget: int) -> tuple[float, dict]:
     """Return the average number of bits with which the model fits the budget, and the number of elements of each variable."""
-    sizes = Sizes()
+    sizes = SizeProbe()
     with measuring(sizes):
         kept = sum(_by_op(model, sample).values())
     return sizes.bits(budget, kept), sizes.elements
@@ -747,7 +747,7 @@ def _changed(settings, change) -> Settings:
 
 def _convert(
     path, module, attribute, chosen, settings, session, whole
-) -> Converted | LeftAlone | None:
+) -> ConvertedModule | SkippedModule | None:
     """Converts a module, or says why not; None for modules that there is nothing to say of."""
     name = type(module).__name__ if attribute is None else getattr(module, attribute).__name__
     if attribute is None and kinds.is_fewbit(module):
@@ -758,14 +758,14 @@ def _convert(
         reason = kinds.why_not(module) if whole or kinds.is_like_an_activation(module) else None
         if reason and settings is not None and settings.functional and "subclass" in reason:
             reason += "; functions that it calls are compressed"
-        return LeftAlone(path, name, reason) if reason else None
+        return SkippedModule(path, name, reason) if reason else None
     if not chosen or settings is None:
-        return LeftAlone(path, name, "excluded")
+        return SkippedModule(path, name, "excluded")
     if kind.family not in settings.families:
         return None
     reason = kinds.replaced(held)
     if reason is not None:
-        return LeftAlone(path, name, reason)
+        return SkippedModule(path, name, reason)
     if attribute is not None:
         vars(module).setdefault(_FUNCTIONS, {})[attribute] = getattr(module, attribute)
         # A function attribute is no submodule: it has to go before a module of its name can come.
@@ -779,10 +779,12 @@ def _convert(
     vars(held).update(attributes)
     held.__class__ = kind.becomes
     bits = _configure(path, held, kind.one_bit, settings, session)
-    return Converted(path, name, kinds.name_of(kind.becomes), bits)
+    return ConvertedModule(path, name, kinds.name_of(kind.becomes), bits)
 
 
-def _convert_attention(model, found, chosen, each, session) -> list[Converted | LeftAlone]:
+def _convert_attention(
+    model, found, chosen, each, session
+) -> list[ConvertedModule | SkippedModule]:
     """Attention of transformers' models, which no module of its own computes."""
     own = {
         id(module): settings
@@ -801,13 +803,15 @@ def _convert_attention(model, found, chosen, each, session) -> list[Converted | 
     for path in reached:
         module = model.get_submodule(path)
         bits = quantizer(path, module).average
-        rows.append(Converted(path, type(module).__name__, "fewbit attention", bits))
+        rows.append(ConvertedModule(path, type(module).__name__, "fewbit attention", bits))
     for path, reason in left.items():
-        rows.append(LeftAlone(path, "attention", reason))
+        rows.append(SkippedModule(path, "attention", reason))
     return rows
 
 
-def _again(path, module, chosen, settings, session, whole) -> Converted | LeftAlone | None:
+def _again(
+    path, module, chosen, settings, session, whole
+) -> ConvertedModule | SkippedModule | None:
     """A module that is few-bit already: made so by hand, or an activation converted earlier."""
     if isinstance(module, Quantized):
         if not whole:
@@ -817,13 +821,13 @@ def _again(path, module, chosen, settings, session, whole) -> Converted | LeftAl
         module.quantizer = Quantizer(own.bits, own.group_size, own.minimum, session, path, **rest)
     if isinstance(module, PreActivation):
         reason = f"few-bit already: one tensor of {module.bits} bits an element"
-        return LeftAlone(path, type(module).__name__, reason)
+        return SkippedModule(path, type(module).__name__, reason)
     name, original = type(module).__name__, vars(module).get(_ORIGINAL)
     if original is None or not chosen or settings is None:
-        return LeftAlone(path, name, f"few-bit already: {module!r}")
+        return SkippedModule(path, name, f"few-bit already: {module!r}")
     kind = kinds.of_class(original.cls)
     bits = _configure(path, module, kind.one_bit, settings, session)
-    return Converted(path, original.cls.__name__, kinds.name_of(type(module)), bits)
+    return ConvertedModule(path, original.cls.__name__, kinds.name_of(type(module)), bits)
 
 
 def _is_private(quantizer: Quantizer) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fewbit.analysis.meter import STATE, SavedBytes
-from fewbit.convert.report import Converted
+from fewbit.convert.report import ConvertedModule
 from fewbit.convert.transformers_modules import _Conv1D
 from fewbit.nn import LeakyReLU, ReLU
 from fewbit.nn.preactivation import LINEAR, NORMS
@@ -21,7 +21,7 @@ def note(model: nn.Module) -> str:
     return f"pre-activations: {count} in fixed point, shared with the layers that follow"
 
 
-def shared(model: nn.Module, rows, saved: SavedBytes | None = None) -> tuple[Converted, ...]:
+def shared(model: nn.Module, rows, saved: SavedBytes | None = None) -> tuple[ConvertedModule, ...]:
     """The rows with `shared` said of layers that may follow a norm.
 
     saved: what a forward of the converted model in training has kept; None: only running it would show.

@@ -11,7 +11,7 @@ from fewbit.catalog.report import fitted, new_grid, plain_width
 from fewbit.sizes import counted
 
 
-class Converted(NamedTuple):
+class ConvertedModule(NamedTuple):
     """One module: its dotted path ("" for the model itself), its old and new class, what it keeps now.
 
     bits: of its quantized input (an average, at level L2.5 and above) or its codes; None for what keeps less and stays exact.
@@ -33,7 +33,7 @@ class Converted(NamedTuple):
         return _bits(self.bits) + (" or the norm's" if self.shared is None else "")
 
 
-class LeftAlone(NamedTuple):
+class SkippedModule(NamedTuple):
     """A module that was left as it is, and why."""
 
     path: str
@@ -50,8 +50,8 @@ class Report:
     notes: what is to be said of the model as a whole.
     """
 
-    converted: tuple[Converted, ...]
-    left_alone: tuple[LeftAlone, ...]
+    converted: tuple[ConvertedModule, ...]
+    left_alone: tuple[SkippedModule, ...]
     kept: tuple[dict[str, int], dict[str, int]] | None = None
     functions: tuple[int, int, int] | None = None
     is_training: bool = True
@@ -135,7 +135,7 @@ class Report:
         return table
 
 
-def _is(row: Converted) -> str:
+def _is(row: ConvertedModule) -> str:
     """The new class, shortly where it has the old one's name."""
     old = row.before
     return "fewbit's" if row.after in (f"fewbit.{old}", f"fewbit.nn.{old}") else row.after

@@ -1,6 +1,6 @@
 """Level L3: bits go to the variables and samples where they lower the variance of the gradient most.
 
-In some steps an `Observation` finds out what rounding each variable adds to that variance; from there ActNN's
+In some steps an `VarianceProbe` finds out what rounding each variable adds to that variance; from there ActNN's
 Prob. (10) gives the bits of the following steps. In several processes all choose the same bits, as they follow from
 sums over all of them.
 """
@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 
 from fewbit.policies.allocation import allocate
-from fewbit.policies.probing import FORGOTTEN, SLOTS, Observing
+from fewbit.policies.probing import FORGOTTEN, SLOTS, ProbingPolicy
 from fewbit.runtime.saved.assignment import LEAST, MOST
-from fewbit.runtime.saved.probe import SPREAD, Seen
+from fewbit.runtime.saved.probe import SPREAD, RoundingEffect
 from fewbit.schema.shapes import (
     MOST_ELEMENTS,
     MOST_SLOTS,
@@ -63,10 +63,10 @@ SHAPES = {
 """The shapes (see `state_shapes`) of the entries in this policy's state."""
 
 
-class Adaptation(Observing):
+class AdaptivePolicy(ProbingPolicy):
     """Averages of variables under a budget of `bits` an element, over all of them that are not fixed.
 
-    names, interval: as for `Observing`. sizes: {name: elements} of those that the budget is for, in the forward that
+    names, interval: as for `ProbingPolicy`. sizes: {name: elements} of those that the budget is for, in the forward that
     it is for; others then keep `bits`. None: all, as in the latest observation. budget: the bytes that `bits` and sizes
     follow from, or None.
     """
@@ -83,12 +83,12 @@ class Adaptation(Observing):
         self.bits = bits
         self.sizes = sizes
         self.budget = budget
-        self.seen: dict[tuple[str, int], Seen] = {}
+        self.seen: dict[tuple[str, int], RoundingEffect] = {}
         self._missed: dict[tuple[str, int], int] = {}  # observations in a row without a variable
 
     # -- Between processes -------------------------------------------------------------------------------
 
-    def _table(self, seen: dict[tuple, Seen]) -> torch.Tensor:
+    def _table(self, seen: dict[tuple, RoundingEffect]) -> torch.Tensor:
         """A row for each variable that there may be, of fixed size and order: whether it was seen, and what."""
         rows = len(self._places) * SLOTS
         table = torch.zeros(rows, COLUMNS, dtype=torch.float64, device="cpu")
@@ -102,7 +102,7 @@ class Adaptation(Observing):
             table[place * SLOTS + slot] = torch.tensor(row, dtype=torch.float64, device="cpu")
         return table.flatten()
 
-    def _of_table(self, sums: torch.Tensor) -> dict[tuple, Seen]:
+    def _of_table(self, sums: torch.Tensor) -> dict[tuple, RoundingEffect]:
         table = sums.view(-1, COLUMNS)
         names = list(self._places)
         seen = {}
@@ -110,7 +110,7 @@ class Adaptation(Observing):
             count, *numbers = table[index].tolist()
             elements, samples, sensitivity, at_one, average = numbers[:5]
             is_fixed, is_unknown, has_spread = (each > 0 for each in numbers[5:8])
-            seen[names[index // SLOTS], index % SLOTS] = Seen(
+            seen[names[index // SLOTS], index % SLOTS] = RoundingEffect(
                 average / count,
                 is_fixed,
                 round(elements),
@@ -124,7 +124,7 @@ class Adaptation(Observing):
 
     # -- Bits --------------------------------------------------------------------------------------------
 
-    def _learn(self, seen: dict[tuple, Seen]) -> None:
+    def _learn(self, seen: dict[tuple, RoundingEffect]) -> None:
         """Takes an observation in, and chooses bits anew; nothing changes if that fails."""
         if not any(each.sensitivity > 0 for each in seen.values()):
             return
@@ -145,7 +145,7 @@ class Adaptation(Observing):
 
     # -- State -------------------------------------------------------------------------------------------
 
-    def bits_of(self, name: tuple[str, int], seen: Seen) -> float:
+    def bits_of(self, name: tuple[str, int], seen: RoundingEffect) -> float:
         """Of the variable, as forwards have them now."""
         return seen.average if seen.is_fixed else self.averages.get(name, self.bits)
 
@@ -155,10 +155,10 @@ class Adaptation(Observing):
     def _relearn(self, learned: tuple) -> None:
         self.bits, self.sizes, self.seen, self._missed, self.averages = learned
 
-    def _plain(self, seen: dict[tuple, Seen]) -> list[dict]:
+    def _plain(self, seen: dict[tuple, RoundingEffect]) -> list[dict]:
         return [_row(name, each, each.average) for name, each in seen.items()]
 
-    def _of_plain(self, rows) -> dict[tuple, Seen]:
+    def _of_plain(self, rows) -> dict[tuple, RoundingEffect]:
         named = rows_by_name(rows, "pending", self._places)
         return {name: _seen(each) for name, each in named.items()}
 
@@ -188,7 +188,7 @@ class Adaptation(Observing):
         return bits, sizes, seen, missed, _allocated(seen, bits, sizes)
 
 
-def _allocated(seen: dict[tuple, Seen], average: float, of) -> dict[tuple, float]:
+def _allocated(seen: dict[tuple, RoundingEffect], average: float, of) -> dict[tuple, float]:
     """Prob. (10) over parts of each variable: of its samples in the order of their ranges.
 
     average: of bits. of: {name: elements} that it is of, or None: as seen.
@@ -244,7 +244,7 @@ def _sizes(rows, names) -> dict[tuple[str, int], int] | None:
     return {(name, slot): size for name, slot, size in rows}
 
 
-def _row(name, seen: Seen, bits: float, missed: int = 0) -> dict:
+def _row(name, seen: RoundingEffect, bits: float, missed: int = 0) -> dict:
     """A variable as plain numbers."""
     return {
         "name": name[0],
@@ -261,8 +261,8 @@ def _row(name, seen: Seen, bits: float, missed: int = 0) -> dict:
     }
 
 
-def _seen(row: dict) -> Seen:
-    return Seen(
+def _seen(row: dict) -> RoundingEffect:
+    return RoundingEffect(
         row["bits"],
         row["is_fixed"],
         row["elements"],
@@ -274,7 +274,7 @@ def _seen(row: dict) -> Seen:
     )
 
 
-def _parts(seen: Seen) -> list[float]:
+def _parts(seen: RoundingEffect) -> list[float]:
     """Shares of a variable's sensitivity, in parts of equal size, each of samples with like ranges."""
     count = min(seen.samples, SPREAD) or 1
     if seen.spread is None or count == 1:

@@ -35,7 +35,7 @@ def bytes_of(budget) -> int:
     return budget
 
 
-class Sizes:
+class SizeProbe:
     """Of the tensors of a forward whose bits may change, {name: elements}; stands in for an observation.
 
     What is kept within checkpointed regions is not there when the forward ends, and not counted.

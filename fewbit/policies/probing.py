@@ -15,10 +15,10 @@ import torch
 from torch import distributed
 
 from fewbit.errors import InputError
-from fewbit.runtime.interop.async_host_copy import Arrival
+from fewbit.runtime.interop.async_host_copy import AsyncHostCopy
 from fewbit.runtime.interop.interrupts import held
-from fewbit.runtime.saved.assignment import Plan, Variables
-from fewbit.runtime.saved.probe import Observation
+from fewbit.runtime.saved.assignment import BitAssignment, BitPolicy
+from fewbit.runtime.saved.probe import VarianceProbe
 from fewbit.runtime.saved.session import PATH
 from fewbit.schema import shorten
 from fewbit.schema.shapes import (
@@ -46,7 +46,7 @@ FORGOTTEN = 8
 """Observations after which a variable that is not met any more is forgotten."""
 VERSION = 1
 SAMPLES = ("magnitudes", "numbers")
-"""Entries of a state in which samples are numbered. A state has both or neither; `Variables` reads them."""
+"""Entries of a state in which samples are numbered. A state has both or neither; `BitPolicy` reads them."""
 COMMON = {
     "version": choice(VERSION),
     "step": whole(),
@@ -92,7 +92,7 @@ class Pending:
     is_summed: bool = False
 
 
-class Observing(Variables):
+class ProbingPolicy(BitPolicy):
     """A policy that observes some steps and learns from them.
 
     names: of all quantizers that the model may have, the same in every process. interval: steps from one
@@ -122,14 +122,14 @@ class Observing(Variables):
     # -- What a policy says ------------------------------------------------------------------------------
 
     def _new_observation(self):
-        """What goes along with the forward that begins: an `Observation`, or what has its methods."""
-        return Observation(self.step)
+        """What goes along with the forward that begins: an `VarianceProbe`, or what has its methods."""
+        return VarianceProbe(self.step)
 
     def _learn(self, seen) -> None:
         """Takes in what an observation's `results` gave, or `_of_table`; nothing changes if that fails."""
         raise NotImplementedError
 
-    def _tell(self, plan: Plan) -> None:
+    def _tell(self, plan: BitAssignment) -> None:
         """Says in the plan of a forward that begins what has been learned."""
         plan.averages = self.averages
 
@@ -171,7 +171,7 @@ class Observing(Variables):
 
     # -- In a forward ------------------------------------------------------------------------------------
 
-    def begin(self, module, inputs) -> Plan:
+    def begin(self, module, inputs) -> BitAssignment:
         plan = super().begin(module, inputs)
         if _is_capturing() or torch._C._functorch.maybe_current_level() is not None:
             return plan
@@ -182,7 +182,7 @@ class Observing(Variables):
         self._tell(plan)
         return plan
 
-    def _observation(self, path, groups, device) -> Observation | None:
+    def _observation(self, path, groups, device) -> VarianceProbe | None:
         """Goes on with what is under way, and begins something new if it is time."""
         if groups:
             self._is_joint = True
@@ -264,11 +264,11 @@ class Observing(Variables):
             self._stage = _Stage(stage.path, self.step, *following, stage.groups, stage.device)
         return True
 
-    def _send(self, observation: Observation, groups, device):
+    def _send(self, observation: VarianceProbe, groups, device):
         observation.send()
         return self._receive, observation
 
-    def _receive(self, observation: Observation, groups, device):
+    def _receive(self, observation: VarianceProbe, groups, device):
         seen = observation.results()
         if groups:
             return self._reduce(seen, groups, device)
@@ -281,15 +281,15 @@ class Observing(Variables):
             sums = sums.pin_memory().to(device, non_blocking=True)
         for group in groups:
             distributed.all_reduce(sums, group=group)
-        return self._share, Arrival([sums])
+        return self._share, AsyncHostCopy([sums])
 
-    def _share(self, arrival: Arrival, groups, device):
+    def _share(self, arrival: AsyncHostCopy, groups, device):
         self._learn(self._of_sums(arrival))
 
     def _learn_from(self, seen, groups, device):
         self._learn(seen)
 
-    def _of_sums(self, arrival: Arrival):
+    def _of_sums(self, arrival: AsyncHostCopy):
         (entries,) = arrival.values().values()
         return self._of_table(torch.tensor(entries, dtype=torch.float64, device="cpu"))
 

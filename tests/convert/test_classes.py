@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as torch_f
 
 import fewbit
-from fewbit.runtime.interop.module_calls import Told
+from fewbit.runtime.interop.module_calls import TrackedModule
 
 
 class Block(nn.Module):
@@ -136,7 +136,7 @@ def test_copies_of_a_graph_module(travel):
     check_edited(twin)
     fewbit.restore_(twin)
     check_edited(twin)
-    assert not isinstance(twin, Told) and type(twin).__bases__ == (torch.fx.GraphModule,)
+    assert not isinstance(twin, TrackedModule) and type(twin).__bases__ == (torch.fx.GraphModule,)
 
 
 def test_a_graph_module_within_a_model():
@@ -147,7 +147,7 @@ def test_a_graph_module_within_a_model():
         assert "ActivationBackward" in names_of_nodes(each[0](X))
         torch.testing.assert_close(each(X), model(X))
         fewbit.restore_(each)
-        assert not any(isinstance(part, Told) for part in each.modules())
+        assert not any(isinstance(part, TrackedModule) for part in each.modules())
 
 
 def test_a_conversion_of_a_graph_module_that_fails(monkeypatch):
@@ -230,7 +230,11 @@ def test_a_metaclass_and_a_class_made_by_another_library():
     # Like torch's parametrize and fully_shard do.
     model.__class__ = type.__new__(type(cls), cls.__name__, (cls,), {"extra": 1})
     fewbit.restore_(model)
-    assert not isinstance(model, Told) and model.extra == 1 and type(model).__bases__ == (Tagged,)
+    assert (
+        not isinstance(model, TrackedModule)
+        and model.extra == 1
+        and type(model).__bases__ == (Tagged,)
+    )
 
 
 # -- what is written to the class ----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from fewbit.errors import InputError
 from fewbit.models.resnet import ResNet
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import quantized_bytes
-from fewbit.runtime.interop.module_calls import Told
+from fewbit.runtime.interop.module_calls import TrackedModule
 
 
 def transformer():
@@ -119,7 +119,7 @@ def test_restored(case):
     fewbit.restore_(model)
     for module, other in zip(model.modules(), before.modules(), strict=True):
         assert type(module) is type(other) and vars(module).keys() == vars(other).keys()
-        assert not isinstance(module, Told)
+        assert not isinstance(module, TrackedModule)
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert model.load_state_dict(state) and before.load_state_dict(model.state_dict())
     a, b = gradients(model, x), gradients(before, x)
@@ -255,7 +255,7 @@ def test_again_with_the_same_and_with_other_settings(case):
     classes = [type(each) for each in model.modules()]
     assert quiet(model, bits=4).report == first
     assert [type(each) for each in model.modules()] == classes
-    assert sum(isinstance(each, Told) for each in model.modules()) == sum(
+    assert sum(isinstance(each, TrackedModule) for each in model.modules()) == sum(
         next(each.children(), None) is not None or each is model for each in model.modules()
     )
     kept = fewbit.saved_bytes(model, x).total
@@ -469,7 +469,9 @@ def test_refused_with_nothing_changed(options, message):
     with pytest.raises(InputError) as caught:
         quiet(model, **options)
     assert str(caught.value) == message
-    assert not any(kinds.is_fewbit(each) or isinstance(each, Told) for each in model.modules())
+    assert not any(
+        kinds.is_fewbit(each) or isinstance(each, TrackedModule) for each in model.modules()
+    )
 
 
 def test_a_model_is_a_module():

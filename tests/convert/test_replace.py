@@ -14,8 +14,8 @@ import fewbit
 from fewbit import replace_activations_
 from fewbit.convert import kinds
 from fewbit.convert.kinds import OWN_FORWARD
-from fewbit.convert.report import Converted, LeftAlone
-from fewbit.runtime.interop.module_calls import Told
+from fewbit.convert.report import ConvertedModule, SkippedModule
+from fewbit.runtime.interop.module_calls import TrackedModule
 
 TORCH = [
     nn.ReLU(True),
@@ -132,7 +132,7 @@ def test_beside_compress_():
     session = model[0].quantizer.session
     assert [row.path for row in quiet(model, 4).converted] == ["1"]
     assert model[0].quantizer.bits == 2 and model[0].quantizer.session is session
-    assert isinstance(model, Told) and model[1].bits == 4
+    assert isinstance(model, TrackedModule) and model[1].bits == 4
 
 
 def test_the_object_stays():
@@ -149,7 +149,7 @@ def test_the_object_stays():
 
 def test_the_root_itself():
     model = nn.SiLU()
-    assert quiet(model, bits=2).converted == (Converted("", "SiLU", "fewbit.SiLU", 2),)
+    assert quiet(model, bits=2).converted == (ConvertedModule("", "SiLU", "fewbit.SiLU", 2),)
     assert "bits=2" in repr(model)
 
 
@@ -180,7 +180,7 @@ def test_globs():
     assert paths(exclude=["encoder.1", "head"]) == ["encoder.0"]
     assert paths(include="*.1", exclude="head") == ["encoder.1"]
     excluded = quiet(model(), exclude="head").left_alone
-    assert excluded == (LeftAlone("head", "Tanh", "excluded"),)
+    assert excluded == (SkippedModule("head", "Tanh", "excluded"),)
 
 
 def test_what_is_left_alone_is_said():
@@ -203,7 +203,7 @@ def test_a_forward_of_its_own_is_left_alone():
     model[0].forward = lambda x: 2.0 * x
     report = quiet(model)
     assert [row.path for row in report.converted] == ["1"]
-    assert report.left_alone == (LeftAlone("0", "GELU", OWN_FORWARD),)
+    assert report.left_alone == (SkippedModule("0", "GELU", OWN_FORWARD),)
     assert torch.equal(model[0](torch.ones(2)), torch.full((2,), 2.0))
 
 

@@ -25,7 +25,7 @@ from random_models import Model
 import fewbit
 from fewbit.functional import sums
 from fewbit.runtime import ops
-from fewbit.runtime.quantizers.quantizer import Recipe
+from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
 
 DRAWS = 3
 RELATIVE = {torch.float32: 0.15, torch.float64: 0.15, torch.bfloat16: 0.3}
@@ -211,7 +211,7 @@ def noisy(original):
 
 
 PLACES = {
-    "what layers restore": (Recipe, "restore"),
+    "what layers restore": (QuantizedTensorSpec, "restore"),
     "sums over rows": (sums, "over_rows"),
     "sums over channels": (sums, "over_channels"),
     "the product of activations": (ops, "decode_mul"),

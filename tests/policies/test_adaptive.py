@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.errors import InputError
-from fewbit.policies.adaptive import SLOTS, Adaptation
-from fewbit.runtime.saved.probe import Observation, Seen
+from fewbit.policies.adaptive import SLOTS, AdaptivePolicy
+from fewbit.runtime.saved.probe import RoundingEffect, VarianceProbe
 
 
 def build(name="convnet", **options):
@@ -417,14 +417,16 @@ def test_restored():
 
 def test_tables_between_processes():
     """A vector of fixed size; what one process has not seen comes from the other."""
-    adaptations = [Adaptation(2, ["a", "b", "c"]) for _ in range(2)]
-    a, b, c = (Seen(2.5, False, 100 * i, 8, 3.0 * i, 4.0 * i, [float(i)] * 16) for i in (1, 2, 3))
+    adaptations = [AdaptivePolicy(2, ["a", "b", "c"]) for _ in range(2)]
+    a, b, c = (
+        RoundingEffect(2.5, False, 100 * i, 8, 3.0 * i, 4.0 * i, [float(i)] * 16) for i in (1, 2, 3)
+    )
     c.is_fixed, c.samples, c.spread, c.is_known = True, 0, None, False
     seen = {("a", 0): a, ("b", 2): b}, {("a", 0): a, ("c", 1): c, ("unknown", 0): a}
     tables = [each._table(mine) for each, mine in zip(adaptations, seen, strict=True)]
     assert {each.shape for each in tables} == {(3 * SLOTS * 25,)}
     assert adaptations[0]._of_table(sum(tables)) == {
-        ("a", 0): Seen(2.5, False, 200, 8, 6.0, 8.0, [2.0] * 16),
+        ("a", 0): RoundingEffect(2.5, False, 200, 8, 6.0, 8.0, [2.0] * 16),
         ("b", 2): b,
         ("c", 1): c,
     }
@@ -548,7 +550,7 @@ def test_saving_changes_nothing():
 
 
 def test_numbers_on_their_way_are_part_of_a_state(monkeypatch):
-    monkeypatch.setattr(Observation, "is_there", lambda self: False)
+    monkeypatch.setattr(VarianceProbe, "is_there", lambda self: False)
     model, controller, x = build(bits=2)
     step(model, x), step(model, x)
     state = json.loads(json.dumps(controller.state_dict()))
@@ -578,8 +580,8 @@ def test_a_budget_resumes_with_the_bits_that_it_came_to():
 
 def test_what_was_known_is_taken_at_the_scale_of_what_is_seen():
     """Losses may be scaled, by ever other factors: only relations count."""
-    adaptation = Adaptation(2, "abc")
-    first = {(name, 0): Seen(2.0, False, 1024, 8, size, size) for name, size in zip("abc", (1.0, 2.0, 4.0), strict=True)}  # fmt: skip
+    adaptation = AdaptivePolicy(2, "abc")
+    first = {(name, 0): RoundingEffect(2.0, False, 1024, 8, size, size) for name, size in zip("abc", (1.0, 2.0, 4.0), strict=True)}  # fmt: skip
     adaptation._learn(first)
     before = adaptation.averages
     scaled = {

@@ -491,13 +491,13 @@ def test_an_empty_table_is_its_text_in_html():
 
 def test_steps_that_a_warning_takes(monkeypatch):
     """The page says so: three observations that have something to compare are those of steps 2, 4 and 8."""
-    from fewbit.policies.error_bound.policy import Choice, Guarantee
+    from fewbit.policies.error_bound.policy import Choice, ErrorBoundPolicy
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 24))
     x = normal((32, 96), scale=1.0)
     controller = bounded(model, e2=0.05)
-    monkeypatch.setattr(Guarantee, "_choice", lambda self, known: Choice(1.0, 1.0, None))
+    monkeypatch.setattr(ErrorBoundPolicy, "_choice", lambda self, known: Choice(1.0, 1.0, None))
     with warnings.catch_warnings():
         warnings.simplefilter("error", BoundWarning)
         steps(model, 8, x)

@@ -18,8 +18,13 @@ from fewbit.policies.error_bound.bits import least_average, sizes
 from fewbit.policies.error_bound.codecs import CodecKeeper, Exactly
 from fewbit.policies.error_bound.estimates import Estimate, Known, Pair
 from fewbit.policies.error_bound.formulas.shares import polynomial_error
-from fewbit.policies.error_bound.policy import Bound, Guarantee
-from fewbit.policies.error_bound.probe import ActivationSeen, BoundsSeen, Demand, VariableSeen
+from fewbit.policies.error_bound.policy import Bound, ErrorBoundPolicy
+from fewbit.policies.error_bound.probe import (
+    ActivationNorms,
+    BoundsSeen,
+    GradientConstraint,
+    TensorNorms,
+)
 from fewbit.policies.error_bound.report import Bounded
 from fewbit.policies.error_bound.sums import DEMANDS, BoundTables, combined, number_of
 
@@ -28,21 +33,21 @@ EXPECTED, MEASURED = "in expectation", "measured"
 
 def variable(*demands, samples=4, squares=(1.0, 2.0, 3.0, 4.0), elements=400, **facts):
     squares = [*squares, *[0.0] * (16 - len(squares))]
-    return VariableSeen(8.0, False, elements, samples, squares, demands=list(demands), **facts)
+    return TensorNorms(8.0, False, elements, samples, squares, demands=list(demands), **facts)
 
 
 def weight(v2, first, second=0.0, label="weight"):
-    return Demand(label, EXPECTED, v2, first, second)
+    return GradientConstraint(label, EXPECTED, v2, first, second)
 
 
 def of(variables):
-    """An observation of those: {name: VariableSeen}."""
+    """An observation of those: {name: TensorNorms}."""
     return BoundsSeen({(name, 0): each for name, each in variables.items()}, {}, {})
 
 
 def learned(*observations, names=("a", "b"), **bound):
-    """A policy that has seen those: BoundsSeen, or {name: VariableSeen}."""
-    policy = Guarantee(Bound(**bound), names, activations=["act"])
+    """A policy that has seen those: BoundsSeen, or {name: TensorNorms}."""
+    policy = ErrorBoundPolicy(Bound(**bound), names, activations=["act"])
     for seen in observations:
         policy._learn(seen if isinstance(seen, BoundsSeen) else of(seen))
     return policy
@@ -118,7 +123,7 @@ def test_a_larger_limit_never_takes_more_bits(squares, samples, limit, factor):
 def test_the_strictest_demand_decides():
     demands = (
         weight(4.0, 10.0),
-        Demand("input", MEASURED, 1.0, 3.0, 2.0),
+        GradientConstraint("input", MEASURED, 1.0, 3.0, 2.0),
         weight(9.0, 1.0, label="x: weight"),
     )
     policy = learned({"a": variable(*demands)}, e2=0.5)
@@ -280,7 +285,7 @@ def test_codecs_get_the_bound():
 def test_codecs_by_channel():
     weights = [0.5, 1.5, 1.0, 0.0]
     seen = {"a": variable(weight(4.0, 10.0), channel_weights=weights)}
-    policy = Guarantee(Bound(codec="quant", by_channel=True), ["a"], channels={"a": 4})
+    policy = ErrorBoundPolicy(Bound(codec="quant", by_channel=True), ["a"], channels={"a": 4})
     policy._learn(BoundsSeen({("a", 0): seen["a"]}, {}, {}))
     plan = policy.plan((torch.zeros(2, 4, 8, 8),))
     x = torch.zeros(2, 4, 8, 8)
@@ -290,7 +295,7 @@ def test_codecs_by_channel():
     variable_ = plan.of(("a", 0), 8, False)
     assert plan.sensitivities(variable_, torch.ones(8)).tolist() == weights * 2
     assert plan.sensitivities(variable_, torch.ones(2)).tolist() == [1, 1]
-    policy = Guarantee(Bound(codec="quant+zvc", by_channel=True), ["a"], channels={"a": 4})
+    policy = ErrorBoundPolicy(Bound(codec="quant+zvc", by_channel=True), ["a"], channels={"a": 4})
     policy._learn(BoundsSeen({("a", 0): seen["a"]}, {}, {}))
     bounds = policy._keepers["a", 0].channels
     assert bounds == pytest.approx([0.04, 0.02 / 1.5, 0.02, math.inf])
@@ -306,7 +311,7 @@ def test_codecs_by_channel():
 @pytest.mark.parametrize(("ratio", "bits"), [(1.0, 1), (0.3, 2), (0.04, 3), (0.01, 4), (1e-9, 8)])
 def test_bits_of_activations(ratio, bits):
     """GELU's tables err by at most 0.50, 0.18, 0.11, 0.053 (docs/theory/ac_gc.md) on [-6, 6]."""
-    seen = BoundsSeen({}, {"act": ActivationSeen("gelu", (), ratio, 1.0)}, {})
+    seen = BoundsSeen({}, {"act": ActivationNorms("gelu", (), ratio, 1.0)}, {})
     policy = learned(seen, e2=0.5)
     assert policy.activations == {"act": bits}
     assert policy.plan((torch.zeros(1),)).activations == {"act": bits}
@@ -316,8 +321,8 @@ def test_what_has_two_slopes_keeps_one_bit():
     seen = BoundsSeen(
         {},
         {
-            "act": ActivationSeen("relu", (), 1e-12, 1.0),
-            "other": ActivationSeen("gelu", (), 1.0, 1.0),
+            "act": ActivationNorms("relu", (), 1e-12, 1.0),
+            "other": ActivationNorms("gelu", (), 1.0, 1.0),
         },
         {},
     )
@@ -326,7 +331,7 @@ def test_what_has_two_slopes_keeps_one_bit():
 
 def test_of_two_slopes_no_larger_table_is_solved(monkeypatch):
     """Which takes a second or more, in a training step."""
-    seen = BoundsSeen({}, {"act": ActivationSeen("leaky_relu", (0.01,), 1.0, 1.0)}, {})
+    seen = BoundsSeen({}, {"act": ActivationNorms("leaky_relu", (0.01,), 1.0, 1.0)}, {})
     asked, load = [], tables.store.load_table
     tables.table_error.cache_clear()
     monkeypatch.setattr(
@@ -341,7 +346,7 @@ def test_of_two_slopes_no_larger_table_is_solved(monkeypatch):
 def test_activations_by_the_mean_or_each_observation():
     seen = {("a", 0): variable(weight(100.0, 1.0))}
     first, second = (
-        BoundsSeen(seen, {"act": ActivationSeen("gelu", (), ratio, 1.0)}, {})
+        BoundsSeen(seen, {"act": ActivationNorms("gelu", (), ratio, 1.0)}, {})
         for ratio in (1.0, 0.0006)
     )
     assert (
@@ -389,7 +394,7 @@ def test_parameters_gradients_count_in_all():
 
 
 def test_the_warning_comes_once_and_names_the_worst():
-    policy = Guarantee(Bound(), ["a", "b"])
+    policy = ErrorBoundPolicy(Bound(), ["a", "b"])
     worst = monitored(("a", "weight", (4.0, 1.0)), ("b", "weight", (2.1, 3.0)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -406,7 +411,7 @@ def test_the_warning_comes_once_and_names_the_worst():
 
 
 def test_no_warning_for_what_may_be_chance():
-    policy = Guarantee(Bound(), ["a", "b"])
+    policy = ErrorBoundPolicy(Bound(), ["a", "b"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for hat2 in (1.0, 2.5, 0.9, 2.0, 1.2, 2.3):
@@ -417,7 +422,7 @@ def test_no_warning_for_what_may_be_chance():
 def test_the_warning_comes_where_one_of_many_is_far_above_it():
     """Each observation has others of them; what one adds does not count as chance between them."""
     names = "abcdefgh"
-    policy = Guarantee(Bound(), list(names))
+    policy = ErrorBoundPolicy(Bound(), list(names))
     seen = {(name, 0): variable(weight(1.0, 1.0)) for name in names}
 
     def learn(round_, name):
@@ -453,17 +458,17 @@ def test_the_excess_is_a_mean_with_its_standard_error(count):
 def test_what_the_monitor_saw_with_other_settings_is_not_taken_over():
     first = learned(*[monitored(("a", "weight", (4.0, 1.0)), ("b", "weight", (3.3, 3.0)))] * 2)
     for other in (Bound(e2=0.1), Bound(codec="quant+zvc"), Bound(window="max")):
-        policy = Guarantee(other, ["a", "b"])
+        policy = ErrorBoundPolicy(other, ["a", "b"])
         policy.load(first.state())
         assert policy.ratio is None and policy.known.keys() == first.known.keys()
-    policy = Guarantee(Bound(), ["a", "b"])
+    policy = ErrorBoundPolicy(Bound(), ["a", "b"])
     policy.load(first.state())
     assert policy.ratio == first.ratio and policy.state() == first.state()
 
 
 @pytest.mark.parametrize(("e2", "bits", "is_met"), [(0.5, 8, True), (1e-3, 1, False)])
 def test_given_bits_that_are_too_few_are_told(e2, bits, is_met):
-    policy = Guarantee(Bound(e2=e2), ["a"])
+    policy = ErrorBoundPolicy(Bound(e2=e2), ["a"])
     policy._learn(
         BoundsSeen(
             {("a", 0): replace(variable(weight(1.0, 1.0)), average=bits, is_fixed=True)}, {}, {}
@@ -484,7 +489,7 @@ def test_exact_values_are_kept_of_a_few_in_turn():
         policy._monitored()  # of a forward that no backward pass came to
         policy._learn(of(seen))
     assert found == [["a"], ["b", "c"], ["d"], ["a"]]
-    assert Guarantee(Bound(), ["a"])._monitored() == []
+    assert ErrorBoundPolicy(Bound(), ["a"])._monitored() == []
 
 
 def test_those_that_a_forward_did_not_meet_are_next():
@@ -514,23 +519,23 @@ def test_tables_between_processes():
         {
             ("a", 0): variable(
                 weight(1.0, 3.0),
-                Demand("input", MEASURED, 2.0, 1.0, 2.0),
+                GradientConstraint("input", MEASURED, 2.0, 1.0, 2.0),
                 channel_weights=[0.5, 1.5],
             )
         },
-        {"act": ActivationSeen("gelu", (), 1.0, 2.0)},
+        {"act": ActivationNorms("gelu", (), 1.0, 2.0)},
         {("a", 0): [("weight", 5.0, 4.0)]},
     )
     second = BoundsSeen(
         {
             ("a", 0): variable(
                 weight(3.0, 4.0),
-                Demand("input", MEASURED, 1.0, 2.0, 0.0),
+                GradientConstraint("input", MEASURED, 1.0, 2.0, 0.0),
                 channel_weights=[1.5, 0.5],
             ),
             ("b", 2): variable(weight(1.0, 1.0), is_known=False),
         },
-        {"act": ActivationSeen("gelu", (), 3.0, 4.0)},
+        {"act": ActivationNorms("gelu", (), 3.0, 4.0)},
         {},
     )
     vectors = [each.table(seen) for each, seen in zip(tables, (first, second), strict=True)]
@@ -539,11 +544,11 @@ def test_tables_between_processes():
     a = found[0].variables["a", 0]
     assert (a.elements, a.samples, a.squares[:5], a.is_known) == (800, 4, [2, 4, 6, 8, 0], True)
     demands = {each.label: each for each in a.demands}
-    assert demands["weight"] == Demand("weight", EXPECTED, 4.0, 5.0)
-    assert demands["input"] == Demand("input", MEASURED, 3.0, math.sqrt(5), 2.0)
+    assert demands["weight"] == GradientConstraint("weight", EXPECTED, 4.0, 5.0)
+    assert demands["input"] == GradientConstraint("input", MEASURED, 3.0, math.sqrt(5), 2.0)
     assert a.channel_weights == [1.0, 1.0]
     assert found[0].variables["b", 2] == second.variables["b", 2]
-    assert found[0].activations == {"act": ActivationSeen("gelu", (), 4.0, 6.0)}
+    assert found[0].activations == {"act": ActivationNorms("gelu", (), 4.0, 6.0)}
     assert found[0].monitored == {("a", 0): [("weight", 5.0, 4.0)]}
     nothing = [each.table(BoundsSeen({}, {}, {})) for each in tables]
     assert tables[0].of_table(sum(nothing)) == BoundsSeen({}, {}, {})
@@ -600,7 +605,7 @@ def test_states_go_on_bit_for_bit():
         monitored(("a", "weight", (1.2, 1.0))),
         BoundsSeen(
             {("a", 0): variable(weight(1 / 3, 0.7, 0.1), channel_weights=[0.1, 1.9])},
-            {"act": ActivationSeen("gelu", (), 0.1, 0.3)},
+            {"act": ActivationNorms("gelu", (), 0.1, 0.3)},
             {("a", 0): [("weight", 1.0, 0.9)]},
         ),
     ]
@@ -652,7 +657,7 @@ def test_states_that_are_refused(key, value, message):
     ],
 )
 def test_activations_of_states_that_are_refused(change, message):
-    seen = BoundsSeen({}, {"act": ActivationSeen("relu", (), 1.0, 1.0)}, {})
+    seen = BoundsSeen({}, {"act": ActivationNorms("relu", (), 1.0, 1.0)}, {})
     policy = learned({"a": variable(weight(1.0, 1.0))}, seen)
     before = policy.state()
     state = json.loads(json.dumps(before))

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
-from fewbit.policies.error_bound.probe import BoundObservation
+from fewbit.policies.error_bound.probe import ErrorBoundProbe
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
@@ -280,7 +280,7 @@ def test_the_truth_about_attention():
 def test_exact_values_are_freed(is_checkpointed, monkeypatch):
     """Only monitored ones are held, and none after the backward pass."""
     held = []
-    rounding = BoundObservation.rounding
+    rounding = ErrorBoundProbe.rounding
 
     def noting(self, variable, rounded):
         tensor = rounding(self, variable, rounded)
@@ -289,10 +289,10 @@ def test_exact_values_are_freed(is_checkpointed, monkeypatch):
             noting.exact = weakref.ref(tensor.exact)
         return tensor
 
-    monkeypatch.setattr(BoundObservation, "rounding", noting)
+    monkeypatch.setattr(ErrorBoundProbe, "rounding", noting)
     model = mlp()
     controller = converted(model)
-    observation = BoundObservation(0, {("2", 0)})
+    observation = ErrorBoundProbe(0, {("2", 0)})
     controller.session.variables = Fixed(observation=observation)
     y = checkpoint(model, X, use_reentrant=False) if is_checkpointed else model(X)
     assert dict(held) == {("0", 0): False, ("2", 0): True}
@@ -306,7 +306,7 @@ def test_exact_values_are_freed(is_checkpointed, monkeypatch):
 
 
 def test_exact_values_of_a_forward_without_a_backward_pass_are_freed():
-    observation = BoundObservation(0, {("0", 0)})
+    observation = ErrorBoundProbe(0, {("0", 0)})
     model = mlp()
     converted(model).session.variables = Fixed(observation=observation)
     y = model(X)
@@ -318,7 +318,7 @@ def test_exact_values_of_a_forward_without_a_backward_pass_are_freed():
 
 def test_exact_values_go_with_the_graph():
     """Where an exception comes between forward and backward nothing else is to tell."""
-    observation = BoundObservation(0, {("0", 0)})
+    observation = ErrorBoundProbe(0, {("0", 0)})
     model = mlp()
     converted(model).session.variables = Fixed(observation=observation)
     y = model(X)
@@ -354,7 +354,7 @@ def test_a_backward_pass_that_fails():
         def forward(self, x):
             return self.b(Fails.apply(self.a(x)))
 
-    observation = BoundObservation(0, {("a", 0), ("b", 0)})
+    observation = ErrorBoundProbe(0, {("a", 0), ("b", 0)})
     model = Model()
     converted(model).session.variables = Fixed(observation=observation)
     loss = loss_of(model(X))
@@ -381,7 +381,7 @@ def test_a_backward_pass_that_fails():
 def test_layers_with_formulas_run_backward_once(monitored, monkeypatch):
     """More often only to measure, or where exact values are kept."""
     runs = []
-    original = BoundObservation.probe
+    original = ErrorBoundProbe.probe
 
     def probe(self, number, backward, context, *rest):
         def counting(context, *grads):
@@ -390,7 +390,7 @@ def test_layers_with_formulas_run_backward_once(monitored, monkeypatch):
 
         return original(self, number, counting, context, *rest)
 
-    monkeypatch.setattr(BoundObservation, "probe", probe)
+    monkeypatch.setattr(ErrorBoundProbe, "probe", probe)
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 8, 3), nn.GroupNorm(2, 8)
@@ -408,7 +408,7 @@ def test_layers_with_formulas_run_backward_once(monitored, monkeypatch):
 def test_what_comes_to_the_host_is_small():
     """Numbers, and one a channel: not one a row."""
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8))
-    observation = BoundObservation(0)
+    observation = ErrorBoundProbe(0)
     converted(model).session.variables = Fixed(observation=observation)
     gradient(model, normal((2000, 64)))
     assert sum(each.numel() for each in observation._measured()) < 100
@@ -664,7 +664,7 @@ def test_bits_that_samples_do_not_share():
 
 
 def test_nothing_of_the_graph_is_held():
-    observation = BoundObservation(0)
+    observation = ErrorBoundProbe(0)
     model = mlp()
     converted(model).session.variables = Fixed(observation=observation)
     y = model(X)
@@ -675,7 +675,7 @@ def test_nothing_of_the_graph_is_held():
 
 
 def test_snapshot_goes_on():
-    observation = BoundObservation(0)
+    observation = ErrorBoundProbe(0)
     model = mlp()
     converted(model).session.variables = Fixed(observation=observation)
     y = model(X)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fewbit.functional.gated import gated as fewbit_gated
 from fewbit.functional.linear import _Linear
 from fewbit.policies.error_bound.error_model import labels
-from fewbit.policies.error_bound.probe import BoundObservation
+from fewbit.policies.error_bound.probe import ErrorBoundProbe
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
@@ -30,7 +30,7 @@ def gradients(model, x, seed=0):
 
 
 def observed(model, controller, x, seed=0, averages=None, run=gradients, monitored=frozenset()):
-    observation = BoundObservation(seed, monitored)
+    observation = ErrorBoundProbe(seed, monitored)
     controller.session.variables = Fixed(averages, observation)
     run(model, x, seed)
     observation.send()

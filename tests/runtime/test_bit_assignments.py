@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
-from fewbit.runtime.quantizers.quantizer import Recipe
+from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
 
 
 class Regions(nn.Module):
@@ -30,14 +30,14 @@ class Regions(nn.Module):
 @pytest.fixture
 def restored(monkeypatch):
     """(name of a variable, samples, bits of all samples) of what is restored."""
-    seen, original = [], Recipe._values
+    seen, original = [], QuantizedTensorSpec._values
 
     def values(self, tensors, *rest):
         total = int(tensors[2].sum()) if len(tensors) > 2 else None
         seen.append((self.variable.name[0], self.samples, total))
         return original(self, tensors, *rest)
 
-    monkeypatch.setattr(Recipe, "_values", values)
+    monkeypatch.setattr(QuantizedTensorSpec, "_values", values)
     return seen
 
 

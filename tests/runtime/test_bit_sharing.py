@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.policies import allocation
 from fewbit.runtime.format import groups
-from fewbit.runtime.saved.assignment import Variable, split
+from fewbit.runtime.saved.assignment import TensorSlot, split
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 32, 100])
 @pytest.mark.parametrize("average", [1, 1.25, 1.5, 2, 2.75, 4, 7.9, 8])
 def test_split_is_the_best_allocation(samples, average, device):
     squares = torch.exp(3 * normal((samples,), scale=1.0, seed=samples)).to(device)
-    total = Variable(("", 0), average).total(samples)
+    total = TensorSlot(("", 0), average).total(samples)
     bits = split(squares, total).cpu().numpy()
     assert bits.sum() == total and (bits >= 1).all() and (bits <= 8).all()
     weights = squares.cpu().double().numpy()
@@ -34,10 +34,10 @@ def test_samples_that_are_not_finite_get_least():
 
 
 def test_totals():
-    assert Variable(("", 0), 1.25).total(8) == 10
-    assert Variable(("", 0), 2.0).total(3) == 6
-    assert Variable(("", 0), 1.25).total(3) == 3  # what does not fill a bit is left
-    assert Variable(("", 0), 2.9).uniform() == 2 and Variable(("", 0), 9.0).uniform() == 8
+    assert TensorSlot(("", 0), 1.25).total(8) == 10
+    assert TensorSlot(("", 0), 2.0).total(3) == 6
+    assert TensorSlot(("", 0), 1.25).total(3) == 3  # what does not fill a bit is left
+    assert TensorSlot(("", 0), 2.9).uniform() == 2 and TensorSlot(("", 0), 9.0).uniform() == 8
 
 
 # -- in a model --------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def test_bytes_follow_from_the_average_alone(average):
 
     found = kept([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     assert found == kept([9.0, 0.1, 7.0, 0.0, 1.0, 1.0])
-    total = Variable(("", 0), average).total(6)
+    total = TensorSlot(("", 0), average).total(6)
     shapes = [
         (6, 3 * 36),
         (6, 8 * 36),

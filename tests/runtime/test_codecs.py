@@ -19,7 +19,7 @@ from fewbit.runtime.codecs.jpeg import _coefficients
 from fewbit.runtime.codecs.payload import Exact
 from fewbit.runtime.codecs.quant import ByChannel, widths_for
 from fewbit.runtime.codecs.zero_value import Sparse
-from fewbit.runtime.quantizers.quantizer import Kept, Recipe
+from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec, SavedTensors
 
 try:
     import imagecodecs
@@ -318,7 +318,7 @@ def test_quant_takes_the_fewest_bits(bits):
             square += len(group) * np.ptp(group) ** 2 / x.numel()
     needed = square / 4 / (2**bits - 1) ** 2
     recipe = codec("quant").compress(x, 1.04 * needed).recipe  # ranges are rounded up to bfloat16
-    assert (recipe.bits if isinstance(recipe, Recipe) else None) == bits
+    assert (recipe.bits if isinstance(recipe, QuantizedTensorSpec) else None) == bits
     if bits < 8:
         assert codec("quant").compress(x, 0.96 * needed).recipe.bits == bits + 1
     else:
@@ -440,7 +440,7 @@ def test_streams_come_back(data):
 def test_payloads_are_what_layers_keep(name):
     """Kept(*payload): restored in another dtype, and with an affine map."""
     x = activations()
-    kept = Kept(*codec(name).compress(x, 1e-2))
+    kept = SavedTensors(*codec(name).compress(x, 1e-2))
     values = codec(name).decompress(kept)
     scale, shift = torch.full((5, 1, 1), 2.0), torch.ones(5, 1, 1)
     assert torch.equal(kept.recipe.restore(kept.tensors, torch.float64), values.double())
@@ -453,7 +453,7 @@ class Square(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, name):
-        kept = Kept(*codec(name).compress(x, 1e-2))
+        kept = SavedTensors(*codec(name).compress(x, 1e-2))
         ctx.recipe, ctx.expected = kept.recipe, codec(name).decompress(kept)
         ctx.save_for_backward(*kept.tensors)
         return x.square()

@@ -20,7 +20,7 @@ from fewbit.runtime.ops.quantizer_ops import is_offset
 from fewbit.runtime.quantizers import quantizer as quantizer
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved import min_dtype as offset
-from fewbit.runtime.saved.min_dtype import Offset
+from fewbit.runtime.saved.min_dtype import MinDtypeSelector
 
 EIGHT_STEPS = {1000.0: 32.0, -1000.0: 32.0, 1.0: 0.0625, -1.0: 0.0625, 1023.0: 32.0, 1024.0: 64.0}
 STARTS = pytest.mark.parametrize("start", EIGHT_STEPS)
@@ -224,7 +224,7 @@ LARGE, SMALL = spread(1000.0, 1.0), spread(0.0, 1.0)
 
 
 def test_an_answer_that_has_not_arrived_is_not_waited_for(fake):
-    asked = Offset()
+    asked = MinDtypeSelector()
     assert asked.poll() is False
     asked.ask(ranges_of(LARGE))
     assert asked.poll() is False
@@ -237,7 +237,7 @@ def test_an_answer_that_has_not_arrived_is_not_waited_for(fake):
 
 
 def test_a_later_question_takes_the_place_of_one_without_an_answer(fake):
-    asked = Offset()
+    asked = MinDtypeSelector()
     asked.ask(ranges_of(LARGE))
     asked.ask(ranges_of(SMALL))
     fake.events[0].is_done = True
@@ -248,7 +248,7 @@ def test_a_later_question_takes_the_place_of_one_without_an_answer(fake):
 
 
 def test_which_tensors_are_asked(fake):
-    asked, ranges, numbers = Offset(), ranges_of(LARGE), []
+    asked, ranges, numbers = MinDtypeSelector(), ranges_of(LARGE), []
     for number in range(1, 1100):
         before = len(fake.events)
         asked.ask(ranges)
@@ -257,7 +257,7 @@ def test_which_tensors_are_asked(fake):
 
 
 def test_nothing_is_asked_of_empty_tensors(fake):
-    asked = Offset()
+    asked = MinDtypeSelector()
     for _ in range(3):
         asked.ask(torch.empty(0, 2, dtype=torch.bfloat16))
     assert not fake.events
@@ -266,7 +266,7 @@ def test_nothing_is_asked_of_empty_tensors(fake):
 
 
 def test_in_a_capture_nothing_is_asked_and_nothing_changes(fake):
-    asked = Offset()
+    asked = MinDtypeSelector()
     asked.ask(ranges_of(LARGE))
     fake.finish()
     fake.capturing = True
@@ -292,7 +292,7 @@ def saved_and_loaded(x):
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickled, saved_and_loaded])
 def test_copies_keep_the_answer_but_no_event(fake, again):
-    asked = Offset()
+    asked = MinDtypeSelector()
     asked.ask(ranges_of(LARGE))
     fake.finish()
     asked.poll()

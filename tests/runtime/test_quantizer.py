@@ -516,7 +516,7 @@ def test_an_affine_map_of_samples_of_several_widths(backend, features):
 @pytest.mark.parametrize("statistics", [(6, 1, 1, 1), (1, 70, 1, 1), (6, 70, 1, 1)], ids=str)
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 def test_kept_and_restored_by_kernels(backend, dtype, statistics, last):
-    """Quantizer and Recipe make the same in a kernel as with torch's operations, where there is an index."""
+    """Quantizer and QuantizedTensorSpec make the same in a kernel as with torch's operations, where there is an index."""
     format = torch.channels_last if last else torch.contiguous_format
     x = inputs((6, 70, 3, 3), dtype).to(backend.device, memory_format=format)
     of_sample, of_channel = statistics[0] > 1, statistics[1] > 1

@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.backends.reference_quantizer import squares
-from fewbit.runtime.saved.assignment import Variable, Variables
-from fewbit.runtime.saved.probe import MOST_EARLIER, Observation
+from fewbit.runtime.saved.assignment import BitPolicy, TensorSlot
+from fewbit.runtime.saved.probe import MOST_EARLIER, VarianceProbe
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
 
-class Fixed(Variables):
+class Fixed(BitPolicy):
     """Given averages, and an observation in forwards that are to be observed."""
 
     def __init__(self, averages=None, observation=None):
@@ -54,7 +54,7 @@ def observed(model, controller, x, seeds=1, run=gradient):
     """{name: sensitivity}, the mean over observations."""
     sums = {}
     for seed in range(seeds):
-        observation = Observation(seed)
+        observation = VarianceProbe(seed)
         controller.session.variables = Fixed(observation=observation)
         run(model, x)
         observation.send()
@@ -217,7 +217,7 @@ def test_each_call_of_a_layer_has_noise_of_its_own(scales, is_checkpointed):
 def test_the_spread_of_a_layer_that_is_called_twice():
     """Parts of all its tensors together, each in the order of its own samples."""
     model, x = Twice((1.0, 3.0)), normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
-    observation = Observation(0)
+    observation = VarianceProbe(0)
     converted(model).session.variables = Fixed(observation=observation)
     gradient(model, x)
     observation.send()
@@ -322,7 +322,7 @@ def test_regions_within_a_model():
     found = []
     for is_checkpointed in (False, True):
         model = Model(is_checkpointed)
-        observation = Observation(0)
+        observation = VarianceProbe(0)
         controller = converted(model)
         controller.session.variables = Fixed(observation=observation)
         gradient(model, x)
@@ -337,7 +337,7 @@ def test_elements_samples_and_spread():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model.append(model[0])
     x = normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
-    observation = Observation(0)
+    observation = VarianceProbe(0)
     converted(model).session.variables = Fixed(observation=observation)
     gradient(model, x)
     observation.send()
@@ -354,9 +354,9 @@ def test_elements_samples_and_spread():
 
 @pytest.mark.parametrize("samples", [1, 5, 16, 20, 64])
 def test_spread_is_the_means_of_parts(samples):
-    observation = Observation(0)
+    observation = VarianceProbe(0)
     values = torch.exp(normal((samples,), scale=1.0))
-    observation.kept(Variable(("a", 0), 2.0), 64 * samples, values)
+    observation.kept(TensorSlot(("a", 0), 2.0), 64 * samples, values)
     found = observation.variables["a", 0].spread
     parts = min(samples, 16)
     expected = [part.mean() for part in values.sort().values.tensor_split(parts)]
@@ -392,7 +392,7 @@ def test_one_input_of_several_layers_is_one_variable():
 def test_no_backward_pass_and_one_through_a_part():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-    observation = Observation(0)
+    observation = VarianceProbe(0)
     converted(model).session.variables = Fixed(observation=observation)
     y = model(normal((8, 64)))
     assert not observation.has_run()
@@ -644,7 +644,7 @@ def test_backward_passes_with_collectives_run_once(function):
             return self.last(self.norm(x))
 
     torch.manual_seed(0)
-    model, observation = Scale(), Observation(0)
+    model, observation = Scale(), VarianceProbe(0)
     controller = converted(model, 4)
     controller.session.variables = Fixed(observation=observation)
     function.passes = 0
@@ -659,7 +659,7 @@ def test_backward_passes_with_collectives_run_once(function):
 
 def test_nothing_of_the_graph_is_held():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-    observation = Observation(0)
+    observation = VarianceProbe(0)
     converted(model).session.variables = Fixed(observation=observation)
     y = model(normal((8, 64)))
     node = weakref.ref(y.grad_fn)

@@ -43,7 +43,7 @@ class Pair(NamedTuple):
 class Estimate:
     """A demand in its last observations, the latest last.
 
-    label, kind: as of `Demand`; "" where only other processes have seen it. missed: observations of its variable since
+    label, kind: as of `GradientConstraint`; "" where only other processes have seen it. missed: observations of its variable since
     without it.
     """
 
@@ -68,7 +68,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Known:
-    """Of one variable. average, is_fixed, is_known, elements, samples, dtype_bytes: as of `VariableSeen`, the latest.
+    """Of one variable. average, is_fixed, is_known, elements, samples, dtype_bytes: as of `TensorNorms`, the latest.
 
     spreads: of each observation squares a part, in units of the mean of range^2 over the elements of its samples.
     weights: of channels, the mean of the last `weighed` observations. demands: by number (`sums.number_of`).

@@ -1,6 +1,6 @@
 """policy="error-bound": the fewest bits with which the error of the gradient stays within a bound (AC-GC).
 
-In some steps a `BoundObservation` finds out how large errors of what each layer keeps may be: of every gradient that it
+In some steps a `ErrorBoundProbe` finds out how large errors of what each layer keeps may be: of every gradient that it
 goes into V^2, and D as a function of the mean squared error dx^2. D(dx*) = e^2 V^2 gives dx*; the smallest dx* of a
 variable's demands gives its bits for the steps up to the next observation (docs/error_bound.md).
 """
@@ -28,7 +28,7 @@ from fewbit.policies.error_bound.estimates import (
     ratio_of,
     total_of,
 )
-from fewbit.policies.error_bound.probe import BoundObservation, BoundsSeen, VariableSeen
+from fewbit.policies.error_bound.probe import BoundsSeen, ErrorBoundProbe, TensorNorms
 from fewbit.policies.error_bound.state import (
     ACTIVATION,
     KNOWN,
@@ -42,11 +42,11 @@ from fewbit.policies.error_bound.state import (
 from fewbit.policies.error_bound.sums import BoundTables, by_number, pairs_by_number
 from fewbit.policies.error_bound.tables import is_known, least_bits, table_error
 from fewbit.policies.error_bound.unobserved import Unobserved
-from fewbit.policies.probing import FORGOTTEN, Observing
+from fewbit.policies.probing import FORGOTTEN, ProbingPolicy
 from fewbit.runtime.codecs import DEFAULT as QUANT
 from fewbit.runtime.codecs.payload import EXACT
 from fewbit.runtime.format.groups import LEAST_FEATURES
-from fewbit.runtime.saved.assignment import LEAST, MOST, Plan, Weights
+from fewbit.runtime.saved.assignment import LEAST, MOST, BitAssignment, Weights
 from fewbit.runtime.saved.probe import SPREAD
 from fewbit.schema.shapes import (
     MOST_RATIO,
@@ -91,10 +91,10 @@ class Choice(NamedTuple):
     demand: Estimate | None = None
 
 
-class Guarantee(Observing):
+class ErrorBoundPolicy(ProbingPolicy):
     """Bits of each variable and activation by what its error may be.
 
-    names, interval: as for `Observing`. channels: {name: how many} of layers that have some. activations: names of the
+    names, interval: as for `ProbingPolicy`. channels: {name: how many} of layers that have some. activations: names of the
     few-bit activations that take part. given: {name: bits} of few-bit activations that do not, as their bits were given.
     """
 
@@ -127,12 +127,12 @@ class Guarantee(Observing):
 
     # -- In a forward ------------------------------------------------------------------------------------
 
-    def plan(self, inputs, observation=None) -> Plan:
+    def plan(self, inputs, observation=None) -> BitAssignment:
         plan = super().plan(inputs, observation)
         self._tell(plan)
         return plan
 
-    def _tell(self, plan: Plan) -> None:
+    def _tell(self, plan: BitAssignment) -> None:
         super()._tell(plan)
         plan.keepers, plan.activations = self._keepers, self.activations
         plan.channels, plan.weights = self._channels, self._weights
@@ -143,9 +143,9 @@ class Guarantee(Observing):
     def unobserved(self, name: str, why: str) -> None:
         self._unobserved.tell(name, why)
 
-    def _new_observation(self) -> BoundObservation:
+    def _new_observation(self) -> ErrorBoundProbe:
         self._unobserved.observation_begins()
-        return BoundObservation(self.step, frozenset(self._monitored()))
+        return ErrorBoundProbe(self.step, frozenset(self._monitored()))
 
     def _monitored(self) -> list[tuple[str, int]]:
         """The variables whose exact values are kept beside: those whose turn it is, as many as the largest has room for."""
@@ -429,7 +429,7 @@ def _has_tables(known: KnownActivation) -> bool:
     return bool(known.function) and is_known(known.function, known.parameters)
 
 
-def _updated(before: Known | None, now: VariableSeen, monitored, total: float) -> Known:
+def _updated(before: Known | None, now: TensorNorms, monitored, total: float) -> Known:
     """What is known of a variable after one more observation."""
     parts = min(now.samples, SPREAD) or 1
     scale = (now.samples or 1) / now.elements if now.elements else 0.0

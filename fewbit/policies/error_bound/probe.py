@@ -26,8 +26,8 @@ import torch
 from fewbit.policies.error_bound import error_model as demands
 from fewbit.policies.error_bound.error_model import Cost, Part
 from fewbit.runtime.quantizers.quantizer import Rounded
-from fewbit.runtime.saved.assignment import MOST, Variable
-from fewbit.runtime.saved.probe import SPREAD, Observation, Restoring, is_dense, norm
+from fewbit.runtime.saved.assignment import MOST, TensorSlot
+from fewbit.runtime.saved.probe import SPREAD, Restoring, VarianceProbe, is_dense, norm
 
 EXPECTED, MEASURED = "in expectation", "measured"
 _LEAST_ERROR = 1.0 / (6.0 * (2.0**MOST - 1) ** 2)
@@ -35,7 +35,7 @@ _LEAST_ERROR = 1.0 / (6.0 * (2.0**MOST - 1) ** 2)
 
 
 @dataclass(frozen=True)
-class Demand:
+class GradientConstraint:
     """Of one gradient on one variable: its D is to be at most e^2 v2.
 
     label: which gradient: "weight", "input", "query" ..., with the layer's name in front where it is not the one that
@@ -53,7 +53,7 @@ class Demand:
 
 
 @dataclass
-class VariableSeen:
+class TensorNorms:
     """Of one variable in one forward and its backward.
 
     average: bits it had, fixed or not. elements: of all its tensors. samples: that share its bits, 0 where they do
@@ -72,13 +72,13 @@ class VariableSeen:
     squares: list[float] = field(default_factory=list)
     error2: float = 0.0
     dtype_bytes: int = 4
-    demands: list[Demand] = field(default_factory=list)
+    demands: list[GradientConstraint] = field(default_factory=list)
     channel_weights: list[float] | None = None
     is_known: bool = True
 
 
 @dataclass
-class ActivationSeen:
+class ActivationNorms:
     """Of a few-bit activation: function and parameters of `fewbit.functions`, v2 = |gradient of its input|^2, grad2 =
     |gradient of its result|^2; of several calls their sums.
     """
@@ -98,8 +98,8 @@ class BoundsSeen:
     as it was, that of the gradient from exact values), both from the same gradient of the layer's result.
     """
 
-    variables: dict[tuple[str, int], VariableSeen]
-    activations: dict[str, ActivationSeen]
+    variables: dict[tuple[str, int], TensorNorms]
+    activations: dict[str, ActivationNorms]
     monitored: dict[tuple[str, int], list[tuple[str, float, float]]]
 
 
@@ -143,7 +143,7 @@ class _Found:
     exact: torch.Tensor | None = None
 
 
-class BoundObservation(Observation):
+class ErrorBoundProbe(VarianceProbe):
     """Of one forward and the backward pass through it. seed: of noise. monitored: variables whose exact values are kept
     until the backward pass has ended or failed, or the graph is gone.
 
@@ -162,7 +162,7 @@ class BoundObservation(Observation):
 
     # -- in the forward ----------------------------------------------------------------------------------
 
-    def rounding(self, variable: Variable, rounded: Rounded) -> _Rounding | None:
+    def rounding(self, variable: TensorSlot, rounded: Rounded) -> _Rounding | None:
         if not self._is_open:
             return None
         exact = rounded.exact() if variable.name in self.monitored else None
@@ -235,7 +235,7 @@ class BoundObservation(Observation):
                 found.append(one)
         self._found[number] = found
 
-    def noise(self, rows: torch.Tensor, variable: Variable, level: int) -> torch.Tensor:
+    def noise(self, rows: torch.Tensor, variable: TensorSlot, level: int) -> torch.Tensor:
         """Of the variance that `_Tensor` says, all elements alike; float32."""
         deviation = variable.rounding.tensor.deviation
         return self._uniform(rows).sub_(0.5).mul_(math.sqrt(12.0) * deviation)
@@ -298,7 +298,7 @@ class BoundObservation(Observation):
                 ]
         return BoundsSeen(variables, self._seen_activations(host), monitored)
 
-    def _variable(self, host, name, tensors, found) -> VariableSeen:
+    def _variable(self, host, name, tensors, found) -> TensorNorms:
         seen = self.variables[name]
         elements = sum(each.elements for each in tensors)
         errors = sum(_square(host, each.error) for each in tensors)
@@ -309,7 +309,7 @@ class BoundObservation(Observation):
             spread = host[id(seen.spread)]
         tried = sum(_square(host, each.deviation) * each.elements for each in tensors) / elements
         costs = _costs(host, found, tried)
-        return VariableSeen(
+        return TensorNorms(
             seen.average,
             seen.is_fixed,
             elements,
@@ -322,11 +322,11 @@ class BoundObservation(Observation):
             seen.is_known and (bool(costs) or name not in self._reached_within),
         )
 
-    def _seen_activations(self, host) -> dict[str, ActivationSeen]:
+    def _seen_activations(self, host) -> dict[str, ActivationNorms]:
         found = {}
         for number, (of_input, of_result) in self._passes.items():
             name, function, parameters = self._calls[number]
-            seen = found.setdefault(name, ActivationSeen(function, tuple(parameters), 0.0, 0.0))
+            seen = found.setdefault(name, ActivationNorms(function, tuple(parameters), 0.0, 0.0))
             seen.v2 += _square(host, of_input)
             seen.grad2 += _square(host, of_result)
         return found
@@ -384,7 +384,9 @@ def _of_node(host, found: list[_Found]) -> list[_Part]:
     return parts
 
 
-def _costs(host, parts: list[_Part], tried: float) -> list[tuple[Demand, list[float] | None]]:
+def _costs(
+    host, parts: list[_Part], tried: float
+) -> list[tuple[GradientConstraint, list[float] | None]]:
     """A demand of one variable for each label, and the channels of its cost.
 
     tried: the mean of the variances of noise that is tried, over all elements of the variable: what one tensor
@@ -403,7 +405,7 @@ def _costs(host, parts: list[_Part], tried: float) -> list[tuple[Demand, list[fl
             second2 += each.sharing * (ratio * each.cost.second) ** 2
             channels.append([ratio * one for one in each.cost.channels or ()])
         v2 = max(sum(each.v2 for each in of), 0.0)
-        demand = Demand(label, kind, v2, math.sqrt(first2), math.sqrt(second2))
+        demand = GradientConstraint(label, kind, v2, math.sqrt(first2), math.sqrt(second2))
         is_one_size = len({len(each) for each in channels}) == 1 and channels[0]
         of_channels = [sum(each) for each in zip(*channels, strict=True)] if is_one_size else None
         costs.append((demand, of_channels))

@@ -18,10 +18,10 @@ from fewbit.policies.error_bound.estimates import (
 from fewbit.policies.error_bound.probe import (
     EXPECTED,
     MEASURED,
-    ActivationSeen,
+    ActivationNorms,
     BoundsSeen,
-    Demand,
-    VariableSeen,
+    GradientConstraint,
+    TensorNorms,
 )
 from fewbit.policies.error_bound.sums import number_of
 from fewbit.policies.probing import FORGOTTEN
@@ -87,7 +87,7 @@ def read_seen(plain: Mapping, names: Container[str]) -> BoundsSeen:
             raise wrong(
                 "pending.variables.squares", f"at least {parts} entries", len(row["squares"])
             )
-        variables[name] = VariableSeen(
+        variables[name] = TensorNorms(
             row["average"],
             row["is_fixed"],
             row["elements"],
@@ -95,7 +95,7 @@ def read_seen(plain: Mapping, names: Container[str]) -> BoundsSeen:
             row["squares"],
             row["error2"],
             row["dtype_bytes"],
-            [Demand(**each) for each in row["demands"]],
+            [GradientConstraint(**each) for each in row["demands"]],
             row["channel_weights"],
             row["is_known"],
         )
@@ -104,7 +104,7 @@ def read_seen(plain: Mapping, names: Container[str]) -> BoundsSeen:
     for row in plain["activations"]:
         _check_parameters(row)
     activations = {
-        row["name"]: ActivationSeen(
+        row["name"]: ActivationNorms(
             row["function"], tuple(row["parameters"]), row["v2"], row["grad2"]
         )
         for row in plain["activations"]

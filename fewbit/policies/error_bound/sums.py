@@ -16,10 +16,10 @@ import torch
 from fewbit.policies.error_bound.probe import (
     EXPECTED,
     MEASURED,
-    ActivationSeen,
+    ActivationNorms,
     BoundsSeen,
-    Demand,
-    VariableSeen,
+    GradientConstraint,
+    TensorNorms,
 )
 from fewbit.policies.probing import SLOTS
 from fewbit.runtime.saved.probe import SPREAD
@@ -102,12 +102,12 @@ class BoundTables:
         ):
             if count:
                 function, parameters = self._functions.get(name, ("", ()))
-                found[name] = ActivationSeen(function, parameters, v2, grad2)
+                found[name] = ActivationNorms(function, parameters, v2, grad2)
         return BoundsSeen(
             variables, found, {name: pairs for name, pairs in monitored.items() if pairs}
         )
 
-    def _row(self, seen: VariableSeen, monitored) -> list[float]:
+    def _row(self, seen: TensorNorms, monitored) -> list[float]:
         numbers = seen.average, seen.elements, seen.samples, seen.dtype_bytes
         flags = seen.is_fixed, not seen.is_known
         squares = (*seen.squares, *[0.0] * SPREAD)[:SPREAD]
@@ -121,7 +121,7 @@ class BoundTables:
             row += [1.0, number, number**2, kind, *coefficients, *pairs.get(number, (0.0, 0.0))]
         return row + [0.0] * (_COLUMNS * (DEMANDS - len(demands)))
 
-    def _of_row(self, row) -> tuple[VariableSeen, list]:
+    def _of_row(self, row) -> tuple[TensorNorms, list]:
         count, average, elements, samples, dtype_bytes, is_fixed, is_unknown, *rest = row
         squares, rest = rest[:SPREAD], rest[SPREAD:]
         demands, pairs, agrees = [], [], True
@@ -137,10 +137,12 @@ class BoundTables:
             number = round(number / times)
             label = self._labels.get(number, f"{_UNKNOWN}{number}")
             kind = _KINDS[kind > 0]
-            demands.append(Demand(label, kind, v2, math.sqrt(first2), math.sqrt(second2)))
+            demands.append(
+                GradientConstraint(label, kind, v2, math.sqrt(first2), math.sqrt(second2))
+            )
             if exact2 > 0:
                 pairs.append((label, hat2, exact2))
-        seen = VariableSeen(
+        seen = TensorNorms(
             average / count,
             is_fixed > 0,
             round(elements),
@@ -153,7 +155,7 @@ class BoundTables:
         return seen, pairs
 
 
-def combined(demands: Iterable[Demand]) -> list[tuple[int, Demand]]:
+def combined(demands: Iterable[GradientConstraint]) -> list[tuple[int, GradientConstraint]]:
     """(number, demand), DEMANDS at most: those that have no place are one that stands for all."""
     found = sorted(by_number(demands).items())
     if len(found) > DEMANDS:
@@ -162,9 +164,9 @@ def combined(demands: Iterable[Demand]) -> list[tuple[int, Demand]]:
     return found
 
 
-def by_number(demands: Iterable[Demand]) -> dict[int, Demand]:
+def by_number(demands: Iterable[GradientConstraint]) -> dict[int, GradientConstraint]:
     """Those of one number are one demand."""
-    found: dict[int, list[Demand]] = {}
+    found: dict[int, list[GradientConstraint]] = {}
     for each in demands:
         found.setdefault(number_of(each.label), []).append(each)
     return {number: _strictest(each) for number, each in found.items()}
@@ -179,7 +181,7 @@ def pairs_by_number(monitored) -> dict[int, tuple[float, float]]:
     return found
 
 
-def _strictest(demands: list[Demand]) -> Demand:
+def _strictest(demands: list[GradientConstraint]) -> GradientConstraint:
     """One that allows no larger error than any of them."""
     if len(demands) == 1:
         return demands[0]
@@ -192,7 +194,7 @@ def _strictest(demands: list[Demand]) -> Demand:
     scales = [math.sqrt(v2 / each.v2) if v2 > 0 else 1.0 for each in demands]
     first = max(each.first * scale for each, scale in zip(demands, scales, strict=True))
     second = max(each.second * scale for each, scale in zip(demands, scales, strict=True))
-    return Demand(label, kind, v2, first, second)
+    return GradientConstraint(label, kind, v2, first, second)
 
 
 def _zeros(*shape) -> torch.Tensor:

@@ -29,7 +29,7 @@ class Unobserved:
         self._observation = 0
 
     def tell(self, name: str, why: str) -> None:
-        """As of `Variables.unobserved`."""
+        """As of `BitPolicy.unobserved`."""
         if why == COMPILED:
             self._compiled.add(name)
         else:

@@ -72,7 +72,7 @@ class Predicted(NamedTuple):
     count = 2
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, contiguous; affine: as for `Recipe.restore`."""
+        """The values, contiguous; affine: as for `QuantizedTensorSpec.restore`."""
         data, steps = tensors
         wide = _wide(self.dtype)
         as_numpy = torch.empty(0, dtype=wide).numpy().dtype

@@ -77,7 +77,7 @@ class Transformed(NamedTuple):
     count = 3
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, contiguous; affine: as for `Recipe.restore`."""
+        """The values, contiguous; affine: as for `QuantizedTensorSpec.restore`."""
         steps, widths, words = tensors
         samples, channels, height, width = self.size
         h, w = min(EDGE, height), min(EDGE, width)

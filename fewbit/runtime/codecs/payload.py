@@ -13,7 +13,7 @@ from fewbit.errors import InputError
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import FLOATING
-from fewbit.runtime.quantizers.quantizer import Kept
+from fewbit.runtime.quantizers.quantizer import SavedTensors
 from fewbit.runtime.saved import offload
 from fewbit.sizes import counted
 
@@ -21,10 +21,10 @@ EXACT = "exact"
 
 
 class Payload(NamedTuple):
-    """A compressed tensor: `fewbit.runtime.quantizers.quantizer.Kept(*payload)` is the same for a layer.
+    """A compressed tensor: `fewbit.runtime.quantizers.quantizer.SavedTensors(*payload)` is the same for a layer.
 
     tensors: all that takes memory, for `save_for_backward`. recipe: plain data, with
-    restore(tensors, dtype=None, affine=None), as `fewbit.runtime.quantizers.quantizer.Recipe`, and count, of the tensors.
+    restore(tensors, dtype=None, affine=None), as `fewbit.runtime.quantizers.quantizer.QuantizedTensorSpec`, and count, of the tensors.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -77,7 +77,7 @@ class Exact(NamedTuple):
     count = 1
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """A copy, in its own dtype unless given; affine: as for `Recipe.restore`."""
+        """A copy, in its own dtype unless given; affine: as for `QuantizedTensorSpec.restore`."""
         return mapped(tensors[0].clone(), dtype or self.dtype, affine)
 
 
@@ -104,7 +104,7 @@ def smaller(x: torch.Tensor, tensors, recipe) -> Payload:
 
 def restored(payload: Payload) -> torch.Tensor:
     """The values, whichever codec has made it. InputError for what is no payload."""
-    if not isinstance(payload, Payload | Kept):  # Kept: what a layer has made of one
+    if not isinstance(payload, Payload | SavedTensors):  # Kept: what a layer has made of one
         raise InputError(f"expected a Payload, got {type(payload).__name__}")
     return payload.recipe.restore(payload.tensors)
 

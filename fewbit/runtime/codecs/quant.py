@@ -22,7 +22,7 @@ from fewbit.runtime.codecs.payload import (
 from fewbit.runtime.codecs.payload import exact as exact_payload
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.ops import quantizer_ops as quantizer_ops
-from fewbit.runtime.quantizers.quantizer import Recipe
+from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
 
 FIRST_BITS = 4
 """Tried first: the ranges that this yields are those of any width."""
@@ -74,7 +74,7 @@ class ByChannel(NamedTuple):
         return sum(recipe.count for _, recipe in self.parts)
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, contiguous; affine: as for `Recipe.restore`."""
+        """The values, contiguous; affine: as for `QuantizedTensorSpec.restore`."""
         values = torch.empty(self.size, dtype=self.dtype, device=tensors[0].device)
         rows, rest = values.transpose(0, 1), tuple(tensors)
         for channels, recipe in self.parts:
@@ -169,9 +169,9 @@ def _quantized(x, seed, bits: int, wide: bool) -> Payload:
     return smaller(x, tensors, _recipe(x, bits))
 
 
-def _recipe(x, bits: int) -> Recipe:
+def _recipe(x, bits: int) -> QuantizedTensorSpec:
     stride = tuple(layout.by_sample_stride(x))
-    return Recipe(bits, groups.GROUP_SIZE, tuple(x.shape), stride, x.dtype)
+    return QuantizedTensorSpec(bits, groups.GROUP_SIZE, tuple(x.shape), stride, x.dtype)
 
 
 def _wide(x) -> bool | None:

@@ -13,7 +13,7 @@ from fewbit.runtime.codecs.quant import Piece, joined, pieces
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.ops import quantizer_ops as quantizer_ops
-from fewbit.runtime.quantizers.quantizer import Recipe
+from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
 from fewbit.runtime.saved import offload
 
 
@@ -39,7 +39,7 @@ class ZeroValue:
 class Sparse(NamedTuple):
     """How codes of non-zero values become values: `inner` is that of `quant`, nonzero says how many there are."""
 
-    inner: Recipe
+    inner: QuantizedTensorSpec
     nonzero: int
     codec = ZeroValue.name
     count = 3
@@ -53,7 +53,7 @@ class Sparse(NamedTuple):
         return self.inner.dtype
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values in the size and strides of what was kept; affine: as for `Recipe.restore`."""
+        """The values in the size and strides of what was kept; affine: as for `QuantizedTensorSpec.restore`."""
         mask, packed, ranges = tensors
         backend, inner, n = backends.of(packed), self.inner, prod(self.inner.size)
         is_kept = backend.unpack(mask, 1, n).bool()
@@ -69,7 +69,7 @@ class Sparse(NamedTuple):
 
 def _without_zeros(piece: Piece) -> Piece:
     tensors, recipe = piece.payload
-    if not isinstance(recipe, Recipe):
+    if not isinstance(recipe, QuantizedTensorSpec):
         return piece
     packed, ranges = tensors
     x, backend = piece.x, backends.of(packed)

@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 
 
-class Arrival:
+class AsyncHostCopy:
     """Values of tensors, floating, once they are there; starts on its own."""
 
     def __init__(self, tensors):

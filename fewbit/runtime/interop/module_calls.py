@@ -46,7 +46,7 @@ def is_compiled_code() -> bool:
     return torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
 
 
-class Told:
+class TrackedModule:
     """A mixin: calls of the module run within its session. Without a session they are torch's own."""
 
     def __init_subclass__(cls, **kwargs):
@@ -73,8 +73,8 @@ class Told:
         return _made_again, (made, args), *rest
 
 
-class ToldGraph(Told):
-    """`Told` for torch.fx.GraphModule, which copies only what its graph uses, and pickles the code of its graph."""
+class TrackedGraph(TrackedModule):
+    """`TrackedModule` for torch.fx.GraphModule, which copies only what its graph uses, and pickles the code of its graph."""
 
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(protocol)
@@ -97,7 +97,7 @@ class ToldGraph(Told):
         return other
 
 
-leave_to_interpreter(Told.__call__.__code__)
+leave_to_interpreter(TrackedModule.__call__.__code__)
 
 
 def _made_again(made, args) -> nn.Module:
@@ -118,7 +118,7 @@ def told(base: type[nn.Module]) -> type[nn.Module]:
             "__doc__": base.__doc__,
             "_fewbit_base": base,
         }
-        mixin = ToldGraph if issubclass(base, GraphModule) else Told
+        mixin = TrackedGraph if issubclass(base, GraphModule) else TrackedModule
         made = _new_class(type(base), base.__name__, (mixin, base), own)
         made._fewbit_names = frozenset(vars(made))
         _made[base] = weakref.ref(made)
@@ -150,7 +150,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 def class_told(module: nn.Module) -> type[nn.Module]:
     """Return the class that `tell` would give the module, without changing the module."""
     cls = class_of(module)
-    if isinstance(module, Told) or class_made_for(module) is not None:
+    if isinstance(module, TrackedModule) or class_made_for(module) is not None:
         return type(module)
     if is_parametrized(module) and len(cls.__bases__) == 1:
         # When a parametrization is removed, torch restores the base of its parametrized class.
@@ -168,14 +168,14 @@ def tell(module: nn.Module, session, cls: type[nn.Module]) -> None:
 def _put_on(module: nn.Module, cls: type[nn.Module]) -> None:
     object.__setattr__(module, "__class__", cls)
     own = class_made_for(module)
-    if own is not None and not issubclass(own, Told):
+    if own is not None and not issubclass(own, TrackedModule):
         own.__bases__ = tuple(
             told(each) if issubclass(each, GraphModule) else each for each in own.__bases__
         )
 
 
 def untell(module: nn.Module) -> None:
-    """Undo `tell`. If the class still contains `Told`, calls behave like torch's without a session."""
+    """Undo `tell`. If the class still contains `TrackedModule`, calls behave like torch's without a session."""
     vars(module).pop(SESSION, None)
     cls, own = untold(module), class_made_for(module)
     for made in [each for each in type(module).__mro__ if "_fewbit_base" in vars(each)]:
@@ -197,7 +197,7 @@ def _hand_on(made: type, base: type) -> None:
 
 
 def untold(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class without `Told`, also if another library subclassed the told class (parametrize, fully_shard)."""
+    """Return the module's class without `TrackedModule`, also if another library subclassed the told class (parametrize, fully_shard)."""
     cls = type(module)
     if class_made_for(module) is not None:
         return cls

@@ -22,10 +22,10 @@ class Keeper(Protocol):
         """
 
 
-class KeptBy(NamedTuple):
-    """How what a keeper has kept becomes values again, with the interface of `quantizer.Recipe`.
+class CodecSpec(NamedTuple):
+    """How what a keeper has kept becomes values again, with the interface of `quantizer.QuantizedTensorSpec`.
 
-    inner: the keeper's recipe. place: a `Recipe`, with all but the bits.
+    inner: the keeper's recipe. place: a `QuantizedTensorSpec`, with all but the bits.
     """
 
     inner: object
@@ -56,16 +56,16 @@ class KeptBy(NamedTuple):
     def variable(self):
         return self.place.variable
 
-    def of(self, variable) -> KeptBy:
+    def of(self, variable) -> CodecSpec:
         """For that variable."""
         return self._replace(place=self.place.of(variable))
 
-    def used_by(self, name: str) -> KeptBy:
+    def used_by(self, name: str) -> CodecSpec:
         """For another layer, of that name."""
         return self._replace(place=self.place.used_by(name))
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, in the dtype that is asked for, its own unless given; affine: as for `Recipe.restore`."""
+        """The values, in the dtype that is asked for, its own unless given; affine: as for `QuantizedTensorSpec.restore`."""
         values = observation.restored(self.exactly(tensors), self, tensors[0])
         scale, shift, _ = affine or (None, None, None)
         if scale is not None:

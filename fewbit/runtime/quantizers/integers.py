@@ -17,7 +17,7 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import define, keep_results
-from fewbit.runtime.quantizers.quantizer import Kept
+from fewbit.runtime.quantizers.quantizer import SavedTensors
 from fewbit.runtime.saved import offload
 
 MOST_BITS = 8
@@ -69,7 +69,7 @@ class Narrow(NamedTuple):
         return tensors[0].to(self.dtype)
 
 
-def pack(values: torch.Tensor, count: int) -> Kept:
+def pack(values: torch.Tensor, count: int) -> SavedTensors:
     """values: integers or bools in [0, count), any strides, in as many bits as count asks for.
 
     Up to 8 bits: ``4 * bits * ceil(n / 32)`` bytes; beyond: n of the narrowest of int16 and int32.
@@ -79,22 +79,22 @@ def pack(values: torch.Tensor, count: int) -> Kept:
     if is_plain(values):
         packed = _pack(layout.dense(values), bits, count)
         offload.mark(packed)
-        return Kept((packed,), recipe)
+        return SavedTensors((packed,), recipe)
     packed, one = pack_kept_op(values, bits, count, recipe.stride)
-    return Kept((packed,), recipe, one)
+    return SavedTensors((packed,), recipe, one)
 
 
-def narrow(values: torch.Tensor, count: int) -> Kept:
+def narrow(values: torch.Tensor, count: int) -> SavedTensors:
     """values: integers in [0, count), in the narrowest dtype, never a wider one than they have."""
     dtype = dtype_of(count)
     if dtype.itemsize >= values.dtype.itemsize:
-        return Kept((values,), Narrow(values.dtype))
+        return SavedTensors((values,), Narrow(values.dtype))
     if is_plain(values):
         kept = values.to(dtype)
         offload.mark(kept)
-        return Kept((kept,), Narrow(values.dtype))
+        return SavedTensors((kept,), Narrow(values.dtype))
     kept, one = narrow_kept_op(values, dtype)
-    return Kept((kept,), Narrow(values.dtype), one)
+    return SavedTensors((kept,), Narrow(values.dtype), one)
 
 
 # -- ops -------------------------------------------------------------------------------------------

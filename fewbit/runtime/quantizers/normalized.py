@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.runtime.format import layout
-from fewbit.runtime.quantizers.quantizer import Kept, Recipe
+from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec, SavedTensors
 
 
 class Affine(NamedTuple):
@@ -22,7 +22,7 @@ class Affine(NamedTuple):
     channels: the shape in which weight and bias broadcast to y; None: as they are.
     """
 
-    normalized: Recipe
+    normalized: QuantizedTensorSpec
     dtype: torch.dtype
     channels: tuple[int, ...] | None = None
 
@@ -49,7 +49,7 @@ class Affine(NamedTuple):
         return vector if vector is None or self.channels is None else vector.view(self.channels)
 
 
-def offer(quantizer, y, kept: Kept, weight, bias, channels=None) -> None:
+def offer(quantizer, y, kept: SavedTensors, weight, bias, channels=None) -> None:
     """Layers of the same model that are about to keep y find what the norm has kept."""
     if quantizer.session is None or kept.one is not None:
         return
@@ -60,7 +60,7 @@ def offer(quantizer, y, kept: Kept, weight, bias, channels=None) -> None:
         # torch's batch norm does not save the bias, so users may change the bias before backward; a clone keeps its value.
         bias = bias.detach().clone()
     recipe = Affine(kept.recipe, y.dtype, channels)
-    quantizer.session.add(y, quantizer.key, Kept((*kept.tensors, weight, bias), recipe))
+    quantizer.session.add(y, quantizer.key, SavedTensors((*kept.tensors, weight, bias), recipe))
 
 
 def keep_copies(ctx, x, mean, rstd, inner, copies, quantizer):

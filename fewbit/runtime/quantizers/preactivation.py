@@ -19,7 +19,7 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.ops import fixed_point
-from fewbit.runtime.quantizers.quantizer import Kept, flat
+from fewbit.runtime.quantizers.quantizer import SavedTensors, flat
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved import session as sharing
 
@@ -42,7 +42,7 @@ class FixedPoint(NamedTuple):
         return 3
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """x~ in the size and strides of y; affine: as for `quantizer.Recipe.restore`."""
+        """x~ in the size and strides of y; affine: as for `quantizer.QuantizedTensorSpec.restore`."""
         scale, shift, inner = affine or (None, None, None)
         if shift is None and inner is not None and self.dtype == torch.float32:
             return self._decode(tensors, dtype or self.dtype, scale=(flat(scale), inner))
@@ -123,8 +123,8 @@ def keep(quantizer, x, y, mean, rstd, inner: int | None, weight, bias, channels:
     recipe = FixedPoint(quantizer.bits, of_channels, tuple(y.shape), result.stride(), dtype)
     session = quantizer.offering
     if session is not None:
-        session.offer(y, Kept(tensors, PreActivated(recipe, y.dtype)))
-    return Kept(tensors, recipe)
+        session.offer(y, SavedTensors(tensors, PreActivated(recipe, y.dtype)))
+    return SavedTensors(tensors, recipe)
 
 
 def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
@@ -142,7 +142,7 @@ def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
     if kept is None or kept.recipe.slope != 1.0 or not _is_exact(encoding, slope):
         return None
     y = _TwoValued.apply(x, slope, inplace, kept)
-    session.offer(y, Kept(kept.tensors, kept.recipe._replace(slope=slope)))
+    session.offer(y, SavedTensors(kept.tensors, kept.recipe._replace(slope=slope)))
     return y
 
 

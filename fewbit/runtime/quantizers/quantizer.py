@@ -1,4 +1,4 @@
-"""What a layer keeps of a tensor: `Quantizer.keep` in forward, `Recipe.restore` in backward."""
+"""What a layer keeps of a tensor: `Quantizer.keep` in forward, `QuantizedTensorSpec.restore` in backward."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fewbit.runtime.interop.tensor_kinds import (
     is_plain,
 )
 from fewbit.runtime.ops import quantizer_ops as quantizer_ops
-from fewbit.runtime.quantizers.codec import Keeper, KeptBy
+from fewbit.runtime.quantizers.codec import CodecSpec, Keeper
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved import probe as observation
-from fewbit.runtime.saved.assignment import COMPILED, REENTRANT, Variable
-from fewbit.runtime.saved.min_dtype import Offset
+from fewbit.runtime.saved.assignment import COMPILED, REENTRANT, TensorSlot
+from fewbit.runtime.saved.min_dtype import MinDtypeSelector
 from fewbit.runtime.saved.session import Session, current, in_backward, in_checkpoint
 
 DEFAULT_BITS = 2
 
 
-class Recipe(NamedTuple):
+class QuantizedTensorSpec(NamedTuple):
     """How kept tensors become values again: everything but the tensors."""
 
     bits: int
@@ -40,7 +40,7 @@ class Recipe(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     samples: int | None = None  # where each has bits of its own
-    variable: Variable | None = None  # that this was kept for, where bits are not fixed
+    variable: TensorSlot | None = None  # that this was kept for, where bits are not fixed
 
     @property
     def count(self) -> int:
@@ -68,11 +68,11 @@ class Recipe(NamedTuple):
             values.add_(shift)
         return in_dtype(values, dtype or self.dtype)
 
-    def of(self, variable: Variable) -> Recipe:
+    def of(self, variable: TensorSlot) -> QuantizedTensorSpec:
         """For that variable."""
         return self._replace(variable=variable)
 
-    def used_by(self, name: str) -> Recipe:
+    def used_by(self, name: str) -> QuantizedTensorSpec:
         """For another layer, of that name."""
         variable = self.variable
         if variable is None or variable.rounding is None or variable.name[0] == name:
@@ -106,7 +106,7 @@ class Recipe(NamedTuple):
 class Permuted(NamedTuple):
     """How a tensor with its dimensions in another order is restored."""
 
-    inner: Recipe
+    inner: QuantizedTensorSpec
     order: tuple[int, ...]
 
     def restore(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -114,14 +114,14 @@ class Permuted(NamedTuple):
         return self.inner.restore(tensors, dtype).permute(self.order)
 
 
-class Kept(NamedTuple):
+class SavedTensors(NamedTuple):
     """Tensors for `save_for_backward`, and how to restore from them.
 
     one: where a compiler traces, a 1 that the layer's result is to be multiplied with (docs/decisions/0004).
     """
 
     tensors: tuple[torch.Tensor, ...]
-    recipe: Recipe
+    recipe: QuantizedTensorSpec
     one: torch.Tensor | None = None
 
     def mark(self, y: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ class Rounded(NamedTuple):
 
     x: torch.Tensor
     tensors: tuple[torch.Tensor, ...]
-    recipe: Recipe
+    recipe: QuantizedTensorSpec
     group_size: int
     wide: bool | None
     normalize: tuple | None
@@ -208,15 +208,15 @@ class Quantizer:
         self.average = bits if average is None else average
         self.is_fixed = is_fixed
         self.fuse = fuse
-        self._offset = Offset()
+        self._offset = MinDtypeSelector()
 
     def named(self, name: str) -> Quantizer:
         """One like it for another layer."""
         other = copy(self)
-        other.name, other._offset = name, Offset()
+        other.name, other._offset = name, MinDtypeSelector()
         return other
 
-    def keep_factor(self, x: torch.Tensor) -> Kept:
+    def keep_factor(self, x: torch.Tensor) -> SavedTensors:
         """`keep` for linear layers and convolutions: what a norm offers of x in fixed point will do."""
         session = self.offering
         if session is not None and session.fuses and is_eager(x):
@@ -234,7 +234,7 @@ class Quantizer:
         running = current()
         return running if running is not None and running.is_private else self.session
 
-    def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> Kept:
+    def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> SavedTensors:
         """A quantized copy of x, floating, any shape and strides.
 
         Of a transposed view, that of the tensor as it lies in memory. shared: one copy serves all who ask for
@@ -256,7 +256,7 @@ class Quantizer:
             kept = kept._replace(recipe=kept.recipe.used_by(self.name))
         return kept
 
-    def keep_beside(self, x: torch.Tensor, *others: torch.Tensor) -> Kept:
+    def keep_beside(self, x: torch.Tensor, *others: torch.Tensor) -> SavedTensors:
         """`keep`, rounded independently of what is kept of `others`, also where x is one of them.
 
         For layers that multiply restored values: a product is exact in expectation only of independent ones.
@@ -264,7 +264,7 @@ class Quantizer:
         is_one = any(_is_one_memory(x, other) for other in others)
         return self.keep(x, not is_one, slot=len(others))
 
-    def keep_normalized(self, x, mean, rstd, inner: int | None) -> Kept:
+    def keep_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
         """A quantized copy, shared with nobody, of (x - mean) rstd, in float32 or better.
 
         mean (or None), rstd: of shapes that broadcast to x's. inner: if x's element number e in storage order,
@@ -279,7 +279,7 @@ class Quantizer:
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
         return self._keep(x, x.dtype, given=given)
 
-    def _keep(self, x, dtype, slot=0, normalize=None, activation=None, given=None) -> Kept:
+    def _keep(self, x, dtype, slot=0, normalize=None, activation=None, given=None) -> SavedTensors:
         """x, or what `normalize` makes of it, to be restored in dtype. activation: number of that which made x.
 
         given: the dtype of what the layer got, where that is not x.
@@ -299,7 +299,7 @@ class Quantizer:
         offload.mark(*tensors)
         if ask:
             self._offset.ask(tensors[1])
-        return Kept(tensors, recipe)
+        return SavedTensors(tensors, recipe)
 
     def _keep_variable(self, x, seed, dtype, slot, settings, given):
         plan = self.session.plan(x)
@@ -368,7 +368,7 @@ class Quantizer:
         if self.minimum == "auto" and quantizer_ops.is_offset(*spread):
             return codes, None
         offload.mark(packed, ranges)
-        return codes, Kept((packed, ranges), self._recipe(y, y.dtype, self.bits))
+        return codes, SavedTensors((packed, ranges), self._recipe(y, y.dtype, self.bits))
 
     @property
     def key(self) -> tuple:
@@ -378,7 +378,7 @@ class Quantizer:
             bits = self.average if self.is_fixed else None
         return bits, self.group_size, self.minimum
 
-    def _traced(self, x) -> Kept:
+    def _traced(self, x) -> SavedTensors:
         if torch.compiler.is_dynamo_compiling():
             from torch._dynamo.comptime import comptime
 
@@ -388,11 +388,13 @@ class Quantizer:
             x, recipe.stride, ops.new_seed(x), self.bits, self.group_size, bool(self._wide())
         )
         one = None if is_abstract(x) else one
-        return Kept((packed, ranges), recipe, one)
+        return SavedTensors((packed, ranges), recipe, one)
 
-    def _recipe(self, x, dtype, bits, *rest) -> Recipe:
+    def _recipe(self, x, dtype, bits, *rest) -> QuantizedTensorSpec:
         stride = layout.by_sample_stride(x)
-        return Recipe(bits, self.group_size, tuple(x.shape), tuple(stride), dtype, *rest)
+        return QuantizedTensorSpec(
+            bits, self.group_size, tuple(x.shape), tuple(stride), dtype, *rest
+        )
 
     def _seed(self, x, slot, activation):
         if self.session is None:
@@ -413,14 +415,14 @@ class Quantizer:
         return ", ".join(parts)
 
 
-def _kept_by(keeper: Keeper, x, seed, recipe: Recipe, settings, given):
+def _kept_by(keeper: Keeper, x, seed, recipe: QuantizedTensorSpec, settings, given):
     """(tensors, recipe). What is normalized is kept in the dtype of what it was made from, which is as fine."""
     _, _, normalize = settings
     values = x.detach()
     if normalize is not None:
         values = Rounded(values, (), recipe, *settings).exact()
     tensors, inner = keeper.keep(values.to(given), seed)
-    return tuple(tensors), KeptBy(inner, recipe)
+    return tuple(tensors), CodecSpec(inner, recipe)
 
 
 def _tell_traced(context) -> None:

@@ -32,7 +32,7 @@ _NOISE = [1.0 / (2.0**bits - 1) ** 2 for bits in range(LEAST, MOST + 1)]
 _GAINS = [a - b for a, b in zip(_NOISE, _NOISE[1:], strict=False)]
 
 
-class Variable(NamedTuple):
+class TensorSlot(NamedTuple):
     """One compressed tensor of a model's forward. name: (of the layer, number of its input).
 
     average: bits an element, from 1 to 8. is_fixed: whether nobody but the user may change that. plan: of the forward.
@@ -43,7 +43,7 @@ class Variable(NamedTuple):
     name: tuple[str, int]
     average: float
     is_fixed: bool = True
-    plan: Plan | None = None
+    plan: BitAssignment | None = None
     rounding: object = None
     user: str | None = None
 
@@ -80,7 +80,7 @@ class Weights:
         return found
 
 
-class Plan:
+class BitAssignment:
     """What one forward goes by, and whoever makes a part of it again for a checkpoint.
 
     averages: {name: bits}, of variables that do not have those of their layer. samples: in the forward, or None.
@@ -102,17 +102,17 @@ class Plan:
         self.least_features, self.rounds_up, self.unobserved = 0, False, ""
         self._placed = {}
 
-    def of(self, name: tuple[str, int], average: float, is_fixed: bool) -> Variable:
+    def of(self, name: tuple[str, int], average: float, is_fixed: bool) -> TensorSlot:
         """The variable of that name. average: unless the plan has another."""
         if not is_fixed:
             average = self.averages.get(name, average)
-        return Variable(name, average, is_fixed, self)
+        return TensorSlot(name, average, is_fixed, self)
 
-    def keeper(self, variable: Variable):
+    def keeper(self, variable: TensorSlot):
         """What keeps it in place of the group quantizer, or None."""
         return None if variable.is_fixed else self.keepers.get(variable.name)
 
-    def sensitivities(self, variable: Variable, squares: torch.Tensor) -> torch.Tensor:
+    def sensitivities(self, variable: TensorSlot, squares: torch.Tensor) -> torch.Tensor:
         """(samples,) float32: squares of ranges, times those of gradients if the samples have been seen.
 
         Of samples that are channels times their weights.
@@ -127,7 +127,7 @@ class Plan:
         magnitudes = self.magnitudes.of(variable.name, self._on(squares.device))
         return squares if magnitudes is None else squares * magnitudes
 
-    def note(self, variable: Variable, grad) -> None:
+    def note(self, variable: TensorSlot, grad) -> None:
         """The gradient of the result of a layer that has kept the variable, or None."""
         if self.numbers is not None and grad is not None and is_plain(grad):
             self.magnitudes.note(variable.name, self._on(grad.device), grad)
@@ -155,7 +155,7 @@ class Plan:
         return self.samples if len(x) % self.samples == 0 and x.is_contiguous() else None
 
 
-class Variables:
+class BitPolicy:
     """Those of one model: makes the plan of each forward."""
 
     def __init__(self):
@@ -164,7 +164,7 @@ class Variables:
         self._places_of_samples = Places()
         self._numbers = None  # of the samples of the next forward
 
-    def begin(self, module, inputs, observation=None) -> Plan:
+    def begin(self, module, inputs, observation=None) -> BitAssignment:
         """At the beginning of a forward of that module in training. inputs: its arguments."""
         plan, self._numbers, numbers = self.plan(inputs, observation), None, self._numbers
         if numbers is not None and len(numbers) != plan.samples:
@@ -175,9 +175,9 @@ class Variables:
         plan.magnitudes, plan.numbers = self.magnitudes, numbers
         return plan
 
-    def plan(self, inputs, observation=None) -> Plan:
+    def plan(self, inputs, observation=None) -> BitAssignment:
         """As things are."""
-        return Plan(self.averages, batch_size(inputs), observation)
+        return BitAssignment(self.averages, batch_size(inputs), observation)
 
     def number(self, numbers) -> None:
         """Of the samples of the next forward in training; see `Places.of`."""

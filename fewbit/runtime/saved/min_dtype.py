@@ -13,7 +13,7 @@ from fewbit.runtime.backends.reference_quantizer import limits_of
 from fewbit.runtime.format.groups import STEPS
 
 
-class Offset:
+class MinDtypeSelector:
     """The answer for one layer. Tensors number 1, 2, 4, 8 ... and then every 256th are asked."""
 
     EVERY = 256

@@ -33,7 +33,7 @@ from functools import lru_cache, partial
 import torch
 
 from fewbit.runtime.format import layout
-from fewbit.runtime.interop.async_host_copy import Arrival
+from fewbit.runtime.interop.async_host_copy import AsyncHostCopy
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.interrupts import afterwards
 from fewbit.runtime.interop.tensor_kinds import is_plain
@@ -52,7 +52,7 @@ _running = threading.local()
 
 
 @dataclass
-class Seen:
+class RoundingEffect:
     """Of one variable in one forward and its backward.
 
     average: bits it had, fixed or not. elements: of all its tensors. samples: that share its bits, 0 where they do
@@ -102,14 +102,14 @@ class _Node:
     is_probed: bool = False
 
 
-class Observation:
+class VarianceProbe:
     """Of one forward and the backward pass through it. seed: of the noise.
 
     Nothing that it meets makes it raise: where gradients are not plain, dense or COO, it is void.
     """
 
     def __init__(self, seed: int):
-        self.variables: dict[tuple, Seen] = {}
+        self.variables: dict[tuple, RoundingEffect] = {}
         self.is_void = False
         self._seed = seed
         self._generators = {}
@@ -133,7 +133,9 @@ class Observation:
         """
         if not self._is_open:
             return
-        seen = self.variables.setdefault(variable.name, Seen(variable.average, variable.is_fixed))
+        seen = self.variables.setdefault(
+            variable.name, RoundingEffect(variable.average, variable.is_fixed)
+        )
         seen.elements += elements
         if sensitivities is not None:
             seen.samples = len(sensitivities)
@@ -334,9 +336,9 @@ class Observation:
         self._let_go()
         self._arrival = self._sent()
 
-    def _sent(self) -> Arrival:
+    def _sent(self) -> AsyncHostCopy:
         spreads = [each.spread for each in self.variables.values() if each.spread is not None]
-        return Arrival([*self._measured(), *spreads])
+        return AsyncHostCopy([*self._measured(), *spreads])
 
     def _measured(self):
         for node in self._nodes:
@@ -348,7 +350,7 @@ class Observation:
         """Whether `results` would not wait."""
         return self._arrival.is_there()
 
-    def results(self) -> dict[tuple, Seen]:
+    def results(self) -> dict[tuple, RoundingEffect]:
         """By variable, with sensitivities of 0 where no backward pass came by.
 
         Nothing if void, or where a gradient was not finite: such a step says nothing, and whoever scales losses
@@ -356,11 +358,11 @@ class Observation:
         """
         return self._summed_up(self._arrival.values())
 
-    def snapshot(self) -> dict[tuple, Seen]:
+    def snapshot(self) -> dict[tuple, RoundingEffect]:
         """`results` of what was measured so far; waits for the devices, and goes on."""
         return self._summed_up(self._sent().values())
 
-    def _summed_up(self, host) -> dict[tuple, Seen]:
+    def _summed_up(self, host) -> dict[tuple, RoundingEffect]:
         # (What came after it was sent, from a backward pass in another thread, is not there.)
         if self.is_void or any(id(each) not in host for each in self._measured()):
             return {}
@@ -393,7 +395,7 @@ class Observation:
 class _End:
     """What autograd calls at the end of a backward pass; one that raises drops it uncalled."""
 
-    def __init__(self, observation: Observation):
+    def __init__(self, observation: VarianceProbe):
         self._observation = observation
 
     def __call__(self):
@@ -433,7 +435,7 @@ def observed(backward, context, grads):
 class Restoring:
     """Record the variables of tensors that are restored during `running`, and add noise to tensors of the target variable."""
 
-    def __init__(self, target=None, level: int = 0, observation: Observation | None = None):
+    def __init__(self, target=None, level: int = 0, observation: VarianceProbe | None = None):
         self.target, self.level, self.observation = target, level, observation
         self.variables = {}
         self._noise = {}  # a tensor restored more than once has the same noise each time

@@ -29,9 +29,9 @@ from fewbit.runtime import ops
 from fewbit.runtime.format.fingerprint import fingerprint
 from fewbit.runtime.interop import bypass as exact
 from fewbit.runtime.interop.interrupts import ThreadState, afterwards, close_suspended
-from fewbit.runtime.interop.module_calls import PATH, SESSION, Told
+from fewbit.runtime.interop.module_calls import PATH, SESSION, TrackedModule
 from fewbit.runtime.saved import offload
-from fewbit.runtime.saved.assignment import ALONE, REENTRANT, Plan
+from fewbit.runtime.saved.assignment import ALONE, REENTRANT, BitAssignment
 from fewbit.runtime.saved.seeds import Seeds
 
 MOST_FOLLOWED = 4096
@@ -234,7 +234,7 @@ class Session:
         is_again = in_backward() and _reentrant_region() is not None
         return _Forward(self._unobserved_plan(inputs, REENTRANT if is_again else ALONE), seeds)
 
-    def _unobserved_plan(self, inputs, why: str) -> Plan | None:
+    def _unobserved_plan(self, inputs, why: str) -> BitAssignment | None:
         """For what is of no forward that an observation goes along with."""
         if self.variables is None:
             return None
@@ -262,7 +262,7 @@ class Session:
         """Whether a layer is called by itself, not within a forward of the model, nor in a backward pass."""
         return self._local.entries is None and not in_backward()
 
-    def plan(self, x) -> Plan:
+    def plan(self, x) -> BitAssignment:
         """Of the forward in which a layer keeps x; of a layer that is called by itself one for x alone.
 
         In a checkpointed region that is made again its tensors have to be of the same shapes.
@@ -393,7 +393,7 @@ def sessions_of(model: nn.Module) -> Iterator[Session]:
     """Yield the session of every module whose calls run within one. The same session can come several times."""
     for module in model.modules():
         session = vars(module).get(SESSION)
-        if isinstance(module, Told) and session is not None:
+        if isinstance(module, TrackedModule) and session is not None:
             yield session
 
 
@@ -417,7 +417,7 @@ class _Local(threading.local):
 class _Forward(NamedTuple):
     """What a forward goes by, and whoever makes a part of it again. plan: None where bits are fixed."""
 
-    plan: Plan | None
+    plan: BitAssignment | None
     seeds: Seeds
 
 

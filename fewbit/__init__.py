@@ -16,7 +16,7 @@ _HOME = {
     "shipped_tables": "fewbit.store",
     "error_table": "fewbit.report",
     "compare": "fewbit.report",
-    "verify": "fewbit.verify",
+    "verify": "fewbit.verification",
     "saved_bytes": "fewbit.compress.meter",
     "replace_activations_": "fewbit.compress.replace",
     "compress_": "fewbit.compress.convert",

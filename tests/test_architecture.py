@@ -16,7 +16,7 @@ LAYERS = [
     {"callables"},
     {"documents", "schema", "table", "plot", "terminal"},
     {"solver"},
-    {"store", "verify", "paper"},
+    {"store", "verification", "paper"},
     {"report", "shipping"},
     {"runtime"},
     {"functional"},
@@ -128,3 +128,11 @@ def test_unknown_attribute():
     with pytest.raises(AttributeError, match="no attribute 'solv'"):
         _ = fewbit.solv
     assert "solve" in dir(fewbit)
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    """Importing such a module, anywhere, would replace the function: `fewbit.verify` was a module after `fewbit verify`."""
+    import fewbit
+
+    modules = {path.stem for path in PACKAGE.iterdir()} - {"functional", "nn"}
+    assert not modules & set(fewbit.__all__)

@@ -8,7 +8,7 @@ import pytest
 from fewbit import functions
 from fewbit.shipping import _with_revisions, make, requests
 from fewbit.store import shipped_tables, tables_directory
-from fewbit.verify import recompute_error
+from fewbit.verification import recompute_error
 
 NAMES = functions.names()
 

@@ -36,7 +36,7 @@ from fewbit.table import (
     save_tables,
 )
 from fewbit.terminal import sketch
-from fewbit.verify import recompute_error
+from fewbit.verification import recompute_error
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,7 +11,7 @@ import fewbit
 from fewbit import functions
 from fewbit.errors import FunctionError, TableError
 from fewbit.table import save_tables
-from fewbit.verify import recompute_error, verify
+from fewbit.verification import recompute_error, verify
 
 REQUESTS = {
     "levels": ("gelu", {"bits": 3}),

@@ -20,7 +20,7 @@ from fewbit.report import TableReport, render_plain, tables_report
 from fewbit.runtime.encoding import Encoding
 from fewbit.store import tables_directory
 from fewbit.table import dumps_tables, load_file, loads
-from fewbit.verify import recompute_error
+from fewbit.verification import recompute_error
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30.0

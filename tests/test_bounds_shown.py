@@ -19,7 +19,7 @@ from fewbit.compress.allocation_report import Allocation
 from fewbit.compress.codecs import codec as codec_of
 from fewbit.compress.guarantee.keepers import CodecKeeper, Exactly
 from fewbit.compress.guarantee.report import Bounded, Bounds
-from fewbit.compress.observing import FORGOTTEN
+from fewbit.compress.unobserved import FORGOTTEN
 from fewbit.errors import BoundWarning, InputError
 
 X = normal((16, 64), scale=1.0)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from fewbit.compress.allocation import allocate
-from fewbit.compress.observing import FORGOTTEN, SLOTS, Observing
+from fewbit.compress.observing import SLOTS, Observing
 from fewbit.compress.state_shapes import (
     MOST_ELEMENTS,
     MOST_SLOTS,
@@ -31,6 +31,7 @@ from fewbit.compress.state_shapes import (
     text,
     whole,
 )
+from fewbit.compress.unobserved import FORGOTTEN
 from fewbit.runtime.observation import SPREAD, Seen
 from fewbit.runtime.variables import LEAST, MOST
 
@@ -123,6 +124,9 @@ class Adaptation(Observing):
         return seen
 
     # -- Bits --------------------------------------------------------------------------------------------
+
+    def _seen_names(self) -> set[str]:
+        return {name for name, _ in self.seen}
 
     def _learn(self, seen: dict[tuple, Seen]) -> None:
         """Takes an observation in, and chooses bits anew; nothing changes if that fails."""

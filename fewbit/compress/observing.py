@@ -28,6 +28,7 @@ from fewbit.compress.state_shapes import (
     whole,
     wrong,
 )
+from fewbit.compress.unobserved import Unobserved
 from fewbit.errors import InputError
 from fewbit.runtime.arrival import Arrival
 from fewbit.runtime.interrupts import held
@@ -42,8 +43,6 @@ LAG = 2
 """Steps that several processes with GPUs give numbers to arrive; a process of its own looks whether they have."""
 PATIENCE = 16
 """Forwards that an observation waits for a backward pass, or for a module of the model whose turn it is."""
-FORGOTTEN = 8
-"""Observations after which a variable that is not met any more is forgotten."""
 VERSION = 1
 SAMPLES = ("magnitudes", "numbers")
 """Entries of a state in which samples are numbered. A state has both or neither; `Variables` reads them."""
@@ -110,6 +109,7 @@ class Observing(Variables):
         self._turns: dict[str, tuple[int, int]] = {}  # of modules: step now, when last observed
         self._stage: _Stage | None = None
         self._pending: Pending | None = None  # seen before a stop
+        self._unobserved = Unobserved()
         self._lock = threading.RLock()
 
     def __getstate__(self):
@@ -119,11 +119,27 @@ class Observing(Variables):
         vars(self).update(state)
         self._lock = threading.RLock()
 
+    def _begun_observation(self):
+        self._unobserved.observation_begins()
+        return self._new_observation()
+
+    def unobserved(self, name: str, why: str) -> None:
+        self._unobserved.tell(name, why)
+
+    def unobserved_layers(self, model) -> dict[str, str]:
+        """Return {name: why} of layers of the model of which no observation knows what they keep."""
+        found = self._unobserved.found(model, self._seen_names())
+        return {name: found[name] for name in self._places if name in found}
+
     # -- What a policy says ------------------------------------------------------------------------------
 
     def _new_observation(self):
         """What goes along with the forward that begins: an `Observation`, or what has its methods."""
         return Observation(self.step)
+
+    def _seen_names(self) -> set[str]:
+        """Return the names of the layers that an observation has seen."""
+        raise NotImplementedError
 
     def _learn(self, seen) -> None:
         """Takes in what an observation's `results` gave, or `_of_table`; nothing changes if that fails."""
@@ -211,7 +227,7 @@ class Observing(Variables):
             self._stage.what.end()
         self._is_due = False
         self._turns[path] = self.step, self.step
-        observation = self._new_observation()
+        observation = self._begun_observation()
         self._stage = _Stage(path, self.step, self._send, observation, groups, device)
         return observation
 

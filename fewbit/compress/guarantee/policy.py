@@ -42,8 +42,7 @@ from fewbit.compress.guarantee.state import (
 )
 from fewbit.compress.guarantee.sums import BoundTables, by_number, pairs_by_number
 from fewbit.compress.guarantee.tables import is_known, least_bits, table_error
-from fewbit.compress.guarantee.unobserved import Unobserved
-from fewbit.compress.observing import FORGOTTEN, Observing
+from fewbit.compress.observing import Observing
 from fewbit.compress.state_shapes import (
     MOST_RATIO,
     MOST_STEPS,
@@ -56,6 +55,7 @@ from fewbit.compress.state_shapes import (
     text,
     whole,
 )
+from fewbit.compress.unobserved import FORGOTTEN
 from fewbit.errors import BoundWarning, FewbitError, InputError
 from fewbit.runtime.groups import LEAST_FEATURES
 from fewbit.runtime.observation import SPREAD
@@ -123,7 +123,6 @@ class Guarantee(Observing):
         self._keepers = {}
         self._weights = {}
         self._latest: dict[tuple[str, int], Latest] = {}  # of what codecs have kept in this process
-        self._unobserved = Unobserved()
 
     # -- In a forward ------------------------------------------------------------------------------------
 
@@ -140,11 +139,7 @@ class Guarantee(Observing):
         plan.least_features = LEAST_FEATURES
         plan.rounds_up = True
 
-    def unobserved(self, name: str, why: str) -> None:
-        self._unobserved.tell(name, why)
-
     def _new_observation(self) -> BoundObservation:
-        self._unobserved.observation_begins()
         return BoundObservation(self.step, frozenset(self._monitored()))
 
     def _monitored(self) -> list[tuple[str, int]]:
@@ -347,10 +342,8 @@ class Guarantee(Observing):
         least = known.least_average(choice.dx2, self.bound.window) if choice.dx2 > 0 else None
         return least is not None and known.average >= least
 
-    def unobserved_layers(self, model) -> dict[str, str]:
-        """{name: why} of layers of which no observation knows what they keep. model: whose they are."""
-        found = self._unobserved.found(model, {name for name, _ in self.known})
-        return {name: found[name] for name in self._places if name in found}
+    def _seen_names(self) -> set[str]:
+        return {name for name, _ in self.known}
 
     # -- Between processes -------------------------------------------------------------------------------
 

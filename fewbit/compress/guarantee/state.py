@@ -23,7 +23,6 @@ from fewbit.compress.guarantee.observation import (
     VariableSeen,
 )
 from fewbit.compress.guarantee.sums import number_of
-from fewbit.compress.observing import FORGOTTEN
 from fewbit.compress.state_shapes import (
     MOST_ELEMENTS,
     MOST_RATIO,
@@ -41,6 +40,7 @@ from fewbit.compress.state_shapes import (
     whole,
     wrong,
 )
+from fewbit.compress.unobserved import FORGOTTEN
 from fewbit.errors import FunctionError, InputError
 from fewbit.runtime.observation import SPREAD
 from fewbit.schema import shorten

@@ -127,7 +127,7 @@ def test_what_cannot_be_promised_is_refused_with_the_place(name):
     with pytest.raises(FunctionError) as refusal:
         from_callable(lambda x: f(Floats, x))
     text = str(refusal.value)
-    # What rounding in single precision looks like, noise or a jump, depends on the processor's kernels.
+    # The processor's kernels decide whether rounding in single precision looks like noise or like a jump.
     assert "\n" not in text
     assert any(advice in text for advice in ("derivative=", "kinks=", "smaller domain"))
     if place is not None:

@@ -17,7 +17,7 @@ import fewbit.functional
 import fewbit.nn
 
 Refusal = fewbit.FewbitError
-"""What fewbit raises for settings and inputs that it does not serve."""
+"""The errors for settings and inputs that fewbit does not serve."""
 
 
 # -- converting models ---------------------------------------------------------------------------------------

@@ -119,10 +119,6 @@ class Observing(Variables):
         vars(self).update(state)
         self._lock = threading.RLock()
 
-    def _begun_observation(self):
-        self._unobserved.observation_begins()
-        return self._new_observation()
-
     def unobserved(self, name: str, why: str) -> None:
         self._unobserved.tell(name, why)
 
@@ -227,7 +223,8 @@ class Observing(Variables):
             self._stage.what.end()
         self._is_due = False
         self._turns[path] = self.step, self.step
-        observation = self._begun_observation()
+        self._unobserved.observation_begins()
+        observation = self._new_observation()
         self._stage = _Stage(path, self.step, self._send, observation, groups, device)
         return observation
 

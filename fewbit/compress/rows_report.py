@@ -15,7 +15,7 @@ class Rows(_Report, Sequence):
     """Rows, the same whatever asks for them; a subclass has `_found`, the title where there are some, and `__eq__`.
 
     empty: what is said where there are none. ended: what has become of the model, where the rows are none of a model that trains
-    any more.
+    any more. unobserved: {name: why, in words} of layers of which no observation knows what they keep.
     """
 
     _not_observed = "not observed"  # how the line begins that names such layers

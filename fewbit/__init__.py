@@ -16,7 +16,7 @@ _HOME = {
     "shipped_tables": "fewbit.catalog.store",
     "error_table": "fewbit.catalog.report",
     "compare": "fewbit.catalog.report",
-    "verify": "fewbit.catalog.verify",
+    "verify": "fewbit.catalog.verification",
     "saved_bytes": "fewbit.analysis.meter",
     "replace_activations_": "fewbit.compress.replace",
     "compress_": "fewbit.compress.convert",

@@ -594,7 +594,7 @@ def verify(files, function, as_json):
       fewbit verify
       fewbit verify elu.json --json
     """
-    from fewbit.catalog.verify import verify
+    from fewbit.catalog.verification import verify
 
     paths = [Path(name) for name in files] or _shipped_files()
     results, unreadable = [], False

@@ -77,7 +77,7 @@ class Controller:
             for name, each in adaptation.seen.items()
         )
         empty = "no bits chosen yet: that comes after the first steps of training"
-        return Allocation(rows, empty, self._ended)
+        return Allocation(rows, empty, self._ended, adaptation.unobserved_layers(self.model))
 
     @property
     def bounds(self) -> Bounds:

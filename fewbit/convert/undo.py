@@ -23,7 +23,7 @@ _TABLES = (
 class _Before:
     """A snapshot of everything that conversions change in a model: classes, attributes, hooks, attention implementations."""
 
-    def __init__(self, model=None, *args, **kwargs):
+    def __init__(self, model):
         self._modules, self._configs = [], []
         if not isinstance(model, nn.Module):
             return
@@ -57,5 +57,5 @@ class _Before:
             config._attn_implementation_internal = implementation
 
 
-whole_or_not_at_all = undone_if_it_raises(_Before)
+whole_or_not_at_all = undone_if_it_raises(lambda model=None, *_, **__: _Before(model))
 """Decorator of a function that changes a model, its first argument: if the function raises, the model is rolled back."""

@@ -48,10 +48,15 @@ def run_all(
     # The arguments are pickled here, since multiprocessing would send tensors through shared memory, which containers often lack.
     arguments = (pickle.dumps((work, tasks)), steps, stop)
     pool = ProcessPoolExecutor(processes, context, _begin, arguments)
+    before = set(multiprocessing.active_children())
     try:
         with _interrupts_ignored():  # workers inherit this: a terminal sends Ctrl-C to them too
             running = [pool.submit(_run, index) for index in reversed(range(len(tasks)))]
+        workers = set(multiprocessing.active_children()) - before
         while wait(running, POLL, FIRST_EXCEPTION).not_done:
+            # The pool itself notices the end of its last started worker only after another worker has finished a task.
+            if not all(worker.is_alive() for worker in workers):
+                raise BrokenProcessPool
             for index, done in enumerate(steps):
                 if done:
                     progress(index, done)

@@ -34,6 +34,8 @@ class TrainingPlanReport(PicturedReport):
     @property
     def title(self) -> str:
         chosen, best = self.recommended, self.closest
+        if chosen is None and best.saved_bytes >= self.exact_bytes:
+            return f"{self.model}: no setting keeps less than the {amount(self.exact_bytes)} of the exact model"
         if chosen is None:
             share = _percent(best.error, self.sampling)
             how = f"{share} of it" if share else f"an error of {_short(best.error)}"

@@ -14,7 +14,8 @@ from dataclasses import replace
 import torch
 
 from fewbit.policies.allocation import allocate
-from fewbit.policies.probing import FORGOTTEN, SLOTS, ProbingPolicy
+from fewbit.policies.probing import SLOTS, ProbingPolicy
+from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.runtime.saved.assignment import LEAST, MOST
 from fewbit.runtime.saved.probe import SPREAD, RoundingEffect
 from fewbit.schema.shapes import (
@@ -123,6 +124,9 @@ class AdaptivePolicy(ProbingPolicy):
         return seen
 
     # -- Bits --------------------------------------------------------------------------------------------
+
+    def _seen_names(self) -> set[str]:
+        return {name for name, _ in self.seen}
 
     def _learn(self, seen: dict[tuple, RoundingEffect]) -> None:
         """Takes an observation in, and chooses bits anew; nothing changes if that fails."""

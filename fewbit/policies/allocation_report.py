@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from fewbit.analysis.meter_report import amount
@@ -41,14 +42,22 @@ class Allocation(Rows):
     """Rows of Allocated, in the order of the forward; compares equal to one with the same rows.
 
     empty: what is said where there are none. ended: what has become of the model, where these bits are none of a model that
-    trains any more.
+    trains any more. unobserved: {name: why, in words} of layers that no observation sees, in this process.
     """
 
     _header = ("layer", "input", "bits", "elements", "codes", "variance")
     _spare = (3, 4, 1, 5)
 
-    def __init__(self, rows=(), empty: str = "no bits chosen", ended: str = ""):
-        super().__init__(rows, empty, ended)
+    _not_observed = "not observed, so that no bits are chosen (compiled layers keep the whole part of the average)"
+
+    def __init__(
+        self,
+        rows=(),
+        empty: str = "no bits chosen",
+        ended: str = "",
+        unobserved: Mapping[str, str] | None = None,
+    ):
+        super().__init__(rows, empty, ended, unobserved)
 
     def __eq__(self, other) -> bool:
         return isinstance(other, Allocation) and self._rows == other._rows
@@ -95,6 +104,7 @@ class Allocation(Rows):
             f"codes: {amount(sum(row.codes for row in self))} in all, without ranges; input: which of those that "
             "the layer keeps; variance: each tensor's part of what rounding adds to the gradient's",
             "layers that keep what another has kept of the same tensor have no row",
+            *self._of_unobserved(),
         ]
 
 

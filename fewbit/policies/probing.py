@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from fewbit.errors import InputError
+from fewbit.policies.unobserved import Unobserved
 from fewbit.runtime.interop.async_host_copy import AsyncHostCopy
 from fewbit.runtime.interop.interrupts import held
 from fewbit.runtime.saved.assignment import BitAssignment, BitPolicy
@@ -42,8 +43,6 @@ LAG = 2
 """Steps that several processes with GPUs give numbers to arrive; a process of its own looks whether they have."""
 PATIENCE = 16
 """Forwards that an observation waits for a backward pass, or for a module of the model whose turn it is."""
-FORGOTTEN = 8
-"""Observations after which a variable that is not met any more is forgotten."""
 VERSION = 1
 SAMPLES = ("magnitudes", "numbers")
 """Entries of a state in which samples are numbered. A state has both or neither; `BitPolicy` reads them."""
@@ -110,6 +109,7 @@ class ProbingPolicy(BitPolicy):
         self._turns: dict[str, tuple[int, int]] = {}  # of modules: step now, when last observed
         self._stage: _Stage | None = None
         self._pending: Pending | None = None  # seen before a stop
+        self._unobserved = Unobserved()
         self._lock = threading.RLock()
 
     def __getstate__(self):
@@ -119,11 +119,23 @@ class ProbingPolicy(BitPolicy):
         vars(self).update(state)
         self._lock = threading.RLock()
 
+    def unobserved(self, name: str, why: str) -> None:
+        self._unobserved.tell(name, why)
+
+    def unobserved_layers(self, model) -> dict[str, str]:
+        """Return {name: why} of layers of the model of which no observation knows what they keep."""
+        found = self._unobserved.found(model, self._seen_names())
+        return {name: found[name] for name in self._places if name in found}
+
     # -- What a policy says ------------------------------------------------------------------------------
 
     def _new_observation(self):
-        """What goes along with the forward that begins: an `VarianceProbe`, or what has its methods."""
+        """What goes along with the forward that begins: a `VarianceProbe`, or what has its methods."""
         return VarianceProbe(self.step)
+
+    def _seen_names(self) -> set[str]:
+        """Return the names of the layers that an observation has seen."""
+        raise NotImplementedError
 
     def _learn(self, seen) -> None:
         """Takes in what an observation's `results` gave, or `_of_table`; nothing changes if that fails."""
@@ -211,6 +223,7 @@ class ProbingPolicy(BitPolicy):
             self._stage.what.end()
         self._is_due = False
         self._turns[path] = self.step, self.step
+        self._unobserved.observation_begins()
         observation = self._new_observation()
         self._stage = _Stage(path, self.step, self._send, observation, groups, device)
         return observation

@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fewbit.catalog.report import _Report
+
+NAMED = 4
+"""Largest number of layers that a line names."""
 
 
 class Rows(_Report, Sequence):
     """Rows, the same whatever asks for them; a subclass has `_found`, the title where there are some, and `__eq__`.
 
     empty: what is said where there are none. ended: what has become of the model, where the rows are none of a model that trains
-    any more.
+    any more. unobserved: {name: why, in words} of layers of which no observation knows what they keep.
     """
 
-    def __init__(self, rows, empty: str, ended: str):
+    _not_observed = "not observed"  # how the line begins that names such layers
+
+    def __init__(self, rows, empty: str, ended: str, unobserved: Mapping[str, str] | None = None):
         self._rows = tuple(rows)
-        self._empty = empty
+        self._why = dict(unobserved or {})
+        self._empty = "; ".join([empty, *self._of_unobserved()])
         self._ended = ended
+
+    @property
+    def unobserved(self) -> tuple[str, ...]:
+        """Names of the layers of which no observation knows what they keep, in the order of the model."""
+        return tuple(self._why)
+
+    def _of_unobserved(self) -> list[str]:
+        """Return a line for each reason."""
+        by_reason = {}
+        for name, why in self._why.items():
+            by_reason.setdefault(why, []).append(name or "the model")
+        lines = []
+        for why, names in by_reason.items():
+            rest = len(names) - NAMED
+            more = f" and {rest} more" if rest > 0 else ""
+            named = ", ".join(names[:NAMED]) + more
+            lines.append(f"{self._not_observed}: {named} ({why})")
+        return lines
 
     def __getitem__(self, index):
         return self._rows[index]

@@ -299,6 +299,10 @@ def _floats(what, values):
     if hasattr(values, "detach"):  # a torch tensor, on any device, of any dtype
         values = values.detach().cpu().double().numpy()
     try:
+        if (
+            np.asarray(values).dtype.kind in "cb"
+        ):  # NumPy would drop imaginary parts, and count True as 1
+            raise TypeError
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         raise WeightError(f"{what}: expected numbers, got {_shorten(values)}") from None

@@ -615,7 +615,7 @@ def indices(n):
 
 
 def test_several_widths_without_room_stop_the_kernel(cuda):
-    """How many words mixed widths take is known on the device alone, so the kernel itself has to check the room."""
+    """Only the device knows how many words mixed widths take, so the kernel itself has to check the room."""
     x, seed = torch.linspace(-1, 1, 300).view(3, 100), torch.tensor([5])
     widths = torch.tensor([2, 8, 5], dtype=torch.uint8)
     words = groups.mixed_words(widths.tolist(), 100)

@@ -8,7 +8,7 @@ import pytest
 from fewbit import functions
 from fewbit.catalog.shipping import _with_revisions, make, requests
 from fewbit.catalog.store import shipped_tables, tables_directory
-from fewbit.catalog.verify import recompute_error
+from fewbit.catalog.verification import recompute_error
 
 NAMES = functions.names()
 

@@ -9,7 +9,7 @@ from scipy.integrate import quad
 
 import fewbit
 from fewbit import functions
-from fewbit.catalog.verify import recompute_error, verify
+from fewbit.catalog.verification import recompute_error, verify
 from fewbit.errors import FunctionError, TableError
 from fewbit.table import save_tables
 

@@ -9,6 +9,7 @@ import statistics
 import time
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -228,11 +229,17 @@ def test_processes_change_nothing_but_the_time():
 
 
 def _ends(task, step):
+    if isinstance(task, Path):  # one of two processes is killed: that which was started last
+        (task / str(os.getpid())).touch()
+        while len(pids := [int(file.name) for file in task.iterdir()]) < 2:
+            time.sleep(0.01)
+        if os.getpid() == max(pids):
+            os.kill(os.getpid(), signal.SIGKILL)
     if task == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if task == "raises":
         raise FewbitError("made up")
-    for number in range(10_000):
+    for number in range(60_000):  # ten minutes
         step(number + 1)
         time.sleep(0.01)
 
@@ -245,7 +252,17 @@ def test_what_ends_one_process_ends_all(task, message):
     start = time.monotonic()
     with pytest.raises(FewbitError, match=message):
         run_all(_ends, ["goes on", task], 2, lambda index, done: None)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 300
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_noticed_whichever_it_is(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(FewbitError, match="a process of the demo was ended"):
+        run_all(_ends, [tmp_path, tmp_path], 2, lambda index, done: None)
+    assert time.monotonic() - start < 300
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.slow

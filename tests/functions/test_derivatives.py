@@ -127,7 +127,9 @@ def test_what_cannot_be_promised_is_refused_with_the_place(name):
     with pytest.raises(FunctionError) as refusal:
         from_callable(lambda x: f(Floats, x))
     text = str(refusal.value)
-    assert "\n" not in text and ("derivative=" in text or "smaller domain" in text)
+    # The processor's kernels decide whether rounding in single precision looks like noise or like a jump.
+    assert "\n" not in text
+    assert any(advice in text for advice in ("derivative=", "kinks=", "smaller domain"))
     if place is not None:
         assert abs(float(text.split("x = ")[1].split()[0].rstrip(";")) - place) < 0.05
 

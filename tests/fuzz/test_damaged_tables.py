@@ -17,7 +17,7 @@ from mutations import mutate
 import fewbit
 from fewbit.catalog.report import TableReport, render_plain, tables_report
 from fewbit.catalog.store import tables_directory
-from fewbit.catalog.verify import recompute_error
+from fewbit.catalog.verification import recompute_error
 from fewbit.errors import FewbitError, TableError
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.table import dumps_tables, load_file, loads

@@ -34,7 +34,7 @@ FLOOR = 0.01
 FEW = 100
 LEAST_POWER = 0.8
 MOST_SPREAD = 0.06
-LEAST_GRADIENTS = 200
+LEAST_GRADIENTS = 900
 """The number of gradients from which their shares are judged. Those of fewer gradients differ too much by chance."""
 SETTINGS = ({}, {}, {"group_size": 32}, {"group_size": 64}, {"copies": 2}, {"functional": False})
 
@@ -225,6 +225,6 @@ CHANGES = (permuted, zeroed, negated, noisy)
 def test_a_mistake_is_found(place, change, monkeypatch):
     holder, name = PLACES[place]
     monkeypatch.setattr(holder, name, change(getattr(holder, name)))
-    wrong = check(range(60))
+    wrong = check(range(200))
     # Noise shows in what is said of all cases.
     assert [each for each in wrong if change is noisy or each.startswith("seed")]

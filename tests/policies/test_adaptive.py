@@ -612,3 +612,31 @@ def test_tiny_tensors_keep_to_the_average():
     for _ in range(3):
         model(normal((31, 1), scale=1.0)).square().sum().backward()
     assert controller.allocation and controller.allocation.bits <= 2.5
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch.*", "ignore:.*should not be instantiated"
+)
+@pytest.mark.parametrize("inside", ["compiled", "reentrant checkpoint"])
+def test_layers_that_are_not_observed_are_named(inside):
+    """They keep other bits than the average or a budget says, so the allocation has to say that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1)
+    )
+    controller = fewbit.compress_(model, bits=1.75, interval=1, verbose=False)
+    if inside == "compiled":
+        torch.compiler.reset()
+        call = torch.compile(model, backend="aot_eager")
+        expected, why = {"0", "1.0", "2"}, "inside torch.compile"
+    else:
+
+        def call(x):
+            y = torch.utils.checkpoint.checkpoint(model[1], model[0](x), use_reentrant=True)
+            return model[2](y)
+
+        expected, why = {"1.0"}, "use_reentrant=True"
+    for _ in range(4):
+        call(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert expected <= set(controller.allocation.unobserved)
+    assert "not observed" in str(controller.allocation) and why in str(controller.allocation)

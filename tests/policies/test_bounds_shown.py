@@ -19,7 +19,7 @@ from fewbit.errors import BoundWarning, InputError
 from fewbit.policies.allocation_report import Allocation
 from fewbit.policies.error_bound.codecs import CodecKeeper, Exactly
 from fewbit.policies.error_bound.report import Bounded, Bounds
-from fewbit.policies.probing import FORGOTTEN
+from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.runtime.codecs import codec as codec_of
 
 X = normal((16, 64), scale=1.0)

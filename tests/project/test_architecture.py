@@ -139,3 +139,11 @@ def test_unknown_attribute():
     with pytest.raises(AttributeError, match="no attribute 'solv'"):
         _ = fewbit.solv
     assert "solve" in dir(fewbit)
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    """Importing such a module, anywhere, would replace the function: `fewbit.verify` was a module after `fewbit verify`."""
+    import fewbit
+
+    modules = {path.stem for path in PACKAGE.iterdir()} - {"functional", "nn"}
+    assert not modules & set(fewbit.__all__)

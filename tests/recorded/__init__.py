@@ -1,4 +1,4 @@
-"""What `tests/record.py` records: the questions, by subject, and their answers as numbers.
+"""The questions that `tests/record.py` records, by subject, and their answers as numbers.
 
 `api` holds the only calls of fewbit, `leaves` turns answers into what is compared, `models` builds models without fewbit;
 every other module yields the entries of one subject.

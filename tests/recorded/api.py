@@ -17,7 +17,7 @@ import fewbit.functional
 import fewbit.nn
 
 Refusal = fewbit.FewbitError
-"""What fewbit raises for settings and inputs that it does not serve."""
+"""The errors for settings and inputs that fewbit does not serve."""
 
 
 # -- converting models ---------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def verified(name: str) -> list:
     """Return [whether the claim holds, the recomputed error] for each shipped table of a function."""
     from fewbit.catalog.store import tables_directory
 
-    found = fewbit.catalog.verify(tables_directory() / f"{name}.json")
+    found = fewbit.catalog.verification(tables_directory() / f"{name}.json")
     return [[not each.problems and each.unchecked is None, each.recomputed] for each in found]
 
 

@@ -442,3 +442,12 @@ def test_the_uniform_weight_is_a_flat_histogram_times_the_length(form):
     assert flat.error == pytest.approx(
         squared_error(flat, functions.get("mish"), one) / 20, rel=1e-6
     )
+
+
+@pytest.mark.parametrize("values", [np.array([1 + 2j, 3.0]), np.array([True, False])])
+def test_samples_that_are_no_real_numbers_are_refused(values, tmp_path):
+    with pytest.raises(WeightError, match="expected numbers"):
+        Histogram.from_samples(values)
+    np.save(tmp_path / "samples.npy", values)
+    with pytest.raises(WeightError, match="expected numbers"):
+        make_weight(str(tmp_path / "samples.npy"))

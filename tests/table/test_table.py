@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fewbit import schema
-from fewbit.catalog.verify import recompute_error
+from fewbit.catalog.verification import recompute_error
 from fewbit.errors import (
     FewbitError,
     FunctionError,

@@ -41,8 +41,8 @@ from fewbit.policies.error_bound.state import (
 )
 from fewbit.policies.error_bound.sums import BoundTables, by_number, pairs_by_number
 from fewbit.policies.error_bound.tables import is_known, least_bits, table_error
-from fewbit.policies.error_bound.unobserved import Unobserved
-from fewbit.policies.probing import FORGOTTEN, ProbingPolicy
+from fewbit.policies.probing import ProbingPolicy
+from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.runtime.codecs import DEFAULT as QUANT
 from fewbit.runtime.codecs.payload import EXACT
 from fewbit.runtime.format.groups import LEAST_FEATURES
@@ -123,7 +123,6 @@ class ErrorBoundPolicy(ProbingPolicy):
         self._keepers = {}
         self._weights = {}
         self._latest: dict[tuple[str, int], Latest] = {}  # of what codecs have kept in this process
-        self._unobserved = Unobserved()
 
     # -- In a forward ------------------------------------------------------------------------------------
 
@@ -140,11 +139,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         plan.least_features = LEAST_FEATURES
         plan.rounds_up = True
 
-    def unobserved(self, name: str, why: str) -> None:
-        self._unobserved.tell(name, why)
-
     def _new_observation(self) -> ErrorBoundProbe:
-        self._unobserved.observation_begins()
         return ErrorBoundProbe(self.step, frozenset(self._monitored()))
 
     def _monitored(self) -> list[tuple[str, int]]:
@@ -347,10 +342,8 @@ class ErrorBoundPolicy(ProbingPolicy):
         least = known.least_average(choice.dx2, self.bound.window) if choice.dx2 > 0 else None
         return least is not None and known.average >= least
 
-    def unobserved_layers(self, model) -> dict[str, str]:
-        """{name: why} of layers of which no observation knows what they keep. model: whose they are."""
-        found = self._unobserved.found(model, {name for name, _ in self.known})
-        return {name: found[name] for name in self._places if name in found}
+    def _seen_names(self) -> set[str]:
+        return {name for name, _ in self.known}
 
     # -- Between processes -------------------------------------------------------------------------------
 

@@ -9,9 +9,6 @@ from fewbit.analysis.gradient_ratio_report import limit_text
 from fewbit.render.rows import Rows
 from fewbit.sizes import counted
 
-NAMED = 4
-"""Layers that are named of those that are not observed."""
-
 
 class Bounded(NamedTuple):
     """What a layer keeps of one of its inputs, or the codes of an activation.
@@ -49,6 +46,7 @@ class Bounds(Rows):
     """
 
     _header = ("layer", "decides", "bound", "dx*", "bits", "ratio")
+    _not_observed = "not observed, so that they keep 8 bits"
     _names = (0, 1)
     _spare = (2, 5)
 
@@ -61,10 +59,7 @@ class Bounds(Rows):
         unobserved: Mapping[str, str] | None = None,
         ended: str = "",
     ):
-        self._why = dict(unobserved or {})
-        if self._why:
-            empty = "no bounds found; " + "; ".join(self._of_unobserved())
-        super().__init__(rows, empty, ended)
+        super().__init__(rows, "no bounds found" if unobserved else empty, ended, unobserved)
         self.e2 = e2
         self.ratio = ratio
 
@@ -76,11 +71,6 @@ class Bounds(Rows):
         )
 
     __hash__ = None
-
-    @property
-    def unobserved(self) -> tuple[str, ...]:
-        """Names of layers that keep 8 bits as no observation knows what they keep, in the order of the model."""
-        return tuple(self._why)
 
     @property
     def limit(self) -> float | None:
@@ -110,19 +100,6 @@ class Bounds(Rows):
             return f"{text}; E|g^|^2 / E|g|^2 not seen yet, to stay within {limit_text(self.limit)}"
         verdict = "more than" if self.ratio > self.limit else "within"
         return f"{text}; E|g^|^2 / E|g|^2 {self.ratio:.4g}, {verdict} {limit_text(self.limit)}"
-
-    def _of_unobserved(self) -> list[str]:
-        """A line for each reason."""
-        by_reason = {}
-        for name, why in self._why.items():
-            by_reason.setdefault(why, []).append(name or "the model")
-        lines = []
-        for why, names in by_reason.items():
-            rest = len(names) - NAMED
-            more = f" and {rest} more" if rest > 0 else ""
-            named = ", ".join(names[:NAMED]) + more
-            lines.append(f"not observed, so that they keep 8 bits: {named} ({why})")
-        return lines
 
     def records(self) -> list[dict]:
         """A dictionary for each row."""

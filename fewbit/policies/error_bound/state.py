@@ -24,7 +24,7 @@ from fewbit.policies.error_bound.probe import (
     TensorNorms,
 )
 from fewbit.policies.error_bound.sums import number_of
-from fewbit.policies.probing import FORGOTTEN
+from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.runtime.saved.probe import SPREAD
 from fewbit.schema import shorten
 from fewbit.schema.shapes import (

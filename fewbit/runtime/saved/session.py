@@ -316,9 +316,8 @@ class Session:
         """Stop sharing copies of x in this forward: its memory was accessed in a way that autograd does not track."""
         if self._local.entries is None:
             return
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # parameters of lazy modules refuse any other access
+        # Parameters of lazy modules refuse access through `__torch_function__`.
+        with torch._C.DisableTorchFunctionSubclass():
             try:
                 storage = x.untyped_storage()
                 # Without the reference a later storage could get the same address, by chance, and no shared copies.

@@ -1,4 +1,4 @@
-"""Layers that keep something of which no observation knows, so that they keep the most bits: which, and why.
+"""Layers that keep something of which no observation knows, so that their bits are not chosen: which, and why.
 
 Only of this process, and no part of a state.
 """
@@ -10,9 +10,10 @@ from collections.abc import Container
 from torch import nn
 
 from fewbit.analysis.meter import is_compiled
-from fewbit.policies.probing import FORGOTTEN
 from fewbit.runtime.saved.assignment import ALONE, COMPILED, REENTRANT
 
+FORGOTTEN = 8
+"""Observations after which a variable that is not met any more is forgotten."""
 WHY = {
     COMPILED: "inside torch.compile",
     REENTRANT: "in a checkpoint with use_reentrant=True; use use_reentrant=False",

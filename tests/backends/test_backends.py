@@ -485,7 +485,7 @@ def test_without_kernels_the_reference_backend_and_one_warning(monkeypatch):
     monkeypatch.setitem(
         sys.modules, "fewbit.runtime.backends.native", None
     )  # an import of it now fails
-    monkeypatch.delattr(sys.modules["fewbit.runtime"], "native", raising=False)
+    monkeypatch.delattr(sys.modules["fewbit.runtime.backends"], "native", raising=False)
     monkeypatch.setattr(backends, "_chosen", {})
     with pytest.warns(
         RuntimeWarning, match="^fewbit uses its slower reference backend on cpu: its compiled"

@@ -12,6 +12,7 @@ from fewbit.runtime.saved import offload
 from fewbit.runtime.saved import session as sharing
 
 PACKAGE = os.path.dirname(fewbit.__file__) + os.sep
+FILES = {name for _, _, names in os.walk(PACKAGE) for name in names if name.endswith(".py")}
 
 
 class Interrupt:
@@ -22,6 +23,7 @@ class Interrupt:
     """
 
     def __init__(self, at, error=KeyboardInterrupt, opcodes=False, files=None):
+        assert files is None or FILES.issuperset(files), files
         self.at, self.error, self.opcodes, self.files = at, error, opcodes, files
         self.seen, self.is_raised = 0, False
         self.places = []  # (file, line) of the events, if at is None

@@ -211,7 +211,12 @@ def test_places_are_found():
     """The tests below raise at what they mean to."""
     model = small()
     found = places(lambda: model(X))
-    assert {name for name, _ in found} >= {"sharing.py", "calls.py", "quantizer.py", "calling.py"}
+    assert {name for name, _ in found} >= {
+        "session.py",
+        "functions.py",
+        "quantizer.py",
+        "module_calls.py",
+    }
 
 
 @pytest.mark.parametrize("what", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
@@ -316,7 +321,7 @@ def test_an_interrupt_of_the_clean_up_of_another_error():
             pass
 
     model = small(stop)
-    files = "sharing.py", "calling.py", "exact.py", "calls.py", "interrupts.py"
+    files = "session.py", "module_calls.py", "bypass.py", "functions.py", "interrupts.py"
     for _ in exhaustively(run, files=files):
         check_nothing_is_left()
     model.between = lambda: None
@@ -366,7 +371,7 @@ def test_a_conversion_that_is_interrupted_changes_nothing():
         fewbit.restore_(model)
 
     for _ in exhaustively(
-        run, each=1, files=("convert.py", "calling.py", "undo.py", "calls.py", "kinds.py")
+        run, each=1, files=("convert.py", "module_calls.py", "undo.py", "functions.py", "kinds.py")
     ):
         unchanged_or_converted(model, before, exact)
         model.zero_grad()

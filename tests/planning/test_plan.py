@@ -539,7 +539,7 @@ def test_json_has_everything_back(tmp_path):
     path = tmp_path / "plan.json"
     found.save(path)
     document = json.loads(path.read_text())
-    assert document["schema"] == "fewbit.plan/1"
+    assert document["schema"] == "fewbit.plan/2"
     assert document["rows"][0]["candidate"] == {
         "policy": "fixed",
         "options": {"bits": 2},

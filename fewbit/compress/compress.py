@@ -43,7 +43,7 @@ def compress_(
     model: nn.Module,
     bits: float | BitConfig | None = None,
     *,
-    layers: LayerSettings | None = None,
+    layers: LayerSettings | Mapping | None = None,
     include: Filter = "*",
     exclude: Filter = (),
     overrides: Mapping[str, float | LayerSettings | Mapping | None] | None = None,
@@ -64,7 +64,7 @@ def compress_(
         bits: who chooses the bits per element of quantized inputs: FixedBits, SampleBits, AdaptiveBits, Budget,
             ErrorBound, PreActivationBits, a Level of ActNN, or a BitConfig of your own. A whole number from 1 to 8 stands
             for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4).
-        layers: settings of layers that differ from the usual ones; all but `bits`.
+        layers: LayerSettings, or a mapping of its fields except `bits`: settings that differ from the usual ones.
         include: globs over dotted module paths ("" is the model itself; any path of a shared module counts; a glob that
             matches a module matches the modules inside it), or a function (path, module) -> bool.
         exclude: like `include`; modules that both match are excluded.

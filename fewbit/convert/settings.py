@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from fewbit.config import (
@@ -104,7 +105,7 @@ class ResolvedSettings:
         return Quantizer(*settings, session, name, bits, is_fixed, self.fuses_norms)
 
 
-def resolve(config: BitConfig, layers: LayerSettings | None = None) -> ResolvedSettings:
+def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) -> ResolvedSettings:
     """Return the settings of the modules of a model for which no override says anything else.
 
     Args:
@@ -114,9 +115,14 @@ def resolve(config: BitConfig, layers: LayerSettings | None = None) -> ResolvedS
     Raises:
         InputError: `layers` is no LayerSettings, has `bits`, or excludes something of `config`.
     """
-    layers = LayerSettings() if layers is None else layers
-    if not isinstance(layers, LayerSettings):
-        raise InputError(f"layers: expected fewbit.LayerSettings, got {type(layers).__name__}")
+    if not isinstance(layers, LayerSettings | Mapping | None):
+        raise InputError(
+            f"layers: expected fewbit.LayerSettings, or a mapping of its fields, got {layers!r}"
+        )
+    try:
+        layers = LayerSettings.of({} if layers is None else layers)
+    except InputError as error:
+        raise InputError(f"layers: {error}") from None
     if layers.bits is not None:
         raise InputError(
             f"layers: expected no bits, which are given by {config!r}, got bits={layers.bits!r}"

@@ -16,10 +16,12 @@ from fewbit.compress.replace import replace_activations_
 from fewbit.config import (
     AdaptiveBits,
     BitConfig,
+    Budget,
     ErrorBound,
     FixedBits,
     HostOffload,
     LayerSettings,
+    Level,
     PreActivationBits,
     as_config,
 )
@@ -57,8 +59,10 @@ class Candidate:
         value = getattr(self.bits, first.name)
         if first.name in ("bits", "average"):
             shown = [counted(value, "bit")]
-        elif first.name == "bytes":
+        elif isinstance(self.bits, Budget):
             shown = [f"budget={amount(value)}"]
+        elif isinstance(self.bits, Level):
+            shown = [f"level {value}"]
         else:
             shown = [f"{first.name}={_short(value)}"]
         changed = {each.name: getattr(self.bits, each.name) for each in others}

@@ -78,7 +78,10 @@ def _configuration(given: dict):
         return fewbit.ErrorBound(**bound, **interval)
     if bound:
         raise fewbit.InputError("an error bound needs its policy")
-    if given.pop("fuse", None) is not None:
+    fuse = given.pop("fuse", None)
+    if fuse is not None:
+        if fuse != "preactivation":
+            raise fewbit.InputError("no such fuse")
         if level not in (None, "L2"):
             raise fewbit.InputError("fused norms at another level")
         return fewbit.PreActivationBits() if bits is None else fewbit.PreActivationBits(bits)

@@ -264,6 +264,22 @@ def _candidate(policy, options, activations_only=False):
     return fewbit.Candidate(policy, bits, options, activations_only)
 
 
+def candidate_of_document(values: dict) -> dict:
+    """Return the candidate of a plan's JSON document as version 0.1.0.dev0 wrote it."""
+    config = dict(values["bits"])
+    kind = config.pop("kind")
+    options = {
+        "fixed": lambda: {"bits": config["bits"], "level": "L2"},
+        "adaptive": lambda: {"bits": config["average"], "level": "L3"},
+        "error-bound": lambda: {"policy": "error-bound", "e2": config["e2"]},
+        "pre-activation": lambda: {"bits": config["bits"], "fuse": "preactivation"},
+    }[kind]()
+    if values["activations_only"]:
+        del options["level"]
+    rest = {name: value for name, value in values.items() if name != "bits"}
+    return rest | {"options": options | values["options"]}
+
+
 def variance_profile(model, batches, loss, **options) -> dict:
     """Return a variance profile: names of contexts and parameters, and every array."""
     measuring = {name: options.pop(name) for name in ("draws", "chunks", "seed") if name in options}

@@ -11,6 +11,7 @@ Numbered: levels L2.5 and L3 that are told which digits a forward has, and so re
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -39,21 +40,22 @@ def compress(model: nn.Module, method: str, bits: float) -> None:
     """method: a key of LEVELS, NUMBERED (of a digits network) or ACTIVATIONS, or "exact"."""
     if method == "exact":
         return
-    options = {"bits": bits, "activation_bits": ACTIVATION_BITS, "verbose": False}
+    layers = {"activation_bits": ACTIVATION_BITS}
+    quiet = partial(fewbit.compress_, model, verbose=False)
     if method == "per tensor":
-        controller = fewbit.compress_(model, level="L2", attention_bits=bits, **options)
+        controller = quiet(bits, layers=layers | {"attention_bits": bits})
         use_one_range(controller)
     elif method in ("L2", "L2.5"):
-        fewbit.compress_(model, level=method, attention_bits=bits, **options)
+        quiet(fewbit.Level(method, bits), layers=layers | {"attention_bits": bits})
     elif method == "L3":
-        fewbit.compress_(model, level="L3", **options)
+        quiet(fewbit.AdaptiveBits(bits), layers=layers)
     elif method in NUMBERED:
         level, _ = method.split(", ")
-        number_digits(fewbit.compress_(model, level=level, **options))
+        number_digits(quiet(fewbit.Level(level, bits), layers=layers))
     elif method == TABLES:
-        fewbit.compress_(model, level="L3", **options | {"activation_bits": bits})
+        quiet(fewbit.AdaptiveBits(bits), layers={"activation_bits": bits})
     else:
-        controller = fewbit.compress_(model, level="L3", exclude=is_gelu, **options)
+        controller = quiet(fewbit.AdaptiveBits(bits), layers=layers, exclude=is_gelu)
         quantize_activations(controller, shared=method == SHARED)
 
 

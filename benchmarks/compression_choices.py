@@ -81,7 +81,13 @@ def resnet(kept, bits):
     model = ResNet("resnet18", nn.ReLU, classes=10)
     if kept == "normalized input":
         norms = [name for name, each in model.named_modules() if isinstance(each, nn.BatchNorm2d)]
-        fewbit.compress_(model, bits=bits, include=norms, functional=False, verbose=False)
+        fewbit.compress_(
+            model,
+            bits=bits,
+            include=norms,
+            layers=fewbit.LayerSettings(functional=False),
+            verbose=False,
+        )
     elif kept == "input":
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import statistics
 from functools import partial
 from typing import NamedTuple
@@ -48,11 +47,10 @@ def compress(model: nn.Module, arm: str, interval: int = INTERVAL):
     if arm == EXACT:
         return None
     if arm in FIXED:
-        return fewbit.compress_(model, bits=FIXED[arm], level="L2", verbose=False)
-    if "e2" not in inspect.signature(fewbit.compress_).parameters:
-        raise NotImplementedError(f"{arm}: this fewbit has no policy 'error-bound'")
-    options = {"policy": "error-bound", "interval": interval, **BOUNDS[arm]}
-    return fewbit.compress_(model, **options, verbose=False)
+        return fewbit.compress_(model, bits=FIXED[arm], verbose=False)
+    return fewbit.compress_(
+        model, fewbit.ErrorBound(interval=interval, **BOUNDS[arm]), verbose=False
+    )
 
 
 def saved_bytes(model: nn.Module, loss, batch) -> int:

@@ -189,7 +189,7 @@ def compiled(model):
 
 def level(name, bits, **options):
     def arm(model):
-        fewbit.compress_(model, level=name, bits=bits, verbose=False, **options)
+        fewbit.compress_(model, bits=fewbit.Level(name, bits), verbose=False, **options)
         return model
 
     return arm
@@ -349,7 +349,7 @@ def check(case, settings, options):
     row = {}
     for name, autocast in (("float32", False), ("autocast", True)):
         flat = []
-        for arm in (ARMS["exact"], level("L2", 8, activation_bits=8)):
+        for arm in (ARMS["exact"], level("L2", 8, layers=fewbit.LayerSettings(activation_bits=8))):
             training = Training(case, settings, device, arm)
             training.take(batch)
             flat.append(training.gradient(autocast))

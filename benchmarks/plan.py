@@ -63,9 +63,9 @@ def converted(candidate: Candidate, model):
     """A copy, converted by hand."""
     copy, options = deepcopy(model), candidate.options
     if candidate.activations_only:
-        fewbit.replace_activations_(copy, **options, verbose=False)
+        fewbit.replace_activations_(copy, candidate.bits.bits, **options, verbose=False)
     else:
-        fewbit.compress_(copy, **options, verbose=False)
+        fewbit.compress_(copy, candidate.bits, **options, verbose=False)
     return copy
 
 
@@ -113,7 +113,7 @@ def measured(name: str) -> list[dict]:
     candidates = [
         row.candidate
         for row in plan.rows
-        if (row.policy, row.candidate.options.get("bits")) in CHECKED
+        if (row.policy, row.candidate.bits.initial_bits) in CHECKED
     ]
     of_one = fewbit.plan(model, batches[0], loss, candidates=candidates, chunks=4)
     found, squares = following(model, batches[count:], loss, candidates)

@@ -143,7 +143,7 @@ def memory(depths):
             network = PreActivationResNet(depth, block=partial(fewbit.nn.PreActivation, bits=bits))
             assert row("PreActivation", bits, network, formula) == formula
             network = PreActivationResNet(depth)
-            fewbit.compress_(network, bits=bits, fuse="preactivation", verbose=False)
+            fewbit.compress_(network, bits=fewbit.PreActivationBits(bits), verbose=False)
             row("compress_", bits, network, formula)
     return rows
 
@@ -168,7 +168,7 @@ def noise(network, batches, moment):
     exact = [gradients(network, batch) for batch in batches]
     rows = []
     for bits in NOISE_BITS:
-        fewbit.compress_(network, bits=bits, fuse="preactivation", verbose=False)
+        fewbit.compress_(network, bits=fewbit.PreActivationBits(bits), verbose=False)
         ours = [gradients(network, batch) for batch in batches]
         fewbit.restore_(network)
         for layer, name in enumerate(exact[0]):

@@ -39,7 +39,7 @@ from fewbit.policies.adaptive import INTERVAL
 
 ARMS = ("exact", 2, 4, 8, "L3")
 TIMED = (*ARMS, "observed")
-LEVELS = {"L3": {"interval": 10**6}, "observed": {"interval": 1}}
+INTERVALS = {"L3": 10**6, "observed": 1}
 WARM_UP = 33  # steps of what adapts: after 32, the next that it observes is the 64th
 CASES = {
     # batch, and the settings of a model large enough that a step is not all overhead
@@ -61,11 +61,16 @@ def build(case, settings, arm):
         model = CharTransformer(96, *(settings[name] for name in names))
     else:
         model = ResNet(case, nn.ReLU, classes=10)
-    if arm in LEVELS:
-        fewbit.compress_(model, 2, level="L3", verbose=False, **LEVELS[arm])
+    if arm in INTERVALS:
+        fewbit.compress_(model, fewbit.AdaptiveBits(2, INTERVALS[arm]), verbose=False)
     elif arm != "exact":
         # At 8 bits for the check; a few-bit GELU is what the model is timed with.
-        fewbit.compress_(model, bits=arm, activation_bits=8 if arm == 8 else 3, verbose=False)
+        fewbit.compress_(
+            model,
+            bits=arm,
+            layers=fewbit.LayerSettings(activation_bits=8 if arm == 8 else 3),
+            verbose=False,
+        )
     return model
 
 

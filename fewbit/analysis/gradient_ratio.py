@@ -27,7 +27,7 @@ from fewbit.analysis.gradients import (
     explained,
     tensors_of,
 )
-from fewbit.compress.convert import restore_
+from fewbit.convert.swap import restore_
 from fewbit.errors import BoundWarning, InputError
 from fewbit.policies.error_bound.policy import NAMED
 from fewbit.runtime.interop.interrupts import leaves_nothing

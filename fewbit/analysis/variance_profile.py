@@ -40,10 +40,12 @@ from fewbit.analysis.gradients import (
 )
 from fewbit.analysis.progress import Progress
 from fewbit.analysis.variance_profile_report import VarianceProfileReport
-from fewbit.compress.convert import Filter, Settings, convert, restore_
+from fewbit.config import FixedBits, LayerSettings
+from fewbit.convert.select import Filter, Selection
+from fewbit.convert.settings import ResolvedSettings, resolve
+from fewbit.convert.swap import convert, restore_
 from fewbit.errors import InputError
 from fewbit.render.documents import Document
-from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.interrupts import leaves_nothing
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.schema import VARIANCE_PROFILE
@@ -158,15 +160,10 @@ def variance_profile(
     loss: Callable[[nn.Module, object], torch.Tensor],
     *,
     bits: int = 2,
-    activation_bits: int | None = None,
-    attention_bits: int | None = None,
-    group_size: int = GROUP_SIZE,
-    minimum: str = "auto",
-    copies: int = 1,
-    functional: bool = True,
+    layers: LayerSettings | None = None,
     include: Filter = "*",
     exclude: Filter = (),
-    overrides: Mapping[str, int | Mapping | None] | None = None,
+    overrides: Mapping[str, int | LayerSettings | Mapping | None] | None = None,
     draws: int = 16,
     chunks: int = CHUNKS,
     seed: int = 0,
@@ -192,17 +189,7 @@ def variance_profile(
     not, a model in evaluation mode, one that cannot be copied, or that rounds nothing, and for a batch or loss
     that cannot be used.
     """
-    settings = dict(
-        bits=bits,
-        activation_bits=activation_bits,
-        attention_bits=attention_bits,
-        group_size=group_size,
-        minimum=minimum,
-        copies=copies,
-        functional=functional,
-    )
-    settings = {name: value for name, value in settings.items() if value is not None}
-    Settings(**settings).check()
+    settings = resolve(FixedBits(bits), layers)
     check_count("draws", draws, 2)
     check_count("chunks", chunks, 4, even=True)
     check_count("seed", seed, 0)
@@ -214,8 +201,8 @@ def variance_profile(
         restore_(exact.model)
         exact.defer()
         compressed = _Measured(copied(model), loss, seed)
-        own = _Deferring(**settings, noise=compressed.noise)
-        convert(compressed.model, own, include, exclude, overrides)
+        own = _Deferring(**vars(settings), noise=compressed.noise)
+        convert(compressed.model, own, Selection(include, exclude, overrides))
         compressed.defer()
         sampling, sampled = sampling_of(exact, batch, batches, chunks)
         with Progress("variance profile", progress).shown() as bar:
@@ -236,7 +223,7 @@ def variance_profile(
         contexts=tuple(compressed.noise.contexts),
         parameters=tuple(np.array(list(compressed.groups), dtype=object)[order]),
         **numbers,
-        bits=bits,
+        bits=settings.bits,
         draws=draws,
         batches=len(batches),
         sampled=sampled,
@@ -247,7 +234,7 @@ def variance_profile(
 
 
 @dataclass(frozen=True)
-class _Deferring(Settings):
+class _Deferring(ResolvedSettings):
     """Settings whose quantizers round in the backward pass."""
 
     noise: Noise | None = None

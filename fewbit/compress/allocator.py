@@ -1,7 +1,8 @@
-"""PyTorch's allocator set so that freed memory of one size serves tensors of another (ActNN's level L5, section 5.2).
+"""Settings of PyTorch's CUDA allocator with which freed memory of one size can serve tensors of another.
 
-ActNN passes large tensors by the caching allocator. Expandable segments, which PyTorch has had since, keep it:
-a segment grows in place by whole pages, so that it is not cut into pieces that are too small for what comes next.
+ActNN's level L5 (section 5.2) allocates large tensors without the caching allocator, because cached blocks fragment the
+memory. PyTorch now has expandable segments: a segment grows in place by whole pages, so freed blocks of any size can be used
+again. Level L5 of fewbit uses them and keeps the caching allocator.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 
 @dataclass(frozen=True, repr=False)
 class AllocatorReport:
-    """Whether memory is reserved in expandable segments from now on.
+    """The result of `use_expandable_segments`.
 
-    fixed: bytes that were reserved before in segments of a fixed size, which stay as they are until
-    `torch.cuda.empty_cache()` finds them unused. reason: why not, or "".
+    Attributes:
+        in_force: the allocator reserves memory in expandable segments from now on.
+        fixed: bytes that were reserved before, in segments of a fixed size. They stay until `torch.cuda.empty_cache()` finds
+            them unused.
+        reason: the reason why expandable segments are not in force, or "".
     """
 
     in_force: bool
@@ -45,7 +49,13 @@ class AllocatorReport:
 
 @dataclass(frozen=True, repr=False)
 class PeakMemory:
-    """Largest numbers of bytes on one device so far: allocated for tensors, reserved by the allocator."""
+    """The largest numbers of bytes on one device so far.
+
+    Attributes:
+        device: the device, for example "cuda:0".
+        allocated: bytes allocated for tensors.
+        reserved: bytes reserved by the allocator.
+    """
 
     device: str
     allocated: int
@@ -53,7 +63,7 @@ class PeakMemory:
 
     @property
     def ratio(self) -> float:
-        """Peak reserved / peak allocated; 1 is the least there can be, also where nothing was allocated."""
+        """Peak reserved over peak allocated bytes, at least 1; 1 if nothing was allocated."""
         return self.reserved / self.allocated if self.allocated else 1.0
 
     def __repr__(self) -> str:
@@ -64,11 +74,13 @@ class PeakMemory:
 
 
 def use_expandable_segments() -> AllocatorReport:
-    """Sets expandable segments for the CUDA caching allocator, for the whole process, and says what came of it.
+    """Set expandable segments for the CUDA caching allocator of this process.
 
-    Call it before the first tensor is put on the GPU: segments that exist stay as they are. Other settings of the
-    allocator are kept, and an `expandable_segments:False` in one of VARIABLES is respected. Without a GPU
-    nothing is changed.
+    Call this before the first tensor is on the GPU, because segments that exist stay as they are. Other settings of the
+    allocator are kept. The function changes nothing if one of VARIABLES says `expandable_segments:False`, or without a GPU.
+
+    Returns:
+        Whether the setting is in force, and the reason if it is not.
     """
     if not torch.cuda.is_available():
         return AllocatorReport(False, reason="there is no CUDA device")
@@ -89,9 +101,13 @@ def use_expandable_segments() -> AllocatorReport:
 
 
 def peak_memory(device=None) -> PeakMemory:
-    """Peaks since the last `torch.cuda.reset_peak_memory_stats`. device: a CUDA device; None: the current one.
+    """Return the peaks since the last `torch.cuda.reset_peak_memory_stats`.
 
-    Raises InputError for what is no CUDA device, and where there is none.
+    Args:
+        device: a CUDA device; None: the current one.
+
+    Raises:
+        InputError: `device` is not a CUDA device, or there is none.
     """
     try:
         found = torch.device("cuda" if device is None else device)
@@ -109,20 +125,23 @@ def peak_memory(device=None) -> PeakMemory:
 
 
 def _state() -> AllocatorReport:
-    """What PyTorch itself says, rather than what it was told."""
+    """Return what PyTorch reports of its settings, which can differ from what was set."""
     snapshot = torch.cuda.memory._snapshot()
     if not snapshot["allocator_settings"].get(SETTING, False):
         return AllocatorReport(False, reason="PyTorch has none on this platform")
-    fixed = sum(each["total_size"] for each in snapshot["segments"] if not each["is_expandable"])
+    segments = (part for part in snapshot["segments"] if not part["is_expandable"])
+    fixed = sum(segment["total_size"] for segment in segments)
     return AllocatorReport(True, fixed)
 
 
 def _set(setting: str) -> None:
-    """Adds a setting to those in force, of which PyTorch would put some back that are not named again."""
+    """Add a setting to those in force. PyTorch resets settings that are not named again, so all of them are passed."""
     settings = torch.cuda.memory._snapshot()["allocator_settings"]
     before = next((settings[name] for name in VARIABLES if settings.get(name)), "")
     setting = f"{before},{setting}" if before else setting
-    generic = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # newer ones
+    generic = getattr(
+        torch._C, "_accelerator_setAllocatorSettings", None
+    )  # newer versions of torch
     if generic is not None:
         generic(setting)
         return

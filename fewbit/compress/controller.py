@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
+from fewbit.config import BitConfig
 from fewbit.convert.report import Report
 from fewbit.errors import InputError
 from fewbit.policies.adaptive import AdaptivePolicy
@@ -31,7 +32,7 @@ class Controller:
     """Stands for one compressed model; nothing in the training loop needs it.
 
     report: what was converted. session: shared by the model's layers. allocator: what came of setting PyTorch's,
-    at level L5, else None. level, policy: those of `compress_`, else None.
+    if it was to change, else None. config: who chooses bits, as `compress_` was told.
     """
 
     def __init__(
@@ -40,15 +41,13 @@ class Controller:
         report: Report,
         session: Session,
         allocator: AllocatorReport | None = None,
-        level: str | None = None,
-        policy: str | None = None,
+        config: BitConfig | None = None,
     ):
         self._model = weakref.ref(model)
         self.report = report
         self.session = session
         self.allocator = allocator
-        self.level = level
-        self.policy = policy
+        self.config = config
         self._was_attached = _is_attached(session, model)
 
     @property
@@ -61,10 +60,11 @@ class Controller:
         """From level L3 on, as of the latest adaptation; before the first, and at other levels, empty."""
         adaptation = self._adaptation
         if self._guarantee is not None:
-            return Allocation(empty=f"policy {POLICY}: see bounds")
+            return Allocation(empty="bits follow from an error bound: see bounds")
         if adaptation is None:
-            level = "" if self.level is None else f"at level {self.level} "
-            return Allocation(empty=f"{level}bits are not chosen by layer: levels from L3 on do so")
+            return Allocation(
+                empty=f"{self.config!r} chooses no bits by layer: fewbit.AdaptiveBits does"
+            )
         rows = (
             Allocated(
                 *name,
@@ -84,7 +84,7 @@ class Controller:
         """With policy="error-bound" what may err by how much, and how it is kept, as of the latest observation; else empty."""
         guarantee = self._guarantee
         if guarantee is None:
-            return Bounds(empty=f'bounds are found with policy="{POLICY}"')
+            return Bounds(empty="bounds are found with fewbit.ErrorBound")
         rows = (Bounded(*row) for row in guarantee.rows())
         empty = "no bounds found yet: that comes after the first steps of training, with gradients that are finite"
         unobserved = guarantee.unobserved_layers(self.model)
@@ -191,9 +191,7 @@ class Controller:
 
     @property
     def _kind(self) -> str:
-        return (
-            f"policy {self.policy}" if self.level is None and self.policy else f"level {self.level}"
-        )
+        return type(self.config).__name__
 
     def number_samples(self, numbers) -> None:
         """Says which samples of the data the next forward has, so that bits go by the gradients they had before.
@@ -204,11 +202,11 @@ class Controller:
         """
         if self._guarantee is not None:
             raise InputError(
-                f"expected a level for numbers of samples, got policy {POLICY}, whose bits follow from bounds"
+                "expected SampleBits or AdaptiveBits for numbers of samples, got ErrorBound, whose bits follow from bounds"
             )
         if self.session.variables is None:
             raise InputError(
-                "expected level L2.5 or above for numbers of samples, got one with fixed bits"
+                f"expected SampleBits or AdaptiveBits for numbers of samples, got {self._kind}"
             )
         self.session.variables.number(numbers)
 

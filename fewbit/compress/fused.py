@@ -1,4 +1,4 @@
-"""What fuse="preactivation" comes to in a model: norms in fixed point, and the layers that keep nothing beside them."""
+"""The rows of a report of PreActivationBits: norms in fixed point, and layers that save nothing of their own."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from fewbit.nn.preactivation import LINEAR, NORMS
 from fewbit.sizes import counted
 
 FOLLOWING = (*LINEAR.values(), _Conv1D, ReLU, LeakyReLU)
-"""Layers that find what a norm has kept."""
+"""The layers that can restore their input from the tensor that a norm saved."""
 
 
 def note(model: nn.Module) -> str:
-    """What the report says of the norms."""
+    """Return the line of the report about the norms."""
     count = counted(len(_norms(model)), "norm")
     return f"pre-activations: {count} in fixed point, shared with the layers that follow"
 
 
 def shared(model: nn.Module, rows, saved: SavedBytes | None = None) -> tuple[ConvertedModule, ...]:
-    """The rows with `shared` said of layers that may follow a norm.
+    """Return the rows of the report with `shared` set for layers that may follow a norm.
 
-    saved: what a forward of the converted model in training has kept; None: only running it would show.
+    Args:
+        model: the converted model.
+        rows: a row for each converted module.
+        saved: the tensors that a forward of the converted model in training saved. If it is None, the rows of layers that may
+            follow a norm get `shared=None`, since only a forward shows which of them do.
     """
     norms = _norms(model)
     entries = {}
@@ -32,19 +36,19 @@ def shared(model: nn.Module, rows, saved: SavedBytes | None = None) -> tuple[Con
         if entry.kind not in STATE:
             entries.setdefault(entry.module, []).append(entry)
 
-    def told(row):
+    def marked(row):
         if not isinstance(model.get_submodule(row.path), FOLLOWING):
             return row
         kept = entries.get(row.path)
-        if kept is None:  # not run, or it had nothing to keep
+        if kept is None:  # the module did not run, or had nothing to save
             return row._replace(shared=None if norms else False)
-        return row._replace(shared=all(each.first_saver in norms for each in kept))
+        return row._replace(shared=all(entry.first_saver in norms for entry in kept))
 
-    return tuple(told(row) for row in rows)
+    return tuple(marked(row) for row in rows)
 
 
 def _norms(model) -> set[str]:
-    """Paths."""
+    """Return the paths of norms that save fixed-point tensors."""
     return {
         path
         for path, module in model.named_modules()

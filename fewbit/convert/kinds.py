@@ -1,4 +1,4 @@
-"""What each class of module becomes when a model is compressed, and what stays as it is, and why."""
+"""The registry of kinds: the class that each class of module is converted to, and the reasons why others stay as they are."""
 
 from __future__ import annotations
 
@@ -19,24 +19,32 @@ from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.module_calls import class_of
 
 ACTIVATION, CONVOLUTION, LAYER, EXACT = "activation", "convolution", "layer", "exact"
-"""Families: few-bit codes; quantized inputs, convolutions apart for level L1; what keeps less and stays exact."""
+"""The families of kinds. Activations save few-bit codes. Convolutions and other layers save quantized inputs; they are two
+families because level L1 converts convolutions alone. Layers of the last family save less than torch and stay exact."""
 
 OWN_FORWARD = "its forward was replaced on the instance, so its class does not say what it computes"
 
 
 class Kind(NamedTuple):
-    """What a module's class becomes. `attributes`: what the new class needs and the old one lacks."""
+    """The class that a module is converted to.
+
+    Attributes:
+        becomes: the class, a subclass of the module's own.
+        family: one of the families above.
+        one_bit: the module is an activation whose derivative has two values, so that 1 bit is exact.
+        attributes: returns the attributes of a module that the new class needs and the old one lacks.
+    """
 
     becomes: type[nn.Module]
     family: str = ACTIVATION
-    one_bit: bool = False  # an activation whose derivative has two values, so that 1 bit says all
+    one_bit: bool = False
     attributes: Callable[[nn.Module], dict] = lambda module: {}
 
 
 _NONE = {"approximate": "none"}
 _TANH = {"approximate": "tanh"}
 
-# By class, exactly: a subclass may compute something else. Each becomes a subclass of itself.
+# Classes are compared exactly, because a subclass may compute something else.
 ACTIVATIONS = {
     nn.ReLU: Kind(few.ReLU, one_bit=True),
     nn.ReLU6: Kind(few.ReLU6, one_bit=True),
@@ -165,7 +173,7 @@ def _misfit_of(module: nn.Module) -> str | None:
 
 
 def of_class(cls: type) -> Kind:
-    """The kind of an activation class that was converted."""
+    """Return the kind of an activation class that was converted."""
     if cls.__name__ == "ClippedGELUActivation":
         return Kind(few.ClippedGELU)
     return ACTIVATIONS.get(cls) or TRANSFORMERS_ACTIVATIONS[cls.__name__]
@@ -227,23 +235,22 @@ def _is_of(code, module) -> bool:
 
 
 def is_like_an_activation(module: nn.Module) -> bool:
-    """Whether its class is a subclass of an activation of torch."""
+    """Return whether the module's class is a subclass of an activation of torch."""
     return isinstance(module, tuple(ACTIVATIONS))
 
 
 def is_fewbit(module: nn.Module) -> bool:
-    """Whether the module's class is one of our layers."""
-    of_ours = isinstance(module, Quantized)
-    return of_ours or type(module).__module__.startswith("fewbit.nn.")
+    """Return whether the module's class is a layer of fewbit's."""
+    return isinstance(module, Quantized) or type(module).__module__.startswith("fewbit.nn.")
 
 
 def is_activation(cls: type) -> bool:
-    """Whether it is one of our activation classes."""
+    """Return whether the class is an activation of fewbit's."""
     return cls.__module__ == few.GELU.__module__
 
 
 def name_of(cls: type) -> str:
-    """The name under which a user finds one of our classes, or one that stands for a class of transformers."""
+    """Return the name under which a user finds a class of fewbit's; "fewbit's" if the class stands for one of transformers."""
     if is_activation(cls):
         return f"fewbit.{cls.__name__}"
     return f"fewbit.nn.{cls.__name__}" if hasattr(few, cls.__name__) else "fewbit's"

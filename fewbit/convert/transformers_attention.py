@@ -1,7 +1,7 @@
-"""Attention of transformers' models, through the interface that transformers has for other implementations.
+"""Attention of transformers' models, through transformers' interface for implementations of attention.
 
-`install` registers an implementation "fewbit" and has a model use it; `remove` undoes that. transformers is
-not imported unless it is already.
+`install` registers an implementation "fewbit" and makes a model use it; `remove` undoes that. This file imports transformers
+only if the process has imported it already.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OTHERS_DECIDE = re.compile(
 
 @dataclass
 class _Attached:
-    """What attention of a converted model has; a process that unpickles it registers NAME."""
+    """The attribute of an attention module that is converted. A process that unpickles it registers NAME."""
 
     quantizer: Quantizer
 
@@ -43,15 +43,18 @@ def install(
     model: nn.Module,
     quantizer: Quantizer | Callable[[str, nn.Module], Quantizer | None],
 ) -> tuple[list[str], dict[str, str]]:
-    """Have the models of transformers within `model` keep q, k and v of attention quantized.
+    """Make the models of transformers inside `model` save q, k and v of attention quantized.
 
-    quantizer: for all, or a function (path, module) -> quantizer, or None to leave the module.
-    Their configuration's attention implementation becomes "fewbit" where it was "sdpa"; it
-    computes what "sdpa" does, by its masks, in eval mode too. `config` objects are changed:
-    models that share one share the implementation, and one that was not converted then runs "sdpa".
+    The attention implementation of their configurations becomes "fewbit" if it was "sdpa". It computes what "sdpa" computes,
+    with the same masks. `config` objects change, so models that share one share the implementation; a model among them that
+    was not converted then runs "sdpa". A second call replaces the quantizers.
 
-    Returns the paths of the attention modules that use it, and of the models that do not, with why.
-    A second call replaces the quantizers.
+    Args:
+        model: the model, which changes in place.
+        quantizer: one for all modules, or a function (path, module) that returns a quantizer, or None to leave the module.
+
+    Returns:
+        The paths of attention modules that use the implementation, and {path: reason} of the models that do not.
     """
     reached, left = [], {}
     configs = {}
@@ -68,7 +71,7 @@ def install(
         if before != NAME:
             vars(inner)[_BEFORE] = before
             _set(config, NAME)
-    using = {each for each, (_, reason) in configs.items() if reason is None}
+    using = {config for config, (_, reason) in configs.items() if reason is None}
     for path, module in model.named_modules():
         if id(getattr(module, "config", None)) not in using or not _is_attention(module):
             continue
@@ -106,12 +109,12 @@ def _is_attention(module) -> bool:
 
 
 def _set(config, name: str) -> None:
-    # Not the property, which sets the configurations of other models within this one too.
+    # The public property would also set the configurations of other models inside this one.
     config._attn_implementation_internal = name
 
 
 def _why_not(cls, config) -> str | None:
-    """Why a model cannot use our attention; None if it can."""
+    """Return the reason why a model cannot use fewbit's attention; None if it can."""
     if config._attn_implementation == NAME:
         return None
     if config._attn_implementation == "eager":
@@ -148,7 +151,7 @@ def _register() -> None:
 
 
 def _enables_gqa(theirs, *arguments) -> bool:
-    """Whether transformers leaves repeating heads to torch; not every version asks."""
+    """Return whether transformers leaves repeating heads to torch. Not every version of transformers asks."""
     try:
         return theirs.use_gqa_in_sdpa(*arguments)
     except (AttributeError, TypeError):
@@ -167,7 +170,7 @@ def _attention_forward(
     position_bias: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa_attention_forward; key and value are kept before heads are repeated."""
+    """Compute what transformers' sdpa_attention_forward computes. Key and value are saved before their heads are repeated."""
     from transformers.integrations import sdpa_attention as theirs
 
     attached = getattr(module, _ATTACHED, None)

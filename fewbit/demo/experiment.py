@@ -18,7 +18,9 @@ from torch import nn
 
 from fewbit._version import __version__
 from fewbit.analysis.meter import saved_bytes
-from fewbit.compress.convert import ATTENTION_BITS, compress_
+from fewbit.compress.compress import compress_
+from fewbit.config import LayerSettings, Level
+from fewbit.convert.settings import ATTENTION_BITS
 from fewbit.demo import training
 from fewbit.demo.parallel import run_all
 from fewbit.demo.text import Corpus, python_topics
@@ -236,11 +238,9 @@ def _build(arm: Arm, settings, corpus, seed):
         corpus, settings, nn.GELU if exact else partial(GELU, bits=arm.bits), seed
     )
     if arm.everything is not None:
-        options = {
-            "activation_bits": arm.bits,
-            "attention_bits": max(arm.everything, ATTENTION_BITS),
-        }
-        compress_(model, arm.everything, level=arm.level, verbose=False, **options)
+        attention_bits = max(arm.everything, ATTENTION_BITS)
+        layers = LayerSettings(activation_bits=arm.bits, attention_bits=attention_bits)
+        compress_(model, Level(arm.level, arm.everything), layers=layers, verbose=False)
     return model
 
 

@@ -37,10 +37,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import register_fake
 
+from fewbit.config import GROUP_SIZE
 from fewbit.runtime import ops
 from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.bypass import exactly
 from fewbit.runtime.interop.original_functions import functional as torch_functional

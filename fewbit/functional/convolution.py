@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fewbit.config import GROUP_SIZE
 from fewbit.functional import sums
 from fewbit.runtime.activations.autograd import once_differentiable
-from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (

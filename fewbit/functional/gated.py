@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fewbit.config import GROUP_SIZE
 from fewbit.errors import InputError
 from fewbit.functional.activations import relu
 from fewbit.runtime.activations.autograd import once_differentiable
-from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,

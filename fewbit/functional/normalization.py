@@ -25,10 +25,9 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch.autograd import Function
 
-from fewbit.errors import InputError
+from fewbit.config import GROUP_SIZE, check_copies
 from fewbit.functional import sums
 from fewbit.runtime.activations.autograd import once_differentiable
-from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.autocast import in_float32
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers import preactivation
@@ -195,12 +194,6 @@ def instance_norm(
         if running is not None:
             running.detach().copy_(repeated.view(n, c).mean(0))
     return y.view(input.shape)
-
-
-def check_copies(copies) -> None:
-    """InputError unless 1 or 2."""
-    if not isinstance(copies, int) or isinstance(copies, bool) or copies not in (1, 2):
-        raise InputError(f"expected 1 or 2 for copies, got {copies!r}")
 
 
 def _checked(quantizer, bits, group_size, copies) -> Quantizer:

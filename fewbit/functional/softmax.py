@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fewbit.config import GROUP_SIZE
 from fewbit.runtime.activations.autograd import once_differentiable
-from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,

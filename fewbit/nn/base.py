@@ -6,8 +6,8 @@ import inspect
 
 from torch import nn
 
+from fewbit.config import GROUP_SIZE
 from fewbit.nn.guarded import Guarded
-from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.bypass import exactly
 from fewbit.runtime.quantizers.quantizer import DEFAULT_BITS, Quantizer
 

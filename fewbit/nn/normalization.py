@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbit import functional as F
-from fewbit.functional.normalization import check_copies
+from fewbit.config import check_copies
 from fewbit.functional.sync_batch_norm import sync_batch_norm
 from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.bypass import exactly

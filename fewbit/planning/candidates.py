@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from torch import nn
 
+from fewbit.analysis.meter_report import amount
+from fewbit.compress.compress import compress_
 from fewbit.compress.controller import Controller
-from fewbit.compress.convert import compress_, restore_
 from fewbit.compress.replace import replace_activations_
+from fewbit.config import (
+    AdaptiveBits,
+    BitConfig,
+    Budget,
+    ErrorBound,
+    FixedBits,
+    HostOffload,
+    LayerSettings,
+    Level,
+    PreActivationBits,
+    as_config,
+)
 from fewbit.convert import kinds
+from fewbit.convert.swap import restore_
 from fewbit.errors import InputError
 from fewbit.nn.preactivation import NORMS
 from fewbit.sizes import counted
@@ -19,67 +34,111 @@ from fewbit.sizes import counted
 
 @dataclass(frozen=True)
 class Candidate:
-    """One point of a plan: a policy, which names its curve, and keywords of `compress_`.
+    """One point of a plan.
 
-    activations_only: keywords of `replace_activations_` instead, which leaves all else exact.
+    Attributes:
+        policy: the name of the point's curve.
+        bits: as for `compress_`. It is stored as a BitConfig.
+        options: other keyword arguments of `compress_`.
+        activations_only: whether `replace_activations_` is called instead of `compress_`, so that all else stays exact;
+            `bits` is then a whole number.
     """
 
     policy: str
+    bits: BitConfig | float | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     activations_only: bool = False
 
+    def __post_init__(self):
+        object.__setattr__(self, "bits", as_config(self.bits))
+
     @property
     def label(self) -> str:
-        """What tells it from others of its policy: `2 bits`, `e2=0.01`."""
-        rest = [f"{name}={_short(value)}" for name, value in self.options.items() if name in _TOLD]
-        rest += [
-            f"{name}={_short(value)}"
-            for name, value in self.options.items()
-            if name not in (*_TOLD, *_OF_POLICY, "bits")
+        """The text that tells the candidate from others of its policy: `2 bits`, `e2=0.01`."""
+        first, *others = fields(self.bits)
+        value = getattr(self.bits, first.name)
+        if first.name in ("bits", "average"):
+            shown = [counted(value, "bit")]
+        elif isinstance(self.bits, Budget):
+            shown = [f"budget={amount(value)}"]
+        elif isinstance(self.bits, Level):
+            shown = [f"level {value}"]
+        else:
+            shown = [f"{first.name}={_short(value)}"]
+        changed = {each.name: getattr(self.bits, each.name) for each in others}
+        changed = {
+            each.name: changed[each.name] for each in others if changed[each.name] != each.default
+        }
+        shown += [
+            f"{name}={_short(value)}" for name, value in (changed | dict(self.options)).items()
         ]
-        bits = self.options.get("bits")
-        if bits is not None:
-            rest.insert(0, counted(bits, "bit"))
-        return ", ".join(rest) or "default"
+        return ", ".join(shown)
+
+    @property
+    def call(self) -> str:
+        """The call that converts a model named `model` like this, as an expression."""
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        if self.activations_only:
+            return f"fewbit.replace_activations_(model, {self.bits.initial_bits}{options})"
+        return f"fewbit.compress_(model, {self.bits!r}{options})"
 
     def apply(self, model: nn.Module) -> Controller | None:
-        """Converts the model in place, undoing what was done before. None where there is no controller."""
+        """Convert the model in place; an earlier conversion is undone. Return the controller, if there is one."""
         if not self.activations_only:
-            return compress_(model, **{**self.options, "verbose": False})
-        restore_(model)  # so that nothing else is converted
-        replace_activations_(model, **{**self.options, "verbose": False})
+            return compress_(model, self.bits, **{**self.options, "verbose": False})
+        restore_(model)
+        replace_activations_(model, self.bits.initial_bits, **{**self.options, "verbose": False})
         return None
 
+    def to_dict(self) -> dict:
+        """Return plain JSON values. Options that JSON does not have become text."""
+        return {
+            "policy": self.policy,
+            "bits": self.bits.to_dict(),
+            "options": {name: _plain(value) for name, value in self.options.items()},
+            "activations_only": self.activations_only,
+        }
 
-_TOLD = ("e2", "budget")
-_OF_POLICY = ("level", "policy", "fuse", "sample", "verbose")
+    @classmethod
+    def from_dict(cls, values: Mapping) -> Candidate:
+        """Make the candidate from what `to_dict` returned.
+
+        Raises:
+            InputError: the configuration is not one of fewbit's, or has other fields.
+        """
+        options = {
+            name: LayerSettings.from_dict(value)
+            if name == "layers" and isinstance(value, dict)
+            else value
+            for name, value in values["options"].items()
+        }
+        bits = BitConfig.from_dict(values["bits"])
+        return cls(values["policy"], bits, options, values["activations_only"])
 
 
-class Policy(NamedTuple):
-    """A curve of default candidates: `varies` takes each of the values, the other options stay.
+class Curve(NamedTuple):
+    """The default candidates of one policy.
 
-    needs: classes of modules, of which a model has to have one; needed: the same in words.
+    Attributes:
+        policy: the name of the policy.
+        config: makes the configuration of a point from one of the values.
+        values: bits, or e2.
+        needs: classes; the model has to have a module of one of them.
+        needed: the same in words.
     """
 
-    name: str
+    policy: str
+    config: Callable[[float], BitConfig]
     values: tuple[float, ...]
-    options: Mapping[str, object]
-    varies: str = "bits"
     needs: tuple[type, ...] = (nn.Module,)
     needed: str = ""
 
 
-POLICIES = (
-    Policy("fixed", (8, 4, 3, 2), {"level": "L2"}),
-    Policy("shared", (4, 3, 2, 1.5), {"level": "L3"}),
-    Policy("error-bound", (0.1, 0.5, 1.0, 2.0), {"policy": "error-bound"}, "e2"),
-    Policy(
-        "pre-activation",
-        (8, 4, 2),
-        {"fuse": "preactivation"},
-        needs=tuple(NORMS),
-        needed="a batch or layer norm",
-    ),
+CURVES = (
+    Curve("fixed", FixedBits, (8, 4, 3, 2)),
+    Curve("shared", AdaptiveBits, (4, 3, 2, 1.5)),
+    Curve("error-bound", ErrorBound, (0.1, 0.5, 1.0, 2.0)),
+    Curve("pre-activation", PreActivationBits, (8, 4, 2), tuple(NORMS), "a batch or layer norm"),
 )
 ACTIVATIONS = "activations"
 ACTIVATION_BITS = (4, 3, 2)
@@ -88,19 +147,26 @@ ACTIVATION_BITS = (4, 3, 2)
 def default_candidates(
     model: nn.Module, policies: Iterable[str] | None = None
 ) -> tuple[Candidate, ...]:
-    """The same bits for all layers ("fixed"); shared between layers ("shared"); by a bound on the gradient's error
-    ("error-bound"); fused norms; "activations" alone.
+    """Return the candidates that `fewbit.plan` measures if none are given.
 
-    The last where the model has activations as modules; of those with two slopes alone, as ReLU, with 1 bit, which
-    is exact. policies: names, only these. InputError for one that there is not for this model.
+    "fixed": the same bits for all layers. "shared": layers and samples share bits. "error-bound": bits follow from a bound on
+    the gradient's error. "pre-activation": fused norms. "activations": few-bit activations alone, if the model has activations
+    as modules; 1 bit, which is exact, if the derivative of all of them has two values, as that of ReLU.
+
+    Args:
+        model: the model that the candidates are for.
+        policies: names of the policies that are wanted; None: all.
+
+    Raises:
+        InputError: `policies` has a name that there is not for this model.
     """
     if isinstance(policies, str) or not isinstance(policies, Iterable | None):
         raise InputError(f"policies: expected a list of names, as ['fixed'], got {policies!r}")
     found = [
-        Candidate(policy.name, {**policy.options, policy.varies: value})
-        for policy in POLICIES
-        if any(isinstance(each, policy.needs) for each in model.modules())
-        for value in policy.values
+        Candidate(curve.policy, curve.config(value))
+        for curve in CURVES
+        if any(isinstance(module, curve.needs) for module in model.modules())
+        for value in curve.values
     ]
     activations = [
         kind
@@ -109,11 +175,13 @@ def default_candidates(
     ]
     if activations:
         bits = (1,) if all(each.one_bit for each in activations) else ACTIVATION_BITS
-        found += [Candidate(ACTIVATIONS, {"bits": each}, True) for each in bits]
+        found += [Candidate(ACTIVATIONS, each, activations_only=True) for each in bits]
     if policies is None:
         return tuple(found)
     policies, names = list(policies), list(dict.fromkeys(each.policy for each in found))
-    needed = {each.name: each.needed for each in POLICIES} | {ACTIVATIONS: "activations as modules"}
+    needed = {curve.policy: curve.needed for curve in CURVES} | {
+        ACTIVATIONS: "activations as modules"
+    }
     for name in policies:
         if name in names:
             continue
@@ -126,23 +194,34 @@ def default_candidates(
 
 
 def check_candidates(candidates) -> tuple[Candidate, ...]:
-    """Those that are given, as a tuple. InputError for anything else, or none."""
+    """Return the given candidates as a tuple. Raise InputError for anything else, and if there are none."""
     if not isinstance(candidates, Iterable):
         candidates = (candidates,)
     found = tuple(candidates)
     if not found:
         raise InputError("candidates: expected a Candidate or several, got none")
-    for each in found:
-        if not isinstance(each, Candidate):
+    for candidate in found:
+        if not isinstance(candidate, Candidate):
             raise InputError(
-                f"candidates: expected instances of fewbit.Candidate, got {type(each).__name__}"
+                f"candidates: expected instances of fewbit.Candidate, got {type(candidate).__name__}"
             )
-        if not isinstance(each.policy, str) or not isinstance(each.options, Mapping):
+        if not isinstance(candidate.policy, str) or not isinstance(candidate.options, Mapping):
             raise InputError(
-                f"candidates: expected a name and a mapping of options, got {each.policy!r} and {each.options!r}"
+                "candidates: expected a name and a mapping of options, "
+                f"got {candidate.policy!r} and {candidate.options!r}"
             )
     return found
 
 
 def _short(value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value):
+    """Return a value that JSON has: the fields of a configuration, the value itself, or its text."""
+    if isinstance(value, LayerSettings | HostOffload):
+        return value.to_dict()
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        return str(value)

@@ -11,7 +11,6 @@ by |g|^2 of its batch: that differs much more from batch to batch once a model i
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -39,7 +38,7 @@ from fewbit.analysis.gradients import (
     tensors_of,
 )
 from fewbit.analysis.progress import Progress
-from fewbit.compress.convert import restore_
+from fewbit.convert.swap import restore_
 from fewbit.errors import InputError
 from fewbit.planning.candidates import Candidate, check_candidates, default_candidates
 from fewbit.planning.report import TrainingPlanReport
@@ -141,7 +140,7 @@ class TrainingPlan(Document, TrainingPlanReport):
     @classmethod
     def _of_document(cls, document: dict) -> TrainingPlan:
         rows = [
-            {**_values(Planned, row), "candidate": Candidate(**row["candidate"])}
+            {**_values(Planned, row), "candidate": Candidate.from_dict(row["candidate"])}
             for row in document["rows"]
         ]
         return cls(**{**_values(cls, document), "rows": tuple(Planned(**row) for row in rows)})
@@ -375,21 +374,7 @@ def _plain(value):
 
 def _row(planned: Planned) -> dict:
     values = {each.name: _plain(getattr(planned, each.name)) for each in fields(planned)}
-    candidate = planned.candidate
-    options = {name: _jsonable(value) for name, value in candidate.options.items()}
-    values["candidate"] = {
-        "policy": candidate.policy,
-        "options": options,
-        "activations_only": candidate.activations_only,
-    }
-    return values
-
-
-def _jsonable(value):
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError):
-        return str(value)
+    return values | {"candidate": planned.candidate.to_dict()}
 
 
 def _values(cls, document: dict) -> dict:

@@ -5,34 +5,15 @@ from __future__ import annotations
 import math
 
 from fewbit.analysis.meter_report import amount
-from fewbit.errors import FewbitError, InputError
-from fewbit.runtime.activations.tables import plain_number
+from fewbit.errors import InputError
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import words_of_total
 from fewbit.runtime.saved.assignment import LEAST, MOST
 from fewbit.runtime.saved.probe import SPREAD
 from fewbit.runtime.saved.session import in_checkpoint
-from fewbit.sizes import parse_size
 
 _SLACK = 4 * words_of_total(32, 1) + SPREAD
 """Bytes by which a tensor's codes exceed bits * elements / 8, at most, elements being shared out in SPREAD equal parts."""
-
-
-def bytes_of(budget) -> int:
-    """A number of bytes, or a size such as "6 GiB". Raises InputError for anything else."""
-    if isinstance(budget, str):
-        try:
-            return parse_size(budget)
-        except FewbitError:
-            budget_is_bytes = False
-    else:
-        budget = plain_number(budget)
-        budget_is_bytes = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
-    if not budget_is_bytes:
-        raise InputError(
-            f"budget: expected bytes, or a size such as '6 GiB' (powers of 1024), got {budget!r}"
-        )
-    return budget
 
 
 class SizeProbe:

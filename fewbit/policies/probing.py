@@ -58,14 +58,6 @@ COMMON = {
 """The shapes of the entries that every policy's state has."""
 
 
-def check_interval(interval) -> None:
-    """Raises InputError if it is not a whole number of steps, 1 or more."""
-    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-        raise InputError(
-            f"expected a whole number of steps, 1 or more, for interval, got {interval!r}"
-        )
-
-
 @dataclass
 class _Stage:
     """What is under way since a step: what is to be done next, with what, between which processes, on which device.

@@ -18,7 +18,7 @@ from fewbit.text import printable
 TABLE = "fewbit.table/1"
 TABLES = "fewbit.tables/1"
 VARIANCE_PROFILE = "fewbit.variance_profile/1"
-PLAN = "fewbit.plan/1"
+PLAN = "fewbit.plan/2"
 
 _REPR = reprlib.Repr()  # formats only the beginning of a large value
 _REPR.maxlevel, _REPR.maxother = 6, 200
@@ -29,7 +29,7 @@ FILES = {
     TABLE: "table-1.json",
     TABLES: "tables-1.json",
     VARIANCE_PROFILE: "variance_profile-1.json",
-    PLAN: "plan-1.json",
+    PLAN: "plan-2.json",
 }
 
 

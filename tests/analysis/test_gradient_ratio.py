@@ -30,7 +30,8 @@ def batches(count, shape=(16, 48), out=12):
 
 
 def bounded(model, **options):
-    return fewbit.compress_(model, **{"policy": "error-bound", "verbose": False, **options})
+    bound = {"e2": options.pop("e2")} if "e2" in options else {}
+    return fewbit.compress_(model, fewbit.ErrorBound(**bound), verbose=False, **options)
 
 
 def gradient(model, batch, seed=0):
@@ -114,7 +115,7 @@ def _ratio(model, batch, loss):
 
 
 def _plan(model, batch, loss):
-    return fewbit.plan(model, [batch, batch], loss, candidates=[Candidate("8", {"bits": 8})])
+    return fewbit.plan(model, [batch, batch], loss, candidates=[Candidate("8", 8)])
 
 
 def _profile(model, batch, loss):
@@ -240,7 +241,7 @@ def test_a_bias_that_makes_gradients_smaller_shows():
         nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 12)
     )
     given = batches(1)
-    controller = trained(model, given, e2=1e-9, activation_bits=1)
+    controller = trained(model, given, e2=1e-9, layers=fewbit.LayerSettings(activation_bits=1))
     found, expected = controller.gradient_ratio(given[0], squared), by_loops(model, given, 1)
     assert found.ratio == pytest.approx(expected["all"][0], rel=1e-4)
     assert found.relative_error == pytest.approx(expected["all"][1], rel=1e-4)

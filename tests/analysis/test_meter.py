@@ -679,7 +679,7 @@ def test_amounts(size, text):
 
 def test_bits_of_samples_count_with_the_ranges():
     model = nn.Sequential(nn.Linear(64, 8))
-    fewbit.compress_(model, 2.5, level="L2.5", verbose=False)
+    fewbit.compress_(model, fewbit.SampleBits(2.5), verbose=False)
     found = fewbit.saved_bytes(model, torch.randn(16, 64))
     by_kind = {}
     for entry in found.kept:

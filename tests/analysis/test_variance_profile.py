@@ -108,7 +108,9 @@ def test_norms_as_all_their_outcomes_say(copies):
     def loss(model, batch):
         return (model(batch[:1]) @ torch.tensor(g, dtype=torch.float32)).sum()
 
-    profile = variance_profile(model, x, loss, bits=bits, copies=copies, draws=400, chunks=4)
+    profile = variance_profile(
+        model, x, loss, bits=bits, layers=fewbit.LayerSettings(copies=copies), draws=400, chunks=4
+    )
 
     h = model.below(x[:1]).detach().double().numpy()[0]
     z = (h - h.mean()) / h.std()
@@ -353,9 +355,16 @@ def test_two_batches_say_nothing_of_the_error():
 def test_bias_is_that_of_few_bit_activations():
     """Exact inputs but for 8 bits: what is left is the codes' difference, which no draw changes."""
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)), torch.randn(16, 64)
-    profile = variance_profile(model, x, squared, bits=8, activation_bits=1, draws=20)
+    profile = variance_profile(
+        model, x, squared, bits=8, layers=fewbit.LayerSettings(activation_bits=1), draws=20
+    )
     exact = gradient(model, x)
-    fewbit.compress_(model, activation_bits=1, exclude=["0", "2"], functional=False, verbose=False)
+    fewbit.compress_(
+        model,
+        layers=fewbit.LayerSettings(activation_bits=1, functional=False),
+        exclude=["0", "2"],
+        verbose=False,
+    )
     expected = float((gradient(model, x) - exact).square().sum())
     assert_measures(profile.bias.sum(), profile.bias_error.sum(), expected)
 
@@ -456,7 +465,9 @@ def test_a_compressed_model_has_the_profile_of_the_model():
 def test_settings_are_those_of_a_conversion():
     model, x = CharTransformer(20, 12, 32, 1, 2), torch.randint(20, (16, 12))
     exclude = ["blocks.0.mlp", "head"]
-    profile = variance_profile(model, x, squared, exclude=exclude, functional=False, draws=2)
+    profile = variance_profile(
+        model, x, squared, exclude=exclude, layers=fewbit.LayerSettings(functional=False), draws=2
+    )
     block = "norm1", "qkv", "proj", "norm2"
     assert profile.contexts == (*(f"blocks.0.{each}" for each in block), "norm")
     few = variance_profile(model, x, squared, draws=4)

@@ -42,7 +42,9 @@ def model():
 
 
 def compress(module):
-    fewbit.compress_(module, bits=BITS, activation_bits=BITS, verbose=False)
+    fewbit.compress_(
+        module, bits=BITS, layers=fewbit.LayerSettings(activation_bits=BITS), verbose=False
+    )
     return module
 
 
@@ -142,7 +144,7 @@ def _adapt(rank, controller, run, first="conv"):
 
 def _adapting():
     module = model()
-    return module, fewbit.compress_(module, 2, level="L3", interval=8, verbose=False)
+    return module, fewbit.compress_(module, fewbit.AdaptiveBits(2, interval=8), verbose=False)
 
 
 def adapting(rank):
@@ -168,7 +170,7 @@ def adapting(rank):
 def adapting_within(rank):
     """The data parallel module itself is compressed, and forwards come in threes before their backward passes."""
     wrapped = DistributedDataParallel(model(), find_unused_parameters=True)
-    controller = fewbit.compress_(wrapped, 2, level="L3", interval=1, verbose=False)
+    controller = fewbit.compress_(wrapped, fewbit.AdaptiveBits(2, interval=1), verbose=False)
 
     def run(number):
         wrapped.zero_grad()
@@ -213,8 +215,8 @@ def _bounded(rank, module, controller, run, first="conv"):
 def bounded(rank):
     """Also where losses are scaled, one process has run the model before, and another does in between."""
     module = model()
-    options = {"interval": 2, "by_channel": True, "verbose": False}
-    controller = fewbit.compress_(module, policy="error-bound", **options)
+    config = fewbit.ErrorBound(by_channel=True, interval=2)
+    controller = fewbit.compress_(module, config, verbose=False)
     if rank == 0:
         module(inputs(rank)).square().mean().backward()
     wrapped = DistributedDataParallel(module)
@@ -235,7 +237,7 @@ def bounded_sharded(rank):
     from torch.distributed.fsdp import fully_shard
 
     module = model()
-    controller = fewbit.compress_(module, policy="error-bound", interval=2, verbose=False)
+    controller = fewbit.compress_(module, fewbit.ErrorBound(interval=2), verbose=False)
     for layer in (module.a, module.head):
         fully_shard(layer)
     fully_shard(module)
@@ -254,7 +256,7 @@ def stages(rank):
 
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "data"))
     module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(1 + 2 * rank)))
-    controller = fewbit.compress_(module, 2.5, interval=8, verbose=False)
+    controller = fewbit.compress_(module, fewbit.AdaptiveBits(2.5, interval=8), verbose=False)
     fully_shard(module, mesh=mesh["data"])
     for _ in range(5 + 10 * rank):
         module(torch.randn(8, 64)).square().mean().backward()
@@ -302,7 +304,7 @@ def adapting_parts(rank):
     torch.manual_seed(0)
     sizes = (16, 64), (64, 64), (64, 8)
     parts = nn.ModuleList(nn.Sequential(nn.Linear(*each), nn.ReLU()) for each in sizes)
-    controller = fewbit.compress_(parts, 2, level="L3", interval=2, verbose=False)
+    controller = fewbit.compress_(parts, fewbit.AdaptiveBits(2, interval=2), verbose=False)
     wrapped = [DistributedDataParallel(each) for each in parts]
     for step in range(12):
         torch.manual_seed(100 * step + rank)
@@ -389,7 +391,9 @@ def sync_batch_norm_observed(rank):
     torch.manual_seed(0)
     layers = nn.Conv1d(3, 5, 3), nn.SyncBatchNorm(5), nn.Tanh(), nn.Conv1d(5, 5, 1)
     module = nn.Sequential(*layers)
-    controller = fewbit.compress_(module, 2.5, interval=1 + rank, verbose=False)
+    controller = fewbit.compress_(
+        module, fewbit.AdaptiveBits(2.5, interval=1 + rank), verbose=False
+    )
     sums, all_reduce = [], dist.all_reduce
 
     def counted(*arguments, **options):

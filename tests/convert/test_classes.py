@@ -157,7 +157,7 @@ def test_a_conversion_of_a_graph_module_that_fails(monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fewbit.compress.convert, "_reported", fail)
+    monkeypatch.setattr("fewbit.compress.compress._reported", fail)
     with pytest.raises(KeyboardInterrupt):
         quiet(model)
     assert type(model).__mro__ == mro

@@ -40,7 +40,7 @@ SETTINGS = {
     "8 bits": {"bits": 8},
     "4 bits": {"bits": 4},
     "2 bits": {"bits": 2},
-    "L3": {"bits": 2, "level": "L3"},
+    "L3": {"bits": fewbit.AdaptiveBits(2)},
 }
 MOST = 1e-2
 """The largest relative difference of a parameter's gradients. Rounding moves few elements to the next code."""
@@ -111,7 +111,9 @@ def test_a_llama_of_mixed_bits(monkeypatch):
     ids = torch.randint(64, (2, 33))
     inputs = {"input_ids": ids, "labels": ids}
     at_one_bit = copy.deepcopy(model)
-    fewbit.compress_(at_one_bit, bits=1, attention_bits=1, level="L2", verbose=False)
+    fewbit.compress_(
+        at_one_bit, bits=1, layers=fewbit.LayerSettings(attention_bits=1), verbose=False
+    )
     expected = gradients(at_one_bit, at_one_bit, inputs)
     fewbit.compress_(model, bits=1.75, verbose=False)
     gradients(model, model, inputs)
@@ -138,7 +140,12 @@ def test_models(name, settings, backend, monkeypatch):
     model, inputs = made(name)
     # Compiled, functions that a forward calls stay exact, such as those of Mixtral's experts.
     reference = copy.deepcopy(model)
-    fewbit.compress_(reference, functional=False, verbose=False, **SETTINGS[settings])
+    fewbit.compress_(
+        reference,
+        layers=fewbit.LayerSettings(functional=False),
+        verbose=False,
+        **SETTINGS[settings],
+    )
     fewbit.compress_(model, verbose=False, **SETTINGS[settings])
     compiled = torch.compile(
         model,

@@ -91,7 +91,7 @@ def test_the_same_model(case):
     seen = []
     leaf = next(each for each in model.modules() if isinstance(each, nn.Linear))
     leaf.register_forward_hook(lambda *_: seen.append(1))
-    quiet(model, bits=8, activation_bits=8)
+    quiet(model, bits=8, layers=fewbit.LayerSettings(activation_bits=8))
     assert all(module is modules[name] for name, module in model.named_modules())
     assert all(each is parameters[name] for name, each in model.named_parameters())
     assert list(model.state_dict()) == keys
@@ -205,7 +205,7 @@ def test_a_hook_that_changes_what_passes_is_heeded():
         each.head.register_full_backward_hook(lambda module, before, after: (before[0] * 2.0,))
     plain = convnet()
     plain.drop.p = 0.0
-    quiet(model, bits=8, activation_bits=8)
+    quiet(model, bits=8, layers=fewbit.LayerSettings(activation_bits=8))
     x = normal((4, 3, 8, 8))
     (y, ours), (expected, theirs) = gradients(model, x), gradients(exact, x)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
@@ -229,7 +229,10 @@ def test_buffers_and_flags_are_the_same_objects_and_values():
     assert len(buffers) == 4 and set(flags.values()) == {True, False}
     x = normal((4, 3, 8, 8))
     expected, theirs = gradients(exact, x)
-    for change in (lambda: quiet(model, bits=8, activation_bits=8), lambda: fewbit.restore_(model)):
+    for change in (
+        lambda: quiet(model, bits=8, layers=fewbit.LayerSettings(activation_bits=8)),
+        lambda: fewbit.restore_(model),
+    ):
         change()
         assert all(each is buffers[name] for name, each in model.named_buffers())
         assert {name: each.training for name, each in model.named_modules()} == flags
@@ -268,7 +271,7 @@ def test_again_with_the_same_and_with_other_settings(case):
 def test_evaluation_and_no_grad_compress_nothing(case):
     model, x = case
     exact = copy.deepcopy(model).eval()
-    quiet(model, bits=1, activation_bits=1)
+    quiet(model, bits=1, layers=fewbit.LayerSettings(activation_bits=1))
     state = torch.get_rng_state()
     with torch.no_grad():
         _, saved = saved_by(model.train(), x)
@@ -308,7 +311,7 @@ def test_copies_and_pickles(case, travel):
 
 def test_moves_and_casts(case):
     model, x = case
-    quiet(model, bits=8, activation_bits=8)
+    quiet(model, bits=8, layers=fewbit.LayerSettings(activation_bits=8))
     model.double()
     x = x.double() if x.is_floating_point() else x
     assert all(grad.dtype == torch.float64 for grad in gradients(model, x)[1])
@@ -316,20 +319,22 @@ def test_moves_and_casts(case):
 
 def test_levels():
     model = convnet()
-    assert quiet(model, level="L1").report.converted[0].bits == 4
+    assert quiet(model, bits=fewbit.Level("L1")).report.converted[0].bits == 4
     assert type(model.stem) is fewbit.nn.Conv2d and type(model.norm) is nn.BatchNorm2d
     assert type(model.act) is nn.ReLU
-    quiet(model, level="L2")
+    quiet(model, bits=fewbit.FixedBits())
     assert type(model.norm) is fewbit.nn.BatchNorm2d and model.norm.quantizer.bits == 4
     assert model.act.bits == 1
-    report = quiet(model, level="L0").report
+    report = quiet(model, bits=fewbit.Level("L0")).report
     assert not report.converted and type(model.stem) is nn.Conv2d
 
 
 def test_settings_of_single_modules():
     model = transformer()
     overrides = {"blocks.0": 8, "blocks.0.mlp.*": {"bits": 3, "activation_bits": 1}, "head": None}
-    report = quiet(model, bits=2, overrides=overrides, group_size=64, copies=2).report
+    report = quiet(
+        model, bits=2, overrides=overrides, layers=fewbit.LayerSettings(group_size=64, copies=2)
+    ).report
     bits = {row.path: row.bits for row in report.converted}
     assert bits["blocks.0.qkv"] == bits["blocks.0.norm1"] == 8
     assert bits["blocks.0.mlp.0"] == 3 and bits["blocks.0.mlp.1"] == 1
@@ -427,13 +432,33 @@ A_FILTER = "expected a glob, a list of globs or a function (path, module) -> boo
     "options, message",
     [
         ({"bits": 0}, "expected a number from 1 to 8 for bits, got 0"),
-        ({"activation_bits": 9}, "expected a whole number from 1 to 8 for activation_bits, got 9"),
-        ({"level": "L9"}, "expected one of L0, L1, L2, L2.5, L3, L4, L5 for level, got 'L9'"),
-        ({"level": "L0", "bits": 2}, "expected no bits at level L0, which compresses nothing"),
-        ({"policy": "magic"}, "expected 'fixed' or 'error-bound' for policy, got 'magic'"),
-        ({"group_size": 33}, "expected a multiple of 32 from 32 to 65536 for group_size, got 33"),
-        ({"minimum": "int8"}, "expected auto, bfloat16 or float32 for minimum, got 'int8'"),
-        ({"copies": 0}, "expected 1 or 2 for copies, got 0"),
+        (
+            {"bits": "2"},
+            "bits: expected a number from 1 to 8, or a configuration such as fewbit.AdaptiveBits(1.75), got '2'",
+        ),
+        (
+            {"layers": {"activation_bits": 9}},
+            "layers: expected a whole number from 1 to 8 for activation_bits, got 9",
+        ),
+        ({"layers": 4}, "layers: expected fewbit.LayerSettings, or a mapping of its fields, got 4"),
+        (
+            {"layers": {"bits": 2}},
+            "layers: expected no bits, which are given by fewbit.FixedBits(4), got bits=2",
+        ),
+        (
+            {"layers": {"group_size": 33}},
+            "layers: expected a multiple of 32 from 32 to 65536 for group_size, got 33",
+        ),
+        (
+            {"layers": {"min_dtype": "int8"}},
+            "layers: expected auto, bfloat16 or float32 for min_dtype, got 'int8'",
+        ),
+        ({"offload": True}, "offload: expected fewbit.HostOffload, got True"),
+        (
+            {"bits": fewbit.Level("L4"), "offload": fewbit.HostOffload()},
+            "offload: expected none with fewbit.Level('L4'), which has its own, got fewbit.HostOffload(False)",
+        ),
+        ({"layers": {"copies": 0}}, "layers: expected 1 or 2 for copies, got 0"),
         ({"include": "decoder"}, "include: expected a glob that matches a module, got 'decoder'"),
         ({"exclude": 5}, f"exclude: {A_FILTER}5"),
         ({"include": nn.Linear}, f"include: {A_FILTER}{nn.Linear}"),
@@ -443,7 +468,10 @@ A_FILTER = "expected a glob, a list of globs or a function (path, module) -> boo
             "overrides: expected a mapping of globs to settings, got ['stem']",
         ),
         ({"overrides": {3: 2}}, "overrides: expected a glob over dotted module paths, got 3"),
-        ({"attention_bits": 0}, "expected a whole number from 1 to 8 for attention_bits, got 0"),
+        (
+            {"layers": {"attention_bits": 0}},
+            "layers: expected a number from 1 to 8 for attention_bits, got 0",
+        ),
         (
             {"sample": [1]},
             "sample: expected a tensor, a tuple of positional inputs or a mapping of keyword inputs, "
@@ -455,12 +483,17 @@ A_FILTER = "expected a glob, a list of globs or a function (path, module) -> boo
         ),
         (
             {"overrides": {"stem": 9}},
-            "overrides['stem']: expected a whole number from 1 to 8 for bits, got 9",
+            "overrides['stem']: expected a number from 1 to 8 for bits, got 9",
         ),
         (
             {"overrides": {"stem": {"bit": 2}}},
-            "overrides['stem']: expected bits, a mapping of bits, activation_bits, "
-            "attention_bits, group_size, minimum, copies, or None, got {'bit': 2}",
+            "overrides['stem']: expected bits, activation_bits, attention_bits, group_size, min_dtype, copies, "
+            "functional for LayerSettings, got 'bit'",
+        ),
+        (
+            {"overrides": {"stem": "2"}},
+            "overrides['stem']: expected bits, fewbit.LayerSettings, a mapping of bits, activation_bits, "
+            "attention_bits, group_size, min_dtype, copies, functional, or None, got '2'",
         ),
     ],
 )
@@ -681,7 +714,10 @@ def test_a_function_that_was_replaced_is_called_once(monkeypatch, functional):
             return self.layer(x) + TF.linear(x, self.layer.weight)
 
     results = []
-    for convert in (lambda model: None, lambda model: quiet(model, bits=8, functional=functional)):
+    for convert in (
+        lambda model: None,
+        lambda model: quiet(model, bits=8, layers=fewbit.LayerSettings(functional=functional)),
+    ):
         model = copy.deepcopy(Calls())
         convert(model)
         y = model(x)
@@ -768,7 +804,7 @@ def test_a_forward_that_was_wrapped_since():
     fewbit.restore_(model)
     for again in (False, True):
         if again:
-            compressed = quiet(model, functional=False)
+            compressed = quiet(model, layers=fewbit.LayerSettings(functional=False))
             assert {each.reason for each in compressed.report.left_alone} == {OWN_FORWARD}
         y = model(x)
         torch.testing.assert_close(y, 2 * exact[1](2 * exact[0](x)))
@@ -915,7 +951,7 @@ def test_functions_are_compressed_too():
     model = Functional()
     exact = copy.deepcopy(model)
     x = normal((3, 20, 32))
-    quiet(model, bits=8, activation_bits=8)
+    quiet(model, bits=8, layers=fewbit.LayerSettings(activation_bits=8))
     y, ours = gradients(model, x)
     expected, theirs = gradients(exact, x)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
@@ -926,14 +962,14 @@ def test_functions_are_compressed_too():
     after = fewbit.saved_bytes(model, x)
     assert before.total > 8 * after.total
     assert "activation" not in {each.kind for each in after.kept if each.bytes > 500}
-    quiet(model, bits=2, functional=False)
+    quiet(model, bits=2, layers=fewbit.LayerSettings(functional=False))
     assert fewbit.saved_bytes(model, x).total > 3 * after.total
 
 
 def test_functions_of_modules_in_evaluation_mode_stay_exact():
     model = nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.Softmax(-1))
     exact = copy.deepcopy(model)
-    quiet(model, bits=1, activation_bits=1)
+    quiet(model, bits=1, layers=fewbit.LayerSettings(activation_bits=1))
     for each in model:
         each.eval()
     x = normal((5, 96))
@@ -959,7 +995,7 @@ def test_functions_of_excluded_modules_stay_exact():
         kept = fewbit.saved_bytes(model, normal((3, 20, 96)))
         return {entry.module for entry in kept.kept if entry.kind == "packed" and entry.bytes}
 
-    everywhere = packed(functional=True)
+    everywhere = packed(layers={"functional": True})
     assert "b" in everywhere and "a" in everywhere
     assert "a" not in packed(exclude="a") and "b" in packed(exclude="a")
     assert packed(exclude=lambda path, module: path.startswith("b")) <= {"", "a"}
@@ -988,7 +1024,7 @@ def test_functions_in_checkpoints(reentrant, as_module):
 
     torch.manual_seed(0)
     model = Region()
-    quiet(model, bits=8, activation_bits=8)
+    quiet(model, bits=8, layers=fewbit.LayerSettings(activation_bits=8))
     x = normal((3, 20, 32)).requires_grad_()
     model(x).square().sum().backward()
     assert x.grad.isfinite().all() and model.region.w.grad.abs().sum() > 0
@@ -998,7 +1034,7 @@ def test_attention_has_its_own_bits():
     model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
     quiet(model, bits=2)
     assert model.self_attn.quantizer.bits == 2 and model.self_attn.attention_quantizer.bits == 4
-    quiet(model, bits=2, attention_bits=3)
+    quiet(model, bits=2, layers=fewbit.LayerSettings(attention_bits=3))
     assert model.self_attn.attention_quantizer.bits == 3
     fewbit.restore_(model)
     assert "attention_quantizer" not in vars(model.self_attn)
@@ -1062,7 +1098,7 @@ def test_a_resnet_trains_and_keeps_a_twelfth(capsys):
 def test_gradient_accumulation_and_several_forwards_before_a_backward():
     model = transformer()
     exact = copy.deepcopy(model)
-    quiet(model, bits=8, activation_bits=8)
+    quiet(model, bits=8, layers=fewbit.LayerSettings(activation_bits=8))
     x = torch.arange(64).reshape(4, 16) % 30
     for each in (model, exact):
         first, second = each(x[:2]), each(x[2:])
@@ -1123,7 +1159,7 @@ def test_a_compiled_model_keeps_quantized_inputs(name):
     for each in (*model.modules(), *exact.modules()):
         if isinstance(each, nn.Dropout):
             each.p = 0.0
-    quiet(model, bits=8, activation_bits=8)
+    quiet(model, bits=8, layers=fewbit.LayerSettings(activation_bits=8))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
     y, saved = saved_by(compiled, x)
     expected = exact(x)

@@ -84,7 +84,7 @@ def test_transformers_models(case):
     model, inputs, times_less = case
     exact = copy.deepcopy(model)
     keys, before = list(model.state_dict()), fewbit.saved_bytes(exact, **inputs).total
-    fewbit.compress_(model, bits=8, activation_bits=8, verbose=False)
+    fewbit.compress_(model, bits=8, layers=fewbit.LayerSettings(activation_bits=8), verbose=False)
     assert list(model.state_dict()) == keys
     with torch.no_grad():
         torch.testing.assert_close(model(**inputs).loss, exact(**inputs).loss)
@@ -113,7 +113,7 @@ def test_gradient_checkpointing(name):
     torch.manual_seed(0)
     model, inputs = MODELS[name][0]()
     wanted = gradient(model.train(), inputs)
-    fewbit.compress_(model, bits=8, activation_bits=8, verbose=False)
+    fewbit.compress_(model, bits=8, layers=fewbit.LayerSettings(activation_bits=8), verbose=False)
     whole = fewbit.saved_bytes(model, **inputs).total
     model.gradient_checkpointing_enable()
     assert fewbit.saved_bytes(model, **inputs).total < whole
@@ -170,7 +170,7 @@ def test_lora(name, dropout):
     exact = copy.deepcopy(model)
     before = fewbit.saved_bytes(exact, **inputs).total
     frozen = {key: each.clone() for key, each in model.named_parameters() if not each.requires_grad}
-    fewbit.compress_(model, bits=8, activation_bits=8, verbose=False)
+    fewbit.compress_(model, bits=8, layers=fewbit.LayerSettings(activation_bits=8), verbose=False)
     assert fewbit.saved_bytes(model, **inputs).total < before / 3
     torch.manual_seed(1)
     wanted = gradient(exact, inputs)

@@ -38,12 +38,12 @@ class Model(nn.Module):
 
 
 KINDS = {
-    "L3": {"bits": 1.75},
-    "L3 numbered": {"bits": 2.5, "level": "L3"},
-    "L3 budget": {"budget": 30_000, "sample": torch.ones(8, 2, 4, 4)},
-    "L2.5 numbered": {"bits": 2, "level": "L2.5"},
-    "error-bound": {"policy": "error-bound"},
-    "error-bound by channel": {"policy": "error-bound", "by_channel": True},
+    "L3": fewbit.AdaptiveBits(1.75, interval=2),
+    "L3 numbered": fewbit.AdaptiveBits(2.5, interval=2),
+    "L3 budget": fewbit.Budget(30_000, interval=2),
+    "L2.5 numbered": fewbit.SampleBits(2),
+    "error-bound": fewbit.ErrorBound(interval=2),
+    "error-bound by channel": fewbit.ErrorBound(by_channel=True, interval=2),
 }
 
 
@@ -54,10 +54,8 @@ class Trained:
         torch.manual_seed(0)
         self.is_numbered = "numbered" in kind
         self.model = Model()
-        options = dict(KINDS[kind])
-        if "L2.5" not in kind:
-            options["interval"] = 2
-        self.controller = fewbit.compress_(self.model, verbose=False, **options)
+        sample = torch.ones(8, 2, 4, 4) if "budget" in kind else None
+        self.controller = fewbit.compress_(self.model, KINDS[kind], sample=sample, verbose=False)
         self.x = torch.randn(8, 2, 4, 4)
         self.train(6)
         self.states = [self.controller.state_dict()]

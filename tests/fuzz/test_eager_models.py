@@ -84,7 +84,7 @@ class Case:
             self.y, self.exact = run(exact, inputs)
         except (IndexError, RuntimeError) as refusal:  # torch's instance norm takes no empty batch
             self.refusal = refusal
-        fewbit.compress_(ours, bits=8, activation_bits=8, verbose=False, **settings)
+        fewbit.compress_(ours, 8, layers={"activation_bits": 8, **settings}, verbose=False)
         inputs = ours.inputs()
         torch.manual_seed(seed)
         if self.refusal is not None:
@@ -131,7 +131,7 @@ class Case:
             if not off <= allowed:
                 self.is_explained = True
                 if off <= allowed + self._rounding(name) or Case(
-                    self.seed, minimum="float32"
+                    self.seed, min_dtype="float32"
                 ).is_near(name):
                     continue
                 return f"{self.what}: {name}: off by {off:.3g} of {norm:.3g}, spread {spread:.3g}"

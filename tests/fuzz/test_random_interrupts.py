@@ -85,14 +85,16 @@ MODELS = {
     "again": lambda: quiet(Again(False)),
     "again, reentrant": lambda: quiet(Again(True)),
     "nested": lambda: quiet(Nested()),
-    "samples": lambda: quiet(Attention(), level="L2.5"),
-    "observed": lambda: quiet(Attention(), bits=2.5, interval=1),
-    "bound": lambda: quiet(Attention(), bits=None, policy="error-bound", interval=1),
-    "offload": lambda: quiet(Attention(), bits=3.0, level="L4"),
+    "samples": lambda: quiet(Attention(), bits=fewbit.SampleBits()),
+    "observed": lambda: quiet(Attention(), bits=fewbit.AdaptiveBits(2.5, interval=1)),
+    "bound": lambda: quiet(Attention(), bits=fewbit.ErrorBound(interval=1)),
+    "offload": lambda: quiet(
+        Attention(), bits=fewbit.AdaptiveBits(3.0), offload=fewbit.HostOffload()
+    ),
     "excluded": lambda: quiet(
         nn.Sequential(Attention(), Attention()), exclude=["1.norm", "0.layers.2"]
     ),
-    "fused": lambda: quiet(convolutions(), fuse="preactivation"),
+    "fused": lambda: quiet(convolutions(), bits=fewbit.PreActivationBits()),
 }
 LEARNING = "observed", "bound", "offload"
 """Whose bits follow from the steps before."""

@@ -144,22 +144,22 @@ class Pair(nn.Module):
         return self.last(y if y.shape[-1] == CHANNELS else y.movedim(1, -1))
 
 
-@pytest.mark.parametrize("fuse", [None, "preactivation"])
+@pytest.mark.parametrize("bits", [8, fewbit.PreActivationBits(8)], ids=repr)
 @pytest.mark.parametrize("name, shape", NORMS, **BY_NAME)
-def test_columns_of_a_parameter_in_a_compressed_model(name, shape, fuse):
+def test_columns_of_a_parameter_in_a_compressed_model(name, shape, bits):
     torch.manual_seed(0)
     model, x = Pair(name), normal(shape, scale=1.0).requires_grad_()
     exact = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
-    fewbit.compress_(model, bits=8, fuse=fuse)
+    fewbit.compress_(model, bits)
     model.as_contiguous = False
     ours = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
     for a, b in zip(ours, exact, strict=True):
         assert relative(a, b) < 0.05
 
 
-@pytest.mark.parametrize("fuse", [None, "preactivation"])
+@pytest.mark.parametrize("bits", [8, fewbit.PreActivationBits(8)], ids=repr)
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.BatchNorm1d, nn.GroupNorm, nn.RMSNorm])
-def test_vectors_of_modules_of_any_strides(kind, fuse):
+def test_vectors_of_modules_of_any_strides(kind, bits):
     torch.manual_seed(0)
     arguments = (2, CHANNELS) if kind is nn.GroupNorm else (CHANNELS,)
     model = nn.Sequential(kind(*arguments), nn.ReLU(), nn.Linear(CHANNELS, 4))
@@ -177,7 +177,7 @@ def test_vectors_of_modules_of_any_strides(kind, fuse):
     y = torch_f.linear(y, model[2].weight.detach().double(), model[2].bias.detach().double())
     vectors = [each for each in (weight, bias) if each is not None]
     exact = torch.autograd.grad(y.square().sum(), [leaf, *vectors])
-    fewbit.compress_(model, bits=8, fuse=fuse)
+    fewbit.compress_(model, bits)
     ours = torch.autograd.grad(model(x).square().sum(), [x, *model[0].parameters()])
     for a, b in zip(ours, exact, strict=True):
         assert relative(a, b) < 0.05
@@ -248,13 +248,13 @@ def test_no_channels_in_one_dimension():
 
 
 @pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("fuse", [None, "preactivation"])
-def test_empty_batches_of_modules(affine, fuse):
+@pytest.mark.parametrize("bits", [8, fewbit.PreActivationBits(8)], ids=repr)
+def test_empty_batches_of_modules(affine, bits):
     x = torch.zeros(0, 3, requires_grad=True)
     fewbit.nn.BatchNorm1d(3, affine=affine)(x).sum().backward()
     assert x.grad.shape == (0, 3)
     model = nn.Sequential(nn.BatchNorm1d(3, affine=affine), nn.ReLU(), nn.Linear(3, 2))
-    fewbit.compress_(model, bits=8, fuse=fuse)
+    fewbit.compress_(model, bits)
     model(x).sum().backward()
     assert not model[2].weight.grad.any() and model[0].num_batches_tracked == 1
 

@@ -339,7 +339,7 @@ def test_branches_share_what_the_norm_keeps(functions, inplace, device):
     model = Residual(functions, inplace).to(device)
     exact = copy.deepcopy(model)
     x = normal((3, 6, 7, 5), device=device)
-    fewbit.compress_(model, bits=8, fuse="preactivation", verbose=False)
+    fewbit.compress_(model, bits=fewbit.PreActivationBits(8), verbose=False)
     assert fewbit.saved_bytes(model, x).total == 4 * packed_words(x.numel(), 8) + 4 * 6
     y, ours = gradients(model, x)
     expected, theirs = gradients(exact, x)
@@ -362,7 +362,7 @@ def test_layers_after_a_layer_norm_share_its_copy_whatever_their_bits_are():
     model = Projections()
     exact = copy.deepcopy(model)
     x = normal((2, 5, 96), scale=1.0)
-    fewbit.compress_(model, bits=8, fuse="preactivation", overrides={"q": 2}, verbose=False)
+    fewbit.compress_(model, bits=fewbit.PreActivationBits(8), overrides={"q": 2}, verbose=False)
     assert fewbit.saved_bytes(model, x).total == 4 * packed_words(x.numel(), 8) + 4 * 10
     _, ours = gradients(model, x)
     _, theirs = gradients(exact, x)
@@ -388,7 +388,7 @@ def test_functions_that_a_forward_calls():
     torch.manual_seed(0)
     model, x = Called(), normal((3, 6, 7, 5))
     exact = copy.deepcopy(model)
-    fewbit.compress_(model, bits=8, fuse="preactivation", verbose=False)
+    fewbit.compress_(model, bits=fewbit.PreActivationBits(8), verbose=False)
     kept = 4 * packed_words(x.numel(), 8) + 4 * 6 + 4 * packed_words(18 * 15, 8) + 4 * 18
     assert fewbit.saved_bytes(model, x).total == kept
     _, ours = gradients(model, x)
@@ -410,7 +410,7 @@ def test_a_conversion_and_blocks_are_the_same():
         *(PreActivation(each.norm, each.linear, bits=3) for each in copy.deepcopy(model))
     )
     x = normal((3, 6, 7, 5))
-    controller = fewbit.compress_(model, bits=3, fuse="preactivation", verbose=False)
+    controller = fewbit.compress_(model, bits=fewbit.PreActivationBits(3), verbose=False)
     assert "3 norms in fixed point" in str(controller.report)
     assert list(model.state_dict()) == list(blocks.state_dict())
     torch.testing.assert_close(gradients(model, x), gradients(blocks, x), rtol=0, atol=0)
@@ -423,7 +423,7 @@ def test_the_report_says_who_keeps_nothing_of_its_own():
     model, x = nn.Sequential(nn.Conv2d(3, 6, 1), *chain(1), nn.GELU()), normal((3, 3, 7, 5))
     model.append(nn.Conv2d(6, 2, 1))
     model.append(nn.Sequential(nn.Conv2d(2, 2, 1)).requires_grad_(False))
-    options = {"bits": 4, "fuse": "preactivation", "verbose": False}
+    options = {"bits": fewbit.PreActivationBits(4), "verbose": False}
     report = fewbit.compress_(model, sample=x, **options).report
     keeps = {row.path: row.keeps for row in report.converted}
     assert keeps == {
@@ -453,7 +453,7 @@ def test_restored():
     model = chain()
     exact = copy.deepcopy(model)
     x = normal((3, 6, 7, 5))
-    fewbit.compress_(model, bits=3, fuse="preactivation", verbose=False)
+    fewbit.compress_(model, bits=fewbit.PreActivationBits(3), verbose=False)
     fewbit.restore_(model)
     assert type(model[0].norm) is nn.BatchNorm2d and type(model[0].activation) is nn.ReLU
     torch.testing.assert_close(gradients(model, x), gradients(exact, x), rtol=0, atol=0)
@@ -461,21 +461,21 @@ def test_restored():
 
 def test_without_fuse_nothing_changes():
     model, x = chain(), normal((3, 6, 7, 5))
-    fewbit.compress_(model, bits=4, fuse="preactivation", verbose=False)
+    fewbit.compress_(model, bits=fewbit.PreActivationBits(4), verbose=False)
     controller = fewbit.compress_(model, bits=4, verbose=False)
     assert "fixed point" not in str(controller.report)
     _, saved = saved_by(model, x)
     assert sum(each.dtype == torch.int32 for each in saved) == 9  # a copy and codes for each layer
 
 
-@pytest.mark.parametrize("fuse", (None, "preactivation"))
-def test_blocks_inside_of_a_converted_model_stay_as_they_are(fuse):
+@pytest.mark.parametrize("bits", (8, fewbit.PreActivationBits(8)), ids=repr)
+def test_blocks_inside_of_a_converted_model_stay_as_they_are(bits):
     x = normal((3, 6, 7, 5))
     block = PreActivation(nn.BatchNorm2d(6), nn.Conv2d(6, 6, 3, padding=1), bits=5)
     kept = fewbit.saved_bytes(block, x).total
     model = nn.Sequential(chain(1), block, nn.Conv2d(6, 2, 1))
     exact = copy.deepcopy(model)
-    controller = fewbit.compress_(model, bits=8, fuse=fuse, verbose=False)
+    controller = fewbit.compress_(model, bits, verbose=False)
     assert "one tensor of 5 bits an element" in str(controller.report)
     of_block = [each for each in fewbit.saved_bytes(model, x).kept if each.module.startswith("1.")]
     assert sum(each.bytes for each in of_block) == kept
@@ -492,7 +492,7 @@ def test_blocks_at_levels_that_do_not_fuse(level):
     block = PreActivation(nn.BatchNorm2d(6), nn.Conv2d(6, 6, 3, padding=1, bias=False), bits=8)
     model = nn.Sequential(block, nn.Conv2d(6, 2, 1))
     exact, x = copy.deepcopy(model), normal((3, 6, 7, 5))
-    fewbit.compress_(model, bits=8, level=level, verbose=False)
+    fewbit.compress_(model, bits=fewbit.Level(level, 8), verbose=False)
     for _ in range(3):  # observed, and not
         _, ours = gradients(model, x)
     _, theirs = gradients(exact, x)
@@ -501,15 +501,16 @@ def test_blocks_at_levels_that_do_not_fuse(level):
 
 def test_what_a_conversion_refuses():
     for options, text in (
-        ({"fuse": "all"}, "expected 'preactivation' or None for fuse, got 'all'"),
-        ({"level": "L3"}, "fuse: expected level L2, got L3"),
-        ({"level": "L1"}, "fuse: expected level L2, got L1"),
-        ({"bits": 1.5}, "fuse: expected level L2, got L3"),
-        ({"copies": 2}, "fuse: expected copies=1, got 2"),
+        ({"layers": {"copies": 2}}, "layers: expected copies=1 with PreActivationBits, got 2"),
+        (
+            {"overrides": {"0": {"copies": 2}}},
+            "overrides.*: expected copies=1 with PreActivationBits",
+        ),
+        ({"layers": {"attention_bits": 1.5}}, "layers: expected a whole number from 1 to 8"),
     ):
         model = chain()
         with pytest.raises(InputError, match=text):
-            fewbit.compress_(model, **{"fuse": "preactivation", **options}, verbose=False)
+            fewbit.compress_(model, fewbit.PreActivationBits(), **options, verbose=False)
         assert type(model[0].norm) is nn.BatchNorm2d
 
 
@@ -538,7 +539,7 @@ def test_checkpoints(reentrant, as_function):
     model, x = Region(), normal((3, 6, 7, 5))
     plain = copy.deepcopy(model.unit)
     for each in (model, plain):
-        fewbit.compress_(each, bits=4, fuse="preactivation", verbose=False)
+        fewbit.compress_(each, bits=fewbit.PreActivationBits(4), verbose=False)
     ours, theirs = gradients(model), gradients(plain)
     if (
         as_function
@@ -568,7 +569,7 @@ def test_autocast():
     model = chain()
     exact = copy.deepcopy(model)
     x = normal((3, 6, 7, 5))
-    fewbit.compress_(model, bits=8, fuse="preactivation", verbose=False)
+    fewbit.compress_(model, bits=fewbit.PreActivationBits(8), verbose=False)
     with torch.autocast("cpu", torch.bfloat16):
         y, ours = gradients(model, x)
         expected, theirs = gradients(exact, x)
@@ -592,7 +593,7 @@ def test_a_change_in_place_is_not_taken_for_what_the_norm_keeps():
     torch.manual_seed(0)
     model, x = Scaled(), normal((9, 96))
     exact = copy.deepcopy(model)
-    fewbit.compress_(model, bits=8, fuse="preactivation", verbose=False)
+    fewbit.compress_(model, bits=fewbit.PreActivationBits(8), verbose=False)
     _, ours = gradients(model, x)
     _, theirs = gradients(exact, x)
     assert all(relative(a, b) < 0.02 for a, b in zip(ours, theirs, strict=True))
@@ -637,7 +638,7 @@ def test_networks_are_alike_whatever_their_blocks(width):
     x = normal((2, 3, 32, 32), scale=1.0)
     assert plain(x).shape == (2, 7)
     torch.testing.assert_close(plain(x), blocks(x), rtol=0, atol=0)
-    fewbit.compress_(plain, bits=4, fuse="preactivation", verbose=False)
+    fewbit.compress_(plain, bits=fewbit.PreActivationBits(4), verbose=False)
     assert fewbit.saved_bytes(plain, x).total < fewbit.saved_bytes(blocks, x).total
     plain(x).sum().backward()
     assert all(each.grad is not None for each in plain.parameters())
@@ -685,7 +686,8 @@ def test_models_without_memory_keep_as_much(mode, name, fuse):
         torch.manual_seed(0)
         model, x = make(), torch.randn(shape)
         if fuse != "blocks":
-            fewbit.compress_(model, bits=4, fuse=fuse, verbose=False)
+            bits = fewbit.PreActivationBits(4) if fuse == "preactivation" else 4
+            fewbit.compress_(model, bits, verbose=False)
         return model, x
 
     model, x = build()

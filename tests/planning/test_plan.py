@@ -29,9 +29,9 @@ from fewbit.planning.plan import Planned, TrainingPlan, plan  # noqa: E402
 from fewbit.render.labels import add_labels  # noqa: E402
 from fewbit.table import plot  # noqa: E402
 
-FIXED = Candidate("fixed", {"bits": 2})
-SHARED = Candidate("shared", {"bits": 2, "level": "L3"})
-ACTIVATIONS = Candidate("activations", {"bits": 2}, activations_only=True)
+FIXED = Candidate("fixed", 2)
+SHARED = Candidate("shared", fewbit.AdaptiveBits(2))
+ACTIVATIONS = Candidate("activations", 2, activations_only=True)
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +65,9 @@ def converted(candidate, model):
     """A copy, converted by hand, and the controller if there is one."""
     model, options = deepcopy(model), candidate.options
     if candidate.activations_only:
-        fewbit.replace_activations_(model, **options, verbose=False)
+        fewbit.replace_activations_(model, candidate.bits.bits, **options, verbose=False)
         return model, None
-    return model, fewbit.compress_(model, **options, verbose=False)
+    return model, fewbit.compress_(model, candidate.bits, **options, verbose=False)
 
 
 # --- bytes ------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_errors_are_those_of_a_loop_by_hand(candidate, device):
 def test_the_error_of_a_linear_layer_is_as_its_formula_says(bits):
     """ActNN, equation 9 before its average over positions: sum of g^2 step^2 p (1 - p)."""
     model, x = nn.Linear(96, 3), torch.rand(8, 96)
-    candidate = Candidate("fixed", {"bits": bits})
+    candidate = Candidate("fixed", bits)
     (row,) = plan(model, x, squared, candidates=[candidate], draws=60, chunks=4).rows
     y = model(x)
     (of_y,) = torch.autograd.grad((y * torch.linspace(0.5, 1.5, 3)).square().mean(), y)
@@ -173,7 +173,7 @@ def test_several_batches_are_the_mean_of_what_each_has_alone():
 
 def test_dropout_draws_alike_and_rounding_does_not():
     model, x = net(0.5), torch.randn(16, 32)
-    candidate = Candidate("fixed", {"bits": 8, "activation_bits": 8})
+    candidate = Candidate("fixed", 8, {"layers": {"activation_bits": 8}})
     (row,) = plan(model, x, squared, candidates=[candidate], chunks=4).rows
     first, second = gradient(model, x), gradient(model, x)
     assert 0 < row.variance <= row.error * 1.5
@@ -253,7 +253,7 @@ def test_the_next_batches_have_the_predicted_error_and_bytes():
         optimizer.zero_grad()
         loss(model, batch()).backward()
         optimizer.step()
-    candidates = FIXED, replace(FIXED, options={"bits": 4})
+    candidates = FIXED, replace(FIXED, bits=4)
     found = plan(model, [batch() for _ in range(8)], loss, candidates=candidates)
     following = [batch() for _ in range(20)]
     for row in found.rows:
@@ -331,7 +331,7 @@ def made(*rows, sampling=1.0, share=0.1):
     """A plan of made-up numbers; a row: (policy, bits, bytes, error)."""
     times, exact = (2.0, 1.6, 2.5), (1.0, 0.875, 1.25)
     planned = [
-        Planned(Candidate(policy, {"bits": bits}), size, error, 0.01, error, math.nan, 0.0, *times)
+        Planned(Candidate(policy, bits), size, error, 0.01, error, math.nan, 0.0, *times)
         for policy, bits, size, error in rows
     ]
     about = "Net<1>", "cpu", 2, 8, 2, share, 4096, *exact, 3.0, sampling, math.nan, "2 batches of 8"
@@ -438,18 +438,28 @@ def test_a_batch_without_samples(batch):
 
 
 @pytest.mark.parametrize(
-    ("options", "label"),
+    ("bits", "options", "label"),
     [
-        ({"bits": 4, "level": "L2"}, "4 bits"),
-        ({"bits": 1.5}, "1.5 bits"),
-        ({"bits": 1, "copies": 2}, "1 bit, copies=2"),
-        ({"policy": "error-bound", "e2": 1e-3}, "e2=0.001"),
-        ({"budget": "6 GiB", "sample": None}, "budget=6 GiB"),
-        ({"level": "L3"}, "default"),
+        (4, {}, "4 bits"),
+        (1.5, {}, "1.5 bits"),
+        (1, {"layers": fewbit.LayerSettings(copies=2)}, "1 bit, layers=fewbit.LayerSettings(copies=2)"),
+        (fewbit.ErrorBound(1e-3, window="max"), {}, "e2=0.001, window=max"),
+        (fewbit.Budget("6 GiB", interval=50), {"sample": None}, "budget=6.00 GiB, interval=50, sample=None"),
+        (fewbit.Level("L3"), {}, "level L3"),
+        (fewbit.Level("L2.5", 2), {}, "level L2.5, bits=2"),
+        (None, {}, "4 bits"),
     ],
-)
-def test_labels_tell_candidates_of_a_policy_apart(options, label):
-    assert Candidate("any", options).label == label
+)  # fmt: skip
+def test_labels_tell_candidates_of_a_policy_apart(bits, options, label):
+    assert Candidate("any", bits, options).label == label
+
+
+@pytest.mark.parametrize("candidate", [FIXED, SHARED, ACTIVATIONS], ids=repr)
+def test_the_call_of_a_candidate_can_be_pasted(candidate):
+    model, x = net(), torch.randn(4, 32)
+    eval(candidate.call, {"fewbit": fewbit, "model": model})
+    other, _ = converted(candidate, net())
+    assert fewbit.saved_bytes(model, x).total == fewbit.saved_bytes(other, x).total
 
 
 # --- bad input --------------------------------------------------------------------------------------
@@ -484,13 +494,16 @@ def test_labels_tell_candidates_of_a_policy_apart(options, label):
         ({"candidates": [{"bits": 2}]}, "expected instances of fewbit.Candidate, got dict"),
         ({"candidates": 4}, "expected instances of fewbit.Candidate, got int"),
         (
-            {"candidates": [Candidate("a", 3)]},
-            "expected a name and a mapping of options, got 'a' and 3",
+            {"candidates": [Candidate("a", 3, 5)]},
+            "expected a name and a mapping of options, got 'a' and 5",
         ),
-        ({"candidates": [Candidate("a", {"bits": 9})]}, "candidates: a, 9 bits: expected"),
         (
-            {"candidates": [Candidate("a", {"bit": 2})]},
-            "candidates: a, bit=2: .*unexpected keyword",
+            {"candidates": [Candidate("a", 4, {"layers": {"copies": 3}})]},
+            "candidates: a, 4 bits, layers=.*: layers: expected 1 or 2 for copies, got 3",
+        ),
+        (
+            {"candidates": [Candidate("a", 4, {"bit": 2})]},
+            "candidates: a, 4 bits, bit=2: .*unexpected keyword",
         ),
     ],
 )
@@ -519,7 +532,7 @@ class Reentrant(nn.Sequential):
 def test_reentrant_checkpoints_are_refused_by_name():
     model, x = Reentrant(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), torch.randn(8, 4)
     compressed = deepcopy(model)
-    controller = fewbit.compress_(compressed, policy="error-bound", verbose=False)
+    controller = fewbit.compress_(compressed, fewbit.ErrorBound(), verbose=False)
     for measure in (
         lambda: plan(model, [x, x], squared, candidates=[FIXED]),
         lambda: fewbit.variance_profile(model, x, squared),
@@ -539,10 +552,11 @@ def test_json_has_everything_back(tmp_path):
     path = tmp_path / "plan.json"
     found.save(path)
     document = json.loads(path.read_text())
-    assert document["schema"] == "fewbit.plan/1"
+    assert document["schema"] == "fewbit.plan/2"
     assert document["rows"][0]["candidate"] == {
         "policy": "fixed",
-        "options": {"bits": 2},
+        "bits": {"kind": "fixed", "bits": 2},
+        "options": {},
         "activations_only": False,
     }
     loaded = TrainingPlan.load(path)
@@ -553,7 +567,7 @@ def test_json_has_everything_back(tmp_path):
 
 
 def test_names_in_a_file_are_no_formulas():
-    candidate = Candidate("fixed", {"bits": 2})
+    candidate = Candidate("fixed", 2)
     found = plan(net(), torch.randn(8, 32), squared, candidates=candidate, chunks=4)
     document = json.loads(found.to_json())
     document["model"] = document["rows"][0]["candidate"]["policy"] = r"$\nonsense{$"
@@ -561,10 +575,12 @@ def test_names_in_a_file_are_no_formulas():
 
 
 def test_options_that_json_has_not_are_text():
-    candidate = Candidate("own", {"bits": 2, "include": lambda path, module: True})
+    layers = fewbit.LayerSettings(copies=2)
+    candidate = Candidate("own", 2, {"include": lambda path, module: True, "layers": layers})
     found = plan(net(), torch.randn(8, 32), squared, candidates=candidate, chunks=4)
-    options = TrainingPlan.from_json(found.to_json()).rows[0].candidate.options
-    assert options["bits"] == 2 and options["include"].startswith("<function")
+    loaded = TrainingPlan.from_json(found.to_json()).rows[0].candidate
+    assert loaded.bits == fewbit.FixedBits(2) and loaded.options["layers"] == layers
+    assert loaded.options["include"].startswith("<function")
 
 
 @pytest.mark.parametrize(
@@ -580,6 +596,8 @@ def test_options_that_json_has_not_are_text():
         (lambda document: document["rows"][0].pop("error"), r'rows\[0\]: expected the field "error"'),
         (lambda document: document["rows"][0].update(candidate={}), 'expected the field "policy"'),
         (lambda document: document["rows"][0]["candidate"].update(options=3), "expected an object"),
+        (lambda document: document["rows"][0]["candidate"].update(bits={"kind": "x"}), "expected a kind out of fixed"),
+        (lambda document: document["rows"][0]["candidate"]["bits"].update(bits=9), "expected a whole number from 1 to 8"),
         (lambda document: document.update(model="\x1b[2J"), "model: expected printable characters"),
         (lambda document: document["rows"][0]["candidate"].update(policy="\u202e"), r"rows\[0\].candidate.policy: expected printable"),
         (lambda document: document["rows"][0]["candidate"].update(options={"\r": 1}), "expected printable characters"),

@@ -148,9 +148,9 @@ ODD = {
 }
 OPTIONS = {
     "two followers, of other bits": {"overrides": {"*b": 3}},
-    "dropped": {"functional": False},
-    "keeps nothing": {"functional": False},
-    "again": {"copies": 2},
+    "dropped": {"layers": {"functional": False}},
+    "keeps nothing": {"layers": {"functional": False}},
+    "again": {"layers": {"copies": 2}},
 }
 
 

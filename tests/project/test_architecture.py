@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "fewbit"
 # A module imports only from the layers above its own (or its own). Lazy imports count as well. A folder without an entry
 # belongs to the layer of the folder that it is in.
 LAYERS = [
-    {"_version", "errors", "text", "files", "sizes"},
+    {"_version", "errors", "text", "files", "sizes", "config"},
     {"functions"},
     {"schema", "table", "render", "catalog", "solver"},
     {"runtime"},

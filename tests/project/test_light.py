@@ -18,7 +18,7 @@ from torch import nn
 assert "torch._dynamo" not in sys.modules, "torch itself imports it"
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Dropout(0.1), nn.Linear(64, 8), nn.ELU())
-controller = fewbit.compress_(model, verbose=False, **{options})
+controller = fewbit.compress_(model, {bits}, verbose=False)
 x = torch.randn(16, 64)
 for _ in range(6):
     model(x).square().mean().backward()
@@ -35,10 +35,10 @@ assert "fewbit.solver.dynamic_program" not in sys.modules, "tables were solved"
 """
 
 POLICIES = {
-    "2 bits": {"bits": 2},
-    "L3": {"bits": 1.75, "interval": 2},
-    "error-bound": {"policy": "error-bound", "interval": 2},
-    "numbers of samples": {"bits": 2, "level": "L2.5"},
+    "2 bits": "fewbit.FixedBits(2)",
+    "L3": "fewbit.AdaptiveBits(1.75, interval=2)",
+    "error-bound": "fewbit.ErrorBound(interval=2)",
+    "numbers of samples": "fewbit.SampleBits(2)",
 }
 
 
@@ -56,9 +56,9 @@ def run(code):
     ],
 )
 def test_a_training_process_imports_no_library_that_it_does_not_need(policy):
-    options = POLICIES[policy]
-    is_adaptive = "interval" in options
-    run(TRAINING.format(options=options, heavy=HEAVY, is_adaptive=is_adaptive))
+    bits = POLICIES[policy]
+    is_adaptive = "interval" in bits
+    run(TRAINING.format(bits=bits, heavy=HEAVY, is_adaptive=is_adaptive))
 
 
 def test_shipped_tables_need_no_library_but_numpy():

@@ -28,9 +28,77 @@ def compressed(model, **options):
 
     Args:
         model: a torch.nn.Module.
-        options: keywords of `compress_`.
+        options: keywords that `compress_` had in version 0.1.0.dev0.
     """
-    return fewbit.compress_(model, verbose=False, **options)
+    bits, options = _in_todays_words(**options)
+    return fewbit.compress_(model, bits, verbose=False, **options)
+
+
+def _in_todays_words(**options) -> tuple[object, dict]:
+    """Return the configuration and the other keywords that the options of version 0.1.0.dev0 stand for."""
+    given = {name: value for name, value in options.items() if value is not None}
+    layers = {
+        name: given.pop(old)
+        for name, old in (
+            ("activation_bits", "activation_bits"),
+            ("attention_bits", "attention_bits"),
+            ("group_size", "group_size"),
+            ("min_dtype", "minimum"),
+            ("copies", "copies"),
+            ("functional", "functional"),
+        )
+        if old in given
+    }
+    if layers:
+        layers = {"layers": fewbit.LayerSettings(**layers)}
+    if "overrides" in given:
+        given["overrides"] = {
+            glob: _override(change) for glob, change in given["overrides"].items()
+        }
+    return _configuration(given), given | layers
+
+
+def _override(change):
+    if not isinstance(change, dict):
+        return change
+    names = {"minimum": "min_dtype"}
+    return fewbit.LayerSettings(**{names.get(name, name): value for name, value in change.items()})
+
+
+def _configuration(given: dict):
+    """Take the options that say who chooses bits out of `given`. Return the configuration."""
+    bits, level = given.pop("bits", None), given.pop("level", None)
+    interval = {"interval": given.pop("interval")} if "interval" in given else {}
+    names = ("e2", "window", "codec", "by_channel")
+    bound = {name: given.pop(name) for name in names if name in given}
+    if given.pop("policy", "fixed") == "error-bound":
+        for name, value in (("bits", bits), ("level", level)):
+            if value is not None:
+                raise fewbit.InputError(f"no {name} with an error bound")
+        return fewbit.ErrorBound(**bound, **interval)
+    if bound:
+        raise fewbit.InputError("an error bound needs its policy")
+    fuse = given.pop("fuse", None)
+    if fuse is not None:
+        if fuse != "preactivation":
+            raise fewbit.InputError("no such fuse")
+        if level not in (None, "L2"):
+            raise fewbit.InputError("fused norms at another level")
+        return fewbit.PreActivationBits() if bits is None else fewbit.PreActivationBits(bits)
+    if "budget" in given:
+        if bits is not None or level not in (None, "L3", "L4", "L5"):
+            raise fewbit.InputError("a budget with bits or at another level")
+        config = fewbit.Budget(given.pop("budget"), **interval)
+        if level in ("L4", "L5"):
+            given["offload"] = fewbit.HostOffload(level == "L5")
+        return config
+    if level is None:
+        return fewbit.AdaptiveBits(bits, **interval) if bits != int(bits or 0) and bits else bits
+    if level in ("L3", "L4", "L5"):
+        if level != "L3":
+            given["offload"] = fewbit.HostOffload(level == "L5")
+        return fewbit.AdaptiveBits(4 if bits is None else bits, **interval)
+    return fewbit.Level(level, bits)
 
 
 def with_few_bit_activations(model, bits: int, **options) -> dict:
@@ -167,7 +235,7 @@ def plan(model, batches, loss, candidates=None, **options) -> dict:
         bias]] in the order of the candidates. "recommended" and "closest" are indices of rows.
     """
     if candidates is not None:
-        candidates = [fewbit.Candidate(*each) for each in candidates]
+        candidates = [_candidate(*each) for each in candidates]
     found = fewbit.plan(model, batches, loss, candidates=candidates, progress=False, **options)
     rows = list(found.rows)
     return {
@@ -191,9 +259,34 @@ def plan(model, batches, loss, candidates=None, **options) -> dict:
     }
 
 
+def _candidate(policy, options, activations_only=False):
+    bits, options = _in_todays_words(**options)
+    return fewbit.Candidate(policy, bits, options, activations_only)
+
+
+def candidate_of_document(values: dict) -> dict:
+    """Return the candidate of a plan's JSON document as version 0.1.0.dev0 wrote it."""
+    config = dict(values["bits"])
+    kind = config.pop("kind")
+    options = {
+        "fixed": lambda: {"bits": config["bits"], "level": "L2"},
+        "adaptive": lambda: {"bits": config["average"], "level": "L3"},
+        "error-bound": lambda: {"policy": "error-bound", "e2": config["e2"]},
+        "pre-activation": lambda: {"bits": config["bits"], "fuse": "preactivation"},
+    }[kind]()
+    if values["activations_only"]:
+        del options["level"]
+    rest = {name: value for name, value in values.items() if name != "bits"}
+    return rest | {"options": options | values["options"]}
+
+
 def variance_profile(model, batches, loss, **options) -> dict:
     """Return a variance profile: names of contexts and parameters, and every array."""
-    found = fewbit.variance_profile(model, batches, loss, progress=False, **options)
+    measuring = {name: options.pop(name) for name in ("draws", "chunks", "seed") if name in options}
+    bits, options = _in_todays_words(**options)
+    if bits is not None:
+        options["bits"] = bits
+    found = fewbit.variance_profile(model, batches, loss, progress=False, **options, **measuring)
     return {
         "contexts": list(found.contexts),
         "parameters": list(found.parameters),

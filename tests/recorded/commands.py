@@ -101,6 +101,8 @@ def without_words(value, name=""):
         name: the name of the field that holds the value.
     """
     if isinstance(value, dict):
+        if name == "candidate":
+            value = api.candidate_of_document(value)
         return {
             field: without_words(each, field)
             for field, each in value.items()

@@ -43,7 +43,7 @@ def restored(monkeypatch):
 
 def compressed(model, bits=1.75, level="L2.5"):
     torch.manual_seed(0)
-    return fewbit.compress_(model, bits, level=level, verbose=False)
+    return fewbit.compress_(model, fewbit.Level(level, bits), verbose=False)
 
 
 def in_thread(function):

@@ -56,8 +56,9 @@ def build():
     )
 
 
-def shared(model, average, **options):
-    fewbit.compress_(model, average, level="L2.5", verbose=False, functional=False, **options)
+def shared(model, average, copies=None, **options):
+    layers = fewbit.LayerSettings(functional=False, copies=copies)
+    fewbit.compress_(model, fewbit.SampleBits(average), layers=layers, verbose=False, **options)
     return model
 
 

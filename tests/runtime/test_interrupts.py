@@ -382,7 +382,11 @@ def test_settings_that_fail_change_nothing():
 
     model = small(bits=4)
     before = state_of(model)
-    for options in ({"copies": Decimal(2)}, {"bits": Decimal(4)}, {"group_size": Decimal(256)}):
+    for options in (
+        {"layers": {"copies": Decimal(2)}},
+        {"bits": Decimal(4)},
+        {"layers": {"group_size": Decimal(256)}},
+    ):
         with pytest.raises(InputError):
             fewbit.compress_(model, verbose=False, **options)
         assert state_of(model) == before
@@ -400,7 +404,7 @@ def test_settings_that_fail_change_nothing():
 
 @pytest.mark.slow
 def test_a_measurement_that_is_interrupted():
-    model = small(level="L3")
+    model = small(bits=fewbit.AdaptiveBits())
     controller = fewbit.compress_(model, bits=1.5, verbose=False)
     before = state_of(model)
     run = lambda: controller.gradient_ratio(X, loss, draws=2)  # noqa: E731

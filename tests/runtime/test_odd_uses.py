@@ -491,7 +491,7 @@ def test_what_is_compiled_in_a_converted_model(order, backend, full):
         outer = torch.compile(model, backend=backend, fullgraph=full)
     if order == "parts, then converted":
         compile_parts()
-    quiet(outer, activation_bits=8)
+    quiet(outer, layers=fewbit.LayerSettings(activation_bits=8))
     if order == "converted, then parts":
         compile_parts()
     y = outer(x)

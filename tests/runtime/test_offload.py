@@ -131,8 +131,9 @@ def converted(name, device, **settings):
     torch.manual_seed(0)
     make, sample = MODELS[name]
     model = make().to(device).train()
-    # (On a GPU minimum="auto" depends on time.)
-    fewbit.compress_(model, **{"bits": 2, "minimum": "float32", "verbose": False, **settings})
+    # (On a GPU min_dtype="auto" depends on time.)
+    layers = {"min_dtype": "float32", **settings.pop("layers", {})}
+    fewbit.compress_(model, **{"bits": 2, "layers": layers, "verbose": False, **settings})
     return model, sample(device)
 
 
@@ -306,7 +307,7 @@ def alive(storages):
 
 def test_memory_is_free_while_the_forward_goes_on(place, marked):
     """Also that of copies that layers of a converted model share, which the session holds."""
-    model, x = converted("mlp", place.device, activation_bits=1)
+    model, x = converted("mlp", place.device, layers={"activation_bits": 1})
     around = place.offload(least=1, ahead=1)
     y = forward(model, x, around)
     layers = 2 * 6  # linear layers with packed and ranges, activations with packed
@@ -378,7 +379,7 @@ def test_some_outputs_then_others(place):
 
     torch.manual_seed(0)
     model, x = Heads().to(place.device), torch.randn(32, 64, device=place.device)
-    fewbit.compress_(model, bits=2, minimum="float32", verbose=False)
+    fewbit.compress_(model, bits=2, layers=fewbit.LayerSettings(min_dtype="float32"), verbose=False)
 
     def gradients(*context):
         results = []
@@ -437,7 +438,10 @@ def test_several_forwards_before_a_backward(place):
 def test_threads(place):
     """Forwards in two threads, and each one's backward in the other."""
     # (Two threads that round would draw from one generator; activations draw nothing.)
-    only = {"include": lambda path, module: isinstance(module, nn.GELU), "functional": False}
+    only = {
+        "include": lambda path, module: isinstance(module, nn.GELU),
+        "layers": {"functional": False},
+    }
     models = [converted("mlp", place.device, **only) for _ in range(2)]
     exact = [backward(model, forward(model, x)) for model, x in models]
     around = place.offload(least=1)
@@ -498,7 +502,7 @@ def test_the_documentation():
     exec(first, names)
     assert names["controller"].offload.bytes_on_host == 0
     assert names["model"][0].weight.grad is not None
-    assert 'level="L5"' in second
+    assert "expandable_segments=True" in second
     assert (
         f"| `least` | {offload.LEAST_BYTES} |" in text and f"| `ahead` | {offload.AHEAD} |" in text
     )
@@ -544,7 +548,7 @@ def test_checkpointed_regions_keep_to_themselves(place, use_reentrant):
 
     torch.manual_seed(0)
     model, x = Checkpointed().to(place.device), torch.randn(32, 64, device=place.device)
-    fewbit.compress_(model, bits=2, minimum="float32", verbose=False)
+    fewbit.compress_(model, bits=2, layers=fewbit.LayerSettings(min_dtype="float32"), verbose=False)
     outside = fewbit.saved_bytes(nn.Sequential(model.first, model.last), x)
     # (From its second forward on a model makes some copies in another pass, with other seeds.)
     backward(model, forward(model, x))
@@ -691,7 +695,9 @@ def test_with_a_compiled_part(late):
         torch._dynamo.utils.counters.clear()
         torch.manual_seed(0)
         model = nn.Sequential(mlp(16, 1), nn.Sequential(nn.Linear(16, 16), Broken()), mlp(16, 1))
-        fewbit.compress_(model, bits=2, minimum="float32", verbose=False)
+        fewbit.compress_(
+            model, bits=2, layers=fewbit.LayerSettings(min_dtype="float32"), verbose=False
+        )
         model[1].compile(backend="aot_eager")
         gradients = backward(model, forward(model, torch.randn(8, 16), *context))
         return gradients, torch._dynamo.utils.counters["frames"]["total"]

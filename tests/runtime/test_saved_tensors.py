@@ -33,7 +33,8 @@ class Branches(nn.Module):
 
 
 def compressed(model, bits=8, **options):
-    fewbit.compress_(model, bits=bits, verbose=False, functional=False, **options)
+    layers = {"functional": False, **options.pop("layers", {})}
+    fewbit.compress_(model, bits, layers=layers, verbose=False, **options)
     return model
 
 
@@ -601,13 +602,13 @@ def block():
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("fuse", [None, "preactivation"])
+@pytest.mark.parametrize("bits", [8, fewbit.PreActivationBits()], ids=repr)
 @pytest.mark.parametrize("how", ["modules", "functions", "nested", "whole", "apart", "blocks"])
-def test_nothing_of_a_region_lives_on_after_the_forward(how, fuse):
+def test_nothing_of_a_region_lives_on_after_the_forward(how, bits):
     """The hooks of a checkpoint live as long as the graph; what was kept within it must not."""
     model = Regions(block if how == "blocks" else unit, how)
     for each in model.units if how == "apart" else [model]:
-        compressed(each, fuse=fuse)
+        compressed(each, bits)
     run = (lambda x: region(lambda x: model(x) + model(x), x)) if how == "whole" else model
     x, before = X.clone().requires_grad_(), living()
     y = run(x)
@@ -672,7 +673,7 @@ def test_an_activation_and_the_layer_after_it_are_one_pass(one_pass, activation)
     """From the second forward on; with the bytes and the gradients of the first."""
     model = Followed(copy.deepcopy(activation))
     exact = copy.deepcopy(model)
-    compressed(model, activation_bits=8)
+    compressed(model, layers={"activation_bits": 8})
     x = normal((6, 8), scale=1.0)
     first = fewbit.saved_bytes(model, x).total
     assert not one_pass

@@ -63,7 +63,7 @@ def test_no_two_tensors_are_rounded_with_one_seed(name, choice, monkeypatch):
     monkeypatch.setitem(choice, CPU, reference)  # which makes no copy that is not asked for
     torch.manual_seed(0)
     model = ODD[name]()
-    fewbit.compress_(model, 2, level="L2", verbose=False, **OPTIONS.get(name, {}))
+    fewbit.compress_(model, 2, verbose=False, **OPTIONS.get(name, {}))
     seeds, original = [], quantizer_ops.quantize
 
     def quantize(x, seed, *rest):
@@ -80,7 +80,7 @@ def test_no_two_tensors_are_rounded_with_one_seed(name, choice, monkeypatch):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_model_that_is_one_region_is_rounded_anew_in_each_step(reentrant):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    fewbit.compress_(model, 1, level="L2", verbose=False)
+    fewbit.compress_(model, 1, verbose=False)
     x = normal((6, 64)).requires_grad_()
 
     def step():
@@ -111,7 +111,7 @@ class Interrupted(nn.Module):
 
 def test_a_forward_in_another_thread_changes_nothing():
     model = Interrupted()
-    fewbit.compress_(model, 1, level="L2", verbose=False)
+    fewbit.compress_(model, 1, verbose=False)
     x, ran = normal((6, 64)), []
 
     def gradients():

@@ -34,7 +34,7 @@ class Fixed(BitPolicy):
 
 
 def converted(model, bits=4, **options):
-    return fewbit.compress_(model, bits, level="L3", verbose=False, **options)
+    return fewbit.compress_(model, fewbit.AdaptiveBits(bits), verbose=False, **options)
 
 
 def loss_of(y):
@@ -565,7 +565,7 @@ def test_an_observation_without_a_backward_pass_leaves_nothing_behind():
     """A graph that goes on from forward to forward has hooks of the latest observation alone."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
-    controller = fewbit.compress_(model, 2, level="L3", interval=1, verbose=False)
+    controller = fewbit.compress_(model, fewbit.AdaptiveBits(2, interval=1), verbose=False)
     x = normal((8, 64), scale=1.0)
     for _ in range(20):
         x = model(x)
@@ -594,7 +594,7 @@ def test_a_backward_pass_within_the_forward(is_alone):
 
     torch.manual_seed(0)
     model = Model()
-    controller = fewbit.compress_(model, 3, level="L3", interval=1, verbose=False)
+    controller = fewbit.compress_(model, fewbit.AdaptiveBits(3, interval=1), verbose=False)
     for _ in range(4):
         loss_of(model(normal((8, 64), scale=1.0))).backward()
     seen = controller.session.variables.seen

@@ -139,7 +139,7 @@ SAMPLES = {
         "exact_bytes": 10, "exact_seconds": 0.1, "exact_seconds_least": 0.1, "exact_seconds_most": 0.1,
         "gradient": 1.0, "sampling": None, "sampling_error": 0.5, "sampled": "batches",
         "rows": [{
-            "candidate": {"policy": "fixed", "options": {"bits": 2}, "activations_only": False}, "saved_bytes": 5,
+            "candidate": {"policy": "fixed", "bits": {"kind": "fixed", "bits": 2}, "options": {}, "activations_only": False}, "saved_bytes": 5,
             "error": 0.1, "error_error": None, "variance": 0.1, "variance_error": 0.1, "bias": 0.0, "seconds": 0.1,
             "seconds_least": 0.1, "seconds_most": 0.2,
         }],

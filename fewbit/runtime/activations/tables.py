@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from numbers import Real
 
 import numpy as np
 
 from fewbit import functions
 from fewbit.catalog import store
-from fewbit.errors import InputError, TableError
+from fewbit.config import check_bits
+from fewbit.errors import TableError
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.table import Table, describe, describe_function
@@ -63,25 +63,6 @@ def _given(function, parameters, table) -> str:
 def text_of(table) -> str:
     """Return the text of a table's encoding."""
     return Encoding.of(table).text
-
-
-def plain_number(value):
-    """A number of any type (4.0, numpy.int64(4)) as an int, or a float where it is not whole; else as it is."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    return int(value) if value == value // 1 else float(value)
-
-
-def check_bits(bits, name: str = "bits") -> None:
-    """Raises InputError if `bits` is not a whole number from 1 to 8."""
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
-        raise InputError(f"expected a whole number from 1 to 8 for {name}, got {bits!r}")
-
-
-def check_average(bits, name: str = "bits") -> None:
-    """Raises InputError if `bits` is not a number from 1 to 8."""
-    if isinstance(bits, bool) or not isinstance(bits, int | float) or not 1 <= bits <= 8:
-        raise InputError(f"expected a number from 1 to 8 for {name}, got {bits!r}")
 
 
 def check_choice(bits, table) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fewbit.config import BLOCK
 from fewbit.runtime.format.buffers import Entry, check_bits
-from fewbit.runtime.format.encoding import BLOCK
 from fewbit.table import philox
 
 _MASK32 = 0xFFFFFFFF

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from fewbit.config import GROUP_SIZE
 from fewbit.runtime import ops
 from fewbit.runtime.backends.reference_quantizer import limits_of
 from fewbit.runtime.codecs.payload import (
@@ -93,7 +94,7 @@ def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> 
         # Groups would run across channels so short: they share the smallest bound.
         return [_whole(x, limits.min(), seed)]
     rows = x.transpose(0, 1).contiguous()
-    found = quantizer_ops.quantize(rows, seed, 1, groups.GROUP_SIZE, _wide(x))
+    found = quantizer_ops.quantize(rows, seed, 1, GROUP_SIZE, _wide(x))
     widths = widths_for(found[1], rows.shape, limits, x.dtype)
     result = []
     for bits in sorted(set(widths)):
@@ -148,14 +149,14 @@ def _spread(ranges, size):
     if features < groups.LEAST_FEATURES:
         samples, features = 1, samples * features
     minimum, extent = (each.double().view(samples, -1) for each in limits_of(ranges))
-    length = torch.full_like(minimum[0], groups.GROUP_SIZE)
-    length[-1] = features - (len(length) - 1) * groups.GROUP_SIZE
+    length = torch.full_like(minimum[0], GROUP_SIZE)
+    length[-1] = features - (len(length) - 1) * GROUP_SIZE
     square = (extent.square() * length).sum(1) / features
     return square, torch.maximum(minimum.abs(), (minimum + extent).abs()).amax(1)
 
 
 def _whole(x, limit, seed) -> Piece:
-    packed, ranges = quantizer_ops.quantize(x, seed, FIRST_BITS, groups.GROUP_SIZE, _wide(x))
+    packed, ranges = quantizer_ops.quantize(x, seed, FIRST_BITS, GROUP_SIZE, _wide(x))
     (bits,) = widths_for(ranges, x.shape, limit.reshape(1), x.dtype)
     if bits != FIRST_BITS:
         return Piece(None, x, _quantized(x, seed, bits, ranges.shape[1] == groups.WIDE))
@@ -165,13 +166,13 @@ def _whole(x, limit, seed) -> Piece:
 def _quantized(x, seed, bits: int, wide: bool) -> Payload:
     if not bits:
         return exact_payload(x)
-    tensors = quantizer_ops.quantize(x, seed, bits, groups.GROUP_SIZE, wide)
+    tensors = quantizer_ops.quantize(x, seed, bits, GROUP_SIZE, wide)
     return smaller(x, tensors, _recipe(x, bits))
 
 
 def _recipe(x, bits: int) -> QuantizedTensorSpec:
     stride = tuple(layout.by_sample_stride(x))
-    return QuantizedTensorSpec(bits, groups.GROUP_SIZE, tuple(x.shape), stride, x.dtype)
+    return QuantizedTensorSpec(bits, GROUP_SIZE, tuple(x.shape), stride, x.dtype)
 
 
 def _wide(x) -> bool | None:

@@ -8,11 +8,9 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from fewbit.config import BLOCK
 from fewbit.errors import TableError
 from fewbit.table import Knots, Table, round_breaks
-
-BLOCK = 32
-"""Elements per block of the packed format: one int32 word per plane."""
 
 
 def packed_words(n: int, bits: int) -> int:

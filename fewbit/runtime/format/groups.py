@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
-from fewbit.errors import InputError
-from fewbit.runtime.format.encoding import BLOCK, packed_words
+from fewbit.config import BLOCK, GROUP_SIZE
+from fewbit.runtime.format.encoding import packed_words
 
-GROUP_SIZE = 256
-"""Features that share a minimum and a range (ActNN, section 4.1)."""
 LEAST_FEATURES = 64
 """Of a sample that has groups of its own."""
 WIDE = 3
 """Columns of the ranges where minimums are float32: upper half, range, lower half; else 2."""
-LARGEST_GROUP = 1 << 16
 STEPS = 8
 """Minimums are float32 where a tensor's range is below this many bfloat16 steps of its minimum."""
 
@@ -73,14 +70,3 @@ def widening(ranges) -> int:
     """Bytes by which (groups, 2 or 3) ranges grow where their minimums become float32."""
     count, columns = ranges.shape
     return 2 * count * (WIDE - columns)
-
-
-def check_group_size(group_size) -> int:
-    """InputError if it is not a multiple of 32 from 32 to 65536."""
-    whole = isinstance(group_size, int) and not isinstance(group_size, bool)
-    if not whole or group_size % BLOCK or not BLOCK <= group_size <= LARGEST_GROUP:
-        raise InputError(
-            f"expected a multiple of {BLOCK} from {BLOCK} to {LARGEST_GROUP} for group_size, "
-            f"got {group_size!r}"
-        )
-    return group_size

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from fewbit.config import GROUP_SIZE, check_group_size
 from fewbit.errors import InputError
 from fewbit.runtime import ops
 from fewbit.runtime.activations.tables import check_choice
@@ -188,7 +189,7 @@ class Quantizer:
     def __init__(
         self,
         bits: int = DEFAULT_BITS,
-        group_size: int = groups.GROUP_SIZE,
+        group_size: int = GROUP_SIZE,
         minimum: str = "auto",
         session: Session | None = None,
         name: str = "",
@@ -197,7 +198,7 @@ class Quantizer:
         fuse: bool = False,
     ):
         check_choice(bits, None)
-        groups.check_group_size(group_size)
+        check_group_size(group_size)
         if minimum not in ("auto", "bfloat16", "float32"):
             raise InputError(f"expected auto, bfloat16 or float32 for minimum, got {minimum!r}")
         self.bits = bits
@@ -408,7 +409,7 @@ class Quantizer:
 
     def __repr__(self) -> str:
         parts = [f"bits={self.bits}"]
-        if self.group_size != groups.GROUP_SIZE:
+        if self.group_size != GROUP_SIZE:
             parts.append(f"group_size={self.group_size}")
         if self.minimum != "auto":
             parts.append(f"minimum={self.minimum!r}")

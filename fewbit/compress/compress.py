@@ -1,0 +1,206 @@
+"""`compress_`: the configuration checked, the model converted and given its policy, and the result reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from fewbit.analysis.meter_report import amount
+from fewbit.compress import fused
+from fewbit.compress.allocator import AllocatorReport, use_expandable_segments
+from fewbit.compress.controller import Controller
+from fewbit.compress.sample import average_within, bytes_by_op, check_sample, saved_for
+from fewbit.config import (
+    MAX_BITS,
+    AdaptiveBits,
+    BitConfig,
+    Budget,
+    ErrorBound,
+    HostOffload,
+    LayerSettings,
+    Level,
+    as_config,
+)
+from fewbit.convert import kinds
+from fewbit.convert.model_facts import facts_of
+from fewbit.convert.report import Report
+from fewbit.convert.select import Filter, Selection
+from fewbit.convert.settings import ResolvedSettings, resolve
+from fewbit.convert.swap import Conversion, check_model, convert, restore_
+from fewbit.convert.undo import whole_or_not_at_all
+from fewbit.errors import InputError
+from fewbit.policies.make import make_policy
+from fewbit.runtime.codecs import check_codec
+from fewbit.runtime.saved.assignment import BitPolicy
+from fewbit.runtime.saved.offload import Offload
+from fewbit.runtime.saved.session import Session
+
+
+@whole_or_not_at_all
+def compress_(
+    model: nn.Module,
+    bits: float | BitConfig | None = None,
+    *,
+    layers: LayerSettings | Mapping | None = None,
+    include: Filter = "*",
+    exclude: Filter = (),
+    overrides: Mapping[str, float | LayerSettings | Mapping | None] | None = None,
+    offload: HostOffload | None = None,
+    sample=None,
+    verbose: bool = True,
+) -> Controller:
+    """Make a model save a few bits per element for the backward pass, in place, and report what was done.
+
+    Layers of torch.nn and transformers save quantized inputs, activations save few-bit codes, and dropout and pooling
+    save packed masks and positions (exact). Functions that the model's forward calls, such as F.gelu, do the same. Module
+    objects stay and change their classes, each to a subclass of torch's: parameters, buffers, hooks, tied modules,
+    `state_dict` keys, device, dtype and training flags are as before, and so is the training loop. In evaluation mode and
+    under no_grad nothing is compressed. A second call undoes the first, so that its settings hold alone.
+
+    Args:
+        model: the model, which changes in place.
+        bits: who chooses the bits per element of quantized inputs: FixedBits, SampleBits, AdaptiveBits, Budget,
+            ErrorBound, PreActivationBits, a Level of ActNN, or a BitConfig of your own. A whole number from 1 to 8 stands
+            for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4).
+        layers: LayerSettings, or a mapping of its fields except `bits`: settings that differ from the usual ones.
+        include: globs over dotted module paths ("" is the model itself; any path of a shared module counts; a glob that
+            matches a module matches the modules inside it), or a function (path, module) -> bool.
+        exclude: like `include`; modules that both match are excluded.
+        overrides: {glob: settings of the modules that it matches}: LayerSettings, a mapping of its fields, a number of bits
+            of everything, or None to leave the modules as they are. The last glob that matches a module holds.
+        offload: keep saved tensors of a GPU in the host's memory until the backward pass needs them.
+        sample: a tensor, a tuple of inputs or a mapping of keyword inputs, for which the report compares the bytes
+            that the exact model and the compressed one save. Budget needs it.
+        verbose: print the report.
+
+    Returns:
+        The controller: the report, the bits that were chosen, the policy's state, measurements.
+
+    Raises:
+        InputError: a setting cannot be used, the model is not a module, a glob matches no module, or a budget is
+            too small for 1 bit per element. The model stays unchanged, also after Ctrl-C.
+    """
+    given = as_config(bits)
+    config, offload = _without_level(given, offload)
+    selection = Selection(include, exclude, overrides)
+    settings = None if config is None else _settings(given, config, layers)
+    check_sample(sample)
+    if config is None:
+        restore_(model)
+        report = Report((), (), notes=(f"{given!r}",))
+        return _reported(Controller(model, report, Session(), None, given), verbose)
+    _check(config, model, sample)
+    conversion, before = _converted(model, settings, selection, sample)
+    budget = elements = None
+    if isinstance(config, Budget):
+        budget, conversion.session.variables = config.bytes, BitPolicy()
+        average, elements = average_within(model, sample, budget)
+        settings = replace(settings, bits=average)
+        conversion = convert(model, settings, selection)
+        config = AdaptiveBits(average, config.interval)
+    facts = facts_of(model, selection.of(model, settings), settings.bits, budget, elements)
+    conversion.session.variables = make_policy(config, facts)
+    allocator = _offloaded(conversion.session, offload)
+    notes = _notes(given, config, offload, model, settings, allocator)
+    report = _report(conversion.report, notes, model, settings, sample, before)
+    return _reported(Controller(model, report, conversion.session, allocator, given), verbose)
+
+
+def _without_level(
+    config: BitConfig, offload: HostOffload | None
+) -> tuple[BitConfig | None, HostOffload | None]:
+    """Return the configuration and the offload that a level stands for; others as they are."""
+    if offload is not None and not isinstance(offload, HostOffload):
+        raise InputError(f"offload: expected fewbit.HostOffload, got {offload!r}")
+    if not isinstance(config, Level):
+        return config, offload
+    if config.offload is not None and offload is not None:
+        raise InputError(
+            f"offload: expected none with {config!r}, which has its own, got {offload!r}"
+        )
+    return config.config, offload or config.offload
+
+
+def _settings(given: BitConfig, config: BitConfig, layers) -> ResolvedSettings:
+    settings = resolve(config, layers)
+    if isinstance(given, Level) and given.convolutions_only:
+        return replace(settings, functional=False, families=(kinds.CONVOLUTION,))
+    return settings
+
+
+def _check(config: BitConfig, model, sample) -> None:
+    """Raise InputError if the configuration needs something that is not there."""
+    if isinstance(config, ErrorBound):
+        check_codec(config.codec)
+    if isinstance(config, Budget):
+        if isinstance(model, nn.Module) and not model.training:
+            raise InputError(
+                "budget: expected a model in training mode, got one in evaluation mode"
+            )
+        if sample is None:
+            raise InputError("budget: expected a sample too, as the bytes depend on the inputs")
+
+
+def _converted(model, settings, selection, sample) -> tuple[Conversion, dict[str, int]]:
+    """Convert the model. Return the conversion and the bytes by op that the exact model saves for the sample."""
+    before = {}
+    if sample is None:
+        return convert(model, settings, selection), before
+    check_model(model)
+    saved_for(
+        model, sample
+    )  # a sample that the model cannot take is found while nothing is changed
+
+    def measure():
+        before.update(bytes_by_op(saved_for(model, sample)))
+
+    return convert(model, settings, selection, measure), before
+
+
+def _offloaded(session: Session, offload: HostOffload | None) -> AllocatorReport | None:
+    """Add the offload to the model's forwards. Return what came of the allocator's settings, if they were to change."""
+    if offload is None:
+        return None
+    session.contexts += (Offload(),)
+    return use_expandable_segments() if offload.expandable_segments else None
+
+
+def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...]:
+    """Return the lines of the report that concern the whole model."""
+    how = config.describe()
+    notes = [f"{given!r}: {how}" if how else f"{given!r}"]
+    if settings.fuses_norms:
+        notes.append(fused.note(model))
+    if isinstance(given, Budget):
+        notes.append(f"budget: {amount(given.bytes)} for the sample")
+        if settings.bits == MAX_BITS:
+            notes[-1] += f", more than the most bits, {MAX_BITS} an element, need"
+    if offload is not None:
+        notes.append("saved tensors of a GPU are in the host's memory until the backward pass")
+    if allocator is not None:
+        notes.append(str(allocator))
+    return tuple(notes)
+
+
+def _report(report: Report, notes, model, settings, sample, before) -> Report:
+    """Return the report with everything that is known after the conversion."""
+    changes, saved = {"notes": notes}, None
+    if settings.functional:
+        changes["functions"] = settings.bits, settings.bits_of_attention, settings.activation_bits
+    if sample is not None:
+        saved = saved_for(model, sample)
+        changes |= {"kept": (before, bytes_by_op(saved)), "is_training": model.training}
+    if settings.fuses_norms:
+        seen = saved if model.training else None
+        changes["converted"] = fused.shared(model, report.converted, seen)
+    return replace(report, **changes)
+
+
+def _reported(controller: Controller, verbose: bool) -> Controller:
+    if verbose:
+        from rich.console import Console
+
+        Console().print(controller.report)
+    return controller

@@ -1,0 +1,62 @@
+"""Forward passes of a sample: the bytes that a model saves, and the bits with which it fits a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from fewbit.analysis.meter import SavedBytes, alone, saved_bytes
+from fewbit.errors import InputError
+from fewbit.policies.budget import SizeProbe
+from fewbit.runtime.saved.session import measuring
+
+
+def check_sample(sample) -> None:
+    """Raise InputError if the sample is no tensor, tuple, mapping or None."""
+    if sample is not None and not isinstance(sample, tuple | Mapping | torch.Tensor):
+        raise InputError(
+            "sample: expected a tensor, a tuple of positional inputs or a mapping of keyword inputs, "
+            f"got {type(sample).__name__}"
+        )
+
+
+def saved_for(model: nn.Module, sample) -> SavedBytes:
+    """Return what a forward of the sample saves."""
+    # The meter would count the whole tensor of which the sample is a part.
+    sample = tree_map(alone, sample)
+    inputs = (sample,) if isinstance(sample, torch.Tensor) else sample
+    named = inputs if isinstance(inputs, Mapping) else {}
+    inputs = () if named else inputs
+    return saved_bytes(model, *inputs, **named)
+
+
+def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
+    """Return {name of an op: bytes that a forward saves for its backward}."""
+    sums = {}
+    for entry in saved.kept:
+        name = entry.node or "unknown"
+        sums[name] = sums.get(name, 0) + entry.bytes
+    return sums
+
+
+def average_within(model: nn.Module, sample, budget: int) -> tuple[float, dict]:
+    """Return the bits with which the model fits a budget, and the sizes of the tensors that share them.
+
+    Args:
+        model: a converted model with a policy whose bits may change.
+        sample: the inputs of the forward that has to fit.
+        budget: bytes of everything that the forward saves.
+
+    Returns:
+        The average bits per element, and {(name, slot): number of elements}.
+
+    Raises:
+        InputError: the budget is too small for 1 bit per element.
+    """
+    sizes = SizeProbe()
+    with measuring(sizes):
+        kept = sum(bytes_by_op(saved_for(model, sample)).values())
+    return sizes.bits(budget, kept), sizes.elements

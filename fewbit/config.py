@@ -1,0 +1,572 @@
+"""Configuration objects: who chooses the bits of a model's saved tensors, and the settings of its layers.
+
+All are frozen dataclasses that check their values, compare by value, have a repr that can be pasted into a program, and
+become plain JSON values with `to_dict` and objects again with `from_dict`. This file may import the other files in the
+root of the package. It does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from numbers import Real
+from typing import Any, ClassVar
+
+from fewbit.errors import FewbitError, InputError
+from fewbit.sizes import UNITS, parse_size
+
+MIN_BITS, MAX_BITS = 1, 8
+"""The smallest and the largest number of bits per element of a quantized tensor."""
+GROUP_SIZE, LARGEST_GROUP = 256, 1 << 16
+"""The default and the largest number of features that share a minimum and a range (ActNN, section 4.1)."""
+BLOCK = 32
+"""Codes of so many elements are packed together. Group sizes are multiples of it."""
+MIN_DTYPES = ("auto", "bfloat16", "float32")
+CODECS = ("quant", "quant+zvc", "error-bounded", "jpeg")
+WINDOWS = ("mean", "max")
+LEVELS = ("L0", "L1", "L2", "L2.5", "L3", "L4", "L5")
+"""The levels of ActNN, Table 2."""
+
+
+# -- Checks of single values ---------------------------------------------------------------------------------
+
+
+def plain_number(value):
+    """Return a real number of any type (4.0, numpy.int64(4)) as an int if it is whole, else as a float.
+
+    Values that are not real numbers are returned unchanged.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if value == value // 1 else float(value)
+
+
+def check_bits(bits, name: str = "bits") -> None:
+    """Raise InputError if `bits` is not a whole number from 1 to 8."""
+    if isinstance(bits, bool) or not isinstance(bits, int) or not MIN_BITS <= bits <= MAX_BITS:
+        raise InputError(f"expected a whole number from 1 to 8 for {name}, got {bits!r}")
+
+
+def check_average(bits, name: str = "bits") -> None:
+    """Raise InputError if `bits` is not a number from 1 to 8."""
+    is_number = isinstance(bits, int | float) and not isinstance(bits, bool)
+    if not is_number or not MIN_BITS <= bits <= MAX_BITS:
+        raise InputError(f"expected a number from 1 to 8 for {name}, got {bits!r}")
+
+
+def check_group_size(group_size) -> int:
+    """Return the group size. Raise InputError if it is not a multiple of 32 from 32 to 65536."""
+    whole = isinstance(group_size, int) and not isinstance(group_size, bool)
+    if not whole or group_size % BLOCK or not BLOCK <= group_size <= LARGEST_GROUP:
+        raise InputError(
+            f"expected a multiple of {BLOCK} from {BLOCK} to {LARGEST_GROUP} for group_size, "
+            f"got {group_size!r}"
+        )
+    return group_size
+
+
+def check_copies(copies) -> None:
+    """Raise InputError if `copies` is neither 1 nor 2."""
+    if not isinstance(copies, int) or isinstance(copies, bool) or copies not in (1, 2):
+        raise InputError(f"expected 1 or 2 for copies, got {copies!r}")
+
+
+def check_min_dtype(min_dtype) -> None:
+    """Raise InputError if `min_dtype` is none of MIN_DTYPES."""
+    if min_dtype not in MIN_DTYPES:
+        raise InputError(f"expected auto, bfloat16 or float32 for min_dtype, got {min_dtype!r}")
+
+
+def check_interval(interval) -> None:
+    """Raise InputError if `interval` is not a positive whole number."""
+    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+        raise InputError(f"expected a positive whole number for interval, got {interval!r}")
+
+
+def _check_flag(value, name: str) -> None:
+    if not isinstance(value, bool):
+        raise InputError(f"expected True or False for {name}, got {value!r}")
+
+
+# -- What all configuration objects can do -------------------------------------------------------------------
+
+
+class _Config:
+    """A frozen dataclass with a short repr and a plain form."""
+
+    def __repr__(self) -> str:
+        """Return an expression that makes an equal object, without the fields that have their default values."""
+        shown = []
+        for number, field in enumerate(fields(self)):
+            value = getattr(self, field.name)
+            if number == 0 and value is not None:
+                shown.append(self._shown(field.name))
+            elif value != field.default:
+                shown.append(f"{field.name}={self._shown(field.name)}")
+        package = "fewbit." if type(self).__module__ == __name__ else ""
+        return f"{package}{type(self).__name__}({', '.join(shown)})"
+
+    def _shown(self, name: str) -> str:
+        return repr(getattr(self, name))
+
+    def _replace(self, **values) -> None:
+        """Store checked values. Only `__post_init__` may call this: the dataclass is frozen."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return {field: value} of plain JSON values."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]):
+        """Make the object from what `to_dict` returned; fields that are missing have their default values.
+
+        Raises:
+            InputError: `values` is not a mapping, has an unknown field, or lacks one that has no default value.
+        """
+        if not isinstance(values, Mapping):
+            raise InputError(
+                f"expected a mapping of the fields of {cls.__name__}, got {type(values).__name__}"
+            )
+        names = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in names:
+                raise InputError(f"expected {', '.join(names)} for {cls.__name__}, got {name!r}")
+        for field in fields(cls):
+            if field.default is MISSING and field.name not in values:
+                raise InputError(f"expected a value of {field.name} for {cls.__name__}, got none")
+        return cls(**values)
+
+
+# -- Who chooses bits ----------------------------------------------------------------------------------------
+
+
+class BitConfig(_Config):
+    """The base of the objects that say who chooses the bits per element of quantized inputs.
+
+    A policy of your own needs a frozen dataclass that derives from this class, a `fewbit.policies.BitPolicy`, and
+    `fewbit.policies.make_policy.register` to connect the two.
+
+    Attributes:
+        kind: the name of the class in the plain form, unique among all subclasses.
+        shares_samples: the samples of a tensor share its bits, so that numbers of bits are averages.
+        adapts: the policy chooses bits for each layer while the model trains.
+        chooses_activation_bits: the policy chooses the bits of few-bit activations too.
+        fuses_norms: norms save their normalized input in fixed point, and layers after them save nothing.
+        bits_of_activations: the bits of few-bit activations if `LayerSettings` does not say.
+    """
+
+    kind: ClassVar[str]
+    shares_samples: ClassVar[bool] = False
+    adapts: ClassVar[bool] = False
+    chooses_activation_bits: ClassVar[bool] = False
+    fuses_norms: ClassVar[bool] = False
+    bits_of_activations: ClassVar[int] = 3
+
+    @property
+    def initial_bits(self) -> float:
+        """The bits per element, an average if samples share them, until the policy chooses others."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """Return how bits are chosen, in words for the report; "" if there is nothing to add to the repr."""
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return {"kind": kind, field: value} of plain JSON values."""
+        return {"kind": self.kind, **super().to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> BitConfig:
+        """Make the object of the class that `values["kind"]` names.
+
+        Raises:
+            InputError: `values` is not a mapping, names no class, or its fields are not those of the class.
+        """
+        kinds = {known.kind: known for known in BitConfig.__subclasses__()}
+        kind = values.get("kind") if isinstance(values, Mapping) else None
+        if not isinstance(kind, str) or kind not in kinds:
+            raise InputError(f"expected a kind out of {', '.join(kinds)}, got {kind!r}")
+        rest = {name: value for name, value in values.items() if name != "kind"}
+        return super(BitConfig, kinds[kind]).from_dict(rest)
+
+
+@dataclass(frozen=True, repr=False)
+class FixedBits(BitConfig):
+    """Every quantized tensor has the same number of bits per element (level L2 of ActNN).
+
+    Attributes:
+        bits: a whole number from 1 to 8.
+    """
+
+    kind = "fixed"
+
+    bits: int = 4
+
+    def __post_init__(self):
+        bits = plain_number(self.bits)
+        if isinstance(bits, float) and MIN_BITS <= bits <= MAX_BITS:
+            raise InputError(
+                f"expected a whole number for FixedBits, got {bits!r}; fewbit.AdaptiveBits({bits!r}) and "
+                f"fewbit.SampleBits({bits!r}) take averages"
+            )
+        check_bits(bits)
+        self._replace(bits=bits)
+
+    @property
+    def initial_bits(self) -> int:
+        """The bits per element."""
+        return self.bits
+
+
+@dataclass(frozen=True, repr=False)
+class SampleBits(BitConfig):
+    """The samples of each tensor share its bits: samples with larger ranges get more (level L2.5 of ActNN).
+
+    Attributes:
+        average: bits per element of each tensor, a number from 1 to 8.
+    """
+
+    kind = "samples"
+    shares_samples = True
+
+    average: float = 4
+
+    def __post_init__(self):
+        self._replace(average=plain_number(self.average))
+        check_average(self.average, "average")
+
+    @property
+    def initial_bits(self) -> float:
+        """The average."""
+        return self.average
+
+    def describe(self) -> str:
+        """Return how bits are chosen, in words for the report."""
+        return f"{self.average:.4g} bits on average, shared between samples"
+
+
+@dataclass(frozen=True, repr=False)
+class AdaptiveBits(BitConfig):
+    """Layers and samples share bits, more where rounding adds more variance to the gradient (level L3 of ActNN).
+
+    Attributes:
+        average: bits per element over all tensors, a number from 1 to 8.
+        interval: steps from one adaptation to the next. The first are after steps 1, 2, 4, 8 and so on.
+    """
+
+    kind = "adaptive"
+    shares_samples = adapts = True
+
+    average: float = 4
+    interval: int = 200
+
+    def __post_init__(self):
+        self._replace(average=plain_number(self.average))
+        check_average(self.average, "average")
+        check_interval(self.interval)
+
+    @property
+    def initial_bits(self) -> float:
+        """The average."""
+        return self.average
+
+    def describe(self) -> str:
+        """Return how bits are chosen, in words for the report."""
+        return _adapted(self.average, self.interval)
+
+
+@dataclass(frozen=True, repr=False)
+class Budget(BitConfig):
+    """`AdaptiveBits` with the largest average for which a forward of the sample saves at most so many bytes.
+
+    Attributes:
+        bytes: a number of bytes, or a size such as "6 GiB" (powers of 1024), of everything that a forward saves.
+        interval: steps from one adaptation to the next, as for `AdaptiveBits`.
+    """
+
+    kind = "budget"
+    shares_samples = adapts = True
+
+    bytes: int | str
+    interval: int = 200
+
+    def __post_init__(self):
+        self._replace(bytes=_byte_count(self.bytes))
+        check_interval(self.interval)
+
+    @property
+    def initial_bits(self) -> float:
+        """The bits with which the sample's tensors are first measured."""
+        return 4
+
+    def describe(self) -> str:
+        """Return how bits are chosen, in words for the report."""
+        return _adapted(None, self.interval)
+
+    def _shown(self, name: str) -> str:
+        if name != "bytes":
+            return super()._shown(name)
+        unit = max((size, unit) for unit, size in UNITS.items() if self.bytes % size == 0)
+        return str(self.bytes) if unit[0] == 1 else repr(f"{self.bytes // unit[0]} {unit[1]}")
+
+
+@dataclass(frozen=True, repr=False)
+class ErrorBound(BitConfig):
+    """Bits follow from a bound on the error that each saved tensor may cause in gradients (AC-GC; docs/error_bound.md).
+
+    Attributes:
+        e2: the bound: the squared error of a gradient over its squared norm, finite and above 0.
+        window: "mean" or "max" of the last ten observations decides.
+        codec: how tensors are saved: "quant", "quant+zvc", "error-bounded" or "jpeg" (docs/codecs.md).
+        by_channel: whether channels of samples have bits of their own.
+        interval: steps from one observation to the next. The first are after steps 1, 2, 4, 8 and so on.
+    """
+
+    kind = "error-bound"
+    shares_samples = adapts = chooses_activation_bits = True
+    bits_of_activations = MAX_BITS
+
+    e2: float = 0.5
+    window: str = "mean"
+    codec: str = "quant"
+    by_channel: bool = False
+    interval: int = 100
+
+    def __post_init__(self):
+        is_number = isinstance(self.e2, Real) and not isinstance(self.e2, bool)
+        if not is_number or not 0 < self.e2 < math.inf:
+            raise InputError(f"expected a finite number above 0 for e2, got {self.e2!r}")
+        self._replace(e2=float(self.e2))
+        if self.window not in WINDOWS:
+            raise InputError(f"expected {' or '.join(WINDOWS)} for window, got {self.window!r}")
+        if not isinstance(self.codec, str) or self.codec not in CODECS:
+            raise InputError(f"expected {', '.join(CODECS)} for a codec, got {self.codec!r}")
+        _check_flag(self.by_channel, "by_channel")
+        check_interval(self.interval)
+
+    @property
+    def initial_bits(self) -> int:
+        """The bits per element before the first observation."""
+        return MAX_BITS
+
+    def describe(self) -> str:
+        """Return how bits are chosen, in words for the report."""
+        unit = "channels of samples" if self.by_channel else "samples"
+        how = f"bits by layers and {unit}" if self.codec == CODECS[0] else f"the codec {self.codec}"
+        return (
+            f"{how}, from the {self.window} of the last ten observations, one {_every(self.interval)}; "
+            f"{MAX_BITS} bits before the first, as this report shows; controller.bounds shows later ones"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class PreActivationBits(BitConfig):
+    """Norms save their normalized input in fixed point, and layers after them restore their own inputs from it (BLPA).
+
+    A ReLU or LeakyReLU after a batch or layer norm has its exact gradient from that tensor, and linear layers and
+    convolutions after either restore their inputs from it, whatever their own bits are: one tensor a block in place of
+    three (docs/preactivation.md). Other layers have `bits` too.
+
+    Attributes:
+        bits: a whole number from 1 to 8.
+    """
+
+    kind = "pre-activation"
+    fuses_norms = True
+
+    bits: int = 4
+
+    def __post_init__(self):
+        self._replace(bits=plain_number(self.bits))
+        check_bits(self.bits)
+
+    @property
+    def initial_bits(self) -> int:
+        """The bits per element."""
+        return self.bits
+
+
+@dataclass(frozen=True, repr=False)
+class Level(BitConfig):
+    """A preset: one of the levels of ActNN, Table 2.
+
+    "L0" compresses nothing, "L1" quantizes inputs of convolutions only, "L2" is FixedBits, "L2.5" SampleBits, "L3"
+    AdaptiveBits, "L4" AdaptiveBits with HostOffload(), and "L5" the same with expandable segments.
+
+    Attributes:
+        name: the name of the level.
+        bits: a number from 1 to 8, whole at L1 and L2; None: 4. None is the only value at L0.
+    """
+
+    kind = "level"
+
+    name: str
+    bits: float | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or self.name not in LEVELS:
+            raise InputError(f"expected one of {', '.join(LEVELS)} for a level, got {self.name!r}")
+        self._replace(bits=plain_number(self.bits))
+        if self.name == "L0" and self.bits is not None:
+            raise InputError("expected no bits at level L0, which compresses nothing")
+        _ = self.config
+
+    @property
+    def config(self) -> BitConfig | None:
+        """The configuration that the level stands for; None at L0."""
+        if self.name == "L0":
+            return None
+        classes = {"L1": FixedBits, "L2": FixedBits, "L2.5": SampleBits}
+        cls = classes.get(self.name, AdaptiveBits)
+        return cls() if self.bits is None else cls(self.bits)
+
+    @property
+    def convolutions_only(self) -> bool:
+        """Whether only modules that are convolutions are converted."""
+        return self.name == "L1"
+
+    @property
+    def offload(self) -> HostOffload | None:
+        """The offload that the level includes."""
+        return HostOffload(self.name == "L5") if self.name in ("L4", "L5") else None
+
+    @property
+    def initial_bits(self) -> float:
+        """The bits of the configuration that the level stands for."""
+        return FixedBits.bits if self.config is None else self.config.initial_bits
+
+    def describe(self) -> str:
+        """Return how bits are chosen, in words for the report."""
+        return "" if self.config is None else self.config.describe()
+
+
+def as_config(bits) -> BitConfig:
+    """Return what the argument `bits` of `compress_` stands for.
+
+    Args:
+        bits: a BitConfig; a whole number for FixedBits; another number for AdaptiveBits; None for FixedBits().
+
+    Raises:
+        InputError: `bits` is anything else, or a number outside 1 to 8.
+    """
+    if bits is None:
+        return FixedBits()
+    if isinstance(bits, BitConfig):
+        return bits
+    bits = plain_number(bits)
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or bits != bits:
+        raise InputError(
+            "bits: expected a number from 1 to 8, or a configuration such as fewbit.AdaptiveBits(1.75), "
+            f"got {bits!r}"
+        )
+    check_average(bits)
+    return FixedBits(bits) if isinstance(bits, int) else AdaptiveBits(bits)
+
+
+def _adapted(average: float | None, interval: int) -> str:
+    bits = "bits" if average is None else f"{average:.4g} bits on average,"
+    return f"{bits} shared between samples and layers, adapted {_every(interval)}"
+
+
+def _every(interval: int) -> str:
+    return "every step" if interval == 1 else f"every {interval} steps"
+
+
+def _byte_count(size) -> int:
+    """Return the bytes of a number of bytes, or of a size such as "6 GiB". Raise InputError for anything else."""
+    if isinstance(size, str):
+        try:
+            return parse_size(size)
+        except FewbitError:
+            number = None
+    else:
+        number = plain_number(size)
+    if not isinstance(number, int) or isinstance(number, bool) or number <= 0:
+        raise InputError(
+            f"budget: expected bytes, or a size such as '6 GiB' (powers of 1024), got {size!r}"
+        )
+    return number
+
+
+# -- Layers and memory ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class LayerSettings(_Config):
+    """Settings of layers: of the whole model, or of the modules that a glob in `overrides` matches.
+
+    None means: as usual for the model, or as for the rest of the model in `overrides`.
+
+    Attributes:
+        bits: of quantized inputs, in `overrides` only; a policy does not change bits that are given here.
+        activation_bits: of few-bit activations, 1 to 8 (usually 3; activations whose derivative has two values have 1
+            bit, which is exact).
+        attention_bits: of q, k and v (usually `bits`, and at least 4 if bits are fixed; docs/decisions/0008).
+        group_size: features that share a minimum and a range, a multiple of 32 (usually 256).
+        min_dtype: the dtype of groups' minimums: "auto", "bfloat16" or "float32" (docs/quantizer.md).
+        copies: 2 makes norms save two independent copies, so that their gradient has no bias (usually 1).
+        functional: whether functions of torch and torch.nn.functional that a forward calls are compressed while the
+            model trains in eager mode, such as F.gelu and F.scaled_dot_product_attention (usually True).
+    """
+
+    bits: float | None = None
+    activation_bits: int | None = None
+    attention_bits: float | None = None
+    group_size: int | None = None
+    min_dtype: str | None = None
+    copies: int | None = None
+    functional: bool | None = None
+
+    def __post_init__(self):
+        for name in ("bits", "activation_bits", "attention_bits"):
+            self._replace(**{name: plain_number(getattr(self, name))})
+        if self.bits is not None:
+            check_average(self.bits)
+        if self.activation_bits is not None:
+            check_bits(self.activation_bits, "activation_bits")
+        if self.attention_bits is not None:
+            check_average(self.attention_bits, "attention_bits")
+        if self.group_size is not None:
+            check_group_size(self.group_size)
+        if self.min_dtype is not None:
+            check_min_dtype(self.min_dtype)
+        if self.copies is not None:
+            check_copies(self.copies)
+        if self.functional is not None:
+            _check_flag(self.functional, "functional")
+
+    @classmethod
+    def of(cls, change) -> LayerSettings | None:
+        """Return what a value of `overrides` stands for: None, LayerSettings, a mapping of its fields, or bits of everything.
+
+        Raises:
+            InputError: the value is anything else, or cannot be used.
+        """
+        if change is None or isinstance(change, cls):
+            return change
+        if isinstance(change, Mapping):
+            return cls.from_dict(change)
+        bits = plain_number(change)
+        if isinstance(bits, bool) or not isinstance(bits, int | float):
+            names = ", ".join(field.name for field in fields(cls))
+            raise InputError(
+                f"expected bits, fewbit.LayerSettings, a mapping of {names}, or None, got {change!r}"
+            )
+        return cls(bits, bits if isinstance(bits, int) else None, bits)
+
+
+@dataclass(frozen=True, repr=False)
+class HostOffload(_Config):
+    """Saved tensors on a GPU are in the host's memory between the forward and the backward pass (docs/offload.md).
+
+    Attributes:
+        expandable_segments: whether PyTorch's allocator also reserves the GPU's memory in expandable segments.
+    """
+
+    expandable_segments: bool = False
+
+    def __post_init__(self):
+        _check_flag(self.expandable_segments, "expandable_segments")

@@ -1,0 +1,90 @@
+"""The facts about a converted model that policies start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fewbit.convert import kinds
+from fewbit.convert.functions import ACTIVATIONS, QUANTIZED, bits_of_call, name_of_call
+from fewbit.convert.select import Selected
+from fewbit.convert.swap import is_converted, may_call, name_of_attention
+from fewbit.nn.base import Quantized
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The names of a model's layers, and which of their bits a policy chooses.
+
+    Attributes:
+        names: of all layers, functions and attention that may save quantized tensors.
+        channels: {name: number of channels} of layers whose input has channels in dimension 1.
+        chosen_activations: names of few-bit activations whose bits the policy chooses.
+        given_activations: {name: bits} of few-bit activations whose bits the user gave.
+        average: bits per element that the policy starts from.
+        budget: bytes that `average` was computed from; None if there is no budget.
+        elements: {(name, slot): number of elements} of the tensors that share the budget; None if there is no budget.
+    """
+
+    names: tuple[str, ...]
+    channels: Mapping[str, int]
+    chosen_activations: tuple[str, ...]
+    given_activations: Mapping[str, int]
+    average: float
+    budget: int | None = None
+    elements: Mapping[tuple[str, int], int] | None = field(default=None)
+
+
+def facts_of(
+    model: nn.Module,
+    selected: list[Selected],
+    average: float,
+    budget: int | None = None,
+    elements: Mapping[tuple[str, int], int] | None = None,
+) -> ModelFacts:
+    """Return the facts about a converted model; `average`, `budget` and `elements` as in `ModelFacts`."""
+    chosen, given = _activations(selected)
+    return ModelFacts(_names(model), _channels(model), chosen, given, average, budget, elements)
+
+
+def _names(model: nn.Module) -> tuple[str, ...]:
+    names = []
+    for path, _ in model.named_modules():
+        names += [path, name_of_attention(path)]
+        names += [name_of_call(path, function) for function in QUANTIZED]
+    return tuple(names)
+
+
+def _channels(model: nn.Module) -> dict[str, int]:
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Quantized):
+            for name in ("in_channels", "num_features", "num_channels"):
+                count = getattr(module, name, None)
+                if isinstance(count, int):
+                    found[path] = count
+    return found
+
+
+def _activations(selected: list[Selected]) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Return `chosen_activations` and `given_activations`, of modules and of functions that modules call."""
+    chosen, given = [], {}
+    for path, module, attribute, settings in selected:
+        if settings is None or attribute is not None:
+            continue
+        bits = {}
+        if kinds.is_activation(type(module)):
+            if is_converted(module):  # otherwise the user made it, with bits of its own
+                bits = {path: module.bits}
+        elif settings.functional and may_call(module):
+            bits = {
+                name_of_call(path, function): bits_of_call(function, settings.activation_bits)
+                for function in ACTIVATIONS
+            }
+        if settings.chooses_activation_bits:
+            chosen += bits
+        else:
+            given |= bits
+    return tuple(chosen), given

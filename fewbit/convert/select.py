@@ -1,0 +1,135 @@
+"""The modules of a model that `include`, `exclude` and `overrides` select."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+
+from fewbit.config import LayerSettings
+from fewbit.convert import kinds
+from fewbit.convert.settings import ResolvedSettings
+from fewbit.errors import InputError
+from fewbit.runtime.interop.module_calls import class_of
+
+Filter = str | Iterable[str] | Callable[[str, nn.Module], bool]
+"""Globs over dotted module paths, or a function (path, module) -> bool."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The arguments `include`, `exclude` and `overrides` of `compress_`."""
+
+    include: Filter = "*"
+    exclude: Filter = ()
+    overrides: Mapping[str, object] | None = None
+
+    def of(self, model: nn.Module, settings: ResolvedSettings) -> list[Selected]:
+        """Return every module of the model and every activation that a module holds as a function.
+
+        Args:
+            model: the model.
+            settings: those of modules for which no override says anything else.
+
+        Raises:
+            InputError: a glob matches no module, or an argument cannot be used.
+        """
+        found = _found(model)
+        included = _matches(found, self.include, "include")
+        excluded = _matches(found, self.exclude, "exclude")
+        own = _overridden(found, settings, {} if self.overrides is None else self.overrides)
+        return [
+            Selected(place.paths[0], place.module, place.attribute, settings if chosen else None)
+            for place, chosen, settings in zip(
+                found,
+                (a and not b for a, b in zip(included, excluded, strict=True)),
+                own,
+                strict=True,
+            )
+        ]
+
+
+class Selected(NamedTuple):
+    """One module and its settings.
+
+    Attributes:
+        path: its dotted path, "" for the model itself; the first one of a shared module.
+        module: the module, or the owner of an activation that is held as a function.
+        attribute: the owner's attribute that holds the function, else None.
+        settings: None if the module is excluded.
+    """
+
+    path: str
+    module: nn.Module
+    attribute: str | None
+    settings: ResolvedSettings | None
+
+
+def settings_by_module(selected: Iterable[Selected]) -> dict[int, ResolvedSettings | None]:
+    """Return {id(module): settings}."""
+    return {id(one.module): one.settings for one in selected if one.attribute is None}
+
+
+class _Place(NamedTuple):
+    paths: list[str]
+    module: nn.Module
+    attribute: str | None
+
+
+def _found(model: nn.Module) -> list[_Place]:
+    """Return a place for every module, and one for every activation that is held as a function."""
+    found = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        found.setdefault((id(module), None), _Place([], module, None)).paths.append(path)
+        attribute = kinds.FUNCTION_ATTRIBUTES.get(class_of(module))
+        if attribute is not None and getattr(module, attribute, None) in kinds.FUNCTIONS:
+            of_owner = found.setdefault((id(module), attribute), _Place([], module, attribute))
+            of_owner.paths.append(f"{path}.{attribute}".lstrip("."))
+    return list(found.values())
+
+
+def _matches(found: list[_Place], which: Filter, name: str) -> list[bool]:
+    if callable(which) and not isinstance(which, type):
+        return [any(which(path, place.module) for path in place.paths) for place in found]
+    globs = (which,) if isinstance(which, str) else which
+    if not isinstance(globs, Iterable) or isinstance(globs, type):
+        raise InputError(
+            f"{name}: expected a glob, a list of globs or a function (path, module) -> bool, "
+            f"got {which!r}"
+        )
+    result = [False] * len(found)
+    for glob in tuple(globs):
+        if not isinstance(glob, str):
+            raise InputError(f"{name}: expected a glob over dotted module paths, got {glob!r}")
+        of_glob = [any(_is_within(path, glob) for path in place.paths) for place in found]
+        if not any(of_glob):
+            raise InputError(f"{name}: expected a glob that matches a module, got {glob!r}")
+        result = [a or b for a, b in zip(result, of_glob, strict=True)]
+    return result
+
+
+def _is_within(path: str, glob: str) -> bool:
+    """Return whether the glob matches the path, or the path of a module around it."""
+    parts = path.split(".")
+    return any(fnmatchcase(".".join(parts[:n]), glob) for n in range(len(parts) + 1))
+
+
+def _overridden(found, settings, overrides) -> Iterator[ResolvedSettings | None]:
+    """Return the settings of each place; None if an override leaves it as it is."""
+    if not isinstance(overrides, Mapping):
+        raise InputError(f"overrides: expected a mapping of globs to settings, got {overrides!r}")
+    result = [settings] * len(found)
+    for glob, change in overrides.items():
+        if not isinstance(glob, str):
+            raise InputError(f"overrides: expected a glob over dotted module paths, got {glob!r}")
+        try:
+            change = LayerSettings.of(change)
+            own = None if change is None else settings.changed(change)
+        except InputError as error:
+            raise InputError(f"overrides[{glob!r}]: {error}") from None
+        matches = _matches(found, glob, "overrides")
+        result = [own if matched else now for now, matched in zip(result, matches, strict=True)]
+    return result

@@ -1,0 +1,142 @@
+"""The settings of one module: those of the configuration, of the model's layers and of overrides, resolved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from fewbit.config import (
+    GROUP_SIZE,
+    BitConfig,
+    LayerSettings,
+    check_average,
+    check_bits,
+)
+from fewbit.convert import kinds
+from fewbit.convert.functions import FunctionSettings
+from fewbit.errors import InputError
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.saved.session import Session
+
+ATTENTION_BITS = 4
+"""The fewest usual bits of q, k and v: their gradient goes through the exponential of their products, and with 2 bits is
+mostly noise (docs/decisions/0008)."""
+FAMILIES = (kinds.ACTIVATION, kinds.CONVOLUTION, kinds.LAYER, kinds.EXACT)
+
+
+@dataclass(frozen=True)
+class ResolvedSettings:
+    """The settings of one module.
+
+    Attributes:
+        bits: of quantized inputs; an average if `shares_samples`.
+        activation_bits: of few-bit activations.
+        attention_bits: of q, k and v; None: as many as `bits`, and at least ATTENTION_BITS if bits do not adapt.
+        group_size, min_dtype, copies, functional: as in `LayerSettings`.
+        fuses_norms, shares_samples: as in `BitConfig`.
+        adapts: a policy chooses the bits of the module's inputs.
+        chooses_activation_bits: a policy chooses the bits of the module, if it is an activation.
+        families: the families of `kinds` that are converted.
+    """
+
+    bits: float = 4
+    activation_bits: int = 3
+    attention_bits: float | None = None
+    group_size: int = GROUP_SIZE
+    min_dtype: str = "auto"
+    copies: int = 1
+    functional: bool = False
+    fuses_norms: bool = False
+    shares_samples: bool = False
+    adapts: bool = False
+    chooses_activation_bits: bool = False
+    families: tuple[str, ...] = FAMILIES
+
+    @property
+    def bits_of_attention(self) -> float:
+        """The bits of q, k and v."""
+        if self.attention_bits is not None:
+            return self.attention_bits
+        return self.bits if self.adapts else max(self.bits, ATTENTION_BITS)
+
+    def changed(self, change: LayerSettings) -> ResolvedSettings:
+        """Return the settings of a module for which an override says `change`.
+
+        Raises:
+            InputError: the change says an average although samples do not share bits, or two copies of fused norms.
+        """
+        given = {field.name: getattr(change, field.name) for field in fields(change)}
+        given = {name: value for name, value in given.items() if value is not None}
+        # No policy changes bits that were given.
+        adapts = self.adapts and "bits" not in given
+        chooses = self.chooses_activation_bits and "activation_bits" not in given
+        return replace(self, **given, adapts=adapts, chooses_activation_bits=chooses).checked()
+
+    def checked(self) -> ResolvedSettings:
+        """Return the settings. Raise InputError if the values exclude one another."""
+        check = check_average if self.shares_samples else check_bits
+        check(self.bits)
+        if self.attention_bits is not None:
+            check(self.attention_bits, "attention_bits")
+        if self.fuses_norms and self.copies != 1:
+            raise InputError(
+                f"expected copies=1 with PreActivationBits, got {self.copies}: two fixed-point copies would be alike"
+            )
+        return self
+
+    def quantizer(self, session: Session, name: str = "") -> Quantizer:
+        """Make the quantizer of a layer's inputs."""
+        return self._quantizer(self.bits, session, name, not self.adapts)
+
+    def attention_quantizer(self, session: Session, name: str = "") -> Quantizer:
+        """Make the quantizer of q, k and v."""
+        is_fixed = not self.adapts or self.attention_bits is not None
+        return self._quantizer(self.bits_of_attention, session, name, is_fixed)
+
+    def of_functions(self, session: Session) -> FunctionSettings:
+        """Make the settings of functions that a forward calls."""
+        quantizers = self.quantizer(session), self.attention_quantizer(session)
+        return FunctionSettings(quantizers[0], self.activation_bits, quantizers[1])
+
+    def _quantizer(self, bits, session, name, is_fixed) -> Quantizer:
+        # Compiled code, in which samples cannot share bits, uses the whole number below the average.
+        settings = math.floor(bits), self.group_size, self.min_dtype
+        return Quantizer(*settings, session, name, bits, is_fixed, self.fuses_norms)
+
+
+def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) -> ResolvedSettings:
+    """Return the settings of the modules of a model for which no override says anything else.
+
+    Args:
+        config: who chooses bits.
+        layers: settings that differ from the usual ones.
+
+    Raises:
+        InputError: `layers` is no LayerSettings, has `bits`, or excludes something of `config`.
+    """
+    if not isinstance(layers, LayerSettings | Mapping | None):
+        raise InputError(
+            f"layers: expected fewbit.LayerSettings, or a mapping of its fields, got {layers!r}"
+        )
+    try:
+        layers = LayerSettings.of({} if layers is None else layers)
+    except InputError as error:
+        raise InputError(f"layers: {error}") from None
+    if layers.bits is not None:
+        raise InputError(
+            f"layers: expected no bits, which are given by {config!r}, got bits={layers.bits!r}"
+        )
+    chooses = config.chooses_activation_bits and layers.activation_bits is None
+    usual = ResolvedSettings(
+        bits=config.initial_bits,
+        activation_bits=config.bits_of_activations,
+        functional=True,
+        fuses_norms=config.fuses_norms,
+        shares_samples=config.shares_samples,
+        adapts=config.adapts,
+    )
+    try:
+        return replace(usual.changed(layers), chooses_activation_bits=chooses)
+    except InputError as error:
+        raise InputError(f"layers: {error}") from None

@@ -1,0 +1,370 @@
+"""Conversion of a model in place, and back: module objects stay, their classes change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fewbit.convert import kinds, transformers_attention
+from fewbit.convert.functions import Calls
+from fewbit.convert.report import ConvertedModule, Report, SkippedModule
+from fewbit.convert.select import Selected, Selection, settings_by_module
+from fewbit.convert.settings import ResolvedSettings
+from fewbit.convert.undo import whole_or_not_at_all
+from fewbit.errors import InputError
+from fewbit.nn.base import Quantized
+from fewbit.nn.preactivation import PreActivation
+from fewbit.runtime.interop.bypass import Switch
+from fewbit.runtime.interop.module_calls import (
+    SESSION,
+    class_told,
+    rebased,
+    tell,
+    untell,
+    untold,
+)
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.saved.assignment import BitPolicy
+from fewbit.runtime.saved.session import PATH, Session
+
+_ORIGINAL = "_fewbit_original"
+_FUNCTIONS = "_fewbit_functions"
+
+
+@dataclass
+class Original:
+    """The class and the attributes that a module had before its conversion. It travels with copies and pickles of the module.
+
+    Attributes:
+        cls: the class.
+        becomes: the class that the conversion gave the module.
+        attributes: those that the conversion replaced.
+        added: names of those that it added.
+    """
+
+    cls: type
+    becomes: type
+    attributes: dict
+    added: tuple[str, ...]
+
+
+class Conversion(NamedTuple):
+    """The result of `convert`.
+
+    Attributes:
+        report: what was converted.
+        session: the session that the model's layers share.
+    """
+
+    report: Report
+    session: Session
+
+
+def convert(
+    model: nn.Module,
+    settings: ResolvedSettings,
+    selection: Selection | None = None,
+    before: Callable[[], None] = lambda: None,
+) -> Conversion:
+    """Convert the modules of a model, and the functions that its forward calls, with given settings.
+
+    An earlier conversion is undone first, so that the new settings hold alone; if `settings` are for activations alone, other
+    modules stay as they are.
+
+    Args:
+        model: the model, which changes in place.
+        settings: those of modules for which no override says anything else.
+        selection: the modules that are converted; all of them by default.
+        before: called when everything is checked and undone, before anything is converted.
+
+    Raises:
+        InputError: the model is not a module, or the selection cannot be used.
+    """
+    check_model(model)
+    selection = selection or Selection()
+    selected = selection.of(model, settings)
+    whole = settings.families != (kinds.ACTIVATION,)
+    if whole:
+        restore_(model)
+        selected = selection.of(model, settings)
+    before()
+    session = Session(variables=BitPolicy() if settings.shares_samples else None)
+    fused = {
+        id(child)
+        for module in model.modules()
+        if isinstance(module, PreActivation)
+        for child in module.children()
+    }
+    rows = [_convert(one, session, whole) for one in selected if id(one.module) not in fused]
+    if kinds.LAYER in settings.families:
+        rows += _convert_attention(model, selected, session)
+    if whole:
+        _switch_functions(model, settings, selected, session)
+        _attach(model, settings, selected, session)
+    converted = tuple(row for row in rows if isinstance(row, ConvertedModule))
+    skipped = tuple(row for row in rows if isinstance(row, SkippedModule))
+    return Conversion(Report(converted, skipped), session)
+
+
+@whole_or_not_at_all
+def restore_(model: nn.Module) -> None:
+    """Undo `compress_`: every converted module has its class back. Modules made as fewbit's own stay.
+
+    If a parametrization or fully_shard has subclassed the class of a converted module, that subclass is rebuilt on
+    the module's original class.
+
+    Args:
+        model: the model, which changes in place.
+
+    Raises:
+        InputError: the model is not a module, or the class of a converted module was changed in another way after the
+            conversion. The model stays unchanged.
+    """
+    check_model(model)
+    classes = {}
+    for path, module in model.named_modules():
+        original = vars(module).get(_ORIGINAL)
+        if original is not None:
+            classes[module] = _class_before(path or "the model", module, original)
+    transformers_attention.remove(model)
+    for module in list(model.modules()):
+        untell(module)
+        _remove_hooks(module)
+        original = vars(module).pop(_ORIGINAL, None)
+        if original is None and isinstance(module, Quantized) and not _is_private(module.quantizer):
+            module.quantizer.session = None  # the module was made as fewbit's own
+        if original is not None:
+            for name in original.added:
+                vars(module).pop(name, None)
+            vars(module).update(original.attributes)
+            module.__class__ = classes[module]
+        for name, function in vars(module).pop(_FUNCTIONS, {}).items():
+            delattr(module, name)
+            setattr(module, name, function)
+
+
+def check_model(model) -> None:
+    """Raise InputError if the model is not a module."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Return whether `convert` changed the class of the module."""
+    return _ORIGINAL in vars(module)
+
+
+def name_of_attention(path: str) -> str:
+    """Return the name of the tensors q, k and v that the module at a path saves."""
+    return f"{path}:attention"
+
+
+def may_call(module: nn.Module) -> bool:
+    """Return whether the module's forward may call modules, or functions that are not torch's or fewbit's."""
+    if next(module.children(), None) is not None:
+        return True
+    return not (kinds.is_fewbit(module) or type(module).__module__.startswith("torch.nn."))
+
+
+# -- One module ----------------------------------------------------------------------------------------------
+
+
+def _convert(
+    selected: Selected, session: Session, whole: bool
+) -> ConvertedModule | SkippedModule | None:
+    """Convert a module and return a row of the report; None if there is nothing to report of the module.
+
+    Args:
+        selected: the module and its settings.
+        session: that of the model.
+        whole: whether modules that are no activations are converted too.
+    """
+    path, module, attribute, settings = selected
+    if attribute is None and kinds.is_fewbit(module):
+        return _convert_again(selected, session, whole)
+    held = kinds.FUNCTIONS[getattr(module, attribute)]() if attribute else module
+    name = type(module).__name__ if attribute is None else getattr(module, attribute).__name__
+    kind = kinds.kind_of(held)
+    if kind is None:
+        reason = kinds.why_not(module) if whole or kinds.is_like_an_activation(module) else None
+        if reason and settings is not None and settings.functional and "subclass" in reason:
+            reason += "; functions that it calls are compressed"
+        return SkippedModule(path, name, reason) if reason else None
+    if settings is None:
+        return SkippedModule(path, name, "excluded")
+    if kind.family not in settings.families:
+        return None
+    reason = kinds.replaced(held)
+    if reason is not None:
+        return SkippedModule(path, name, reason)
+    if attribute is not None:
+        vars(module).setdefault(_FUNCTIONS, {})[attribute] = getattr(module, attribute)
+        # A function attribute is no submodule: it has to go before a module of its name can come.
+        delattr(module, attribute)
+        setattr(module, attribute, held.train(module.training))
+        name = f"{name} (function)"
+    _change_class(held, kind)
+    bits = _configure(path, held, kind.one_bit, settings, session)
+    return ConvertedModule(path, name, kinds.name_of(kind.becomes), bits)
+
+
+def _change_class(module: nn.Module, kind) -> None:
+    """Give a module the class of its kind, and note what it was."""
+    attributes = kind.attributes(module)
+    names = (*attributes, *_configured_attributes(kind.becomes))
+    replaced = {name: vars(module)[name] for name in names if name in vars(module)}
+    vars(module)[_ORIGINAL] = Original(type(module), kind.becomes, replaced, names)
+    vars(module).update(attributes)
+    module.__class__ = kind.becomes
+
+
+def _convert_again(
+    selected: Selected, session: Session, whole: bool
+) -> ConvertedModule | SkippedModule | None:
+    """Treat a module of fewbit's: one that the user made, or an activation that was converted earlier."""
+    path, module, _, settings = selected
+    if isinstance(module, Quantized):
+        if not whole:
+            return None
+        own, fuses = module.quantizer, settings is not None and settings.fuses_norms
+        module.quantizer = Quantizer(
+            own.bits, own.group_size, own.minimum, session, path, fuse=fuses
+        )
+    if isinstance(module, PreActivation):
+        reason = f"few-bit already: one tensor of {module.bits} bits an element"
+        return SkippedModule(path, type(module).__name__, reason)
+    original = vars(module).get(_ORIGINAL)
+    if original is None or settings is None:
+        return SkippedModule(path, type(module).__name__, f"few-bit already: {module!r}")
+    kind = kinds.of_class(original.cls)
+    bits = _configure(path, module, kind.one_bit, settings, session)
+    return ConvertedModule(path, original.cls.__name__, kinds.name_of(type(module)), bits)
+
+
+def _configured_attributes(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the attributes of a class of fewbit's that `_configure` sets."""
+    if issubclass(cls, Quantized):
+        return "quantizer", "copies", "attention_quantizer"
+    return ("bits", "table") if kinds.is_activation(cls) else ()
+
+
+def _configure(path, module, one_bit, settings, session) -> float | None:
+    """Set the attributes of a module of fewbit's. Return its bits; None if the module saves no codes."""
+    if isinstance(module, Quantized):
+        module.quantizer = settings.quantizer(session, path)
+        if hasattr(type(module), "copies"):
+            module.copies = settings.copies
+        if hasattr(type(module), "attention_quantizer"):
+            name = name_of_attention(path)
+            module.attention_quantizer = settings.attention_quantizer(session, name)
+        return settings.bits
+    if kinds.is_activation(type(module)):
+        module.bits, module.table = 1 if one_bit else settings.activation_bits, None
+        return module.bits
+    return None
+
+
+def _is_private(quantizer: Quantizer) -> bool:
+    """Return whether the quantizer belongs to a block that stays as it was made, whatever is around it."""
+    return quantizer.session is not None and quantizer.session.is_private
+
+
+def _class_before(path: str, module: nn.Module, original: Original) -> type[nn.Module]:
+    """Return the class that `restore_` gives a converted module. Raise InputError if it cannot be determined."""
+    cls = untold(module)
+    before = (
+        rebased(cls, original.becomes, original.cls) if issubclass(cls, original.becomes) else None
+    )
+    if before is None:
+        raise InputError(
+            f"{path}: expected the class that compress_ gave it, got {type(module).__name__}, which was put in its "
+            "place since; undo that first"
+        )
+    return before
+
+
+# -- The whole model -----------------------------------------------------------------------------------------
+
+
+def _convert_attention(
+    model: nn.Module, selected: Iterable[Selected], session: Session
+) -> list[ConvertedModule | SkippedModule]:
+    """Convert the attention of transformers' models, which no module of its own computes."""
+    own = settings_by_module(selected)
+
+    def quantizer(path, module):
+        settings = own.get(id(module))
+        if settings is None:
+            return None
+        return settings.attention_quantizer(session, name_of_attention(path))
+
+    reached, left = transformers_attention.install(model, quantizer)
+    rows = []
+    for path in reached:
+        module = model.get_submodule(path)
+        bits = quantizer(path, module).average
+        rows.append(ConvertedModule(path, type(module).__name__, "fewbit attention", bits))
+    rows += [SkippedModule(path, "attention", reason) for path, reason in left.items()]
+    return rows
+
+
+def _attach(model, settings: ResolvedSettings, selected: list[Selected], session: Session) -> None:
+    """Make the model's forwards run within the session."""
+    own = [one.settings for one in selected if one.settings is not None]
+    if settings.functional or any(each.functional for each in own):
+        session.contexts = (Calls(settings.of_functions(session)),)
+    elif not any(isinstance(module, Quantized) for module in model.modules()):
+        return
+    told = {}
+    for path, module in model.named_modules():
+        # Modules without a forward, like ModuleList, are never called.
+        if (module is model or may_call(module)) and not _is_scripted(module):
+            told[module] = path, class_told(module)
+        elif settings.shares_samples and kinds.is_activation(type(module)):
+            vars(module).update({PATH: path, SESSION: session})
+    for module, (path, cls) in told.items():
+        vars(module)[PATH] = path
+        tell(module, session, cls)
+
+
+def _switch_functions(model, settings, selected: list[Selected], session: Session) -> None:
+    """Keep functions exact that excluded modules call, and give those that other modules call the modules' own settings."""
+    own = settings_by_module(selected)
+    if all(each is settings for each in own.values()):
+        return
+    made = {}
+    for module in model.modules():
+        if id(module) not in own or _is_scripted(module):
+            continue  # the conversion made the module from a function
+        mine = own[id(module)]
+        if mine is None:
+            says = True
+        elif not may_call(module):
+            continue
+        elif not mine.functional:
+            says = True
+        elif mine is settings:
+            says = False
+        else:
+            says = made.setdefault(mine, mine.of_functions(session))
+        switch = Switch(says)
+        module.register_forward_pre_hook(switch.enter, prepend=True)
+        module.register_forward_hook(switch.leave, always_call=True)
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    """Return whether the module is a ScriptModule, which takes no hooks."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    vars(module).pop(PATH, None), vars(module).pop(SESSION, None)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), Switch):
+                del hooks[number]
+                module._forward_hooks_always_called.pop(number, None)

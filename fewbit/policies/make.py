@@ -1,0 +1,60 @@
+"""The policy of each configuration."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+from fewbit.config import (
+    AdaptiveBits,
+    BitConfig,
+    Budget,
+    ErrorBound,
+    FixedBits,
+    PreActivationBits,
+    SampleBits,
+)
+from fewbit.convert.model_facts import ModelFacts
+from fewbit.errors import InputError
+from fewbit.policies.adaptive import AdaptivePolicy
+from fewbit.policies.error_bound.policy import Bound, ErrorBoundPolicy
+from fewbit.runtime.saved.assignment import BitPolicy
+
+
+@singledispatch
+def make_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
+    """Return the policy that a configuration stands for; None if bits are fixed.
+
+    Register a function for a configuration class of your own with `make_policy.register`.
+
+    Args:
+        config: the configuration.
+        facts: those of the converted model.
+
+    Raises:
+        InputError: no function is registered for the class of the configuration.
+    """
+    raise InputError(
+        f"expected a configuration with a registered policy, got {config!r}; see make_policy.register"
+    )
+
+
+@make_policy.register
+def _(config: FixedBits | PreActivationBits, facts: ModelFacts) -> None:
+    return None
+
+
+@make_policy.register
+def _(config: SampleBits, facts: ModelFacts) -> BitPolicy:
+    return BitPolicy()
+
+
+@make_policy.register
+def _(config: AdaptiveBits | Budget, facts: ModelFacts) -> BitPolicy:
+    return AdaptivePolicy(facts.average, facts.names, config.interval, facts.elements, facts.budget)
+
+
+@make_policy.register
+def _(config: ErrorBound, facts: ModelFacts) -> BitPolicy:
+    bound = Bound(config.e2, config.window, config.codec, config.by_channel)
+    activations = facts.chosen_activations, facts.given_activations
+    return ErrorBoundPolicy(bound, facts.names, config.interval, facts.channels, *activations)

@@ -1,0 +1,187 @@
+"""Configuration objects: what they accept, how they print, and that they come back from plain values."""
+
+import dataclasses
+import inspect
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fewbit
+from fewbit import config
+from fewbit.config import as_config
+from fewbit.errors import InputError
+from fewbit.runtime.codecs import CODECS
+
+OBJECTS = [
+    fewbit.FixedBits(),
+    fewbit.FixedBits(2),
+    fewbit.SampleBits(1.75),
+    fewbit.AdaptiveBits(),
+    fewbit.AdaptiveBits(1.75, interval=1),
+    fewbit.Budget("6 GiB"),
+    fewbit.Budget(1000, interval=7),
+    fewbit.Budget("1.5 KB"),
+    fewbit.ErrorBound(),
+    fewbit.ErrorBound(1e-3, "max", "quant+zvc", True, 5),
+    fewbit.PreActivationBits(8),
+    *(fewbit.Level(name) for name in config.LEVELS),
+    fewbit.Level("L1", 2),
+    fewbit.Level("L5", 1.25),
+    fewbit.LayerSettings(),
+    fewbit.LayerSettings(2.5, 8, 4, 64, "float32", 2, False),
+    fewbit.HostOffload(),
+    fewbit.HostOffload(True),
+]
+
+
+@pytest.mark.parametrize("one", OBJECTS, ids=repr)
+def test_an_object_comes_back_from_its_repr_and_from_json(one):
+    assert eval(repr(one), {"fewbit": fewbit}) == one
+    values = json.loads(json.dumps(one.to_dict()))
+    base = fewbit.BitConfig if isinstance(one, fewbit.BitConfig) else type(one)
+    again = base.from_dict(values)
+    assert again == one and type(again) is type(one) and hash(again) == hash(one)
+
+
+@pytest.mark.parametrize("one", OBJECTS, ids=repr)
+def test_objects_cannot_be_changed(one):
+    name = dataclasses.fields(one)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(one, name, 3)
+
+
+@pytest.mark.parametrize(
+    ("one", "text"),
+    [
+        (fewbit.AdaptiveBits(1.75), "fewbit.AdaptiveBits(1.75)"),
+        (fewbit.AdaptiveBits(2.0, interval=5), "fewbit.AdaptiveBits(2, interval=5)"),
+        (fewbit.ErrorBound(window="max"), "fewbit.ErrorBound(0.5, window='max')"),
+        (fewbit.Budget(3 * 2**20), "fewbit.Budget('3 MB')"),
+        (fewbit.Budget(1001), "fewbit.Budget(1001)"),
+        (fewbit.LayerSettings(copies=2), "fewbit.LayerSettings(copies=2)"),
+        (fewbit.Level("L3"), "fewbit.Level('L3')"),
+    ],
+)
+def test_a_repr_leaves_out_what_is_usual(one, text):
+    assert repr(one) == text
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, fewbit.FixedBits(4)),
+        (2, fewbit.FixedBits(2)),
+        (2.0, fewbit.FixedBits(2)),
+        (np.int64(3), fewbit.FixedBits(3)),
+        (np.float32(1.5), fewbit.AdaptiveBits(1.5)),
+        (1.75, fewbit.AdaptiveBits(1.75)),
+        (fewbit.ErrorBound(), fewbit.ErrorBound()),
+    ],
+)
+def test_numbers_stand_for_configurations(given, expected):
+    assert as_config(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: as_config("2"), "a configuration such as fewbit.AdaptiveBits(1.75), got '2'"),
+        (lambda: as_config(True), "bits: expected a number from 1 to 8, or a configuration"),
+        (lambda: as_config(float("nan")), "bits: expected a number from 1 to 8, or a configuration"),
+        (lambda: as_config(fewbit.FixedBits), "bits: expected a number from 1 to 8, or a configuration"),
+        (lambda: as_config(9), "expected a number from 1 to 8 for bits, got 9"),
+        (lambda: fewbit.FixedBits(2.5), "fewbit.AdaptiveBits(2.5) and fewbit.SampleBits(2.5) take averages"),
+        (lambda: fewbit.FixedBits(0), "expected a whole number from 1 to 8 for bits, got 0"),
+        (lambda: fewbit.FixedBits(True), "expected a whole number from 1 to 8 for bits, got True"),
+        (lambda: fewbit.SampleBits(9.5), "expected a number from 1 to 8 for average, got 9.5"),
+        (lambda: fewbit.AdaptiveBits(0), "expected a number from 1 to 8 for average, got 0"),
+        (lambda: fewbit.AdaptiveBits(2, 0), "expected a positive whole number for interval, got 0"),
+        (lambda: fewbit.AdaptiveBits(2, 1.5), "expected a positive whole number for interval, got 1.5"),
+        (lambda: fewbit.Budget("6 apples"), "budget: expected bytes, or a size such as '6 GiB'"),
+        (lambda: fewbit.Budget(0), "budget: expected bytes, or a size such as '6 GiB'"),
+        (lambda: fewbit.Budget(True), "budget: expected bytes, or a size such as '6 GiB'"),
+        (lambda: fewbit.ErrorBound(0), "expected a finite number above 0 for e2, got 0"),
+        (lambda: fewbit.ErrorBound(float("inf")), "expected a finite number above 0 for e2, got inf"),
+        (lambda: fewbit.ErrorBound("0.5"), "expected a finite number above 0 for e2, got '0.5'"),
+        (lambda: fewbit.ErrorBound(window="median"), "expected mean or max for window, got 'median'"),
+        (lambda: fewbit.ErrorBound(codec="zip"), "expected quant, quant+zvc, error-bounded, jpeg for a codec, got 'zip'"),
+        (lambda: fewbit.ErrorBound(codec=["quant"]), "expected quant, quant+zvc, error-bounded, jpeg for a codec"),
+        (lambda: fewbit.ErrorBound(by_channel=1), "expected True or False for by_channel, got 1"),
+        (lambda: fewbit.PreActivationBits(1.5), "expected a whole number from 1 to 8 for bits, got 1.5"),
+        (lambda: fewbit.Level("L9"), "expected one of L0, L1, L2, L2.5, L3, L4, L5 for a level, got 'L9'"),
+        (lambda: fewbit.Level(3), "expected one of L0, L1, L2, L2.5, L3, L4, L5 for a level, got 3"),
+        (lambda: fewbit.Level("L0", 2), "expected no bits at level L0"),
+        (lambda: fewbit.Level("L2", 1.75), "expected a whole number for FixedBits, got 1.75"),
+        (lambda: fewbit.LayerSettings(bits=9), "expected a number from 1 to 8 for bits, got 9"),
+        (lambda: fewbit.LayerSettings(group_size=33), "expected a multiple of 32 from 32 to 65536"),
+        (lambda: fewbit.LayerSettings(min_dtype="int8"), "expected auto, bfloat16 or float32 for min_dtype"),
+        (lambda: fewbit.LayerSettings(copies=3), "expected 1 or 2 for copies, got 3"),
+        (lambda: fewbit.LayerSettings(functional="yes"), "expected True or False for functional, got 'yes'"),
+        (lambda: fewbit.HostOffload(1), "expected True or False for expandable_segments, got 1"),
+        (lambda: fewbit.BitConfig.from_dict({"kind": "none"}), "expected a kind out of fixed, samples, adaptive"),
+        (lambda: fewbit.BitConfig.from_dict({"kind": ["fixed"]}), "expected a kind out of fixed, samples, adaptive"),
+        (lambda: fewbit.BitConfig.from_dict([]), "expected a kind out of fixed, samples, adaptive"),
+        (lambda: fewbit.BitConfig.from_dict({"kind": "fixed", "bit": 2}), "expected bits for FixedBits, got 'bit'"),
+        (lambda: fewbit.BitConfig.from_dict({"kind": "budget"}), "expected a value of bytes for Budget, got none"),
+        (lambda: fewbit.LayerSettings.from_dict(3), "expected a mapping of the fields of LayerSettings, got int"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be_used(make, message):
+    with pytest.raises(InputError) as error:
+        make()
+    assert message in str(error.value)
+
+
+def test_names_of_codecs_are_those_of_the_registry():
+    assert tuple(CODECS) == config.CODECS
+
+
+def test_compress_takes_few_arguments():
+    assert len(inspect.signature(fewbit.compress_).parameters) <= 9
+
+
+def test_a_level_and_its_configuration_convert_alike():
+    def saved(bits, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        x = torch.randn(32, 64)
+        controller = fewbit.compress_(model, bits, **options, verbose=False)
+        torch.manual_seed(1)
+        model(x).square().sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        return controller, fewbit.saved_bytes(model, x).total, gradients
+
+    for level, bits, options in (
+        (fewbit.Level("L2", 2), 2, {}),
+        (fewbit.Level("L2.5", 1.75), fewbit.SampleBits(1.75), {}),
+        (fewbit.Level("L3", 1.75), 1.75, {}),
+        (fewbit.Level("L4", 2), fewbit.AdaptiveBits(2), {"offload": fewbit.HostOffload()}),
+    ):
+        (a, bytes_a, gradients_a), (b, bytes_b, gradients_b) = saved(level), saved(bits, **options)
+        assert bytes_a == bytes_b and all(map(torch.equal, gradients_a, gradients_b))
+        assert (a.offload is None) == (b.offload is None)
+        assert a.config == level and b.config == as_config(bits)
+
+
+def test_functions_of_single_modules():
+    """`functional` in overrides, both ways."""
+
+    class Calls(nn.Module):
+        def forward(self, x):
+            return nn.functional.gelu(x * 1.0)
+
+    x = torch.randn(32, 64)
+
+    def codes(**options):
+        model = nn.Sequential(Calls(), Calls())
+        fewbit.compress_(model, **options, verbose=False)
+        return fewbit.saved_bytes(model, x.clone().requires_grad_()).by_kind().get("packed", 0)
+
+    everywhere, off = codes(), {"functional": False}
+    assert everywhere > 0
+    assert codes(overrides={"0": off}) == codes(exclude="0") == everywhere // 2
+    assert codes(layers=off) == 0
+    assert codes(layers=off, overrides={"0": {"functional": True}}) == everywhere // 2

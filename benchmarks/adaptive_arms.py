@@ -107,7 +107,7 @@ def rounded(x: Tensor, bits: int, generator: torch.Generator) -> tuple[Tensor, T
 
 def of_functions(controller) -> FunctionSettings:
     """What functions keep that the model's modules call."""
-    return next(c.settings for c in controller.session.contexts if isinstance(c, Calls))
+    return next(c.settings for c in controller.context.contexts if isinstance(c, Calls))
 
 
 def use_one_range(controller) -> None:

@@ -32,7 +32,7 @@ from fewbit.runtime.format.groups import WIDE
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.interrupts import afterwards, leaves_nothing
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.saved import session as sharing
+from fewbit.runtime.saved.context import measuring
 
 STATE = (
     "parameter",
@@ -193,7 +193,7 @@ def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
     recorder = _Recorder(_Place("", _type_name(model), _is_fewbit(model)))
     with ExitStack() as stack:
         stack.enter_context(unchanged(modules, tensors))
-        stack.enter_context(sharing.measuring())
+        stack.enter_context(measuring())
         stack.enter_context(recorder.watching({} if compiled else modules))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

@@ -44,7 +44,8 @@ from fewbit.runtime.codecs import check_codec
 from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.bypass import Switch
 from fewbit.runtime.interop.module_calls import (
-    SESSION,
+    GUARD,
+    PATH,
     class_of,
     class_told,
     rebased,
@@ -54,8 +55,9 @@ from fewbit.runtime.interop.module_calls import (
 )
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.assignment import MOST, BitPolicy
+from fewbit.runtime.saved.calls import CallGuard
+from fewbit.runtime.saved.context import ForwardContext, measuring
 from fewbit.runtime.saved.offload import Offload
-from fewbit.runtime.saved.session import PATH, Session, measuring
 
 LEVELS = ("L0", "L1", "L2", "L2.5", "L3", "L4", "L5")
 MIXED, ADAPTING, OFFLOADING = LEVELS[3:], LEVELS[4:], LEVELS[5:]
@@ -104,9 +106,9 @@ class Settings:
         check_copies(self.copies)
         return self
 
-    def quantizer(self, session: Session, name: str = "") -> Quantizer:
+    def quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
         """For the inputs of layers."""
-        return self._quantizer(self.bits, session, name, not self.adapts)
+        return self._quantizer(self.bits, context, name, not self.adapts)
 
     @property
     def bits_of_attention(self) -> float:
@@ -115,20 +117,20 @@ class Settings:
             return self.attention_bits
         return self.bits if self.adapts else max(self.bits, ATTENTION_BITS)
 
-    def of_functions(self, session: Session) -> FunctionSettings:
+    def of_functions(self, context: ForwardContext) -> FunctionSettings:
         """For functions that a forward calls."""
-        quantizers = self.quantizer(session), self.attention_quantizer(session)
+        quantizers = self.quantizer(context), self.attention_quantizer(context)
         return FunctionSettings(quantizers[0], self.activation_bits, quantizers[1])
 
-    def attention_quantizer(self, session: Session, name: str = "") -> Quantizer:
+    def attention_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
         """For q, k and v."""
         is_fixed = not self.adapts or self.attention_bits is not None
-        return self._quantizer(self.bits_of_attention, session, name, is_fixed)
+        return self._quantizer(self.bits_of_attention, context, name, is_fixed)
 
-    def _quantizer(self, bits, session, name, is_fixed) -> Quantizer:
+    def _quantizer(self, bits, context, name, is_fixed) -> Quantizer:
         # Where samples share bits, what cannot (compiled parts) keeps the whole ones.
         settings = math.floor(bits), self.group_size, self.minimum
-        return Quantizer(*settings, session, name, bits, is_fixed, self.fuse is not None)
+        return Quantizer(*settings, context, name, bits, is_fixed, self.fuse is not None)
 
 
 @dataclass
@@ -236,7 +238,7 @@ def compress_(
     _check_fuse(fuse, level, settings)
     if settings is None:
         restore_(model)
-        return _reported(model, Report((), ()), Session(), level, verbose)
+        return _reported(model, Report((), ()), ForwardContext(), level, verbose)
     before = {}
     if sample is not None:
         _by_op(model, sample)  # what the model cannot take is found while nothing is changed
@@ -255,10 +257,10 @@ def compress_(
     if bound is not None:
         taking_part = _bounded_activations(model, settings, selection)
         own = bound, _names(model), interval, _channels(model), *taking_part
-        controller.session.variables = ErrorBoundPolicy(*own)
+        controller.context.policy = ErrorBoundPolicy(*own)
     elif settings.adapts:
         adaptation = AdaptivePolicy(settings.bits, _names(model), interval, elements, budget)
-        controller.session.variables = adaptation
+        controller.context.policy = adaptation
     how = _of_level(level, settings, interval) if bound is None else _of_bound(bound, interval)
     notes, allocator = [how], None
     if settings.fuse is not None:
@@ -268,7 +270,7 @@ def compress_(
         if settings.bits == MOST:
             notes[-1] += f", more than {MOST} bits an element, the most that there are, need"
     if level in OFFLOADING:
-        controller.session.contexts += (Offload(),)
+        controller.context.contexts += (Offload(),)
     if level == "L5":
         allocator = use_expandable_segments()
         notes.append(str(allocator))
@@ -285,7 +287,7 @@ def compress_(
         changes["converted"] = fused.shared(model, controller.report.converted, seen)
     report = replace(controller.report, **changes)
     policy = None if bound is None else POLICY
-    return _reported(model, report, controller.session, level, verbose, allocator, policy)
+    return _reported(model, report, controller.context, level, verbose, allocator, policy)
 
 
 @whole_or_not_at_all
@@ -308,7 +310,7 @@ def restore_(model: nn.Module) -> None:
         _remove_hooks(module)
         original = vars(module).pop(_ORIGINAL, None)
         if original is None and isinstance(module, Quantized) and not _is_private(module.quantizer):
-            module.quantizer.session = None  # made as fewbit's own
+            module.quantizer.context = None  # made as fewbit's own
         if original is not None:
             for name in original.added:
                 vars(module).pop(name, None)
@@ -350,7 +352,7 @@ def convert(
         restore_(model)
         found, chosen, each = _selected(model, settings, *selection)
     between()
-    session = Session(variables=BitPolicy() if settings.is_mixed else None)
+    context = ForwardContext(policy=BitPolicy() if settings.is_mixed else None)
     rows = []
     inside = {
         id(child)
@@ -361,15 +363,15 @@ def convert(
     for (paths, module, attribute), is_chosen, own in zip(found, chosen, each, strict=True):
         if id(module) in inside:
             continue
-        rows.append(_convert(paths[0], module, attribute, is_chosen, own, session, whole))
+        rows.append(_convert(paths[0], module, attribute, is_chosen, own, context, whole))
     if kinds.LAYER in settings.families:
-        rows += _convert_attention(model, found, chosen, each, session)
+        rows += _convert_attention(model, found, chosen, each, context)
     if whole:
-        _tell_apart(model, settings, found, chosen, each, session)
-        _attach(model, settings, session)
+        _tell_apart(model, settings, found, chosen, each, context)
+        _attach(model, settings, context)
     converted = tuple(row for row in rows if isinstance(row, ConvertedModule))
     left_alone = tuple(row for row in rows if isinstance(row, SkippedModule))
-    return Controller(model, Report(converted, left_alone), session)
+    return Controller(model, Report(converted, left_alone), context)
 
 
 def name_of_attention(path: str) -> str:
@@ -423,25 +425,25 @@ def _bounded_activations(model, settings, selection) -> tuple[list[str], dict[st
     return names, given
 
 
-def _attach(model, settings: Settings, session: Session) -> None:
-    """Tells the session of the model's forwards."""
+def _attach(model, settings: Settings, context: ForwardContext) -> None:
+    """Make the calls of the model's modules run within the context."""
     if settings.functional:
-        session.contexts = (Calls(settings.of_functions(session)),)
+        context.contexts = (Calls(settings.of_functions(context)),)
     elif not any(isinstance(each, Quantized) for each in model.modules()):
         return
-    told = {}
+    guard, told = CallGuard(context), {}
     for path, module in model.named_modules():
         # Of those without a forward, like ModuleList, they are never called.
         if (module is model or _may_call(module)) and not _is_scripted(module):
             told[module] = path, class_told(module)
         elif settings.is_mixed and kinds.is_activation(type(module)):
-            vars(module).update({PATH: path, SESSION: session})
+            vars(module).update({PATH: path, GUARD: guard})
     for module, (path, cls) in told.items():
         vars(module)[PATH] = path
-        tell(module, session, cls)
+        tell(module, guard, cls)
 
 
-def _tell_apart(model, settings, found, chosen, each, session) -> None:
+def _tell_apart(model, settings, found, chosen, each, context) -> None:
     """Keeps functions exact that excluded modules call, and gives those of others their own settings."""
     own = {
         id(module): settings if is_chosen else None
@@ -462,7 +464,7 @@ def _tell_apart(model, settings, found, chosen, each, session) -> None:
         elif mine is settings:
             says = False
         else:
-            says = made.setdefault(mine, mine.of_functions(session))
+            says = made.setdefault(mine, mine.of_functions(context))
         switch = Switch(says)
         module.register_forward_pre_hook(switch.enter, prepend=True)
         module.register_forward_hook(switch.leave, always_call=True)
@@ -607,12 +609,12 @@ def _check_fuse(fuse, level, settings) -> None:
         )
 
 
-def _reported(model, report, session, level, verbose, allocator=None, policy=None) -> Controller:
+def _reported(model, report, context, level, verbose, allocator=None, policy=None) -> Controller:
     if verbose:
         from rich.console import Console
 
         Console().print(report)
-    return Controller(model, report, session, allocator, level, policy)
+    return Controller(model, report, context, allocator, level, policy)
 
 
 def _check_sample(sample) -> None:
@@ -746,12 +748,12 @@ def _changed(settings, change) -> Settings:
 
 
 def _convert(
-    path, module, attribute, chosen, settings, session, whole
+    path, module, attribute, chosen, settings, context, whole
 ) -> ConvertedModule | SkippedModule | None:
     """Converts a module, or says why not; None for modules that there is nothing to say of."""
     name = type(module).__name__ if attribute is None else getattr(module, attribute).__name__
     if attribute is None and kinds.is_fewbit(module):
-        return _again(path, module, chosen, settings, session, whole)
+        return _again(path, module, chosen, settings, context, whole)
     held = kinds.FUNCTIONS[getattr(module, attribute)]() if attribute else module
     kind = kinds.kind_of(held)
     if kind is None:
@@ -778,12 +780,12 @@ def _convert(
     vars(held)[_ORIGINAL] = Original(type(held), kind.becomes, replaced, names)
     vars(held).update(attributes)
     held.__class__ = kind.becomes
-    bits = _configure(path, held, kind.one_bit, settings, session)
+    bits = _configure(path, held, kind.one_bit, settings, context)
     return ConvertedModule(path, name, kinds.name_of(kind.becomes), bits)
 
 
 def _convert_attention(
-    model, found, chosen, each, session
+    model, found, chosen, each, context
 ) -> list[ConvertedModule | SkippedModule]:
     """Attention of transformers' models, which no module of its own computes."""
     own = {
@@ -796,7 +798,7 @@ def _convert_attention(
         settings = own.get(id(module))
         if settings is None:
             return None
-        return settings.attention_quantizer(session, name_of_attention(path))
+        return settings.attention_quantizer(context, name_of_attention(path))
 
     reached, left = transformers_attention.install(model, quantizer)
     rows = []
@@ -810,7 +812,7 @@ def _convert_attention(
 
 
 def _again(
-    path, module, chosen, settings, session, whole
+    path, module, chosen, settings, context, whole
 ) -> ConvertedModule | SkippedModule | None:
     """A module that is few-bit already: made so by hand, or an activation converted earlier."""
     if isinstance(module, Quantized):
@@ -818,7 +820,7 @@ def _again(
             return None
         own = module.quantizer
         rest = {"fuse": settings is not None and settings.fuse is not None}
-        module.quantizer = Quantizer(own.bits, own.group_size, own.minimum, session, path, **rest)
+        module.quantizer = Quantizer(own.bits, own.group_size, own.minimum, context, path, **rest)
     if isinstance(module, PreActivation):
         reason = f"few-bit already: one tensor of {module.bits} bits an element"
         return SkippedModule(path, type(module).__name__, reason)
@@ -826,13 +828,13 @@ def _again(
     if original is None or not chosen or settings is None:
         return SkippedModule(path, name, f"few-bit already: {module!r}")
     kind = kinds.of_class(original.cls)
-    bits = _configure(path, module, kind.one_bit, settings, session)
+    bits = _configure(path, module, kind.one_bit, settings, context)
     return ConvertedModule(path, original.cls.__name__, kinds.name_of(type(module)), bits)
 
 
 def _is_private(quantizer: Quantizer) -> bool:
     """Whether it is that of a block which stays as it was made, whatever is around it."""
-    return quantizer.session is not None and quantizer.session.is_private
+    return quantizer.context is not None and quantizer.context.is_private
 
 
 def _settings_of(cls) -> tuple[str, ...]:
@@ -842,14 +844,14 @@ def _settings_of(cls) -> tuple[str, ...]:
     return ("bits", "table") if kinds.is_activation(cls) else ()
 
 
-def _configure(path, module, one_bit, settings, session) -> float | None:
+def _configure(path, module, one_bit, settings, context) -> float | None:
     if isinstance(module, Quantized):
-        module.quantizer = settings.quantizer(session, path)
+        module.quantizer = settings.quantizer(context, path)
         if hasattr(type(module), "copies"):
             module.copies = settings.copies
         if hasattr(type(module), "attention_quantizer"):
             module.attention_quantizer = settings.attention_quantizer(
-                session, name_of_attention(path)
+                context, name_of_attention(path)
             )
         return settings.bits
     if kinds.is_activation(type(module)):
@@ -859,7 +861,7 @@ def _configure(path, module, one_bit, settings, session) -> float | None:
 
 
 def _remove_hooks(module) -> None:
-    vars(module).pop(PATH, None), vars(module).pop(SESSION, None)
+    vars(module).pop(PATH, None), vars(module).pop(GUARD, None)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in list(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), Switch):

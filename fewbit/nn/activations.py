@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from fewbit import functional as F
 from fewbit.nn.guarded import Guarded
 from fewbit.runtime.activations.tables import check_choice
-from fewbit.runtime.interop.module_calls import SESSION
-from fewbit.runtime.saved.session import PATH
+from fewbit.runtime.interop.module_calls import GUARD, PATH
 from fewbit.table import Table
 
 __all__ = [
@@ -68,13 +67,13 @@ class _FewBit(Guarded):
     def _run(self, function, input, *arguments):
         """function(input, *arguments), with what this module keeps; in a converted model it is known by its path there."""
         settings = {"bits": self._kept_bits, "table": self.table}
-        session = None if torch.compiler.is_compiling() else vars(self).get(SESSION)
-        if session is None or session.variables is None or not self.training:
+        guard = None if torch.compiler.is_compiling() else vars(self).get(GUARD)
+        if guard is None or guard.context.policy is None or not self.training:
             return function(input, *arguments, **settings)
-        path = vars(self)[PATH]
+        context, path = guard.context, vars(self)[PATH]
         if self.table is None:
-            settings["bits"] = session.activation_bits(path, self.bits, input)
-        with session.activation(path):
+            settings["bits"] = context.activation_bits(path, self.bits, input)
+        with context.activation(path):
             return function(input, *arguments, **settings)
 
     def extra_repr(self) -> str:

@@ -9,9 +9,9 @@ from fewbit.errors import FewbitError, InputError
 from fewbit.runtime.activations.tables import plain_number
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import words_of_total
+from fewbit.runtime.interop.checkpoint import in_checkpoint
 from fewbit.runtime.saved.assignment import LEAST, MOST
 from fewbit.runtime.saved.probe import SPREAD
-from fewbit.runtime.saved.session import in_checkpoint
 from fewbit.sizes import parse_size
 
 _SLACK = 4 * words_of_total(32, 1) + SPREAD

@@ -22,7 +22,8 @@ from fewbit.functional.attention import How, attention, scaled_dot_product_atten
 from fewbit.nn.attention import MultiheadAttention
 from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved.session import Session
+from fewbit.runtime.saved.calls import CallGuard
+from fewbit.runtime.saved.context import ForwardContext
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torch.*",
@@ -318,9 +319,11 @@ def test_only_what_gradients_need(device):
 
 def test_a_tensor_in_three_roles_is_rounded_three_times(device):
     x, _, _ = inputs(device)
-    quantizer = Quantizer(4, session=Session())
+    quantizer = Quantizer(4, context=ForwardContext())
     attend = partial(scaled_dot_product_attention, quantizer=quantizer)
-    _, storages, _ = kept_by(lambda: quantizer.session.call(nn.Identity(), attend, (x, x, x)))
+    _, storages, _ = kept_by(
+        lambda: CallGuard(quantizer.context).call(nn.Identity(), attend, (x, x, x))
+    )
     assert sum(storages.values()) == 3 * quantized_bytes(x.shape, 4)
 
 
@@ -707,8 +710,8 @@ def test_module_kept_bytes(device, shared, need_weights, in_session):
     tensors = sequences(layer, shared, device=device)
     call = partial(layer, need_weights=need_weights)
     if in_session:
-        layer.quantizer = Quantizer(bits, session=Session())
-        call = partial(layer.quantizer.session.call, layer, call)
+        layer.quantizer = Quantizer(bits, context=ForwardContext())
+        call = partial(CallGuard(layer.quantizer.context).call, layer, call)
     (_, weights), storages, _ = kept_by(lambda: call(tensors) if in_session else call(*tensors))
     own = {x.untyped_storage()._cdata for x in layer.parameters()}
     found = sum(size for storage, size in storages.items() if storage not in own)

@@ -331,20 +331,21 @@ def test_exact_in_expectation(name, offset):
 
 @pytest.mark.usefixtures("one_thread")
 def test_one_input_twice_is_exact_in_expectation():
-    """The two copies of one input are rounded independently, in a session as well."""
-    from fewbit.runtime.saved.session import Session
+    """The two copies of one input are rounded independently, within a forward as well."""
+    from fewbit.runtime.saved.calls import CallGuard
+    from fewbit.runtime.saved.context import ForwardContext
 
     torch.manual_seed(0)
     theirs = nn.Bilinear(6, 6, 3).double()
     x = normal((20, 6), torch.float64, scale=1.0)
     weight = normal((20, 3), torch.float64, seed=6)
     (expected,) = torch.autograd.grad(theirs(x, x), theirs.weight, weight)
-    session = Session()
-    quantizer = Quantizer(2, session=session)
+    context = ForwardContext()
+    quantizer = Quantizer(2, context=context)
 
     def call():
         arguments = x, x, theirs.weight, theirs.bias
-        y = session.call(theirs, bilinear, arguments, {"quantizer": quantizer})
+        y = CallGuard(context).call(theirs, bilinear, arguments, {"quantizer": quantizer})
         return torch.autograd.grad(y, theirs.weight, weight)
 
     (mean,), (error,) = mean_gradient(call, [theirs.weight], 300)

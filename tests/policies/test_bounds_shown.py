@@ -288,7 +288,7 @@ def test_steps_go_on_as_they_would():
         model = Regions(True)
         controller = bounded(model, interval=1)
         if not tells:
-            controller.session.variables.unobserved = lambda name, why: None
+            controller.context.policy.unobserved = lambda name, why: None
         torch.manual_seed(1)
         steps(model, 4)
         found.append((controller.state_dict(), [each.grad for each in model.parameters()]))
@@ -421,7 +421,7 @@ def test_given_bits_of_activations_are_rows():
     other = bounded(free, interval=1)
     steps(free, 1)
     assert "act" not in other.bounds
-    assert controller.session.variables.activations.keys() == {":silu", ":relu"}
+    assert controller.context.policy.activations.keys() == {":silu", ":relu"}
 
 
 def test_given_bits_of_called_functions_are_rows():
@@ -438,7 +438,7 @@ def test_given_bits_change_no_others():
     for forgets in (False, True):
         model = Called()
         controller = bounded(model, activation_bits=4, interval=1)
-        guarantee = controller.session.variables
+        guarantee = controller.context.policy
         if forgets:
             guarantee._of_activations = frozenset()
         torch.manual_seed(3)

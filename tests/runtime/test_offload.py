@@ -305,7 +305,7 @@ def alive(storages):
 
 
 def test_memory_is_free_while_the_forward_goes_on(place, marked):
-    """Also that of copies that layers of a converted model share, which the session holds."""
+    """Also that of copies that layers of a converted model share, which the cache holds."""
     model, x = converted("mlp", place.device, activation_bits=1)
     around = place.offload(least=1, ahead=1)
     y = forward(model, x, around)
@@ -477,9 +477,9 @@ def test_within_the_session(place):
     model, x = converted("residual", place.device)
     exact = backward(model, forward(model, x))
     model, x = converted("residual", place.device)
-    session = next(m for m in model.modules() if isinstance(m, nn.Linear)).quantizer.session
+    context = next(m for m in model.modules() if isinstance(m, nn.Linear)).quantizer.context
     around = place.offload(least=1)
-    session.contexts = (around,)
+    context.contexts = (around,)
     y = forward(model, x)
     out = around.bytes_out
     assert out > 0 and not offload.is_active()
@@ -549,9 +549,9 @@ def test_checkpointed_regions_keep_to_themselves(place, use_reentrant):
     # (From its second forward on a model makes some copies in another pass, with other seeds.)
     backward(model, forward(model, x))
     exact = backward(model, forward(model, x))
-    session = model.first[0].quantizer.session
+    context = model.first[0].quantizer.context
     offload = place.offload(least=1)
-    contexts, session.contexts = session.contexts, (offload,)
+    contexts, context.contexts = context.contexts, (offload,)
     assert contexts
     y = forward(model, x)
     expected = sum(e.bytes for e in outside.entries if e.kind in KEPT)

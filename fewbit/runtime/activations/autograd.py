@@ -18,7 +18,7 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 from fewbit.runtime.saved import offload
-from fewbit.runtime.saved import session as sharing
+from fewbit.runtime.saved.context import current
 from fewbit.runtime.saved.probe import observed
 
 
@@ -30,15 +30,15 @@ class Activation(Function):
         seed = ops.new_seed(x) if encoding.unbiased else None
         ctx.stride = layout.dense_stride(x)
         ctx.encoding = encoding
-        session = sharing.current()
-        if session is not None:
-            observed_as = session.observed_activation(function, parameters)
+        context = current()
+        if context is not None:
+            observed_as = context.observed_activation(function, parameters)
             if observed_as is not None:
                 ctx.observed_as = observed_as
-        if session is None or inplace:
+        if context is None or inplace:
             y, packed = ops.activation(x, function, parameters, encoding, seed, inplace)
         else:
-            y, packed = _in_session(session, x, function, parameters, encoding, seed)
+            y, packed = _in_context(context, x, function, parameters, encoding, seed)
         if inplace:
             ctx.mark_dirty(x)
         offload.mark(packed)
@@ -65,16 +65,16 @@ class Activation(Function):
         return super(Function, cls).apply(*arguments)
 
 
-def _in_session(session, x, *arguments):
+def _in_context(context, x, *arguments):
     """f(x) and packed codes; if a layer will keep f(x), its copy is made in the same pass."""
-    quantizer = session.follower(x) if x.is_contiguous() else None
+    quantizer = context.cache.consumer_quantizer(x) if x.is_contiguous() else None
     made = quantizer and ops.activation_quantized(x, *arguments, quantizer)
     if not made:
         y, packed = ops.activation(x, *arguments, False)
-        session.produced(x, y)
+        context.cache.record_output(x, y)
         return y, packed
     y, packed, kept = made
-    session.produced(x, y, quantizer, kept)
+    context.cache.record_output(x, y, quantizer, kept)
     return y, packed
 
 

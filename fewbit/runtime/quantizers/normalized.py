@@ -51,7 +51,7 @@ class Affine(NamedTuple):
 
 def offer(quantizer, y, kept: SavedTensors, weight, bias, channels=None) -> None:
     """Layers of the same model that are about to keep y find what the norm has kept."""
-    if quantizer.session is None or kept.one is not None:
+    if quantizer.context is None or kept.one is not None:
         return
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # Where parameters are sharded the norm's may be gone when the layer after it runs backward.
@@ -60,7 +60,9 @@ def offer(quantizer, y, kept: SavedTensors, weight, bias, channels=None) -> None
         # torch's batch norm does not save the bias, so users may change the bias before backward; a clone keeps its value.
         bias = bias.detach().clone()
     recipe = Affine(kept.recipe, y.dtype, channels)
-    quantizer.session.add(y, quantizer.key, SavedTensors((*kept.tensors, weight, bias), recipe))
+    quantizer.context.cache.put(
+        y, quantizer.key, SavedTensors((*kept.tensors, weight, bias), recipe)
+    )
 
 
 def keep_copies(ctx, x, mean, rstd, inner, copies, quantizer):

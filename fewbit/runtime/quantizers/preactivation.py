@@ -21,7 +21,7 @@ from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.ops import fixed_point
 from fewbit.runtime.quantizers.quantizer import SavedTensors, flat
 from fewbit.runtime.saved import offload
-from fewbit.runtime.saved import session as sharing
+from fewbit.runtime.saved.context import current
 
 
 class FixedPoint(NamedTuple):
@@ -121,9 +121,9 @@ def keep(quantizer, x, y, mean, rstd, inner: int | None, weight, bias, channels:
         weight, bias = (None if each is None else each.detach().clone() for each in (weight, bias))
     tensors = packed, weight, bias
     recipe = FixedPoint(quantizer.bits, of_channels, tuple(y.shape), result.stride(), dtype)
-    session = quantizer.offering
-    if session is not None:
-        session.offer(y, SavedTensors(tensors, PreActivated(recipe, y.dtype)))
+    context = quantizer.offering
+    if context is not None:
+        context.cache.put_fixed_point(y, SavedTensors(tensors, PreActivated(recipe, y.dtype)))
     return SavedTensors(tensors, recipe)
 
 
@@ -134,15 +134,16 @@ def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
     """
     if function not in ("relu", "leaky_relu"):
         return None
-    session = sharing.current()
-    if session is None or not session.fuses or not session.is_made_again_alike():
+    context = current()
+    if context is None or not context.cache.has_fixed_point or not context.recomputes_alike():
         return None
-    kept = session.offered(x)
+    context.record_save()
+    kept = context.cache.get_fixed_point(x)
     slope = float(parameters[0]) if parameters else 0.0
     if kept is None or kept.recipe.slope != 1.0 or not _is_exact(encoding, slope):
         return None
     y = _TwoValued.apply(x, slope, inplace, kept)
-    session.offer(y, SavedTensors(kept.tensors, kept.recipe._replace(slope=slope)))
+    context.cache.put_fixed_point(y, SavedTensors(kept.tensors, kept.recipe._replace(slope=slope)))
     return y
 
 

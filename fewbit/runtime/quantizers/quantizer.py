@@ -14,6 +14,7 @@ from fewbit.runtime import ops
 from fewbit.runtime.activations.tables import check_choice
 from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
+from fewbit.runtime.interop.checkpoint import in_backward, in_checkpoint
 from fewbit.runtime.interop.tensor_kinds import (
     check_not_distributed,
     is_abstract,
@@ -25,8 +26,8 @@ from fewbit.runtime.quantizers.codec import CodecSpec, Keeper
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved import probe as observation
 from fewbit.runtime.saved.assignment import COMPILED, REENTRANT, TensorSlot
+from fewbit.runtime.saved.context import ForwardContext, current
 from fewbit.runtime.saved.min_dtype import MinDtypeSelector
-from fewbit.runtime.saved.session import Session, current, in_backward, in_checkpoint
 
 DEFAULT_BITS = 2
 
@@ -179,7 +180,7 @@ class Quantizer:
     """How a layer quantizes what it keeps; one object a layer, or shared by layers.
 
     bits: 1 to 8. group_size: a multiple of 32. minimum: "auto" (float32 where a tensor's offset asks for
-    it), "bfloat16" or "float32". session: what the layers of a converted model share, or None. name: of the
+    it), "bfloat16" or "float32". context: what the layers of a converted model share, or None. name: of the
     layer in there. average: bits where the model's variables share them between samples (bits); is_fixed: whether
     that is not to change. fuse: norms keep fixed-point copies, which the layers after them share. Raises InputError
     for anything else.
@@ -190,7 +191,7 @@ class Quantizer:
         bits: int = DEFAULT_BITS,
         group_size: int = groups.GROUP_SIZE,
         minimum: str = "auto",
-        session: Session | None = None,
+        context: ForwardContext | None = None,
         name: str = "",
         average: float | None = None,
         is_fixed: bool = True,
@@ -203,7 +204,7 @@ class Quantizer:
         self.bits = bits
         self.group_size = group_size
         self.minimum = minimum
-        self.session = session
+        self.context = context
         self.name = name
         self.average = bits if average is None else average
         self.is_fixed = is_fixed
@@ -218,21 +219,22 @@ class Quantizer:
 
     def keep_factor(self, x: torch.Tensor) -> SavedTensors:
         """`keep` for linear layers and convolutions: what a norm offers of x in fixed point will do."""
-        session = self.offering
-        if session is not None and session.fuses and is_eager(x):
-            kept = session.offered(x)
+        context = self.offering
+        if context is not None and context.cache.has_fixed_point and is_eager(x):
+            context.record_save()
+            kept = context.cache.get_fixed_point(x)
             if kept is not None:
                 return kept
         return self.keep(x)
 
     @property
-    def offering(self) -> Session | None:
+    def offering(self) -> ForwardContext | None:
         """Where norms offer what they keep in fixed point, and the layers after them look for it.
 
         In a pre-activation block its own: of a layer that several blocks share, the quantizer is that of the last.
         """
         running = current()
-        return running if running is not None and running.is_private else self.session
+        return running if running is not None and running.is_private else self.context
 
     def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> SavedTensors:
         """A quantized copy of x, floating, any shape and strides.
@@ -245,13 +247,15 @@ class Quantizer:
             kept = self.keep(x.permute(order), shared, slot)
             back = tuple(order.index(dim) for dim in range(x.dim()))
             return kept._replace(recipe=Permuted(kept.recipe, back))
-        if not shared or self.session is None or not is_eager(x):
+        if not shared or self.context is None or not is_eager(x):
             return self._keep(x, x.dtype, slot)
-        kept = self.session.find(x, self.key)
-        activation = self.session.follows(x, self)
+        context = self.context
+        context.record_save()
+        kept = context.cache.get(x, self.key)
+        activation = context.cache.record_consumer(x, self)
         if kept is None:
             kept = self._keep(x, x.dtype, slot, activation=activation)
-            self.session.add(x, self.key, kept)
+            context.cache.put(x, self.key, kept)
         elif self._variables is not None:
             kept = kept._replace(recipe=kept.recipe.used_by(self.name))
         return kept
@@ -302,7 +306,7 @@ class Quantizer:
         return SavedTensors(tensors, recipe)
 
     def _keep_variable(self, x, seed, dtype, slot, settings, given):
-        plan = self.session.plan(x)
+        plan = self.context.assignment(x)
         variable = plan.of((self.name, slot), self.average, self.is_fixed)
         samples = plan.samples_of(x, self.name if slot == 0 else "")
         bits, sensitivities = variable.uniform(), None
@@ -344,7 +348,7 @@ class Quantizer:
     @property
     def _variables(self):
         """Those of the model, or None where bits are fixed."""
-        return None if self.session is None else self.session.variables
+        return None if self.context is None else self.context.policy
 
     def _on_device(self) -> tuple[bool, bool]:
         """Whether a tensor on a GPU has float32 minimums, and whether to ask on its account for later ones."""
@@ -360,7 +364,7 @@ class Quantizer:
         """
         if self._variables is not None:
             return None
-        seed = self.session.seed_of_result(y, self.key)
+        seed = self.context.seed_of_result(y, self.key)
         made = run(seed, self.bits, self.group_size, self.minimum == "float32")
         if made is None:
             return None
@@ -397,11 +401,11 @@ class Quantizer:
         )
 
     def _seed(self, x, slot, activation):
-        if self.session is None:
+        if self.context is None:
             return ops.new_seed(x)
         if activation is None:
-            return self.session.seed(x, self.name, slot)
-        return self.session.seed_of_result(x, self.key, activation)
+            return self.context.seed(x, self.name, slot)
+        return self.context.seed_of_result(x, self.key, activation)
 
     def _wide(self) -> bool | None:
         return None if self.minimum == "auto" else self.minimum == "float32"
@@ -433,7 +437,7 @@ def _tell_traced(context) -> None:
     own = context.get_local("self")
     tracked = getattr(own, "_i_will_not_complain_if_bc_breaks_VariableTracker", lambda: None)()
     quantizer = getattr(tracked, "value", None)
-    if not isinstance(quantizer, Quantizer) or "session" not in vars(quantizer):
+    if not isinstance(quantizer, Quantizer) or "context" not in vars(quantizer):
         return  # one that is made in what is traced is not there yet
     if quantizer._variables is not None and not quantizer.is_fixed:
         quantizer._variables.unobserved(quantizer.name, COMPILED)

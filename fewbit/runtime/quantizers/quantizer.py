@@ -15,6 +15,7 @@ from fewbit.runtime.activations.tables import check_choice
 from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.interop.checkpoint import in_backward, in_checkpoint
+from fewbit.runtime.interop.compiler_tracing import notify_traced
 from fewbit.runtime.interop.tensor_kinds import (
     check_not_distributed,
     is_abstract,
@@ -383,16 +384,19 @@ class Quantizer:
         return bits, self.group_size, self.minimum
 
     def _traced(self, x) -> SavedTensors:
-        if torch.compiler.is_dynamo_compiling():
-            from torch._dynamo.comptime import comptime
-
-            comptime(_tell_traced)
+        notify_traced(self)
         recipe = self._recipe(x, x.dtype, self.bits)
         packed, ranges, one = quantizer_ops.quantize_op(
             x, recipe.stride, ops.new_seed(x), self.bits, self.group_size, bool(self._wide())
         )
         one = None if is_abstract(x) else one
         return SavedTensors((packed, ranges), recipe, one)
+
+    def was_traced(self) -> None:
+        """Tell the policy that the layer runs inside torch.compile, which no probe sees."""
+        # A quantizer that is made in the traced code has no attributes yet.
+        if "context" in vars(self) and self._variables is not None and not self.is_fixed:
+            self._variables.unobserved(self.name, COMPILED)
 
     def _recipe(self, x, dtype, bits, *rest) -> QuantizedTensorSpec:
         stride = layout.by_sample_stride(x)
@@ -427,20 +431,6 @@ def _kept_by(keeper: Keeper, x, seed, recipe: QuantizedTensorSpec, settings, giv
         values = Rounded(values, (), recipe, *settings).exact()
     tensors, inner = keeper.keep(values.to(given), seed)
     return tuple(tensors), CodecSpec(inner, recipe)
-
-
-def _tell_traced(context) -> None:
-    """Runs while torch.compile traces `Quantizer._traced`, and leaves nothing in what it makes.
-
-    context: a ComptimeContext. Where there are other compilers, or later ones keep variables otherwise, nothing is told.
-    """
-    own = context.get_local("self")
-    tracked = getattr(own, "_i_will_not_complain_if_bc_breaks_VariableTracker", lambda: None)()
-    quantizer = getattr(tracked, "value", None)
-    if not isinstance(quantizer, Quantizer) or "context" not in vars(quantizer):
-        return  # one that is made in what is traced is not there yet
-    if quantizer._variables is not None and not quantizer.is_fixed:
-        quantizer._variables.unobserved(quantizer.name, COMPILED)
 
 
 def _is_one_memory(x, other) -> bool:

@@ -37,7 +37,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import register_fake
 
-from fewbit.runtime import ops
 from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.groups import GROUP_SIZE
@@ -45,6 +44,7 @@ from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.bypass import exactly
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
+from fewbit.runtime.ops.library import define
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
     Quantizer,
@@ -296,7 +296,7 @@ def _place(x) -> int:
 
 
 # As one op: a compiler follows no call of autograd inside a backward pass.
-_gradients_op = ops.define(
+_gradients_op = define(
     "attention_backward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, "
     "Tensor?[] grads, bool[] needs, ScalarType? autocast, float dropout_p, bool is_causal, "
     "float? scale, bool enable_gqa, int repeats, bool weighed) -> Tensor[]",

@@ -24,7 +24,7 @@ from random_models import Model
 
 import fewbit
 from fewbit.functional import sums
-from fewbit.runtime import ops
+from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
 
 DRAWS = 3
@@ -214,7 +214,7 @@ PLACES = {
     "what layers restore": (QuantizedTensorSpec, "restore"),
     "sums over rows": (sums, "over_rows"),
     "sums over channels": (sums, "over_channels"),
-    "the product of activations": (ops, "decode_mul"),
+    "the product of activations": (activation_ops, "decode_mul"),
 }
 CHANGES = (permuted, zeroed, negated, noisy)
 

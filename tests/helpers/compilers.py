@@ -9,7 +9,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
-from fewbit.runtime import ops
+from fewbit.runtime.ops import library
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.cache import SavedTensorCache
 from fewbit.runtime.saved.context import ForwardContext
@@ -37,7 +37,7 @@ def draw_alike(monkeypatch) -> Draws:
     def new_seed(x):
         return torch.full((1,), draws.seed, dtype=torch.int64, device=x.device)
 
-    monkeypatch.setattr(ops, "new_seed", new_seed)
+    monkeypatch.setattr(library, "new_seed", new_seed)
     monkeypatch.setattr(Quantizer, "_wide", lambda self: False)
     monkeypatch.setattr(SavedTensorCache, "get", lambda self, x, key: None)
     monkeypatch.setattr(ForwardContext, "seed", seed)

@@ -13,10 +13,10 @@ import torch
 from torch.autograd import Function
 
 from fewbit.errors import GradientError
-from fewbit.runtime import ops
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.ops import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
+from fewbit.runtime.ops import activation_ops, library
+from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.context import current
 from fewbit.runtime.saved.probe import observed
@@ -27,7 +27,7 @@ class Activation(Function):
 
     @staticmethod
     def forward(ctx, x, function, parameters, encoding, inplace):
-        seed = ops.new_seed(x) if encoding.unbiased else None
+        seed = library.new_seed(x) if encoding.unbiased else None
         ctx.stride = layout.dense_stride(x)
         ctx.encoding = encoding
         context = current()
@@ -36,7 +36,7 @@ class Activation(Function):
             if observed_as is not None:
                 ctx.observed_as = observed_as
         if context is None or inplace:
-            y, packed = ops.activation(x, function, parameters, encoding, seed, inplace)
+            y, packed = activation_ops.activation(x, function, parameters, encoding, seed, inplace)
         else:
             y, packed = _in_context(context, x, function, parameters, encoding, seed)
         if inplace:
@@ -52,7 +52,7 @@ class Activation(Function):
         if torch.is_grad_enabled() or not is_plain(grad):
             grad = _product(ctx, grad, packed, ctx.encoding.text)
         else:
-            grad = ops.decode_mul(grad, packed, ctx.encoding, ctx.stride)
+            grad = activation_ops.decode_mul(grad, packed, ctx.encoding, ctx.stride)
         return grad, None, None, None, None
 
     @staticmethod
@@ -68,9 +68,9 @@ class Activation(Function):
 def _in_context(context, x, *arguments):
     """f(x) and packed codes; if a layer will keep f(x), its copy is made in the same pass."""
     quantizer = context.cache.consumer_quantizer(x) if x.is_contiguous() else None
-    made = quantizer and ops.activation_quantized(x, *arguments, quantizer)
+    made = quantizer and activation_ops.activation_quantized(x, *arguments, quantizer)
     if not made:
-        y, packed = ops.activation(x, *arguments, False)
+        y, packed = activation_ops.activation(x, *arguments, False)
         context.cache.record_output(x, y)
         return y, packed
     y, packed, kept = made
@@ -87,7 +87,7 @@ class Traceable(Function):
     def forward(x, function, encoding, seed):
         # The product makes the forward's result depend on the codes; else the compiler's partitioner
         # takes them for a matter of the backward pass, and would keep x to make them there.
-        packed, one = ops.encode_kept_op(x, encoding, layout.dense_stride(x), seed)
+        packed, one = activation_ops.encode_kept_op(x, encoding, layout.dense_stride(x), seed)
         return function(x) * one, packed
 
     @staticmethod
@@ -107,7 +107,7 @@ class Traceable(Function):
 def _product(ctx, grad, packed, encoding):
     """lut[code] * grad, through the op; whoever differentiates it is told."""
     if torch.compiler.is_compiling():
-        return ops.decode_mul_op(grad, packed, encoding, ctx.stride)
+        return activation_ops.decode_mul_op(grad, packed, encoding, ctx.stride)
     anchors = _anchors(ctx) if torch.is_grad_enabled() else ()
     return Product.apply(grad, packed, encoding, ctx.stride, *anchors)
 
@@ -183,7 +183,7 @@ class Product(Function):
 
     @staticmethod
     def forward(grad, packed, encoding, stride, *_):
-        return ops.decode_mul_op(grad, packed, encoding, stride)
+        return activation_ops.decode_mul_op(grad, packed, encoding, stride)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -11,8 +11,8 @@ import torch
 
 from fewbit.errors import InputError
 from fewbit.runtime.format import layout
+from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.ops import FLOATING
 from fewbit.runtime.quantizers.quantizer import SavedTensors
 from fewbit.runtime.saved import offload
 from fewbit.sizes import counted

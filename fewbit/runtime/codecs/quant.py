@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.runtime import ops
 from fewbit.runtime.backends.reference_quantizer import limits_of
 from fewbit.runtime.codecs.payload import (
     Exact,
@@ -21,7 +20,7 @@ from fewbit.runtime.codecs.payload import (
 )
 from fewbit.runtime.codecs.payload import exact as exact_payload
 from fewbit.runtime.format import groups, layout
-from fewbit.runtime.ops import quantizer_ops as quantizer_ops
+from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
 
 FIRST_BITS = 4
@@ -88,7 +87,7 @@ def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> 
     """x quantized, channel by channel where limits has more than one entry."""
     if not x.numel():
         return [Piece(None, x, exact_payload(x))]
-    seed = ops.new_seed(x) if seed is None else seed
+    seed = library.new_seed(x) if seed is None else seed
     if len(limits) == 1 or x.numel() // x.shape[1] < groups.LEAST_FEATURES:
         # Groups would run across channels so short: they share the smallest bound.
         return [_whole(x, limits.min(), seed)]

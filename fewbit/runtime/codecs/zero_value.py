@@ -12,7 +12,7 @@ from fewbit.runtime.codecs.payload import Payload, checked, mapped, restored
 from fewbit.runtime.codecs.quant import Piece, joined, pieces
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.ops import quantizer_ops as quantizer_ops
+from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
 from fewbit.runtime.saved import offload
 

@@ -16,7 +16,7 @@ from torch.library import register_fake
 from fewbit.runtime import backends
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.ops import define, keep_results
+from fewbit.runtime.ops.library import define, save_results
 from fewbit.runtime.saved.assignment import split
 
 
@@ -164,4 +164,4 @@ def _(packed, ranges, bits, group_size, size, stride, dtype):
     return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
 
 
-keep_results(quantize_op)
+save_results(quantize_op)

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch.library import register_fake
 
-from fewbit.runtime import backends, ops
+from fewbit.runtime import backends
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.ops import define, keep_results
+from fewbit.runtime.ops import activation_ops
+from fewbit.runtime.ops.library import define, save_results
 from fewbit.runtime.quantizers.quantizer import SavedTensors
 from fewbit.runtime.saved import offload
 
@@ -57,7 +58,7 @@ class Packed(NamedTuple):
         count = prod(self.size)
         if is_plain(values):
             return backends.of(values).unpack(values, self.bits, count)
-        return ops.unpack_op(values, self.bits, count)
+        return activation_ops.unpack_op(values, self.bits, count)
 
 
 class Narrow(NamedTuple):
@@ -141,5 +142,5 @@ def _(values, dtype):
     return torch.empty_like(values, **like), _one(values)
 
 
-keep_results(pack_kept_op)
-keep_results(narrow_kept_op)
+save_results(pack_kept_op)
+save_results(narrow_kept_op)

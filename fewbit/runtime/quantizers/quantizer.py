@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from fewbit.errors import InputError
-from fewbit.runtime import ops
 from fewbit.runtime.activations.tables import check_choice
 from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
@@ -22,7 +21,7 @@ from fewbit.runtime.interop.tensor_kinds import (
     is_eager,
     is_plain,
 )
-from fewbit.runtime.ops import quantizer_ops as quantizer_ops
+from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.quantizers.codec import CodecSpec, Keeper
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved import probe as observation
@@ -387,7 +386,7 @@ class Quantizer:
         notify_traced(self)
         recipe = self._recipe(x, x.dtype, self.bits)
         packed, ranges, one = quantizer_ops.quantize_op(
-            x, recipe.stride, ops.new_seed(x), self.bits, self.group_size, bool(self._wide())
+            x, recipe.stride, library.new_seed(x), self.bits, self.group_size, bool(self._wide())
         )
         one = None if is_abstract(x) else one
         return SavedTensors((packed, ranges), recipe, one)
@@ -406,7 +405,7 @@ class Quantizer:
 
     def _seed(self, x, slot, activation):
         if self.context is None:
-            return ops.new_seed(x)
+            return library.new_seed(x)
         if activation is None:
             return self.context.seed(x, self.name, slot)
         return self.context.seed_of_result(x, self.key, activation)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fewbit.runtime import ops
 from fewbit.runtime.interop.checkpoint import (
     checkpoint_hook,
     in_backward,
@@ -19,6 +18,7 @@ from fewbit.runtime.interop.checkpoint import (
 )
 from fewbit.runtime.interop.interrupts import afterwards
 from fewbit.runtime.interop.module_calls import GUARD, TrackedModule
+from fewbit.runtime.ops import library
 from fewbit.runtime.saved.assignment import ALONE, REENTRANT, BitAssignment
 from fewbit.runtime.saved.cache import SavedTensorCache
 from fewbit.runtime.saved.checkpoints import CheckpointRegions
@@ -199,7 +199,7 @@ class ForwardContext:
             (1,) int64 on x's device.
         """
         if self._is_outside() or _is_capturing(x):
-            return ops.new_seed(x)
+            return library.new_seed(x)
         self.record_save()
         return self._forward_of(x).seeds.next(x.device, name, slot)
 
@@ -217,7 +217,7 @@ class ForwardContext:
             (1,) int64 on y's device.
         """
         if _is_capturing(y):
-            return ops.new_seed(y)
+            return library.new_seed(y)
         seeds = self._forward_of(y).seeds
         if number is None:
             number = self.cache.result_count

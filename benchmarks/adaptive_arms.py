@@ -22,8 +22,9 @@ from torch.nn.functional import gelu
 import fewbit
 from fewbit.convert.functions import Calls, FunctionSettings
 from fewbit.nn.base import Quantized
-from fewbit.runtime.activations.autograd import once_differentiable
-from fewbit.runtime.quantizers.quantizer import Quantizer, SavedTensors
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.quantizers.spec import SavedTensors
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 BITS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
 WHOLE = (1, 2, 3, 4)

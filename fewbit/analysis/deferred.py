@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from fewbit.runtime.interop.interrupts import afterwards
-from fewbit.runtime.quantizers.quantizer import Quantizer, SavedTensors
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.quantizers.spec import SavedTensors
 
 
 class Noise:

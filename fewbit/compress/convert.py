@@ -41,6 +41,7 @@ from fewbit.policies.probing import check_interval
 from fewbit.runtime.activations.tables import check_average, check_bits, plain_number
 from fewbit.runtime.codecs import DEFAULT as QUANT
 from fewbit.runtime.codecs import check_codec
+from fewbit.runtime.format.bit_sharing import MAX_BITS
 from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.bypass import Switch
 from fewbit.runtime.interop.module_calls import (
@@ -54,7 +55,7 @@ from fewbit.runtime.interop.module_calls import (
     untold,
 )
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved.assignment import MOST, BitPolicy
+from fewbit.runtime.saved.assignment import BitPolicy
 from fewbit.runtime.saved.calls import CallGuard
 from fewbit.runtime.saved.context import ForwardContext, measuring
 from fewbit.runtime.saved.offload import Offload
@@ -215,7 +216,7 @@ def compress_(
     else:
         level = _level(level, bits, budget)
         _check_fraction(level, bits, attention_bits)
-    usual = (MOST, MOST) if bound is not None else (LEVEL_BITS, ACTIVATION_BITS)
+    usual = (MAX_BITS, MAX_BITS) if bound is not None else (LEVEL_BITS, ACTIVATION_BITS)
     settings = Settings(
         usual[0] if bits is None else bits,
         usual[1] if activation_bits is None else activation_bits,
@@ -267,8 +268,8 @@ def compress_(
         notes.append(fused.note(model))
     if budget is not None:
         notes.append(f"budget: {amount(budget)} for the sample")
-        if settings.bits == MOST:
-            notes[-1] += f", more than {MOST} bits an element, the most that there are, need"
+        if settings.bits == MAX_BITS:
+            notes[-1] += f", more than {MAX_BITS} bits an element, the most that there are, need"
     if level in OFFLOADING:
         controller.context.contexts += (Offload(),)
     if level == "L5":
@@ -562,7 +563,7 @@ def _of_bound(bound: Bound, interval: int) -> str:
     how = f"bits by layers and {unit}" if bound.codec == QUANT else f"codec {bound.codec}"
     return (
         f"policy {POLICY}: e2 = {bound.e2:.4g}, {how}, {bound.window} of the last ten, found out {_every(interval)}; "
-        f"{MOST} bits before the first: what this report says holds for the first steps, later bits follow from the bound "
+        f"{MAX_BITS} bits before the first: what this report says holds for the first steps, later bits follow from the bound "
         "(controller.bounds)"
     )
 

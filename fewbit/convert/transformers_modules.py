@@ -26,10 +26,10 @@ from fewbit.functional import sums
 from fewbit.functional.gated import gated
 from fewbit.functional.linear import linear
 from fewbit.nn.base import Quantized
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.interop.module_calls import class_of
 from fewbit.runtime.quantizers.normalized import input_gradient, keep_copies, offer, restore_copies
 from fewbit.runtime.quantizers.quantizer import is_differentiated
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["becomes", "original"]
 

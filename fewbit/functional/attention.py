@@ -37,7 +37,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import register_fake
 
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.autocast import as_torch_casts
@@ -51,6 +50,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["scaled_dot_product_attention"]
 

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fewbit.functional import sums
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
@@ -17,6 +16,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = [
     "conv1d",

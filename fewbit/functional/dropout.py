@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.encoding import Encoding
@@ -34,6 +33,7 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.quantizers.quantizer import is_differentiated
 from fewbit.runtime.saved import offload
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = [
     "alpha_dropout",

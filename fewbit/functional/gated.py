@@ -29,7 +29,6 @@ from torch.autograd import Function
 
 from fewbit.errors import InputError
 from fewbit.functional.activations import relu
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
@@ -38,6 +37,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["geglu", "reglu", "swiglu"]
 

@@ -27,7 +27,6 @@ from torch.autograd import Function
 
 from fewbit.errors import InputError
 from fewbit.functional import sums
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.autocast import in_float32
 from fewbit.runtime.interop.original_functions import functional as torch_functional
@@ -45,6 +44,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 

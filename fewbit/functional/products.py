@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.quantizers.quantizer import (
@@ -15,6 +14,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["matmul", "mul"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.autograd import Function
 
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.interop.random_replay import replayed, state_of
 from fewbit.runtime.quantizers import integers
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 _rrelu = torch.ops.aten.rrelu_with_noise
 _rrelu_ = torch.ops.aten.rrelu_with_noise_

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
@@ -33,6 +32,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["log_softmax", "softmax"]
 

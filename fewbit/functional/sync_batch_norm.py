@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.modules._functions import SyncBatchNorm as Torch
 
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["sync_batch_norm"]
 

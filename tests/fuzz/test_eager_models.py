@@ -25,7 +25,7 @@ from random_models import Model
 import fewbit
 from fewbit.functional import sums
 from fewbit.runtime.ops import activation_ops
-from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 
 DRAWS = 3
 RELATIVE = {torch.float32: 0.15, torch.float64: 0.15, torch.bfloat16: 0.3}

@@ -413,10 +413,10 @@ def test_gradients_that_are_not_finite_leave_magnitudes_alone():
 
 
 def test_equal_samples_have_equal_bits():
-    from fewbit.runtime.saved.assignment import split
+    from fewbit.runtime.format.bit_sharing import share_bits
 
-    assert split(torch.zeros(4), 6).tolist() == [2, 2, 1, 1]
-    assert split(torch.ones(4), 8).tolist() == [2, 2, 2, 2]
+    assert share_bits(torch.zeros(4), 6).tolist() == [2, 2, 1, 1]
+    assert share_bits(torch.ones(4), 8).tolist() == [2, 2, 2, 2]
 
 
 # -- budgets -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
-from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 
 
 class Regions(nn.Module):

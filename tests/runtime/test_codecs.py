@@ -19,7 +19,7 @@ from fewbit.runtime.codecs.jpeg import _coefficients
 from fewbit.runtime.codecs.payload import Exact
 from fewbit.runtime.codecs.quant import ByChannel, widths_for
 from fewbit.runtime.codecs.zero_value import Sparse
-from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec, SavedTensors
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors
 
 try:
     import imagecodecs

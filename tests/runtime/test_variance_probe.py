@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.backends.reference_quantizer import squares
 from fewbit.runtime.saved.assignment import BitPolicy, TensorSlot
 from fewbit.runtime.saved.probe import MOST_EARLIER, VarianceProbe
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 

@@ -29,7 +29,7 @@ from fewbit.functional.normalization import _BatchNorm, _GroupNorm, _LayerNorm, 
 from fewbit.functional.prelu import _PReLU
 from fewbit.policies.error_bound.formulas import Convolution, convolution_d, norm_input_coefficients
 from fewbit.runtime.quantizers.normalized import Affine
-from fewbit.runtime.quantizers.quantizer import Permuted
+from fewbit.runtime.quantizers.spec import Permuted
 
 
 class Cost(NamedTuple):

@@ -25,12 +25,15 @@ import torch
 
 from fewbit.policies.error_bound import error_model as demands
 from fewbit.policies.error_bound.error_model import Cost, Part
-from fewbit.runtime.quantizers.quantizer import Rounded
-from fewbit.runtime.saved.assignment import MOST, TensorSlot
-from fewbit.runtime.saved.probe import SPREAD, Restoring, VarianceProbe, is_dense, norm
+from fewbit.runtime.format.bit_sharing import MAX_BITS
+from fewbit.runtime.quantizers.spec import Rounded
+from fewbit.runtime.saved.assignment import TensorSlot
+from fewbit.runtime.saved.norms import is_dense, norm
+from fewbit.runtime.saved.probe import SPREAD, VarianceProbe
+from fewbit.runtime.saved.restoring import Restoring
 
 EXPECTED, MEASURED = "in expectation", "measured"
-_LEAST_ERROR = 1.0 / (6.0 * (2.0**MOST - 1) ** 2)
+_LEAST_ERROR = 1.0 / (6.0 * (2.0**MAX_BITS - 1) ** 2)
 """Times the sum of length times range squared: the sum of squared errors of 8 bits, the least that noise is tried of."""
 
 

@@ -7,8 +7,6 @@ and for all functions where the compiler or `torch.func` has to follow.
 
 from __future__ import annotations
 
-from functools import wraps
-
 import torch
 from torch.autograd import Function
 
@@ -19,7 +17,7 @@ from fewbit.runtime.ops import activation_ops, library
 from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.context import current
-from fewbit.runtime.saved.probe import observed
+from fewbit.runtime.saved.single_backward import graph_anchors
 
 
 class Activation(Function):
@@ -108,72 +106,8 @@ def _product(ctx, grad, packed, encoding):
     """lut[code] * grad, through the op; whoever differentiates it is told."""
     if torch.compiler.is_compiling():
         return activation_ops.decode_mul_op(grad, packed, encoding, ctx.stride)
-    anchors = _anchors(ctx) if torch.is_grad_enabled() else ()
+    anchors = graph_anchors(ctx) if torch.is_grad_enabled() else ()
     return Product.apply(grad, packed, encoding, ctx.stride, *anchors)
-
-
-def _anchors(ctx) -> list[torch.Tensor]:
-    """What a gradient is to be differentiated by, so that whoever asks for that is told.
-
-    It depends on x by what is kept. x is gone, but what x was made from is there to be asked for a
-    derivative; and something must be, as the gradient that came in may be a constant.
-    """
-    return [torch.empty(0, requires_grad=True), *_leaves(ctx)]
-
-
-def once_differentiable(backward):
-    """A Function's backward whose results refuse to be differentiated, with a GradientError.
-
-    (torch's decorator of that name lets a second derivative pass as zero where the gradient is a constant.)
-    """
-
-    @wraps(backward)
-    def once(ctx, *grads):
-        if torch.compiler.is_compiling():
-            return backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return observed(backward, ctx, grads)
-        with torch.no_grad():
-            results = observed(backward, ctx, grads)
-        of = [each for each in (*grads, *_anchors(ctx)) if each is not None]
-        if isinstance(results, torch.Tensor):
-            return Once.apply(results, *of)
-        return tuple(None if each is None else Once.apply(each, *of) for each in results)
-
-    return once
-
-
-class Once(Function):
-    """A gradient, whose derivative by the tensors that it was made from is refused."""
-
-    @staticmethod
-    def forward(ctx, result, *of):
-        # No view, which nobody could write to.
-        return (
-            result.clone()
-            if result.is_sparse
-            else torch.ops.aten._unsafe_view(result, result.shape)
-        )
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise GradientError(NO_SECOND_DERIVATIVE)
-
-
-def _leaves(node) -> list[torch.Tensor]:
-    """The leaves of the graph that the input of an autograd node was computed from."""
-    leaves, seen, waiting = [], set(), [node]
-    while waiting:
-        # (Within torch.func a context is no node; a second derivative is refused in the forward there.)
-        for following, _ in getattr(waiting.pop(), "next_functions", ()):
-            if following is None or following in seen:
-                continue
-            seen.add(following)
-            if hasattr(following, "variable"):
-                leaves.append(following.variable)
-            else:
-                waiting.append(following)
-    return leaves
 
 
 class Product(Function):

@@ -21,7 +21,7 @@ from fewbit.runtime.codecs.payload import (
 from fewbit.runtime.codecs.payload import exact as exact_payload
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.ops import library, quantizer_ops
-from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 
 FIRST_BITS = 4
 """Tried first: the ranges that this yields are those of any width."""

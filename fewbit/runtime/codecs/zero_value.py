@@ -13,7 +13,7 @@ from fewbit.runtime.codecs.quant import Piece, joined, pieces
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.ops import quantizer_ops
-from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 from fewbit.runtime.saved import offload
 
 

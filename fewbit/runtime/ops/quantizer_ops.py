@@ -15,9 +15,9 @@ from torch.library import register_fake
 
 from fewbit.runtime import backends
 from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.bit_sharing import share_bits
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.ops.library import define, save_results
-from fewbit.runtime.saved.assignment import split
 
 
 def quantize(x, seed, bits, group_size, wide=None, normalize=None, widths=None, words=None):
@@ -52,7 +52,7 @@ def quantize_samples(x, seed, variable, samples, group_size, wide=None, normaliz
     features = source.numel() // samples
     total = variable.total(samples)
     of_samples = _sensitivities(source, variable, group_size, normalize)
-    widths = split(of_samples, total)
+    widths = share_bits(of_samples, total)
     words = groups.words_of_total(total, features)
     kept = quantize(source, seed, 0, group_size, wide, normalize, widths, words)
     return *kept, widths, of_samples

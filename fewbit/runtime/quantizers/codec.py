@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fewbit.runtime.saved import probe as observation
+from fewbit.runtime.saved import restoring
 
 
 class Keeper(Protocol):
@@ -66,7 +66,7 @@ class CodecSpec(NamedTuple):
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         """The values, in the dtype that is asked for, its own unless given; affine: as for `QuantizedTensorSpec.restore`."""
-        values = observation.restored(self.exactly(tensors), self, tensors[0])
+        values = restoring.restored(self.exactly(tensors), self, tensors[0])
         scale, shift, _ = affine or (None, None, None)
         if scale is not None:
             values.mul_(scale)

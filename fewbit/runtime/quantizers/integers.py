@@ -18,7 +18,7 @@ from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.ops.library import define, save_results
-from fewbit.runtime.quantizers.quantizer import SavedTensors
+from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.saved import offload
 
 MOST_BITS = 8

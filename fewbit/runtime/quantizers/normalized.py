@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.runtime.format import layout
-from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec, SavedTensors
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors
 
 
 class Affine(NamedTuple):

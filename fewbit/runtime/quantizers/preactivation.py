@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch.autograd import Function
 
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.ops import fixed_point
-from fewbit.runtime.quantizers.quantizer import SavedTensors, flat
+from fewbit.runtime.quantizers.spec import SavedTensors, flat
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.context import current
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 
 class FixedPoint(NamedTuple):

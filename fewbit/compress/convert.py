@@ -821,7 +821,7 @@ def _again(
             return None
         own = module.quantizer
         rest = {"fuse": settings is not None and settings.fuse is not None}
-        module.quantizer = Quantizer(own.bits, own.group_size, own.minimum, context, path, **rest)
+        module.quantizer = Quantizer(own.bits, own.group_size, own.min_dtype, context, path, **rest)
     if isinstance(module, PreActivation):
         reason = f"few-bit already: one tensor of {module.bits} bits an element"
         return SkippedModule(path, type(module).__name__, reason)

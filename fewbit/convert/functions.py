@@ -136,7 +136,7 @@ class FunctionSettings:
         name = name_of_call(quantizer.context.path(), ours.__name__)
         own = self.own.get(name)
         if own is None:
-            own = self.own[name] = quantizer.named(name)
+            own = self.own[name] = quantizer.copy_for(name)
         return own
 
 

@@ -195,10 +195,10 @@ class _Attention(Function):
         factors = query, key, value
         for i, is_needed in enumerate(_factors(needs)):
             if is_needed:
-                keep = quantizer.keep_beside(*factors[i::-1])
-                results = (keep.mark(results[0]), *results[1:])
-                kept += keep.tensors
-            ctx.kept.append((keep.recipe, len(keep.tensors)) if is_needed else None)
+                saved = quantizer.quantize_independent(*factors[i::-1])
+                results = (saved.tie(results[0]), *results[1:])
+                kept += saved.tensors
+            ctx.kept.append((saved.spec, len(saved.tensors)) if is_needed else None)
         ctx.save_for_backward(mask, bias, state, *kept)
         return results if how.weighed else results[0]
 
@@ -211,8 +211,8 @@ class _Attention(Function):
             if each is None:
                 factors.append(torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device))
             else:
-                recipe, count = each
-                factors.append(recipe.restore(kept[:count]))
+                spec, count = each
+                factors.append(spec.dequantize(kept[:count]))
                 kept = kept[count:]
         inputs = *factors, mask, bias
         if torch.compiler.is_compiling():

@@ -92,15 +92,15 @@ class _Softmax(Function):
     @staticmethod
     def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.softmax(x, dim, dtype=dtype)
-        keep = quantizer.keep(y)
-        ctx.recipe, ctx.dim, ctx.dtype = keep.recipe, dim, x.dtype
-        ctx.save_for_backward(*keep.tensors)
-        return keep.mark(y)
+        saved = quantizer.quantize(y)
+        ctx.spec, ctx.dim, ctx.dtype = saved.spec, dim, x.dtype
+        ctx.save_for_backward(*saved.tensors)
+        return saved.tie(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        y = ctx.recipe.restore(ctx.saved_tensors, grad.dtype)
+        y = ctx.spec.dequantize(ctx.saved_tensors, grad.dtype)
         grad = torch._softmax_backward_data(grad, y, ctx.dim, grad.dtype)
         return grad.to(ctx.dtype), None, None, None
 
@@ -109,14 +109,14 @@ class _LogSoftmax(Function):
     @staticmethod
     def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.log_softmax(x, dim, dtype=dtype)
-        keep = quantizer.keep(y.exp(), shared=False)
-        ctx.recipe, ctx.dim, ctx.dtype = keep.recipe, dim, x.dtype
-        ctx.save_for_backward(*keep.tensors)
-        return keep.mark(y)
+        saved = quantizer.quantize(y.exp(), shared=False)
+        ctx.spec, ctx.dim, ctx.dtype = saved.spec, dim, x.dtype
+        ctx.save_for_backward(*saved.tensors)
+        return saved.tie(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        y = ctx.recipe.restore(ctx.saved_tensors, grad.dtype)
+        y = ctx.spec.dequantize(ctx.saved_tensors, grad.dtype)
         total = grad.sum(ctx.dim, keepdim=True)
         return torch.sub(grad, y.mul_(total)).to(ctx.dtype), None, None, None

@@ -67,8 +67,8 @@ class PreActivation(nn.Module):
             self.add_module(name, module)
             module.__class__ = classes.get(type(module), type(module))
         self.norm.quantizer, self.norm.copies = quantizer, 1
-        self.linear.quantizer = quantizer.named("linear")
-        if hasattr(type(self.activation), "_kept_bits"):
+        self.linear.quantizer = quantizer.copy_for("linear")
+        if hasattr(type(self.activation), "_training_bits"):
             self.activation.bits, self.activation.table = 1, None
 
     def __call__(self, *args, **kwargs):

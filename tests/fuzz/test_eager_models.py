@@ -191,11 +191,11 @@ def test_some_random_models():
 def permuted(original):
     """The values in other places."""
 
-    def restore(*arguments, **options):
+    def dequantize(*arguments, **options):
         values = original(*arguments, **options)
         return values.flatten().roll(1).view(values.shape)
 
-    return restore
+    return dequantize
 
 
 def zeroed(original):
@@ -211,7 +211,7 @@ def noisy(original):
 
 
 PLACES = {
-    "what layers restore": (QuantizedTensorSpec, "restore"),
+    "what layers restore": (QuantizedTensorSpec, "dequantize"),
     "sums over rows": (sums, "over_rows"),
     "sums over channels": (sums, "over_channels"),
     "the product of activations": (activation_ops, "decode_mul"),

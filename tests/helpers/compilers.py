@@ -38,7 +38,7 @@ def draw_alike(monkeypatch) -> Draws:
         return torch.full((1,), draws.seed, dtype=torch.int64, device=x.device)
 
     monkeypatch.setattr(library, "new_seed", new_seed)
-    monkeypatch.setattr(Quantizer, "_wide", lambda self: False)
+    monkeypatch.setattr(Quantizer, "_fp32_min", lambda self: False)
     monkeypatch.setattr(SavedTensorCache, "get", lambda self, x, key: None)
     monkeypatch.setattr(ForwardContext, "seed", seed)
     monkeypatch.setattr(ForwardContext, "seed_of_result", seed)

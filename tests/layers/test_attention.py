@@ -147,7 +147,7 @@ def test_the_backward_pass_is_that_of_the_restored_tensors(device, options, auto
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         torch.manual_seed(3)
         y = scaled_dot_product_attention(*tensors, quantizer=quantizer, **options)
-        restored = [kept.recipe.restore(kept.tensors).requires_grad_() for kept in quantizer.kept]
+        restored = [kept.spec.dequantize(kept.tensors).requires_grad_() for kept in quantizer.kept]
         torch.manual_seed(3)
         expected = torch_f.scaled_dot_product_attention(*restored, **options)
     grad = normal(y.shape, y.dtype, device, scale=1.0, seed=7)
@@ -161,8 +161,8 @@ class Remembering(Quantizer):
         super().__init__(*arguments)
         self.kept = []
 
-    def keep(self, x, shared=True, slot=0):
-        self.kept.append(super().keep(x, shared, slot))
+    def quantize(self, x, shared=True, slot=0):
+        self.kept.append(super().quantize(x, shared, slot))
         return self.kept[-1]
 
 
@@ -429,7 +429,7 @@ def exact_gradients(grad):
 
 def variance(x, bits):
     """Of the rounding of each element of one group."""
-    _, ranges = Quantizer(bits).keep(x[None]).tensors
+    _, ranges = Quantizer(bits).quantize(x[None]).tensors
     step = float(ranges[0, 1]) / (2**bits - 1)
     part = (x.double() - float(ranges[0, 0])) / step % 1
     return part * (1 - part) * step**2

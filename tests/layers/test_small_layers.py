@@ -429,8 +429,8 @@ def test_the_bias_of_softmax(bits):
     g = normal((1, width), torch.float64, scale=1.0, seed=6).expand(draws, width)
     y = torch_f.softmax(x, -1)
     (exact,) = torch.autograd.grad(y, x, g)
-    kept = Quantizer(bits).keep(y.detach())
-    variance = kept.recipe.restore(kept.tensors, torch.float64).var(0)
+    kept = Quantizer(bits).quantize(y.detach())
+    variance = kept.spec.dequantize(kept.tensors, torch.float64).var(0)
     (found,) = torch.autograd.grad(softmax(x, -1, bits=bits), x, g)
     bias, measured = -g[0] * variance, found.mean(0) - exact[0]
     error = found.std(0) / draws**0.5
@@ -454,8 +454,8 @@ def test_the_size_of_the_bias_of_softmax(deviation, bits, size):
     many = x.detach().repeat(draws, 1).requires_grad_()  # each row with groups of its own
     (found,) = torch.autograd.grad(softmax(many, -1, bits=bits), many, g.repeat(draws, 1))
     measured = found.view(draws, rows, 64).double().mean(0) - exact
-    kept = Quantizer(bits).keep(torch_f.softmax(many.detach(), -1))
-    variance = kept.recipe.restore(kept.tensors).view(draws, rows, 64).double().var(0)
+    kept = Quantizer(bits).quantize(torch_f.softmax(many.detach(), -1))
+    variance = kept.spec.dequantize(kept.tensors).view(draws, rows, 64).double().var(0)
     bias = -g * variance  # the sampling error that is not along the formula's direction is left out
     along = (measured * bias).sum() / bias.norm() / exact.norm()
     assert 0.6 * size < along < 1.4 * size

@@ -319,14 +319,14 @@ def test_rows_say_what_codecs_made_of_them(name, monkeypatch):
     if name == "error-bounded":
         pytest.importorskip("imagecodecs")
     kept = {}
-    keep = CodecKeeper.keep
+    keep = CodecKeeper.quantize
 
     def noted(self, x, seed):
         payload = keep(self, x, seed)
         kept[tuple(x.shape)] = payload.nbytes, x.numel()
         return payload
 
-    monkeypatch.setattr(CodecKeeper, "keep", noted)
+    monkeypatch.setattr(CodecKeeper, "quantize", noted)
     x = normal((8, 3, 18, 18), scale=1.0)
     model = images(nn.Conv2d(8, 8, 3))
     model(x)
@@ -378,7 +378,7 @@ def test_of_a_state_nothing_has_been_kept_yet():
 )
 def test_the_codec_that_really_kept_it(name, x, kept):
     keeper = CodecKeeper(name, 1e-2)
-    payload = keeper.keep(x, torch.zeros(1, dtype=torch.int64))
+    payload = keeper.quantize(x, torch.zeros(1, dtype=torch.int64))
     assert keeper.latest.kept == kept and keeper.latest.bits == 8 * payload.nbytes / x.numel()
     seed = torch.zeros(1, dtype=torch.int64)
     again = codec_of(kept if kept != "exact" else name).compress(x, 1e-2, seed)

@@ -550,7 +550,7 @@ def test_backward_passes_with_collectives_run_once(function):
             self.linear = nn.Linear(64, 64)
 
         def forward(self, x):
-            quantizer = self.linear.quantizer.named("scale")
+            quantizer = self.linear.quantizer.copy_for("scale")
             return function.apply(self.linear(x), self.weight, quantizer)
 
     model = Scale()

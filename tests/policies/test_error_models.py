@@ -282,7 +282,7 @@ def gated(activation):
     def function(linear, gate, up):
         if not hasattr(linear, "quantizer"):
             return getattr(F, activation)(gate) * up
-        quantizer = linear.quantizer.named("gated")
+        quantizer = linear.quantizer.copy_for("gated")
         return fewbit_gated(gate, up, activation, quantizer=quantizer)
 
     return function

@@ -256,14 +256,14 @@ def test_layers_come_back_before_they_are_asked_for(late, ahead):
         def forward(ctx, x, i):
             keep = integers.pack(torch.arange(64 * (i + 1)) % 4, 4)
             sizes.append(len(keep.tensors[0]) * 4)
-            ctx.i, ctx.recipe = i, keep.recipe
+            ctx.i, ctx.spec = i, keep.spec
             ctx.save_for_backward(*keep.tensors)
             return x * 1
 
         @staticmethod
         def backward(ctx, grad):
             before = list(late.kind.made.log)
-            values = ctx.recipe.restore(ctx.saved_tensors)
+            values = ctx.spec.dequantize(ctx.saved_tensors)
             assert torch.equal(values, (torch.arange(64 * (ctx.i + 1)) % 4).to(values.dtype))
             seen[ctx.i] = before, list(late.kind.made.log)
             return grad, None

@@ -610,8 +610,8 @@ class Counted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, quantizer):
-        kept = quantizer.keep(x)
-        ctx.recipe, ctx.count = kept.recipe, type(ctx)._forward_cls
+        kept = quantizer.quantize(x)
+        ctx.spec, ctx.count = kept.spec, type(ctx)._forward_cls
         ctx.save_for_backward(weight, *kept.tensors)
         return x * weight
 
@@ -620,7 +620,7 @@ class Counted(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.count.passes += 1
         weight, *kept = ctx.saved_tensors
-        return grad * weight, (ctx.recipe.restore(kept) * grad).sum(0), None
+        return grad * weight, (ctx.spec.dequantize(kept) * grad).sum(0), None
 
 
 class Collective(Counted):
@@ -639,7 +639,7 @@ def test_backward_passes_with_collectives_run_once(function):
             self.norm = nn.LayerNorm(64)
 
         def forward(self, x):
-            quantizer = self.linear.quantizer.named("scale")
+            quantizer = self.linear.quantizer.copy_for("scale")
             x = function.apply(self.linear(x), self.weight, quantizer)
             return self.last(self.norm(x))
 

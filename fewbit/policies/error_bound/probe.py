@@ -26,7 +26,7 @@ import torch
 from fewbit.policies.error_bound import error_model as demands
 from fewbit.policies.error_bound.error_model import Cost, Part
 from fewbit.runtime.format.bit_sharing import MAX_BITS
-from fewbit.runtime.quantizers.spec import Rounded
+from fewbit.runtime.quantizers.spec import QuantizationRecord
 from fewbit.runtime.saved.assignment import TensorSlot
 from fewbit.runtime.saved.norms import is_dense, norm
 from fewbit.runtime.saved.probe import SPREAD, VarianceProbe
@@ -165,7 +165,7 @@ class ErrorBoundProbe(VarianceProbe):
 
     # -- in the forward ----------------------------------------------------------------------------------
 
-    def rounding(self, variable: TensorSlot, rounded: Rounded) -> _Rounding | None:
+    def rounding(self, variable: TensorSlot, rounded: QuantizationRecord) -> _Rounding | None:
         if not self._is_open:
             return None
         exact = rounded.exact() if variable.name in self.monitored else None
@@ -174,7 +174,7 @@ class ErrorBoundProbe(VarianceProbe):
         squares = rounded.squares().double()
         error2, elements = errors.sum(), difference.numel()
         deviation = (torch.maximum(error2, _LEAST_ERROR * squares) / elements).sqrt()
-        has_samples = rounded.recipe.samples is not None
+        has_samples = rounded.spec.samples is not None
         numbers = errors, error2.sqrt(), squares, deviation
         tensor = _Tensor(variable.name, elements, has_samples, *numbers)
         self._tensors.append(tensor)
@@ -341,8 +341,8 @@ class _Exactly(Restoring):
     def is_target(self, variable) -> bool:
         return variable.rounding is not None and variable.rounding.exact is not None
 
-    def changed(self, values, recipe, packed):
-        return values.copy_(recipe.variable.rounding.exact)
+    def changed(self, values, spec, packed):
+        return values.copy_(spec.variable.rounding.exact)
 
 
 def _measured(results, noisy, tensor: _Tensor) -> list[Part]:

@@ -72,7 +72,7 @@ def activation_quantized(x, function, parameters, encoding, seed, quantizer):
     def run(*settings):
         return backend.forward_quantized(x, function, parameters, encoding, seed, out, *settings)
 
-    made = quantizer.with_result(run, out)
+    made = quantizer.quantize_with_activation(run, out)
     return None if made is None else (out, *made)
 
 

@@ -69,17 +69,17 @@ class Restoring:
     def is_target(self, variable) -> bool:
         return self.target is not None and variable.name == self.target.name
 
-    def restored(self, values, recipe, packed):
-        variable = recipe.variable
+    def restored(self, values, spec, packed):
+        variable = spec.variable
         self.variables.setdefault(variable.name, variable)
-        return self.changed(values, recipe, packed) if self.is_target(variable) else values
+        return self.changed(values, spec, packed) if self.is_target(variable) else values
 
-    def changed(self, values, recipe, packed):
+    def changed(self, values, spec, packed):
         """Add noise to the values in place and return them."""
-        variable = recipe.variable
+        variable = spec.variable
         if variable.rounding is not None:
             flat = layout.storage_order(values)
-            rows = flat.view(recipe.samples or (len(values) if values.dim() else 1), -1)
+            rows = flat.view(spec.samples or (len(values) if values.dim() else 1), -1)
             noise = self._noise.get(packed.data_ptr())
             if noise is None:
                 noise = self.observation.noise(rows, variable, self.level)
@@ -88,7 +88,7 @@ class Restoring:
         return values
 
 
-def restored(values, recipe, packed):
+def restored(values, spec, packed):
     """Return the values of a saved tensor that a layer's backward has dequantized, with noise if a probe tries that.
 
     Args:
@@ -96,19 +96,17 @@ def restored(values, recipe, packed):
         recipe: the spec of the saved tensor.
         packed: its packed codes, which identify it.
     """
-    if recipe.variable is None:
+    if spec.variable is None:
         return values
     restoring = getattr(_running, "restoring", None)
-    return values if restoring is None else restoring.restored(values, recipe, packed)
+    return values if restoring is None else restoring.restored(values, spec, packed)
 
 
-def is_changed(recipe) -> bool:
+def is_changed(spec) -> bool:
     """Return whether `restored` adds noise to the tensor with that spec."""
     restoring = getattr(_running, "restoring", None)
     return (
-        restoring is not None
-        and recipe.variable is not None
-        and restoring.is_target(recipe.variable)
+        restoring is not None and spec.variable is not None and restoring.is_target(spec.variable)
     )
 
 

@@ -23,8 +23,9 @@ from torch.nn.functional import gelu
 import fewbit
 from fewbit.convert.functions import Calls, FunctionSettings
 from fewbit.nn.base import Quantized
-from fewbit.runtime.activations.autograd import once_differentiable
-from fewbit.runtime.quantizers.quantizer import Quantizer, SavedTensors
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.quantizers.spec import SavedTensors
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 BITS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
 WHOLE = (1, 2, 3, 4)
@@ -62,7 +63,7 @@ def compress(model: nn.Module, method: str, bits: float) -> None:
 # -- Per tensor ----------------------------------------------------------------------------------------------
 
 
-class OneRangeRecipe(NamedTuple):
+class OneRangeSpec(NamedTuple):
     """How codes and (minimum, step) become values again; in place of `fewbit.runtime.quantizers.quantizer.QuantizedTensorSpec`."""
 
     size: tuple[int, ...]
@@ -70,7 +71,7 @@ class OneRangeRecipe(NamedTuple):
     dtype: torch.dtype
     count: int = 2
 
-    def restore(self, tensors, dtype=None, affine=None) -> Tensor:
+    def dequantize(self, tensors, dtype=None, affine=None) -> Tensor:
         codes, bounds = tensors
         minimum, step = bounds.unbind()
         values = codes * step + minimum
@@ -85,17 +86,17 @@ class OneRangeRecipe(NamedTuple):
 class OneRange(Quantizer):
     """One minimum and step for a whole tensor."""
 
-    def keep_normalized(self, x, mean, rstd, inner):
-        return super().keep_normalized(x, mean, rstd, None)  # as a tensor, like any other
+    def quantize_normalized(self, x, mean, rstd, inner):
+        return super().quantize_normalized(x, mean, rstd, None)  # as a tensor, like any other
 
-    def with_result(self, run, y):
+    def quantize_with_activation(self, run, y):
         return None
 
     def _keep(self, x, dtype, slot=0, normalize=None, activation=None) -> SavedTensors:
         assert normalize is None
         generator = torch.Generator().manual_seed(self._seed(x, slot, activation).item())
         bounds, codes = rounded(x.detach().float(), self.bits, generator)
-        return SavedTensors((codes, bounds), OneRangeRecipe(tuple(x.shape), codes.stride(), dtype))
+        return SavedTensors((codes, bounds), OneRangeSpec(tuple(x.shape), codes.stride(), dtype))
 
 
 def rounded(x: Tensor, bits: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -109,7 +110,7 @@ def rounded(x: Tensor, bits: int, generator: torch.Generator) -> tuple[Tensor, T
 
 def of_functions(controller) -> FunctionSettings:
     """What functions keep that the model's modules call."""
-    return next(c.settings for c in controller.session.contexts if isinstance(c, Calls))
+    return next(c.settings for c in controller.context.contexts if isinstance(c, Calls))
 
 
 def use_one_range(controller) -> None:
@@ -144,15 +145,15 @@ def _pixels(image: Tensor) -> bytes:
 class _GELU(Function):
     @staticmethod
     def forward(ctx, x, quantizer, shared):
-        keep = quantizer.keep(x, shared)
-        ctx.recipe = keep.recipe
-        ctx.save_for_backward(*keep.tensors)
+        saved = quantizer.quantize(x, shared)
+        ctx.spec = saved.spec
+        ctx.save_for_backward(*saved.tensors)
         return gelu(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x = ctx.recipe.restore(ctx.saved_tensors, grad.dtype)
+        x = ctx.spec.dequantize(ctx.saved_tensors, grad.dtype)
         return torch.ops.aten.gelu_backward(grad, x), None, None
 
 
@@ -176,4 +177,4 @@ def quantize_activations(controller, shared: bool) -> None:
     for path, module in controller.model.named_modules():
         if is_gelu(path, module):
             module.__class__ = QuantizedGELU
-            module.quantizer, module.shared = quantizer.named(path), shared
+            module.quantizer, module.shared = quantizer.copy_for(path), shared

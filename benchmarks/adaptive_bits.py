@@ -41,7 +41,7 @@ from torch.nn.functional import cross_entropy
 
 import fewbit
 from fewbit.demo import text, training
-from fewbit.runtime.saved.session import measuring
+from fewbit.runtime.saved.context import measuring
 
 NETWORKS = {
     "transformer": arms.LEVELS | {arms.TABLES: arms.WHOLE, arms.QUANTIZED: arms.WHOLE},

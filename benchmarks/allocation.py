@@ -69,7 +69,14 @@ def main():
     for name, (layers, parts) in SIZES.items():
         sensitivity, elements = instance(layers, parts, 0)
         budget = 2 * int(elements.sum())
-        arguments = sensitivity, sensitivity, elements, budget, allocation.LEAST, allocation.MOST
+        arguments = (
+            sensitivity,
+            sensitivity,
+            elements,
+            budget,
+            allocation.MIN_BITS,
+            allocation.MAX_BITS,
+        )
         bits = allocation.allocate(sensitivity, elements, budget)
         assert (bits == allocation.reference(*arguments)).all()
         calls = {

@@ -156,7 +156,7 @@ def measure(name, x, bound, repeats):
     assert error <= 1.02, f"{name}: {error} of the bound in the mean"
     return {
         "bytes": payload.nbytes if name in CODECS else len(payload[0]),
-        "is_exact": name in CODECS and isinstance(payload.recipe, Exact),
+        "is_exact": name in CODECS and isinstance(payload.spec, Exact),
         "error": error,
         "largest": worst**0.5,
         "compress": median(lambda: codec.compress(x, bound), repeats),

@@ -53,15 +53,15 @@ class KeptInput(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, quantizer):
         y, mean, rstd = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, EPS)
-        keep = quantizer.keep(x, shared=False)
-        ctx.recipe = keep.recipe
-        ctx.save_for_backward(weight, mean, rstd, *keep.tensors)
+        saved = quantizer.quantize(x, shared=False)
+        ctx.spec = saved.spec
+        ctx.save_for_backward(weight, mean, rstd, *saved.tensors)
         return y
 
     @staticmethod
     def backward(ctx, grad):
         weight, mean, rstd, *kept = ctx.saved_tensors
-        x = ctx.recipe.restore(kept)
+        x = ctx.spec.dequantize(kept)
         statistics_of_x = None, None, mean, rstd, True, EPS
         grads = torch.ops.aten.native_batch_norm_backward(
             grad, x, weight, *statistics_of_x, [True] * 3

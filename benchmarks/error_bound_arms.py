@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 import fewbit
 from fewbit.analysis import meter
 from fewbit.analysis.gradients import Measured, difference
-from fewbit.runtime.saved.session import measuring
+from fewbit.runtime.saved.context import measuring
 
 INTERVAL = 100
 GRID = (1, 2, 3, 4, 5, 6, 7, 8)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from fewbit.runtime.interop.interrupts import afterwards
-from fewbit.runtime.quantizers.quantizer import Quantizer, SavedTensors
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.quantizers.spec import SavedTensors
 
 
 class Noise:
@@ -70,11 +71,11 @@ class DeferredQuantizer(Quantizer):
 
     noise: Noise
 
-    def keep(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> SavedTensors:
+    def quantize(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> SavedTensors:
         """x itself."""
         return self._keep_exactly(x.detach(), False)
 
-    def keep_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
+    def quantize_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
         """(x - mean) rstd itself."""
         if mean is not None:
             x = x.to(rstd.dtype) - mean
@@ -83,8 +84,8 @@ class DeferredQuantizer(Quantizer):
 
     def _keep_exactly(self, x, is_normalized) -> SavedTensors:
         context, number = self.noise.kept()
-        recipe = _Deferred(self, context, is_normalized, tuple(x.shape), x.dtype)
-        return SavedTensors((x, torch.tensor(number)), recipe)
+        spec = _Deferred(self, context, is_normalized, tuple(x.shape), x.dtype)
+        return SavedTensors((x, torch.tensor(number)), spec)
 
 
 class _Deferred(NamedTuple):
@@ -103,8 +104,8 @@ class _Deferred(NamedTuple):
     def count(self) -> int:
         return 2
 
-    def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, in the dtype that was kept unless given; affine: as for `QuantizedTensorSpec.restore`."""
+    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """The values, in the dtype that was kept unless given; affine: as for `QuantizedTensorSpec.dequantize`."""
         x, number = tensors
         seed = self.quantizer.noise.seed_of(self.context, number.item())
         values = x.clone() if seed is None else self._rounded(x, seed)
@@ -118,18 +119,18 @@ class _Deferred(NamedTuple):
     def _rounded(self, x, seed: int) -> torch.Tensor:
         quantizer = _Seeded(self.quantizer, seed)
         if self.is_normalized:
-            kept = quantizer.keep_normalized(x, None, torch.ones((), device=x.device), None)
+            kept = quantizer.quantize_normalized(x, None, torch.ones((), device=x.device), None)
         else:
-            kept = quantizer.keep(x)
-        return kept.recipe.restore(kept.tensors, self.dtype)
+            kept = quantizer.quantize(x)
+        return kept.spec.dequantize(kept.tensors, self.dtype)
 
 
 class _Seeded(Quantizer):
     """A deferred quantizer's own rounding, with a given seed."""
 
     def __init__(self, like: Quantizer, seed: int):
-        super().__init__(like.bits, like.group_size, like.minimum)
-        self._offset = like._offset
+        super().__init__(like.bits, like.group_size, like.min_dtype)
+        self._selector = like._selector
         self._given = seed
 
     def _seed(self, x, *_):

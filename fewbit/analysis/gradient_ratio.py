@@ -31,7 +31,7 @@ from fewbit.convert.swap import restore_
 from fewbit.errors import BoundWarning, InputError
 from fewbit.policies.error_bound.policy import NAMED
 from fewbit.runtime.interop.interrupts import leaves_nothing
-from fewbit.runtime.saved.session import Session, measuring, sessions_of
+from fewbit.runtime.saved.context import ForwardContext, contexts_of, measuring
 
 
 @leaves_nothing
@@ -51,12 +51,12 @@ def gradient_ratio(
     batches = [tree_map(meter.alone, each) for each in batches_of(batch)]
     with meter.unchanged(dict(model.named_modules()), tensors_of(batches)):
         exact, measured = (Measured(copied(model), loss, seed) for _ in range(2))
-        session = _session_of(measured.model)
+        context = _context_of(measured.model)
         restore_(exact.model)
         found = []  # of each batch (|g|^2, |g^|^2 of each draw, |g^ - g|^2 of each draw), by module
         with measuring(), explained(batch):
             for number, each in enumerate(batches):
-                found.append(_of_batch(measured, exact, session, each, number, draws))
+                found.append(_of_batch(measured, exact, context, each, number, draws))
     # (P,), (draws, P), (draws, P): draws of different batches are independent
     squares, of_draws, errors = (np.sum(each, axis=0) for each in zip(*found, strict=True))
     total = squares.sum()
@@ -88,12 +88,14 @@ def gradient_ratio(
     return ratio
 
 
-def _of_batch(measured: Measured, exact: Measured, session: Session, batch, number, draws) -> tuple:
+def _of_batch(
+    measured: Measured, exact: Measured, context: ForwardContext, batch, number, draws
+) -> tuple:
     """(P,) |g|^2, (draws, P) |g^|^2, (draws, P) |g^ - g|^2: of the parameters of each module."""
     true = exact.gradient(batch, number)
     squares, errors = [], []
     for draw in range(draws):
-        session.salt = draw.to_bytes(8)
+        context.salt = draw.to_bytes(8)
         drawn = measured.gradient(batch, number)
         squares.append(measured.inner(drawn, drawn))
         between = difference(drawn, true)
@@ -101,8 +103,8 @@ def _of_batch(measured: Measured, exact: Measured, session: Session, batch, numb
     return exact.inner(true, true), np.array(squares), np.array(errors)
 
 
-def _session_of(model: nn.Module) -> Session:
+def _context_of(model: nn.Module) -> ForwardContext:
     """That of a converted model."""
-    for session in sessions_of(model):
-        return session
+    for context in contexts_of(model):
+        return context
     raise InputError("expected a model that compress_ has converted, got one that it has not")

@@ -55,14 +55,14 @@ class Measured:
             yield value
 
     def value(self, batch) -> torch.Tensor:
-        """The loss as it is; InputError where it takes the model for its output."""
+        """Return the loss. Raises InputError if the loss takes the model for its output."""
         try:
             return self.loss(self.model, batch)
         except (TypeError, AttributeError) as error:
-            if not _takes_for_output(error, self.model):
+            if not _takes_for_tensors(error, self.model, batch):
                 raise
             raise InputError(
-                f"loss: {EXPECTED_LOSS}, got one that takes the model itself for a tensor: {shorten(error, 120)}"
+                f"loss: {EXPECTED_LOSS}, got one that takes the model or the batch for a tensor: {shorten(error, 120)}"
             ) from error
 
     def backward(self, value: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
@@ -208,16 +208,12 @@ def check_loss(loss) -> None:
         )
 
 
-def _takes_for_output(error: Exception, model: nn.Module) -> bool:
-    """Whether it comes from a function of torch.nn.functional that got the model in place of a tensor."""
-    trace = error.__traceback__
-    while trace is not None:
-        frame = trace.tb_frame
-        is_functional = frame.f_globals.get("__name__") == nn.functional.__name__
-        if is_functional and any(each is model for each in frame.f_locals.values()):
-            return True
-        trace = trace.tb_next
-    return False
+def _takes_for_tensors(error: TypeError | AttributeError, model: nn.Module, batch) -> bool:
+    """Return whether the error says that the model, or a batch of several tensors, was used as a tensor."""
+    if isinstance(error, AttributeError):
+        is_argument = error.obj is model or error.obj is batch
+        return is_argument and hasattr(torch.Tensor, error.name)
+    return f"must be Tensor, not {type(model).__name__}" in str(error)
 
 
 def _check_value(value) -> None:

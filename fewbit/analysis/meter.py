@@ -28,11 +28,11 @@ from fewbit.analysis.meter_report import SavedBytesReport
 from fewbit.errors import FewbitError
 from fewbit.files import write_atomic
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.groups import WIDE
+from fewbit.runtime.format.groups import FP32_MIN_COLUMNS
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.interrupts import afterwards, leaves_nothing
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.saved import session as sharing
+from fewbit.runtime.saved.context import measuring
 
 STATE = (
     "parameter",
@@ -193,7 +193,7 @@ def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
     recorder = _Recorder(_Place("", _type_name(model), _is_fewbit(model)))
     with ExitStack() as stack:
         stack.enter_context(unchanged(modules, tensors))
-        stack.enter_context(sharing.measuring())
+        stack.enter_context(measuring())
         stack.enter_context(recorder.watching({} if compiled else modules))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -486,8 +486,8 @@ def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
 
     def put_back():
         with _disable_current_modes():
-            for restore, state in random:
-                restore(state)
+            for dequantize, state in random:
+                dequantize(state)
             for module, name, buffer, copy in kept:
                 module._buffers[name] = buffer
                 # Through .data, and only if it changed: a graph built earlier may have saved it.
@@ -513,8 +513,8 @@ def _random_states(tensors) -> list[tuple]:
         if device.type in ("cuda", "xpu"):
             backend = torch.get_device_module(device)
             if backend.is_available():  # a fake tensor's device need not exist
-                restore = functools.partial(backend.set_rng_state, device=device)
-                states.append((restore, backend.get_rng_state(device)))
+                dequantize = functools.partial(backend.set_rng_state, device=device)
+                states.append((dequantize, backend.get_rng_state(device)))
     return states
 
 
@@ -626,7 +626,11 @@ def _known(roots: dict[str, nn.Module], inputs) -> dict[object, str]:
 
 def _are_ranges(tensor) -> bool:
     """Whether it looks like the minimums and ranges of groups (docs/quantizer.md)."""
-    return tensor.dtype == torch.bfloat16 and tensor.ndim == 2 and tensor.shape[1] in (2, WIDE)
+    return (
+        tensor.dtype == torch.bfloat16
+        and tensor.ndim == 2
+        and tensor.shape[1] in (2, FP32_MIN_COLUMNS)
+    )
 
 
 def _kind(tensor, token: _Token) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fewbit.catalog.report import laid_out, new_grid, plain_width, render_plain, shortened
 from fewbit.errors import FewbitError
-from fewbit.runtime.format.groups import WIDE
+from fewbit.runtime.format.groups import FP32_MIN_COLUMNS
 from fewbit.sizes import counted
 from fewbit.table import plot
 
@@ -125,7 +125,11 @@ class SavedBytesReport:
             lines.append(
                 f"in storages of earlier modules, 0 bytes: {counted(shared, 'more saved tensor')}"
             )
-        wide = [e for e in self.kept if e.kind == "range" and e.shape[1:] == (WIDE,) and e.bytes]
+        wide = [
+            e
+            for e in self.kept
+            if e.kind == "range" and e.shape[1:] == (FP32_MIN_COLUMNS,) and e.bytes
+        ]
         if wide:
             names = sorted({entry.module or "(the model)" for entry in wide})
             more = ", ..." * (len(names) > 3)

@@ -34,8 +34,8 @@ from fewbit.errors import InputError
 from fewbit.policies.make import make_policy
 from fewbit.runtime.codecs import check_codec
 from fewbit.runtime.saved.assignment import BitPolicy
+from fewbit.runtime.saved.context import ForwardContext
 from fewbit.runtime.saved.offload import Offload
-from fewbit.runtime.saved.session import Session
 
 
 @whole_or_not_at_all
@@ -90,22 +90,22 @@ def compress_(
     if config is None:
         restore_(model)
         report = Report((), (), notes=(f"{given!r}",))
-        return _reported(Controller(model, report, Session(), None, given), verbose)
+        return _reported(Controller(model, report, ForwardContext(), None, given), verbose)
     _check(config, model, sample)
     conversion, before = _converted(model, settings, selection, sample)
     budget = elements = None
     if isinstance(config, Budget):
-        budget, conversion.session.variables = config.bytes, BitPolicy()
+        budget, conversion.context.policy = config.bytes, BitPolicy()
         average, elements = average_within(model, sample, budget)
         settings = replace(settings, bits=average)
         conversion = convert(model, settings, selection)
         config = AdaptiveBits(average, config.interval)
     facts = facts_of(model, selection.of(model, settings), settings.bits, budget, elements)
-    conversion.session.variables = make_policy(config, facts)
-    allocator = _offloaded(conversion.session, offload)
+    conversion.context.policy = make_policy(config, facts)
+    allocator = _offloaded(conversion.context, offload)
     notes = _notes(given, config, offload, model, settings, allocator)
     report = _report(conversion.report, notes, model, settings, sample, before)
-    return _reported(Controller(model, report, conversion.session, allocator, given), verbose)
+    return _reported(Controller(model, report, conversion.context, allocator, given), verbose)
 
 
 def _without_level(
@@ -159,11 +159,11 @@ def _converted(model, settings, selection, sample) -> tuple[Conversion, dict[str
     return convert(model, settings, selection, measure), before
 
 
-def _offloaded(session: Session, offload: HostOffload | None) -> AllocatorReport | None:
+def _offloaded(context: ForwardContext, offload: HostOffload | None) -> AllocatorReport | None:
     """Add the offload to the model's forwards. Return what came of the allocator's settings, if they were to change."""
     if offload is None:
         return None
-    session.contexts += (Offload(),)
+    context.contexts += (Offload(),)
     return use_expandable_segments() if offload.expandable_segments else None
 
 

@@ -18,8 +18,8 @@ from fewbit.policies.allocation_report import Allocated, Allocation
 from fewbit.policies.error_bound.policy import POLICY, ErrorBoundPolicy
 from fewbit.policies.error_bound.report import Bounded, Bounds
 from fewbit.policies.probing import SAMPLES
+from fewbit.runtime.saved.context import ForwardContext, contexts_of
 from fewbit.runtime.saved.offload import Offload
-from fewbit.runtime.saved.session import Session, sessions_of
 from fewbit.schema import shorten
 from fewbit.sizes import counted
 from fewbit.text import printable
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Controller:
     """Stands for one compressed model; nothing in the training loop needs it.
 
-    report: what was converted. session: shared by the model's layers. allocator: what came of setting PyTorch's,
+    report: what was converted. context: shared by the model's layers. allocator: what came of setting PyTorch's,
     if it was to change, else None. config: who chooses bits, as `compress_` was told.
     """
 
@@ -39,16 +39,16 @@ class Controller:
         self,
         model: nn.Module,
         report: Report,
-        session: Session,
+        context: ForwardContext,
         allocator: AllocatorReport | None = None,
         config: BitConfig | None = None,
     ):
         self._model = weakref.ref(model)
         self.report = report
-        self.session = session
+        self.context = context
         self.allocator = allocator
         self.config = config
-        self._was_attached = _is_attached(session, model)
+        self._was_attached = _is_attached(context, model)
 
     @property
     def model(self) -> nn.Module | None:
@@ -117,7 +117,7 @@ class Controller:
     @property
     def offload(self) -> Offload | None:
         """Of levels L4 and L5: bytes moved to the host and back."""
-        return next((each for each in self.session.contexts if isinstance(each, Offload)), None)
+        return next((each for each in self.context.contexts if isinstance(each, Offload)), None)
 
     def peak_memory(self, device=None) -> PeakMemory:
         """Peaks of a GPU's memory, allocated for tensors and reserved; InputError where there is none."""
@@ -128,7 +128,7 @@ class Controller:
 
         To be called between steps. Empty where nothing is learned. (With `number_samples` also tensors.)
         """
-        variables = self.session.variables
+        variables = self.context.policy
         return {} if variables is None else variables.state()
 
     def load_state_dict(self, state: dict) -> None:
@@ -150,15 +150,15 @@ class Controller:
                 f"expected what a controller's state_dict() gave, got {type(state).__name__}"
             )
         self._check_state(state)
-        if self.session.variables is not None:
-            self.session.variables.load(state)
+        if self.context.policy is not None:
+            self.context.policy.load(state)
 
     @property
     def _ended(self) -> str:
         """What has become of a model that is not this controller's any more, or ""."""
         if self.model is None:
             return "of a model that is gone"
-        if self._was_attached and not _is_attached(self.session, self.model):
+        if self._was_attached and not _is_attached(self.context, self.model):
             return "of a model that was restored or compressed anew since"
         return ""
 
@@ -174,7 +174,7 @@ class Controller:
         if expected:
             return
         adapts = self._adaptation is not None
-        known = () if self.session.variables is None else SAMPLES
+        known = () if self.context.policy is None else SAMPLES
         given = [each for each in SAMPLES if each in state]
         strange = [each for each in state if not adapts and each not in known]
         if "version" in state and not adapts:
@@ -204,20 +204,20 @@ class Controller:
             raise InputError(
                 "expected SampleBits or AdaptiveBits for numbers of samples, got ErrorBound, whose bits follow from bounds"
             )
-        if self.session.variables is None:
+        if self.context.policy is None:
             raise InputError(
                 f"expected SampleBits or AdaptiveBits for numbers of samples, got {self._kind}"
             )
-        self.session.variables.number(numbers)
+        self.context.policy.number(numbers)
 
     @property
     def _adaptation(self) -> AdaptivePolicy | None:
-        variables = self.session.variables
+        variables = self.context.policy
         return variables if isinstance(variables, AdaptivePolicy) else None
 
     @property
     def _guarantee(self) -> ErrorBoundPolicy | None:
-        variables = self.session.variables
+        variables = self.context.policy
         return variables if isinstance(variables, ErrorBoundPolicy) else None
 
     def __reduce__(self):
@@ -242,6 +242,6 @@ def _origin(state: Mapping) -> str:
     return "of a level below L3" if strange is None else f"with {shorten(strange)}"
 
 
-def _is_attached(session: Session, model: nn.Module) -> bool:
-    """Whether forwards of the model are told to that session."""
-    return any(each is session for each in sessions_of(model))
+def _is_attached(context: ForwardContext, model: nn.Module) -> bool:
+    """Return whether forwards of the model run within that context."""
+    return any(each is context for each in contexts_of(model))

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from fewbit.analysis.meter import SavedBytes, alone, saved_bytes
 from fewbit.errors import InputError
 from fewbit.policies.budget import SizeProbe
-from fewbit.runtime.saved.session import measuring
+from fewbit.runtime.saved.context import measuring
 
 
 def check_sample(sample) -> None:

@@ -110,7 +110,7 @@ class FunctionSettings:
             if ours in (F.mul, F.matmul) and not _both_are_made(args, kwargs):
                 return function(*args, **kwargs)
             quantizer = self.attention_quantizer if ours in _OF_ATTENTION else self.quantizer
-            if quantizer.session is not None:
+            if quantizer.context is not None:
                 quantizer = self._named(quantizer, ours)
             return ours(*args, **kwargs, quantizer=quantizer)
         if family == "exact":
@@ -118,13 +118,13 @@ class FunctionSettings:
         if not takes(args[0] if args else kwargs.get("input")):
             return function(*args, **kwargs)
         bits = {"bits": self.activation_bits} if family == "activation" else {}
-        session, named = self.quantizer.session, nullcontext()
-        if session is not None and session.variables is not None:
-            name = name_of_call(session.path(), ours.__name__)
-            named = session.activation(name)
+        context, named = self.quantizer.context, nullcontext()
+        if context is not None and context.policy is not None:
+            name = name_of_call(context.path(), ours.__name__)
+            named = context.activation(name)
             if bits:
                 x = args[0] if args else kwargs["input"]
-                bits["bits"] = session.activation_bits(name, self.activation_bits, x)
+                bits["bits"] = context.activation_bits(name, self.activation_bits, x)
         try:
             with named:
                 return ours(*args, **kwargs, **bits)
@@ -133,10 +133,10 @@ class FunctionSettings:
 
     def _named(self, quantizer: Quantizer, ours) -> Quantizer:
         """For all calls of that function by the module that runs."""
-        name = name_of_call(quantizer.session.path(), ours.__name__)
+        name = name_of_call(quantizer.context.path(), ours.__name__)
         own = self.own.get(name)
         if own is None:
-            own = self.own[name] = quantizer.named(name)
+            own = self.own[name] = quantizer.copy_for(name)
         return own
 
 
@@ -168,8 +168,8 @@ class Calls(TorchFunctionMode):
         own = said()
         if found is None or own is True or not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        session = self.settings.quantizer.session
-        if session is not None and not session.compresses_functions():
+        context = self.settings.quantizer.context
+        if context is not None and not context.compresses_functions():
             return function(*args, **kwargs)
         ours, family = found
         if not all(isinstance(each, torch.Tensor) for each in args[:1]) or "out" in kwargs:
@@ -177,9 +177,9 @@ class Calls(TorchFunctionMode):
         return (own or self.settings).call(ours, family, function, args, kwargs)
 
     def _expose(self, args) -> None:
-        session = self.settings.quantizer.session
-        if session is not None and args and isinstance(args[0], torch.Tensor):
-            session.expose(args[0])
+        context = self.settings.quantizer.context
+        if context is not None and args and isinstance(args[0], torch.Tensor):
+            context.cache.stop_sharing(args[0])
 
     def depth_outside(self) -> int:
         """Return how often a forward that begins in this thread may find the mode entered: if it is, it was left behind."""

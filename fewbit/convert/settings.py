@@ -17,7 +17,7 @@ from fewbit.convert import kinds
 from fewbit.convert.functions import FunctionSettings
 from fewbit.errors import InputError
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved.session import Session
+from fewbit.runtime.saved.context import ForwardContext
 
 ATTENTION_BITS = 4
 """The fewest usual bits of q, k and v: their gradient goes through the exponential of their products, and with 2 bits is
@@ -85,24 +85,24 @@ class ResolvedSettings:
             )
         return self
 
-    def quantizer(self, session: Session, name: str = "") -> Quantizer:
+    def quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
         """Make the quantizer of a layer's inputs."""
-        return self._quantizer(self.bits, session, name, not self.adapts)
+        return self._quantizer(self.bits, context, name, not self.adapts)
 
-    def attention_quantizer(self, session: Session, name: str = "") -> Quantizer:
+    def attention_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
         """Make the quantizer of q, k and v."""
         is_fixed = not self.adapts or self.attention_bits is not None
-        return self._quantizer(self.bits_of_attention, session, name, is_fixed)
+        return self._quantizer(self.bits_of_attention, context, name, is_fixed)
 
-    def of_functions(self, session: Session) -> FunctionSettings:
+    def of_functions(self, context: ForwardContext) -> FunctionSettings:
         """Make the settings of functions that a forward calls."""
-        quantizers = self.quantizer(session), self.attention_quantizer(session)
+        quantizers = self.quantizer(context), self.attention_quantizer(context)
         return FunctionSettings(quantizers[0], self.activation_bits, quantizers[1])
 
-    def _quantizer(self, bits, session, name, is_fixed) -> Quantizer:
+    def _quantizer(self, bits, context, name, is_fixed) -> Quantizer:
         # Compiled code, in which samples cannot share bits, uses the whole number below the average.
         settings = math.floor(bits), self.group_size, self.min_dtype
-        return Quantizer(*settings, session, name, bits, is_fixed, self.fuses_norms)
+        return Quantizer(*settings, context, name, bits, is_fixed, self.fuses_norms)
 
 
 def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) -> ResolvedSettings:

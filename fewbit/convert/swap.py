@@ -20,7 +20,8 @@ from fewbit.nn.base import Quantized
 from fewbit.nn.preactivation import PreActivation
 from fewbit.runtime.interop.bypass import Switch
 from fewbit.runtime.interop.module_calls import (
-    SESSION,
+    GUARD,
+    PATH,
     class_told,
     rebased,
     tell,
@@ -29,7 +30,8 @@ from fewbit.runtime.interop.module_calls import (
 )
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.assignment import BitPolicy
-from fewbit.runtime.saved.session import PATH, Session
+from fewbit.runtime.saved.calls import CallGuard
+from fewbit.runtime.saved.context import ForwardContext
 
 _ORIGINAL = "_fewbit_original"
 _FUNCTIONS = "_fewbit_functions"
@@ -57,11 +59,11 @@ class Conversion(NamedTuple):
 
     Attributes:
         report: what was converted.
-        session: the session that the model's layers share.
+        context: the context that the model's layers share.
     """
 
     report: Report
-    session: Session
+    context: ForwardContext
 
 
 def convert(
@@ -92,22 +94,22 @@ def convert(
         restore_(model)
         selected = selection.of(model, settings)
     before()
-    session = Session(variables=BitPolicy() if settings.shares_samples else None)
+    context = ForwardContext(policy=BitPolicy() if settings.shares_samples else None)
     fused = {
         id(child)
         for module in model.modules()
         if isinstance(module, PreActivation)
         for child in module.children()
     }
-    rows = [_convert(one, session, whole) for one in selected if id(one.module) not in fused]
+    rows = [_convert(one, context, whole) for one in selected if id(one.module) not in fused]
     if kinds.LAYER in settings.families:
-        rows += _convert_attention(model, selected, session)
+        rows += _convert_attention(model, selected, context)
     if whole:
-        _switch_functions(model, settings, selected, session)
-        _attach(model, settings, selected, session)
+        _switch_functions(model, settings, selected, context)
+        _attach(model, settings, selected, context)
     converted = tuple(row for row in rows if isinstance(row, ConvertedModule))
     skipped = tuple(row for row in rows if isinstance(row, SkippedModule))
-    return Conversion(Report(converted, skipped), session)
+    return Conversion(Report(converted, skipped), context)
 
 
 @whole_or_not_at_all
@@ -136,7 +138,7 @@ def restore_(model: nn.Module) -> None:
         _remove_hooks(module)
         original = vars(module).pop(_ORIGINAL, None)
         if original is None and isinstance(module, Quantized) and not _is_private(module.quantizer):
-            module.quantizer.session = None  # the module was made as fewbit's own
+            module.quantizer.context = None  # the module was made as fewbit's own
         if original is not None:
             for name in original.added:
                 vars(module).pop(name, None)
@@ -174,18 +176,18 @@ def may_call(module: nn.Module) -> bool:
 
 
 def _convert(
-    selected: Selected, session: Session, whole: bool
+    selected: Selected, context: ForwardContext, whole: bool
 ) -> ConvertedModule | SkippedModule | None:
     """Convert a module and return a row of the report; None if there is nothing to report of the module.
 
     Args:
         selected: the module and its settings.
-        session: that of the model.
+        context: that of the model.
         whole: whether modules that are no activations are converted too.
     """
     path, module, attribute, settings = selected
     if attribute is None and kinds.is_fewbit(module):
-        return _convert_again(selected, session, whole)
+        return _convert_again(selected, context, whole)
     held = kinds.FUNCTIONS[getattr(module, attribute)]() if attribute else module
     name = type(module).__name__ if attribute is None else getattr(module, attribute).__name__
     kind = kinds.kind_of(held)
@@ -208,7 +210,7 @@ def _convert(
         setattr(module, attribute, held.train(module.training))
         name = f"{name} (function)"
     _change_class(held, kind)
-    bits = _configure(path, held, kind.one_bit, settings, session)
+    bits = _configure(path, held, kind.one_bit, settings, context)
     return ConvertedModule(path, name, kinds.name_of(kind.becomes), bits)
 
 
@@ -223,7 +225,7 @@ def _change_class(module: nn.Module, kind) -> None:
 
 
 def _convert_again(
-    selected: Selected, session: Session, whole: bool
+    selected: Selected, context: ForwardContext, whole: bool
 ) -> ConvertedModule | SkippedModule | None:
     """Treat a module of fewbit's: one that the user made, or an activation that was converted earlier."""
     path, module, _, settings = selected
@@ -232,7 +234,7 @@ def _convert_again(
             return None
         own, fuses = module.quantizer, settings is not None and settings.fuses_norms
         module.quantizer = Quantizer(
-            own.bits, own.group_size, own.minimum, session, path, fuse=fuses
+            own.bits, own.group_size, own.min_dtype, context, path, fuse=fuses
         )
     if isinstance(module, PreActivation):
         reason = f"few-bit already: one tensor of {module.bits} bits an element"
@@ -241,7 +243,7 @@ def _convert_again(
     if original is None or settings is None:
         return SkippedModule(path, type(module).__name__, f"few-bit already: {module!r}")
     kind = kinds.of_class(original.cls)
-    bits = _configure(path, module, kind.one_bit, settings, session)
+    bits = _configure(path, module, kind.one_bit, settings, context)
     return ConvertedModule(path, original.cls.__name__, kinds.name_of(type(module)), bits)
 
 
@@ -252,15 +254,15 @@ def _configured_attributes(cls: type[nn.Module]) -> tuple[str, ...]:
     return ("bits", "table") if kinds.is_activation(cls) else ()
 
 
-def _configure(path, module, one_bit, settings, session) -> float | None:
+def _configure(path, module, one_bit, settings, context) -> float | None:
     """Set the attributes of a module of fewbit's. Return its bits; None if the module saves no codes."""
     if isinstance(module, Quantized):
-        module.quantizer = settings.quantizer(session, path)
+        module.quantizer = settings.quantizer(context, path)
         if hasattr(type(module), "copies"):
             module.copies = settings.copies
         if hasattr(type(module), "attention_quantizer"):
             name = name_of_attention(path)
-            module.attention_quantizer = settings.attention_quantizer(session, name)
+            module.attention_quantizer = settings.attention_quantizer(context, name)
         return settings.bits
     if kinds.is_activation(type(module)):
         module.bits, module.table = 1 if one_bit else settings.activation_bits, None
@@ -270,7 +272,7 @@ def _configure(path, module, one_bit, settings, session) -> float | None:
 
 def _is_private(quantizer: Quantizer) -> bool:
     """Return whether the quantizer belongs to a block that stays as it was made, whatever is around it."""
-    return quantizer.session is not None and quantizer.session.is_private
+    return quantizer.context is not None and quantizer.context.is_private
 
 
 def _class_before(path: str, module: nn.Module, original: Original) -> type[nn.Module]:
@@ -291,7 +293,7 @@ def _class_before(path: str, module: nn.Module, original: Original) -> type[nn.M
 
 
 def _convert_attention(
-    model: nn.Module, selected: Iterable[Selected], session: Session
+    model: nn.Module, selected: Iterable[Selected], context: ForwardContext
 ) -> list[ConvertedModule | SkippedModule]:
     """Convert the attention of transformers' models, which no module of its own computes."""
     own = settings_by_module(selected)
@@ -300,7 +302,7 @@ def _convert_attention(
         settings = own.get(id(module))
         if settings is None:
             return None
-        return settings.attention_quantizer(session, name_of_attention(path))
+        return settings.attention_quantizer(context, name_of_attention(path))
 
     reached, left = transformers_attention.install(model, quantizer)
     rows = []
@@ -312,26 +314,28 @@ def _convert_attention(
     return rows
 
 
-def _attach(model, settings: ResolvedSettings, selected: list[Selected], session: Session) -> None:
-    """Make the model's forwards run within the session."""
+def _attach(
+    model, settings: ResolvedSettings, selected: list[Selected], context: ForwardContext
+) -> None:
+    """Make the model's forwards run within the context."""
     own = [one.settings for one in selected if one.settings is not None]
     if settings.functional or any(each.functional for each in own):
-        session.contexts = (Calls(settings.of_functions(session)),)
+        context.contexts = (Calls(settings.of_functions(context)),)
     elif not any(isinstance(module, Quantized) for module in model.modules()):
         return
-    told = {}
+    guard, told = CallGuard(context), {}
     for path, module in model.named_modules():
         # Modules without a forward, like ModuleList, are never called.
         if (module is model or may_call(module)) and not _is_scripted(module):
             told[module] = path, class_told(module)
         elif settings.shares_samples and kinds.is_activation(type(module)):
-            vars(module).update({PATH: path, SESSION: session})
+            vars(module).update({PATH: path, GUARD: guard})
     for module, (path, cls) in told.items():
         vars(module)[PATH] = path
-        tell(module, session, cls)
+        tell(module, guard, cls)
 
 
-def _switch_functions(model, settings, selected: list[Selected], session: Session) -> None:
+def _switch_functions(model, settings, selected: list[Selected], context: ForwardContext) -> None:
     """Keep functions exact that excluded modules call, and give those that other modules call the modules' own settings."""
     own = settings_by_module(selected)
     if all(each is settings for each in own.values()):
@@ -350,7 +354,7 @@ def _switch_functions(model, settings, selected: list[Selected], session: Sessio
         elif mine is settings:
             says = False
         else:
-            says = made.setdefault(mine, mine.of_functions(session))
+            says = made.setdefault(mine, mine.of_functions(context))
         switch = Switch(says)
         module.register_forward_pre_hook(switch.enter, prepend=True)
         module.register_forward_hook(switch.leave, always_call=True)
@@ -362,7 +366,7 @@ def _is_scripted(module: nn.Module) -> bool:
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    vars(module).pop(PATH, None), vars(module).pop(SESSION, None)
+    vars(module).pop(PATH, None), vars(module).pop(GUARD, None)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in list(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), Switch):

@@ -26,10 +26,15 @@ from fewbit.functional import sums
 from fewbit.functional.gated import gated
 from fewbit.functional.linear import linear
 from fewbit.nn.base import Quantized
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.interop.module_calls import class_of
-from fewbit.runtime.quantizers.normalized import input_gradient, keep_copies, offer, restore_copies
+from fewbit.runtime.quantizers.normalized import (
+    dequantize_copies,
+    input_gradient,
+    offer,
+    save_copies,
+)
 from fewbit.runtime.quantizers.quantizer import is_differentiated
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["becomes", "original"]
 
@@ -128,18 +133,18 @@ class _RMSNorm(Function):
         needs_x = ctx.needs_input_grad[0]
         ctx.dtype, ctx.offset = x.dtype, form.offset
         inner = x.shape[-1] if x.is_contiguous() else None
-        keep, kept = keep_copies(ctx, x, None, rstd, inner, copies, quantizer)
-        offer(quantizer, y, keep, _scale(weight, form.offset), None)
+        saved, kept = save_copies(ctx, x, None, rstd, inner, copies, quantizer)
+        offer(quantizer, y, saved, _scale(weight, form.offset), None)
         ctx.save_for_backward(*((weight, rstd) if needs_x else (None, None)), *kept)
         ctx.weight_dtype = None if weight is None else weight.dtype
-        return keep.mark(y)
+        return saved.tie(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         weight, rstd, *kept = ctx.saved_tensors
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        first, second = restore_copies(ctx, kept)
+        first, second = dequantize_copies(ctx, kept)
         grad, grad_x, grad_weight = grad.to(first.dtype), None, None
         if needs_x:
             g = grad if weight is None else grad * _scale(weight, ctx.offset).to(first.dtype)

@@ -38,19 +38,19 @@ from torch.autograd import Function
 from torch.library import register_fake
 
 from fewbit.config import GROUP_SIZE
-from fewbit.runtime import ops
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.bypass import exactly
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
+from fewbit.runtime.ops.library import define
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
     Quantizer,
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -195,10 +195,10 @@ class _Attention(Function):
         factors = query, key, value
         for i, is_needed in enumerate(_factors(needs)):
             if is_needed:
-                keep = quantizer.keep_beside(*factors[i::-1])
-                results = (keep.mark(results[0]), *results[1:])
-                kept += keep.tensors
-            ctx.kept.append((keep.recipe, len(keep.tensors)) if is_needed else None)
+                saved = quantizer.quantize_independent(*factors[i::-1])
+                results = (saved.tie(results[0]), *results[1:])
+                kept += saved.tensors
+            ctx.kept.append((saved.spec, len(saved.tensors)) if is_needed else None)
         ctx.save_for_backward(mask, bias, state, *kept)
         return results if how.weighed else results[0]
 
@@ -211,8 +211,8 @@ class _Attention(Function):
             if each is None:
                 factors.append(torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device))
             else:
-                recipe, count = each
-                factors.append(recipe.restore(kept[:count]))
+                spec, count = each
+                factors.append(spec.dequantize(kept[:count]))
                 kept = kept[count:]
         inputs = *factors, mask, bias
         if torch.compiler.is_compiling():
@@ -296,7 +296,7 @@ def _place(x) -> int:
 
 
 # As one op: a compiler follows no call of autograd inside a backward pass.
-_gradients_op = ops.define(
+_gradients_op = define(
     "attention_backward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, "
     "Tensor?[] grads, bool[] needs, ScalarType? autocast, float dropout_p, bool is_causal, "
     "float? scale, bool enable_gqa, int repeats, bool weighed) -> Tensor[]",

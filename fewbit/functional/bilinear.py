@@ -8,7 +8,6 @@ from torch.autograd import Function
 
 from fewbit.config import GROUP_SIZE
 from fewbit.functional import sums
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
@@ -18,6 +17,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["bilinear"]
 
@@ -58,16 +58,16 @@ class _Bilinear(Function):
         ctx.dtypes = x1.dtype, x2.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.sizes = tuple(x1.shape), tuple(x2.shape)
         kept = [weight if needs_1 or needs_2 else None]
-        ctx.recipe1 = ctx.recipe2 = None
+        ctx.spec1 = ctx.spec2 = None
         if needs_2 or needs_weight:
-            keep = quantizer.keep(x1)
-            ctx.recipe1, y = keep.recipe, keep.mark(y)
-            kept += keep.tensors
+            saved = quantizer.quantize(x1)
+            ctx.spec1, y = saved.spec, saved.tie(y)
+            kept += saved.tensors
         ctx.of_x1 = len(kept) - 1
         if needs_1 or needs_weight:
-            keep = quantizer.keep_beside(x2, x1)
-            ctx.recipe2, y = keep.recipe, keep.mark(y)
-            kept += keep.tensors
+            saved = quantizer.quantize_independent(x2, x1)
+            ctx.spec2, y = saved.spec, saved.tie(y)
+            kept += saved.tensors
         ctx.save_for_backward(*kept)
         return y
 
@@ -79,10 +79,10 @@ class _Bilinear(Function):
         dtype1, dtype2, dtype_weight, dtype_bias = ctx.dtypes
         rows = sums.rows(grad)
         x1 = x2 = grad1 = grad2 = grad_weight = grad_bias = None
-        if ctx.recipe1 is not None:
-            x1 = sums.rows(ctx.recipe1.restore(kept[: ctx.of_x1], grad.dtype))
-        if ctx.recipe2 is not None:
-            x2 = sums.rows(ctx.recipe2.restore(kept[ctx.of_x1 :], grad.dtype))
+        if ctx.spec1 is not None:
+            x1 = sums.rows(ctx.spec1.dequantize(kept[: ctx.of_x1], grad.dtype))
+        if ctx.spec2 is not None:
+            x2 = sums.rows(ctx.spec2.dequantize(kept[ctx.of_x1 :], grad.dtype))
         if weight is not None:
             weight = weight.to(grad.dtype)
         # As torch: the result is the sum over I and J of three tensors,

@@ -8,7 +8,6 @@ from torch.autograd import Function
 
 from fewbit.config import GROUP_SIZE
 from fewbit.functional import sums
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
@@ -17,6 +16,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = [
     "conv1d",
@@ -223,8 +223,8 @@ class _Convolution(Function):
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         kept = ()
         if ctx.needs_input_grad[1]:
-            keep = quantizer.keep_factor(x)
-            kept, ctx.recipe, y = keep.tensors, keep.recipe, keep.mark(y)
+            saved = quantizer.quantize_or_reuse(x)
+            kept, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
         # Without an input gradient only the weight's shape matters.
         ctx.save_for_backward(weight, *kept)
         return y
@@ -237,7 +237,7 @@ class _Convolution(Function):
         if not (needs[0] or needs[1]):
             return None, None, sums.over_channels(grad).to(ctx.dtypes[2]), None, None
         if needs[1]:
-            x = ctx.recipe.restore(kept, grad.dtype)
+            x = ctx.spec.dequantize(kept, grad.dtype)
         else:
             x = grad.new_zeros(()).expand(ctx.size)  # only its shape matters
         bias_size = None if ctx.dtypes[2] is None else [grad.shape[1]]

@@ -24,15 +24,16 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.runtime import ops
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format import layout
+from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.quantizers.quantizer import is_differentiated
 from fewbit.runtime.saved import offload
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = [
     "alpha_dropout",
@@ -104,7 +105,7 @@ def _keeps(x, p, training, inplace) -> bool:
     """Whether there is a mask to keep, of a call that torch allows."""
     if not training or not 0 < p < 1 or not is_differentiated(x):
         return False
-    if x.dtype not in ops.FLOATING or x.layout is not torch.strided or not x.numel():
+    if x.dtype not in FLOATING or x.layout is not torch.strided or not x.numel():
         return False
     return not inplace or _may_overwrite(x)
 
@@ -139,7 +140,7 @@ class _Dropout(Function):
         if fused and x.device.type in _FUSED:
             y, mask = torch.native_dropout(x, p, True)
             ctx.encoding = _encoding(1.0 / (1.0 - p))
-            packed = ops.pack_op(layout.storage_order(mask.view(torch.uint8)), 1)
+            packed = activation_ops.pack_op(layout.storage_order(mask.view(torch.uint8)), 1)
         else:
             y, mask, packed = _drawn(x, p, kind, features, inplace, plain)
             ctx.encoding = _encoding(_factor(p, kind, x.dtype))
@@ -173,9 +174,9 @@ def _drawn(x, p, kind, features, inplace, plain):
     noise.bernoulli_(1 - p)
     one = None
     if plain:
-        packed = ops.encode(noise, Encoding.parse(_encoding(1.0)), None)
+        packed = activation_ops.encode(noise, Encoding.parse(_encoding(1.0)), None)
     else:
-        packed, one = ops.encode_kept_op(noise, _encoding(1.0), noise.stride())
+        packed, one = activation_ops.encode_kept_op(noise, _encoding(1.0), noise.stride())
     shift = None
     if kind == "alpha":
         a = _slope(p)
@@ -191,8 +192,8 @@ def _drawn(x, p, kind, features, inplace, plain):
 
 def _decode_mul(grad, packed, ctx):
     if is_plain(grad):
-        return ops.decode_mul(grad, packed, Encoding.parse(ctx.encoding), ctx.stride)
-    return ops.decode_mul_op(grad, packed, ctx.encoding, ctx.stride)
+        return activation_ops.decode_mul(grad, packed, Encoding.parse(ctx.encoding), ctx.stride)
+    return activation_ops.decode_mul_op(grad, packed, ctx.encoding, ctx.stride)
 
 
 def _slope(p: float) -> float:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers import integers
 from fewbit.runtime.quantizers.quantizer import is_differentiated
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["embedding"]
 
@@ -48,19 +48,19 @@ class _Embedding(Function):
             indices, weight, padding_idx, None, 2.0, scale_grad_by_freq, sparse
         )
         rows = weight.shape[0]
-        keep = integers.narrow(indices, rows)
+        saved = integers.narrow(indices, rows)
         if padding_idx is None:
             padding_idx = -1
         elif padding_idx < 0:
             padding_idx += rows
-        ctx.recipe, ctx.dtype = keep.recipe, weight.dtype
+        ctx.spec, ctx.dtype = saved.spec, weight.dtype
         ctx.arguments = rows, padding_idx, scale_grad_by_freq, sparse
-        ctx.save_for_backward(*keep.tensors)
-        return keep.mark(y)
+        ctx.save_for_backward(*saved.tensors)
+        return saved.tie(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        indices = ctx.recipe.restore(ctx.saved_tensors)
+        indices = ctx.spec.dequantize(ctx.saved_tensors)
         grad = torch.ops.aten.embedding_backward(grad, indices, *ctx.arguments)
         return None, grad.to(ctx.dtype), None, None, None

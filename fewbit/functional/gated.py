@@ -30,7 +30,6 @@ from torch.autograd import Function
 from fewbit.config import GROUP_SIZE
 from fewbit.errors import InputError
 from fewbit.functional.activations import relu
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
@@ -38,6 +37,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["geglu", "reglu", "swiglu"]
 
@@ -137,14 +137,14 @@ class _Gated(Function):
         needs_gate, needs_up, *_ = ctx.needs_input_grad
         kept = []
         if needs_up or activation != "identity":
-            keep = quantizer.keep(gate)
-            y, ctx.gate = keep.mark(y), keep.recipe
-            kept += keep.tensors
+            saved = quantizer.quantize(gate)
+            y, ctx.gate = saved.tie(y), saved.spec
+            kept += saved.tensors
         ctx.of_gate = len(kept)
         if needs_gate:
-            keep = quantizer.keep_beside(up, gate)
-            y, ctx.up = keep.mark(y), keep.recipe
-            kept += keep.tensors
+            saved = quantizer.quantize_independent(up, gate)
+            y, ctx.up = saved.tie(y), saved.spec
+            kept += saved.tensors
         ctx.save_for_backward(*kept)
         return y
 
@@ -153,10 +153,10 @@ class _Gated(Function):
     def backward(ctx, grad):
         kept = ctx.saved_tensors
         (gate_shape, gate_dtype), (up_shape, up_dtype) = ctx.inputs
-        gate = ctx.gate.restore(kept[: ctx.of_gate]) if ctx.of_gate else None
+        gate = ctx.gate.dequantize(kept[: ctx.of_gate]) if ctx.of_gate else None
         grad_gate = grad_up = None
         if ctx.needs_input_grad[0]:
-            up = ctx.up.restore(kept[ctx.of_gate :])
+            up = ctx.up.dequantize(kept[ctx.of_gate :])
             grad_gate = (grad * up).sum_to_size(gate_shape).to(gate_dtype)
             if ctx.activation != "identity":
                 grad_gate = _BACKWARD[ctx.activation](grad_gate, gate)

@@ -7,7 +7,6 @@ from torch.autograd import Function
 
 from fewbit.config import GROUP_SIZE
 from fewbit.functional import sums
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
@@ -17,6 +16,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["linear"]
 
@@ -55,8 +55,8 @@ class _Linear(Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         kept = ()
         if needs_weight:
-            keep = quantizer.keep_factor(x)
-            kept, ctx.recipe, y = keep.tensors, keep.recipe, keep.mark(y)
+            saved = quantizer.quantize_or_reuse(x)
+            kept, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
         ctx.save_for_backward(weight if needs_x else None, *kept)
         return y
 
@@ -71,7 +71,7 @@ class _Linear(Function):
             grad_x = (grad @ weight.to(grad.dtype)).to(dtype_x)
         rows = sums.rows(grad)
         if needs_weight:
-            x = ctx.recipe.restore(kept, grad.dtype)
+            x = ctx.spec.dequantize(kept, grad.dtype)
             grad_weight = (rows.t() @ sums.rows(x)).to(dtype_weight)
         if needs_bias:
             grad_bias = rows.sum(0).to(dtype_bias)

@@ -27,16 +27,15 @@ from torch.autograd import Function
 
 from fewbit.config import GROUP_SIZE, check_copies
 from fewbit.functional import sums
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.interop.autocast import in_float32
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers import preactivation
 from fewbit.runtime.quantizers.normalized import (
+    dequantize_copies,
+    dequantize_scaled,
     input_gradient,
-    keep_copies,
     offer,
-    restore_copies,
-    scaled_back,
+    save_copies,
 )
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
@@ -44,6 +43,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
@@ -245,14 +245,16 @@ class _LayerNorm(Function):
         if needs_x or needs_weight:
             inner = math.prod(shape) if x.is_contiguous() else None
             if preactivation.can_keep(quantizer, x, rstd, weight, bias, copies):
-                fixed = preactivation.keep(quantizer, x, y, mean, rstd, inner, weight, bias, None)
-                tensors, ctx.recipe, ctx.inner = fixed.tensors, fixed.recipe, inner
+                fixed = preactivation.save_fixed_point(
+                    quantizer, x, y, mean, rstd, inner, weight, bias, None
+                )
+                tensors, ctx.spec, ctx.inner = fixed.tensors, fixed.spec, inner
             else:
-                keep, tensors = keep_copies(ctx, x, mean, rstd, inner, copies, quantizer)
+                saved, tensors = save_copies(ctx, x, mean, rstd, inner, copies, quantizer)
                 # Statistics of 16 bits shift x~ by more than y's own rounding.
                 if rstd.dtype.itemsize > 2:
-                    offer(quantizer, y, keep, weight, bias)
-                y = keep.mark(y)
+                    offer(quantizer, y, saved, weight, bias)
+                y = saved.tie(y)
             kept = rstd, weight, *tensors
         ctx.save_for_backward(*kept)
         return y
@@ -264,18 +266,18 @@ class _LayerNorm(Function):
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
             rstd, weight, *kept = ctx.saved_tensors
-            mask = needs_x and len(kept) == ctx.recipe.count, needs_weight, False
-            x = scaled_back(ctx, kept, rstd, grad.dtype)
+            mask = needs_x and len(kept) == ctx.spec.count, needs_weight, False
+            x = dequantize_scaled(ctx, kept, rstd, grad.dtype)
             scale = weight
             if weight is not None and weight.dtype.itemsize < grad.dtype.itemsize:
                 scale = weight.to(grad.dtype)  # as autocast had passed it to the forward
             grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
                 grad, x, ctx.shape, torch.zeros_like(rstd), rstd, scale, None, mask
             )
-            if needs_x and len(kept) > ctx.recipe.count:
+            if needs_x and len(kept) > ctx.spec.count:
                 dims = tuple(range(-len(ctx.shape), 0))
                 g = _weighted(grad, weight).to(rstd.dtype)
-                grad_x = input_gradient(g, *restore_copies(ctx, kept), rstd, dims)
+                grad_x = input_gradient(g, *dequantize_copies(ctx, kept), rstd, dims)
             grad_x = None if grad_x is None else grad_x.to(ctx.dtype)
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         if needs_bias:
@@ -289,17 +291,17 @@ class _RMSNorm(Function):
         y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
         ctx.shape, ctx.dtype = shape, x.dtype
         inner = math.prod(shape) if x.is_contiguous() else None
-        keep, kept = keep_copies(ctx, x, None, rstd, inner, copies, quantizer)
-        offer(quantizer, y, keep, weight, None)
+        saved, kept = save_copies(ctx, x, None, rstd, inner, copies, quantizer)
+        offer(quantizer, y, saved, weight, None)
         ctx.save_for_backward(rstd, weight, *kept)
-        return keep.mark(y)
+        return saved.tie(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         rstd, weight, *kept = ctx.saved_tensors
         needs_x, _, needs_weight, *_ = ctx.needs_input_grad
-        first, second = restore_copies(ctx, kept)
+        first, second = dequantize_copies(ctx, kept)
         grad = grad.to(rstd.dtype)
         grad_x = grad_weight = None
         if needs_x:
@@ -329,8 +331,8 @@ class _GroupNorm(Function):
         if needs_x or needs_weight:
             placed = [_of_groups(each, ctx.sizes, x.dim()) for each in (mean, rstd)]
             inner = ctx.sizes[2] if x.is_contiguous() else None
-            keep, tensors = keep_copies(ctx, x, *placed, inner, copies, quantizer)
-            y, kept = keep.mark(y), (rstd, weight, *tensors)
+            saved, tensors = save_copies(ctx, x, *placed, inner, copies, quantizer)
+            y, kept = saved.tie(y), (rstd, weight, *tensors)
         ctx.save_for_backward(*kept)
         return y
 
@@ -342,7 +344,7 @@ class _GroupNorm(Function):
         if needs_x or needs_weight:
             rstd, weight, *kept = ctx.saved_tensors
             placed = _of_groups(rstd, ctx.sizes, grad.dim())
-            x = scaled_back(ctx, kept, placed, grad.dtype)
+            x = dequantize_scaled(ctx, kept, placed, grad.dtype)
             # Without the input's gradient torch's channels-last kernel writes to address 0.
             mask = True, needs_weight, False
             grad_x, grad_weight, _ = torch.ops.aten.native_group_norm_backward(
@@ -354,8 +356,10 @@ class _GroupNorm(Function):
                 *ctx.sizes,
                 mask,
             )
-            if needs_x and len(kept) > ctx.recipe.count:
-                grad_x = _group_gradient(ctx.sizes, grad, *restore_copies(ctx, kept), rstd, weight)
+            if needs_x and len(kept) > ctx.spec.count:
+                grad_x = _group_gradient(
+                    ctx.sizes, grad, *dequantize_copies(ctx, kept), rstd, weight
+                )
                 grad_x = grad_x.contiguous(memory_format=ctx.format)
             grad_x = grad_x.to(ctx.dtype) if needs_x else None
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -424,13 +428,15 @@ class _BatchNorm(Function):
             inner = _channel_stride(x) if view == x.shape else math.prod(x.shape[2:])
             fuses = preactivation.can_keep(quantizer, x, rstd, weight, bias, copies)
             if fuses and view == x.shape:
-                fixed = preactivation.keep(quantizer, x, y, *placed, inner, weight, bias, 1)
-                tensors, ctx.recipe, ctx.inner = fixed.tensors, fixed.recipe, inner
+                fixed = preactivation.save_fixed_point(
+                    quantizer, x, y, *placed, inner, weight, bias, 1
+                )
+                tensors, ctx.spec, ctx.inner = fixed.tensors, fixed.spec, inner
             else:
-                keep, tensors = keep_copies(ctx, x, *placed, inner, copies, quantizer)
+                saved, tensors = save_copies(ctx, x, *placed, inner, copies, quantizer)
                 if view == x.shape and rstd.dtype.itemsize > 2:
-                    offer(quantizer, y, keep, weight, bias, (1, -1, *[1] * (x.dim() - 2)))
-                y = keep.mark(y)
+                    offer(quantizer, y, saved, weight, bias, (1, -1, *[1] * (x.dim() - 2)))
+                y = saved.tie(y)
             kept = rstd, weight, reserve, *tensors
         ctx.save_for_backward(*kept)
         ctx.mark_non_differentiable(mean, rstd)
@@ -443,9 +449,9 @@ class _BatchNorm(Function):
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
             rstd, weight, reserve, *kept = ctx.saved_tensors
-            size = ctx.recipe.size
-            x = scaled_back(ctx, kept, _of_channels(rstd, ctx.view, size), ctx.dtype)
-            mask = [needs_x and len(kept) == ctx.recipe.count, needs_weight, False]
+            size = ctx.spec.size
+            x = dequantize_scaled(ctx, kept, _of_channels(rstd, ctx.view, size), ctx.dtype)
+            mask = [needs_x and len(kept) == ctx.spec.count, needs_weight, False]
             means = torch.zeros_like(rstd)
             statistics = weight, None, None, means, rstd, True, ctx.eps, mask
             if ctx.implementation is None:
@@ -457,11 +463,11 @@ class _BatchNorm(Function):
                     ctx.implementation, _as(x, ctx.view), grad, *statistics, reserve
                 )
             grad_x, grad_weight, _ = grads
-            if needs_x and len(kept) > ctx.recipe.count:
+            if needs_x and len(kept) > ctx.spec.count:
                 shape = 1, -1, *[1] * (grad.dim() - 2)
                 g = grad if weight is None else grad * weight.view(shape)
                 dims = [dim for dim in range(grad.dim()) if dim != 1]
-                first, second = (_as(each, ctx.view) for each in restore_copies(ctx, kept))
+                first, second = (_as(each, ctx.view) for each in dequantize_copies(ctx, kept))
                 grad_x = input_gradient(g, first, second, rstd.view(shape), dims)
             grad_x = grad_x.to(ctx.dtype).reshape(size) if needs_x else None
             grad_weight = grad_weight.to(weight.dtype) if needs_weight else None

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.windows import Windows
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.quantizers import integers
 from fewbit.runtime.quantizers.quantizer import is_differentiated
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = [
     "adaptive_avg_pool1d",
@@ -169,12 +169,12 @@ class _MaxPool(Function):
             ctx.windows = Windows.fixed(size, out, kernel, stride, padding, dilation)
             ctx.arguments = kernel, stride, padding, dilation, ceil_mode
         kept = ()
-        ctx.recipe = ctx.out = None
+        ctx.spec = ctx.out = None
         if ctx.windows.count == 1:
             ctx.out = tuple(y.shape)
         else:
-            keep = integers.pack(ctx.windows.positions(indices), ctx.windows.count)
-            kept, ctx.recipe, y = keep.tensors, keep.recipe, keep.mark(y)
+            saved = integers.pack(ctx.windows.positions(indices), ctx.windows.count)
+            kept, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
         ctx.source = _Source.of(x)
         ctx.dims = dims
         ctx.save_for_backward(*kept)
@@ -184,11 +184,11 @@ class _MaxPool(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, _):
-        if ctx.recipe is None:
+        if ctx.spec is None:
             indices = ctx.windows.only(ctx.out, grad.device)
         else:
-            positions = ctx.recipe.flat(ctx.saved_tensors)
-            indices = ctx.windows.indices(positions, ctx.recipe.size, ctx.recipe.stride)
+            positions = ctx.spec.flat(ctx.saved_tensors)
+            indices = ctx.windows.indices(positions, ctx.spec.size, ctx.spec.stride)
         if ctx.arguments is None:
             backward = _aten.adaptive_max_pool3d_backward
             if ctx.dims < 3:

@@ -8,7 +8,6 @@ from torch.autograd import Function
 
 from fewbit.config import GROUP_SIZE
 from fewbit.functional import sums
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers import integers
@@ -18,6 +17,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["prelu"]
 
@@ -57,11 +57,11 @@ class _PReLU(Function):
         seen = x.to(y.dtype)
         sign = kept = ()
         if needs_x:
-            keep = integers.pack(seen > 0, 2)
-            sign, ctx.sign, y = keep.tensors, keep.recipe, keep.mark(y)
+            saved = integers.pack(seen > 0, 2)
+            sign, ctx.sign, y = saved.tensors, saved.spec, saved.tie(y)
         if needs_weight:
-            keep = quantizer.keep(seen.clamp(max=0), shared=False)
-            kept, ctx.recipe, y = keep.tensors, keep.recipe, keep.mark(y)
+            saved = quantizer.quantize(seen.clamp(max=0), shared=False)
+            kept, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
         ctx.save_for_backward(weight if needs_x else None, *sign, *kept)
         return y
 
@@ -73,14 +73,14 @@ class _PReLU(Function):
         grad_x = grad_weight = positive = None
         if needs_x:
             sign, *kept = kept
-            positive = ctx.sign.restore((sign,))
+            positive = ctx.sign.dequantize((sign,))
             # Inductor makes C++ code of the view that does not compile; it fuses the comparison.
             is_traced = torch.compiler.is_compiling()
             positive = positive > 0 if is_traced else positive.view(torch.bool)
             slope = _beside(weight.to(grad.dtype), grad)
             grad_x = torch.where(positive, grad, slope * grad).to(ctx.dtypes[0])
         if needs_weight:
-            product = ctx.recipe.restore(kept, grad.dtype) * grad
+            product = ctx.spec.dequantize(kept, grad.dtype) * grad
             if positive is not None:
                 # These elements are 0 in expectation; known to be 0, they add no noise.
                 product = product.masked_fill_(positive, 0)

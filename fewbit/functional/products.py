@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fewbit.config import GROUP_SIZE
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
@@ -15,6 +14,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["matmul", "mul"]
 
@@ -59,27 +59,27 @@ class _Product(Function):
     """What both have: the factors, quantized unless they exist anyway."""
 
     @staticmethod
-    def keep(ctx, y, a, b, quantizer):
+    def save(ctx, y, a, b, quantizer):
         ctx.sizes = a.shape, b.shape
         ctx.dtypes = a.dtype, b.dtype
-        ctx.recipes, kept = [], []
+        ctx.specs, kept = [], []
         for factor in (a, b):
             if factor.is_leaf:
-                ctx.recipes.append((None, 1))
+                ctx.specs.append((None, 1))
                 kept.append(factor)
                 continue
-            keep = quantizer.keep(factor)
-            ctx.recipes.append((keep.recipe, len(keep.tensors)))
-            y = keep.mark(y)
-            kept.extend(keep.tensors)
+            saved = quantizer.quantize(factor)
+            ctx.specs.append((saved.spec, len(saved.tensors)))
+            y = saved.tie(y)
+            kept.extend(saved.tensors)
         ctx.save_for_backward(*kept)
         return y
 
     @staticmethod
     def factors(ctx, dtype):
         kept, factors = ctx.saved_tensors, []
-        for recipe, count in ctx.recipes:
-            factor = kept[0].to(dtype) if recipe is None else recipe.restore(kept[:count], dtype)
+        for spec, count in ctx.specs:
+            factor = kept[0].to(dtype) if spec is None else spec.dequantize(kept[:count], dtype)
             factors.append(factor)
             kept = kept[count:]
         return factors
@@ -98,7 +98,7 @@ class _Matmul(_Product):
     def forward(ctx, a, b, quantizer):
         with as_torch_casts():
             y = torch.matmul(a, b)
-        return _Product.keep(ctx, y, a, b, quantizer)
+        return _Product.save(ctx, y, a, b, quantizer)
 
     @staticmethod
     @once_differentiable
@@ -114,7 +114,7 @@ class _Matmul(_Product):
 class _Mul(_Product):
     @staticmethod
     def forward(ctx, a, b, quantizer):
-        return _Product.keep(ctx, a * b, a, b, quantizer)
+        return _Product.save(ctx, a * b, a, b, quantizer)
 
     @staticmethod
     @once_differentiable

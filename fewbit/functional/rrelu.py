@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.autograd import Function
 
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.interop.random_replay import replayed, state_of
 from fewbit.runtime.quantizers import integers
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 _rrelu = torch.ops.aten.rrelu_with_noise
 _rrelu_ = torch.ops.aten.rrelu_with_noise_
@@ -19,10 +19,10 @@ class RandomSlopes(Function):
     @staticmethod
     def forward(ctx, x, lower, upper, inplace):
         # By torch's own test, which draws a slope for 0 and none for NaN.
-        keep = integers.pack(~(x <= 0), 2)
-        ctx.positive, ctx.bounds = keep.recipe, (lower, upper)
+        saved = integers.pack(~(x <= 0), 2)
+        ctx.positive, ctx.bounds = saved.spec, (lower, upper)
         ctx.like = {"size": x.shape, "dtype": x.dtype, "device": x.device}
-        ctx.save_for_backward(*keep.tensors, state_of(x))
+        ctx.save_for_backward(*saved.tensors, state_of(x))
         if inplace:
             ctx.mark_dirty(x)
         slopes = torch.empty(**ctx.like)
@@ -34,7 +34,7 @@ class RandomSlopes(Function):
         positive, state = ctx.saved_tensors
         # Contiguous, as torch draws slopes in logical order and takes them to lie in that.
         sign, slopes = torch.empty(**ctx.like), torch.empty(**ctx.like)
-        sign.copy_(ctx.positive.restore((positive,))).mul_(2).sub_(1)
+        sign.copy_(ctx.positive.dequantize((positive,))).mul_(2).sub_(1)
         with replayed(sign, state):
             _rrelu_(sign, slopes, *ctx.bounds, True)
         return grad * slopes, None, None, None

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fewbit.config import GROUP_SIZE
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
@@ -33,6 +32,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["log_softmax", "softmax"]
 
@@ -92,15 +92,15 @@ class _Softmax(Function):
     @staticmethod
     def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.softmax(x, dim, dtype=dtype)
-        keep = quantizer.keep(y)
-        ctx.recipe, ctx.dim, ctx.dtype = keep.recipe, dim, x.dtype
-        ctx.save_for_backward(*keep.tensors)
-        return keep.mark(y)
+        saved = quantizer.quantize(y)
+        ctx.spec, ctx.dim, ctx.dtype = saved.spec, dim, x.dtype
+        ctx.save_for_backward(*saved.tensors)
+        return saved.tie(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        y = ctx.recipe.restore(ctx.saved_tensors, grad.dtype)
+        y = ctx.spec.dequantize(ctx.saved_tensors, grad.dtype)
         grad = torch._softmax_backward_data(grad, y, ctx.dim, grad.dtype)
         return grad.to(ctx.dtype), None, None, None
 
@@ -109,14 +109,14 @@ class _LogSoftmax(Function):
     @staticmethod
     def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.log_softmax(x, dim, dtype=dtype)
-        keep = quantizer.keep(y.exp(), shared=False)
-        ctx.recipe, ctx.dim, ctx.dtype = keep.recipe, dim, x.dtype
-        ctx.save_for_backward(*keep.tensors)
-        return keep.mark(y)
+        saved = quantizer.quantize(y.exp(), shared=False)
+        ctx.spec, ctx.dim, ctx.dtype = saved.spec, dim, x.dtype
+        ctx.save_for_backward(*saved.tensors)
+        return saved.tie(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        y = ctx.recipe.restore(ctx.saved_tensors, grad.dtype)
+        y = ctx.spec.dequantize(ctx.saved_tensors, grad.dtype)
         total = grad.sum(ctx.dim, keepdim=True)
         return torch.sub(grad, y.mul_(total)).to(ctx.dtype), None, None, None

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.modules._functions import SyncBatchNorm as Torch
 
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["sync_batch_norm"]
 
@@ -64,8 +64,8 @@ class _SyncBatchNorm(Function):
         kept = ()
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             placed = (each.view(1, -1, *[1] * (x.dim() - 2)) for each in (mean, rstd))
-            keep = quantizer.keep_normalized(x, *placed, None)
-            kept, ctx.recipe = keep.tensors, keep.recipe
+            saved = quantizer.quantize_normalized(x, *placed, None)
+            kept, ctx.spec = saved.tensors, saved.spec
         ctx.size, ctx.dtype = tuple(x.shape), x.dtype
         ctx.save_for_backward(weight, rstd, count, *kept)
         return y
@@ -78,7 +78,7 @@ class _SyncBatchNorm(Function):
         # For the bias alone only the input's shape matters.
         x = grad.new_zeros(()).expand(ctx.size)
         if kept:
-            x = ctx.recipe.restore(kept).div_(rstd.view(1, -1, *[1] * (grad.dim() - 2)))
+            x = ctx.spec.dequantize(kept).div_(rstd.view(1, -1, *[1] * (grad.dim() - 2)))
             x = _in_torch_format(x.to(ctx.dtype))
         context.saved_tensors = x, weight, torch.zeros_like(rstd), rstd, count
         context.process_group, context.needs_input_grad = ctx.process_group, ctx.needs_input_grad

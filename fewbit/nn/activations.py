@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from fewbit import functional as F
 from fewbit.nn.guarded import Guarded
 from fewbit.runtime.activations.tables import check_choice
-from fewbit.runtime.interop.module_calls import SESSION
-from fewbit.runtime.saved.session import PATH
+from fewbit.runtime.interop.module_calls import GUARD, PATH
 from fewbit.table import Table
 
 __all__ = [
@@ -55,26 +54,26 @@ class _FewBit(Guarded):
     bits: int
     table: Table | None
 
-    def _keep(self, bits: int, table: Table | None) -> None:
+    def _configure(self, bits: int, table: Table | None) -> None:
         check_choice(bits, table)
         self.bits = bits
         self.table = table
 
     @property
-    def _kept_bits(self) -> int | None:
+    def _training_bits(self) -> int | None:
         """None, torch's own function, in evaluation mode: gradients asked for there are to be exact."""
         return self.bits if self.training else None
 
     def _run(self, function, input, *arguments):
         """function(input, *arguments), with what this module keeps; in a converted model it is known by its path there."""
-        settings = {"bits": self._kept_bits, "table": self.table}
-        session = None if torch.compiler.is_compiling() else vars(self).get(SESSION)
-        if session is None or session.variables is None or not self.training:
+        settings = {"bits": self._training_bits, "table": self.table}
+        guard = None if torch.compiler.is_compiling() else vars(self).get(GUARD)
+        if guard is None or guard.context.policy is None or not self.training:
             return function(input, *arguments, **settings)
-        path = vars(self)[PATH]
+        context, path = guard.context, vars(self)[PATH]
         if self.table is None:
-            settings["bits"] = session.activation_bits(path, self.bits, input)
-        with session.activation(path):
+            settings["bits"] = context.activation_bits(path, self.bits, input)
+        with context.activation(path):
             return function(input, *arguments, **settings)
 
     def extra_repr(self) -> str:
@@ -87,7 +86,7 @@ class ReLU(_FewBit, nn.ReLU):
 
     def __init__(self, inplace: bool = False, *, bits: int = 1, table: Table | None = None):
         super().__init__(inplace)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.relu, input, self.inplace)
@@ -98,7 +97,7 @@ class ReLU6(_FewBit, nn.ReLU6):
 
     def __init__(self, inplace: bool = False, *, bits: int = 1, table: Table | None = None):
         super().__init__(inplace)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.relu6, input, self.inplace)
@@ -116,7 +115,7 @@ class LeakyReLU(_FewBit, nn.LeakyReLU):
         table: Table | None = None,
     ):
         super().__init__(negative_slope, inplace)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.leaky_relu, input, self.negative_slope, self.inplace)
@@ -135,7 +134,7 @@ class Threshold(_FewBit, nn.Threshold):
         table: Table | None = None,
     ):
         super().__init__(threshold, value, inplace)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.threshold, input, self.threshold, self.value, self.inplace)
@@ -156,7 +155,7 @@ class Hardtanh(_FewBit, nn.Hardtanh):
         table: Table | None = None,
     ):
         super().__init__(min_val, max_val, inplace, min_value, max_value)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.hardtanh, input, self.min_val, self.max_val, self.inplace)
@@ -167,7 +166,7 @@ class Hardsigmoid(_FewBit, nn.Hardsigmoid):
 
     def __init__(self, inplace: bool = False, *, bits: int = 1, table: Table | None = None):
         super().__init__(inplace)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.hardsigmoid, input, self.inplace)
@@ -178,7 +177,7 @@ class Hardshrink(_FewBit, nn.Hardshrink):
 
     def __init__(self, lambd: float = 0.5, *, bits: int = 1, table: Table | None = None):
         super().__init__(lambd)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.hardshrink, input, self.lambd)
@@ -189,7 +188,7 @@ class Softshrink(_FewBit, nn.Softshrink):
 
     def __init__(self, lambd: float = 0.5, *, bits: int = 1, table: Table | None = None):
         super().__init__(lambd)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.softshrink, input, self.lambd)
@@ -208,7 +207,7 @@ class RReLU(_FewBit, nn.RReLU):
         table: Table | None = None,
     ):
         super().__init__(lower, upper, inplace)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.rrelu, input, self.lower, self.upper, self.training, self.inplace)
@@ -219,7 +218,7 @@ class GELU(_FewBit, nn.GELU):
 
     def __init__(self, approximate: str = "none", *, bits: int = 3, table: Table | None = None):
         super().__init__(approximate)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.gelu, input, self.approximate)
@@ -237,7 +236,7 @@ class ELU(_FewBit, nn.ELU):
         table: Table | None = None,
     ):
         super().__init__(alpha, inplace)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.elu, input, self.alpha, self.inplace)
@@ -255,7 +254,7 @@ class CELU(_FewBit, nn.CELU):
         table: Table | None = None,
     ):
         super().__init__(alpha, inplace)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.celu, input, self.alpha, self.inplace)
@@ -266,7 +265,7 @@ class SELU(_FewBit, nn.SELU):
 
     def __init__(self, inplace: bool = False, *, bits: int = 3, table: Table | None = None):
         super().__init__(inplace)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.selu, input, self.inplace)
@@ -277,7 +276,7 @@ class SiLU(_FewBit, nn.SiLU):
 
     def __init__(self, inplace: bool = False, *, bits: int = 3, table: Table | None = None):
         super().__init__(inplace)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.silu, input, self.inplace)
@@ -288,7 +287,7 @@ class Mish(_FewBit, nn.Mish):
 
     def __init__(self, inplace: bool = False, *, bits: int = 3, table: Table | None = None):
         super().__init__(inplace)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.mish, input, self.inplace)
@@ -299,7 +298,7 @@ class Hardswish(_FewBit, nn.Hardswish):
 
     def __init__(self, inplace: bool = False, *, bits: int = 3, table: Table | None = None):
         super().__init__(inplace)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.hardswish, input, self.inplace)
@@ -310,7 +309,7 @@ class Sigmoid(_FewBit, nn.Sigmoid):
 
     def __init__(self, *, bits: int = 3, table: Table | None = None):
         super().__init__()
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.sigmoid, input)
@@ -321,7 +320,7 @@ class LogSigmoid(_FewBit, nn.LogSigmoid):
 
     def __init__(self, *, bits: int = 3, table: Table | None = None):
         super().__init__()
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.logsigmoid, input)
@@ -332,7 +331,7 @@ class Tanh(_FewBit, nn.Tanh):
 
     def __init__(self, *, bits: int = 3, table: Table | None = None):
         super().__init__()
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.tanh, input)
@@ -343,7 +342,7 @@ class Tanhshrink(_FewBit, nn.Tanhshrink):
 
     def __init__(self, *, bits: int = 3, table: Table | None = None):
         super().__init__()
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.tanhshrink, input)
@@ -354,7 +353,7 @@ class Softsign(_FewBit, nn.Softsign):
 
     def __init__(self, *, bits: int = 3, table: Table | None = None):
         super().__init__()
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.softsign, input)
@@ -372,7 +371,7 @@ class Softplus(_FewBit, nn.Softplus):
         table: Table | None = None,
     ):
         super().__init__(beta, threshold)
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.softplus, input, self.beta, self.threshold)
@@ -383,7 +382,7 @@ class QuickGELU(_FewBit, nn.Module):
 
     def __init__(self, *, bits: int = 3, table: Table | None = None):
         super().__init__()
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.quick_gelu, input)
@@ -394,7 +393,7 @@ class FastGELU(_FewBit, nn.Module):
 
     def __init__(self, *, bits: int = 3, table: Table | None = None):
         super().__init__()
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.gelu_fast, input)
@@ -405,7 +404,7 @@ class ClippedGELU(_FewBit, nn.Module):
 
     def __init__(self, *, bits: int = 3, table: Table | None = None):
         super().__init__()
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.gelu_10, input)
@@ -416,7 +415,7 @@ class ReLUSquared(_FewBit, nn.Module):
 
     def __init__(self, *, bits: int = 3, table: Table | None = None):
         super().__init__()
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.relu_squared, input)
@@ -427,7 +426,7 @@ class SqrtSoftplus(_FewBit, nn.Module):
 
     def __init__(self, *, bits: int = 3, table: Table | None = None):
         super().__init__()
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.sqrtsoftplus, input)
@@ -447,7 +446,7 @@ class Laplace(_FewBit, nn.Module):
         super().__init__()
         self.mu = mu
         self.sigma = sigma
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.laplace, input, self.mu, self.sigma)
@@ -462,7 +461,7 @@ class Pointwise(_FewBit, nn.Module):
     def __init__(self, function, *, bits: int = 3, table: Table | None = None):
         super().__init__()
         self.function = function
-        self._keep(bits, table)
+        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.pointwise, input, self.function)

@@ -8,7 +8,8 @@ from fewbit.errors import InputError
 from fewbit.nn import activations, convolution, linear, normalization
 from fewbit.runtime.interop.module_calls import is_compiled_code, leave_to_interpreter
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved.session import Session
+from fewbit.runtime.saved.calls import CallGuard
+from fewbit.runtime.saved.context import ForwardContext
 
 __all__ = ["PreActivation"]
 
@@ -52,8 +53,9 @@ class PreActivation(nn.Module):
     ):
         super().__init__()
         activation = nn.ReLU().train(norm.training) if activation is None else activation
-        self._private = session = Session(is_private=True)
-        quantizer = Quantizer(bits, session=session, fuse=True)
+        context = ForwardContext(is_private=True)
+        self._private = CallGuard(context)
+        quantizer = Quantizer(bits, context=context, fuse=True)
         children = (
             ("norm", norm, NORMS),
             ("activation", activation, ACTIVATIONS),
@@ -65,8 +67,8 @@ class PreActivation(nn.Module):
             self.add_module(name, module)
             module.__class__ = classes.get(type(module), type(module))
         self.norm.quantizer, self.norm.copies = quantizer, 1
-        self.linear.quantizer = quantizer.named("linear")
-        if hasattr(type(self.activation), "_kept_bits"):
+        self.linear.quantizer = quantizer.copy_for("linear")
+        if hasattr(type(self.activation), "_training_bits"):
             self.activation.bits, self.activation.table = 1, None
 
     def __call__(self, *args, **kwargs):

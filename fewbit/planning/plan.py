@@ -44,7 +44,7 @@ from fewbit.planning.candidates import Candidate, check_candidates, default_cand
 from fewbit.planning.report import TrainingPlanReport
 from fewbit.render.documents import Document
 from fewbit.runtime.interop.interrupts import leaves_nothing
-from fewbit.runtime.saved.session import measuring
+from fewbit.runtime.saved.context import measuring
 from fewbit.schema import PLAN
 from fewbit.sizes import counted
 
@@ -281,7 +281,7 @@ class _Found:
             controller.load_state_dict(self._state)
         for draw in range(draws):
             if controller is not None:
-                controller.session.salt = draw.to_bytes(8)
+                controller.context.salt = draw.to_bytes(8)
             with measuring():
                 error = difference(steps.gradient(batch, number), exact)
             if (

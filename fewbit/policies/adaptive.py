@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import torch
 
+from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.policies.allocation import allocate
 from fewbit.policies.probing import SLOTS, ProbingPolicy
 from fewbit.policies.unobserved import FORGOTTEN
-from fewbit.runtime.saved.assignment import LEAST, MOST
 from fewbit.runtime.saved.probe import SPREAD, RoundingEffect
 from fewbit.schema.shapes import (
     MOST_ELEMENTS,
@@ -44,7 +44,7 @@ COLUMNS = 9 + SPREAD
 VARIABLE = record(
     name=text,
     input=whole(0, MOST_SLOTS - 1),
-    bits=real(LEAST, MOST),
+    bits=real(MIN_BITS, MAX_BITS),
     is_fixed=flag,
     is_known=flag,
     elements=whole(0, MOST_ELEMENTS),
@@ -56,7 +56,7 @@ VARIABLE = record(
 )
 SHAPES = {
     "budget": optional(whole(1)),
-    "bits": real(LEAST, MOST),
+    "bits": real(MIN_BITS, MAX_BITS),
     "sizes": optional(listed(entries(text, whole(0, MOST_SLOTS - 1), whole(0, MOST_ELEMENTS)))),
     "variables": listed(VARIABLE),
     "pending": optional(listed(VARIABLE)),

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.errors import InputError
-from fewbit.runtime.saved.assignment import LEAST, MOST
 
 
-def allocate(sensitivity, elements, budget: int, least=LEAST, most=MOST, at_one=None):
+def allocate(sensitivity, elements, budget: int, least=MIN_BITS, most=MAX_BITS, at_one=None):
     """Bits for each tensor, uint8 (n,), by ActNN's greedy algorithm: O(n log n).
 
     sensitivity: (n,) floats, 0 or more, finite. elements: (n,) integers, 0 or more. budget: bits in all. at_one:

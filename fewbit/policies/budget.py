@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from fewbit.analysis.meter_report import amount
+from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.errors import InputError
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import words_of_total
-from fewbit.runtime.saved.assignment import LEAST, MOST
+from fewbit.runtime.interop.checkpoint import in_checkpoint
 from fewbit.runtime.saved.probe import SPREAD
-from fewbit.runtime.saved.session import in_checkpoint
 
 _SLACK = 4 * words_of_total(32, 1) + SPREAD
 """Bytes by which a tensor's codes exceed bits * elements / 8, at most, elements being shared out in SPREAD equal parts."""
@@ -62,10 +62,10 @@ class SizeProbe:
                 f"change, got one that keeps {amount(kept)} in other ones"
             )
         fixed = kept - self._codes + self._reserve
-        least, most = (fixed + math.ceil(bits * elements / 8) for bits in (LEAST, MOST))
+        least, most = (fixed + math.ceil(bits * elements / 8) for bits in (MIN_BITS, MAX_BITS))
         if budget < least:
             raise InputError(
                 f"budget: expected {amount(least)} at least for this sample (1 bit an element; {amount(most)} "
                 f"at 8), got {amount(budget)}"
             )
-        return min((budget - fixed) * 8 / elements, float(MOST))
+        return min((budget - fixed) * 8 / elements, float(MAX_BITS))

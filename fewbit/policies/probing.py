@@ -18,9 +18,9 @@ from fewbit.errors import InputError
 from fewbit.policies.unobserved import Unobserved
 from fewbit.runtime.interop.async_host_copy import AsyncHostCopy
 from fewbit.runtime.interop.interrupts import held
+from fewbit.runtime.interop.module_calls import PATH
 from fewbit.runtime.saved.assignment import BitAssignment, BitPolicy
 from fewbit.runtime.saved.probe import VarianceProbe
-from fewbit.runtime.saved.session import PATH
 from fewbit.schema import shorten
 from fewbit.schema.shapes import (
     MOST_STEPS,

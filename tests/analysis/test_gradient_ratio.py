@@ -14,7 +14,7 @@ import fewbit
 from fewbit.analysis.gradient_ratio_report import GradientRatio
 from fewbit.errors import InputError
 from fewbit.planning.candidates import Candidate
-from fewbit.runtime.saved.session import measuring
+from fewbit.runtime.saved.context import measuring
 
 
 def squared(model, batch):

@@ -31,10 +31,11 @@ from samples import (
 )
 
 from fewbit.errors import FewbitError, TableError
-from fewbit.runtime import backends, ops
+from fewbit.runtime import backends
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding, gray, packed_words
+from fewbit.runtime.ops import activation_ops
 from fewbit.table import Knots, Table
 
 BITS = range(1, 9)
@@ -207,7 +208,7 @@ def test_more_breaks_than_the_kernels_take(backend):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(backend, name):
-    """`ops.encode` and `ops.decode_mul` count in storage order if dense, else in logical order."""
+    """`activation_ops.encode` and `activation_ops.decode_mul` count in storage order if dense, else in logical order."""
     for dtype in DTYPES:
         check_layout(backend, name, dtype)
 
@@ -216,12 +217,12 @@ def check_layout(backend, name, dtype):
     table = load_table("gelu", 4)
     encoding = Encoding.of(table)
     x = laid_out(name, dtype, backend.device)
-    packed = ops.encode(x, encoding, None)
+    packed = activation_ops.encode(x, encoding, None)
     assert packed.tolist() == encoded(table, x).tolist()
     assert layout.is_dense(x) == is_dense(x) or x.numel() == 0
     stride = layout.dense_stride(x)
     for other in (x, torch.ones((), dtype=dtype, device=backend.device).expand(x.shape)):
-        out = ops.decode_mul(other, packed, encoding, stride)
+        out = activation_ops.decode_mul(other, packed, encoding, stride)
         assert out.stride() == tuple(stride)
         level = levels_of(table, x)
         order = in_storage_order if is_dense(x) else torch.Tensor.flatten
@@ -236,7 +237,9 @@ def test_a_broadcast_gradient_is_not_copied(backend, dtype, monkeypatch):
     grad = torch.full((), -1.7, dtype=dtype, device=backend.device).expand(LARGE)
     copies = []
     monkeypatch.setattr(layout, "bring_to", lambda *arguments: copies.append(arguments))
-    out = ops.decode_mul(grad, ops.encode(x, Encoding.of(table), None), Encoding.of(table), (1,))
+    out = activation_ops.decode_mul(
+        grad, activation_ops.encode(x, Encoding.of(table), None), Encoding.of(table), (1,)
+    )
     assert not copies and same(out, scaled(table, levels_of(table, x), grad))
 
 

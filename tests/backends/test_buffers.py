@@ -10,10 +10,9 @@ from samples import load_table, normal
 from torch import nn
 
 import fewbit
-from fewbit.runtime import ops
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format.encoding import Encoding, packed_words
-from fewbit.runtime.ops import quantizer_ops as quantizer_ops
+from fewbit.runtime.ops import activation_ops, quantizer_ops
 from fewbit.runtime.quantizers import integers
 
 if _kernels is not None:
@@ -302,18 +301,34 @@ def test_backends_refuse_wrong_tensors(name, position, wrong):
 
 def op_cases():
     x, seed = normal((4, 80)), torch.zeros(1, dtype=torch.int64)
-    packed = ops.encode_op(x, TABLE.text, [80, 1])
+    packed = activation_ops.encode_op(x, TABLE.text, [80, 1])
     kept, limits, _ = quantizer_ops.quantize_op(x, [80, 1], seed, 3, 256, False)
     place = 3, 256, [4, 80], [80, 1], torch.float32
-    yield ops.encode_op, (x, TABLE.text, [1, 1]), "stride: expected those of a dense tensor"
-    yield ops.encode_op, (x, TABLE.text, [1]), "stride: expected"
-    yield ops.encode_op, (x, TABLE.text, [80, 1], seed), "seed: expected none"
-    yield ops.encode_op, (x.int(), TABLE.text, [80, 1]), "x: expected float32"
-    yield ops.decode_mul_op, (x, packed[:-1], TABLE.text, [80, 1]), "packed: expected 30 int32"
-    yield ops.decode_mul_op, (x, packed.long(), TABLE.text, [80, 1]), "packed: expected 30 int32"
-    yield ops.decode_mul_op, (x, packed, TABLE.text, [160, 1]), "stride: expected"
-    yield ops.decode_mul_op, (x[:1].expand(8, 80), packed, TABLE.text, [80, 1]), "expected 60 int32"
-    yield ops.unpack_op, (packed[1:], 3, 320), "packed: expected 30 int32"
+    yield (
+        activation_ops.encode_op,
+        (x, TABLE.text, [1, 1]),
+        "stride: expected those of a dense tensor",
+    )
+    yield activation_ops.encode_op, (x, TABLE.text, [1]), "stride: expected"
+    yield activation_ops.encode_op, (x, TABLE.text, [80, 1], seed), "seed: expected none"
+    yield activation_ops.encode_op, (x.int(), TABLE.text, [80, 1]), "x: expected float32"
+    yield (
+        activation_ops.decode_mul_op,
+        (x, packed[:-1], TABLE.text, [80, 1]),
+        "packed: expected 30 int32",
+    )
+    yield (
+        activation_ops.decode_mul_op,
+        (x, packed.long(), TABLE.text, [80, 1]),
+        "packed: expected 30 int32",
+    )
+    yield activation_ops.decode_mul_op, (x, packed, TABLE.text, [160, 1]), "stride: expected"
+    yield (
+        activation_ops.decode_mul_op,
+        (x[:1].expand(8, 80), packed, TABLE.text, [80, 1]),
+        "expected 60 int32",
+    )
+    yield activation_ops.unpack_op, (packed[1:], 3, 320), "packed: expected 30 int32"
     yield integers.pack_kept_op, (x > 0, 1, 2, [81, 1]), "stride: expected"
     quantize, restore = quantizer_ops.quantize_op, quantizer_ops.dequantize_op
     yield quantize, (x, [1, 4], seed, 3, 256, False), "samples outermost"

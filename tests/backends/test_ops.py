@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_map_only
 from fewbit.errors import FewbitError
 from fewbit.functional.attention import How
 from fewbit.functional.attention import _gradients_op as attention_gradients
-from fewbit.runtime import ops
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
+from fewbit.runtime.ops import activation_ops
 
 GELU = load_table("gelu", 3)
 TEXT = Encoding.of(GELU).text
@@ -35,40 +35,48 @@ def test_opcheck(device, name):
         x = laid_out(name, dtype, device)
         for text, key in ((TEXT, None), (DRAWN_TEXT, seed(device))):
             stride = list(layout.dense_stride(x))
-            for op in (ops.encode_op, ops.encode_kept_op):
+            for op in (activation_ops.encode_op, activation_ops.encode_kept_op):
                 check(op, x, text, stride, key)
-            packed = ops.encode_op(x, text, stride, key)
-            check(ops.decode_mul_op, x, packed, text, stride)
+            packed = activation_ops.encode_op(x, text, stride, key)
+            check(activation_ops.decode_mul_op, x, packed, text, stride)
 
 
 def test_opcheck_of_packing(device):
     codes = torch.arange(70, dtype=torch.uint8, device=device) % 8
-    check(ops.pack_op, codes, 3)
-    check(ops.pack_op, codes.view(7, 10).t(), 3)
-    check(ops.unpack_op, ops.pack_op(codes, 3), 3, 70)
+    check(activation_ops.pack_op, codes, 3)
+    check(activation_ops.pack_op, codes.view(7, 10).t(), 3)
+    check(activation_ops.unpack_op, activation_ops.pack_op(codes, 3), 3, 70)
 
 
 def test_opcheck_traced_with_dynamic_sizes():
     x = normal((5, 7))
     utilities = ("test_aot_dispatch_dynamic",)
-    packed = ops.encode_op(x, TEXT, [7, 1])
-    torch.library.opcheck(ops.encode_op, (x, TEXT, [7, 1]), test_utils=utilities)
-    torch.library.opcheck(ops.encode_kept_op, (x, TEXT, [7, 1]), test_utils=utilities)
-    torch.library.opcheck(ops.decode_mul_op, (x, packed, TEXT, [7, 1]), test_utils=utilities)
-    torch.library.opcheck(ops.unpack_op, (packed, 3, 35), test_utils=utilities)
+    packed = activation_ops.encode_op(x, TEXT, [7, 1])
+    torch.library.opcheck(activation_ops.encode_op, (x, TEXT, [7, 1]), test_utils=utilities)
+    torch.library.opcheck(activation_ops.encode_kept_op, (x, TEXT, [7, 1]), test_utils=utilities)
+    torch.library.opcheck(
+        activation_ops.decode_mul_op, (x, packed, TEXT, [7, 1]), test_utils=utilities
+    )
+    torch.library.opcheck(activation_ops.unpack_op, (packed, 3, 35), test_utils=utilities)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fakes_have_the_real_strides(device, name):
     x = laid_out(name, device=device)
     stride = list(layout.dense_stride(x))
-    real = [ops.encode_op(x, TEXT, stride), *ops.encode_kept_op(x, TEXT, stride)]
-    real += [ops.decode_mul_op(x, real[0], TEXT, stride)]
+    real = [
+        activation_ops.encode_op(x, TEXT, stride),
+        *activation_ops.encode_kept_op(x, TEXT, stride),
+    ]
+    real += [activation_ops.decode_mul_op(x, real[0], TEXT, stride)]
     with FakeTensorMode() as mode:
         fake_x, fake_packed = mode.from_tensor(x), mode.from_tensor(real[0])
         assert list(layout.dense_stride(fake_x)) == stride
-        fake = [ops.encode_op(fake_x, TEXT, stride), *ops.encode_kept_op(fake_x, TEXT, stride)]
-        fake += [ops.decode_mul_op(fake_x, fake_packed, TEXT, stride)]
+        fake = [
+            activation_ops.encode_op(fake_x, TEXT, stride),
+            *activation_ops.encode_kept_op(fake_x, TEXT, stride),
+        ]
+        fake += [activation_ops.decode_mul_op(fake_x, fake_packed, TEXT, stride)]
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
 
@@ -76,28 +84,38 @@ def test_fakes_have_the_real_strides(device, name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_values(device, dtype):
     x = normal((77,), dtype, device)
-    packed = ops.encode_op(x, TEXT, [1])
+    packed = activation_ops.encode_op(x, TEXT, [1])
     assert packed.tolist() == encoded(GELU, x).tolist()
-    kept, one = ops.encode_kept_op(x, TEXT, [1])
+    kept, one = activation_ops.encode_kept_op(x, TEXT, [1])
     assert kept.tolist() == packed.tolist() and one == 1 and one.dtype == dtype
-    drawn = ops.encode_op(x, DRAWN_TEXT, [1], seed(device))
+    drawn = activation_ops.encode_op(x, DRAWN_TEXT, [1], seed(device))
     assert drawn.tolist() == encoded(DRAWN, x, 3).tolist()
-    codes = ops.unpack_op(packed, 3, 77)
+    codes = activation_ops.unpack_op(packed, 3, 77)
     assert packed_of(codes.cpu().numpy(), 3).tolist() == packed.tolist()
     lut = torch.tensor(Encoding.of(GELU).lut64).to(device)
-    product = ops.decode_mul_op(torch.ones_like(x), packed, TEXT, [1])
+    product = activation_ops.decode_mul_op(torch.ones_like(x), packed, TEXT, [1])
     assert same(product, lut[codes.long()].to(torch.float32).to(dtype)) or dtype == torch.float64
 
 
 def test_schemas_say_what_is_written():
     """Nothing is mutated and nothing is aliased; sizes and strides may be symbolic."""
-    for op in (ops.encode_op, ops.encode_kept_op, ops.decode_mul_op, ops.pack_op, ops.unpack_op):
+    for op in (
+        activation_ops.encode_op,
+        activation_ops.encode_kept_op,
+        activation_ops.decode_mul_op,
+        activation_ops.pack_op,
+        activation_ops.unpack_op,
+    ):
         assert not op._schema.is_mutable
         assert all(result.alias_info is None for result in op._schema.returns)
         assert torch.Tag.pt2_compliant_tag in op.tags
-    for op in (ops.encode_op, ops.encode_kept_op, ops.decode_mul_op):
+    for op in (
+        activation_ops.encode_op,
+        activation_ops.encode_kept_op,
+        activation_ops.decode_mul_op,
+    ):
         assert "SymInt[] stride" in str(op._schema)
-    assert "SymInt n" in str(ops.unpack_op._schema)
+    assert "SymInt n" in str(activation_ops.unpack_op._schema)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 5, 4), (2, 1, 5, 1), (1, 2, 1, 3), (3, 2, 0, 4)])
@@ -120,13 +138,13 @@ def test_results_of_attention_are_their_fakes(shape, order):
 
 def test_codes_have_no_gradient(device):
     x = normal((40,), device=device).requires_grad_()
-    packed, one = ops.encode_kept_op(x, TEXT, [1])
+    packed, one = activation_ops.encode_kept_op(x, TEXT, [1])
     assert not packed.requires_grad and not one.requires_grad
 
 
 def test_a_text_that_is_no_encoding_is_refused(device):
     with pytest.raises(FewbitError, match="expected the text of a table's encoding"):
-        ops.encode_op(normal((4,), device=device), "gelu", [1])
+        activation_ops.encode_op(normal((4,), device=device), "gelu", [1])
 
 
 def test_dtensors_are_refused(tmp_path):

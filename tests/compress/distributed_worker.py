@@ -124,7 +124,7 @@ def sharded(rank):
 
 def _adapt(rank, controller, run, first="conv"):
     """Both processes choose the same bits, in the same step, by what both have seen."""
-    adaptation = controller.session.variables
+    adaptation = controller.context.policy
     changed = []
     for number in range(1, 21):
         before = adaptation.averages
@@ -201,7 +201,7 @@ def _bounded(rank, module, controller, run, first="conv"):
     for number in range(1, 13):
         run(number)
     both = [None, None]
-    guarantee = controller.session.variables
+    guarantee = controller.context.policy
     learned = guarantee.averages, guarantee.activations, guarantee._monitored()
     dist.all_gather_object(both, (controller.bounds, learned))
     assert both[0] == both[1]

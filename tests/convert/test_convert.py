@@ -395,7 +395,7 @@ def test_modules_made_by_hand_keep_their_settings():
     model = nn.Sequential(fewbit.nn.Linear(96, 96, bits=5), nn.Linear(96, 96))
     report = quiet(model, bits=2).report
     assert model[0].quantizer.bits == 5 and model[1].quantizer.bits == 2
-    assert model[0].quantizer.session is model[1].quantizer.session
+    assert model[0].quantizer.context is model[1].quantizer.context
     assert [row.path for row in report.converted] == ["1"]
     fewbit.restore_(model)
     assert type(model[0]) is fewbit.nn.Linear and type(model[1]) is nn.Linear
@@ -765,9 +765,9 @@ def test_a_parametrized_module_with_layers_inside():
         nn.utils.parametrize.register_parametrization(model, "scale", nn.Softplus())
         if parametrized_first:
             quiet(model)
-        session = model.linear.quantizer.session
+        context = model.linear.quantizer.context
         seen = []
-        model.linear.register_forward_hook(lambda *_: seen.append(session.is_running()))  # noqa: B023
+        model.linear.register_forward_hook(lambda *_: seen.append(context.is_running()))  # noqa: B023
         model(torch.ones(2, 4)).sum().backward()
         nn.utils.parametrize.remove_parametrizations(model, "scale")
         model(torch.ones(2, 4)).sum().backward()
@@ -815,10 +815,10 @@ def test_a_forward_that_was_wrapped_since():
 def test_an_error_in_a_forward_leaves_nothing_behind():
     model = convnet()
     quiet(model)
-    session = model.stem.quantizer.session
+    context = model.stem.quantizer.context
     with pytest.raises(RuntimeError):
         model(torch.ones(1, 2, 8, 8))
-    assert not session.is_running() and session._local.entries is None
+    assert not context.is_running() and not context.cache.is_open
     assert not torch.overrides._get_current_function_mode_stack()
 
 
@@ -837,13 +837,13 @@ def test_an_interrupted_forward_is_forgotten():
             return self.b(y)
 
     model, x = Interrupted(), normal((8, 64))
-    session = quiet(model).session
+    context = quiet(model).context
     model.now = True
     with pytest.raises(KeyboardInterrupt):
         model(x)
     model.now = False
     model(x).sum().backward()
-    assert not session.is_running() and session._local.entries is None
+    assert not context.is_running() and not context.cache.is_open
     assert not torch.overrides._get_current_function_mode_stack()
 
 

@@ -129,9 +129,9 @@ def test_beside_compress_():
     """Activations alone: layers that compress_ has converted stay as they are."""
     model = nn.Sequential(nn.Linear(96, 96), nn.GELU())
     fewbit.compress_(model, bits=2, verbose=False)
-    session = model[0].quantizer.session
+    context = model[0].quantizer.context
     assert [row.path for row in quiet(model, 4).converted] == ["1"]
-    assert model[0].quantizer.bits == 2 and model[0].quantizer.session is session
+    assert model[0].quantizer.bits == 2 and model[0].quantizer.context is context
     assert isinstance(model, TrackedModule) and model[1].bits == 4
 
 

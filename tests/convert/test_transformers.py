@@ -52,7 +52,8 @@ from fewbit.nn.base import Quantized
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved.session import Session
+from fewbit.runtime.saved.calls import CallGuard
+from fewbit.runtime.saved.context import ForwardContext
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torch.*",
@@ -63,9 +64,9 @@ pytestmark = pytest.mark.filterwarnings(
 WIDTH = 96
 
 
-def convert(model, bits=8, session=None):
+def convert(model, bits=8, context=None):
     """As the converter does it; the classes that were found."""
-    quantizer = Quantizer(bits, session=session)
+    quantizer = Quantizer(bits, context=context)
     found = []
     for module in model.modules():
         cls = becomes(module)
@@ -260,12 +261,12 @@ def test_a_norm_offers_its_copy_to_the_next_layer(name):
     from fewbit.functional.linear import linear
 
     module = randomized(NORMS[name]())
-    session = Session()
-    convert(module, 8, session)
+    context = ForwardContext()
+    convert(module, 8, context)
     weight = normal((10, WIDTH), scale=1.0, seed=3).requires_grad_()
     x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
     both = lambda x: (y := module(x), linear(y, weight, quantizer=module.quantizer))  # noqa: E731
-    (y, z), kept = kept_by(lambda: session.call(module, both, (x,)), module)
+    (y, z), kept = kept_by(lambda: CallGuard(context).call(module, both, (x,)), module)
     of_weight = 4 * weight.numel()  # for y's gradient
     assert kept <= quantized_bytes(x.shape, 8) + 4 * 14 + of_weight + 4 * WIDTH
     grad = normal(z.shape, scale=1.0, seed=4)

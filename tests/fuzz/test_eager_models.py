@@ -24,8 +24,8 @@ from random_models import Model
 
 import fewbit
 from fewbit.functional import sums
-from fewbit.runtime import ops
-from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
+from fewbit.runtime.ops import activation_ops
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 
 DRAWS = 3
 RELATIVE = {torch.float32: 0.15, torch.float64: 0.15, torch.bfloat16: 0.3}
@@ -191,11 +191,11 @@ def test_some_random_models():
 def permuted(original):
     """The values in other places."""
 
-    def restore(*arguments, **options):
+    def dequantize(*arguments, **options):
         values = original(*arguments, **options)
         return values.flatten().roll(1).view(values.shape)
 
-    return restore
+    return dequantize
 
 
 def zeroed(original):
@@ -211,10 +211,10 @@ def noisy(original):
 
 
 PLACES = {
-    "what layers restore": (QuantizedTensorSpec, "restore"),
+    "what layers restore": (QuantizedTensorSpec, "dequantize"),
     "sums over rows": (sums, "over_rows"),
     "sums over channels": (sums, "over_channels"),
-    "the product of activations": (ops, "decode_mul"),
+    "the product of activations": (activation_ops, "decode_mul"),
 }
 CHANGES = (permuted, zeroed, negated, noisy)
 

@@ -9,9 +9,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
-from fewbit.runtime import ops
+from fewbit.runtime.ops import library
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved import session as sharing
+from fewbit.runtime.saved.cache import SavedTensorCache
+from fewbit.runtime.saved.context import ForwardContext
 
 # Passes and lowerings are imported late: their modules warn of torch's own deprecations when they are imported.
 
@@ -30,17 +31,17 @@ def draw_alike(monkeypatch) -> Draws:
     """
     draws = Draws()
 
-    def seed(session, x, *_):
+    def seed(context, x, *_):
         return new_seed(x)
 
     def new_seed(x):
         return torch.full((1,), draws.seed, dtype=torch.int64, device=x.device)
 
-    monkeypatch.setattr(ops, "new_seed", new_seed)
-    monkeypatch.setattr(Quantizer, "_wide", lambda self: False)
-    monkeypatch.setattr(sharing.Session, "find", lambda self, x, config: None)
-    monkeypatch.setattr(sharing.Session, "seed", seed)
-    monkeypatch.setattr(sharing.Session, "seed_of_result", seed)
+    monkeypatch.setattr(library, "new_seed", new_seed)
+    monkeypatch.setattr(Quantizer, "_fp32_min", lambda self: False)
+    monkeypatch.setattr(SavedTensorCache, "get", lambda self, x, key: None)
+    monkeypatch.setattr(ForwardContext, "seed", seed)
+    monkeypatch.setattr(ForwardContext, "seed_of_result", seed)
     return draws
 
 

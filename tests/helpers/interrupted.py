@@ -8,8 +8,8 @@ import torch
 
 import fewbit
 from fewbit.runtime.interop import bypass as exact
+from fewbit.runtime.saved import context as contexts
 from fewbit.runtime.saved import offload
-from fewbit.runtime.saved import session as sharing
 
 PACKAGE = os.path.dirname(fewbit.__file__) + os.sep
 FILES = {name for _, _, names in os.walk(PACKAGE) for name in names if name.endswith(".py")}
@@ -94,8 +94,8 @@ def check_nothing_is_left() -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert torch.is_grad_enabled() and torch._C._is_torch_function_enabled()
     assert torch.is_autocast_cache_enabled()
-    assert sharing.current() is None and sharing._innermost(sharing._running) is None
-    assert not getattr(sharing._running, "measured", ())
+    assert contexts.current() is None and contexts._innermost(contexts._running) is None
+    assert not contexts.is_measuring()
     assert exact.stack() == () and not offload._running.entered
 
 

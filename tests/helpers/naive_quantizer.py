@@ -50,7 +50,7 @@ def mapped(values, scale, shift, inner):
     return result
 
 
-def quantize(rows, seed, widths, group_size, wide):
+def quantize(rows, seed, widths, group_size, fp32_min):
     """(packed, ranges): uint32 words, (groups, 2 or 3) uint16."""
     rows = np.asarray(rows)
     with np.errstate(over="ignore", under="ignore"):
@@ -61,12 +61,12 @@ def quantize(rows, seed, widths, group_size, wide):
         codes = np.zeros(len(elements), np.int64)
         for first, end in cuts:
             codes[first:end], row = _group(
-                elements[first:end], seed, number, bits, group_size, wide
+                elements[first:end], seed, number, bits, group_size, fp32_min
             )
             ranges.append(row)
             number += 1
         packed.append(_planes(codes, bits))
-    empty = [np.zeros(0, np.uint32)], [np.zeros((0, 3 if wide else 2), np.uint16)]
+    empty = [np.zeros(0, np.uint32)], [np.zeros((0, 3 if fp32_min else 2), np.uint16)]
     ranges = [np.array(ranges, np.uint16)] if ranges else []
     return np.concatenate(empty[0] + packed), np.concatenate(empty[1] + ranges)
 
@@ -89,13 +89,13 @@ def dequantize(packed, ranges, shape, widths, group_size):
     return out
 
 
-def _group(x, seed, number, bits, group_size, wide):
+def _group(x, seed, number, bits, group_size, fp32_min):
     """The codes of a group, and its row of the ranges."""
-    nothing = np.zeros(len(x), np.int64), [NAN16, NAN16, 0][: 3 if wide else 2]
+    nothing = np.zeros(len(x), np.int64), [NAN16, NAN16, 0][: 3 if fp32_min else 2]
     if not np.isfinite(x).all():
         return nothing
     top = 2**bits - 1
-    minimum = x.min() if wide else _bfloat16(x.min(), up=False)
+    minimum = x.min() if fp32_min else _bfloat16(x.min(), up=False)
     with np.errstate(over="ignore"):
         extent = np.float32(x.max() - minimum)
     extent = _bfloat16(extent, up=True)
@@ -111,7 +111,7 @@ def _group(x, seed, number, bits, group_size, wide):
     fixed = np.array([min(round(Fraction(float(each))), top * 65536) for each in steps], np.int64)
     codes = (fixed + draws(seed, number, len(x), group_size)) >> 16
     upper = [int(each.view(np.uint32)) >> 16 for each in (minimum, extent)]
-    lower = [int(minimum.view(np.uint32)) & 0xFFFF] if wide else []
+    lower = [int(minimum.view(np.uint32)) & 0xFFFF] if fp32_min else []
     return codes, upper + lower
 
 

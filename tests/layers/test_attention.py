@@ -22,7 +22,8 @@ from fewbit.functional.attention import How, attention, scaled_dot_product_atten
 from fewbit.nn.attention import MultiheadAttention
 from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved.session import Session
+from fewbit.runtime.saved.calls import CallGuard
+from fewbit.runtime.saved.context import ForwardContext
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torch.*",
@@ -146,7 +147,7 @@ def test_the_backward_pass_is_that_of_the_restored_tensors(device, options, auto
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         torch.manual_seed(3)
         y = scaled_dot_product_attention(*tensors, quantizer=quantizer, **options)
-        restored = [kept.recipe.restore(kept.tensors).requires_grad_() for kept in quantizer.kept]
+        restored = [kept.spec.dequantize(kept.tensors).requires_grad_() for kept in quantizer.kept]
         torch.manual_seed(3)
         expected = torch_f.scaled_dot_product_attention(*restored, **options)
     grad = normal(y.shape, y.dtype, device, scale=1.0, seed=7)
@@ -160,8 +161,8 @@ class Remembering(Quantizer):
         super().__init__(*arguments)
         self.kept = []
 
-    def keep(self, x, shared=True, slot=0):
-        self.kept.append(super().keep(x, shared, slot))
+    def quantize(self, x, shared=True, slot=0):
+        self.kept.append(super().quantize(x, shared, slot))
         return self.kept[-1]
 
 
@@ -318,9 +319,11 @@ def test_only_what_gradients_need(device):
 
 def test_a_tensor_in_three_roles_is_rounded_three_times(device):
     x, _, _ = inputs(device)
-    quantizer = Quantizer(4, session=Session())
+    quantizer = Quantizer(4, context=ForwardContext())
     attend = partial(scaled_dot_product_attention, quantizer=quantizer)
-    _, storages, _ = kept_by(lambda: quantizer.session.call(nn.Identity(), attend, (x, x, x)))
+    _, storages, _ = kept_by(
+        lambda: CallGuard(quantizer.context).call(nn.Identity(), attend, (x, x, x))
+    )
     assert sum(storages.values()) == 3 * quantized_bytes(x.shape, 4)
 
 
@@ -426,7 +429,7 @@ def exact_gradients(grad):
 
 def variance(x, bits):
     """Of the rounding of each element of one group."""
-    _, ranges = Quantizer(bits).keep(x[None]).tensors
+    _, ranges = Quantizer(bits).quantize(x[None]).tensors
     step = float(ranges[0, 1]) / (2**bits - 1)
     part = (x.double() - float(ranges[0, 0])) / step % 1
     return part * (1 - part) * step**2
@@ -707,8 +710,8 @@ def test_module_kept_bytes(device, shared, need_weights, in_session):
     tensors = sequences(layer, shared, device=device)
     call = partial(layer, need_weights=need_weights)
     if in_session:
-        layer.quantizer = Quantizer(bits, session=Session())
-        call = partial(layer.quantizer.session.call, layer, call)
+        layer.quantizer = Quantizer(bits, context=ForwardContext())
+        call = partial(CallGuard(layer.quantizer.context).call, layer, call)
     (_, weights), storages, _ = kept_by(lambda: call(tensors) if in_session else call(*tensors))
     own = {x.untyped_storage()._cdata for x in layer.parameters()}
     found = sum(size for storage, size in storages.items() if storage not in own)

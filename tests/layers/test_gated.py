@@ -241,7 +241,7 @@ SMOOTH = {
 
 def variance(x, bits):
     """Of the rounding of each element of one group."""
-    _, ranges = Quantizer(bits).keep(x[None]).tensors
+    _, ranges = Quantizer(bits).quantize(x[None]).tensors
     step = float(ranges[0, 1]) / (2**bits - 1)
     part = (x.double() - float(ranges[0, 0])) / step % 1
     return part * (1 - part) * step**2

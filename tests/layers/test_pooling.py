@@ -311,10 +311,10 @@ def test_integers(device):
     for count in (2, 3, 8, 9, 200, 256, 257, 1 << 15, (1 << 15) + 1):
         values = torch.arange(77, device=device).remainder(count)
         kept = integers.pack(values, count)
-        assert torch.equal(kept.recipe.restore(kept.tensors).to(torch.int64), values)
+        assert torch.equal(kept.spec.dequantize(kept.tensors).to(torch.int64), values)
     swapped = torch.arange(15, device=device).view(3, 5).t()
     kept = integers.pack(swapped, 15)
-    assert torch.equal(kept.recipe.restore(kept.tensors).to(torch.int64), swapped)
+    assert torch.equal(kept.spec.dequantize(kept.tensors).to(torch.int64), swapped)
 
 
 def test_the_ops_of_integers(device):

@@ -268,8 +268,8 @@ def test_batches_of_gradients():
 def test_copies(copied):
     block, _, x = make("BatchNorm2d Conv2d")
     other = copied(block)
-    assert other.norm.quantizer.session is other.linear.quantizer.session
-    assert other.norm.quantizer.session is not block.norm.quantizer.session
+    assert other.norm.quantizer.context is other.linear.quantizer.context
+    assert other.norm.quantizer.context is not block.norm.quantizer.context
     assert fewbit.saved_bytes(other, x).total == fewbit.saved_bytes(block, x).total
     torch.testing.assert_close(gradients(other, x), gradients(block, x), rtol=0, atol=0)
 

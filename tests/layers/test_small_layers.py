@@ -331,20 +331,21 @@ def test_exact_in_expectation(name, offset):
 
 @pytest.mark.usefixtures("one_thread")
 def test_one_input_twice_is_exact_in_expectation():
-    """The two copies of one input are rounded independently, in a session as well."""
-    from fewbit.runtime.saved.session import Session
+    """The two copies of one input are rounded independently, within a forward as well."""
+    from fewbit.runtime.saved.calls import CallGuard
+    from fewbit.runtime.saved.context import ForwardContext
 
     torch.manual_seed(0)
     theirs = nn.Bilinear(6, 6, 3).double()
     x = normal((20, 6), torch.float64, scale=1.0)
     weight = normal((20, 3), torch.float64, seed=6)
     (expected,) = torch.autograd.grad(theirs(x, x), theirs.weight, weight)
-    session = Session()
-    quantizer = Quantizer(2, session=session)
+    context = ForwardContext()
+    quantizer = Quantizer(2, context=context)
 
     def call():
         arguments = x, x, theirs.weight, theirs.bias
-        y = session.call(theirs, bilinear, arguments, {"quantizer": quantizer})
+        y = CallGuard(context).call(theirs, bilinear, arguments, {"quantizer": quantizer})
         return torch.autograd.grad(y, theirs.weight, weight)
 
     (mean,), (error,) = mean_gradient(call, [theirs.weight], 300)
@@ -428,8 +429,8 @@ def test_the_bias_of_softmax(bits):
     g = normal((1, width), torch.float64, scale=1.0, seed=6).expand(draws, width)
     y = torch_f.softmax(x, -1)
     (exact,) = torch.autograd.grad(y, x, g)
-    kept = Quantizer(bits).keep(y.detach())
-    variance = kept.recipe.restore(kept.tensors, torch.float64).var(0)
+    kept = Quantizer(bits).quantize(y.detach())
+    variance = kept.spec.dequantize(kept.tensors, torch.float64).var(0)
     (found,) = torch.autograd.grad(softmax(x, -1, bits=bits), x, g)
     bias, measured = -g[0] * variance, found.mean(0) - exact[0]
     error = found.std(0) / draws**0.5
@@ -453,8 +454,8 @@ def test_the_size_of_the_bias_of_softmax(deviation, bits, size):
     many = x.detach().repeat(draws, 1).requires_grad_()  # each row with groups of its own
     (found,) = torch.autograd.grad(softmax(many, -1, bits=bits), many, g.repeat(draws, 1))
     measured = found.view(draws, rows, 64).double().mean(0) - exact
-    kept = Quantizer(bits).keep(torch_f.softmax(many.detach(), -1))
-    variance = kept.recipe.restore(kept.tensors).view(draws, rows, 64).double().var(0)
+    kept = Quantizer(bits).quantize(torch_f.softmax(many.detach(), -1))
+    variance = kept.spec.dequantize(kept.tensors).view(draws, rows, 64).double().var(0)
     bias = -g * variance  # the sampling error that is not along the formula's direction is left out
     along = (measured * bias).sum() / bias.norm() / exact.norm()
     assert 0.6 * size < along < 1.4 * size

@@ -219,7 +219,7 @@ def test_refused(options, message):
 @pytest.mark.slow
 def test_steps_that_are_observed():
     model, controller, x = build(bits=2, interval=10)
-    adaptation = controller.session.variables
+    adaptation = controller.context.policy
     found = []
     for number in range(1, 31):
         y = model(x)
@@ -233,7 +233,7 @@ def test_steps_that_are_observed():
 def test_evaluation_and_the_meter_are_no_steps():
     model, controller, x = build(bits=2)
     step(model, x)
-    adaptation = controller.session.variables
+    adaptation = controller.context.policy
     fewbit.saved_bytes(model, x)
     model.eval()
     model(x)
@@ -399,8 +399,8 @@ def test_copies_adapt_by_themselves(again):
         step(other, 5 * x)
     step(model, x)
     assert averages(controller) == before
-    session = next(each.quantizer.session for each in other.modules() if hasattr(each, "quantizer"))
-    assert session.variables.step == 10 and session.variables.averages
+    context = next(each.quantizer.context for each in other.modules() if hasattr(each, "quantizer"))
+    assert context.policy.step == 10 and context.policy.averages
 
 
 def test_restored():
@@ -476,9 +476,7 @@ def test_magnitudes_are_squared_norms_of_gradients():
     y = model(x)
     grad = torch.randn(y.shape)
     y.backward(grad)
-    (first, second) = (
-        controller.session.variables.magnitudes._tables[name, 0] for name in ("0", "2")
-    )
+    (first, second) = (controller.context.policy.magnitudes._tables[name, 0] for name in ("0", "2"))
     expected = grad.view(5, -1).square().sum(1)
     torch.testing.assert_close(second[:5], expected)
     below = (grad @ model[2].weight).view(5, -1).square().sum(1)
@@ -489,7 +487,7 @@ def test_magnitudes_are_squared_norms_of_gradients():
     )  # whatever tells them apart takes no more room than others
     model(x[:3]).backward(grad[:9])
     assert controller.state_dict()["numbers"].tolist() == [4, 0, 9, 2, 3, 10**12, -9]
-    (table, _) = controller.session.variables.magnitudes._tables.values()
+    (table, _) = controller.context.policy.magnitudes._tables.values()
     assert len(table) <= 10 and table[3].item() != pytest.approx(below[3].item())
 
 
@@ -500,10 +498,10 @@ def test_numbers_are_for_one_forward_and_resumed():
     step(model, x)
     step(model, 100 * x)  # not numbered: leaves no trace
     state = controller.state_dict()
-    before = copy.deepcopy(controller.session.variables.magnitudes._tables)
+    before = copy.deepcopy(controller.context.policy.magnitudes._tables)
     model, controller, x = build(bits=2)
     controller.load_state_dict(state)
-    after = controller.session.variables.magnitudes._tables
+    after = controller.context.policy.magnitudes._tables
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)
     fewbit.saved_bytes(model, x)
@@ -572,10 +570,10 @@ def test_a_budget_resumes_with_the_bits_that_it_came_to():
     state["bits"] *= 0.9
     model, other, x = build("convnet", budget="60 KiB", sample=sample)
     other.load_state_dict(state)
-    assert other.session.variables.bits == state["bits"]
+    assert other.context.policy.bits == state["bits"]
     model, other, x = build("convnet", budget="50 KiB", sample=sample)
     other.load_state_dict(state)
-    assert other.session.variables.bits != state["bits"]
+    assert other.context.policy.bits != state["bits"]
 
 
 def test_what_was_known_is_taken_at_the_scale_of_what_is_seen():
@@ -596,13 +594,13 @@ def test_what_was_known_is_taken_at_the_scale_of_what_is_seen():
 
 def test_a_model_that_processes_trained_together_goes_on_alone():
     model, controller, x = build(bits=2)
-    controller.session.variables._is_joint = True  # as after steps of several processes
+    controller.context.policy._is_joint = True  # as after steps of several processes
     other = pickle.loads(pickle.dumps(model))
     step(other, x), step(other, x)
     step(model, x), step(model, x)  # there are no such processes any more
-    assert controller.session.variables.step == 2
-    (session,) = {module.quantizer.session for module in other.modules() if hasattr(module, "quantizer")}  # fmt: skip
-    assert session.variables.step == 2 and session.variables.averages
+    assert controller.context.policy.step == 2
+    (context,) = {module.quantizer.context for module in other.modules() if hasattr(module, "quantizer")}  # fmt: skip
+    assert context.policy.step == 2 and context.policy.averages
 
 
 def test_tiny_tensors_keep_to_the_average():

@@ -282,7 +282,7 @@ def test_several_threads():
     for each in threads:
         each.join()
     assert not errors
-    assert controller.session.variables.step == 36
+    assert controller.context.policy.step == 36
     # No gradient of a thread's is lost, or another's: those of biases are exact.
     for first in (0, 100, 200):
         for i in range(12):
@@ -310,7 +310,7 @@ def test_an_empty_batch():
         step(model, normal((8, 64), scale=1.0))
         shapes = {(row.elements, row.samples) for row in controller.allocation}
         assert shapes == ({(8 * 64, 8)} if i else set())
-    assert controller.session.variables.step == 12
+    assert controller.context.policy.step == 12
     assert controller.state_dict().keys().isdisjoint({"magnitudes", "numbers"})
 
 
@@ -408,15 +408,15 @@ def test_gradients_that_are_not_finite_leave_magnitudes_alone():
     for scale in (1.0, float("inf"), 1.0):
         controller.number_samples(range(8))
         (model(x) * scale).square().sum().backward()
-    tables = controller.session.variables.magnitudes._tables
+    tables = controller.context.policy.magnitudes._tables
     assert all(each[:8].isfinite().all() for each in tables.values())
 
 
 def test_equal_samples_have_equal_bits():
-    from fewbit.runtime.saved.assignment import split
+    from fewbit.runtime.format.bit_sharing import share_bits
 
-    assert split(torch.zeros(4), 6).tolist() == [2, 2, 1, 1]
-    assert split(torch.ones(4), 8).tolist() == [2, 2, 2, 2]
+    assert share_bits(torch.zeros(4), 6).tolist() == [2, 2, 1, 1]
+    assert share_bits(torch.ones(4), 8).tolist() == [2, 2, 2, 2]
 
 
 # -- budgets -----------------------------------------------------------------------------------------------
@@ -500,4 +500,4 @@ def test_layers_made_as_ours_are_left_without_the_session():
     model = nn.Sequential(fewbit.nn.Linear(64, 64), nn.Linear(64, 8))
     compressed(model)
     fewbit.restore_(model)
-    assert model[0].quantizer.session is None
+    assert model[0].quantizer.context is None

@@ -288,7 +288,7 @@ def test_steps_go_on_as_they_would():
         model = Regions(True)
         controller = bounded(model, interval=1)
         if not tells:
-            controller.session.variables.unobserved = lambda name, why: None
+            controller.context.policy.unobserved = lambda name, why: None
         torch.manual_seed(1)
         steps(model, 4)
         found.append((controller.state_dict(), [each.grad for each in model.parameters()]))
@@ -319,14 +319,14 @@ def test_rows_say_what_codecs_made_of_them(name, monkeypatch):
     if name == "error-bounded":
         pytest.importorskip("imagecodecs")
     kept = {}
-    keep = CodecKeeper.keep
+    keep = CodecKeeper.quantize
 
     def noted(self, x, seed):
         payload = keep(self, x, seed)
         kept[tuple(x.shape)] = payload.nbytes, x.numel()
         return payload
 
-    monkeypatch.setattr(CodecKeeper, "keep", noted)
+    monkeypatch.setattr(CodecKeeper, "quantize", noted)
     x = normal((8, 3, 18, 18), scale=1.0)
     model = images(nn.Conv2d(8, 8, 3))
     model(x)
@@ -378,7 +378,7 @@ def test_of_a_state_nothing_has_been_kept_yet():
 )
 def test_the_codec_that_really_kept_it(name, x, kept):
     keeper = CodecKeeper(name, 1e-2)
-    payload = keeper.keep(x, torch.zeros(1, dtype=torch.int64))
+    payload = keeper.quantize(x, torch.zeros(1, dtype=torch.int64))
     assert keeper.latest.kept == kept and keeper.latest.bits == 8 * payload.nbytes / x.numel()
     seed = torch.zeros(1, dtype=torch.int64)
     again = codec_of(kept if kept != "exact" else name).compress(x, 1e-2, seed)
@@ -421,7 +421,7 @@ def test_given_bits_of_activations_are_rows():
     other = bounded(free, interval=1)
     steps(free, 1)
     assert "act" not in other.bounds
-    assert controller.session.variables.activations.keys() == {":silu", ":relu"}
+    assert controller.context.policy.activations.keys() == {":silu", ":relu"}
 
 
 def test_given_bits_of_called_functions_are_rows():
@@ -438,7 +438,7 @@ def test_given_bits_change_no_others():
     for forgets in (False, True):
         model = Called()
         controller = bounded(model, activation_bits=4, interval=1)
-        guarantee = controller.session.variables
+        guarantee = controller.context.policy
         if forgets:
             guarantee._of_activations = frozenset()
         torch.manual_seed(3)

@@ -189,7 +189,7 @@ def test_smaller_batches_do_not_lose_bits_to_rounding():
     (row,) = controller.bounds
     assert row.bits % 1
     for samples in (16, 5, 1):
-        plan = controller.session.variables.plan((x[:samples],))
+        plan = controller.context.policy.plan((x[:samples],))
         variable = plan.of(("0", 0), 8, False)
         assert row.bits * samples <= variable.total(samples) < row.bits * samples + 1
         assert variable.uniform() == math.ceil(row.bits)
@@ -364,7 +364,7 @@ def test_steps_that_are_observed():
     observed = []
     for number in range(1, 31):
         y = model(x)
-        if controller.session.variables._stage is not None:
+        if controller.context.policy._stage is not None:
             observed.append(number)
         loss_of(y).backward()
     assert observed == [1, 2, 4, 8, 10, 20, 30]
@@ -379,7 +379,7 @@ def test_evaluation_and_the_meter_are_no_steps():
     model.train()
     with torch.no_grad():
         model(x)
-    guarantee = controller.session.variables
+    guarantee = controller.context.policy
     assert guarantee.step == 1 and not controller.bounds
     step(model, x)
     assert guarantee.step == 2 and controller.bounds
@@ -394,7 +394,7 @@ def test_an_observed_step_is_the_same_step(name):
         for seed in range(3):
             torch.manual_seed(seed)
             step(model, x)
-        guarantee = controller.session.variables
+        guarantee = controller.context.policy
         guarantee._learned, before = (lambda: None), guarantee._learned()
         del guarantee._learned
         found.append((before[0], [each.grad.clone() for each in model.parameters()]))
@@ -485,7 +485,7 @@ def test_steps_without_a_finite_gradient_say_nothing():
     before = controller.bounds
     for _ in range(6):
         step(model, x, scale=float("inf"))
-    assert controller.session.variables.step == 9 and controller.bounds == before
+    assert controller.context.policy.step == 9 and controller.bounds == before
 
 
 def test_a_scale_of_the_loss_changes_no_bits():
@@ -531,9 +531,9 @@ def test_copies_go_on_by_themselves(again):
         step(other, 5 * x)
     step(model, x)
     assert bits(controller) == before
-    session = next(each.quantizer.session for each in other.modules() if hasattr(each, "quantizer"))
-    assert session is not controller.session
-    assert session.variables.step == 10 and session.variables.averages
+    context = next(each.quantizer.context for each in other.modules() if hasattr(each, "quantizer"))
+    assert context is not controller.context
+    assert context.policy.step == 10 and context.policy.averages
 
 
 def test_restored():
@@ -592,7 +592,7 @@ def test_a_warning_when_gradients_exceed_it(monkeypatch):
     torch.manual_seed(0)
     model, x = make(), normal(shape, scale=1.0)
     controller = bounded(model, e2=0.05, interval=1)
-    monkeypatch.setattr(type(controller.session.variables), "_choice", _one_bit)
+    monkeypatch.setattr(type(controller.context.policy), "_choice", _one_bit)
     with pytest.warns(
         BoundWarning, match=r"E\|g\^\|\^2 / E\|g\|\^2 is .*, above 1 \+ e2 = 1\.05; most in 0 "
     ) as found:
@@ -636,7 +636,7 @@ def test_exact_values_are_let_go_of():
     model, controller, x = build(interval=1)
     step(model, x), step(model, x)
     loss = loss_of(model(x))
-    observation = controller.session.variables._stage.what
+    observation = controller.context.policy._stage.what
     assert any(each.exact is not None for each in observation._exact)
     loss.backward(retain_graph=True)  # so that the graph holds them on
     assert observation.monitored and observation.has_run() and len(observation._exact)

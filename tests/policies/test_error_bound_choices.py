@@ -300,8 +300,8 @@ def test_codecs_by_channel():
     bounds = policy._keepers["a", 0].channels
     assert bounds == pytest.approx([0.04, 0.02 / 1.5, 0.02, math.inf])
     x = torch.randn(2, 4, 16, 16)
-    payload = policy._keepers["a", 0].keep(x, torch.tensor([1]))
-    errors = (payload.recipe.restore(payload.tensors) - x).square().mean((0, 2, 3))
+    payload = policy._keepers["a", 0].quantize(x, torch.tensor([1]))
+    errors = (payload.spec.dequantize(payload.tensors) - x).square().mean((0, 2, 3))
     assert (errors <= torch.tensor(bounds)).all() and errors[1] > 0
 
 

@@ -48,7 +48,7 @@ def test_every_layer(device, layer):
     model = nn.Sequential(model)
     x = nn.Parameter(layer.input(device))
     controller = converted(model)
-    controller.session.variables = Fixed()
+    controller.context.policy = Fixed()
     expected, state = gradient(fresh(model), x), torch.get_rng_state()
     grad_x, x.grad = x.grad, None
     seen = observed(model, controller, x, run=gradient, monitored={("0", 0)})
@@ -76,7 +76,7 @@ def test_whole_models(name, is_checkpointed):
         loss_of(y).backward()
         gradients.append(torch.cat([each.grad.flatten() for each in model.parameters()]))
 
-    controller.session.variables = Fixed()
+    controller.context.policy = Fixed()
     run(model, x)
     found = observed(model, controller, x, run=run, monitored={("0", 0), ("9", 0), ("4", 0)})
     assert torch.equal(*gradients)
@@ -110,7 +110,7 @@ def test_layouts(name, is_inside):
         model.loss(x).backward()
         gradients.append(model.a.weight.grad)
 
-    controller.session.variables = Fixed()
+    controller.context.policy = Fixed()
     run(model, X)
     found = observed(model, controller, X, run=run, monitored={("a", 0)})
     assert torch.equal(*gradients)
@@ -293,7 +293,7 @@ def test_exact_values_are_freed(is_checkpointed, monkeypatch):
     model = mlp()
     controller = converted(model)
     observation = ErrorBoundProbe(0, {("2", 0)})
-    controller.session.variables = Fixed(observation=observation)
+    controller.context.policy = Fixed(observation=observation)
     y = checkpoint(model, X, use_reentrant=False) if is_checkpointed else model(X)
     assert dict(held) == {("0", 0): False, ("2", 0): True}
     assert noting.exact() is not None
@@ -308,7 +308,7 @@ def test_exact_values_are_freed(is_checkpointed, monkeypatch):
 def test_exact_values_of_a_forward_without_a_backward_pass_are_freed():
     observation = ErrorBoundProbe(0, {("0", 0)})
     model = mlp()
-    converted(model).session.variables = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(observation=observation)
     y = model(X)
     assert any(each.exact is not None for each in observation._exact)
     observation.end()
@@ -320,7 +320,7 @@ def test_exact_values_go_with_the_graph():
     """Where an exception comes between forward and backward nothing else is to tell."""
     observation = ErrorBoundProbe(0, {("0", 0)})
     model = mlp()
-    converted(model).session.variables = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(observation=observation)
     y = model(X)
     (rounding,) = observation._exact
     exact = weakref.ref(rounding.exact)
@@ -356,7 +356,7 @@ def test_a_backward_pass_that_fails():
 
     observation = ErrorBoundProbe(0, {("a", 0), ("b", 0)})
     model = Model()
-    converted(model).session.variables = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(observation=observation)
     loss = loss_of(model(X))
     exact = [weakref.ref(each.exact) for each in observation._exact]
     Fails.fails = True
@@ -409,7 +409,7 @@ def test_what_comes_to_the_host_is_small():
     """Numbers, and one a channel: not one a row."""
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8))
     observation = ErrorBoundProbe(0)
-    converted(model).session.variables = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(observation=observation)
     gradient(model, normal((2000, 64)))
     assert sum(each.numel() for each in observation._measured()) < 100
 
@@ -463,7 +463,7 @@ def test_accumulation():
 
     def run(model, x, seed):
         gradient(model, x)
-        controller.session.variables = Fixed()
+        controller.context.policy = Fixed()
         loss_of(model(2 * x)).backward()
 
     assert observed(model, controller, X, run=run) == once
@@ -479,7 +479,7 @@ def test_each_call_of_a_layer(scales, is_checkpointed):
     ((_, seen),) = observed(model, controller, x, run=gradient).variables.items()
     assert seen.elements == 2 * 16 * 64
     (demand,) = seen.demands
-    controller.session.variables = Fixed()
+    controller.context.policy = Fixed()
     draws = torch.stack([gradient(model, x, seed) for seed in range(60)])
     assert demand.first**2 * seen.error2 == pytest.approx(float(draws.var(0).sum()), rel=0.2)
     grads = normal((16, 64), scale=1.0, seed=9)
@@ -504,7 +504,7 @@ def test_reentrant_checkpoints_show_nothing():
 
     model = Model()
     controller = converted(model)
-    controller.session.variables = Fixed()
+    controller.context.policy = Fixed()
     expected = gradient(model, X)
     found = observed(model, controller, X, run=gradient, monitored={("region.0", 0), ("last", 0)})
     after = torch.cat([each.grad.flatten() for each in model.parameters()])
@@ -550,7 +550,7 @@ def test_backward_passes_with_collectives_run_once(function):
             self.linear = nn.Linear(64, 64)
 
         def forward(self, x):
-            quantizer = self.linear.quantizer.named("scale")
+            quantizer = self.linear.quantizer.copy_for("scale")
             return function.apply(self.linear(x), self.weight, quantizer)
 
     model = Scale()
@@ -666,7 +666,7 @@ def test_bits_that_samples_do_not_share():
 def test_nothing_of_the_graph_is_held():
     observation = ErrorBoundProbe(0)
     model = mlp()
-    converted(model).session.variables = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(observation=observation)
     y = model(X)
     node = weakref.ref(y.grad_fn)
     del y
@@ -677,7 +677,7 @@ def test_nothing_of_the_graph_is_held():
 def test_snapshot_goes_on():
     observation = ErrorBoundProbe(0)
     model = mlp()
-    converted(model).session.variables = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(observation=observation)
     y = model(X)
     assert observation.snapshot() is None and not observation.has_run()
     loss_of(y).backward()

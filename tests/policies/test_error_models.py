@@ -31,10 +31,10 @@ def gradients(model, x, seed=0):
 
 def observed(model, controller, x, seed=0, averages=None, run=gradients, monitored=frozenset()):
     observation = ErrorBoundProbe(seed, monitored)
-    controller.session.variables = Fixed(averages, observation)
+    controller.context.policy = Fixed(averages, observation)
     run(model, x, seed)
     observation.send()
-    controller.session.variables = Fixed(averages)
+    controller.context.policy = Fixed(averages)
     return observation.results()
 
 
@@ -282,7 +282,7 @@ def gated(activation):
     def function(linear, gate, up):
         if not hasattr(linear, "quantizer"):
             return getattr(F, activation)(gate) * up
-        quantizer = linear.quantizer.named("gated")
+        quantizer = linear.quantizer.copy_for("gated")
         return fewbit_gated(gate, up, activation, quantizer=quantizer)
 
     return function
@@ -335,7 +335,7 @@ def test_measured_against_rounding(device, name):
     for variable in seen:
         averages = {each: 4.0 if each == variable else 8.0 for each in seen}
         runs = [observed(model, controller, x, i, averages, run).variables for i in range(6)]
-        controller.session.variables = Fixed(averages)
+        controller.context.policy = Fixed(averages)
         errors = squared_error(model, x, exact, 30, run)
         for demand in runs[0][variable].demands:
             assert demand.kind == "measured" and demand.second == 0

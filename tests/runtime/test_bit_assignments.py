@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
-from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 
 
 class Regions(nn.Module):
@@ -55,7 +55,7 @@ def in_thread(function):
 
 def seen_samples(controller, name, count=16) -> list[int]:
     """Numbers of samples whose gradient has been seen."""
-    table = controller.session.variables.magnitudes._tables.get((name, 0), torch.empty(0))
+    table = controller.context.policy.magnitudes._tables.get((name, 0), torch.empty(0))
     return [number for number in range(count) if number < len(table) and not table[number].isnan()]
 
 
@@ -143,9 +143,9 @@ def test_a_layer_that_is_called_by_itself_is_not_among_the_samples_of_a_forward(
     controller = compressed(model)
     controller.number_samples(list(range(16)))
     model(normal((16, 64))).sum().backward()
-    before = controller.session.variables.magnitudes.state()
+    before = controller.context.policy.magnitudes.state()
     (1e3 * model.a(normal((16, 64)))).square().sum().backward()
-    after = controller.session.variables.magnitudes.state()
+    after = controller.context.policy.magnitudes.state()
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one["squares"], other["squares"])
 

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.policies import allocation
 from fewbit.runtime.format import groups
-from fewbit.runtime.saved.assignment import TensorSlot, split
+from fewbit.runtime.format.bit_sharing import share_bits
+from fewbit.runtime.saved.assignment import TensorSlot
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 32, 100])
@@ -21,7 +22,7 @@ from fewbit.runtime.saved.assignment import TensorSlot, split
 def test_split_is_the_best_allocation(samples, average, device):
     squares = torch.exp(3 * normal((samples,), scale=1.0, seed=samples)).to(device)
     total = TensorSlot(("", 0), average).total(samples)
-    bits = split(squares, total).cpu().numpy()
+    bits = share_bits(squares, total).cpu().numpy()
     assert bits.sum() == total and (bits >= 1).all() and (bits <= 8).all()
     weights = squares.cpu().double().numpy()
     best = allocation.allocate(weights, np.ones(samples, np.int64), total)
@@ -30,7 +31,7 @@ def test_split_is_the_best_allocation(samples, average, device):
 
 def test_samples_that_are_not_finite_get_least():
     squares = torch.tensor([1.0, torch.nan, 4.0, torch.inf])
-    assert split(squares, 8).tolist() == [3, 1, 3, 1]
+    assert share_bits(squares, 8).tolist() == [3, 1, 3, 1]
 
 
 def test_totals():

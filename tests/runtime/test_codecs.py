@@ -19,7 +19,7 @@ from fewbit.runtime.codecs.jpeg import _coefficients
 from fewbit.runtime.codecs.payload import Exact
 from fewbit.runtime.codecs.quant import ByChannel, widths_for
 from fewbit.runtime.codecs.zero_value import Sparse
-from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec, SavedTensors
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors
 
 try:
     import imagecodecs
@@ -115,7 +115,7 @@ def test_hard_bound_holds_for_every_element(dtype, channels):
     bound = torch.tensor([1e-3, 1e-1, 1.0, 1e-4, 1e-2]) if channels else 1e-2
     chosen = codec("error-bounded")
     payload = chosen.compress(x, bound)
-    assert not isinstance(payload.recipe, Exact)
+    assert not isinstance(payload.spec, Exact)
     limit = bound.double().view(-1, 1, 1) if channels else bound
     worst = ((chosen.decompress(payload).double() - x.double()).square() / limit).max()
     assert 0.5 < worst <= 1
@@ -127,7 +127,7 @@ def test_a_library_that_breaks_its_bound_is_found_out(monkeypatch):
     monkeypatch.setattr(imagecodecs, "sz3_decode", lambda *given: real(*given) + 0.5)
     x = activations()
     payload = codec("error-bounded").compress(x, 0.01)
-    assert isinstance(payload.recipe, Exact)
+    assert isinstance(payload.spec, Exact)
     assert torch.equal(codec("error-bounded").decompress(payload), x)
 
 
@@ -179,10 +179,10 @@ def test_any_tensor_comes_back_within_the_bound(name, data):
     assert values.shape == x.shape and values.dtype == x.dtype
     assert payload.nbytes == sum(each.nbytes for each in payload.tensors)
     assert payload.nbytes <= x.numel() * x.element_size()
-    assert len(payload.tensors) == payload.recipe.count
+    assert len(payload.tensors) == payload.spec.count
     if kind in ("nan", "infinite") and x.numel():
-        assert isinstance(payload.recipe, Exact)
-    if isinstance(payload.recipe, Exact):
+        assert isinstance(payload.spec, Exact)
+    if isinstance(payload.spec, Exact):
         assert torch.equal(values.nan_to_num(7.0), x.nan_to_num(7.0))
         assert not values.numel() or values.data_ptr() != x.data_ptr()
         return
@@ -317,12 +317,12 @@ def test_quant_takes_the_fewest_bits(bits):
         for group in (row[:256], row[256:]):
             square += len(group) * np.ptp(group) ** 2 / x.numel()
     needed = square / 4 / (2**bits - 1) ** 2
-    recipe = codec("quant").compress(x, 1.04 * needed).recipe  # ranges are rounded up to bfloat16
-    assert (recipe.bits if isinstance(recipe, QuantizedTensorSpec) else None) == bits
+    spec = codec("quant").compress(x, 1.04 * needed).spec  # ranges are rounded up to bfloat16
+    assert (spec.bits if isinstance(spec, QuantizedTensorSpec) else None) == bits
     if bits < 8:
-        assert codec("quant").compress(x, 0.96 * needed).recipe.bits == bits + 1
+        assert codec("quant").compress(x, 0.96 * needed).spec.bits == bits + 1
     else:
-        assert isinstance(codec("quant").compress(x, 0.96 * needed).recipe, Exact)
+        assert isinstance(codec("quant").compress(x, 0.96 * needed).spec, Exact)
 
 
 def test_two_valued_data_reach_the_bound():
@@ -330,7 +330,7 @@ def test_two_valued_data_reach_the_bound():
     x = torch.full((4, 256), 0.5)
     x[:, 0], x[:, 1] = 0.0, 1.0
     squares, _, payload = square_errors("quant", x, 0.2501, 20)
-    assert payload.recipe.bits == 1
+    assert payload.spec.bits == 1
     assert squares.mean().item() == pytest.approx(0.25 * 254 / 256, rel=1e-3)
 
 
@@ -338,8 +338,8 @@ def test_channels_that_quant_cannot_keep_stay_as_they_are():
     x = activations()
     payload = codec("quant").compress(x, torch.tensor([0.0, 1e-2, 1e-2, 1e-2, 1.0]))
     values = codec("quant").decompress(payload)
-    assert isinstance(payload.recipe, ByChannel)
-    assert [channels for channels, _ in payload.recipe.parts] == [(0,), (4,), (1, 2, 3)]
+    assert isinstance(payload.spec, ByChannel)
+    assert [channels for channels, _ in payload.spec.parts] == [(0,), (4,), (1, 2, 3)]
     assert torch.equal(values[:, 0], x[:, 0])
     assert not torch.equal(values[:, 1], x[:, 1])
 
@@ -347,7 +347,7 @@ def test_channels_that_quant_cannot_keep_stay_as_they_are():
 def test_short_channels_share_the_smallest_bound():
     x = activations(shape=(8, 100))
     payload = codec("quant").compress(x, torch.linspace(1e-3, 1, 100))
-    assert payload.recipe == codec("quant").compress(x, 1e-3).recipe
+    assert payload.spec == codec("quant").compress(x, 1e-3).spec
 
 
 def test_widths_of_ranges_that_are_not_finite():
@@ -374,15 +374,15 @@ def test_zero_values_of_dense_tensors_are_what_quant_keeps():
     x, seed = activations(), torch.tensor([5])
     quantized = codec("quant").compress(x, 1e-2, seed)
     payload = codec("quant+zvc").compress(x, 1e-2, seed)
-    assert payload.recipe == quantized.recipe
+    assert payload.spec == quantized.spec
     assert all(map(torch.equal, payload.tensors, quantized.tensors))
 
 
 def test_bytes_of_zero_values():
     x = activations("sparse", shape=(64, 1024))
     payload = codec("quant+zvc").compress(x, 1e-3)
-    assert isinstance(payload.recipe, Sparse)
-    n, kept, bits = x.numel(), payload.recipe.nonzero, payload.recipe.inner.bits
+    assert isinstance(payload.spec, Sparse)
+    n, kept, bits = x.numel(), payload.spec.nonzero, payload.spec.inner.bits
     assert payload.nbytes == n // 8 + 4 * bits * math.ceil(kept / 32) + 4 * n // 256
     assert kept <= int((x != 0).sum())
 
@@ -443,8 +443,8 @@ def test_payloads_are_what_layers_keep(name):
     kept = SavedTensors(*codec(name).compress(x, 1e-2))
     values = codec(name).decompress(kept)
     scale, shift = torch.full((5, 1, 1), 2.0), torch.ones(5, 1, 1)
-    assert torch.equal(kept.recipe.restore(kept.tensors, torch.float64), values.double())
-    mapped = kept.recipe.restore(kept.tensors, None, (scale, shift, 12 * 9))
+    assert torch.equal(kept.spec.dequantize(kept.tensors, torch.float64), values.double())
+    mapped = kept.spec.dequantize(kept.tensors, None, (scale, shift, 12 * 9))
     assert torch.allclose(mapped, values * 2 + 1, atol=1e-6)
 
 
@@ -454,13 +454,13 @@ class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, name):
         kept = SavedTensors(*codec(name).compress(x, 1e-2))
-        ctx.recipe, ctx.expected = kept.recipe, codec(name).decompress(kept)
+        ctx.spec, ctx.expected = kept.spec, codec(name).decompress(kept)
         ctx.save_for_backward(*kept.tensors)
         return x.square()
 
     @staticmethod
     def backward(ctx, grad):
-        values = ctx.recipe.restore(ctx.saved_tensors)
+        values = ctx.spec.dequantize(ctx.saved_tensors)
         assert torch.equal(values, ctx.expected)
         return 2 * values * grad, None
 
@@ -510,7 +510,7 @@ def test_the_page_runs():
     (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     names = {}
     exec(compile(block, "docs/codecs.md", "exec"), names)
-    assert isinstance(names["payload"].recipe, ByChannel)
+    assert isinstance(names["payload"].spec, ByChannel)
 
 
 @names

@@ -10,8 +10,8 @@ from torch import nn
 
 import fewbit
 import fewbit.functional as F
-from fewbit.runtime import ops
 from fewbit.runtime.format.encoding import packed_words
+from fewbit.runtime.ops import library
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -113,7 +113,7 @@ def test_what_a_compiler_removes_changes_no_order(kind, dynamic, monkeypatch):
     def seed(x):
         return torch.full((1,), 7, dtype=torch.int64, device=x.device)
 
-    monkeypatch.setattr(ops, "new_seed", seed)  # both modes keep the same copies
+    monkeypatch.setattr(library, "new_seed", seed)  # both modes keep the same copies
     torch.manual_seed(0)
     model = Cached(kind)
     x, weight = normal((4, 5, 6)), normal((4, 2, 5, 6), seed=6)
@@ -127,7 +127,7 @@ def test_what_a_compiler_removes_changes_no_order(kind, dynamic, monkeypatch):
 
 def test_symbolic_strides_are_those_of_the_trace(monkeypatch):
     """Traced, the cat makes a contiguous tensor; without it the layers' inputs lie as x does."""
-    monkeypatch.setattr(ops, "new_seed", lambda x: torch.full((1,), 7, dtype=torch.int64))
+    monkeypatch.setattr(library, "new_seed", lambda x: torch.full((1,), 7, dtype=torch.int64))
     torch.manual_seed(0)
     first, second = fewbit.nn.Linear(4, 4, bits=8), fewbit.nn.LayerNorm(4, bits=8)
 

@@ -1,4 +1,4 @@
-"""Whatever ends a call, wherever it comes, nothing is left behind: no mode, hook or session, and no half-made change."""
+"""Whatever ends a call, wherever it comes, nothing is left behind: no mode, hook or call, and no half-made change."""
 
 import asyncio
 import copy
@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.errors import InputError
 from fewbit.runtime.interop.interrupts import held
-from fewbit.runtime.saved import session as sharing
+from fewbit.runtime.saved.calls import _Call
+from fewbit.runtime.saved.context import current
 
 ERRORS = [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, RuntimeError]
 X = normal((4, 64), scale=1.0)
@@ -190,16 +191,16 @@ def test_an_error_in_a_thread_is_nobody_elses():
 def test_a_call_that_nobody_ended_is_not_current():
     """Defence in depth: as if the frame of the call had gone without putting anything back."""
     model = small()
-    call = sharing._Call(model.first[0].quantizer.session, model)
-    call.session._begin(call, model, (X,), {})
-    assert sharing.current() is call.session
+    call = _Call(model.first[0].quantizer.context, model)
+    call.begin(model, (X,), {})
+    assert current() is call.context
     plain = nn.Linear(64, 8)
     del call
     try:
-        assert sharing.current() is None
+        assert current() is None
         assert plain(X).grad_fn.name() == "AddmmBackward0"
     finally:
-        for context in model.first[0].quantizer.session.contexts:
+        for context in model.first[0].quantizer.context.contexts:
             context.cut(0)
     check_nothing_is_left()
 
@@ -212,7 +213,9 @@ def test_places_are_found():
     model = small()
     found = places(lambda: model(X))
     assert {name for name, _ in found} >= {
-        "session.py",
+        "calls.py",
+        "context.py",
+        "cache.py",
         "functions.py",
         "quantizer.py",
         "module_calls.py",
@@ -299,7 +302,7 @@ def test_an_interrupt_where_torch_takes_a_mode_off():
 def test_a_mode_that_was_left_behind_goes_with_the_next_forward():
     model = Counting()
     fewbit.compress_(model, verbose=False)
-    (mode,) = model.linear.quantizer.session.contexts
+    (mode,) = model.linear.quantizer.context.contexts
     mode.__enter__()
     plain = nn.Linear(64, 8)
     assert torch_f.gelu(plain(X)).grad_fn.name() == "GeluBackward0"
@@ -321,7 +324,16 @@ def test_an_interrupt_of_the_clean_up_of_another_error():
             pass
 
     model = small(stop)
-    files = "session.py", "module_calls.py", "bypass.py", "functions.py", "interrupts.py"
+    files = (
+        "calls.py",
+        "context.py",
+        "cache.py",
+        "checkpoints.py",
+        "module_calls.py",
+        "bypass.py",
+        "functions.py",
+        "interrupts.py",
+    )
     for _ in exhaustively(run, files=files):
         check_nothing_is_left()
     model.between = lambda: None

@@ -25,8 +25,8 @@ TENSORS = {
 def test_float16_is_restored_finite(name, bits, backend):
     x = TENSORS[name]().to(backend.device, torch.float16)
     torch.manual_seed(0)
-    kept = Quantizer(bits).keep(x)
-    restored = kept.recipe.restore(kept.tensors)
+    kept = Quantizer(bits).quantize(x)
+    restored = kept.spec.dequantize(kept.tensors)
     assert restored.isfinite().all() and restored.abs().max() <= MOST
     step = 2 * MOST / (2**bits - 1) * (1 + 2**-6)
     assert (restored.double() - x.double()).abs().max() <= step
@@ -39,8 +39,8 @@ def test_float16_is_restored_finite(name, bits, backend):
 def test_what_is_no_number_stays_so(backend):
     x = torch.full((2, 128), 1.0, dtype=torch.float16, device=backend.device)
     x[0, 3], x[1, 5] = float("nan"), float("inf")
-    kept = Quantizer(8).keep(x)
-    assert kept.recipe.restore(kept.tensors).isnan().all()
+    kept = Quantizer(8).quantize(x)
+    assert kept.spec.dequantize(kept.tensors).isnan().all()
 
 
 CALLS = {

@@ -64,40 +64,40 @@ def test_below_eight_steps_minimums_are_float32(start):
         (100 * limit, False),
     ):
         x = spread(start, extent)
-        kept = Quantizer(2).keep(x)
+        kept = Quantizer(2).quantize(x)
         assert is_wide(kept) == expected, extent
         assert sum(each.nbytes for each in kept.tensors) == quantized_bytes(
-            x.shape, 2, wide=expected
+            x.shape, 2, fp32_min=expected
         )
 
 
 @pytest.mark.parametrize("extent", [1e-30, 1e-3, 1.0, 1e30])
 @pytest.mark.parametrize("start", [0.0, -0.0])
 def test_from_zero_minimums_are_bfloat16(start, extent):
-    assert not is_wide(Quantizer(2).keep(spread(start, extent)))
+    assert not is_wide(Quantizer(2).quantize(spread(start, extent)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_dtypes(dtype):
     for start in (1000.0, -1000.0):
-        assert is_wide(Quantizer(2).keep(spread(start, 24.0, dtype=dtype)))
-        assert not is_wide(Quantizer(2).keep(spread(start, 40.0, dtype=dtype)))
+        assert is_wide(Quantizer(2).quantize(spread(start, 24.0, dtype=dtype)))
+        assert not is_wide(Quantizer(2).quantize(spread(start, 40.0, dtype=dtype)))
 
 
 def test_all_groups_decide_together():
     """Each sample is below 8 steps of its minimum; the tensor is not."""
     x = spread(1000.0, 4.0)
-    assert is_wide(Quantizer(2).keep(x))
+    assert is_wide(Quantizer(2).quantize(x))
     x[2] += 1000
-    assert not is_wide(Quantizer(2).keep(x))
+    assert not is_wide(Quantizer(2).quantize(x))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_not_finite(value):
     x = spread(1000.0, 1.0)
     x[1, 5] = value
-    kept = Quantizer(2).keep(x)
-    restored = kept.recipe.restore(kept.tensors)
+    kept = Quantizer(2).quantize(x)
+    restored = kept.spec.dequantize(kept.tensors)
     assert not is_wide(kept) and restored[1].isnan().all() and restored[0].isfinite().all()
 
 
@@ -119,8 +119,8 @@ def test_restored_within_a_step(start, bits, part):
     """The range grows by its rounding, 2^-7 of it, and by a bfloat16 minimum's, an eighth at most."""
     torch.manual_seed(0)
     x = spread(start, part * EIGHT_STEPS[start])
-    kept = Quantizer(bits).keep(x)
-    restored = kept.recipe.restore(kept.tensors).double()
+    kept = Quantizer(bits).quantize(x)
+    restored = kept.spec.dequantize(kept.tensors).double()
     extent = float(x.max().double() - x.min())
     grown = extent * (1 + 2**-7) * (1 if part < 1 else 1.125)
     assert extent <= range_of(kept) <= grown
@@ -134,20 +134,20 @@ def test_fixed_settings_are_obeyed(start, part):
     torch.manual_seed(0)
     x = spread(start, part * EIGHT_STEPS[start])
     extent = float(x.max().double() - x.min())
-    narrow, wide = (Quantizer(2, minimum=each).keep(x) for each in ("bfloat16", "float32"))
+    narrow, wide = (Quantizer(2, min_dtype=each).quantize(x) for each in ("bfloat16", "float32"))
     assert not is_wide(narrow) and is_wide(wide)
     assert range_of(wide) <= extent * (1 + 2**-7)
     least = narrow.tensors[1][:, 0].double()
     assert (least <= start).all() and (start - least < EIGHT_STEPS[start] / 8).all()
-    assert torch.equal(wide.recipe.restore(wide.tensors)[x == start], x[x == start])
+    assert torch.equal(wide.spec.dequantize(wide.tensors)[x == start], x[x == start])
     assert range_of(narrow) >= float(x.max().double() - least[0])
 
 
 def test_what_a_bfloat16_minimum_costs():
     """1000.5 is rounded down to 1000: a range of 0.01 becomes 50 times as large."""
     x = spread(1000.5, 0.01)
-    assert range_of(Quantizer(2, minimum="bfloat16").keep(x)) > 50 * 0.01
-    assert range_of(Quantizer(2).keep(x)) < 1.1 * 0.01
+    assert range_of(Quantizer(2, min_dtype="bfloat16").quantize(x)) > 50 * 0.01
+    assert range_of(Quantizer(2).quantize(x)) < 1.1 * 0.01
 
 
 @pytest.mark.fast(1)
@@ -157,7 +157,7 @@ def test_compiled(minimum, columns):
     """Whoever traces cannot ask: auto means bfloat16 there."""
     torch.compiler.reset()
     layer = Linear(70, 5)
-    layer.quantizer = Quantizer(2, minimum=minimum)
+    layer.quantizer = Quantizer(2, min_dtype=minimum)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition")
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -217,7 +217,7 @@ def fake(monkeypatch):
 
 
 def ranges_of(x, minimum="float32"):
-    return Quantizer(2, minimum=minimum).keep(x).tensors[1]
+    return Quantizer(2, min_dtype=minimum).quantize(x).tensors[1]
 
 
 LARGE, SMALL = spread(1000.0, 1.0), spread(0.0, 1.0)
@@ -320,8 +320,8 @@ def layer(fake, monkeypatch):
     one = Quantizer(2)
 
     def keep(x, one=one):
-        kept = one.keep(x.as_subclass(OnDevice))
-        values = kept.recipe.restore(kept.tensors).as_subclass(torch.Tensor)
+        kept = one.quantize(x.as_subclass(OnDevice))
+        values = kept.spec.dequantize(kept.tensors).as_subclass(torch.Tensor)
         assert float((values - x).abs().max()) < 6  # a bfloat16 step of 1000 and one of the range
         return is_wide(kept)
 
@@ -338,8 +338,8 @@ def test_a_layer_goes_by_its_earlier_tensors(fake, layer):
     assert layer(SMALL) is True
     fake.finish()
     assert layer(SMALL) is False
-    assert layer(SMALL, Quantizer(2, minimum="float32")) is True
-    assert layer(LARGE, Quantizer(2, minimum="bfloat16")) is False
+    assert layer(SMALL, Quantizer(2, min_dtype="float32")) is True
+    assert layer(LARGE, Quantizer(2, min_dtype="bfloat16")) is False
     assert len(fake.events) == 3
 
 
@@ -350,7 +350,7 @@ def test_copies_of_a_quantizer(fake, layer, again):
     assert layer(LARGE) is True  # and another question is on its way
     other = again(layer.quantizer)
     assert layer(LARGE, other) is True
-    assert (other.bits, other.group_size, other.minimum) == (2, 256, "auto")
+    assert (other.bits, other.group_size, other.min_dtype) == (2, 256, "auto")
     assert repr(other) == repr(layer.quantizer)
 
 
@@ -365,7 +365,7 @@ def test_from_ranges_as_from_the_tensor(start, minimum):
         assert (
             bool(offset.is_large(ranges_of(x, minimum)))
             == expected
-            == is_wide(Quantizer(2).keep(x))
+            == is_wide(Quantizer(2).quantize(x))
         )
     for x in (torch.zeros(3, 70), spread(0.0, 1.0), spread(-1.0, 2.0), LARGE * math.nan):
         assert not offset.is_large(ranges_of(x, minimum))
@@ -375,16 +375,16 @@ def test_a_layer_on_every_device(device):
     """From the second tensor on at the latest, without a wait for the device."""
     one, x = Quantizer(2), LARGE.to(device)
     if device == "cuda":
-        one.keep(x)  # whatever is built or allocated once
+        one.quantize(x)  # whatever is built or allocated once
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
     try:
-        kept = one.keep(x)
+        kept = one.quantize(x)
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     assert is_wide(kept)
-    assert (kept.recipe.restore(kept.tensors) - x).abs().max() < 0.34
+    assert (kept.spec.dequantize(kept.tensors) - x).abs().max() < 0.34
 
 
 # -- the meter -------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def test_the_meter_tells_of_float32_minimums(count, names):
     assert ("..." in text) == (count > 3)
     report = saved_bytes(layers(count), x)
     assert report.by_kind()["range"] == count * 8 * 6
-    assert report.total == count * quantized_bytes((8, 70), 2, wide=True)
+    assert report.total == count * quantized_bytes((8, 70), 2, fp32_min=True)
 
 
 def test_the_meter_tells_of_the_model_itself():

@@ -440,14 +440,14 @@ def test_what_a_checkpoint_makes_again_is_alike():
     quantizer, answers = Quantizer(4), []
 
     def region(x):
-        answers.append(quantizer._on_device())
-        quantizer._offset.is_large = True
+        answers.append(quantizer._fp32_min_on_device())
+        quantizer._selector.is_large = True
         return x * x
 
     x = normal((3,)).requires_grad_()
     checkpoint(region, x, use_reentrant=False).sum().backward()
     assert answers == [(True, False)] * 2
-    assert quantizer._on_device() == (True, True)
+    assert quantizer._fp32_min_on_device() == (True, True)
 
 
 # -- parts that are compiled -----------------------------------------------------------------------

@@ -257,14 +257,14 @@ def test_layers_come_back_before_they_are_asked_for(late, ahead):
         def forward(ctx, x, i):
             keep = integers.pack(torch.arange(64 * (i + 1)) % 4, 4)
             sizes.append(len(keep.tensors[0]) * 4)
-            ctx.i, ctx.recipe = i, keep.recipe
+            ctx.i, ctx.spec = i, keep.spec
             ctx.save_for_backward(*keep.tensors)
             return x * 1
 
         @staticmethod
         def backward(ctx, grad):
             before = list(late.kind.made.log)
-            values = ctx.recipe.restore(ctx.saved_tensors)
+            values = ctx.spec.dequantize(ctx.saved_tensors)
             assert torch.equal(values, (torch.arange(64 * (ctx.i + 1)) % 4).to(values.dtype))
             seen[ctx.i] = before, list(late.kind.made.log)
             return grad, None
@@ -306,7 +306,7 @@ def alive(storages):
 
 
 def test_memory_is_free_while_the_forward_goes_on(place, marked):
-    """Also that of copies that layers of a converted model share, which the session holds."""
+    """Also that of copies that layers of a converted model share, which the cache holds."""
     model, x = converted("mlp", place.device, layers={"activation_bits": 1})
     around = place.offload(least=1, ahead=1)
     y = forward(model, x, around)
@@ -481,9 +481,9 @@ def test_within_the_session(place):
     model, x = converted("residual", place.device)
     exact = backward(model, forward(model, x))
     model, x = converted("residual", place.device)
-    session = next(m for m in model.modules() if isinstance(m, nn.Linear)).quantizer.session
+    context = next(m for m in model.modules() if isinstance(m, nn.Linear)).quantizer.context
     around = place.offload(least=1)
-    session.contexts = (around,)
+    context.contexts = (around,)
     y = forward(model, x)
     out = around.bytes_out
     assert out > 0 and not offload.is_active()
@@ -553,9 +553,9 @@ def test_checkpointed_regions_keep_to_themselves(place, use_reentrant):
     # (From its second forward on a model makes some copies in another pass, with other seeds.)
     backward(model, forward(model, x))
     exact = backward(model, forward(model, x))
-    session = model.first[0].quantizer.session
+    context = model.first[0].quantizer.context
     offload = place.offload(least=1)
-    contexts, session.contexts = session.contexts, (offload,)
+    contexts, context.contexts = context.contexts, (offload,)
     assert contexts
     y = forward(model, x)
     expected = sum(e.bytes for e in outside.entries if e.kind in KEPT)

@@ -63,7 +63,7 @@ def quantize(
     x,
     bits=2,
     group_size=256,
-    wide=False,
+    fp32_min=False,
     widths=None,
     seed=SEED,
     device="cpu",
@@ -76,7 +76,7 @@ def quantize(
         widths = widths.to(device)
     seed = torch.tensor([seed], device=device)
     packed, ranges, spread = kernels.quantize(
-        x.to(device), seed, bits, group_size, wide, widths, words, to_device(normalize, device)
+        x.to(device), seed, bits, group_size, fp32_min, widths, words, to_device(normalize, device)
     )
     spread = None if spread[0] is None else tuple(map(float, spread))
     ranges = ranges.cpu().view(torch.int16).numpy().view(np.uint16)
@@ -120,13 +120,13 @@ def in_dtype(values, dtype):
     return (values.clamp(-65504.0, 65504.0) if dtype == torch.float16 else values).to(dtype)
 
 
-def check(kernels, x, bits, group_size, wide, widths=None, device="cpu"):
+def check(kernels, x, bits, group_size, fp32_min, widths=None, device="cpu"):
     """Codes, ranges, spread and what is restored, against the oracle; returns what was kept."""
     each = [bits] * len(x) if widths is None else widths.tolist()
     rows = x.to(torch.float32).numpy()
-    expected = naive.quantize(rows, SEED, each, group_size, wide)
-    packed, ranges, spread = quantize(kernels, x, bits, group_size, wide, widths, SEED, device)
-    what = (tuple(x.shape), x.dtype, bits, group_size, wide)
+    expected = naive.quantize(rows, SEED, each, group_size, fp32_min)
+    packed, ranges, spread = quantize(kernels, x, bits, group_size, fp32_min, widths, SEED, device)
+    what = (tuple(x.shape), x.dtype, bits, group_size, fp32_min)
     assert np.array_equal(packed, expected[0]), what
     kept = len(expected[1])  # with several widths there may be room for more
     assert np.array_equal(ranges[:kept], expected[1]) and not ranges[kept:].any(), what
@@ -147,18 +147,22 @@ def check(kernels, x, bits, group_size, wide, widths=None, device="cpu"):
 def test_every_small_size(backend, samples):
     for features in range(71):
         x = inputs((samples, features), DTYPES[features % 4], KINDS[features % 5])
-        bits, group_size, wide = 1 + features % 8, (32, 64, 256)[features % 3], features % 2 == 1
-        check(backend.kernels, x, bits, group_size, wide, device=backend.device)
-        check(backend.kernels, x, 0, group_size, wide, mixed(samples), backend.device)
+        bits, group_size, fp32_min = (
+            1 + features % 8,
+            (32, 64, 256)[features % 3],
+            features % 2 == 1,
+        )
+        check(backend.kernels, x, bits, group_size, fp32_min, device=backend.device)
+        check(backend.kernels, x, 0, group_size, fp32_min, mixed(samples), backend.device)
 
 
 @dtypes
-@pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "wide"])
-def test_every_width(backend, dtype, wide):
+@pytest.mark.parametrize("fp32_min", [False, True], ids=["bfloat16", "fp32_min"])
+def test_every_width(backend, dtype, fp32_min):
     for bits in range(1, 9):
         for kind in KINDS:
             x = inputs((2, 321), dtype, kind, seed=bits)
-            check(backend.kernels, x, bits, 256, wide, device=backend.device)
+            check(backend.kernels, x, bits, 256, fp32_min, device=backend.device)
 
 
 @pytest.mark.fast(4)
@@ -244,16 +248,16 @@ def cpu_backends():
     features=st.integers(0, 330),
     group_size=st.sampled_from([32, 64, 96, 256, 320]),
     bits=st.integers(0, 8),
-    wide=st.booleans(),
+    fp32_min=st.booleans(),
     dtype=st.sampled_from(DTYPES),
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 2**32),
 )
-def test_anything(samples, features, group_size, bits, wide, dtype, kind, seed):
+def test_anything(samples, features, group_size, bits, fp32_min, dtype, kind, seed):
     x = inputs((samples, features), dtype, kind, seed)
     widths = None if bits else mixed(samples, seed)
     for kernels in cpu_backends():
-        check(kernels, x, bits, group_size, wide, widths)
+        check(kernels, x, bits, group_size, fp32_min, widths)
 
 
 def test_room_beyond_the_codes_is_zero(backend):
@@ -334,15 +338,15 @@ def test_normalized_on_load(backend, dtype):
             mean = None if i % 3 == 0 else mean
             widths = mixed(shape[0]) if i % 2 else None
             each = [3] * shape[0] if widths is None else widths.tolist()
-            group_size, wide = (32, 256, 320)[i % 3], i % 4 == 0
+            group_size, fp32_min = (32, 256, 320)[i % 3], i % 4 == 0
             expected = naive.normalized(rows, or_none(mean), rstd.numpy(), inner)
-            packed, ranges = naive.quantize(expected, SEED, each, group_size, wide)
+            packed, ranges = naive.quantize(expected, SEED, each, group_size, fp32_min)
             made = quantize(
                 backend.kernels,
                 x,
                 3,
                 group_size,
-                wide,
+                fp32_min,
                 widths,
                 device=backend.device,
                 normalize=(mean, rstd, inner),
@@ -529,14 +533,14 @@ def test_kept_and_restored_by_kernels(backend, dtype, statistics, last):
     made = []
     for index in (inner, None):
         torch.manual_seed(5)
-        kept = quantizer.keep_normalized(x, mean, rstd, index)
+        kept = quantizer.quantize_normalized(x, mean, rstd, index)
         restored = [
-            kept.recipe.restore(kept.tensors, torch.bfloat16, (scale, shift, index))
+            kept.spec.dequantize(kept.tensors, torch.bfloat16, (scale, shift, index))
             for scale, shift in ((rstd, mean), (None, mean), (rstd, None), (None, None))
         ]
         made.append((kept, restored))
     (fused, values), (plain, expected) = made
-    assert fused.recipe == plain.recipe and fused.recipe.stride == x.stride()
+    assert fused.spec == plain.spec and fused.spec.stride == x.stride()
     for a, b in zip(fused.tensors, plain.tensors, strict=True):
         assert torch.equal(a.view(torch.int16), b.view(torch.int16))
     for a, b in zip(values, expected, strict=True):
@@ -579,15 +583,15 @@ def test_a_norm_needs_no_other_pass(backend, last, monkeypatch):
 ENCODING = Encoding(2, np.arange(4.0), np.array([-1.0, 0.0, 1.0]), np.arange(4), ("right",) * 3)
 
 
-def compare_forward_quantized(kernels, x, bits, group_size, wide=False, in_place=False):
+def compare_forward_quantized(kernels, x, bits, group_size, fp32_min=False, in_place=False):
     """Bit-equal to forward and then quantize; False where the kernels decline."""
     seed, y = torch.tensor([SEED]), torch.empty_like(x)
     codes = kernels.forward(x, "silu", (), ENCODING, None, y)
-    expected = kernels.quantize(y, seed, bits, group_size, wide)
+    expected = kernels.quantize(y, seed, bits, group_size, fp32_min)
     before = x.clone()
     out = before if in_place else torch.empty_like(x)
     made = kernels.forward_quantized(
-        before, "silu", (), ENCODING, None, out, seed, bits, group_size, wide
+        before, "silu", (), ENCODING, None, out, seed, bits, group_size, fp32_min
     )
     if made is None:
         assert in_place or same(before, x)
@@ -611,8 +615,10 @@ def test_forward_quantized(dtype):
             for i, shape in enumerate([*SHAPES, (), (3, 40_001), (900, 257), (70, 1024)]):
                 x = inputs(shape, dtype, "specials" if i % 3 == 0 and shape else "normal")
                 for group_size in (32, 96, 512, 65536):
-                    bits, wide, in_place = 1 + i % 8, i % 2 == 0, i % 3 == 1
-                    assert compare_forward_quantized(kernels, x, bits, group_size, wide, in_place)
+                    bits, fp32_min, in_place = 1 + i % 8, i % 2 == 0, i % 3 == 1
+                    assert compare_forward_quantized(
+                        kernels, x, bits, group_size, fp32_min, in_place
+                    )
     finally:
         torch.set_num_threads(torch_threads)
 
@@ -656,13 +662,13 @@ def test_forward_quantized_where_nothing_is_fused(backend):
 def test_bytes(backend):
     for shape in ((7, 100), (1, 1000), (50, 3), (4, 8, 9), (0, 5), ()):
         for bits in range(1, 9):
-            for wide in (False, True):
+            for fp32_min in (False, True):
                 x = torch.zeros(shape)
                 packed, ranges, _ = quantize(
-                    backend.kernels, x, bits, 64, wide, None, 1, backend.device
+                    backend.kernels, x, bits, 64, fp32_min, None, 1, backend.device
                 )
                 assert packed.nbytes + ranges.nbytes == groups.quantized_bytes(
-                    shape, bits, 64, wide
+                    shape, bits, 64, fp32_min
                 )
 
 
@@ -673,14 +679,16 @@ def test_top_is_restored_exactly():
 
 
 @dtypes
-@pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "wide"])
-def test_nothing_is_clipped(backend, dtype, wide):
+@pytest.mark.parametrize("fp32_min", [False, True], ids=["bfloat16", "fp32_min"])
+def test_nothing_is_clipped(backend, dtype, fp32_min):
     """All elements lie in [minimum, minimum + range], and come back within a step."""
     for bits in (1, 3, 8):
         for kind in ("normal", "offset", "scales"):
             limit = 3e4 if dtype == torch.float16 else 1e38
             x = inputs((12, 256), torch.float64, kind, seed=bits).clamp(-limit, limit).to(dtype)
-            packed, ranges, _ = quantize(backend.kernels, x, bits, 256, wide, device=backend.device)
+            packed, ranges, _ = quantize(
+                backend.kernels, x, bits, 256, fp32_min, device=backend.device
+            )
             limits = np.array([naive._limits(row) for row in ranges], np.float64)
             minimum, extent = limits[:, :1], limits[:, 1:]
             assert np.isfinite(limits).all()
@@ -751,9 +759,9 @@ def test_the_seed_alone_decides(backend):
     assert (kept[0] != kept[2]).mean() > 0.9 and (kept[0] != kept[3]).mean() > 0.9
 
 
-@pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "wide"])
+@pytest.mark.parametrize("fp32_min", [False, True], ids=["bfloat16", "fp32_min"])
 @pytest.mark.parametrize("offset", [0, 10, 1000])
-def test_unbiased(backend, offset, wide):
+def test_unbiased(backend, offset, fp32_min):
     """Over seeds, the mean error over its standard deviation is standard normal: pooled, and element by element."""
     seeds, bits = 50, 2
     x = offset + inputs((4, 512), torch.float32, seed=offset)
@@ -761,7 +769,13 @@ def test_unbiased(backend, offset, wide):
     total = torch.zeros_like(exact)
     for seed in range(seeds):
         packed, ranges, _ = quantize(
-            backend.kernels, x, bits, 256, wide, seed=1000 * offset + seed, device=backend.device
+            backend.kernels,
+            x,
+            bits,
+            256,
+            fp32_min,
+            seed=1000 * offset + seed,
+            device=backend.device,
         )
         out = dequantize(
             backend.kernels, packed, ranges, torch.empty_like(x), device=backend.device

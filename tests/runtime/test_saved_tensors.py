@@ -155,7 +155,7 @@ def test_a_write_that_autograd_does_not_see(write, shape, activation):
 
 def test_a_write_where_contents_are_not_compared(monkeypatch):
     """Without fingerprints, as on a GPU, calls that give access to a tensor's memory are seen where functions are compressed."""
-    monkeypatch.setattr("fewbit.runtime.saved.session.fingerprint", lambda x: None)
+    monkeypatch.setattr("fewbit.runtime.saved.cache.fingerprint", lambda x: None)
     model = Branches(2, data_)
     fewbit.compress_(model, 8, verbose=False)
     x = normal((5, 96), scale=1.0)
@@ -306,8 +306,8 @@ def test_nothing_outlives_a_forward():
     model = compressed(Branches())
     x = X.clone()
     y = model(x)
-    session = model.layers[0].quantizer.session
-    assert y.requires_grad and session._local.entries is None
+    context = model.layers[0].quantizer.context
+    assert y.requires_grad and not context.cache.is_open
     # The same input again, while the first graph is alive: a copy of its own.
     a, b = saved_by(model, X)[1], saved_by(model, X)[1]
     assert {t.data_ptr() for t in a}.isdisjoint(t.data_ptr() for t in b)
@@ -386,8 +386,8 @@ def test_two_models_share_nothing():
     x = (X * 1.0).requires_grad_()
     assert copies(Both(), x) == 2
     twin = copy.deepcopy(a)
-    assert twin.layers[0].quantizer.session is twin.layers[1].quantizer.session
-    assert twin.layers[0].quantizer.session is not a.layers[0].quantizer.session
+    assert twin.layers[0].quantizer.context is twin.layers[1].quantizer.context
+    assert twin.layers[0].quantizer.context is not a.layers[0].quantizer.context
     assert (
         copies(twin, X)
         == copies(pickle.loads(pickle.dumps(nn.Sequential(nn.Identity(), a.layers[0]))), X)
@@ -543,7 +543,7 @@ def test_checkpoints(reentrant, as_function):
     first, second = model.seen[:2], model.seen[2:]
     assert all(torch.equal(a, b) for a, b in zip(first, reversed(second), strict=True))
     assert model.blocks[0].norm.weight.grad is not None
-    regions = model.blocks[0].q.quantizer.session._local.regions
+    regions = model.blocks[0].q.quantizer.context.checkpoints._local.regions
     gc.collect()
     assert not len(regions)
     # Exact in place of few-bit, with the same masks:

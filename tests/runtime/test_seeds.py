@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.runtime.backends import reference
-from fewbit.runtime.ops import quantizer_ops as quantizer_ops
+from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.saved.seeds import Seeds
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.backends.reference_quantizer import squares
 from fewbit.runtime.saved.assignment import BitPolicy, TensorSlot
 from fewbit.runtime.saved.probe import MOST_EARLIER, VarianceProbe
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
@@ -55,7 +55,7 @@ def observed(model, controller, x, seeds=1, run=gradient):
     sums = {}
     for seed in range(seeds):
         observation = VarianceProbe(seed)
-        controller.session.variables = Fixed(observation=observation)
+        controller.context.policy = Fixed(observation=observation)
         run(model, x)
         observation.send()
         for name, each in observation.results().items():
@@ -169,7 +169,7 @@ def test_each_part_of_the_variance(name):
     predicted = observed(model, controller, x, 4)
 
     def variance(averages, draws=8):
-        controller.session.variables = Fixed(averages)
+        controller.context.policy = Fixed(averages)
         pairs = ((gradient(model, x, 2 * i), gradient(model, x, 2 * i + 1)) for i in range(draws))
         return sum(float((a - b).square().sum()) / 2 for a, b in pairs) / draws
 
@@ -209,7 +209,7 @@ def test_each_call_of_a_layer_has_noise_of_its_own(scales, is_checkpointed):
     model, x = Twice(scales, is_checkpointed), normal((16, 64), scale=1.0)
     controller = converted(model, 4)
     ((_, sensitivity),) = observed(model, controller, x, 4).items()
-    controller.session.variables = Fixed({("linear", 0): 4.0})
+    controller.context.policy = Fixed({("linear", 0): 4.0})
     draws = torch.stack([gradient(model, x, seed) for seed in range(40)])
     assert sensitivity / 225 == pytest.approx(float(draws.var(0).sum()), rel=0.25)
 
@@ -218,7 +218,7 @@ def test_the_spread_of_a_layer_that_is_called_twice():
     """Parts of all its tensors together, each in the order of its own samples."""
     model, x = Twice((1.0, 3.0)), normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
     observation = VarianceProbe(0)
-    converted(model).session.variables = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(observation=observation)
     gradient(model, x)
     observation.send()
     (found,) = observation.results().values()
@@ -268,7 +268,7 @@ def test_every_layer(device, layer):
     model = nn.Sequential(model)
     x = nn.Parameter(layer.input(device))
     controller = converted(model)
-    controller.session.variables = Fixed()
+    controller.context.policy = Fixed()
     expected, state = gradient(fresh(model), x), torch.get_rng_state()
     grad_x, x.grad = x.grad, None
     found = observed(model, controller, x)
@@ -295,7 +295,7 @@ def test_a_step_that_is_observed_is_the_same_step(name, is_checkpointed):
         loss_of(y).backward()
         gradients.append(torch.cat([each.grad.flatten() for each in model.parameters()]))
 
-    controller.session.variables = Fixed()
+    controller.context.policy = Fixed()
     run(model, x)
     observed(model, controller, x, run=run)
     assert torch.equal(*gradients)
@@ -324,7 +324,7 @@ def test_regions_within_a_model():
         model = Model(is_checkpointed)
         observation = VarianceProbe(0)
         controller = converted(model)
-        controller.session.variables = Fixed(observation=observation)
+        controller.context.policy = Fixed(observation=observation)
         gradient(model, x)
         observation.send()
         found.append(observation.results())
@@ -338,7 +338,7 @@ def test_elements_samples_and_spread():
     model.append(model[0])
     x = normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
     observation = VarianceProbe(0)
-    converted(model).session.variables = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(observation=observation)
     gradient(model, x)
     observation.send()
     found = observation.results()
@@ -393,7 +393,7 @@ def test_no_backward_pass_and_one_through_a_part():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     observation = VarianceProbe(0)
-    converted(model).session.variables = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(observation=observation)
     y = model(normal((8, 64)))
     assert not observation.has_run()
     torch.autograd.grad(y.sum(), model[1].weight)
@@ -513,7 +513,7 @@ def test_layouts(name, is_inside):
         model.loss(x).backward()
         gradients.append(model.a.weight.grad)
 
-    controller.session.variables = Fixed()
+    controller.context.policy = Fixed()
     run(model, normal((8, 64), scale=1.0))
     found = observed(model, controller, normal((8, 64), scale=1.0), run=run)
     assert torch.equal(*gradients)
@@ -597,10 +597,10 @@ def test_a_backward_pass_within_the_forward(is_alone):
     controller = fewbit.compress_(model, fewbit.AdaptiveBits(3, interval=1), verbose=False)
     for _ in range(4):
         loss_of(model(normal((8, 64), scale=1.0))).backward()
-    seen = controller.session.variables.seen
+    seen = controller.context.policy.seen
     assert seen["a", 0].is_known != is_alone and seen["b", 0].is_known
     assert (seen["a", 0].sensitivity > 0) != is_alone
-    assert (("a", 0) in controller.session.variables.averages) != is_alone
+    assert (("a", 0) in controller.context.policy.averages) != is_alone
 
 
 class Counted(torch.autograd.Function):
@@ -610,8 +610,8 @@ class Counted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, quantizer):
-        kept = quantizer.keep(x)
-        ctx.recipe, ctx.count = kept.recipe, type(ctx)._forward_cls
+        kept = quantizer.quantize(x)
+        ctx.spec, ctx.count = kept.spec, type(ctx)._forward_cls
         ctx.save_for_backward(weight, *kept.tensors)
         return x * weight
 
@@ -620,7 +620,7 @@ class Counted(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.count.passes += 1
         weight, *kept = ctx.saved_tensors
-        return grad * weight, (ctx.recipe.restore(kept) * grad).sum(0), None
+        return grad * weight, (ctx.spec.dequantize(kept) * grad).sum(0), None
 
 
 class Collective(Counted):
@@ -639,14 +639,14 @@ def test_backward_passes_with_collectives_run_once(function):
             self.norm = nn.LayerNorm(64)
 
         def forward(self, x):
-            quantizer = self.linear.quantizer.named("scale")
+            quantizer = self.linear.quantizer.copy_for("scale")
             x = function.apply(self.linear(x), self.weight, quantizer)
             return self.last(self.norm(x))
 
     torch.manual_seed(0)
     model, observation = Scale(), VarianceProbe(0)
     controller = converted(model, 4)
-    controller.session.variables = Fixed(observation=observation)
+    controller.context.policy = Fixed(observation=observation)
     function.passes = 0
     gradient(model, normal((8, 64), scale=1.0))
     assert (function.passes == 1) == (function is Collective)
@@ -660,7 +660,7 @@ def test_backward_passes_with_collectives_run_once(function):
 def test_nothing_of_the_graph_is_held():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     observation = VarianceProbe(0)
-    converted(model).session.variables = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(observation=observation)
     y = model(normal((8, 64)))
     node = weakref.ref(y.grad_fn)
     del y

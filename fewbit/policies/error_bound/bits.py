@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from fewbit.runtime.saved.assignment import LEAST, MOST
+from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.runtime.saved.probe import SPREAD
 
-NOISE = [0.25 / (2.0**bits - 1) ** 2 for bits in range(LEAST, MOST + 1)]
-"""Of squares: by bits, from LEAST to MOST."""
+NOISE = [0.25 / (2.0**bits - 1) ** 2 for bits in range(MIN_BITS, MAX_BITS + 1)]
+"""Of squares: by bits, from MIN_BITS to MAX_BITS."""
 TOLERANCE = 1e-9
 """Of sums in float64."""
 
@@ -24,12 +24,12 @@ def least_average(squares, samples: int, elements: int, limit: float) -> float |
 
     squares: SPREAD values in rising order, each the mean of as many samples; the values themselves of fewer samples;
     the first that of the whole tensor where samples is 0, that is, where they do not share bits: then the average is
-    whole. None where MOST bits are not enough.
+    whole. None where MAX_BITS bits are not enough.
     """
     parts = sizes(samples)
     allowed = limit * elements
     error = NOISE[0] * sum(size * each for size, each in zip(parts, squares, strict=False))
-    total = LEAST * sum(parts)
+    total = MIN_BITS * sum(parts)
     steps = [
         (squares[part] * (before - after), -part, size)
         for part, size in enumerate(parts)

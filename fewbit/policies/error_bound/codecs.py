@@ -11,7 +11,7 @@ from fewbit.runtime.codecs.payload import exact
 class Exactly:
     """The tensor as it is, as torch's own layer would; of a part of a larger storage a copy."""
 
-    def keep(self, x, seed):
+    def quantize(self, x, seed):
         return exact(x)
 
 
@@ -36,7 +36,7 @@ class CodecKeeper:
     channels: tuple[float, ...] | None = None
     latest: Latest = field(default_factory=Latest, compare=False, repr=False)
 
-    def keep(self, x, seed):
+    def quantize(self, x, seed):
         bound = self.bound
         if self.channels is not None and x.dim() > 1 and x.shape[1] == len(self.channels):
             bound = self.channels

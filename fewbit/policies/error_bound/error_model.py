@@ -28,8 +28,8 @@ from fewbit.functional.linear import _Linear
 from fewbit.functional.normalization import _BatchNorm, _GroupNorm, _LayerNorm, _RMSNorm
 from fewbit.functional.prelu import _PReLU
 from fewbit.policies.error_bound.formulas import Convolution, convolution_d, norm_input_coefficients
-from fewbit.runtime.quantizers.normalized import Affine
-from fewbit.runtime.quantizers.quantizer import Permuted
+from fewbit.runtime.quantizers.normalized import AffineResultSpec
+from fewbit.runtime.quantizers.spec import PermutedSpec
 
 
 class Cost(NamedTuple):
@@ -69,7 +69,7 @@ def of_layer(context, grads, results, errors: Tensor) -> list[Part] | None:
     formula = _FORMULAS.get(context._forward_cls)
     if formula is None or grads[0] is None:
         return None
-    if isinstance(context.recipe, Permuted):
+    if isinstance(context.spec, PermutedSpec):
         errors = errors.sum()[None]  # its dimension 0 is another
     return [
         each
@@ -94,7 +94,7 @@ _AS_IN_TORCH = {"x": "input", "x1": "input1", "x2": "input2", "a": "input", "b":
 def _linear(context, grad, results, errors):
     _, *kept = context.saved_tensors
     features = results[1].shape[-1]
-    numbers = _by_rows(grad, errors), *_scales2(context.recipe, kept)
+    numbers = _by_rows(grad, errors), *_scales2(context.spec, kept)
     return [Part(1, numbers, partial(_linear_cost, features))]
 
 
@@ -115,7 +115,7 @@ def _convolution(context, grad, results, errors):
         transposed,
         tuple(space) if transposed else tuple(grad.shape[2:]),
     )
-    numbers = _by_rows(grad, errors, groups), *_scales2(context.recipe, kept)
+    numbers = _by_rows(grad, errors, groups), *_scales2(context.spec, kept)
     return [Part(1, numbers, partial(_convolution_cost, layer))]
 
 
@@ -129,13 +129,13 @@ def _convolution_cost(layer, entries, _):
     return Cost(d**0.5, channels=channels.tolist())
 
 
-def _scales2(recipe, kept) -> tuple[Tensor, ...]:
+def _scales2(spec, kept) -> tuple[Tensor, ...]:
     """By which the squared error of a norm's copy is multiplied in the norm's result: of each channel, or (1,)."""
-    weight = kept[-2] if isinstance(recipe, Affine) else None
+    weight = kept[-2] if isinstance(spec, AffineResultSpec) else None
     if weight is None:
         return ()
     squares = weight.detach().double().square().flatten()
-    return (squares.mean()[None] if recipe.channels is None else squares,)
+    return (squares.mean()[None] if spec.channels is None else squares,)
 
 
 def _mean(scales2) -> float:
@@ -149,10 +149,10 @@ def _prelu(context, grad, results, errors):
     """
     if context.needs_input_grad[0]:
         _, sign, *_ = context.saved_tensors
-        is_negative = ~context.sign.restore((sign,)).view(torch.bool)
+        is_negative = ~context.sign.dequantize((sign,)).view(torch.bool)
     else:
         _, *kept = context.saved_tensors
-        is_negative = context.recipe.restore(kept) < 0
+        is_negative = context.spec.dequantize(kept) < 0
     grad2 = _squares(grad * is_negative, tuple(range(grad.dim()))).sum()
     count = is_negative.sum().clamp(min=1)
     return [Part(1, ((grad2 / count * grad.numel())[None],), _weight_cost)]
@@ -175,7 +175,7 @@ def _of_rows(context, grad, errors, kept, rstd, weight, dims, place):
     """Of a norm whose sets are the last `dims` dimensions. place: of the weight among the inputs."""
     parts = [Part(place, (_by_rows(grad, errors),), _weight_cost)]
     if context.needs_input_grad[0]:
-        x = context.recipe.restore(kept[: context.recipe.count])
+        x = context.spec.dequantize(kept[: context.spec.count])
         parts.append(_of_input(x, _product(grad, weight, x), rstd, tuple(range(-dims, 0))))
     return parts
 
@@ -185,7 +185,7 @@ def _group_norm(context, grad, results, errors):
     samples, _, _, groups = context.sizes
     parts = [Part(2, (_by_rows(grad, errors),), _weight_cost)]
     if context.needs_input_grad[0]:
-        x = context.recipe.restore(kept[: context.recipe.count])
+        x = context.spec.dequantize(kept[: context.spec.count])
         g = _product(grad, _of_channels(weight, grad), x)
         x, g = (each.reshape(samples, groups, -1) for each in (x, g))
         parts.append(_of_input(x, g, rstd.view(samples, groups, 1), (2,)))
@@ -196,9 +196,9 @@ def _batch_norm(context, grad, results, errors):
     rstd, weight, _, *kept = context.saved_tensors
     dims = [dim for dim in range(grad.dim()) if dim != 1]
     is_whole = (
-        context.view == context.recipe.size
+        context.view == context.spec.size
     )  # not an instance norm, whose channels are those of samples
-    samples = context.recipe.size[0]
+    samples = context.spec.size[0]
     of_rows = _squares(grad, dims[1:]) if grad.dim() > 2 else grad.double().square()
     weighted = (of_rows.reshape(samples, -1) * _row_weights(errors, samples)).sum(0)
     grad2 = of_rows.reshape(grad.shape[:2]).sum(0)
@@ -211,7 +211,7 @@ def _batch_norm(context, grad, results, errors):
         sums = grad2 * scale2, results[4].double().square() * scale2
         parts.append(_of_sums(*sums, grad.numel() // len(rstd), is_whole))
     elif context.needs_input_grad[0]:
-        x = context.recipe.restore(kept[: context.recipe.count]).reshape(context.view)
+        x = context.spec.dequantize(kept[: context.spec.count]).reshape(context.view)
         g = _product(grad, _of_channels(weight, grad), x)
         parts.append(_of_input(x, g, _of_channels(rstd, grad), dims, is_whole))
     return parts

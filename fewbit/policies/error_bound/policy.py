@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.errors import BoundWarning, FewbitError, InputError
 from fewbit.policies.error_bound.codecs import CodecKeeper, Exactly, Latest
 from fewbit.policies.error_bound.estimates import (
@@ -46,7 +47,7 @@ from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.runtime.codecs import DEFAULT as QUANT
 from fewbit.runtime.codecs.payload import EXACT
 from fewbit.runtime.format.groups import LEAST_FEATURES
-from fewbit.runtime.saved.assignment import LEAST, MOST, BitAssignment, Weights
+from fewbit.runtime.saved.assignment import BitAssignment, Weights
 from fewbit.runtime.saved.probe import SPREAD
 from fewbit.schema.shapes import (
     MOST_RATIO,
@@ -219,7 +220,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         choices = {name: self._choice(each) for name, each in known.items() if not each.is_fixed}
         e2, window = self.bound.e2, self.bound.window
         bits = {
-            name: least_bits(each.function, each.parameters, each.allowed(e2, window)) or MOST
+            name: least_bits(each.function, each.parameters, each.allowed(e2, window)) or MAX_BITS
             for name, each in activations.items()
             if name not in self.given and _has_tables(each)
         }
@@ -228,12 +229,12 @@ class ErrorBoundPolicy(ProbingPolicy):
     def _choice(self, known: Known) -> Choice:
         dx2, demand = known.deciding(self.bound.e2, self.bound.window)
         if demand is None and known.is_known:
-            return Choice(float(LEAST), dx2)  # no gradient is made of it
+            return Choice(float(MIN_BITS), dx2)  # no gradient is made of it
         if known.is_known and (dx2 == 0 or self.bound.codec != QUANT):
             return Choice(None, dx2, demand)
         average = known.least_average(dx2, self.bound.window)
         if average is not None and not known.is_known:
-            average = float(MOST)  # of gradients that were not seen nothing is known
+            average = float(MAX_BITS)  # of gradients that were not seen nothing is known
         return Choice(average, dx2, demand)
 
     def _choose(self, choices: dict, bits: dict) -> None:

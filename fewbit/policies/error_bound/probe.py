@@ -23,14 +23,17 @@ from typing import NamedTuple
 
 import torch
 
+from fewbit.config import MAX_BITS
 from fewbit.policies.error_bound import error_model as demands
 from fewbit.policies.error_bound.error_model import Cost, Part
-from fewbit.runtime.quantizers.quantizer import Rounded
-from fewbit.runtime.saved.assignment import MOST, TensorSlot
-from fewbit.runtime.saved.probe import SPREAD, Restoring, VarianceProbe, is_dense, norm
+from fewbit.runtime.quantizers.spec import QuantizationRecord
+from fewbit.runtime.saved.assignment import TensorSlot
+from fewbit.runtime.saved.norms import is_dense, norm
+from fewbit.runtime.saved.probe import SPREAD, VarianceProbe
+from fewbit.runtime.saved.restoring import Restoring
 
 EXPECTED, MEASURED = "in expectation", "measured"
-_LEAST_ERROR = 1.0 / (6.0 * (2.0**MOST - 1) ** 2)
+_LEAST_ERROR = 1.0 / (6.0 * (2.0**MAX_BITS - 1) ** 2)
 """Times the sum of length times range squared: the sum of squared errors of 8 bits, the least that noise is tried of."""
 
 
@@ -162,7 +165,7 @@ class ErrorBoundProbe(VarianceProbe):
 
     # -- in the forward ----------------------------------------------------------------------------------
 
-    def rounding(self, variable: TensorSlot, rounded: Rounded) -> _Rounding | None:
+    def rounding(self, variable: TensorSlot, rounded: QuantizationRecord) -> _Rounding | None:
         if not self._is_open:
             return None
         exact = rounded.exact() if variable.name in self.monitored else None
@@ -171,7 +174,7 @@ class ErrorBoundProbe(VarianceProbe):
         squares = rounded.squares().double()
         error2, elements = errors.sum(), difference.numel()
         deviation = (torch.maximum(error2, _LEAST_ERROR * squares) / elements).sqrt()
-        has_samples = rounded.recipe.samples is not None
+        has_samples = rounded.spec.samples is not None
         numbers = errors, error2.sqrt(), squares, deviation
         tensor = _Tensor(variable.name, elements, has_samples, *numbers)
         self._tensors.append(tensor)
@@ -338,8 +341,8 @@ class _Exactly(Restoring):
     def is_target(self, variable) -> bool:
         return variable.rounding is not None and variable.rounding.exact is not None
 
-    def changed(self, values, recipe, packed):
-        return values.copy_(recipe.variable.rounding.exact)
+    def changed(self, values, spec, packed):
+        return values.copy_(spec.variable.rounding.exact)
 
 
 def _measured(results, noisy, tensor: _Tensor) -> list[Part]:

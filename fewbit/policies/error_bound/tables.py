@@ -6,10 +6,10 @@ from functools import lru_cache
 
 from fewbit import functions
 from fewbit.catalog import store
+from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.errors import FewbitError
 from fewbit.policies.error_bound.formulas import largest_table_error
 from fewbit.runtime.activations.tables import DEFAULT
-from fewbit.runtime.saved.assignment import LEAST, MOST
 
 
 def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> int | None:
@@ -17,7 +17,7 @@ def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> 
 
     Of bits that no table has been shipped for one is solved, once.
     """
-    for bits in range(LEAST, MOST + 1):
+    for bits in range(MIN_BITS, MAX_BITS + 1):
         if table_error(function, parameters, bits) <= allowed:
             return bits
     return None
@@ -36,7 +36,7 @@ def is_known(function: str, parameters: tuple[float, ...]) -> bool:
     """Whether there is a default table of that function."""
     try:
         # (With few bits: what has two slopes needs no more, and many take long to solve.)
-        table_error(function, parameters, LEAST)
+        table_error(function, parameters, MIN_BITS)
     except FewbitError:
         return False
     return True

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from fewbit.errors import GradientError, InputError
-from fewbit.runtime import ops
 from fewbit.runtime.activations import autograd
 from fewbit.runtime.activations.callable_tables import check_result, name_of
 from fewbit.runtime.format import layout
+from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.bypass import exactly
 from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
+from fewbit.runtime.ops import library
 from fewbit.runtime.ops.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE, MADE_CONTIGUOUS
 from fewbit.runtime.quantizers import preactivation
 
@@ -55,7 +56,7 @@ def _is_strided(x) -> bool:
 
 def takes(x) -> bool:
     """Whether `apply` has a few-bit derivative for x, a tensor or not."""
-    return isinstance(x, torch.Tensor) and x.dtype in ops.FLOATING
+    return isinstance(x, torch.Tensor) and x.dtype in FLOATING
 
 
 def torchs_own(x: torch.Tensor, function: str, parameters: tuple, inplace: bool = False):
@@ -108,7 +109,7 @@ def needs_grad(x) -> bool:
 
 def seed_for(x, encoding: str):
     """A fresh seed if the encoding draws its codes. (A look at the text, which a compiler can trace.)"""
-    return ops.new_seed(x) if '"knots"' in encoding else None
+    return library.new_seed(x) if '"knots"' in encoding else None
 
 
 def check_transforms(x) -> None:
@@ -119,7 +120,7 @@ def check_transforms(x) -> None:
     if torch.compiler.is_compiling():
         return
     if torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
-        raise GradientError(ops.NO_FORWARD_MODE)
+        raise GradientError(library.NO_FORWARD_MODE)
     if torch._C._functorch.maybe_current_level() is None:
         return
     transforms = torch._C._functorch.TransformType
@@ -128,13 +129,13 @@ def check_transforms(x) -> None:
     while torch._C._functorch.is_functorch_wrapped_tensor(inner):
         inner = torch._C._functorch.get_unwrapped(inner)
     if kinds.count(transforms.Grad) + inner.requires_grad > 1:
-        raise GradientError(ops.NO_SECOND_DERIVATIVE)
+        raise GradientError(library.NO_SECOND_DERIVATIVE)
     if transforms.Jvp in kinds:
-        raise GradientError(ops.NO_FORWARD_MODE)
+        raise GradientError(library.NO_FORWARD_MODE)
 
 
 def _check_input(x, function: str) -> None:
-    if x.dtype not in ops.FLOATING:
+    if x.dtype not in FLOATING:
         raise InputError(
             f"{function}: expected a float32, float64, float16 or bfloat16 tensor, got {x.dtype}"
         )

@@ -114,7 +114,7 @@ class Kernels:
         qseed,
         bits,
         group_size,
-        wide=False,
+        fp32_min=False,
     ):
         """`forward` of an x with samples outermost, and `quantize` of `out` with qseed, in one pass over memory.
 
@@ -128,7 +128,7 @@ class Kernels:
         samples, features = groups.samples_of(x.shape)
         codes = _packed(x.numel(), encoding.bits, x.device)
         packed = _packed(x.numel(), bits, x.device)
-        ranges = _ranges(groups.group_count(samples, features, group_size), wide, x.device)
+        ranges = _ranges(groups.group_count(samples, features, group_size), fp32_min, x.device)
         spread = self._kernels.forward_quantized(
             number,
             p0,
@@ -142,7 +142,7 @@ class Kernels:
             None if seed is None else _buffer(seed),
             group_size,
             bits,
-            wide,
+            fp32_min,
             _buffer(qseed),
             _buffer(packed),
             _buffer(ranges),
@@ -150,7 +150,9 @@ class Kernels:
         )
         return None if spread is None else (codes, (packed, ranges, spread))
 
-    def quantize(self, x, seed, bits, group_size, wide, widths=None, words=None, normalize=None):
+    def quantize(
+        self, x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None
+    ):
         """As `reference.quantize`; the spread as Python floats, (None, None) on CUDA."""
         samples, features = groups.samples_of(x.shape)
         if widths is None:
@@ -159,7 +161,7 @@ class Kernels:
         else:
             rows = groups.most_groups(samples, features, group_size)
         packed = torch.empty(words, dtype=torch.int32, device=x.device)
-        ranges = _ranges(rows, wide, x.device)
+        ranges = _ranges(rows, fp32_min, x.device)
         kept, streams = self._streams(widths)
         spread = self._kernels.quantize(
             _buffer(x),
@@ -168,7 +170,7 @@ class Kernels:
             group_size,
             1 if widths is not None else bits,  # where it says nothing it need not be valid
             *streams,
-            wide,
+            fp32_min,
             _buffer(seed),
             _buffer(packed),
             _buffer(ranges),
@@ -204,7 +206,7 @@ class Kernels:
             _buffer(ranges),
             1 if widths is not None else bits,  # where it says nothing it need not be valid
             *streams,
-            ranges.shape[1:] == (groups.WIDE,),
+            ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,),
             samples,
             features,
             group_size,
@@ -325,8 +327,8 @@ def _packed(n: int, bits: int, device) -> torch.Tensor:
     return torch.empty(packed_words(n, bits), dtype=torch.int32, device=device)
 
 
-def _ranges(rows: int, wide: bool, device) -> torch.Tensor:
-    columns = groups.WIDE if wide else groups.WIDE - 1
+def _ranges(rows: int, fp32_min: bool, device) -> torch.Tensor:
+    columns = groups.FP32_MIN_COLUMNS if fp32_min else groups.FP32_MIN_COLUMNS - 1
     return torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
 
 

@@ -14,12 +14,12 @@ _MASK32 = 0xFFFFFFFF
 _BLOCK = 256  # elements whose draws come from 32 counters, 8 each
 
 
-def quantize(x, seed, bits, group_size, wide, widths=None, words=None, normalize=None):
+def quantize(x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None):
     """(packed, ranges, spread) of a dense x with samples outermost.
 
     seed: (1,) int64. bits: one width for all; or widths: (N,) uint8, one a sample, and words: int32 words to
-    allocate for all codes. wide: minimums in float32. packed: int32 words; ranges: (groups, 2) bfloat16,
-    minimum and range, or (groups, 3) where wide. spread: (least, greatest) element of all, 0-D float32.
+    allocate for all codes. fp32_min: minimums in float32. packed: int32 words; ranges: (groups, 2) bfloat16,
+    minimum and range, or (groups, 3) where fp32_min. spread: (least, greatest) element of all, 0-D float32.
     normalize: (mean or None, rstd, inner): element number e, in storage order, is (x - mean[i]) * rstd[i] in
     float32, i = (e div inner) mod their length; mean and rstd: 1-D contiguous float32.
     """
@@ -39,15 +39,15 @@ def quantize(x, seed, bits, group_size, wide, widths=None, words=None, normalize
     if normalize is not None:
         rows = _normalized(rows, *normalize)
     if widths is None:
-        packed, ranges = _stream(rows, seed, bits, group_size, wide, 0)
+        packed, ranges = _stream(rows, seed, bits, group_size, fp32_min, 0)
     else:
         packed = torch.zeros(words, dtype=torch.int32, device=x.device)
         most = groups.most_groups(samples, features, group_size)
-        ranges = torch.zeros(most, 3 if wide else 2, dtype=torch.bfloat16, device=x.device)
+        ranges = torch.zeros(most, 3 if fp32_min else 2, dtype=torch.bfloat16, device=x.device)
         word = group = 0
         for each in range(1, 9):
             stream = rows[widths == each]
-            codes, limits = _stream(stream, seed, each, group_size, wide, group)
+            codes, limits = _stream(stream, seed, each, group_size, fp32_min, group)
             packed[word : word + len(codes)] = codes
             ranges[group : group + len(limits)] = limits
             word, group = word + len(codes), group + len(limits)
@@ -146,14 +146,14 @@ def _placed(rows, vectors, inner):
     return [None if each is None else each[index].view(rows.shape) for each in vectors]
 
 
-def _stream(rows, seed, bits, group_size, wide, first_group):
+def _stream(rows, seed, bits, group_size, fp32_min, first_group):
     """(packed, ranges) of rows that all have one width; groups are numbered from first_group on."""
     top = 2**bits - 1
     cut, exists = _cut(rows, group_size)  # (groups, group_size)
     low = torch.where(exists, cut, torch.inf).amin(1) if len(cut) else cut.new_zeros(0)
     high = torch.where(exists, cut, -torch.inf).amax(1) if len(cut) else cut.new_zeros(0)
     # Adding 0 makes zeros +0: which of two zeros amin finds is not defined.
-    minimum = (low if wide else toward(low, -torch.inf)) + 0.0
+    minimum = (low if fp32_min else toward(low, -torch.inf)) + 0.0
     extent = toward(high - minimum, torch.inf) + 0.0
     # Of a group with a non-finite element, or a range beyond bfloat16, nothing is left.
     finite = (torch.isfinite(cut) | ~exists).all(1) & minimum.isfinite() & extent.isfinite()
@@ -169,7 +169,7 @@ def _stream(rows, seed, bits, group_size, wide, first_group):
     codes = (fixed + draws(seed, group, group_size)) >> 16
     packed = pack(codes[exists].to(torch.uint8), bits)
     columns = [_upper(minimum), _upper(extent)]
-    if wide:
+    if fp32_min:
         columns.append(_lower(minimum))
     return packed, torch.stack(columns, 1).view(torch.bfloat16)
 
@@ -188,7 +188,7 @@ def limits_of(ranges):
     """(minimum, range) of each group, float32."""
     bits = ranges.view(torch.int16).to(torch.int64) & 0xFFFF
     minimum = bits[:, 0] << 16
-    if ranges.shape[1] == groups.WIDE:
+    if ranges.shape[1] == groups.FP32_MIN_COLUMNS:
         minimum = minimum | bits[:, 2]
     return _float(minimum), _float(bits[:, 1] << 16)
 

@@ -71,8 +71,8 @@ class Predicted(NamedTuple):
     codec = ErrorBounded.name
     count = 2
 
-    def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, contiguous; affine: as for `QuantizedTensorSpec.restore`."""
+    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """The values, contiguous; affine: as for `QuantizedTensorSpec.dequantize`."""
         data, steps = tensors
         wide = _wide(self.dtype)
         as_numpy = torch.empty(0, dtype=wide).numpy().dtype
@@ -101,7 +101,7 @@ def _library():
 
 
 def _holds(x, payload: Payload, limits) -> bool:
-    values = payload.recipe.restore(payload.tensors)
+    values = payload.spec.dequantize(payload.tensors)
     return bool(
         (_scaled((values.double() - x.double()).abs(), 1 / limits.sqrt().to(x.device)) <= 1).all()
     )

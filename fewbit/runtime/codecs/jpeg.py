@@ -76,8 +76,8 @@ class Transformed(NamedTuple):
     codec = Jpeg.name
     count = 3
 
-    def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, contiguous; affine: as for `QuantizedTensorSpec.restore`."""
+    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """The values, contiguous; affine: as for `QuantizedTensorSpec.dequantize`."""
         steps, widths, words = tensors
         samples, channels, height, width = self.size
         h, w = min(EDGE, height), min(EDGE, width)

@@ -11,9 +11,9 @@ import torch
 
 from fewbit.errors import InputError
 from fewbit.runtime.format import layout
+from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.ops import FLOATING
-from fewbit.runtime.quantizers.quantizer import SavedTensors
+from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.saved import offload
 from fewbit.sizes import counted
 
@@ -28,7 +28,7 @@ class Payload(NamedTuple):
     """
 
     tensors: tuple[torch.Tensor, ...]
-    recipe: object
+    spec: object
 
     @property
     def nbytes(self) -> int:
@@ -38,13 +38,13 @@ class Payload(NamedTuple):
     @property
     def codec(self) -> str:
         """What has kept it, as codecs leave to others what they do not make smaller: a codec's name, or EXACT."""
-        return kept_by(self.recipe)
+        return kept_by(self.spec)
 
     def __repr__(self) -> str:
         """What kept it, of what, and how small; not the numbers."""
-        recipe = self.recipe
-        size = self.tensors[0].shape if isinstance(recipe, Exact) else recipe.size
-        dense, dtype = prod(size) * recipe.dtype.itemsize, str(recipe.dtype).removeprefix("torch.")
+        spec = self.spec
+        size = self.tensors[0].shape if isinstance(spec, Exact) else spec.size
+        dense, dtype = prod(size) * spec.dtype.itemsize, str(spec.dtype).removeprefix("torch.")
         times = f", {dense / self.nbytes:.3g} times less" if self.nbytes else ""
         return (
             f"Payload({self.codec}: {tuple(size)} {dtype} in {counted(self.nbytes, 'byte')}{times})"
@@ -76,14 +76,14 @@ class Exact(NamedTuple):
     codec = EXACT
     count = 1
 
-    def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """A copy, in its own dtype unless given; affine: as for `QuantizedTensorSpec.restore`."""
+    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """A copy, in its own dtype unless given; affine: as for `QuantizedTensorSpec.dequantize`."""
         return mapped(tensors[0].clone(), dtype or self.dtype, affine)
 
 
-def kept_by(recipe) -> str:
+def kept_by(spec) -> str:
     """As `Payload.codec`."""
-    return getattr(recipe, "codec", "quant")  # a layer's own recipe is the quantizer's
+    return getattr(spec, "codec", "quant")  # a layer's own recipe is the quantizer's
 
 
 def exact(x: torch.Tensor) -> Payload:
@@ -93,9 +93,9 @@ def exact(x: torch.Tensor) -> Payload:
     return Payload((x.clone() if layout.is_part(x) else x,), Exact(x.dtype))
 
 
-def smaller(x: torch.Tensor, tensors, recipe) -> Payload:
+def smaller(x: torch.Tensor, tensors, spec) -> Payload:
     """The payload of those tensors, made of x to be kept; x itself where they are no smaller."""
-    payload = Payload(tuple(tensors), recipe)
+    payload = Payload(tuple(tensors), spec)
     if payload.nbytes >= x.numel() * x.element_size():
         return exact(x)
     offload.mark(*payload.tensors)
@@ -106,7 +106,7 @@ def restored(payload: Payload) -> torch.Tensor:
     """The values, whichever codec has made it. InputError for what is no payload."""
     if not isinstance(payload, Payload | SavedTensors):  # Kept: what a layer has made of one
         raise InputError(f"expected a Payload, got {type(payload).__name__}")
-    return payload.recipe.restore(payload.tensors)
+    return payload.spec.dequantize(payload.tensors)
 
 
 def mapped(values: torch.Tensor, dtype: torch.dtype, affine) -> torch.Tensor:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from fewbit.config import GROUP_SIZE
-from fewbit.runtime import ops
 from fewbit.runtime.backends.reference_quantizer import limits_of
 from fewbit.runtime.codecs.payload import (
     Exact,
@@ -22,8 +21,8 @@ from fewbit.runtime.codecs.payload import (
 )
 from fewbit.runtime.codecs.payload import exact as exact_payload
 from fewbit.runtime.format import groups, layout
-from fewbit.runtime.ops import quantizer_ops as quantizer_ops
-from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
+from fewbit.runtime.ops import library, quantizer_ops
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 
 FIRST_BITS = 4
 """Tried first: the ranges that this yields are those of any width."""
@@ -67,21 +66,21 @@ class ByChannel(NamedTuple):
     @property
     def codec(self) -> str:
         """`quant+zvc` where zeros were left out of some part."""
-        codecs = {kept_by(recipe) for _, recipe in self.parts}
+        codecs = {kept_by(spec) for _, spec in self.parts}
         return "quant+zvc" if "quant+zvc" in codecs else Quant.name
 
     @property
     def count(self) -> int:
-        return sum(recipe.count for _, recipe in self.parts)
+        return sum(spec.count for _, spec in self.parts)
 
-    def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, contiguous; affine: as for `QuantizedTensorSpec.restore`."""
+    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """The values, contiguous; affine: as for `QuantizedTensorSpec.dequantize`."""
         values = torch.empty(self.size, dtype=self.dtype, device=tensors[0].device)
         rows, rest = values.transpose(0, 1), tuple(tensors)
-        for channels, recipe in self.parts:
+        for channels, spec in self.parts:
             index = torch.tensor(channels, device=values.device)
-            rows[index] = recipe.restore(rest[: recipe.count])
-            rest = rest[recipe.count :]
+            rows[index] = spec.dequantize(rest[: spec.count])
+            rest = rest[spec.count :]
         return mapped(values, dtype or self.dtype, affine)
 
 
@@ -89,12 +88,12 @@ def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> 
     """x quantized, channel by channel where limits has more than one entry."""
     if not x.numel():
         return [Piece(None, x, exact_payload(x))]
-    seed = ops.new_seed(x) if seed is None else seed
+    seed = library.new_seed(x) if seed is None else seed
     if len(limits) == 1 or x.numel() // x.shape[1] < groups.LEAST_FEATURES:
         # Groups would run across channels so short: they share the smallest bound.
         return [_whole(x, limits.min(), seed)]
     rows = x.transpose(0, 1).contiguous()
-    found = quantizer_ops.quantize(rows, seed, 1, GROUP_SIZE, _wide(x))
+    found = quantizer_ops.quantize(rows, seed, 1, GROUP_SIZE, _fp32_min(x))
     widths = widths_for(found[1], rows.shape, limits, x.dtype)
     result = []
     for bits in sorted(set(widths)):
@@ -102,7 +101,7 @@ def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> 
         part = rows[list(channels)]
         # In streams of their own, as no two pieces may share draws.
         own = seed + len(result)
-        payload = _quantized(part, own, bits, found[1].shape[1] == groups.WIDE)
+        payload = _quantized(part, own, bits, found[1].shape[1] == groups.FP32_MIN_COLUMNS)
         result.append(Piece(channels, part, payload))
     return result
 
@@ -111,11 +110,11 @@ def joined(x: torch.Tensor, parts: list[Piece]) -> Payload:
     """One payload of all pieces of x."""
     if parts[0].channels is None:
         return parts[0].payload
-    if all(isinstance(piece.payload.recipe, Exact) for piece in parts):
+    if all(isinstance(piece.payload.spec, Exact) for piece in parts):
         return exact_payload(x)
-    recipes = tuple((piece.channels, piece.payload.recipe) for piece in parts)
+    specs = tuple((piece.channels, piece.payload.spec) for piece in parts)
     tensors = tuple(tensor for piece in parts for tensor in piece.payload.tensors)
-    return smaller(x, tensors, ByChannel(recipes, tuple(x.shape), x.dtype))
+    return smaller(x, tensors, ByChannel(specs, tuple(x.shape), x.dtype))
 
 
 def widths_for(ranges, size, limits, dtype) -> list[int]:
@@ -156,25 +155,25 @@ def _spread(ranges, size):
 
 
 def _whole(x, limit, seed) -> Piece:
-    packed, ranges = quantizer_ops.quantize(x, seed, FIRST_BITS, GROUP_SIZE, _wide(x))
+    packed, ranges = quantizer_ops.quantize(x, seed, FIRST_BITS, GROUP_SIZE, _fp32_min(x))
     (bits,) = widths_for(ranges, x.shape, limit.reshape(1), x.dtype)
     if bits != FIRST_BITS:
-        return Piece(None, x, _quantized(x, seed, bits, ranges.shape[1] == groups.WIDE))
-    return Piece(None, x, smaller(x, (packed, ranges), _recipe(x, bits)))
+        return Piece(None, x, _quantized(x, seed, bits, ranges.shape[1] == groups.FP32_MIN_COLUMNS))
+    return Piece(None, x, smaller(x, (packed, ranges), _spec(x, bits)))
 
 
-def _quantized(x, seed, bits: int, wide: bool) -> Payload:
+def _quantized(x, seed, bits: int, fp32_min: bool) -> Payload:
     if not bits:
         return exact_payload(x)
-    tensors = quantizer_ops.quantize(x, seed, bits, GROUP_SIZE, wide)
-    return smaller(x, tensors, _recipe(x, bits))
+    tensors = quantizer_ops.quantize(x, seed, bits, GROUP_SIZE, fp32_min)
+    return smaller(x, tensors, _spec(x, bits))
 
 
-def _recipe(x, bits: int) -> QuantizedTensorSpec:
+def _spec(x, bits: int) -> QuantizedTensorSpec:
     stride = tuple(layout.by_sample_stride(x))
     return QuantizedTensorSpec(bits, GROUP_SIZE, tuple(x.shape), stride, x.dtype)
 
 
-def _wide(x) -> bool | None:
+def _fp32_min(x) -> bool | None:
     """On a GPU minimums are always float32: there only a synchronization of its own could tell."""
     return True if x.is_cuda else None

@@ -12,8 +12,8 @@ from fewbit.runtime.codecs.payload import Payload, checked, mapped, restored
 from fewbit.runtime.codecs.quant import Piece, joined, pieces
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.ops import quantizer_ops as quantizer_ops
-from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec
+from fewbit.runtime.ops import quantizer_ops
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 from fewbit.runtime.saved import offload
 
 
@@ -52,8 +52,8 @@ class Sparse(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.inner.dtype
 
-    def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values in the size and strides of what was kept; affine: as for `QuantizedTensorSpec.restore`."""
+    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """The values in the size and strides of what was kept; affine: as for `QuantizedTensorSpec.dequantize`."""
         mask, packed, ranges = tensors
         backend, inner, n = backends.of(packed), self.inner, prod(self.inner.size)
         is_kept = backend.unpack(mask, 1, n).bool()
@@ -68,21 +68,21 @@ class Sparse(NamedTuple):
 
 
 def _without_zeros(piece: Piece) -> Piece:
-    tensors, recipe = piece.payload
-    if not isinstance(recipe, QuantizedTensorSpec):
+    tensors, spec = piece.payload
+    if not isinstance(spec, QuantizedTensorSpec):
         return piece
     packed, ranges = tensors
     x, backend = piece.x, backends.of(packed)
     source = layout.storage_order(x if layout.is_by_sample(x) else x.contiguous())
-    place = recipe.bits, recipe.group_size, recipe.size, recipe.stride
+    place = spec.bits, spec.group_size, spec.size, spec.stride
     values = quantizer_ops.dequantize(packed, ranges, *place, torch.float32)
     is_kept = (source != 0) & (layout.storage_order(values) != 0)
     nonzero = int(is_kept.sum())
-    words = packed_words(len(source), 1) + packed_words(nonzero, recipe.bits)
+    words = packed_words(len(source), 1) + packed_words(nonzero, spec.bits)
     if words >= len(packed):
         return piece
-    codes = backend.unpack(packed, recipe.bits, len(source))[is_kept]
+    codes = backend.unpack(packed, spec.bits, len(source))[is_kept]
     mask = backend.pack(is_kept.to(torch.uint8), 1)
-    kept = mask, backend.pack(codes, recipe.bits), ranges
+    kept = mask, backend.pack(codes, spec.bits), ranges
     offload.mark(*kept)
-    return piece._replace(payload=Payload(kept, Sparse(recipe, nonzero)))
+    return piece._replace(payload=Payload(kept, Sparse(spec, nonzero)))

@@ -77,7 +77,10 @@ class Entry:
     def check_copy(self, packed, ranges, bits, group_size, shape, widths) -> None:
         """Raise ValueError unless packed codes and ranges have the sizes for a quantized tensor of the given shape."""
         samples, features = groups.samples_of(shape)
-        if ranges.dim() != 2 or ranges.shape[1] not in (groups.WIDE - 1, groups.WIDE):
+        if ranges.dim() != 2 or ranges.shape[1] not in (
+            groups.FP32_MIN_COLUMNS - 1,
+            groups.FP32_MIN_COLUMNS,
+        ):
             raise ValueError(
                 f"{self.name}: ranges: expected 2 or 3 columns, got shape {tuple(ranges.shape)}"
             )

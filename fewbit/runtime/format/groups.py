@@ -14,7 +14,7 @@ from fewbit.runtime.format.encoding import packed_words
 
 LEAST_FEATURES = 64
 """Of a sample that has groups of its own."""
-WIDE = 3
+FP32_MIN_COLUMNS = 3
 """Columns of the ranges where minimums are float32: upper half, range, lower half; else 2."""
 STEPS = 8
 """Minimums are float32 where a tensor's range is below this many bfloat16 steps of its minimum."""
@@ -56,17 +56,17 @@ def words_of_total(total: int, features: int) -> int:
     return -(-total * features // BLOCK) + sum(range(1, 9))
 
 
-def quantized_bytes(shape, bits: int, group_size: int = GROUP_SIZE, wide: bool = False) -> int:
-    """Bytes of the quantized copy of a tensor of that shape: codes, and 4 (wide: 6) a group.
+def quantized_bytes(shape, bits: int, group_size: int = GROUP_SIZE, fp32_min: bool = False) -> int:
+    """Bytes of the quantized copy of a tensor of that shape: codes, and 4 (fp32_min: 6) a group.
 
-    4 bits ceil(n / 32) + (4 or 6) groups, where n is the number of elements. wide: minimums in float32.
+    4 bits ceil(n / 32) + (4 or 6) groups, where n is the number of elements. fp32_min: minimums in float32.
     """
     samples, features = samples_of(shape)
     groups = group_count(samples, features, group_size)
-    return 4 * packed_words(samples * features, bits) + (6 if wide else 4) * groups
+    return 4 * packed_words(samples * features, bits) + (6 if fp32_min else 4) * groups
 
 
-def widening(ranges) -> int:
+def fp32_min_bytes(ranges) -> int:
     """Bytes by which (groups, 2 or 3) ranges grow where their minimums become float32."""
     count, columns = ranges.shape
-    return 2 * count * (WIDE - columns)
+    return 2 * count * (FP32_MIN_COLUMNS - columns)

@@ -2,7 +2,7 @@
 
 After a KeyboardInterrupt or another BaseException that is no Exception, torch runs no forward hook
 (docs/decisions/0013). fewbit therefore changes the class of a module, in place, to a subclass whose `__call__` passes
-the call to the model's session. A class or module with that `__call__` is said to be told.
+the call to the model's guard (saved/calls.py). A class or module with that `__call__` is said to be told.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch._C._dynamo import eval_frame
 from torch.fx import GraphModule
 from torch.nn.utils.parametrize import is_parametrized
 
-SESSION = "_fewbit_session"
-"""The attribute of a module or activation that holds its model's session. Layers hold the session in their quantizer."""
+GUARD = "_fewbit_guard"
+"""The attribute of a module or activation that holds its model's `CallGuard`."""
 
 PATH = "_fewbit_path"
 """The attribute of a module that says where in the converted model it is."""
@@ -47,7 +47,7 @@ def is_compiled_code() -> bool:
 
 
 class TrackedModule:
-    """A mixin: calls of the module run within its session. Without a session they are torch's own."""
+    """A mixin: calls of the module run within its model's guard. Without a guard they are torch's own."""
 
     def __init_subclass__(cls, **kwargs):
         # A user's class may register its subclasses; classes that `told` makes must not be registered.
@@ -57,10 +57,10 @@ class TrackedModule:
     def __call__(self, *args, **kwargs):
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
-        session = vars(self).get(SESSION)
-        if session is None or self._compiled_call_impl is not None or is_compiled_code():
+        guard = vars(self).get(GUARD)
+        if guard is None or self._compiled_call_impl is not None or is_compiled_code():
             return super().__call__(*args, **kwargs)
-        return session.call(self, super().__call__, args, kwargs)
+        return guard.call(self, super().__call__, args, kwargs)
 
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(max(protocol, 2))
@@ -90,10 +90,10 @@ class TrackedGraph(TrackedModule):
         return self._told_alike(super().__deepcopy__(memo), lambda each: copy.deepcopy(each, memo))
 
     def _told_alike(self, other, copied):
-        session = vars(self).get(SESSION)
-        if session is not None:
+        guard = vars(self).get(GUARD)
+        if guard is not None:
             vars(other)[PATH] = vars(self).get(PATH, "")
-            tell(other, copied(session), class_told(other))
+            tell(other, copied(guard), class_told(other))
         return other
 
 
@@ -108,7 +108,7 @@ def _made_again(made, args) -> nn.Module:
 
 
 def told(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `base` whose calls run within the module's session. Every call returns the same subclass."""
+    """Return the subclass of `base` whose calls run within the module's guard. Every call returns the same subclass."""
     reference = _made.get(base)
     made = None if reference is None else reference()
     if made is None:
@@ -159,9 +159,9 @@ def class_told(module: nn.Module) -> type[nn.Module]:
     return told(cls)
 
 
-def tell(module: nn.Module, session, cls: type[nn.Module]) -> None:
-    """Make calls of the module run within the session. cls: the result of `class_told`."""
-    vars(module)[SESSION] = session
+def tell(module: nn.Module, guard, cls: type[nn.Module]) -> None:
+    """Make calls of the module run within the guard. cls: the result of `class_told`."""
+    vars(module)[GUARD] = guard
     _put_on(module, cls)
 
 
@@ -175,8 +175,8 @@ def _put_on(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def untell(module: nn.Module) -> None:
-    """Undo `tell`. If the class still contains `TrackedModule`, calls behave like torch's without a session."""
-    vars(module).pop(SESSION, None)
+    """Undo `tell`. If the class still contains `TrackedModule`, calls behave like torch's without a guard."""
+    vars(module).pop(GUARD, None)
     cls, own = untold(module), class_made_for(module)
     for made in [each for each in type(module).__mro__ if "_fewbit_base" in vars(each)]:
         base = vars(made)["_fewbit_base"]

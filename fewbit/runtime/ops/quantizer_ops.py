@@ -1,6 +1,6 @@
 """The torch ops of the group quantizer, and their implementations, which eager mode calls directly.
 
-quantize(x, stride, seed, bits, group_size, wide) -> packed, ranges, and a 1 to multiply the layer's result with
+quantize(x, stride, seed, bits, group_size, fp32_min) -> packed, ranges, and a 1 to multiply the layer's result with
 dequantize(packed, ranges, bits, group_size, size, stride, dtype) -> the values, with those strides
 
 Both ops take the same strides, which define the order of the elements.
@@ -15,35 +15,35 @@ from torch.library import register_fake
 
 from fewbit.runtime import backends
 from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.bit_sharing import share_bits
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.ops import define, keep_results
-from fewbit.runtime.saved.assignment import split
+from fewbit.runtime.ops.library import define, save_results
 
 
-def quantize(x, seed, bits, group_size, wide=None, normalize=None, widths=None, words=None):
+def quantize(x, seed, bits, group_size, fp32_min=None, normalize=None, widths=None, words=None):
     """(packed, ranges) of x (docs/quantizer.md).
 
     x: floating, any strides. seed: (1,) int64 on x's device. bits: 1 to 8, for all samples; or widths: (N,)
-    uint8, for each, with the int32 words to allocate (`groups.mixed_words`, or more). wide: whether
+    uint8, for each, with the int32 words to allocate (`groups.mixed_words`, or more). fp32_min: whether
     minimums are float32; None: where the tensor's offset asks for it (never on CUDA, where only a
     synchronization could tell: see `offset`). normalize: as in `reference.quantize`, for an x that is
     `layout.is_by_sample`.
     """
     x = x.detach()
     source = x if layout.is_by_sample(x) else x.contiguous()
-    return _quantize(source, seed, bits, group_size, wide, widths, words, normalize)
+    return _quantize(source, seed, bits, group_size, fp32_min, widths, words, normalize)
 
 
-def _quantize(source, seed, bits, group_size, wide, *rest):
+def _quantize(source, seed, bits, group_size, fp32_min, *rest):
     """`quantize` of a tensor that is dense, samples outermost; rest: widths, words, normalize."""
     backend = backends.of(source)
-    packed, ranges, spread = backend.quantize(source, seed, bits, group_size, bool(wide), *rest)
-    if wide is None and source.device.type == "cpu" and is_offset(*map(float, spread)):
+    packed, ranges, spread = backend.quantize(source, seed, bits, group_size, bool(fp32_min), *rest)
+    if fp32_min is None and source.device.type == "cpu" and is_offset(*map(float, spread)):
         packed, ranges, _ = backend.quantize(source, seed, bits, group_size, True, *rest)
     return packed, ranges
 
 
-def quantize_samples(x, seed, variable, samples, group_size, wide=None, normalize=None):
+def quantize_samples(x, seed, variable, samples, group_size, fp32_min=None, normalize=None):
     """(packed, ranges, widths, sensitivities) of x, whose samples share the bits of a variable.
 
     widths: (samples,) uint8. sensitivities: (samples,) float32, which they are shared by.
@@ -52,13 +52,13 @@ def quantize_samples(x, seed, variable, samples, group_size, wide=None, normaliz
     features = source.numel() // samples
     total = variable.total(samples)
     of_samples = _sensitivities(source, variable, group_size, normalize)
-    widths = split(of_samples, total)
+    widths = share_bits(of_samples, total)
     words = groups.words_of_total(total, features)
-    kept = quantize(source, seed, 0, group_size, wide, normalize, widths, words)
+    kept = quantize(source, seed, 0, group_size, fp32_min, normalize, widths, words)
     return *kept, widths, of_samples
 
 
-def sensitivities(x, variable, samples, group_size, wide=None, normalize=None):
+def sensitivities(x, variable, samples, group_size, fp32_min=None, normalize=None):
     """(samples,) float32, which samples would share bits by, as in `quantize_samples`."""
     return _sensitivities(_by_samples(x, samples), variable, group_size, normalize)
 
@@ -79,7 +79,7 @@ def squares(x, group_size, normalize=None):
     return backends.of(x).squares(x, group_size, normalize)
 
 
-def rounding_variance(x, samples, group_size, wide, normalize, bits, generator):
+def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generator):
     """(samples,) float32: of each sample of x the mean variance of an element that is rounded to so many bits.
 
     samples: None: as many as dimension 0 has. normalize: as for `quantize`. generator: (device) -> a generator of seeds.
@@ -92,7 +92,7 @@ def rounding_variance(x, samples, group_size, wide, normalize, bits, generator):
         seed = torch.randint(
             2**62, (1,), dtype=torch.int64, device=x.device, generator=generator(x.device)
         )
-        kept = quantize(x, seed, bits, group_size, wide, normalize)
+        kept = quantize(x, seed, bits, group_size, fp32_min, normalize)
         return dequantize(*kept, bits, group_size, tuple(x.shape), stride, dtype)
 
     rows = layout.storage_order(drawn() - drawn()).view(samples or (len(x) if x.dim() else 1), -1)
@@ -140,7 +140,7 @@ def _dequantize_as_told(packed, ranges, bits, group_size, size, stride, dtype):
 
 
 quantize_op = define(
-    "quantize(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, bool wide) "
+    "quantize(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, bool fp32_min) "
     "-> (Tensor, Tensor, Tensor)",
     _quantize_as_told,
 )
@@ -152,10 +152,10 @@ dequantize_op = define(
 
 
 @register_fake("fewbit::quantize")
-def _(x, stride, seed, bits, group_size, wide):
+def _(x, stride, seed, bits, group_size, fp32_min):
     samples, features = groups.samples_of(x.shape)
     packed = x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
-    shape = (groups.group_count(samples, features, group_size), 3 if wide else 2)
+    shape = (groups.group_count(samples, features, group_size), 3 if fp32_min else 2)
     return packed, x.new_empty(shape, dtype=torch.bfloat16), x.new_empty(())
 
 
@@ -164,4 +164,4 @@ def _(packed, ranges, bits, group_size, size, stride, dtype):
     return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
 
 
-keep_results(quantize_op)
+save_results(quantize_op)

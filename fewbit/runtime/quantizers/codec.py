@@ -1,4 +1,4 @@
-"""What keeps a variable in place of the group quantizer, where the plan of a forward says so."""
+"""Codecs that save the tensors of a slot in place of the group quantizer, if the bit assignment says so."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fewbit.runtime.saved import probe as observation
+from fewbit.runtime.saved import restoring
 
 
-class Keeper(Protocol):
-    """Makes tensors of a tensor, and the recipe that makes values of them again.
+class SlotCodec(Protocol):
+    """Saves the tensors of one slot.
 
-    It does so alike whenever it is called with the same tensor and seed: checkpoints make what it has kept again.
+    The same tensor and seed give the same result in every call, since checkpoints recompute saved tensors.
     """
 
-    def keep(self, x: torch.Tensor, seed: torch.Tensor):
-        """(tensors for `save_for_backward`, recipe). x: plain, floating. seed: (1,) int64 on x's device.
+    def quantize(self, x: torch.Tensor, seed: torch.Tensor):
+        """Return (tensors for `save_for_backward`, spec).
 
-        The recipe has count, of the tensors, and restore(tensors), which gives values in memory of their own.
+        The spec has `count`, the number of tensors, and dequantize(tensors), which returns values in memory of their own.
+
+        Args:
+            x: a plain floating tensor.
+            seed: (1,) int64 on x's device.
         """
 
 
 class CodecSpec(NamedTuple):
-    """How what a keeper has kept becomes values again, with the interface of `quantizer.QuantizedTensorSpec`.
+    """The spec of tensors that a codec has saved, with the interface of `QuantizedTensorSpec`.
 
-    inner: the keeper's recipe. place: a `QuantizedTensorSpec`, with all but the bits.
+    inner: the codec's own spec. place: a `QuantizedTensorSpec` with everything but the bits.
     """
 
     inner: object
@@ -33,7 +37,7 @@ class CodecSpec(NamedTuple):
 
     @property
     def count(self) -> int:
-        """How many tensors are kept."""
+        """The number of saved tensors."""
         return self.inner.count
 
     @property
@@ -56,17 +60,17 @@ class CodecSpec(NamedTuple):
     def variable(self):
         return self.place.variable
 
-    def of(self, variable) -> CodecSpec:
-        """For that variable."""
-        return self._replace(place=self.place.of(variable))
+    def with_slot(self, variable) -> CodecSpec:
+        """Return this spec for another slot."""
+        return self._replace(place=self.place.with_slot(variable))
 
-    def used_by(self, name: str) -> CodecSpec:
-        """For another layer, of that name."""
-        return self._replace(place=self.place.used_by(name))
+    def for_consumer(self, name: str) -> CodecSpec:
+        """Return this spec for the layer `name`, see `QuantizedTensorSpec.for_consumer`."""
+        return self._replace(place=self.place.for_consumer(name))
 
-    def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, in the dtype that is asked for, its own unless given; affine: as for `QuantizedTensorSpec.restore`."""
-        values = observation.restored(self.exactly(tensors), self, tensors[0])
+    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """Return the values, see `QuantizedTensorSpec.dequantize`."""
+        values = restoring.restored(self.dequantize_exact(tensors), self, tensors[0])
         scale, shift, _ = affine or (None, None, None)
         if scale is not None:
             values.mul_(scale)
@@ -74,6 +78,6 @@ class CodecSpec(NamedTuple):
             values.add_(shift)
         return values.to(dtype or self.dtype)
 
-    def exactly(self, tensors) -> torch.Tensor:
-        """What was kept, whatever an observation tries."""
-        return self.inner.restore(tensors).to(self.dtype)
+    def dequantize_exact(self, tensors) -> torch.Tensor:
+        """Return the values without the noise that a probe may add."""
+        return self.inner.dequantize(tensors).to(self.dtype)

@@ -1,6 +1,6 @@
 """Small integers kept for the backward pass: in bit-planes, or in the narrowest dtype.
 
-`pack` and `narrow` return what `Quantizer.keep` does: tensors for `save_for_backward`, a recipe
+`pack` and `narrow` return what `Quantizer.quantize` does: tensors for `save_for_backward`, a recipe
 that restores the values, and the 1 by which a compiler sees that they are made in the forward pass.
 """
 
@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 from torch.library import register_fake
 
-from fewbit.runtime import backends, ops
+from fewbit.runtime import backends
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.ops import define, keep_results
-from fewbit.runtime.quantizers.quantizer import SavedTensors
+from fewbit.runtime.ops import activation_ops
+from fewbit.runtime.ops.library import define, save_results
+from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.saved import offload
 
 MOST_BITS = 8
@@ -38,14 +39,14 @@ def dtype_of(count: int) -> torch.dtype:
     return torch.int32 if count <= 1 << 31 else torch.int64
 
 
-class Packed(NamedTuple):
+class PackedIntegersSpec(NamedTuple):
     """How packed integers become integers again."""
 
     bits: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def restore(self, tensors) -> torch.Tensor:
+    def dequantize(self, tensors) -> torch.Tensor:
         """uint8 of that size and stride, or int16 / int32 beyond 8 bits."""
         return self.flat(tensors).as_strided(self.size, self.stride)
 
@@ -57,15 +58,15 @@ class Packed(NamedTuple):
         count = prod(self.size)
         if is_plain(values):
             return backends.of(values).unpack(values, self.bits, count)
-        return ops.unpack_op(values, self.bits, count)
+        return activation_ops.unpack_op(values, self.bits, count)
 
 
-class Narrow(NamedTuple):
+class NarrowIntegersSpec(NamedTuple):
     """How narrowed integers become what they were."""
 
     dtype: torch.dtype
 
-    def restore(self, tensors) -> torch.Tensor:
+    def dequantize(self, tensors) -> torch.Tensor:
         return tensors[0].to(self.dtype)
 
 
@@ -75,26 +76,26 @@ def pack(values: torch.Tensor, count: int) -> SavedTensors:
     Up to 8 bits: ``4 * bits * ceil(n / 32)`` bytes; beyond: n of the narrowest of int16 and int32.
     """
     bits = bits_of(count)
-    recipe = Packed(bits, tuple(values.shape), tuple(layout.dense_stride(values)))
+    spec = PackedIntegersSpec(bits, tuple(values.shape), tuple(layout.dense_stride(values)))
     if is_plain(values):
         packed = _pack(layout.dense(values), bits, count)
         offload.mark(packed)
-        return SavedTensors((packed,), recipe)
-    packed, one = pack_kept_op(values, bits, count, recipe.stride)
-    return SavedTensors((packed,), recipe, one)
+        return SavedTensors((packed,), spec)
+    packed, one = pack_kept_op(values, bits, count, spec.stride)
+    return SavedTensors((packed,), spec, one)
 
 
 def narrow(values: torch.Tensor, count: int) -> SavedTensors:
     """values: integers in [0, count), in the narrowest dtype, never a wider one than they have."""
     dtype = dtype_of(count)
     if dtype.itemsize >= values.dtype.itemsize:
-        return SavedTensors((values,), Narrow(values.dtype))
+        return SavedTensors((values,), NarrowIntegersSpec(values.dtype))
     if is_plain(values):
         kept = values.to(dtype)
         offload.mark(kept)
-        return SavedTensors((kept,), Narrow(values.dtype))
+        return SavedTensors((kept,), NarrowIntegersSpec(values.dtype))
     kept, one = narrow_kept_op(values, dtype)
-    return SavedTensors((kept,), Narrow(values.dtype), one)
+    return SavedTensors((kept,), NarrowIntegersSpec(values.dtype), one)
 
 
 # -- ops -------------------------------------------------------------------------------------------
@@ -141,5 +142,5 @@ def _(values, dtype):
     return torch.empty_like(values, **like), _one(values)
 
 
-keep_results(pack_kept_op)
-keep_results(narrow_kept_op)
+save_results(pack_kept_op)
+save_results(narrow_kept_op)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from fewbit.runtime.format import layout
-from fewbit.runtime.quantizers.quantizer import QuantizedTensorSpec, SavedTensors
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors
 
 
-class Affine(NamedTuple):
+class AffineResultSpec(NamedTuple):
     """How y is restored from (packed, ranges, weight, bias), of which the last may be None.
 
     channels: the shape in which weight and bias broadcast to y; None: as they are.
@@ -26,15 +26,15 @@ class Affine(NamedTuple):
     dtype: torch.dtype
     channels: tuple[int, ...] | None = None
 
-    def restore(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """y in the size of x; dtype: that of y unless given."""
         *kept, weight, bias = tensors
         affine = self._placed(weight), self._placed(bias), self._inner()
-        return self.normalized.restore(kept, dtype or self.dtype, affine)
+        return self.normalized.dequantize(kept, dtype or self.dtype, affine)
 
-    def used_by(self, name: str) -> Affine:
+    def for_consumer(self, name: str) -> AffineResultSpec:
         """For the layer of that name."""
-        return self._replace(normalized=self.normalized.used_by(name))
+        return self._replace(normalized=self.normalized.for_consumer(name))
 
     def _inner(self) -> int | None:
         """How many elements in storage order have the same entry in a row; None for other layouts."""
@@ -51,7 +51,7 @@ class Affine(NamedTuple):
 
 def offer(quantizer, y, kept: SavedTensors, weight, bias, channels=None) -> None:
     """Layers of the same model that are about to keep y find what the norm has kept."""
-    if quantizer.session is None or kept.one is not None:
+    if quantizer.context is None or kept.trace_anchor is not None:
         return
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # Where parameters are sharded the norm's may be gone when the layer after it runs backward.
@@ -59,31 +59,31 @@ def offer(quantizer, y, kept: SavedTensors, weight, bias, channels=None) -> None
     elif channels is not None and bias is not None:
         # torch's batch norm does not save the bias, so users may change the bias before backward; a clone keeps its value.
         bias = bias.detach().clone()
-    recipe = Affine(kept.recipe, y.dtype, channels)
-    quantizer.session.add(y, quantizer.key, SavedTensors((*kept.tensors, weight, bias), recipe))
+    spec = AffineResultSpec(kept.spec, y.dtype, channels)
+    quantizer.context.cache.put(y, quantizer.key, SavedTensors((*kept.tensors, weight, bias), spec))
 
 
-def keep_copies(ctx, x, mean, rstd, inner, copies, quantizer):
+def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
     """What is kept of x, and the tensors to save: of one copy, or of two.
 
-    mean, rstd, inner: as for `Quantizer.keep_normalized`.
+    mean, rstd, inner: as for `Quantizer.quantize_normalized`.
     """
-    parts = [quantizer.keep_normalized(x, mean, rstd, inner) for _ in range(copies)]
-    ctx.recipe, ctx.inner = parts[0].recipe, inner
+    parts = [quantizer.quantize_normalized(x, mean, rstd, inner) for _ in range(copies)]
+    ctx.spec, ctx.inner = parts[0].spec, inner
     return parts[0], [tensor for part in parts for tensor in part.tensors]
 
 
-def restore_copies(ctx, kept):
+def dequantize_copies(ctx, kept):
     """The two factors x~^ of the backward pass: twice the same copy, or two independent ones."""
-    count = ctx.recipe.count
-    first = ctx.recipe.restore(kept[:count])
-    return first, first if len(kept) == count else ctx.recipe.restore(kept[count:])
+    count = ctx.spec.count
+    first = ctx.spec.dequantize(kept[:count])
+    return first, first if len(kept) == count else ctx.spec.dequantize(kept[count:])
 
 
-def scaled_back(ctx, kept, rstd, dtype):
+def dequantize_scaled(ctx, kept, rstd, dtype):
     """s x~^ of the first copy: an input of mean 0 for torch's own backward functions."""
-    deviation = rstd.to(ctx.recipe.dtype).reciprocal()
-    return ctx.recipe.restore(kept[: ctx.recipe.count], dtype, (deviation, None, ctx.inner))
+    deviation = rstd.to(ctx.spec.dtype).reciprocal()
+    return ctx.spec.dequantize(kept[: ctx.spec.count], dtype, (deviation, None, ctx.inner))
 
 
 def input_gradient(g, first, second, rstd, dims, centered=True):

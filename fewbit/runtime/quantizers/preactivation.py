@@ -14,17 +14,17 @@ from typing import NamedTuple
 import torch
 from torch.autograd import Function
 
-from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.ops import fixed_point
-from fewbit.runtime.quantizers.quantizer import SavedTensors, flat
+from fewbit.runtime.quantizers.spec import SavedTensors, flat
 from fewbit.runtime.saved import offload
-from fewbit.runtime.saved import session as sharing
+from fewbit.runtime.saved.context import current
+from fewbit.runtime.saved.single_backward import once_differentiable
 
 
-class FixedPoint(NamedTuple):
+class FixedPointSpec(NamedTuple):
     """How x~ is restored from (packed, weight, bias), of which the last two may be None.
 
     inner: element e in storage order has channel (e div inner) mod channels.
@@ -41,8 +41,8 @@ class FixedPoint(NamedTuple):
         """How many tensors are kept."""
         return 3
 
-    def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """x~ in the size and strides of y; affine: as for `quantizer.QuantizedTensorSpec.restore`."""
+    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """x~ in the size and strides of y; affine: as for `quantizer.QuantizedTensorSpec.dequantize`."""
         scale, shift, inner = affine or (None, None, None)
         if shift is None and inner is not None and self.dtype == torch.float32:
             return self._decode(tensors, dtype or self.dtype, scale=(flat(scale), inner))
@@ -75,14 +75,14 @@ class FixedPoint(NamedTuple):
         return fixed_point.decode(*of, self.size, self.stride, dtype, slope, scale)
 
 
-class PreActivated(NamedTuple):
+class PreActivationSpec(NamedTuple):
     """How y, or the ReLU or LeakyReLU of it, is restored from the same tensors. slope: 1 for y itself."""
 
-    fixed: FixedPoint
+    fixed: FixedPointSpec
     dtype: torch.dtype
     slope: float = 1.0
 
-    def restore(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """In the size and strides of y; dtype: its own unless given."""
         return self.fixed.result(tensors, dtype or self.dtype, self.slope)
 
@@ -94,10 +94,12 @@ def can_keep(quantizer, x, rstd, weight, bias, copies: int) -> bool:
     return all(each is None or is_eager(each) for each in (x, weight, bias))
 
 
-def keep(quantizer, x, y, mean, rstd, inner: int | None, weight, bias, channels: int | None):
+def save_fixed_point(
+    quantizer, x, y, mean, rstd, inner: int | None, weight, bias, channels: int | None
+):
     """Kept x~ of a norm of x with result y, which is offered to the layers that follow.
 
-    mean, rstd, inner: as for `Quantizer.keep_normalized`. channels: the dimension that weight and bias belong to;
+    mean, rstd, inner: as for `Quantizer.quantize_normalized`. channels: the dimension that weight and bias belong to;
     None: all but those in front, in y's order.
     """
     of_channels = _inner_of(y, channels)
@@ -120,11 +122,11 @@ def keep(quantizer, x, y, mean, rstd, inner: int | None, weight, bias, channels:
         # Where parameters are sharded the norm's may be gone when the layer after it runs backward.
         weight, bias = (None if each is None else each.detach().clone() for each in (weight, bias))
     tensors = packed, weight, bias
-    recipe = FixedPoint(quantizer.bits, of_channels, tuple(y.shape), result.stride(), dtype)
-    session = quantizer.offering
-    if session is not None:
-        session.offer(y, SavedTensors(tensors, PreActivated(recipe, y.dtype)))
-    return SavedTensors(tensors, recipe)
+    spec = FixedPointSpec(quantizer.bits, of_channels, tuple(y.shape), result.stride(), dtype)
+    context = quantizer.fixed_point_context
+    if context is not None:
+        context.cache.put_fixed_point(y, SavedTensors(tensors, PreActivationSpec(spec, y.dtype)))
+    return SavedTensors(tensors, spec)
 
 
 def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
@@ -134,15 +136,16 @@ def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
     """
     if function not in ("relu", "leaky_relu"):
         return None
-    session = sharing.current()
-    if session is None or not session.fuses or not session.is_made_again_alike():
+    context = current()
+    if context is None or not context.cache.has_fixed_point or not context.recomputes_alike():
         return None
-    kept = session.offered(x)
+    context.record_save()
+    kept = context.cache.get_fixed_point(x)
     slope = float(parameters[0]) if parameters else 0.0
-    if kept is None or kept.recipe.slope != 1.0 or not _is_exact(encoding, slope):
+    if kept is None or kept.spec.slope != 1.0 or not _is_exact(encoding, slope):
         return None
     y = _TwoValued.apply(x, slope, inplace, kept)
-    session.offer(y, SavedTensors(kept.tensors, kept.recipe._replace(slope=slope)))
+    context.cache.put_fixed_point(y, SavedTensors(kept.tensors, kept.spec._replace(slope=slope)))
     return y
 
 
@@ -151,7 +154,7 @@ class _TwoValued(Function):
 
     @staticmethod
     def forward(ctx, x, slope, inplace, kept):
-        ctx.recipe, ctx.slope = kept.recipe.fixed, slope
+        ctx.spec, ctx.slope = kept.spec.fixed, slope
         ctx.save_for_backward(*kept.tensors)
         if inplace:
             ctx.mark_dirty(x)
@@ -163,7 +166,7 @@ class _TwoValued(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return ctx.recipe.masked(grad, ctx.saved_tensors, ctx.slope), None, None, None
+        return ctx.spec.masked(grad, ctx.saved_tensors, ctx.slope), None, None, None
 
 
 @lru_cache(maxsize=256)

@@ -13,23 +13,20 @@ is added in all, times the square of its gradient, as far as that is known.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
+from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.errors import InputError
 from fewbit.runtime.format.groups import LEAST_FEATURES
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.saved.sample_magnitudes import Magnitudes, Numbers, Places
 from fewbit.sizes import counted
 
-LEAST, MOST = 1, 8
 COMPILED, REENTRANT, ALONE = "compiled", "reentrant", "alone"
 """Why no observation knows of what a layer keeps: in a part that is compiled; in a checkpoint with use_reentrant=True; by a
 layer that is called by itself, outside of a forward of the model."""
-_NOISE = [1.0 / (2.0**bits - 1) ** 2 for bits in range(LEAST, MOST + 1)]
-_GAINS = [a - b for a, b in zip(_NOISE, _NOISE[1:], strict=False)]
 
 
 class TensorSlot(NamedTuple):
@@ -49,11 +46,11 @@ class TensorSlot(NamedTuple):
 
     def total(self, samples: int) -> int:
         """Bits of one element of each of `samples` samples together."""
-        return min(max(self._whole(self.average * samples), LEAST * samples), MOST * samples)
+        return min(max(self._whole(self.average * samples), MIN_BITS * samples), MAX_BITS * samples)
 
     def uniform(self) -> int:
         """Bits of a tensor whose samples are not known."""
-        return min(max(self._whole(self.average), LEAST), MOST)
+        return min(max(self._whole(self.average), MIN_BITS), MAX_BITS)
 
     def _whole(self, bits: float) -> int:
         if self.plan is not None and self.plan.rounds_up and not self.is_fixed:
@@ -212,25 +209,3 @@ def batch_size(inputs) -> int | None:
         if isinstance(each, torch.Tensor) and each.dim():
             return len(each)
     return None
-
-
-def split(squares: torch.Tensor, total: int) -> torch.Tensor:
-    """uint8 (N,): bits of samples that sum up to `total`, the best for those squares of ranges, (N,) float32.
-
-    Noise falls ever more slowly with bits, so the `total` - N best of the single bits that could be
-    added are those to add, whatever their order. Nothing here waits for a device.
-    """
-    samples = len(squares)
-    extra = total - LEAST * samples
-    widths = torch.full_like(squares, LEAST, dtype=torch.int64)
-    if extra > 0:
-        # Equal keys, all 0 perhaps, are taken sample by sample, not bit by bit.
-        keys = _gains(squares.device)[:, None] * squares.nan_to_num(0.0, 0.0, 0.0)
-        best = keys.flatten().argsort(descending=True, stable=True)[:extra]
-        widths.index_add_(0, best % samples, torch.ones_like(best))
-    return widths.to(torch.uint8)
-
-
-@lru_cache(maxsize=64)
-def _gains(device: torch.device) -> torch.Tensor:
-    return torch.tensor(_GAINS, dtype=torch.float32, device=device)

@@ -24,19 +24,16 @@ out for 1 bit, and for the bits that the variable has or 2: in between what 1 bi
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import torch
 
-from fewbit.runtime.format import layout
 from fewbit.runtime.interop.async_host_copy import AsyncHostCopy
 from fewbit.runtime.interop.containers import tensors_in
-from fewbit.runtime.interop.interrupts import afterwards
-from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.saved.norms import by_edge, is_dense, norm, squared
+from fewbit.runtime.saved.restoring import OBSERVED, Restoring
 
 SPREAD = 16
 """Parts that a variable's samples are remembered in, by what they share bits by."""
@@ -45,10 +42,6 @@ LEVELS = (1, 2)
 MOST_EARLIER = 1024
 """Nodes of a graph that was there before the forward; those further below count as if they had no parameters."""
 _PARAMETER, _NOTHING = -1, -2  # below an edge in place of a node
-HAS_COLLECTIVES = "backward_has_collectives"
-"""What a Function sets to True whose backward must run as often in all processes: it is not run again."""
-_OBSERVED = "_fewbit_observed"
-_running = threading.local()
 
 
 @dataclass
@@ -195,8 +188,8 @@ class VarianceProbe:
     def _attach(self, node, number) -> None:
         if _is_function(node):
             # A graph below this forward may be followed by other observations too.
-            others = (each for each in getattr(node, _OBSERVED, ()) if each[0]._is_open)
-            setattr(node, _OBSERVED, (*others, (self, number)))
+            others = (each for each in getattr(node, OBSERVED, ()) if each[0]._is_open)
+            setattr(node, OBSERVED, (*others, (self, number)))
         self._hooks.append(node.register_hook(partial(self._passed, number)))
 
     # -- in the backward pass ----------------------------------------------------------------------------
@@ -370,13 +363,13 @@ class VarianceProbe:
         below = []  # S of each node; nodes come after those below them
         for node in self._nodes:
             at = [float(n == _PARAMETER) if n < 0 else below[n] for n in node.below]
-            arriving = _square(host, node.arriving)
-            passed = sum(_square(host, a) * b for a, b in zip(node.leaving, at, strict=False))
+            arriving = squared(host, node.arriving)
+            passed = sum(squared(host, a) * b for a, b in zip(node.leaving, at, strict=False))
             below.append(passed / arriving if arriving > 0 else 0.0)
             taken = [n >= 0 and self._nodes[n].is_probed for n in node.below]
             for noise in node.noise:
                 sums[noise.name, noise.level] += noise.scale * sum(
-                    _square(host, a) * b
+                    squared(host, a) * b
                     for a, b, is_taken in zip(noise.norms, at, taken, strict=True)
                     if not (noise.is_own and is_taken)
                 )
@@ -407,98 +400,6 @@ class _End:
             self._observation._fails()
 
 
-def observed(backward, context, grads):
-    """The results of a layer's backward; on the way what the layer's variables are to be known by is found out."""
-    followers = getattr(context, _OBSERVED, ())
-    if followers:
-        context = _Context(context)
-    with Restoring().running() as restoring:
-        results = backward(context, *grads)
-    if not restoring.variables:
-        return results
-    for variable in restoring.variables.values():
-        variable.plan.note(variable, grads[0])
-    for observation in {each.plan.observation for each in restoring.variables.values()} - {None}:
-        # Of other forwards through the same graph this layer is a node like any other.
-        own = [
-            each for each in restoring.variables.values() if each.plan.observation is observation
-        ]
-        number = dict(followers).get(observation)
-        if number is None or getattr(context._forward_cls, HAS_COLLECTIVES, False):
-            observation.reached(own)
-        else:
-            observation.reached([each for each in own if each.rounding is None])
-            observation.probe(number, backward, context, grads, results, own)
-    return results
-
-
-class Restoring:
-    """Record the variables of tensors that are restored during `running`, and add noise to tensors of the target variable."""
-
-    def __init__(self, target=None, level: int = 0, observation: VarianceProbe | None = None):
-        self.target, self.level, self.observation = target, level, observation
-        self.variables = {}
-        self._noise = {}  # a tensor restored more than once has the same noise each time
-
-    @contextmanager
-    def running(self):
-        """Return a context manager for the block in which tensors are restored."""
-        before = getattr(_running, "restoring", None)
-        with afterwards(lambda: setattr(_running, "restoring", before)):
-            _running.restoring = self
-            yield self
-
-    def is_target(self, variable) -> bool:
-        return self.target is not None and variable.name == self.target.name
-
-    def restored(self, values, recipe, packed):
-        variable = recipe.variable
-        self.variables.setdefault(variable.name, variable)
-        return self.changed(values, recipe, packed) if self.is_target(variable) else values
-
-    def changed(self, values, recipe, packed):
-        """With noise, in place."""
-        variable = recipe.variable
-        if variable.rounding is not None:
-            flat = layout.storage_order(values)
-            rows = flat.view(recipe.samples or (len(values) if values.dim() else 1), -1)
-            noise = self._noise.get(packed.data_ptr())
-            if noise is None:
-                noise = self.observation.noise(rows, variable, self.level)
-                self._noise[packed.data_ptr()] = noise
-            rows += noise.to(rows.dtype)
-        return values
-
-
-def restored(values, recipe, packed):
-    """The values of a variable that a layer's backward restores; with noise, if that is what is being tried."""
-    if recipe.variable is None:
-        return values
-    restoring = getattr(_running, "restoring", None)
-    return values if restoring is None else restoring.restored(values, recipe, packed)
-
-
-def is_changed(recipe) -> bool:
-    """Whether `restored` adds noise, or puts other values in place."""
-    restoring = getattr(_running, "restoring", None)
-    return (
-        restoring is not None
-        and recipe.variable is not None
-        and restoring.is_target(recipe.variable)
-    )
-
-
-class _Context:
-    """An autograd context whose saved tensors may be asked for again, which a checkpoint allows once."""
-
-    def __init__(self, context):
-        self._context = context
-        self.saved_tensors = context.saved_tensors
-
-    def __getattr__(self, name):
-        return getattr(self._context, name)
-
-
 def _means(values: torch.Tensor) -> torch.Tensor:
     """(SPREAD,) float64: of parts of equal length, as far as whole values allow."""
     ends, lengths = _ends(len(values), values.device)
@@ -520,22 +421,10 @@ def _levels(variable, level: int) -> float:
     return 1.0 if level == 1 else max(variable.levels, 3.0)
 
 
-def by_edge(context, results) -> list:
-    """The gradients of a Function's backward for its edges: of the inputs that need one."""
-    results = results if isinstance(results, tuple) else (results,)
-    needed = context.needs_input_grad
-    return [each for each, is_needed in zip(results, needed, strict=True) if is_needed]
-
-
 def _difference(exact, noisy):
     if exact is None or noisy is None or exact.is_sparse:
         return None
     return noisy - exact
-
-
-def is_dense(x) -> bool:
-    """Whether x is plain, or will be with its signs: gradients of conjugates are flagged as negative."""
-    return is_plain(x) or (type(x) is torch.Tensor and x.is_neg() and is_plain(x.resolve_neg()))
 
 
 def _is_function(node) -> bool:
@@ -554,24 +443,3 @@ def _below(node, numbers) -> int:
     if _is_leaf(node):
         return _PARAMETER if isinstance(node.variable, torch.nn.Parameter) else _NOTHING
     return numbers.get(node, _NOTHING)
-
-
-def norm(tensors) -> torch.Tensor | None:
-    """0-D float32: the square root of the sum of squares of all entries of all that are tensors; None without any."""
-    norms = [
-        torch.linalg.vector_norm(
-            each.detach(), dtype=torch.promote_types(each.dtype, torch.float32)
-        ).float()
-        for each in tensors
-        if each is not None and not each.is_sparse
-    ]
-    if len(norms) < 2:
-        return norms[0] if norms else None
-    return torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
-
-
-def _square(host, norm) -> float:
-    if norm is None:
-        return 0.0
-    (value,) = host[id(norm)]
-    return value * value

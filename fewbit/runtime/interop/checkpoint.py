@@ -1,0 +1,64 @@
+"""Recognize the checkpointed region (torch.utils.checkpoint) that this thread runs, the first time and again.
+
+torch has no public link from the recomputation of a region to its first run. The two kinds of checkpoint are therefore
+recognized by an object that exists once for each region: without reentrance by the frame that the region's hooks on
+saved tensors hold, with reentrance by the autograd context of `CheckpointFunction` (docs/decisions/0014).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import FunctionType
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
+
+_REENTRANT = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
+
+
+def checkpoint_hook():
+    """Return the pack hook of the checkpointed region that runs without reentrance, or None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack = hooks and hooks[0]
+    return pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
+
+
+def region_of(hook):
+    """Return the object that is the same in a region's first run and its recomputation; None without a region.
+
+    Args:
+        hook: the result of `checkpoint_hook`. The first run and the recomputation have different hooks, and a cell in the
+            closure of each refers to the region's frame, directly, weakly or through another function.
+    """
+    for cell in getattr(hook, "__closure__", None) or ():
+        held = cell.cell_contents
+        held = held() if isinstance(held, weakref.ref) else held
+        if isinstance(held, _CheckpointFrame):
+            return held
+        if isinstance(held, FunctionType) and (frame := region_of(held)) is not None:
+            return frame
+    return None
+
+
+def reentrant_region():
+    """Return the autograd context of the innermost reentrant checkpoint whose region this thread runs, or None.
+
+    The context is the same when the region is recomputed, perhaps in another thread.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _REENTRANT:
+            return frame.f_locals["ctx"]
+        frame = frame.f_back
+    return None
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_checkpoint() -> bool:
+    """Return whether a checkpointed region without reentrance runs in this thread, for the first time or again."""
+    return checkpoint_hook() is not None

@@ -1,0 +1,26 @@
+"""Run ordinary Python while torch.compile traces a function, without a trace of it in the compiled program."""
+
+from __future__ import annotations
+
+import torch
+
+
+def notify_traced(subject) -> None:
+    """Call `subject.was_traced()` when Dynamo traces this call; do nothing in eager mode.
+
+    The call adds no operation, no guard and no break to the graph. With other tracers, or if a later Dynamo represents
+    objects differently, `was_traced` is not called.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(_notify)
+
+
+def _notify(context) -> None:
+    """Find the real object behind `subject`. context: Dynamo's ComptimeContext for the frame of `notify_traced`."""
+    variable = context.get_local("subject")
+    tracker = getattr(variable, "_i_will_not_complain_if_bc_breaks_VariableTracker", lambda: None)()
+    subject = getattr(tracker, "value", None)
+    if hasattr(subject, "was_traced"):
+        subject.was_traced()

@@ -1,0 +1,173 @@
+"""The tensors that a layer saves, and the specs that turn them into values again in the backward pass."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from fewbit.runtime.backends.reference_quantizer import in_dtype
+from fewbit.runtime.format import groups, layout
+from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.ops import quantizer_ops
+from fewbit.runtime.saved import restoring
+from fewbit.runtime.saved.assignment import TensorSlot
+
+
+class QuantizedTensorSpec(NamedTuple):
+    """Everything but the tensors that is needed to dequantize a saved tensor.
+
+    bits, group_size: as of the quantizer. size, stride, dtype: of the values. samples: the number of samples with bits of
+    their own, or None. variable: the slot that the tensor was saved for, if a policy chooses bits.
+    """
+
+    bits: int
+    group_size: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    samples: int | None = None
+    variable: TensorSlot | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of saved tensors: codes, ranges and, if samples have bits of their own, these bits."""
+        return 2 if self.samples is None else 3
+
+    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """Return approximate values of the saved tensor, in its size and strides.
+
+        Args:
+            tensors: the saved tensors, `count` of them.
+            dtype: of the result; the saved tensor's unless given.
+            affine: (scale, shift, inner) for values * scale + shift, computed before the values are rounded to dtype.
+                scale and shift broadcast to the values, and either may be None. inner: as for
+                `Quantizer.quantize_normalized`.
+        """
+        *vectors, inner = affine or (None, None)
+        if all(vector is None for vector in vectors):
+            return self._dequantize(tensors, dtype or self.dtype)
+        plain = all(x is None or is_plain(x) for x in (*tensors, *vectors))
+        fits = plain and inner is not None and self.dtype == torch.float32 and self._is_mapped()
+        if fits and not restoring.is_changed(self):
+            return self._dequantize(tensors, dtype or self.dtype, (*map(flat, vectors), inner))
+        scale, shift = vectors
+        values = self.dequantize(tensors)
+        if scale is not None:
+            values.mul_(scale)
+        if shift is not None:
+            values.add_(shift)
+        return in_dtype(values, dtype or self.dtype)
+
+    def with_slot(self, variable: TensorSlot) -> QuantizedTensorSpec:
+        """Return this spec for another slot."""
+        return self._replace(variable=variable)
+
+    def for_consumer(self, name: str) -> QuantizedTensorSpec:
+        """Return this spec for the layer `name`, which dequantizes a tensor that another layer may have saved."""
+        variable = self.variable
+        if variable is None or variable.rounding is None or variable.name[0] == name:
+            return self
+        return self._replace(variable=variable._replace(user=name))
+
+    def dequantize_exact(self, tensors) -> torch.Tensor:
+        """Return the values without the noise that a probe may add."""
+        return self._values(tensors, self.dtype, None)
+
+    def _dequantize(self, tensors, dtype, affine=None):
+        values = self._values(tensors, dtype, affine)
+        return restoring.restored(values, self, tensors[0])
+
+    def _values(self, tensors, dtype, affine):
+        packed, ranges, *widths = tensors
+        place = self.bits, self.group_size, self.size, self.stride
+        if not is_plain(packed):
+            return quantizer_ops.dequantize_op(packed, ranges, *place, dtype)
+        if not widths:
+            return quantizer_ops.dequantize(packed, ranges, *place, dtype, affine=affine)
+        return quantizer_ops.dequantize_samples(
+            packed, ranges, *widths, self.samples, *place[1:], dtype, affine
+        )
+
+    def _is_mapped(self) -> bool:
+        """Return whether the kernels apply scale and shift while they dequantize."""
+        return self.samples is None or prod(self.size) >= self.samples * groups.LEAST_FEATURES
+
+
+class PermutedSpec(NamedTuple):
+    """The spec of a tensor that was saved with its dimensions in another order."""
+
+    inner: QuantizedTensorSpec
+    order: tuple[int, ...]
+
+    def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the values of `inner` with dimension order[i] as dimension i."""
+        return self.inner.dequantize(tensors, dtype).permute(self.order)
+
+
+class SavedTensors(NamedTuple):
+    """Tensors for `save_for_backward` and the spec that dequantizes them.
+
+    trace_anchor: when a compiler traces, a 1 to multiply the layer's result with (docs/decisions/0004); else None.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    spec: QuantizedTensorSpec
+    trace_anchor: torch.Tensor | None = None
+
+    def tie(self, y: torch.Tensor) -> torch.Tensor:
+        """Return y, made dependent on the saved tensors if a compiler traces, so that they are made in the forward pass."""
+        return y if self.trace_anchor is None else y * self.trace_anchor.to(y.dtype)
+
+
+class QuantizationRecord(NamedTuple):
+    """A tensor x and the saved tensors made of x, or of x normalized by `normalize`: what a probe measures.
+
+    normalize: (mean or None, rstd, inner) as for `Quantizer.quantize_normalized`, or None.
+    """
+
+    x: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+    spec: QuantizedTensorSpec
+    group_size: int
+    fp32_min: bool | None
+    normalize: tuple | None
+
+    def variance(self, bits: int, generator) -> torch.Tensor:
+        """Return the variance of an element in each sample if rounded to `bits`, see `quantizer_ops.rounding_variance`."""
+        settings = self.group_size, self.fp32_min, self.normalize
+        return quantizer_ops.rounding_variance(
+            self.x, self.spec.samples, *settings, bits, generator
+        )
+
+    def squares(self) -> torch.Tensor:
+        """Return the sum over groups of length times squared range, 0-D float32."""
+        x = self.x if layout.is_by_sample(self.x) else self.x.contiguous()
+        if x.numel() < groups.LEAST_FEATURES * len(x):
+            x = layout.storage_order(x).view(1, -1)  # as groups run across samples so short
+        return quantizer_ops.squares(x, self.group_size, self.normalize).sum()
+
+    def exact(self) -> torch.Tensor:
+        """Return the values without errors, in the size, strides and dtype of the dequantized ones."""
+        spec = self.spec
+        x = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=self.x.device)
+        x.copy_(self.x)
+        if self.normalize is not None:
+            mean, rstd, inner = self.normalize
+            rows = layout.storage_order(x).view(-1, len(rstd), inner)
+            if mean is not None:
+                rows.sub_(mean[:, None])
+            rows.mul_(rstd[:, None])
+        return x
+
+    def errors(self, exact: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the dequantized values minus the exact ones. exact: the result of `exact`, if it is there."""
+        if exact is None:
+            exact = self.x if self.normalize is None else self.exact()
+        return self.spec.dequantize_exact(self.tensors).sub_(exact)
+
+
+def flat(vector: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the entries of a vector as the kernels take them: 1-D, contiguous, float32."""
+    return None if vector is None else vector.detach().reshape(-1).to(torch.float32).contiguous()

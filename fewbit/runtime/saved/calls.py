@@ -1,0 +1,112 @@
+"""Calls of a converted model's modules, after which the state of the thread is as before, whatever ends them.
+
+Python may raise an interrupt at any bytecode, also during clean-up, so all restoring is idempotent and done twice after
+an exception (docs/decisions/0013). The order of the statements matters.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from fewbit.runtime.interop import bypass
+from fewbit.runtime.interop.checkpoint import checkpoint_hook, reentrant_region, region_of
+from fewbit.runtime.interop.interrupts import ThreadState, close_suspended
+from fewbit.runtime.interop.module_calls import PATH
+from fewbit.runtime.saved.context import ForwardContext
+
+
+class CallGuard:
+    """Runs the calls of the modules of one model, each as a part of a forward with that model's context."""
+
+    def __init__(self, context: ForwardContext):
+        self.context = context
+
+    def call(self, module, function, args=(), kwargs=None):
+        """Return function(*args, **kwargs), the call of a module with children, as a part of a forward of this model.
+
+        The outermost call is the forward. When the call returns or raises, the previous state is restored, and after
+        an exception restored a second time, in case the first restoration was interrupted.
+        """
+        kwargs, context = kwargs or {}, self.context
+        call = _Call(context, module)
+        try:
+            try:
+                call.begin(module, args, kwargs)
+                outputs = function(*args, **kwargs)
+                ended = context.finished_forward() if call.is_outermost else None
+                has_saved = context.has_saved
+                if call.is_outermost:
+                    context.cache.forget_unused()
+            finally:
+                call.put_back()
+        except BaseException as error:
+            close_suspended(error)
+            call.put_back()
+            if call.state is not None:
+                call.state.put_back()
+            raise
+        if ended is not None:
+            if ended.assignment and ended.assignment.observation is not None:
+                ended.assignment.observation.watch(outputs)
+            # Advance torch's generator once per forward, after the model has drawn its own numbers, and only if a
+            # layer saved a tensor.
+            if has_saved:
+                torch.randint(2**63 - 1, (), device="cpu")
+        return outputs
+
+
+class _Call:
+    """A call of a module, with the state to restore when the call ends.
+
+    Only the Python frame of the call owns this object, so an abandoned call is no longer current once its frame is gone.
+    The context reads `context`, `hook` (of the checkpointed region in which the module was called), `training` (of the
+    module) and `path` (of the module in the model).
+    """
+
+    __slots__ = (
+        "__weakref__", "context", "hook", "training", "path", "is_outermost", "contexts", "state", "_calls", "_modes",
+    )  # fmt: skip
+
+    def __init__(self, context: ForwardContext, module):
+        self.context = context
+        self.hook, self.training = checkpoint_hook(), module.training
+        self.path = vars(module).get(PATH, "")
+        self._calls, self._modes = context.calls(), bypass.stack()
+        self.is_outermost = not context.is_running()
+        self.state = ThreadState() if self.is_outermost else None
+        contexts = context.contexts if self.is_outermost else ()
+        self.contexts = [(each, each.depth_outside()) for each in contexts]
+
+    def begin(self, module, args, kwargs) -> None:
+        """Make this the innermost call, and begin a forward if it is the outermost one."""
+        context, has_grad = self.context, torch.is_grad_enabled()
+        reference = weakref.ref(self)
+        context.set_calls(reference, reference)
+        # A reentrant checkpoint runs its region without grad first, and again with grad in the backward pass.
+        is_first_of_two = self.training and not has_grad and reentrant_region() is not None
+        if self.is_outermost:
+            bypass.start()
+            context.cache.begin()
+            context.record_save(False)
+            if has_grad or is_first_of_two:
+                context.begin_forward(module, (*args, *kwargs.values()))
+        region = reentrant_region() if is_first_of_two else region_of(self.hook)
+        context.join_region(region, is_first_of_two)
+        if self.is_outermost and has_grad and self.training:
+            for entered, _ in self.contexts:
+                entered.__enter__()
+
+    def put_back(self) -> None:
+        """Restore everything that the call has changed. Calling this twice has the same effect as calling it once."""
+        context = self.context
+        if self.is_outermost:
+            for entered, depth in reversed(self.contexts):
+                entered.cut(depth)
+            if context.is_private or context.checkpoints.is_over():
+                context.checkpoints.clear()
+            context.cache.end()
+            context.end_forward()
+        bypass.put_back(self._modes)
+        context.set_calls(*self._calls)

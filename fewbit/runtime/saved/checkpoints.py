@@ -1,0 +1,75 @@
+"""The checkpointed regions of one model: the forward that each is a part of, and the copies made in the latest one."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from fewbit.runtime.interop.checkpoint import (
+    checkpoint_hook,
+    in_backward,
+    in_checkpoint,
+    reentrant_region,
+    region_of,
+)
+
+
+class CheckpointRegions:
+    """Remembers regions from their first run to their recomputation in the backward pass.
+
+    A recomputed region must go by the bits and seeds of its first run, so that both save the same copies.
+    """
+
+    def __init__(self):
+        self._forwards = weakref.WeakKeyDictionary()  # {region: forward}
+        self._whole = weakref.WeakSet()  # regions around whole forwards
+        self._local = _Local()
+
+    def remember(self, region, forward):
+        """Record the forward that a region is a part of, unless one is recorded. Return the recorded one."""
+        return self._forwards.setdefault(region, forward)
+
+    def recorded_forward(self):
+        """Return the forward recorded for the region that runs in this thread, or None."""
+        frame = region_of(checkpoint_hook())
+        found = None if frame is None else self._forwards.get(frame)
+        if found is None and in_backward():
+            region = reentrant_region()
+            found = None if region is None else self._forwards.get(region)
+        return found
+
+    def is_over(self) -> bool:
+        """Return whether the copies of the running region can be dropped when the outermost call ends.
+
+        They can outside of a region and in a region around a whole forward. The answer in the recomputation is that of
+        the first run, although calls are outermost then that were within others at first.
+        """
+        if not in_checkpoint():
+            return True
+        frame = region_of(checkpoint_hook())
+        if frame is not None and not in_backward():
+            self._whole.add(frame)
+        return frame in self._whole
+
+    def entries(self, outer: dict | None) -> dict | None:
+        """Return the cache entries of the running region, or `outer`, those of the forward, outside of a region.
+
+        The recomputation has no copies from the forward around the region, so the first run may not use them either.
+        Whatever ends a region's entries has to happen in both runs: another region, or none, that asks for its own.
+        """
+        hook, regions = checkpoint_hook(), self._local.regions
+        if hook is None or hook not in regions:
+            # Only the latest region has entries: hooks live as long as the graph, which must not hold copies.
+            regions.clear()
+        return outer if hook is None else regions.setdefault(hook, {})
+
+    def clear(self) -> None:
+        """Drop the entries of the latest region."""
+        self._local.regions.clear()
+
+
+class _Local(threading.local):
+    """The cache entries of the latest region in a thread, by the region's hook."""
+
+    def __init__(self):
+        self.regions = weakref.WeakKeyDictionary()

@@ -1,0 +1,53 @@
+"""Norms of gradients, on their devices, and as numbers once they are on the host."""
+
+from __future__ import annotations
+
+import torch
+
+from fewbit.runtime.interop.tensor_kinds import is_plain
+
+
+def by_edge(context, results) -> list:
+    """Return the gradients that a Function's backward makes for inputs that need one, in order.
+
+    Args:
+        context: the Function's context.
+        results: what its backward returned, a gradient or None for each input.
+    """
+    results = results if isinstance(results, tuple) else (results,)
+    needed = context.needs_input_grad
+    return [grad for grad, is_needed in zip(results, needed, strict=True) if is_needed]
+
+
+def is_dense(x) -> bool:
+    """Return whether x is plain, or plain once its signs are resolved: gradients of conjugates are flagged as negative."""
+    return is_plain(x) or (type(x) is torch.Tensor and x.is_neg() and is_plain(x.resolve_neg()))
+
+
+def norm(tensors) -> torch.Tensor | None:
+    """Return the square root of the sum of squares of all entries of the dense tensors.
+
+    Args:
+        tensors: tensors on any devices, and None, which does not count.
+
+    Returns:
+        0-D float32 on the device of the first tensor; None if there is none.
+    """
+    norms = [
+        torch.linalg.vector_norm(
+            tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float32)
+        ).float()
+        for tensor in tensors
+        if tensor is not None and not tensor.is_sparse
+    ]
+    if len(norms) < 2:
+        return norms[0] if norms else None
+    return torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
+
+
+def squared(host: dict[int, list[float]], norm: torch.Tensor | None) -> float:
+    """Return the square of a norm that an AsyncHostCopy has brought to the host; 0 for None."""
+    if norm is None:
+        return 0.0
+    (value,) = host[id(norm)]
+    return value * value

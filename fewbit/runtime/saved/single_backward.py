@@ -1,0 +1,76 @@
+"""Backward passes that can be run, but not differentiated: a second derivative raises GradientError."""
+
+from __future__ import annotations
+
+from functools import wraps
+
+import torch
+from torch.autograd import Function
+
+from fewbit.errors import GradientError
+from fewbit.runtime.ops.library import NO_SECOND_DERIVATIVE
+from fewbit.runtime.saved.restoring import observed
+
+
+def once_differentiable(backward):
+    """Decorate a Function's backward so that differentiating its results raises GradientError.
+
+    torch's decorator of that name returns a second derivative of zero if the incoming gradient is a constant.
+    """
+
+    @wraps(backward)
+    def once(ctx, *grads):
+        if torch.compiler.is_compiling():
+            return backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return observed(backward, ctx, grads)
+        with torch.no_grad():
+            results = observed(backward, ctx, grads)
+        inputs = [x for x in (*grads, *graph_anchors(ctx)) if x is not None]
+        if isinstance(results, torch.Tensor):
+            return Once.apply(results, *inputs)
+        return tuple(None if grad is None else Once.apply(grad, *inputs) for grad in results)
+
+    return once
+
+
+class Once(Function):
+    """The identity of a gradient, tied to the tensors that the gradient was computed from; its backward raises."""
+
+    @staticmethod
+    def forward(ctx, result, *inputs):
+        # A view could not be written to in place.
+        return (
+            result.clone()
+            if result.is_sparse
+            else torch.ops.aten._unsafe_view(result, result.shape)
+        )
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise GradientError(NO_SECOND_DERIVATIVE)
+
+
+def graph_anchors(ctx) -> list[torch.Tensor]:
+    """Return tensors that tie a gradient to the graph, so that differentiating it raises GradientError.
+
+    The gradient depends on the layer's input x, which is not saved. The leaves from which x was computed stand for it. They
+    are needed since the incoming gradient may be a constant, without a graph.
+    """
+    return [torch.empty(0, requires_grad=True), *_leaves(ctx)]
+
+
+def _leaves(node) -> list[torch.Tensor]:
+    """Return the leaves of the graph that the input of an autograd node was computed from."""
+    leaves, seen, waiting = [], set(), [node]
+    while waiting:
+        # Within torch.func a context is no node; the forward refuses a second derivative there.
+        for following, _ in getattr(waiting.pop(), "next_functions", ()):
+            if following is None or following in seen:
+                continue
+            seen.add(following)
+            if hasattr(following, "variable"):
+                leaves.append(following.variable)
+            else:
+                waiting.append(following)
+    return leaves

@@ -17,6 +17,12 @@ def counted(count: float, noun: str) -> str:
     return f"{number} {noun}{ending * (count != 1)}"
 
 
+def format_size(count: int) -> str:
+    """Return a number of bytes in the largest unit of which there is at least one, such as `32 GB` or `1.5 KB`."""
+    unit = max((name for name in UNITS if UNITS[name] <= count), key=UNITS.get, default="B")
+    return f"{count / UNITS[unit]:.4g} {unit}"
+
+
 def parse_size(text: str) -> int:
     """Parse a number of bytes.
 

@@ -22,7 +22,7 @@ from fewbit.compress.convert import ATTENTION_BITS, compress_
 from fewbit.demo import training
 from fewbit.demo.parallel import run_all
 from fewbit.demo.text import Corpus, python_topics
-from fewbit.errors import FewbitError
+from fewbit.errors import FewbitError, InputError
 from fewbit.nn import GELU
 from fewbit.runtime import backends
 from fewbit.sizes import counted
@@ -30,6 +30,8 @@ from fewbit.sizes import counted
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
 """The results of `fewbit demo --all --seeds 5`; the file is part of a checkout, not of the package."""
 CURVE_POINTS = 30
+"""Largest number of points of a loss curve."""
+MOST_SEEDS = 100
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,25 @@ EVERY_ARM = {"bits": (1, 2, 3, 4), "everything": (2,), "average": (2,)}
 """The arms that `fewbit demo --all` trains, and that STORED contains."""
 
 
+def check_request(
+    bits: Sequence[int] = (),
+    everything: Sequence[int] = (),
+    average: Sequence[float] = (),
+    seeds: int = 1,
+) -> None:
+    """Raise InputError if an argument of `run_demo` is out of range."""
+    requested = (
+        ("bits", bits, 1, 8),
+        ("everything", everything, 1, 8),
+        ("average", average, 1, 8),
+        ("seeds", (seeds,), 1, MOST_SEEDS),
+    )
+    for name, numbers, least, most in requested:
+        for number in numbers:
+            if not least <= number <= most:
+                raise InputError(f"{name}: expected {least} to {most}, got {number!r}")
+
+
 def run_demo(
     bits: Sequence[int] = (3,),
     everything: Sequence[int] = (),
@@ -205,6 +226,7 @@ def run_demo(
     Raises:
         FewbitError: The text is too short.
     """
+    check_request(bits, everything, average, seeds)
     settings = settings or training.Settings()
     corpus = corpus or python_topics()
     choices = [Arm(each, 0, 0, (), 0.0) for each in (None, *dict.fromkeys(bits))]
@@ -287,7 +309,7 @@ def _stored(settings) -> dict | None:
 
 @contextmanager
 def one_thread():
-    """torch computes on one thread inside, and on as many as before afterwards."""
+    """Torch computes on one thread inside, and on as many as before afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -12,6 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from fewbit.demo.text import Corpus
 from fewbit.demo.transformer import CharTransformer
+from fewbit.errors import InputError
+
+MOST_STEPS = 100_000
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class Settings:
     warmup: float = 0.1
     clip: float = 1.0
     held_out_windows: int = 256
+
+    def __post_init__(self):
+        """Check the number of steps."""
+        if not 1 <= self.steps <= MOST_STEPS:
+            raise InputError(f"steps: expected 1 to {MOST_STEPS}, got {self.steps!r}")
 
 
 @dataclass(frozen=True)

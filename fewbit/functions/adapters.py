@@ -100,7 +100,9 @@ def _torch_pair(f: Callable, name: str) -> tuple[Flat, Flat]:
             leaf = torch.tensor(x, device="cpu", requires_grad=True)
             y = forward(leaf)
             if not y.requires_grad:
-                raise FunctionError(f"{name}: torch has no gradient for it; give derivative=")
+                raise FunctionError(
+                    f"{name}: torch has no gradient for it; pass derivative= to fewbit.solve"
+                )
             (slope,) = torch.autograd.grad(y.sum(), leaf)
         return slope.numpy()
 
@@ -143,6 +145,7 @@ def quiet() -> Iterator[None]:
 
 def any_shape(f: Flat) -> Callable[[np.ndarray], np.ndarray]:
     """Extend f from flat arrays to numbers and arrays of any shape."""
+
     def call(x: np.ndarray) -> np.ndarray:
         x = np.asarray(x, dtype=np.float64)
         if not x.size:

@@ -276,7 +276,8 @@ def _check_continuous(
     if found:
         x = min(found)
         raise FunctionError(
-            f"{name} jumps at x = {x!r}: expected a continuous function, or that point in kinks="
+            f"{name} jumps at x = {x!r}: expected a continuous function; choose a domain (--domain)"
+            " without that point, or pass it in kinks= to fewbit.solve"
         )
 
 
@@ -309,14 +310,16 @@ def _pieces(
             ) from None
         raise FunctionError(
             f"{name}: its numerical derivative is uncertain by more than {reason.allowed:.1e} near"
-            f" x = {reason.place!r}; give derivative= or kinks="
+            f" x = {reason.place!r}; choose another domain (--domain),"
+            " or pass derivative= or kinks= to fewbit.solve"
         ) from None
     if slope is None:
         _check_given(name, given, [x for x, first in found.items() if first == 1])
     kinks = sorted([*known, *found])
     if len(found) > _MAX_KINKS:
         raise FunctionError(
-            f"{name}: f' has more than {_MAX_KINKS} kinks on the domain; give kinks="
+            f"{name}: f' has more than {_MAX_KINKS} kinks on the domain; choose a smaller one"
+            " (--domain), or pass kinks= to fewbit.solve"
         )
     return kinks, panels
 
@@ -344,7 +347,9 @@ def _check_integral(name: str, f: Flat, slopes: Panels, given: bool) -> None:
     excess = error - (_INTEGRAL_TOLERANCE * steepest * (right - left) + rounding)
     worst = int(np.argmax(np.where(np.isnan(excess), np.inf, excess)))
     if not excess[worst] <= 0.0:
-        remedy = "check derivative= and kinks=" if given else "give kinks= or derivative="
+        remedy = "choose another domain (--domain), or pass kinks= or derivative= to fewbit.solve"
+        if given:
+            remedy = "check derivative= and kinks="
         raise FunctionError(
             f"{name}: its derivative does not integrate back to it on"
             f" [{float(left[worst])!r}, {float(right[worst])!r}] (off by {error[worst]:.1e}); {remedy}"

@@ -160,7 +160,7 @@ class Landscape:
         return joined.take(np.argsort(joined.left, kind="stable"))
 
     def end_values(self, left, right):
-        """f' at both ends of intervals, as the limit from inside where f' may jump."""
+        """F' at both ends of intervals, as the limit from inside where f' may jump."""
         jump_left = np.isin(left, self.kinks)
         jump_right = np.isin(right, self.kinks)
         return (

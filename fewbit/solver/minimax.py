@@ -47,7 +47,7 @@ def minimax_intervals(scape, cells, count, slopes):
 
 
 def largest_deviation(scape, cells, steps, levels):
-    """max |f' - levels[codes]| over the cells."""
+    """Max |f' - levels[codes]| over the cells."""
     parts = scape.split(cells, steps.breaks)
     level = levels[steps.codes[np.searchsorted(steps.breaks, 0.5 * (parts.left + parts.right))]]
     return float(np.maximum(np.abs(parts.lowest - level), np.abs(parts.highest - level)).max())

@@ -123,7 +123,7 @@ def crossing_points(scape, cells, cell, threshold):
 
 
 def slope_density(scape, cells, cell, at):
-    """w / |f''| at points inside cells, f'' by a difference that stays inside the cell."""
+    """W / |f''| at points inside cells, f'' by a difference that stays inside the cell."""
     left, right = cells.left[cell], cells.right[cell]
     step = np.minimum(1e-4 * np.maximum(1.0, np.abs(at)), 0.25 * (right - left))
     below, above = np.maximum(at - step, left), np.minimum(at + step, right)

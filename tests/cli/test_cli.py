@@ -18,8 +18,11 @@ import pytest
 from click.testing import CliRunner
 
 import fewbit
-from fewbit import cli, functions
+from fewbit import functions
 from fewbit.catalog import store
+from fewbit.catalog.listing import format_ranges
+from fewbit.cli import app
+from fewbit.cli.progress import Progress
 from fewbit.table import MOST_PIECES, Table, load_file, save_tables
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(*arguments, **kwargs):
     environment = {"COLUMNS": "80", **kwargs.pop("env", {})}
-    return CliRunner().invoke(cli.app, [*arguments], prog_name="fewbit", env=environment, **kwargs)
+    return CliRunner().invoke(app, [*arguments], prog_name="fewbit", env=environment, **kwargs)
 
 
 def succeed(*arguments, **kwargs):
@@ -237,7 +240,7 @@ def test_an_existing_file_is_refused_before_any_work(command, name, monkeypatch)
 
 
 def test_a_file_that_comes_meanwhile_is_refused_in_the_same_words(monkeypatch):
-    monkeypatch.setattr("fewbit.cli._check_output", lambda *_: None)
+    monkeypatch.setattr("fewbit.cli.options.check_writable", lambda *_: None)
     Path("gelu.json").write_text("mine")
     result = run("solve", "gelu", "--bits", "2", "-o", "gelu.json")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -284,7 +287,7 @@ ERRORS = [
     ("solve elu --bits 3 --param alpha=inf", "finite"),
     ("solve gelu --bits 3 --form steps", "'steps' is not one of 'levels', 'intervals'"),
     ("solve gelu --bits 3 --grid 2", "grid: expected an integer from 16 to 4194304, got 2"),
-    ("solve gelu --bits 3 --threads 0", "0 is not in the range x>=1"),
+    ("solve gelu --bits 3 --threads 0", "threads: expected an integer of at least 1, got 0"),
     ("solve gelu --bits 3 --objective unbiased --form intervals", "expected form levels"),
     ("solve relu_squared --bits 3 --tails pinned", "expected finite asymptotic slopes"),
     ("solve", "missing argument 'NAME'"),
@@ -307,6 +310,27 @@ ERRORS = [
     ("compare gelo", "did you mean gelu"),
     ("compare gelu --bits 9", "bits: expected an integer from 1 to 8, got 9"),
     ("compare gelu -o x.txt", "x.txt: expected a file name that ends in .csv or .json"),
+    (
+        "compare one.json",
+        "one.json: expected a function that 'fewbit list' shows, or package.module:name, got a",
+    ),
+    (
+        "solve a/b --bits 2",
+        "a/b: expected a function that 'fewbit list' shows, or package.module:name, got a file",
+    ),
+    (
+        "solve numpy.tan --bits 2",
+        "numpy.tan: expected a function that 'fewbit list' shows, or package.module:name",
+    ),
+    (
+        "show a.py",
+        "a.py: expected a function that 'fewbit list' shows, or a file of tables, which ends in .json",
+    ),
+    (
+        "plot a.py -o a.png",
+        "a.py: expected a function that 'fewbit list' shows, or a file of tables, which ends in",
+    ),
+    ("solve numpy:tan --bits 2", "choose a domain (--domain) without that point"),
     ("verify missing.json", "missing.json: expected a readable file"),
     ("verify broken.json", "broken.json: expected JSON"),
 ]
@@ -721,7 +745,7 @@ def test_list_as_json(shipped):
     ("numbers", "text"), [([], "-"), ([3], "3"), ([1, 2, 3], "1-3"), ([1, 2, 4, 6, 7], "1-2,4,6-7")]
 )
 def test_ranges(numbers, text):
-    assert cli._ranges(numbers) == text
+    assert format_ranges(numbers) == text
 
 
 def test_show_finds_the_shipped_table_without_solving(shipped, monkeypatch):
@@ -867,7 +891,7 @@ def test_the_checkout_and_the_package_run_the_same_app():
 
 def test_standalone_mode_leaves_errors_to_the_caller():
     with pytest.raises(fewbit.FunctionError):
-        cli.app(["solve", "gelo", "--bits", "3"], standalone_mode=False)
+        app(["solve", "gelo", "--bits", "3"], standalone_mode=False)
 
 
 # --- progress -----------------------------------------------------------------------------------
@@ -897,7 +921,7 @@ def patched(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(cli.Progress, "PATIENCE", 0.01)
+    monkeypatch.setattr(Progress, "PATIENCE", 0.01)
     return terminal
 
 
@@ -910,7 +934,7 @@ def wait_for(text, terminal):
 
 def test_a_bar_appears_on_a_terminal(monkeypatch):
     terminal = patched(monkeypatch)
-    with cli.Progress() as progress:
+    with Progress() as progress:
         progress("searching", 3, 7)
         assert wait_for("searching", terminal)
     threads = [thread.name for thread in threading.enumerate()]
@@ -921,16 +945,16 @@ def test_compiling_is_said(monkeypatch):
     from numba.core import event
 
     terminal = patched(monkeypatch)
-    with cli.Progress():
+    with Progress():
         with event.trigger_event("numba:compile"):
             assert wait_for("compiling the solver (first run only)", terminal)
 
 
 def test_nothing_appears_of_what_is_quick(monkeypatch):
     terminal = patched(monkeypatch)
-    monkeypatch.setattr(cli.Progress, "PATIENCE", 5)
+    monkeypatch.setattr(Progress, "PATIENCE", 5)
     started = time.monotonic()
-    with cli.Progress() as progress:
+    with Progress() as progress:
         progress("searching", 3, 7)
     assert terminal.text == ""
     assert time.monotonic() - started < 1
@@ -939,7 +963,7 @@ def test_nothing_appears_of_what_is_quick(monkeypatch):
 def test_nothing_appears_where_there_is_no_terminal(monkeypatch):
     terminal = patched(monkeypatch)
     monkeypatch.setattr(Terminal, "isatty", lambda self: False)
-    with cli.Progress() as progress:
+    with Progress() as progress:
         progress("searching", 3, 7)
         time.sleep(0.2)
     assert terminal.text == ""

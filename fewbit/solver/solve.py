@@ -115,7 +115,7 @@ def solve(
             f"{f.name}: the derivative is unbounded, so q saturates outside [{domain[0]:g}, {domain[1]:g}]",
             stacklevel=2,
         )
-    scape = survey(
+    landscape = survey(
         f.derivative,
         f.kinks,
         weight,
@@ -124,7 +124,7 @@ def solve(
         panels=f.panels,
         accuracy=f.accuracy,
     )
-    cells, atoms = _grid(grid, count, form, objective, scape)
+    cells, atoms = _grid(grid, count, form, objective, landscape)
     request = _Request(
         count=count,
         form=form,
@@ -134,7 +134,7 @@ def solve(
         refine=refine,
         effort=Effort(threads or thread_count(), progress or _silent),
     )
-    outcome = _METHODS[objective](scape, request, f)
+    outcome = _METHODS[objective](landscape, request, f)
     error, bound = outcome.error, min(outcome.lower_bound, outcome.error)
     if outcome.lower_bound > error * (1 + 1e-9) + 1e-28:
         raise SolveError(
@@ -206,24 +206,24 @@ class _Outcome:
     knots_error: float | None = None
 
 
-def _solve_mse(scape, request, f):
-    coarse, fine = _both_cells(scape, request.grid)
+def _solve_mse(landscape, request, f):
+    coarse, fine = _both_cells(landscape, request.grid)
     count = request.count
     if request.form == "levels":
         pinned = np.unique(request.slopes) if request.slopes else np.empty(0)
         relaxed = relax_levels(coarse, count, pinned, request.effort, request.atoms)
-        pieces = NearestPieces(scape, fine)
+        pieces = NearestPieces(landscape, fine)
         levels, fixed = relaxed.levels, relaxed.fixed
-        steps = nearest_steps(scape, fine, levels)
+        steps = nearest_steps(landscape, fine, levels)
     else:
         relaxed = relax_intervals(coarse, count, request.slopes, request.effort)
-        pieces = ContiguousPieces(scape, fine)
-        levels, fixed, steps = _contiguous_start(relaxed, scape, request.slopes is not None)
+        pieces = ContiguousPieces(landscape, fine)
+        levels, fixed, steps = _contiguous_start(relaxed, landscape, request.slopes is not None)
     if request.refine:
         solution = refine(pieces, levels, steps, fixed)
     else:
-        solution = Solution(levels, steps, totals(scape, fine, steps, levels).error, math.inf)
-    levels, steps = _finish(solution.levels, solution.steps, request, scape, f)
+        solution = Solution(levels, steps, totals(landscape, fine, steps, levels).error, math.inf)
+    levels, steps = _finish(solution.levels, solution.steps, request, landscape, f)
     return _Outcome(
         levels=levels,
         breaks=steps.breaks,
@@ -237,15 +237,15 @@ def _solve_mse(scape, request, f):
     )
 
 
-def _solve_minimax(scape, request, f):
-    _, cells = _both_cells(scape, request.grid)
+def _solve_minimax(landscape, request, f):
+    _, cells = _both_cells(landscape, request.grid)
     if request.form == "levels":
         pinned = np.unique(request.slopes) if request.slopes else np.empty(0)
-        levels, steps, bound = minimax_levels(scape, cells, request.count, pinned)
+        levels, steps, bound = minimax_levels(landscape, cells, request.count, pinned)
     else:
-        levels, steps, bound = minimax_intervals(scape, cells, request.count, request.slopes)
-    error = largest_deviation(scape, cells, steps, levels)
-    levels, steps = _finish(levels, steps, request, scape, f)
+        levels, steps, bound = minimax_intervals(landscape, cells, request.count, request.slopes)
+    error = largest_deviation(landscape, cells, steps, levels)
+    levels, steps = _finish(levels, steps, request, landscape, f)
     return _Outcome(
         levels=levels,
         breaks=steps.breaks,
@@ -259,15 +259,15 @@ def _solve_minimax(scape, request, f):
     )
 
 
-def _solve_unbiased(scape, request, f):
-    stand_in = build_stand_in(scape, request.count)
+def _solve_unbiased(landscape, request, f):
+    stand_in = build_stand_in(landscape, request.count)
     if np.ptp(stand_in.values) == 0:
         raise SolveError(
             f"objective unbiased: expected a derivative that varies, got the constant {stand_in.values[0]:g} "
             f"for {f.name} (objective mse is exact)"
         )
     smooth = replace(
-        scape, derivative=stand_in, kinks=np.unique(stand_in.points), extrema=np.empty(0)
+        landscape, derivative=stand_in, kinks=np.unique(stand_in.points), extrema=np.empty(0)
     )
     coarse, fine = _both_cells(smooth, request.grid)
     values = [stand_in.values.min(), stand_in.values.max(), *(request.slopes or ())]
@@ -281,7 +281,7 @@ def _solve_unbiased(scape, request, f):
     levels, residual = relaxed.levels, math.inf
     if request.refine:
         levels, residual = refine_unbiased(smooth, fine, levels, relaxed.fixed)
-    apart = replace(smooth, derivative=lambda x: scape.derivative(x) - stand_in(x))
+    apart = replace(smooth, derivative=lambda x: landscape.derivative(x) - stand_in(x))
     bias = apart.integrate(fine.left, fine.right).second_moment
     error = variance(smooth, fine, levels) + bias
     if request.slopes is not None:
@@ -295,7 +295,7 @@ def _solve_unbiased(scape, request, f):
         closed=closed,
         error=error,
         lower_bound=relaxed.lower_bound + bias,
-        scale=scape.integrate(fine.left, fine.right).second_moment,
+        scale=landscape.integrate(fine.left, fine.right).second_moment,
         mass=float(fine.mass.sum()),
         status=_status(request, residual, levels, fine),
         knots=knots,
@@ -306,20 +306,20 @@ def _solve_unbiased(scape, request, f):
 _METHODS = {"mse": _solve_mse, "minimax": _solve_minimax, "unbiased": _solve_unbiased}
 
 
-def _both_cells(scape, grid):
+def _both_cells(landscape, grid):
     """The cells of the discrete problem, and cells fine enough to integrate on."""
     if grid >= _FINE:
-        fine = scape.cells(grid)
+        fine = landscape.cells(grid)
         return fine, fine
     # The same integrals on both sides of the certificate: coarse cells are unions of fine ones.
-    fine = scape.cells(_FINE)
-    return merge(fine, scape.nodes(grid)), fine
+    fine = landscape.cells(_FINE)
+    return merge(fine, landscape.nodes(grid)), fine
 
 
-def _contiguous_start(relaxed, scape, pinned):
+def _contiguous_start(relaxed, landscape, pinned):
     """The discrete optimum without its empty pieces (pinned ones outside the domain stay)."""
     breaks, count = relaxed.breaks, len(relaxed.levels)
-    low, high = scape.domain
+    low, high = landscape.domain
     starts, stops = np.append(low, breaks), np.append(breaks, high)
     used = stops > starts
     used &= np.isfinite(relaxed.levels)
@@ -335,7 +335,7 @@ def _contiguous_start(relaxed, scape, pinned):
     return levels, fixed, steps
 
 
-def _finish(levels, steps, request, scape, f):
+def _finish(levels, steps, request, landscape, f):
     """Outermost pieces added where the domain ends without them; unused levels dropped.
 
     Pinned tails are such pieces, and so is the value that f' has at a kink on which the domain ends
@@ -344,7 +344,7 @@ def _finish(levels, steps, request, scape, f):
     breaks, codes = steps.breaks, steps.codes
     if request.slopes is not None and request.form == "levels":
         first, last = (int(np.argmin(np.abs(levels - s))) for s in request.slopes)
-        low, high = scape.domain
+        low, high = landscape.domain
         if codes[0] != first:
             breaks, codes = np.append(low, breaks), np.append(first, codes)
         if codes[-1] != last:
@@ -352,9 +352,11 @@ def _finish(levels, steps, request, scape, f):
     steps = Steps(breaks, codes, np.zeros(len(breaks)))
     steps, levels, _ = relabel(steps, levels, np.zeros(len(levels), bool))
     if request.slopes is None:
-        for end in scape.domain:
+        for end in landscape.domain:
             if end in f.kinks:
-                levels, steps = _with_end(levels, steps, request, end, end == scape.domain[1], f)
+                levels, steps = _with_end(
+                    levels, steps, request, end, end == landscape.domain[1], f
+                )
     return levels, steps
 
 
@@ -433,7 +435,7 @@ def _pinned_slopes(f, tails, count, form):
     return tuple(f.slopes)
 
 
-def _grid(grid, count, form, objective, scape):
+def _grid(grid, count, form, objective, landscape):
     """Return ``(cells, atoms)``: the number of cells of the grid, and the largest number of atoms, or None.
 
     In form levels all monotone pieces of f' share the levels, and each piece needs cells of its own. In form
@@ -444,7 +446,7 @@ def _grid(grid, count, form, objective, scape):
             raise SolveError(f"grid: expected an integer from 16 to {_MOST_CELLS}, got {grid!r}")
         return int(grid), None
     usual = max(_FINE, 256 * count)
-    pieces = 1 + len(scape.extrema) + len(scape.kinks)
+    pieces = 1 + len(landscape.extrema) + len(landscape.kinks)
     if pieces <= _FEW_PIECES or objective == "minimax":
         return usual, None
     if form == "intervals":

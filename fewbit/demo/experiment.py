@@ -244,7 +244,7 @@ def run_demo(
         seeds: Number of seeds; every arm is trained from every seed.
         settings: Settings of every training; by default those of STORED.
         corpus: The text; by default the help texts that Python ships.
-        progress: Called as ``progress(what, steps done, steps in all)``.
+        progress: Called as `progress(what, steps done, steps in all)`.
         processes: Number of trainings that run at a time, one thread each. Tensors are small, and with one thread the same
             seed gives the same losses on any number of cores.
 

@@ -78,7 +78,7 @@ def with_flat_pieces(
 
 
 def _is_straight(value: Flat, level: float, left: float, right: float) -> bool:
-    """Return whether f changes by ``level`` times the distance between neighboring samples, up to the rounding of both.
+    """Return whether f changes by `level` times the distance between neighboring samples, up to the rounding of both.
 
     The samples are an even mesh, and points around 0 that are dense on every scale, since a bend that is narrow in
     relation to the domain is most likely there.

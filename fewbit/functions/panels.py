@@ -26,7 +26,7 @@ _FEWER, _MORE = 20, 28
 _OVERLAP = 0.25
 _CAUTION = 4.0
 _OF_VALUES = 1e-8
-# Residuals of neighboring samples may differ by so many roundings of f besides what the error of f' allows.
+# Residuals of neighboring samples may differ by 8 rounding errors of f, plus the difference that the error of f' allows.
 _ROUNDINGS = 8.0
 _MOST_PANELS = 8192
 # Points that are evaluated at a time, so that their coefficients fit into the processor's cache.
@@ -274,7 +274,7 @@ class Side:
 
 
 def one_sided(f, near: float, far: float, allowed: float, order: int) -> Side | None:
-    """Interpolate f from ``near`` as far towards ``far`` as a single polynomial is accurate; None if none is."""
+    """Interpolate f from `near` as far towards `far` as one polynomial is accurate. Return None if none is."""
     ends = near + (far - near) * 0.5 ** np.arange(40.0)
     ends = ends[np.abs(ends - near) > 1e-12 * (1.0 + abs(near))]
     left, right = np.minimum(near, ends), np.maximum(near, ends)

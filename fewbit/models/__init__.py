@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from fewbit.errors import FewbitError
 
-# {family: (module, class or function that builds, names)}
+# The module, the class or function that builds, and the names of every family.
 _FAMILIES = {
     "ResNet": (
         "resnet",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fewbit.models.activations import relu
 
-# (growth rate, channels after the stem, dense layers of each block)
+# Growth rate, channels after the stem, and dense layers of the blocks.
 LAYERS = {
     "densenet121": (32, 64, (6, 12, 24, 16)),
     "densenet161": (48, 96, (6, 12, 36, 24)),

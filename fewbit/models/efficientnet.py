@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from fewbit.models.activations import silu
 
-# (width multiplier, depth multiplier, dropout before the classifier)
+# Width multiplier, depth multiplier, and dropout before the classifier.
 SCALES = {
     "efficientnet_b0": (1.0, 1.0, 0.2),
     "efficientnet_b3": (1.2, 1.4, 0.3),
     "efficientnet_b7": (2.0, 3.1, 0.5),
 }
-# (expansion, kernel, stride, input channels, output channels, layers) of each stage of B0
+# Expansion, kernel, stride, input channels, output channels and layers of the stages of B0.
 _STAGES = (
     (1, 3, 1, 32, 16, 1),
     (6, 3, 2, 16, 24, 2),

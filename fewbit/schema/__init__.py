@@ -40,7 +40,7 @@ def load(name: str) -> dict:
 
 
 def find_error(document, name: str) -> tuple[str, str] | None:
-    """Find the first place where a document does not satisfy a schema.
+    """Find the first place at which a document violates a schema.
 
     Args:
         document: Parsed JSON.

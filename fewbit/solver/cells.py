@@ -245,7 +245,7 @@ def _mesh(low, high, hints):
 
 
 def _inside_panels(panels, low, high):
-    """Return points dense enough to find every extremum of the polynomial between two neighbors of ``panels``."""
+    """Return points dense enough to find every extremum of the polynomial between two neighbors of `panels`."""
     edges = np.asarray(panels, dtype=np.float64)
     shares = 0.5 - 0.5 * np.cos(np.linspace(0.0, np.pi, _POINTS_PER_PANEL + 1))[:-1]
     points = np.append(edges[:-1, None] + np.diff(edges)[:, None] * shares, edges[-1:])

@@ -93,7 +93,7 @@ def run_layer(costs, columns, previous, rows, *, monge, slack=0, flip=-1, thread
 def _divide_threads(fixed, threads):
     *_, columns, previous, rows, slack, flip, out, best = fixed
     last = len(columns) - 1
-    # Divide and conquer looks at every column about log2(rows) times.
+    # Divide and conquer visits every column about log2(rows) times.
     if threads == 1 or (len(rows) + len(columns)) * 16 < _SERIAL_WORK:
         _divide(*fixed, 0, len(rows), 0, last)
         return

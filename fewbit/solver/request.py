@@ -40,7 +40,7 @@ def count_levels(bits, levels):
 
 
 def check_choice(name, value, choices):
-    """Raise SolveError if the value of an argument is not one of the strings in ``choices``."""
+    """Raise SolveError if the value of an argument is not one of the strings in `choices`."""
     if not (isinstance(value, str) and value in choices):
         raise SolveError(f"{name}: expected {' or '.join(choices)}, got {value!r}")
 

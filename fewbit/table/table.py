@@ -251,7 +251,7 @@ class Table:
 
     @property
     def exact(self) -> bool:
-        """Whether q equals f' on the domain, except on a set of weight 0."""
+        """True if q equals f' on the domain, except on a set of weight 0."""
         return self.error == 0.0
 
     @property

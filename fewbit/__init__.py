@@ -1,7 +1,7 @@
 """fewbit: train neural networks with a fraction of the activation memory.
 
-Names are imported on first use, so that the offline half (``fewbit.solve``, ``fewbit.Table``, the
-command line) never imports torch and works where torch is not installed.
+Names are imported on first use. The offline half (`fewbit.solve`, `fewbit.Table`, the command line) therefore never imports
+torch, and works without it.
 """
 
 import gc
@@ -84,7 +84,7 @@ __all__ = ["__version__", *sorted(_PACKAGES), *sorted(_HOME)]
 def __getattr__(name):
     if name not in _HOME and name not in _PACKAGES:
         raise AttributeError(f"module 'fewbit' has no attribute {name!r}")
-    # Importing leaves no garbage, and collections that scan all of torch's objects would take as long as the import.
+    # Imports leave no garbage, and a collection that scans all of torch's objects takes as long as the import.
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,48 +1,49 @@
-"""The exceptions fewbit raises on bad input; each message is one line: what was expected, what came."""
+"""The exceptions that fewbit raises for bad input. A message is one line: "expected ..., got ..."."""
 
 from fewbit.text import printable
 
 
 class FewbitError(ValueError):
-    """Base of every exception that fewbit raises on purpose. The message is always one printable line."""
+    """The base class of all exceptions that fewbit raises on purpose. The message is one printable line."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class FunctionError(FewbitError):
-    """An unknown function or parameter, or a callable that cannot be used."""
+    """Raised for an unknown function or parameter, or a callable that cannot be used."""
 
 
 class WeightError(FewbitError):
-    """A weight specification, density or file that cannot be used."""
+    """Raised for a weight, density or file of weights that cannot be used."""
 
 
 class SolveError(FewbitError):
-    """A request the solver cannot satisfy (bits, domain, objective, tails ...)."""
+    """Raised for a request that the solver cannot satisfy, such as impossible bits, domain, objective or tails."""
 
 
 class TableError(FewbitError):
-    """A table document that breaks its schema or its invariants."""
+    """Raised for a table whose document violates the schema, or whose fields contradict each other."""
 
 
 class InputError(FewbitError):
-    """A tensor or an argument of a layer that cannot be used."""
+    """Raised for a tensor or an argument that cannot be used."""
 
 
 class GradientError(FewbitError):
-    """A derivative that few-bit codes cannot give."""
+    """Raised for a derivative that cannot be computed from few-bit codes, such as a second one."""
 
 
 class BoundWarning(UserWarning):
-    """Gradients that are larger than the bound of policy="error-bound" allows."""
+    """Warns that a gradient error exceeds the bound of policy="error-bound"."""
 
 
 class OutputExistsError(FewbitError):
-    """Refusal to overwrite an existing file. Its one argument is the path."""
+    """Raised instead of overwriting an existing file. The only argument is the path."""
 
     @property
     def path(self):
+        """The path of the existing file."""
         return self.args[0]
 
     def __str__(self) -> str:

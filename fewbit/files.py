@@ -13,12 +13,12 @@ def check_writable(path: str | os.PathLike, force: bool = False) -> None:
     """Raise the errors of `write_atomic` that can be predicted, before the work that makes the data is done.
 
     Args:
-        path: the path of the file to write.
-        force: whether an existing file may be overwritten.
+        path: The path of the file to write.
+        force: Whether an existing file may be overwritten.
 
     Raises:
-        OutputExistsError: the path exists, and `force` is false.
-        FewbitError: the path is not a regular file, or its directory does not exist or is not writable.
+        OutputExistsError: The path exists, and `force` is false.
+        FewbitError: The path is not a regular file, or its directory does not exist or is not writable.
     """
     target = _target_of(path, force)
     if not target.parent.is_dir():
@@ -30,22 +30,22 @@ def check_writable(path: str | os.PathLike, force: bool = False) -> None:
 def write_atomic(
     path: str | os.PathLike, data: str | bytes, force: bool = False, *, follow_links: bool = True
 ) -> None:
-    """Write `data` completely or not at all; a reader sees the old file or the whole new one.
+    """Write `data` completely or not at all. A reader sees the old file or the whole new one.
 
     Without `force` an existing file is never overwritten, even if another process creates it meanwhile.
-    Whatever interrupts the write, no temporary file stays behind.
+    If the write is interrupted, the temporary file is removed.
 
     Args:
-        path: the path of the file.
-        data: bytes, or text, which is written as UTF-8.
-        force: whether an existing file may be overwritten.
-        follow_links: whether to write the file that a symbolic link points to; else the link itself is replaced.
-            Links in a path that the user names are followed. A path that fewbit names, as in the cache, is replaced:
-            who can make a link there must not choose which file is overwritten.
+        path: The path of the file.
+        data: Bytes, or text, which is written as UTF-8.
+        force: Whether an existing file may be overwritten.
+        follow_links: Whether to write the file that a symbolic link points to; else the link itself is replaced.
+            Links in a path that the user names are followed. In the cache, whose paths fewbit names, links are replaced,
+            so that nobody who can make a link there chooses which file is overwritten.
 
     Raises:
-        OutputExistsError: the path exists, and `force` is false.
-        FewbitError: the path is not a regular file, its directory does not exist or is not writable, or the disk is full.
+        OutputExistsError: The path exists, and `force` is false.
+        FewbitError: The path is not a regular file, its directory does not exist or is not writable, or the disk is full.
     """
     target = _target_of(path, force, follow_links)
     # The temporary file sits beside the target: a rename is atomic only within one file system.
@@ -70,17 +70,14 @@ def _target_of(path, force: bool, follow_links: bool = True) -> Path:
     try:
         target = Path(path).resolve() if follow_links else Path(path)
         try:
-            # A circle of links is an error here, if links are followed.
+            # If links are followed, a circle of links raises OSError here.
             mode = os.stat(target, follow_symlinks=follow_links).st_mode
         except FileNotFoundError:
             return target
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # for a circle of links, or a null character in the path
+    # RuntimeError means a circle of links, ValueError a null character in the path.
+    except (OSError, RuntimeError, ValueError) as error:
         raise _unwritable(path, error) from None
-    # Renaming over a device node would destroy it. A link is seen here only if it is to be replaced.
+    # Renaming over a device node would destroy the node. A link appears here only if links are replaced.
     if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         raise FewbitError(f"{path}: expected a path to a regular file, got something else")
     if not force:
@@ -94,7 +91,7 @@ def _unwritable(path, error: Exception) -> FewbitError:
 
 
 def _write_durably(path: Path, payload: bytes) -> None:
-    # os.open with 0o666 rather than tempfile: the result gets the permissions the user's umask asks for.
+    # os.open with 0o666, not tempfile, so that the file gets the permissions of the user's umask.
     descriptor = os.open(
         path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
     )
@@ -105,14 +102,13 @@ def _write_durably(path: Path, payload: bytes) -> None:
 
 
 def _publish_new(temporary: Path, target: Path) -> None:
-    """Give `temporary` the name `target`; FileExistsError if somebody has it already."""
+    """Rename `temporary` to `target`. Raises FileExistsError if `target` exists."""
     try:
         os.link(temporary, target)
     except FileExistsError:
         raise
-    except (
-        OSError
-    ):  # no hard links on this file system: reserve the name first, then move onto our own file
+    except OSError:
+        # The file system has no hard links. Creating an empty file reserves the name, and the rename replaces that file.
         os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         os.replace(temporary, target)
 
@@ -120,5 +116,5 @@ def _publish_new(temporary: Path, target: Path) -> None:
 def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
-    except OSError:  # the directory itself is missing or unreadable: there is nothing of ours in it
+    except OSError:  # the directory is missing or unreadable, so it contains no file of fewbit's
         pass

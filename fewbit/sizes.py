@@ -1,4 +1,4 @@
-"""Counts, and numbers of bytes, as people write them."""
+"""Counts and numbers of bytes in the form in which people write them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,30 @@ UNITS = {"B": 1, "KB": 2**10, "MB": MB, "GB": GB, "TB": 2**40}
 
 
 def counted(count: float, noun: str) -> str:
-    """`1 module`, `2 modules`, `3 batches`, `1.5 bits`."""
+    """Return a count with its noun, such as `1 module`, `3 batches` or `1.5 bits`."""
     ending = "es" if noun.endswith(("ch", "s")) else "s"
     number = f"{count:g}" if isinstance(count, float) else count
     return f"{number} {noun}{ending * (count != 1)}"
 
 
+def format_size(count: int) -> str:
+    """Return a number of bytes in the largest unit of which there is at least one, such as `32 GB` or `1.5 KB`."""
+    unit = max((name for name in UNITS if UNITS[name] <= count), key=UNITS.get, default="B")
+    return f"{count / UNITS[unit]:.4g} {unit}"
+
+
 def parse_size(text: str) -> int:
-    """``32GB``, ``11264 MB``, ``24GiB`` in bytes; units are powers of 1024. Raises FewbitError."""
+    """Parse a number of bytes.
+
+    Args:
+        text: A number and a unit, such as `32GB`, `11264 MB` or `24GiB`. Units are powers of 1024.
+
+    Returns:
+        The number of bytes, rounded down.
+
+    Raises:
+        FewbitError: The text has another form.
+    """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
     unit = match and match[2].upper().replace("I", "")
     if not match or unit not in UNITS or float(match[1]) <= 0:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """Escape every character that a terminal would interpret, or that a reader cannot see or could misread.
+    r"""Escape every character that a terminal would interpret, or that a reader cannot see or could misread.
 
     Control characters (also line breaks, terminal sequences), marks that change the direction of writing,
-    invisible and unassigned characters, and lone surrogates become escapes such as `\\x1b` and `\\u202e`.
+    invisible and unassigned characters, and lone surrogates become escapes such as `\x1b` and `\u202e`.
 
     Args:
-        text: any string.
+        text: Any string.
 
     Returns:
         One line that can be encoded in UTF-8; `text` itself if there is nothing to escape.

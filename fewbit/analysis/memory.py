@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from fewbit import models
 from fewbit.catalog.report import _Report
 from fewbit.errors import FewbitError
-from fewbit.sizes import GB, MB, UNITS, counted
+from fewbit.sizes import GB, MB, counted, format_size
 
 COPIES = 4  # parameters, gradients and the two moments of Adam
 IMAGE_SIZE = 256
@@ -224,7 +224,7 @@ class MemoryReport(_Report):
 
     @property
     def title(self):
-        device = f"{_size(self.device_bytes)} device"
+        device = f"{format_size(self.device_bytes)} device"
         if self._alone is None:
             return f"Memory of training and the largest batch on a {device}"
         each = self._alone
@@ -324,11 +324,6 @@ def _facts(each):
 
 def _mb(value):
     return f"{value / MB:.1f}"
-
-
-def _size(value):
-    unit = "GB" if value >= GB else "MB"
-    return f"{value / UNITS[unit]:.4g} {unit}"
 
 
 def memory(

@@ -1,5 +1,5 @@
-"""Which tables there are: shipped with the package, cached on disk or solved on demand.
+"""The tables that exist: shipped with the package, cached on disk or solved on demand.
 
-This folder also recomputes tables' errors to verify them, compares tables, and holds the figures of the papers. It may
+This folder also verifies tables by recomputing their errors, compares tables, and has the figures of the paper. It may
 import the solver and what the solver may import. It does not import torch.
 """

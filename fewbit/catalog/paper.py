@@ -1,4 +1,4 @@
-"""The figures that fewbit's tables are compared with, as they are printed.
+"""The figures of the paper that fewbit's tables are compared with, as they are printed.
 
 G. Novikov, D. Bershatsky, J. Gusak, A. Shonenkov, D. Dimitrov, I. Oseledets: Few-bit Backward:
 Quantized Gradients of Activation Functions for Memory Footprint Reduction. ICML 2023, PMLR 202.
@@ -12,7 +12,7 @@ from fewbit import functions
 
 CITATION = "Few-bit Backward (Novikov et al., ICML 2023), Table 3"
 
-# The integral of (f' - q)^2 over this domain, uniform weight, printed with four decimals.
+# The figures are the integral of (f' - q)^2 over this domain with uniform weight, printed with four decimals.
 DOMAIN = (-10.0, 10.0)
 DECIMALS = 4
 
@@ -26,24 +26,24 @@ TABLE_3 = {
     "softplus": {1: 0.2902, 2: 0.0541, 3: 0.0121, 4: 0.0029},
 }
 
-# The paper's equation (9) lets breaks lie on n + 1 points. It does not say how many it used for its
-# table; 1000 intervals give all of its digits. The optimum over all breaks is lower: it rounds to one
-# unit less in the last digit for SELU at one bit and SiLU at two.
+# In the paper's equation (9) breaks are on n + 1 points. The paper does not give n for its table; with n = 1000 all printed
+# digits are the same. The optimum over all breaks is lower: for SELU with one bit and SiLU with two it rounds to one unit
+# less in the last digit.
 CELLS = 1000
 
-# f' is even: the paper quantizes f'(|x|), 2^bits intervals on one half of the domain.
+# For functions with an even f' the paper quantizes f'(|x|), with 2^bits intervals on one half of the domain.
 PARITY = frozenset({"sigmoid", "tanh"})
 
 
 def printed_error(function, bits):
-    """The paper's figure for a function's canonical name, or None if it has none."""
+    """Return the paper's figure for the canonical name of a function, or None."""
     return TABLE_3.get(function, {}).get(bits)
 
 
 def counterpart(table):
-    """The paper's figure for exactly the problem that a table solves, or None.
+    """Return the paper's figure if the paper solves the same problem as a table, else None.
 
-    The same function and parameters, size, weight, domain and objective; either form.
+    The function, its parameters, the number of levels, weight, domain and objective must be the same. The form may differ.
     """
     printed = printed_error(table.function, table.bits)
     if printed is None or (
@@ -59,15 +59,22 @@ def counterpart(table):
 
 
 def same_digits(error, printed):
-    """Whether an error, rounded as the paper rounds, is the printed figure."""
+    """Return whether an error, rounded to the decimals of the paper, is the printed figure."""
     return round(error, DECIMALS) == printed
 
 
 def discrete_optimum(function, bits, cells=CELLS):
-    """The optimum of the paper's own discrete problem: 2^bits intervals that start and end on a grid.
+    """Solve the paper's discrete problem (eq. 9): 2^bits intervals with ends on a grid.
 
-    On the paper's domain, cut into ``cells`` equal parts; of |x| for a function in PARITY. Kinks are
-    to lie on the grid (those of the paper's functions are at 0), or the integrals lose accuracy.
+    Kinks must be on the grid, or the integrals lose accuracy; those of the paper's functions are at 0.
+
+    Args:
+        function: The canonical name of a function. If it is in PARITY, the intervals are those of |x|.
+        bits: The number of bits.
+        cells: The number of equal parts of the domain.
+
+    Returns:
+        The error, a float.
     """
     from fewbit.solver.partition import partition
 

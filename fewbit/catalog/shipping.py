@@ -1,7 +1,7 @@
-"""Making the shipped tables: ``python -m fewbit.catalog.shipping [NAME ...]`` (``make tables``).
+"""Make the shipped tables: `python -m fewbit.catalog.shipping [NAME ...]` (`make tables`).
 
-Every function at its default parameters, form ``levels`` at 1 to 8 bits under uniform and normal
-weight, and form ``intervals`` (the paper's) at 1 to 4 bits under uniform weight.
+For every function with default parameters there are tables of form "levels" with 1 to 8 bits and uniform and normal weight,
+and tables of form "intervals" (as in the paper) with 1 to 4 bits and uniform weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fewbit.table import load_file, save_tables
 
 
 def requests():
-    """The keyword arguments of every table shipped for one function."""
+    """Return the keyword arguments of `solve` for every table that is shipped for a function."""
     wanted = [("levels", "uniform", 8), ("levels", "normal", 8), ("intervals", "uniform", 4)]
     return [
         {"form": form, "weight": weight, "bits": bits}
@@ -28,17 +28,16 @@ def requests():
 
 
 def make(name, request):
-    """One table as it is shipped: without the time it took."""
+    """Solve a table, and return it without the solver's seconds, as it is shipped."""
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # unbounded derivatives are documented where tables are used
+        warnings.simplefilter("ignore")  # warnings about unbounded derivatives
         table = solve(name, **request)
     solver = {key: value for key, value in table.solver.items() if key != "seconds"}
     return replace(table, solver=solver)
 
 
 def main(names):
+    """Make the tables of the named functions, by default of all."""
     directory = tables_directory()
     for name in names or functions.names():
         name = functions.canonical(name)
@@ -51,8 +50,8 @@ def main(names):
 
 
 def _with_revisions(tables, shipped):
-    """A table whose numbers changed gets the next revision; one that did not stays as shipped."""
-    by_request = {(t.form, t.weight["kind"], t.bits): t for t in shipped}
+    """Return the tables with their revisions: the next one if the numbers of a table changed, else that of the shipped table."""
+    by_request = {(table.form, table.weight["kind"], table.bits): table for table in shipped}
     result = []
     for table in tables:
         old = by_request.get((table.form, table.weight["kind"], table.bits))

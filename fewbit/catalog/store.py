@@ -1,4 +1,4 @@
-"""Finding a table: shipped with the package, solved before and cached on disk, or solved now."""
+"""Find a table: shipped with the package, solved before and cached on disk, or solved now."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from fewbit.table import FORMS, OBJECTIVES, TAILS, Table, load_file
 from fewbit.text import printable
 
 CACHED = "fewbit.cached/1"
-"""The schema name of a cache file, which contains the arguments of a request and the table."""
+"""The schema of a cache file, which contains the arguments of a request and the table."""
 _unusable = set()
 
 
 def tables_directory():
-    """Where the shipped tables lie: the package ``fewbit.tables``, or ``tables/`` of a checkout."""
+    """Return the directory of the shipped tables: the package `fewbit.tables`, or `tables/` in a checkout."""
     installed = Path(__file__).parents[1] / "tables"
     return installed if installed.is_dir() else Path(__file__).parents[2] / "tables"
 
 
 def cache_directory():
-    """Return ``$FEWBIT_CACHE``, else the user's cache folder, which may not exist yet; None if the user has no home."""
+    """Return `$FEWBIT_CACHE`, else the user's cache folder, which may not exist yet; None if the user has no home."""
     if os.environ.get("FEWBIT_CACHE"):
         return Path(os.environ["FEWBIT_CACHE"])
     from platformdirs import user_cache_path
@@ -49,9 +49,16 @@ def cache_directory():
 
 @cache
 def shipped_tables(function):
-    """All shipped tables of a named function (an alias will do), as a tuple; empty if there are none.
+    """Return all shipped tables of a function.
 
-    Raises FunctionError for an unknown name.
+    Args:
+        function: A canonical name or an alias.
+
+    Returns:
+        A tuple of `fewbit.Table`, empty if no table is shipped.
+
+    Raises:
+        FunctionError: The name is unknown.
     """
     path = tables_directory() / f"{functions.canonical(function)}.json"
     return tuple(load_file(path)) if path.exists() else ()
@@ -69,10 +76,29 @@ def load_table(
     levels=None,
     parameters=None,
 ):
-    """The table for a function: a shipped one if there is one, else a cached one, else solved now.
+    """Return a table for a function: the shipped one if there is one, else a cached one, else a new one.
 
-    Arguments as for :func:`fewbit.solve`. A table of a named function that is not shipped (other
-    parameters, domain, objective ...) is solved on first use and kept in :func:`cache_directory`.
+    A table of a named function that is not shipped, because of other parameters, another domain or the like, is solved on
+    first use and stored in `cache_directory`.
+
+    Args:
+        function: As for `fewbit.solve`, as are all other arguments.
+        bits: 1 to 8.
+        form: "levels" or "intervals".
+        weight: The density of the error.
+        domain: The interval (a, b).
+        objective: "mse", "unbiased" or "minimax".
+        tails: "free" or "pinned".
+        levels: The number of levels, instead of `bits`.
+        parameters: Parameters of a named function.
+
+    Returns:
+        A `fewbit.Table`.
+
+    Raises:
+        FunctionError: The function cannot be used.
+        WeightError: The weight cannot be used.
+        SolveError: An argument is out of range, or the request cannot be satisfied.
     """
     count, all_bits = count_levels(bits, levels)
     check_choice("form", form, FORMS)
@@ -142,10 +168,10 @@ def _cached(name, asked, expected, solved):
     """Return the cached table if there is one. Else solve it, cache it if possible, and return it.
 
     Args:
-        name: the function's name, for the file name.
-        asked: all arguments of the request, JSON-ready; a cached file is used only if it contains the same ones.
+        name: The function's name, for the file name.
+        asked: All arguments of the request, which JSON can represent; a cached file must contain the same ones.
         expected: {field: value} that the cached table must have.
-        solved: a function without arguments that solves the table.
+        solved: A function without arguments that solves the table.
     """
     asked = json.loads(json.dumps(asked))
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
@@ -162,12 +188,8 @@ def _cached(name, asked, expected, solved):
             and len(table.levels) <= asked["levels"]
         ):
             return table
-    except (
-        FewbitError,
-        LookupError,
-        TypeError,
-    ):  # the file is missing, unreadable, damaged, or another kind of document
-        pass
+    except (FewbitError, LookupError, TypeError):
+        pass  # the file is missing, unreadable, damaged, or another kind of document
     table = solved()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +200,7 @@ def _cached(name, asked, expected, solved):
         if directory not in _unusable:  # warn once per directory
             _unusable.add(directory)
             reason = printable(str(error))
-            # If warnings are made errors, a training still goes on: the table is there.
+            # A training continues even if warnings are errors, since the table exists.
             with contextlib.suppress(UserWarning):
                 warnings.warn(f"the table was solved but not cached: {reason}", stacklevel=3)
     return table

@@ -1,28 +1,37 @@
-"""Recomputing what a table claims, by means other than those that made it.
+"""Recompute the errors that tables claim, by other means than the solver's.
 
-The solver integrates with Gauss-Legendre rules on its own cells; here every smooth stretch of the
-domain is integrated by SciPy's adaptive tanh-sinh quadrature.
+The solver integrates with Gauss-Legendre rules on its own cells. This module cuts the domain into intervals on which f', q
+and the weight are smooth, and integrates over each of them with SciPy's adaptive tanh-sinh quadrature.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from fewbit.errors import FewbitError, FunctionError, TableError
 from fewbit.table import describe_function, load_file
+from fewbit.text import printable
 
 TOLERANCE = 1e-6
-# Below this a claimed error is rounding: squared deviations of 1e-16 on a domain of width 20.
+"""Largest relative difference between a claimed and a recomputed error."""
+# A claimed error below this is rounding: squared deviations of 1e-16 on a domain of width 20.
 _ROUNDING = 1e-28
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One table of one file: the claim, what was recomputed, and the problems (none: it holds).
+    """The result of checking one table of a file.
 
-    ``unchecked`` says why the error could not be recomputed, which is no verdict on the claim.
+    Attributes:
+        path: The path of the file.
+        index: The table's place in the file, from 0.
+        table: The `fewbit.Table`.
+        recomputed: The recomputed error; None if it could not be recomputed.
+        problems: The claims that do not hold, one line for each.
+        unchecked: The reason if the error could not be recomputed, else None.
     """
 
     path: str
@@ -32,21 +41,44 @@ class Finding:
     problems: tuple[str, ...]
     unchecked: str | None = None
 
+    @property
+    def deviation(self):
+        """The relative difference between the claimed and the recomputed error; None if it is not defined."""
+        if self.recomputed is None or not self.table.error > 0:
+            return None
+        return abs(self.recomputed - self.table.error) / self.table.error
+
+    def record(self):
+        """Return the finding as a dict that JSON can represent."""
+        is_finite = self.recomputed is not None and math.isfinite(self.recomputed)
+        return {
+            "file": self.path,
+            "index": self.index,
+            "function": self.table.function,
+            "bits": self.table.bits,
+            "form": self.table.form,
+            "error": self.table.error,
+            "recomputed": self.recomputed if is_finite else None,
+            "holds": None if self.unchecked else not self.problems,
+            "problems": list(self.problems),
+            "unchecked": self.unchecked,
+        }
+
 
 def verify(path, *, function=None, weight=None):
-    """Check every table of a file: schema, recomputed error, bound, error never rising with bits.
+    """Check every table of a file: schema, error, relative error, lower bound, and that errors never rise with bits.
 
     Args:
-        path: the path of a file of tables.
-        function: a callable or `package.module:name`, for tables of a function that is not built in. A name in
+        path: The path of a file of tables.
+        function: A callable or `package.module:name`, for tables of a function that is not built in. A name in
             the file is never imported.
-        weight: the density, for tables whose weight is a callable.
+        weight: The density, for tables whose weight is a callable.
 
     Returns:
-        A list of :class:`Finding`, one for each table.
+        A list of `Finding`, one for each table.
 
     Raises:
-        TableError: the file is not a valid document, or contains no table.
+        TableError: The file is not a valid document, or contains no table.
         FunctionError: `function` cannot be used.
     """
     tables = load_file(path)
@@ -59,46 +91,77 @@ def verify(path, *, function=None, weight=None):
         ]
     findings = []
     for index, table in enumerate(tables):
-        problems = []
-        recomputed = unchecked = None
+        problems, recomputed, unchecked = [], None, None
         try:
-            recomputed, highest = _recomputed(table, weight)
+            found = _recompute(table, weight)
         except FewbitError as error:
             unchecked = f"the error cannot be recomputed: {error}"
         else:
-            allowed = TOLERANCE * table.error + _ROUNDING
-            # If f' is known only up to its accuracy, the claimed error may be larger than the recomputed one by that effect.
-            if not recomputed - allowed <= table.error <= highest + allowed:
-                problems.append(f"error: claimed {table.error:.9g}, recomputed {recomputed:.9g}")
-        better = [other for other in tables if _same_but_fewer_bits(other, table)]
-        for other in better:
-            if table.error > other.error * (1 + 1e-9):
-                problems.append(
-                    f"error rises with bits: {table.error:.6g} at {table.bits}, {other.error:.6g} at {other.bits}"
-                )
+            recomputed = found.error
+            problems += _wrong_errors(table, found)
+        problems += _rises(table, tables)
         findings.append(Finding(str(path), index, table, recomputed, tuple(problems), unchecked))
     return findings
 
 
 def recompute_error(table, weight=None):
-    """Recompute the error that :attr:`Table.error` claims, from f', q and w alone.
+    """Recompute the error of a table from f', q and w alone.
 
     Args:
-        table: a table with a known `activation`.
-        weight: the density, if the table's weight is a callable.
+        table: A table with a known `activation`.
+        weight: The density, if the table's weight is a callable.
 
     Returns:
         The error, a float.
 
     Raises:
-        FunctionError: the table's function is not known.
-        WeightError: the table's weight is a callable and `weight` is not given.
+        FunctionError: The table's function is not known.
+        WeightError: The table's weight is a callable and `weight` is not given.
     """
-    return _recomputed(table, weight)[0]
+    return _recompute(table, weight).error
 
 
-def _recomputed(table, weight=None):
-    """Return the recomputed error, and the largest value that ``f.accuracy`` allows for it."""
+@dataclass(frozen=True)
+class _Recomputed:
+    """A recomputed error; the largest error that the accuracy of f' allows; and the divisor of the relative error."""
+
+    error: float
+    highest: float
+    scale: float
+
+
+def _wrong_errors(table, found):
+    """Return a line if the claimed error does not hold, else one if the relative error does not."""
+
+    def holds(claimed, tolerance):
+        allowed = tolerance * claimed + _ROUNDING
+        # If f' is known only up to its accuracy, the claimed error may be larger than the recomputed one by that effect.
+        return found.error - allowed <= claimed <= found.highest + allowed
+
+    if not holds(table.error, TOLERANCE):
+        return [f"error: claimed {table.error:.9g}, recomputed {found.error:.9g}"]
+    is_root = table.objective != "minimax"
+    implied = table.relative_error ** (2 if is_root else 1) * found.scale
+    if holds(implied, 2 * TOLERANCE):
+        return []
+    share = found.error / found.scale if found.scale > 0 else 0.0
+    relative = math.sqrt(share) if is_root else share
+    return [f"relative_error: claimed {table.relative_error:.9g}, recomputed {relative:.9g}"]
+
+
+def _rises(table, tables):
+    """Return a line for each table of fewer bits whose error is smaller."""
+    names = ("function", "parameters", "form", "objective", "weight", "domain", "tails")
+    for other in tables:
+        is_alike = all(getattr(other, name) == getattr(table, name) for name in names)
+        if is_alike and other.bits < table.bits and table.error > other.error * (1 + 1e-9):
+            yield (
+                f"error rises with bits: {table.error:.6g} at {table.bits}, "
+                f"{other.error:.6g} at {other.bits}"
+            )
+
+
+def _recompute(table, weight=None):
     from fewbit.solver.certificate import widened
     from fewbit.solver.weight import make_weight
 
@@ -109,36 +172,32 @@ def _recomputed(table, weight=None):
         )
     is_callable = table.weight["kind"] == "callable"
     weight = make_weight(weight if is_callable and weight is not None else table.weight)
-    ends = _stretches(table, f, weight)
+    ends = _smooth_intervals(table, f, weight)
     if table.objective == "minimax":
         error, mass = _largest_deviation(table, f, weight, ends), 0.0
+        scale = _largest_slope(f, weight, ends)
     else:
         error = _integral(lambda x: _loss(table, f, x) * weight.density(x), ends)
         mass = _integral(weight.density, ends) if f.accuracy else 0.0
+        scale = _integral(lambda x: f.derivative(x) ** 2 * weight.density(x), ends)
     highest, _ = widened(error, 0.0, accuracy=f.accuracy, mass=mass, objective=table.objective)
-    return error, highest
+    return _Recomputed(error, highest, scale)
 
 
-def _same_but_fewer_bits(other, table):
-    same = ("function", "parameters", "form", "objective", "weight", "domain", "tails")
-    return other.bits < table.bits and all(
-        getattr(other, name) == getattr(table, name) for name in same
-    )
-
-
-def _stretches(table, f, weight):
-    """Points between which f', q and w are all smooth."""
+def _smooth_intervals(table, f, weight):
+    """Return ascending points between which f', q and w are smooth."""
     low, high = table.domain
     knots = table.knots.points if table.knots is not None else []
     points = np.concatenate([table.breaks, f.kinks, weight.edges(table.domain), knots, f.panels])
     inside = points[(points > low) & (points < high)]
-    # Adaptive quadrature alone could step over a narrow density.
+    # Adaptive quadrature could miss a narrow density without points of the density's own mesh.
     hints = weight.mesh(table.domain)[::20]
     hints = hints[(hints > low) & (hints < high)]
     return np.unique(np.concatenate([[low, high], inside, hints, np.linspace(low, high, 41)]))
 
 
 def _loss(table, f, x):
+    """Return the (expected) squared error at x."""
     slope = f.derivative(x)
     if table.objective != "unbiased":
         return (slope - table(x)) ** 2
@@ -149,14 +208,15 @@ def _loss(table, f, x):
 
 
 def _integral(integrand, ends):
+    """Integrate over [ends[0], ends[-1]]; the integrand is smooth between neighboring ends."""
     from scipy.integrate import tanhsinh
 
     def inside(x, left, right):
-        # The rule's outermost points round to the ends, where q may already have changed.
+        # The outermost points of the rule round to the ends, at which q may already have changed.
         return integrand(np.clip(x, np.nextafter(left, right), np.nextafter(right, left)))
 
     left, right = ends[:-1], ends[1:]
-    # A break beside a kink leaves a stretch of a few floats, too narrow for the rule's points.
+    # A break beside a kink leaves an interval of a few floats, which is too narrow for the points of the rule.
     wide = right - left > 1e-9 * (1 + np.abs(left))
     thin = ~wide
     rest = np.sum(integrand(0.5 * (left[thin] + right[thin])) * (right[thin] - left[thin]))
@@ -165,9 +225,79 @@ def _integral(integrand, ends):
     return float(np.sum(result.integral) + rest)
 
 
-def _largest_deviation(table, f, weight, ends):
-    left, right = ends[:-1], ends[1:]
+def _samples(left, right):
+    """Return 257 points of each open interval, (n, 257)."""
     x = left[:, None] + (right - left)[:, None] * np.linspace(0, 1, 257)
     x[:, 0], x[:, -1] = np.nextafter(left, right), np.nextafter(right, left)
+    return x
+
+
+def _largest_deviation(table, f, weight, ends):
+    x = _samples(ends[:-1], ends[1:])
     deviation = np.abs(f.derivative(x) - table(x))
     return float(deviation[weight.density(x) > 0].max())
+
+
+def _largest_slope(f, weight, ends):
+    """Return the largest |f'|. The second round samples the neighborhood of the first round's largest value."""
+    left, right = ends[:-1], ends[1:]
+    for _ in range(2):
+        x = _samples(left, right)
+        slope = np.where(weight.density(x) > 0, np.abs(f.derivative(x)), 0.0)
+        row, column = np.unravel_index(np.argmax(slope), slope.shape)
+        neighbors = x[row, max(column - 1, 0)], x[row, min(column + 1, x.shape[1] - 1)]
+        left, right = np.array(neighbors[:1]), np.array(neighbors[1:])
+    return float(slope.max())
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The findings of several files.
+
+    Attributes:
+        files: Pairs of a path (`pathlib.Path`) and the findings of that file.
+    """
+
+    files: tuple
+
+    @property
+    def findings(self):
+        """All findings, in the order of the files."""
+        return [finding for _, findings in self.files for finding in findings]
+
+    def records(self):
+        """Return a dict for each finding, which JSON can represent."""
+        return [finding.record() for finding in self.findings]
+
+    def __rich_console__(self, console, options):
+        from rich.text import Text
+
+        from fewbit.catalog.report import new_grid
+
+        grid = new_grid()
+        for column in ("file", "tables", "largest deviation", "result"):
+            right = column in ("tables", "largest deviation")
+            grid.add_column(column, justify="right" if right else "left", overflow="fold")
+        notes = []
+        for path, findings in self.files:
+            wrong = [f"tables[{f.index}]: {problem}" for f in findings for problem in f.problems]
+            unchecked = [f"tables[{f.index}]: {f.unchecked}" for f in findings if f.unchecked]
+            notes += [printable(f"{path.name}, {line}") for line in wrong + unchecked]
+            deviations = [f.deviation for f in findings if f.deviation is not None]
+            largest = f"{max(deviations):.1e}" if deviations else "-"
+            cells = Text(printable(path.name)), str(len(findings)), Text(largest)
+            grid.add_row(*cells, _verdict(len(wrong), len(unchecked)))
+        yield grid
+        if notes:
+            yield ""
+        yield from map(Text, notes)
+
+
+def _verdict(wrong, unchecked):
+    from rich.text import Text
+
+    if wrong:
+        return Text(f"{wrong} wrong", "red")
+    if unchecked:
+        return Text(f"{unchecked} not checked", "yellow")
+    return Text("holds", "green")

@@ -1,4 +1,4 @@
-"""The demo itself: the same training with exact and few-bit GELU, and what it shows, as plain data."""
+"""The experiment of the demo: the same training with exact and few-bit GELU, with its results as plain data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fewbit.convert.settings import ATTENTION_BITS
 from fewbit.demo import training
 from fewbit.demo.parallel import run_all
 from fewbit.demo.text import Corpus, python_topics
-from fewbit.errors import FewbitError
+from fewbit.errors import FewbitError, InputError
 from fewbit.nn import GELU
 from fewbit.runtime import backends
 from fewbit.sizes import counted
@@ -32,15 +32,22 @@ from fewbit.sizes import counted
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
 """The results of `fewbit demo --all --seeds 5`; the file is part of a checkout, not of the package."""
 CURVE_POINTS = 30
+"""Largest number of points of a loss curve."""
+MOST_SEEDS = 100
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One configuration. bits: None for torch.nn.GELU. Runs are in the order of the seeds.
+    """One configuration of the experiment.
 
-    everything: the whole model is compressed, with so many bits for quantized inputs (None: not), at that level.
-    activation_bytes, model_bytes: kept for backward in one step by the GELUs, and by the whole model (counted by
-    :func:`fewbit.saved_bytes`). seconds: of all its runs.
+    Attributes:
+        bits: Bits of few-bit GELUs; None for torch.nn.GELU.
+        activation_bytes: Bytes that the GELUs save for backward in one step, counted by `fewbit.saved_bytes`.
+        model_bytes: Bytes that the whole model saves.
+        runs: The runs in the order of the seeds.
+        seconds: The seconds of all runs.
+        everything: Bits of quantized inputs if the whole model is compressed, else None.
+        level: The level of the compression.
     """
 
     bits: int | None
@@ -53,6 +60,7 @@ class Arm:
 
     @property
     def name(self) -> str:
+        """The name of the arm in tables and pictures."""
         if self.everything is not None:
             start = "all" if self.level == "L2" else self.level
             return f"{start} {counted(self.everything, 'bit')}"
@@ -62,25 +70,27 @@ class Arm:
 
     @property
     def finals(self) -> list[float]:
+        """The final losses in the order of the seeds."""
         return [run.final for run in self.runs]
 
     @property
     def mean(self) -> float:
+        """The mean final loss."""
         return statistics.fmean(self.finals)
 
     @property
     def std(self) -> float | None:
-        """The sample standard deviation over seeds; None for one seed."""
+        """The sample standard deviation of the final losses; None for one seed."""
         return statistics.stdev(self.finals) if len(self.runs) > 1 else None
 
     def differences(self, exact: Arm) -> list[float]:
-        """Of the final losses, seed by seed."""
+        """Return the differences to the final losses of another arm, seed by seed."""
         return [ours - theirs for ours, theirs in zip(self.finals, exact.finals, strict=True)]
 
     def curve(self) -> tuple[list[float], list[float]]:
-        """(steps, mean training losses of the blocks of steps around them), over all seeds."""
+        """Return steps, and the mean training losses of blocks of steps around them, over all seeds."""
         losses = [
-            statistics.fmean(each) for each in zip(*(r.train for r in self.runs), strict=True)
+            statistics.fmean(step) for step in zip(*(run.train for run in self.runs), strict=True)
         ]
         size = max(1, len(losses) // CURVE_POINTS)
         blocks = [losses[i : i + size] for i in range(0, len(losses), size)]
@@ -90,7 +100,13 @@ class Arm:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """The standard deviation of exact's final loss over seeds, and where it comes from."""
+    """The standard deviation of the exact arm's final loss, with which differences are compared.
+
+    Attributes:
+        std: The standard deviation.
+        seeds: The number of seeds.
+        stored: Whether it comes from the stored results.
+    """
 
     std: float
     seeds: int
@@ -99,7 +115,15 @@ class Yardstick:
 
 @dataclass(frozen=True)
 class Demo:
-    """``arms``: the exact one first. ``stored``: the document at STORED if it is of these settings."""
+    """The results of the experiment.
+
+    Attributes:
+        settings: The settings of every run.
+        characters: The number of characters that are trained on.
+        backend: The name of the backend.
+        arms: The arms, the exact one first.
+        stored: The document at STORED if its settings are the same, else None.
+    """
 
     settings: training.Settings
     characters: int
@@ -109,19 +133,22 @@ class Demo:
 
     @property
     def exact(self) -> Arm:
+        """The arm with torch.nn.GELU."""
         return self.arms[0]
 
     @property
     def seeds(self) -> int:
+        """The number of seeds."""
         return len(self.exact.runs)
 
     @property
     def seconds(self) -> float:
+        """The seconds of all runs."""
         return sum(arm.seconds for arm in self.arms)
 
     @property
     def yardstick(self) -> Yardstick | None:
-        """From these runs if they have several seeds, else from the stored ones."""
+        """The yardstick from these runs if there are several seeds, else from the stored ones; None without those."""
         if self.exact.std is not None:
             return Yardstick(self.exact.std, self.seeds, stored=False)
         if self.stored is None:
@@ -129,13 +156,13 @@ class Demo:
         return Yardstick(self.stored["arms"][0]["std"], self.stored["seeds"], stored=True)
 
     def distance(self, arm: Arm) -> float | None:
-        """The mean difference to exact in standard deviations; None without a yardstick."""
+        """Return the mean difference to the exact arm in standard deviations; None without a yardstick."""
         if self.yardstick is None or self.yardstick.std == 0:
             return None
         return statistics.fmean(arm.differences(self.exact)) / self.yardstick.std
 
     def to_dict(self) -> dict:
-        """Everything as JSON-able values; losses in nats per character."""
+        """Return all results as values that JSON can represent. Losses are in nats per character."""
         return {
             "machine": {
                 "system": platform.platform(terse=True),
@@ -175,9 +202,28 @@ class Demo:
 
 
 ACTIVATION_BITS = 3
-"""Of GELU where everything is compressed."""
+"""Bits of GELUs in models that are compressed as a whole."""
 EVERY_ARM = {"bits": (1, 2, 3, 4), "everything": (2,), "average": (2,)}
 """The arms that `fewbit demo --all` trains, and that STORED contains."""
+
+
+def check_request(
+    bits: Sequence[int] = (),
+    everything: Sequence[int] = (),
+    average: Sequence[float] = (),
+    seeds: int = 1,
+) -> None:
+    """Raise InputError if an argument of `run_demo` is out of range."""
+    requested = (
+        ("bits", bits, 1, 8),
+        ("everything", everything, 1, 8),
+        ("average", average, 1, 8),
+        ("seeds", (seeds,), 1, MOST_SEEDS),
+    )
+    for name, numbers, least, most in requested:
+        for number in numbers:
+            if not least <= number <= most:
+                raise InputError(f"{name}: expected {least} to {most}, got {number!r}")
 
 
 def run_demo(
@@ -200,19 +246,20 @@ def run_demo(
         seeds: Number of seeds; every arm is trained from every seed.
         settings: Settings of every training; by default those of STORED.
         corpus: The text; by default the help texts that Python ships.
-        progress: Called as ``progress(what, steps done, steps in all)``.
+        progress: Called as `progress(what, steps done, steps in all)`.
         processes: Number of trainings that run at a time, one thread each. Tensors are small, and with one thread the same
             seed gives the same losses on any number of cores.
 
     Raises:
         FewbitError: The text is too short.
     """
+    check_request(bits, everything, average, seeds)
     settings = settings or training.Settings()
     corpus = corpus or python_topics()
-    choices = [Arm(each, 0, 0, (), 0.0) for each in (None, *dict.fromkeys(bits))]
-    for level, all_bits in (("L2", everything), ("L3", average)):
-        for each in dict.fromkeys(all_bits):
-            choices.append(Arm(ACTIVATION_BITS, 0, 0, (), 0.0, each, level))
+    choices = [Arm(gelu_bits, 0, 0, (), 0.0) for gelu_bits in (None, *dict.fromkeys(bits))]
+    for level, numbers in (("L2", everything), ("L3", average)):
+        for number in dict.fromkeys(numbers):
+            choices.append(Arm(ACTIVATION_BITS, 0, 0, (), 0.0, number, level))
     if len(corpus.train) <= settings.context or len(corpus.held_out) <= settings.context:
         raise FewbitError(f"corpus: expected more than {10 * settings.context} characters")
     tasks = [(arm, seed) for arm in choices for seed in range(seeds)]
@@ -268,7 +315,7 @@ def _arm(empty: Arm, results) -> Arm:
 
 
 def _counted(model, settings, corpus) -> tuple[int, int]:
-    """(bytes that the GELUs keep for backward in one step, bytes that the whole model keeps)."""
+    """Return the bytes that the GELUs and the whole model save for backward in one step."""
     characters, _ = corpus.held_out_batch(settings.batch, settings.context)
     kept = saved_bytes(model, characters)
     names = {name for name, module in model.named_modules() if isinstance(module, nn.GELU)}
@@ -276,7 +323,7 @@ def _counted(model, settings, corpus) -> tuple[int, int]:
 
 
 def _stored(settings) -> dict | None:
-    """The stored runs, if there are any of several seeds and these settings."""
+    """Return the stored results if they have these settings and several seeds, else None."""
     try:
         document = json.loads(STORED.read_text(encoding="utf-8"))
         fits = document["settings"] == asdict(settings) and document["arms"][0]["std"] is not None
@@ -287,7 +334,7 @@ def _stored(settings) -> dict | None:
 
 @contextmanager
 def one_thread():
-    """torch computes on one thread inside, and on as many as before afterwards."""
+    """Run a block with one thread in torch, and restore the number of threads afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -26,14 +26,14 @@ class Stopped(Exception):
 def run_all(
     work: Callable, tasks: Sequence, processes: int, progress: Callable[[int, int], None]
 ) -> list:
-    """Return ``[work(task, step) for task in tasks]``, computed in `processes` processes.
+    """Return `[work(task, step) for task in tasks]`, computed in several processes.
 
     Args:
-        work: Called with a task and a function ``step``; calls ``step(n)`` after step n. `work` is pickled if there are
+        work: Called with a task and a function `step`; calls `step(n)` after step n. `work` is pickled if there are
             several processes.
         tasks: Started in reverse order, so the slowest tasks should be last.
         processes: Number of processes. With 1 the tasks run in this process, in order.
-        progress: Called as ``progress(index of a task, number of steps done in that task)``, in this process.
+        progress: Called as `progress(index of a task, number of steps done in that task)`, in this process.
 
     Raises:
         FewbitError: A worker process was killed.

@@ -1,4 +1,4 @@
-"""One training run of the demo's transformer: what the demo, the study of tables and the tests share."""
+"""A training run of the demo's transformer, which the demo, benchmarks and tests share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,28 @@ from torch.nn.functional import cross_entropy
 
 from fewbit.demo.text import Corpus
 from fewbit.demo.transformer import CharTransformer
+from fewbit.errors import InputError
+
+MOST_STEPS = 100_000
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything about a run but its activation and seed. Windows of ``context`` characters."""
+    """The settings of a run, without activation and seed.
+
+    Attributes:
+        steps: Training steps, 1 to 100,000.
+        batch: Windows of a batch.
+        context: Characters of a window.
+        width: Width of the transformer.
+        depth: The number of blocks.
+        heads: Attention heads of a block.
+        learning_rate: The largest learning rate.
+        weight_decay: AdamW's weight decay.
+        warmup: Share of the steps with a growing learning rate.
+        clip: The largest norm of the gradient.
+        held_out_windows: Windows of the held-out text for the final loss.
+    """
 
     steps: int = 600
     batch: int = 32
@@ -30,12 +47,19 @@ class Settings:
     clip: float = 1.0
     held_out_windows: int = 256
 
+    def __post_init__(self):
+        if not 1 <= self.steps <= MOST_STEPS:
+            raise InputError(f"steps: expected 1 to {MOST_STEPS}, got {self.steps!r}")
+
 
 @dataclass(frozen=True)
 class Run:
-    """``train``: mean cross-entropy per character (nats) of each step's batch, before the step.
+    """The losses of a run: mean cross entropies per character, in nats.
 
-    ``final``: the same on the held-out windows, after the last step.
+    Attributes:
+        seed: The seed of weights and batches.
+        train: The loss of each step's batch before the step.
+        final: The loss on the held-out windows after the last step.
     """
 
     seed: int
@@ -44,7 +68,7 @@ class Run:
 
 
 def build(corpus: Corpus, settings: Settings, activation: Callable[[], nn.Module], seed: int):
-    """A fresh model: the same parameters for the same seed, whatever the activation."""
+    """Build a model. Its parameters depend on the seed, not on the activation."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return CharTransformer(
@@ -58,16 +82,16 @@ def build(corpus: Corpus, settings: Settings, activation: Callable[[], nn.Module
 
 
 def loss(model: nn.Module, characters, following) -> torch.Tensor:
-    """Mean cross-entropy per character, in nats."""
+    """Return the mean cross entropy per character, in nats."""
     return cross_entropy(model(characters).flatten(0, 1), following.flatten())
 
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, corpus: Corpus, settings: Settings) -> float:
-    """The mean loss over the fixed held-out windows."""
+    """Return the mean loss over the held-out windows."""
     model.eval()
     pairs = corpus.held_out_batch(settings.held_out_windows, settings.context)
-    chunks = zip(*(each.split(64) for each in pairs), strict=True)
+    chunks = zip(*(tensor.split(64) for tensor in pairs), strict=True)
     total = sum(loss(model, x, y).item() * len(x) for x, y in chunks)
     model.train()
     return total / settings.held_out_windows
@@ -80,10 +104,19 @@ def train(
     seed: int,
     progress: Callable[[int], None] = lambda step: None,
 ) -> Run:
-    """Trains in place with AdamW, a linear warm-up and a cosine to zero. progress: told each step done.
+    """Train a model in place with AdamW, a linear warm-up and a cosine to zero.
 
-    The batches, and the draws of unbiased tables, depend on the seed alone. torch's random state is
-    left as it was.
+    The batches and the draws of unbiased tables depend on the seed alone. torch's random state is restored.
+
+    Args:
+        model: The model.
+        corpus: The text.
+        settings: The settings.
+        seed: The seed of the batches.
+        progress: Called with the number of steps done after every step.
+
+    Returns:
+        The `Run`.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -109,7 +142,7 @@ def train(
 
 
 def _rate(step: int, settings: Settings) -> float:
-    """The learning rate of a step, as a share of its largest."""
+    """Return the learning rate of a step, relative to the largest one."""
     done = (step + 1) / settings.steps
     if done < settings.warmup:
         return done / settings.warmup

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Causal self-attention, then an MLP of four times the width, each normalized before and added."""
+    """Causal self-attention and an MLP of four times the width, both pre-norm and residual."""
 
     def __init__(self, width: int, heads: int, activation: Callable[[], nn.Module]):
         super().__init__()
@@ -23,7 +23,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (batch, context, width). Returns the same shape."""
+        """Return a tensor of the shape of x, (batch, context, width)."""
         x = x + self._attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
@@ -34,9 +34,15 @@ class Block(nn.Module):
 
 
 class CharTransformer(nn.Module):
-    """Characters (batch, context) int64 to logits (batch, context, vocabulary) of the next ones.
+    """A transformer that predicts the next character.
 
-    activation: makes the MLPs' activation module, e.g. ``torch.nn.GELU``.
+    Args:
+        vocabulary: The number of different characters.
+        context: The largest number of characters of a window.
+        width: Width of the residual stream.
+        depth: The number of blocks.
+        heads: Attention heads of a block.
+        activation: Called without arguments; returns the activation module of an MLP, such as `torch.nn.GELU`.
     """
 
     def __init__(
@@ -58,5 +64,6 @@ class CharTransformer(nn.Module):
             nn.init.normal_(embedding, std=0.02)  # as in GPT-2
 
     def forward(self, characters: Tensor) -> Tensor:
+        """Return the logits (batch, context, vocabulary) of the next characters for characters (batch, context) int64."""
         x = self.characters(characters) + self.positions[: characters.shape[1]]
         return self.head(self.norm(self.blocks(x)))

@@ -1,55 +1,55 @@
-"""Make a `Function` of a user's activation: find and check its derivative, kinks and slopes.
+"""Make a `Function` from a user's activation: find and check its derivative, kinks and slopes.
 
-The activation may be written in NumPy, in torch, or for single floats. This module finds:
+The activation may be written in NumPy, in torch, or for single floats. This module determines:
 
-- the derivative: the given one; else torch's autograd; else the derivative of a piecewise polynomial
-  that interpolates f (`fewbit.functions.panels`), with an estimated error of at most 1e-10 of max |f'|. The estimate assumes
-  that f has no feature that is narrower than two distances of its samples, each 1/131,072 of the domain,
-  and rounding of f may hide features of f' of some 2e-10 of max |f'|;
-- the kinks: the ones that are given; else a search of the domain. Jumps of an f' that can be
-  evaluated are exact to the float. Otherwise they are located where smooth fits of f from either
-  side meet, and rounded to a short decimal if that is closer than the error of the location.
-  Jumps of f'' are found the same way, so that f' is smooth between kinks;
-- the slopes: see `_slope`.
+- the derivative: the given one; else torch's autograd; else the derivative of a piecewise polynomial that interpolates f
+  (`fewbit.functions.panels`), with an estimated error of at most 1e-10 of max |f'|. The estimate assumes that f has no
+  feature that is narrower than two distances of its samples, which are 1/131,072 of the domain apart. Rounding of f can
+  hide features of f' of about 2e-10 of max |f'|;
+- the kinks: the given ones; else the result of a search of the domain. Jumps of an f' that can be evaluated are exact to
+  the float. Otherwise a kink is the point at which polynomials fitted on its two sides meet, rounded to a short decimal
+  if that is closer than the error of the location. Jumps of f'' are found the same way, so that f' is smooth between
+  kinks;
+- the slopes: see `fewbit.functions.numerical.limit_of_slope`.
 
-A derivative that is given or comes from autograd is checked against f: between any two neighbors of
-some 130,000 points its integral equals the change of f, within 1e-7 of max |f'| times the distance. It is
-then taken as exact: what a table certifies is its error for the given derivative.
+A derivative that is given or comes from autograd is compared with f: between any two neighbors of about 130,000 points
+its integral equals the change of f, within 1e-7 of max |f'| times the distance. It is then treated as exact: a table
+certifies its error for the given derivative.
 """
 
-import contextlib
-import copy
 import importlib
 import importlib.util
 import inspect
 import math
-import numbers
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from fewbit import functions
 from fewbit.errors import FunctionError
-from fewbit.functions import Function
+from fewbit.functions.adapters import Flat, adapted, any_shape
+from fewbit.functions.function import Function
 from fewbit.functions.kinks import find_bends, jumps, segments, wide_mesh
-from fewbit.functions.panels import RESOLUTION, Panels, Unresolved, slope_within
-from fewbit.text import one_line as _one_line
+from fewbit.functions.numerical import (
+    ACCURACY,
+    is_even,
+    limit_of_slope,
+    numerical_derivative,
+    with_flat_pieces,
+)
+from fewbit.functions.panels import RESOLUTION, Panels, Unresolved
+from fewbit.text import one_line
 
 __all__ = ["from_callable", "import_callable", "qualified_name", "resolve"]
 
 _DOMAIN = (-10.0, 10.0)
 _EPS = float(np.finfo(np.float64).eps)
-_ACCURACY = 1e-10  # largest estimated error of a numerical f', as a share of max |f'|
 _INTEGRAL_TOLERANCE = 1e-7  # times max |f'| and the length of the interval
-_ROUNDINGS = 8.0  # of f and of a line, that may separate the two at a sample
 _MAX_KINKS = 64
-_NARROWEST_DOMAIN = 1e-10  # as a share of its ends
-
-Flat = Callable[[np.ndarray], np.ndarray]  # 1-D float64 in, 1-D float64 of the same length out
+_NARROWEST_DOMAIN = 1e-10  # relative to the ends
 
 
 def resolve(
@@ -60,10 +60,17 @@ def resolve(
     kinks: Sequence[float] | None = None,
     domain: tuple[float, float] | None = None,
 ) -> Function:
-    """The Function meant by a name, an alias, "module:function", a callable or a Function.
+    """Return the Function for a name, an alias, "package.module:function", a callable or a Function.
 
-    `parameters` belong to names; `derivative` and `kinks` to callables; `domain` replaces the
-    function's own.
+    Args:
+        function: The name, callable or Function.
+        parameters: Parameters of a named function.
+        derivative: The derivative of a callable.
+        kinks: The kinks of a callable.
+        domain: Replaces the function's own domain.
+
+    Raises:
+        FunctionError: The function is unknown or cannot be used, or an argument does not go with its kind.
     """
     known = isinstance(function, Function) or (isinstance(function, str) and ":" not in function)
     if known and (derivative is not None or kinks is not None):
@@ -90,14 +97,21 @@ def from_callable(
     kinks: Sequence[float] | None = None,
     domain: tuple[float, float] = _DOMAIN,
 ) -> Function:
-    """The Function of an activation f (not of its derivative), checked on the domain.
+    """Return the Function of an activation f, after it is checked on the domain.
 
-    f and `derivative` take float64 NumPy arrays, torch tensors or single floats. A torch module is
-    copied, in float64 and evaluation mode. FunctionError if f is not pointwise, not finite or not
-    continuous on the domain, or if its derivative cannot be found to the promised accuracy.
+    Args:
+        f: The activation itself, not its derivative, for float64 NumPy arrays, torch tensors or single floats. A torch
+            module is copied, in float64 and evaluation mode.
+        name: The name; by default `qualified_name` of f.
+        derivative: f', if it is known, for the same kinds of arguments. It is compared with f to 1e-7 of max |f'|, and
+            then treated as exact. By default it is computed by autograd or numerically. At a kink a numerical derivative
+            is the limit from the left, and autograd's is the value of torch's backward.
+        kinks: The points at which f' is not smooth, if they are known.
+        domain: The interval on which f is checked.
 
-    A given `derivative` is compared with f to 1e-7 of max |f'| and then taken as exact.
-    At a kink a numerical derivative is the limit from the left; autograd's is what torch returns.
+    Raises:
+        FunctionError: f is not pointwise, not finite or not continuous on the domain, or its derivative cannot be
+            determined with an error of at most 1e-10 of max |f'|.
     """
     if not callable(f):
         raise FunctionError(f"expected a callable, got {type(f).__name__}")
@@ -105,9 +119,9 @@ def from_callable(
     low, high = domain = _checked_domain(domain)
     given = None if kinks is None else _checked_kinks(kinks)
 
-    value, slope = _adapted(f, name, domain)
+    value, slope = adapted(f, name, domain)
     if derivative is not None:
-        slope, _ = _adapted(derivative, f"the derivative of {name}", domain)
+        slope, _ = adapted(derivative, f"the derivative of {name}", domain)
     mesh = wide_mesh(low, high)
     _check_finite(name, value, mesh)
     _check_pointwise(name, value, mesh)
@@ -116,21 +130,21 @@ def from_callable(
     kinks, panels = _pieces(name, value, slope, given, domain)
     accuracy = 0.0
     if slope is None:
-        slope = _numerical(value, panels, domain)
-        slope, accuracy = _with_flat_pieces(value, slope, panels, segments(domain, kinks))
+        slope = numerical_derivative(value, panels, domain)
+        slope, accuracy = with_flat_pieces(value, slope, panels, segments(domain, kinks))
     else:
         _check_finite(f"the derivative of {name}", slope, mesh)
         _check_integral(name, value, panels, derivative is not None)
     return Function(
         name=name,
         parameters={},
-        value=_any_shape(value),
-        derivative=_any_shape(slope),
+        value=any_shape(value),
+        derivative=any_shape(slope),
         kinks=tuple(kinks),
-        slopes=(_slope(value, slope, -1.0), _slope(value, slope, 1.0)),
+        slopes=(limit_of_slope(value, slope, -1.0), limit_of_slope(value, slope, 1.0)),
         domain=domain,
         reference=f"the callable {name}",
-        even_derivative=_is_even(slope, kinks, domain, accuracy),
+        even_derivative=is_even(slope, kinks, domain, accuracy),
         accuracy=accuracy,
         panels=panels.edges,
     )
@@ -140,9 +154,14 @@ def from_callable(
 
 
 def import_callable(path: str) -> Callable:
-    """The object that "package.module:function" names; modules of the current directory count.
+    """Import a callable. This runs the code of its module.
 
-    Importing runs the module's code. The current directory stays on sys.path, as with python -m.
+    Args:
+        path: "package.module:function". Modules in the current directory are found too: the directory is added to
+            sys.path, as with python -m.
+
+    Raises:
+        FunctionError: The path has another form, the import fails, or the object is not callable.
     """
     module_name, colon, attribute = path.partition(":")
     if not (colon and module_name and attribute):
@@ -152,7 +171,7 @@ def import_callable(path: str) -> Callable:
     try:
         found = importlib.import_module(module_name)
     except Exception as error:  # a module may raise anything while it is imported
-        raise FunctionError(f"cannot import {module_name!r}: {_one_line(error)}") from error
+        raise FunctionError(f"cannot import {module_name!r}: {one_line(error)}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise FunctionError(f"{module_name!r} has no attribute {attribute!r}")
@@ -163,7 +182,15 @@ def import_callable(path: str) -> Callable:
 
 
 def misfit_of(f: Callable, arguments: int) -> str:
-    """Why f cannot be called with so many arguments, by position; "" if it can, or does not tell, as some built-in functions."""
+    """Explain why f does not accept a number of positional arguments.
+
+    Args:
+        f: A callable.
+        arguments: The number of arguments.
+
+    Returns:
+        The explanation, or "" if f accepts them or has no signature, as some built-in functions.
+    """
     try:
         inspect.signature(f).bind(*[None] * arguments)
     except TypeError as error:
@@ -174,7 +201,7 @@ def misfit_of(f: Callable, arguments: int) -> str:
 
 
 def qualified_name(f: object) -> str:
-    """The path by which `import_callable` finds f again, else its bare name, else "callable"."""
+    """Return the path with which `import_callable` finds f, else the bare name of f, else "callable"."""
     bare = getattr(f, "__name__", None)
     module_name = getattr(f, "__module__", None)
     # __main__ is another module in the next process.
@@ -190,140 +217,6 @@ def _lookup(module_name: str, attribute: str) -> object:
     for part in attribute.split("."):
         found = getattr(found, part, None)
     return found
-
-
-# --- calling the user's code --------------------------------------------------------------------
-
-
-def _adapted(f: Callable, name: str, domain: tuple[float, float]) -> tuple[Flat, Flat | None]:
-    """f on flat float64 arrays, and its autograd derivative when f is torch's."""
-    if _is_torch_module(f):
-        return _torch_pair(copy.deepcopy(f).double().eval(), name)
-    probe = np.linspace(*domain, 7)
-    refusals = []
-    for kind, attempt in (
-        ("an array", _as_array),
-        ("a float", _as_scalar),
-        ("a tensor", _as_tensor),
-    ):
-        try:
-            with _quiet():
-                return attempt(f, name, probe)
-        except FunctionError:
-            raise
-        except Exception as error:  # noqa: BLE001, whatever f raises, the next kind may work
-            refusals.append(f"{kind} ({_one_line(error)})")
-    raise FunctionError(f"{name} accepts none of: {', '.join(refusals)}")
-
-
-def _as_array(f: Callable, name: str, probe: np.ndarray) -> tuple[Flat, None]:
-    def value(x: np.ndarray) -> np.ndarray:
-        y = _called(f, name, x.copy())
-        if not isinstance(y, (np.ndarray, np.generic, numbers.Number)):
-            raise FunctionError(f"{name}: expected an array, got {type(y).__name__}")
-        y = np.asarray(y)
-        _check_output(name, x.shape, y.shape, y.dtype == np.float64, y.dtype)
-        return y
-
-    # Anything but numbers (a tensor, say) is left to the other attempts.
-    if not isinstance(f(probe.copy()), (np.ndarray, np.generic, numbers.Number)):
-        raise TypeError("the result is no array")
-    value(probe)
-    return value, None
-
-
-def _as_scalar(f: Callable, name: str, probe: np.ndarray) -> tuple[Flat, None]:
-    def one(x: float) -> float:
-        try:
-            return float(f(float(x)))
-        except (OverflowError, ValueError, ZeroDivisionError):
-            # An overflow inside f, such as exp(-x) in a sigmoid, does not mean that f itself is infinite there.
-            return math.nan
-
-    first = f(float(probe[-1]))
-    if not isinstance(first, numbers.Real) or isinstance(first, bool):
-        raise TypeError(f"the result is {type(first).__name__}, not a number")
-    many = np.vectorize(one, otypes=[np.float64])
-    return lambda x: _called(many, name, x), None
-
-
-def _as_tensor(f: Callable, name: str, probe: np.ndarray) -> tuple[Flat, Flat]:
-    if importlib.util.find_spec("torch") is None:
-        raise ImportError("torch is not installed")
-    import torch
-
-    f(torch.tensor(probe))
-    return _torch_pair(f, name)
-
-
-def _torch_pair(f: Callable, name: str) -> tuple[Flat, Flat]:
-    import torch
-
-    def forward(x: "torch.Tensor") -> "torch.Tensor":
-        y = _called(f, name, x.clone())  # the clone may be changed in place
-        if not isinstance(y, torch.Tensor):
-            raise FunctionError(f"{name}: expected a tensor, got {type(y).__name__}")
-        _check_output(name, tuple(x.shape), tuple(y.shape), y.dtype == torch.float64, y.dtype)
-        return y
-
-    def value(x: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            return forward(torch.tensor(x, device="cpu")).cpu().numpy()
-
-    def gradient(x: np.ndarray) -> np.ndarray:
-        with torch.enable_grad():
-            leaf = torch.tensor(x, device="cpu", requires_grad=True)
-            y = forward(leaf)
-            if not y.requires_grad:
-                raise FunctionError(f"{name}: torch has no gradient for it; give derivative=")
-            (slope,) = torch.autograd.grad(y.sum(), leaf)
-        return slope.numpy()
-
-    return value, gradient
-
-
-def _is_torch_module(f: object) -> bool:
-    torch = sys.modules.get("torch")  # no instance exists unless torch is imported
-    return torch is not None and isinstance(f, torch.nn.Module)
-
-
-def _called(f: Callable, name: str, x: object) -> object:
-    try:
-        with _quiet():
-            return f(x)
-    except FunctionError:
-        raise
-    except Exception as error:
-        raise FunctionError(f"{name} raised {_one_line(error)}") from error
-
-
-def _check_output(
-    name: str, expected: tuple, shape: tuple, is_float64: bool, dtype: object
-) -> None:
-    if shape != expected:
-        raise FunctionError(
-            f"{name}: expected a result of the input's shape {expected}, got {shape}"
-        )
-    if not is_float64:
-        raise FunctionError(f"{name}: expected float64 for float64, got {dtype}")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _any_shape(f: Flat) -> Callable[[np.ndarray], np.ndarray]:
-    def call(x: np.ndarray) -> np.ndarray:
-        x = np.asarray(x, dtype=np.float64)
-        if not x.size:
-            return np.empty(x.shape)
-        with _quiet():
-            return f(x.ravel()).reshape(x.shape)[()]
-
-    return call
 
 
 # --- checks -------------------------------------------------------------------------------------
@@ -365,7 +258,7 @@ def _check_finite(name: str, f: Flat, mesh: np.ndarray) -> None:
 
 
 def _check_pointwise(name: str, f: Flat, mesh: np.ndarray) -> None:
-    """Each result depends on its own element only, and does not change from call to call."""
+    """Raise FunctionError if a result depends on other elements, or changes from call to call."""
     y, part = f(mesh), f(mesh[::3])
     bad = np.flatnonzero(np.abs(y[::3] - part) > 1e-12 * np.max(np.abs(y)))
     if bad.size:
@@ -383,7 +276,8 @@ def _check_continuous(
     if found:
         x = min(found)
         raise FunctionError(
-            f"{name} jumps at x = {x!r}: expected a continuous function, or that point in kinks="
+            f"{name} jumps at x = {x!r}: expected a continuous function; choose a domain (--domain)"
+            " without that point, or pass it in kinks= to fewbit.solve"
         )
 
 
@@ -406,7 +300,7 @@ def _pieces(
         _check_finite(f"the derivative of {name}", slope, np.array([*known, *domain]))
     try:
         found, panels = find_bends(
-            value if slope is None else slope, known, domain, _ACCURACY, order=int(slope is None)
+            value if slope is None else slope, known, domain, ACCURACY, order=int(slope is None)
         )
     except Unresolved as reason:
         if slope is not None:
@@ -416,14 +310,16 @@ def _pieces(
             ) from None
         raise FunctionError(
             f"{name}: its numerical derivative is uncertain by more than {reason.allowed:.1e} near"
-            f" x = {reason.place!r}; give derivative= or kinks="
+            f" x = {reason.place!r}; choose another domain (--domain),"
+            " or pass derivative= or kinks= to fewbit.solve"
         ) from None
     if slope is None:
         _check_given(name, given, [x for x, first in found.items() if first == 1])
     kinks = sorted([*known, *found])
     if len(found) > _MAX_KINKS:
         raise FunctionError(
-            f"{name}: f' has more than {_MAX_KINKS} kinks on the domain; give kinks="
+            f"{name}: f' has more than {_MAX_KINKS} kinks on the domain; choose a smaller one"
+            " (--domain), or pass kinks= to fewbit.solve"
         )
     return kinks, panels
 
@@ -451,135 +347,10 @@ def _check_integral(name: str, f: Flat, slopes: Panels, given: bool) -> None:
     excess = error - (_INTEGRAL_TOLERANCE * steepest * (right - left) + rounding)
     worst = int(np.argmax(np.where(np.isnan(excess), np.inf, excess)))
     if not excess[worst] <= 0.0:
-        remedy = "check derivative= and kinks=" if given else "give kinks= or derivative="
+        remedy = "choose another domain (--domain), or pass kinks= or derivative= to fewbit.solve"
+        if given:
+            remedy = "check derivative= and kinks="
         raise FunctionError(
             f"{name}: its derivative does not integrate back to it on"
             f" [{float(left[worst])!r}, {float(right[worst])!r}] (off by {error[worst]:.1e}); {remedy}"
         )
-
-
-# --- the numerical derivative -------------------------------------------------------------------
-
-
-def _numerical(f: Flat, panels: Panels, domain: tuple[float, float]) -> Flat:
-    """Return f', on the domain from the panels of f, beyond it interpolated around each point, without an error bound."""
-    low, high = domain
-    slopes = panels.derivative()
-
-    def slope(x: np.ndarray) -> np.ndarray:
-        found = slopes(np.clip(x, low, high))
-        beyond = (x < low) | (x > high)
-        if beyond.any():
-            far = x[beyond]
-            reach = np.maximum(0.25, np.abs(far) / 16.0)
-            start = np.where(far > high, np.maximum(high, far - reach), far - reach)
-            end = np.where(far < low, np.minimum(low, far + reach), far + reach)
-            with _quiet():
-                found[beyond] = slope_within(f, start, end, far)
-        return found
-
-    return slope
-
-
-def _with_flat_pieces(
-    value: Flat, slope: Flat, panels: Panels, pieces: list[tuple[float, float]]
-) -> tuple[Flat, float]:
-    """Return slope, made exactly constant on every piece on which f is a straight line, and its accuracy.
-
-    Otherwise the solver would fit the rounding noise of numerical differentiation, and a function such as
-    max(0, x) would get no exact table.
-    """
-    flat = []
-    accuracy = panels.error
-    largest = panels.derivative().largest()
-    points = panels.points(32)
-    for left, right in pieces:
-        x = points[(points >= left) & (points <= right)]
-        sample, size = slope(x), np.abs(value(x)).max() + np.abs(x).max()
-        level = float(np.median(sample))
-        # The largest error that rounding in f causes in a polynomial's slope, at the polynomial's ends.
-        rounding = 16384.0 * _EPS * max(float(size) / (right - left), abs(level))
-        if np.abs(sample - level).max() <= min(accuracy, rounding, _ACCURACY * largest):
-            ends = np.array([left, right])
-            level = _short(float(np.diff(value(ends))[0] / (right - left)), rounding)
-            if _is_straight(value, level, left, right):
-                flat.append((left, right, level))
-    if not flat:
-        return slope, accuracy
-
-    def cleaned(x: np.ndarray) -> np.ndarray:
-        found = slope(x)
-        for left, right, level in flat:
-            # A piece ends one float before its kink, and has the kink itself.
-            end = right if right == pieces[-1][1] else math.nextafter(right, math.inf)
-            found = np.where((x >= left) & (x <= end), level, found)
-        return found
-
-    return cleaned, accuracy if len(flat) < len(pieces) else 0.0
-
-
-def _is_straight(value: Flat, level: float, left: float, right: float) -> bool:
-    """Return whether f changes by ``level`` times the distance between neighboring samples, up to the rounding of both.
-
-    The samples are an even mesh, and points around 0 that are dense on every scale, since a bend that is narrow in
-    relation to the domain is most likely there.
-    """
-    near = np.geomspace(1e-12, max(-left, right), 1025)
-    x = np.concatenate([np.linspace(left, right, RESOLUTION), -near, near])
-    x = np.unique(x[(x >= left) & (x <= right)])
-    y, line = value(x), level * x
-    size = np.abs(y) + np.abs(line)
-    # An end may be a kink, whose place is known up to the rounding of all of f only.
-    size[[0, -1]] = size.max()
-    change = np.abs(np.diff(y - line))
-    return bool((change <= _ROUNDINGS * _EPS * (size[1:] + size[:-1])).all())
-
-
-# --- what else a solver wants to know -----------------------------------------------------------
-
-
-def _slope(value: Flat, slope: Flat, sign: float) -> float:
-    """Return the limit of f' at sign * infinity, estimated from f' at 1e3, 1e4, 1e5 and 1e6.
-
-    If the four values settle, or their Aitken extrapolations agree, and f' at other points is close to that
-    limit, the limit is returned. If the values keep growing, or f overflows, the result is an infinity; else nan.
-    """
-    x = sign * np.array([1e3, 1e4, 1e5, 1e6])
-    between = sign * 1e5 * np.sqrt([3.0, 19.0, 61.0, 211.0, 1117.0])
-    try:
-        g, y, others = slope(x), value(x), slope(between)
-    except FunctionError:  # f need not work that far out
-        return math.nan
-    if np.isinf(g[0]) or np.isinf(y[0]):
-        return float(g[0]) if np.isinf(g[0]) else float(sign * y[0])
-    if not np.isfinite(g).all():
-        return math.nan
-    steps, scale = np.diff(g), max(1.0, abs(float(g[-1])))
-    limit = math.nan
-    if np.all(np.abs(steps[1:]) <= 1e-9 * scale):
-        limit = _short(float(g[-1]), 1e-9)
-    elif np.all(np.abs(steps[1:]) <= 0.5 * np.abs(steps[:-1])):
-        limits = g[2:] - steps[1:] ** 2 / (steps[1:] - steps[:-1])
-        if abs(limits[1] - limits[0]) <= 1e-6 * scale:
-            limit = _short(float(limits[1]), 1e-9)
-    if np.all(np.abs(others - limit) <= abs(g[2] - limit) + 1e-9 * scale):
-        return limit
-    same_way = np.all(steps * steps[0] > 0) and abs(g[-1]) > abs(g[0])
-    if same_way and np.all(np.abs(steps[1:]) >= 0.9 * np.abs(steps[:-1])):
-        return math.copysign(math.inf, g[-1])
-    return math.nan
-
-
-def _short(x: float, within: float) -> float:
-    """Return x rounded to six decimals if this changes x by at most `within`, else x."""
-    return round(x, 6) + 0.0 if abs(round(x, 6) - x) <= within else x
-
-
-def _is_even(slope: Flat, kinks: list[float], domain: tuple[float, float], accuracy: float) -> bool:
-    """Return whether f'(-x) equals f'(x) on a mesh. Kinks are left out, since f' has two limits there."""
-    if domain[0] != -domain[1] or kinks != sorted(-kink + 0.0 for kink in kinks):
-        return False
-    x = np.setdiff1d(wide_mesh(0.0, domain[1]), np.abs(kinks))
-    right, left = slope(x), slope(-x)
-    allowed = max(1e-12 * float(np.max(np.abs(right))), 2.0 * accuracy)
-    return bool(np.max(np.abs(right - left)) <= allowed)

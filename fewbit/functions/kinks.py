@@ -49,7 +49,7 @@ def wide_mesh(low: float, high: float) -> np.ndarray:
 
 
 def jumps(g: Flat, low: float, high: float, least: float | None = None) -> list[float]:
-    """Find the points at which g jumps by more than ``least`` (default: 1e-7 of max |g|), exact to the float.
+    """Find the points at which g jumps by more than `least` (default: 1e-7 of max |g|), exact to the float.
 
     Every mesh interval is halved towards the larger difference of g. If g is smooth the difference
     tends to 0; at a jump it remains until the ends of the interval are adjacent floats. The function
@@ -97,12 +97,12 @@ def _between(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 def find_bends(
     g: Flat, known: Sequence[float], domain: tuple[float, float], accuracy: float, *, order: int
 ) -> tuple[dict[float, int], Panels]:
-    """Find where a derivative of g jumps, besides the known points.
+    """Find the points at which a derivative of g jumps, besides the known points.
 
     Args:
         g: A function that is continuous between the known points.
         known: Points that g need not be smooth across.
-        domain: Where to look.
+        domain: The interval to search.
         accuracy: The `tolerance` of `resolve_panels`.
         order: 1 if g is to be differentiated, else 0.
 

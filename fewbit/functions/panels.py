@@ -26,7 +26,7 @@ _FEWER, _MORE = 20, 28
 _OVERLAP = 0.25
 _CAUTION = 4.0
 _OF_VALUES = 1e-8
-# Residuals of neighboring samples may differ by so many roundings of f besides what the error of f' allows.
+# Residuals of neighboring samples may differ by 8 rounding errors of f, plus the difference that the error of f' allows.
 _ROUNDINGS = 8.0
 _MOST_PANELS = 8192
 # Points that are evaluated at a time, so that their coefficients fit into the processor's cache.
@@ -38,6 +38,7 @@ class Unresolved(Exception):
     """Raised if f cannot be resolved at a place; has the place and the allowed error."""
 
     def __init__(self, place: float, allowed: float):
+        """Store the place, and the error that is allowed there."""
         super().__init__(place, allowed)
         self.place, self.allowed = place, allowed
 
@@ -149,67 +150,89 @@ def resolve_panels(
     Raises:
         Unresolved: If a panel would have to be narrower than floats allow, or more than 8,192 panels would be needed.
     """
-    samples, values, spacing = _sampled(f, segments)
-    scale = _scale(samples, values, segments, order)
-    variation = float(np.ptp(values)) if order else np.inf
-    extent = segments[-1][1] - segments[0][0]
+    judge = _Judge(f, segments, tolerance, order, narrowest)
     left, right = (np.array(ends) for ends in zip(*segments, strict=True))
     low, high = left, right
     kept: list[tuple[np.ndarray, ...]] = []
     count = 0
     while len(left):
         fits = _Fits(f, left, right, low, high)
+        good, unresolved = judge(fits)
         error = fits.errors[order]
-        # The samples may miss the steepest place of f, so the interpolants raise the scale too. Only accurate ones do,
-        # because a scale above the largest |f'| would allow more than the tolerance.
-        sure = _CAUTION * error <= 0.01 * fits.largest[order]
-        scale = max(scale, 0.99 * float(np.max(fits.largest[order], where=sure, initial=0.0)))
-        allowed = tolerance * scale
-        # A steep place elsewhere makes the allowed error of f' large; the bound on the error of f still detects aliasing.
-        close = (_CAUTION * error <= allowed) & (
-            _CAUTION * fits.errors[0] <= _OF_VALUES * variation
-        )
-        missed, uneven = np.zeros(len(left)), np.zeros(len(left))
-        missed[close], uneven[close] = fits.missed(
-            samples, values, np.flatnonzero(close), allowed if order else np.inf
-        )
-        size = fits.size + np.maximum(np.abs(left), np.abs(right)) * scale * order
-        tolerated = 4.0 * fits.errors[0] + np.maximum(
-            allowed * (spacing if order else 1.0), 32.0 * _EPS * size
-        )
-        good = close & (missed <= tolerated) & (uneven <= _ROUNDINGS * _EPS * size)
-        width = right - left
-        tiny = width <= 64.0 * _EPS * np.maximum(np.abs(left), np.abs(right))
-        hopeless = ~good & (tiny | (width <= 1e-290))
-        # Narrower panels do not reduce an error that is due to rounding.
-        rounding = _EPS * size * (_MORE / fits.half if order else 1.0)
-        unresolved = ~good & ((width <= narrowest * extent) | (~close & (error <= 4.0 * rounding)))
-        if narrowest:
-            good |= unresolved
-        elif hopeless.any():
-            raise Unresolved(float(left[hopeless][0]), allowed)
         kept.append((left[good], right[good], *fits.series(good), error[good], unresolved[good]))
         count += int(good.sum())
         left, right, low, high = (ends[~good] for ends in (left, right, low, high))
         if count + 2 * len(left) > _MOST_PANELS:
-            raise Unresolved(float(left[len(left) // 2]), allowed)
+            raise Unresolved(float(left[len(left) // 2]), judge.allowed)
         middle = left + 0.5 * (right - left)
         left, right = np.concatenate([left, middle]), np.concatenate([middle, right])
         low, high = np.tile(low, 2), np.tile(high, 2)
     left, right, center, half, coefficients, error, unresolved = (
         np.concatenate(parts, axis=-1) for parts in zip(*kept, strict=True)
     )
-    order_of = np.argsort(left)
+    ascending = np.argsort(left)
     return Panels(
-        left[order_of],
-        right[order_of],
-        center[order_of],
-        half[order_of],
-        coefficients[:, order_of],
+        left[ascending],
+        right[ascending],
+        center[ascending],
+        half[ascending],
+        coefficients[:, ascending],
         _CAUTION * float(error.max()),
-        allowed,
-        unresolved[order_of],
+        judge.allowed,
+        unresolved[ascending],
     )
+
+
+class _Judge:
+    """Decides which panels are accurate enough. `allowed` is the largest allowed error by the panels seen so far."""
+
+    def __init__(self, f, segments, tolerance, order, narrowest):
+        self.samples, self.values, self.spacing = _sampled(f, segments)
+        self.scale = _scale(self.samples, self.values, segments, order)
+        self.variation = float(np.ptp(self.values)) if order else np.inf
+        self.narrowest = narrowest * (segments[-1][1] - segments[0][0])
+        self.tolerance, self.order = tolerance, order
+        self.allowed = 0.0
+
+    def __call__(self, fits: _Fits) -> tuple[np.ndarray, np.ndarray]:
+        """Return two bool arrays: the panels to keep, and those of them whose polynomial does not agree with f.
+
+        Raises:
+            Unresolved: A panel that is not accurate enough cannot be halved.
+        """
+        order, left, right = self.order, fits.left, fits.right
+        error = fits.errors[order]
+        # The samples may miss the steepest place of f, so the interpolants raise the scale too. Only accurate ones do,
+        # because a scale above the largest |f'| would allow more than the tolerance.
+        sure = _CAUTION * error <= 0.01 * fits.largest[order]
+        self.scale = max(
+            self.scale, 0.99 * float(np.max(fits.largest[order], where=sure, initial=0.0))
+        )
+        self.allowed = allowed = self.tolerance * self.scale
+        # A steep place elsewhere makes the allowed error of f' large; the bound on the error of f still detects aliasing.
+        close = (_CAUTION * error <= allowed) & (
+            _CAUTION * fits.errors[0] <= _OF_VALUES * self.variation
+        )
+        missed, uneven = np.zeros(len(left)), np.zeros(len(left))
+        missed[close], uneven[close] = fits.missed(
+            self.samples, self.values, np.flatnonzero(close), allowed if order else np.inf
+        )
+        size = fits.size + np.maximum(np.abs(left), np.abs(right)) * self.scale * order
+        tolerated = 4.0 * fits.errors[0] + np.maximum(
+            allowed * (self.spacing if order else 1.0), 32.0 * _EPS * size
+        )
+        good = close & (missed <= tolerated) & (uneven <= _ROUNDINGS * _EPS * size)
+        width = right - left
+        # Narrower panels do not reduce an error that is due to rounding.
+        rounding = _EPS * size * (_MORE / fits.half if order else 1.0)
+        unresolved = ~good & ((width <= self.narrowest) | (~close & (error <= 4.0 * rounding)))
+        if self.narrowest:
+            return good | unresolved, unresolved
+        tiny = width <= 64.0 * _EPS * np.maximum(np.abs(left), np.abs(right))
+        hopeless = ~good & (tiny | (width <= 1e-290))
+        if hopeless.any():
+            raise Unresolved(float(left[hopeless][0]), allowed)
+        return good, unresolved
 
 
 def slope_within(f, start: np.ndarray, end: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -251,7 +274,7 @@ class Side:
 
 
 def one_sided(f, near: float, far: float, allowed: float, order: int) -> Side | None:
-    """Interpolate f from ``near`` as far towards ``far`` as a single polynomial is accurate; None if none is."""
+    """Interpolate f from `near` as far towards `far` as one polynomial is accurate. Return None if none is."""
     ends = near + (far - near) * 0.5 ** np.arange(40.0)
     ends = ends[np.abs(ends - near) > 1e-12 * (1.0 + abs(near))]
     left, right = np.minimum(near, ends), np.maximum(near, ends)

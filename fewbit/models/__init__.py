@@ -1,6 +1,6 @@
-"""Standard architectures to measure and to try: own definitions with torchvision's parameters and keys.
+"""Standard architectures for measurements, with the parameters and keys of torchvision's models.
 
-Nothing here imports torch until a model is built.
+Torch is imported when a model is built. This folder may import the files in the root of the package.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from fewbit.errors import FewbitError
 
-# {family: (module, class or function that builds, names)}
+# The module, the class or function that builds, and the names of every family.
 _FAMILIES = {
     "ResNet": (
         "resnet",
@@ -33,29 +33,34 @@ _FAMILIES = {
     "GPT-2": ("transformer", "build", ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")),
 }
 TEXT = ("RoBERTa", "GPT-2")
+"""The families of models of text."""
 _SMALLEST_IMAGE, _LARGEST_IMAGE = 64, 8192
 
 
 def names() -> tuple[str, ...]:
-    """Every model, by family and size."""
+    """Return the names of all models, by family and size."""
     return tuple(name for _, _, members in _FAMILIES.values() for name in members)
 
 
 def family(name: str) -> str:
-    """``ResNet``, ``VGG``, ``DenseNet``, ``EfficientNet``, ``RoBERTa`` or ``GPT-2``."""
-    return next(each for each, (_, _, members) in _FAMILIES.items() if name in members)
+    """Return the family of a model: ResNet, VGG, DenseNet, EfficientNet, RoBERTa or GPT-2."""
+    return next(key for key, (_, _, members) in _FAMILIES.items() if name in members)
 
 
 def resolve(name: str) -> str:
-    """The name as :func:`names` has it; case, hyphens, underscores and blanks make no difference.
+    """Return the name of a model in the spelling of `names`.
 
-    FewbitError with the closest names if there is none.
+    Args:
+        name: A name in any case, with or without hyphens, underscores and blanks.
+
+    Raises:
+        FewbitError: The name is unknown. The message suggests similar names.
     """
-    known = {_plain(each): each for each in names()}
+    known = {_plain(model): model for model in names()}
     found = known.get(_plain(name))
     if found is None:
         close = difflib.get_close_matches(_plain(name), known, n=3)
-        hint = f"did you mean {' or '.join(known[each] for each in close)}?"
+        hint = f"did you mean {' or '.join(known[key] for key in close)}?"
         raise FewbitError(
             f"unknown model {name!r}: {hint if close else 'expected ' + ', '.join(names())}"
         )
@@ -67,7 +72,15 @@ def _plain(name):
 
 
 def check_size(name: str, size: int) -> int:
-    """The size, of an image's side or in tokens. FewbitError if the model does not take it."""
+    """Return the size of an input, after it is checked.
+
+    Args:
+        name: The name of a model.
+        size: Pixels of an image's side, or tokens.
+
+    Raises:
+        FewbitError: The model does not accept the size.
+    """
     if family(name) in TEXT:
         from fewbit.models.transformer import LONGEST
 
@@ -82,11 +95,17 @@ def check_size(name: str, size: int) -> int:
 
 
 def build(name: str, activation: str | Callable | None = None):
-    """A torch module with random weights, in training mode. Example: ``build("resnet18", "gelu")``.
+    """Build a torch module with random weights, in training mode. Example: `build("resnet18", "gelu")`.
 
-    Images ``(batch, 3, height, width)`` or token numbers ``(batch, length)`` go in.
-    activation: a name of ``fewbit.models.activations.FACTORIES`` or a callable that makes a module;
-    by default the architecture's own.
+    The module's input are images (batch, 3, height, width) or token numbers (batch, length) int64.
+
+    Args:
+        name: The name of a model.
+        activation: A key of `fewbit.models.activations.FACTORIES`, or a callable that returns a module; by default the
+            architecture's own.
+
+    Raises:
+        FewbitError: The name of the model or the activation is unknown, or transformers is needed and not installed.
     """
     name = resolve(name)
     if isinstance(activation, str):

@@ -1,4 +1,4 @@
-"""Activation modules by name, and which modules of a model are activations."""
+"""Activation modules by name, and a test for activation modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import nn
 
-# In place, as in torchvision: its input is then not kept beside its output.
+# In place, as in torchvision, so that the input is not saved beside the output.
 relu = partial(nn.ReLU, inplace=True)
 silu = nn.SiLU
 
@@ -28,6 +28,6 @@ _OTHERS = (nn.MultiheadAttention, nn.Softmax, nn.Softmin, nn.Softmax2d, nn.LogSo
 
 
 def is_activation(module: nn.Module) -> bool:
-    """Whether a module is a pointwise nonlinearity of torch's or transformers'."""
+    """Return whether a module is a pointwise nonlinearity of torch or transformers."""
     homes = ("torch.nn.modules.activation", "transformers.activations")
     return type(module).__module__ in homes and not isinstance(module, _OTHERS)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fewbit.models.activations import relu
 
-# (growth rate, channels after the stem, dense layers of each block)
+# Growth rate, channels after the stem, and dense layers of the blocks.
 LAYERS = {
     "densenet121": (32, 64, (6, 12, 24, 16)),
     "densenet161": (48, 96, (6, 12, 36, 24)),
@@ -20,6 +20,8 @@ _BOTTLENECK = 4  # width of a dense layer's first convolution, in growth rates
 
 
 class DenseLayer(nn.Module):
+    """A 1x1 and a 3x3 convolution of all features of the block so far, each after batch norm and activation."""
+
     def __init__(self, inputs: int, growth: int, activation: Callable):
         super().__init__()
         width = _BOTTLENECK * growth
@@ -31,18 +33,22 @@ class DenseLayer(nn.Module):
         self.conv2 = nn.Conv2d(width, growth, 3, padding=1, bias=False)
 
     def forward(self, features: list[Tensor]) -> Tensor:
+        """Return the new features (batch, growth, height, width) for a list of features."""
         x = torch.cat(features, 1)
         x = self.conv1(self.relu1(self.norm1(x)))
         return self.conv2(self.relu2(self.norm2(x)))
 
 
 class DenseBlock(nn.ModuleDict):
+    """Dense layers, each of which adds `growth` channels."""
+
     def __init__(self, inputs: int, growth: int, depth: int, activation: Callable):
         super().__init__()
         for i in range(depth):
             self[f"denselayer{i + 1}"] = DenseLayer(inputs + i * growth, growth, activation)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x and all new features (batch, inputs + depth * growth, height, width)."""
         features = [x]
         for layer in self.values():
             features.append(layer(features))
@@ -50,6 +56,8 @@ class DenseBlock(nn.ModuleDict):
 
 
 class Transition(nn.Sequential):
+    """A 1x1 convolution and a pooling that halves height and width, between two blocks."""
+
     def __init__(self, inputs: int, outputs: int, activation: Callable):
         super().__init__()
         self.norm = nn.BatchNorm2d(inputs)
@@ -59,9 +67,12 @@ class Transition(nn.Sequential):
 
 
 class DenseNet(nn.Module):
-    """Images ``(batch, 3, height, width)`` to logits ``(batch, classes)``.
+    """DenseNet for images.
 
-    name: a key of :data:`LAYERS`. activation: makes an activation module, without arguments.
+    Args:
+        name: A key of `LAYERS`.
+        activation: Called without arguments; returns an activation module.
+        classes: The number of classes.
     """
 
     def __init__(self, name: str, activation: Callable = relu, classes: int = 1000):
@@ -86,5 +97,6 @@ class DenseNet(nn.Module):
         self.classifier = nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits (batch, classes) for images (batch, 3, height, width)."""
         x = self.avgpool(self.relu(self.features(x)))
         return self.classifier(torch.flatten(x, 1))

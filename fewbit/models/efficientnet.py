@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from fewbit.models.activations import silu
 
-# (width multiplier, depth multiplier, dropout before the classifier)
+# Width multiplier, depth multiplier, and dropout before the classifier.
 SCALES = {
     "efficientnet_b0": (1.0, 1.0, 0.2),
     "efficientnet_b3": (1.2, 1.4, 0.3),
     "efficientnet_b7": (2.0, 3.1, 0.5),
 }
-# (expansion, kernel, stride, input channels, output channels, layers) of each stage of B0
+# Expansion, kernel, stride, input channels, output channels and layers of the stages of B0.
 _STAGES = (
     (1, 3, 1, 32, 16, 1),
     (6, 3, 2, 16, 24, 2),
@@ -26,11 +26,11 @@ _STAGES = (
     (6, 5, 2, 112, 192, 4),
     (6, 3, 1, 192, 320, 1),
 )
-_SURVIVAL = 0.2  # stochastic depth of the last block; it grows linearly from 0
+_SURVIVAL = 0.2  # probability of stochastic depth in the last block; it grows linearly from 0
 
 
 def _channels(number: float) -> int:
-    """The nearest multiple of 8, not below nine tenths of the number."""
+    """Return the nearest multiple of 8 that is at least nine tenths of the number."""
     rounded = max(8, int(number + 4) // 8 * 8)
     return rounded if rounded >= 0.9 * number else rounded + 8
 
@@ -44,6 +44,8 @@ def _unit(inputs, outputs, kernel, stride=1, groups=1, activation=None, eps=1e-5
 
 
 class SqueezeExcitation(nn.Module):
+    """Scales every channel by a sigmoid of the means of all channels."""
+
     def __init__(self, channels: int, squeezed: int, activation: Callable):
         super().__init__()
         self.avgpool = nn.AdaptiveAvgPool2d(1)
@@ -53,18 +55,20 @@ class SqueezeExcitation(nn.Module):
         self.scale_activation = nn.Sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the shape of x (batch, channels, height, width)."""
         scale = self.fc2(self.activation(self.fc1(self.avgpool(x))))
         return self.scale_activation(scale) * x
 
 
 class StochasticDepth(nn.Module):
-    """While training, drops the residual of a whole sample with probability p."""
+    """Drops the residual of a whole sample with probability p, in training mode only."""
 
     def __init__(self, p: float):
         super().__init__()
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the shape of x (batch, channels, height, width)."""
         if not self.training or self.p == 0:
             return x
         keep = torch.empty((len(x), 1, 1, 1), dtype=x.dtype, device=x.device)
@@ -72,6 +76,8 @@ class StochasticDepth(nn.Module):
 
 
 class MBConv(nn.Module):
+    """An inverted bottleneck: 1x1 expansion, depthwise convolution, squeeze and excitation, 1x1 projection."""
+
     def __init__(self, inputs, outputs, expansion, kernel, stride, drop, activation, norm):
         super().__init__()
         self.use_res_connect = stride == 1 and inputs == outputs
@@ -87,14 +93,18 @@ class MBConv(nn.Module):
         self.stochastic_depth = StochasticDepth(drop)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output (batch, outputs, height / stride, width / stride)."""
         y = self.block(x)
         return x + self.stochastic_depth(y) if self.use_res_connect else y
 
 
 class EfficientNet(nn.Module):
-    """Images ``(batch, 3, height, width)`` to logits ``(batch, classes)``.
+    """EfficientNet for images.
 
-    name: a key of :data:`SCALES`. activation: makes an activation module, without arguments.
+    Args:
+        name: A key of `SCALES`.
+        activation: Called without arguments; returns an activation module.
+        classes: The number of classes.
     """
 
     def __init__(self, name: str, activation: Callable = silu, classes: int = 1000):
@@ -126,4 +136,5 @@ class EfficientNet(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits (batch, classes) for images (batch, 3, height, width)."""
         return self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))

@@ -1,8 +1,8 @@
-"""Pre-activation residual networks for 32 by 32 images (He et al., 2016b), with short cuts without parameters.
+"""Pre-activation residual networks for 32 by 32 images (He et al., 2016b), with shortcuts without parameters.
 
-As BLPA measures them (section 4): three stages of (depth - 2) / 9 bottleneck units, each of three blocks
-norm-ReLU-convolution, 1x1, 3x3 and 1x1, with 64, 128 and 256 channels between units. Depths 164, 254, 488 and 1001
-are 9 n + 2 for n = 18, 28, 54 and 111.
+BLPA (section 4) measures these networks: three stages of (depth - 2) / 9 bottleneck units. A unit has three blocks
+norm-ReLU-convolution, 1x1, 3x3 and 1x1, and between units there are 64, 128 and 256 channels. The depths 164, 254, 488 and
+1001 are 9 n + 2 for n = 18, 28, 54 and 111.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from fewbit.errors import InputError
 
 DEPTHS = (164, 254, 488, 1001)
-"""Those that the paper measures."""
+"""The depths that the paper measures."""
 STEM, WIDTHS, EXPANSION = 16, (16, 32, 64), 4
 
 
 class Block(nn.Module):
-    """linear(activation(norm(x))), of torch's own; the children are named as those of `fewbit.nn.PreActivation`."""
+    """linear(activation(norm(x))) with torch's modules; the children have the names of those of `fewbit.nn.PreActivation`."""
 
     def __init__(self, norm: nn.Module, linear: nn.Module, activation: nn.Module | None = None):
         super().__init__()
@@ -29,11 +29,12 @@ class Block(nn.Module):
         self.linear = linear
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return linear(activation(norm(input)))."""
         return self.linear(self.activation(self.norm(input)))
 
 
 class Bottleneck(nn.Module):
-    """x + three blocks; where these change the shape, x by every other pixel and with channels of zeros."""
+    """The sum of x and three blocks. If the blocks change the shape, x is subsampled and padded with channels of zeros."""
 
     def __init__(self, inputs: int, width: int, stride: int, block: Callable):
         super().__init__()
@@ -49,6 +50,7 @@ class Bottleneck(nn.Module):
         self.expand = made(width, EXPANSION * width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the unit's output (batch, 4 * width, height / stride, width / stride)."""
         short_cut = x
         if self.stride != 1:
             short_cut = x[:, :, :: self.stride, :: self.stride]
@@ -58,11 +60,18 @@ class Bottleneck(nn.Module):
 
 
 class PreActivationResNet(nn.Module):
-    """Images (batch, channels, height, width) to logits (batch, classes).
+    """A pre-activation ResNet for images.
 
-    depth: 9 n + 2. width: times as many channels in each layer (4 for the paper's ResNet-1001-4x). block: makes a
-    block from a norm and a convolution, as `fewbit.nn.PreActivation` does. The keys of the `state_dict` do
-    not depend on it. Raises InputError for another depth.
+    Args:
+        depth: 9 n + 2.
+        classes: The number of classes.
+        width: Factor of the number of channels in every layer; 4 for the paper's ResNet-1001-4x.
+        channels: Channels of the images.
+        block: Makes a block from a norm and a convolution, as `fewbit.nn.PreActivation` does. The keys of the `state_dict`
+            do not depend on it.
+
+    Raises:
+        InputError: The depth is not 9 n + 2.
     """
 
     def __init__(
@@ -94,6 +103,7 @@ class PreActivationResNet(nn.Module):
         self.linear = nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits (batch, classes) for images (batch, channels, height, width)."""
         x = self.stages(self.stem(x))
         x = self.pool(self.activation(self.norm(x)))
         return self.linear(torch.flatten(x, 1))

@@ -1,6 +1,6 @@
 """ResNet-18 to ResNet-152 for images (He et al., 2016), with the keys of torchvision's models.
 
-The 3x3 convolution of a bottleneck carries the stride, as in torchvision ("ResNet v1.5").
+The 3x3 convolution of a bottleneck has the stride, as in torchvision ("ResNet v1.5").
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def _downsample(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
 
 
 class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and the shortcut."""
+
     expansion = 1
 
     def __init__(self, inputs: int, width: int, stride: int, activation: Callable):
@@ -45,12 +47,15 @@ class BasicBlock(nn.Module):
         self.downsample = _downsample(inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output (batch, expansion * width, height / stride, width / stride)."""
         identity = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         return self.relu(self.bn2(self.conv2(x)) + identity)
 
 
 class Bottleneck(nn.Module):
+    """A 1x1, a 3x3 and a 1x1 convolution, and the shortcut."""
+
     expansion = 4
 
     def __init__(self, inputs: int, width: int, stride: int, activation: Callable):
@@ -66,6 +71,7 @@ class Bottleneck(nn.Module):
         self.downsample = _downsample(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output (batch, expansion * width, height / stride, width / stride)."""
         identity = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.relu(self.bn2(self.conv2(x)))
@@ -73,9 +79,12 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images ``(batch, 3, height, width)`` to logits ``(batch, classes)``.
+    """ResNet for images.
 
-    name: a key of :data:`LAYERS`. activation: makes an activation module, without arguments.
+    Args:
+        name: A key of `LAYERS`.
+        activation: Called without arguments; returns an activation module.
+        classes: The number of classes.
     """
 
     def __init__(self, name: str, activation: Callable = relu, classes: int = 1000):
@@ -97,6 +106,7 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits (batch, classes) for images (batch, 3, height, width)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(torch.flatten(self.avgpool(x), 1))

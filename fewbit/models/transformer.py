@@ -1,4 +1,4 @@
-"""RoBERTa and GPT-2 from transformers' configurations, with random weights: nothing is downloaded."""
+"""RoBERTa and GPT-2 from transformers' configurations, with random weights. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from fewbit.errors import FewbitError
 from fewbit.models.activations import is_activation
 
-# Sizes of Liu et al. (2019) and Radford et al. (2019); what is not named is the configuration's default.
+# The sizes of Liu et al. (2019) and Radford et al. (2019); all other values are the configuration's defaults.
 _ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
 _LARGE = {
     "hidden_size": 1024,
@@ -29,11 +29,16 @@ LONGEST = {name: 512 if name.startswith("roberta") else 1024 for name in SIZES}
 
 
 def build(name: str, activation: Callable | None = None, attention: str = "eager") -> nn.Module:
-    """Token numbers ``input_ids (batch, length) int64`` to hidden states; random weights.
+    """Build a model with random weights, which maps `input_ids` (batch, length) int64 to hidden states.
 
-    name: a key of :data:`SIZES`. activation: makes the activation module of the feed-forward
-    layers, in place of the model's own. attention: transformers' ``attn_implementation``.
-    Raises FewbitError if transformers is not installed.
+    Args:
+        name: A key of `SIZES`.
+        activation: Called without arguments; returns an activation module for the feed-forward layers. By default the
+            model's own activations stay.
+        attention: The `attn_implementation` of transformers.
+
+    Raises:
+        FewbitError: transformers is not installed.
     """
     try:
         import transformers
@@ -46,7 +51,7 @@ def build(name: str, activation: Callable | None = None, attention: str = "eager
     if name.startswith("roberta"):
         model = transformers.RobertaModel(transformers.RobertaConfig(**options))
     else:
-        # Keys and values of earlier tokens are for generation; training has no use for them.
+        # The cache of keys and values is for generation, training does not use it.
         model = transformers.GPT2Model(transformers.GPT2Config(**options, use_cache=False))
     if activation is not None:
         _replace_activations(model, activation)
@@ -56,6 +61,6 @@ def build(name: str, activation: Callable | None = None, attention: str = "eager
 def _replace_activations(model: nn.Module, activation: Callable) -> None:
     for module in list(model.modules()):
         for name, child in module.named_children():
-            # RoBERTa's pooler has a tanh of torch's that is no feed-forward layer's.
+            # The Tanh of RoBERTa's pooler does not belong to a feed-forward layer.
             if is_activation(child) and not isinstance(child, nn.Tanh):
                 setattr(module, name, activation())

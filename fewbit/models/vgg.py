@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fewbit.models.activations import relu
 
-# Convolutions of each stage; a max-pool of 2x2 follows each.
+# The number of convolutions of each stage. A 2x2 max pooling follows every stage.
 LAYERS = {
     "vgg11": (1, 1, 2, 2, 2),
     "vgg13": (2, 2, 2, 2, 2),
@@ -20,9 +20,12 @@ _WIDTHS = (64, 128, 256, 512, 512)
 
 
 class VGG(nn.Module):
-    """Images ``(batch, 3, height, width)`` to logits ``(batch, classes)``.
+    """VGG without batch norm, for images.
 
-    name: a key of :data:`LAYERS`. activation: makes an activation module, without arguments.
+    Args:
+        name: A key of `LAYERS`.
+        activation: Called without arguments; returns an activation module.
+        classes: The number of classes.
     """
 
     def __init__(self, name: str, activation: Callable = relu, classes: int = 1000):
@@ -46,4 +49,5 @@ class VGG(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits (batch, classes) for images (batch, 3, height, width)."""
         return self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))

@@ -1,4 +1,4 @@
-"""A model with random weights, synthetic batches and a loss: what a step of training costs, without any data."""
+"""Workloads to measure training steps without data: a model with random weights, synthetic batches and a loss."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from fewbit.errors import InputError
 IMAGES, IMAGE_SIZE, CLASSES = 16, 64, 1000
 SEQUENCES, TOKENS = 4, 64
 MASKED = 0.15
-"""Of RoBERTa's tokens, as in its training; the same number in each sequence, so that batches take alike bytes."""
+"""Share of RoBERTa's tokens that are masked, as in its training; the same in every sequence, so that all batches have the same size."""
 
 
 class Workload(NamedTuple):
-    """loss: called as `loss(model, batch)`, a mean over the samples."""
+    """A training workload.
+
+    Attributes:
+        model: The model, in training mode.
+        batches: The batches, tuples of tensors.
+        loss: Called as `loss(model, batch)`; returns the mean over the samples.
+    """
 
     model: nn.Module
     batches: list[tuple[torch.Tensor, ...]]
@@ -34,11 +40,20 @@ def workload(
     batches: int = 4,
     seed: int = 0,
 ) -> Workload:
-    """Of a name of :func:`fewbit.models.names`: the same for the same seed; torch's random state stays.
+    """Make the workload of a model. It depends on the seed alone, and torch's random state is restored.
 
-    Images of normal noise with random classes, for classification; random tokens, masked for RoBERTa, with the next
-    one to be told for GPT-2. batch: samples (16 images, 4 sequences). size: pixels of a side (64) or tokens (64).
-    Raises FewbitError for an unknown name, a size that the model does not take, or numbers below 1.
+    Batches are images of normal noise with random classes, or random tokens: masked ones for RoBERTa, next-token prediction
+    for GPT-2.
+
+    Args:
+        name: A name of `fewbit.models.names`.
+        batch: Samples of a batch; by default 16 images or 4 sequences.
+        size: Pixels of an image's side or tokens; by default 64.
+        batches: The number of batches.
+        seed: The seed of weights and batches.
+
+    Raises:
+        FewbitError: The name is unknown, the model does not accept the size, or a number is below 1.
     """
     name = models.resolve(name)
     is_text = models.family(name) in models.TEXT
@@ -65,15 +80,17 @@ def workload(
 
 
 def classification_loss(model, batch) -> torch.Tensor:
-    """Cross entropy of classes. batch: images (N, 3, size, size), classes (N,) int64."""
+    """Return the cross entropy of classes. batch: images (N, 3, size, size) and classes (N,) int64."""
     images, classes = batch
     return F.cross_entropy(model(images), classes)
 
 
 def masked_loss(model, batch) -> torch.Tensor:
-    """Cross entropy of masked tokens, by the embedding's weight.
+    """Return the cross entropy of masked tokens. The embedding's weight is the last layer.
 
-    batch, int64: tokens (N, T), places (N, M) of those that are masked, which they were (N, M).
+    Args:
+        model: A transformer of transformers.
+        batch: int64 tensors: the tokens (N, T), the places of the masked ones (N, M), and the original tokens (N, M).
     """
     tokens, places, masked = batch
     states = model(tokens).last_hidden_state
@@ -83,7 +100,7 @@ def masked_loss(model, batch) -> torch.Tensor:
 
 
 def next_token_loss(model, batch) -> torch.Tensor:
-    """Cross entropy of each next token, by the embedding's weight. batch: tokens (N, T) int64."""
+    """Return the cross entropy of the next tokens. The embedding's weight is the last layer. batch: tokens (N, T) int64."""
     (tokens,) = batch
     states = model(tokens).last_hidden_state[:, :-1]
     logits = F.linear(states, model.get_input_embeddings().weight)
@@ -97,7 +114,7 @@ def _images(batch, size):
 def _masked(batch, size, words):
     tokens = torch.randint(words - 1, (batch, size))
     count = max(1, round(MASKED * size))
-    # (A slice would keep all that it is a slice of.)
+    # The copy releases the memory of the rest.
     places = torch.rand(batch, size).argsort(1)[:, :count].clone()
     masked = tokens.gather(1, places)
     return tokens.scatter(1, places, words - 1), places, masked

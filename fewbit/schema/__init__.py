@@ -1,7 +1,7 @@
-"""Documents from outside: limits that are checked before parsing, JSON Schemas, and validators with one-line errors.
+"""Untrusted documents: limits that are checked before parsing, JSON Schemas, and validators with one-line errors.
 
-Tables, controllers' states and results are read with these. This folder may import the files in the root of the package.
-It does not import torch.
+Tables, results and the states of controllers are read with these. This folder may import the files in the root of the
+package. It does not import torch.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ FILES = {
 
 @cache
 def load(name: str) -> dict:
-    """The JSON Schema (a dict) of documents whose `schema` field is `name`, one of FILES."""
+    """Return the JSON Schema, a dict, of documents whose `schema` field is `name`, one of FILES."""
     return json.loads(pkgutil.get_data(__name__, FILES[name]))
 
 
 def find_error(document, name: str) -> tuple[str, str] | None:
-    """Find the first place where a document does not satisfy a schema.
+    """Find the first place at which a document violates a schema.
 
     Args:
-        document: parsed JSON.
-        name: the name of the schema, one of FILES.
+        document: Parsed JSON.
+        name: The name of the schema, one of FILES.
 
     Returns:
         None if the document is valid, else (path, message). The path looks like `tables[3].codes[5]`, and is empty for
@@ -55,7 +55,7 @@ def find_error(document, name: str) -> tuple[str, str] | None:
 
 
 def format_path(parts) -> str:
-    """`["tables", 3, "codes", 5]` as `tables[3].codes[5]`."""
+    """Join the parts of a path, such as `["tables", 3, "codes", 5]`, to `tables[3].codes[5]`."""
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return path.removeprefix(".")
 
@@ -70,7 +70,7 @@ def shorten(value, limit: int = 60) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The part of JSON Schema that the files here use; a test compares it with the package jsonschema.
+# The part of JSON Schema that the files in this folder use. A test compares it with the package jsonschema.
 
 _TYPES = {
     "object": lambda value: isinstance(value, dict),
@@ -89,7 +89,7 @@ _TYPES = {
 
 
 def _has_type(value, types) -> bool:
-    return any(_TYPES[each](value) for each in ([types] if isinstance(types, str) else types))
+    return any(_TYPES[name](value) for name in ([types] if isinstance(types, str) else types))
 
 
 def _is_same(value, constant) -> bool:
@@ -104,7 +104,7 @@ def _if(type_: str, test) -> Callable:
 # Sizes are checked before contents, so that a document that is too large is refused at once.
 _CHECKS: dict[str, Callable] = {
     "type": _has_type,
-    "enum": lambda value, limit: any(_is_same(value, each) for each in limit),
+    "enum": lambda value, limit: any(_is_same(value, allowed) for allowed in limit),
     "const": _is_same,
     "minimum": _if("number", lambda value, limit: value >= limit),
     "maximum": _if("number", lambda value, limit: value <= limit),
@@ -121,7 +121,7 @@ _SILENT = {"$schema", "$id", "$defs", "title", "description"}
 
 
 def _find(value, rules, root) -> tuple[list, str] | None:
-    """Return (path, message) of the first error in `value`, or None. root: the schema that contains the targets of local `$ref`s."""
+    """Return (path, message) of the first error in `value`, or None. root: the schema to which local `$ref`s refer."""
     if rules is True:
         return None
     if "$ref" in rules:
@@ -140,9 +140,9 @@ def _find(value, rules, root) -> tuple[list, str] | None:
         found = None
     if found is not None:
         return found
-    for each in rules.get("allOf", ()):
-        if "if" not in each or _find(value, each["if"], root) is None:
-            found = _find(value, each.get("then", each), root)
+    for rule in rules.get("allOf", ()):
+        if "if" not in rule or _find(value, rule["if"], root) is None:
+            found = _find(value, rule.get("then", rule), root)
             if found is not None:
                 return found
     return None
@@ -171,14 +171,14 @@ def _find_in_object(value: dict, rules: dict, root: dict) -> tuple[list, str] | 
 
 
 def _find_in_array(value: list, rules: dict, root: dict) -> tuple[list, str] | None:
-    try:  # check each distinct number once, since lists can be long
-        different = {(type(each), each) for each in value}
-        if all(_find(each, rules, root) is None for _, each in different):
+    try:  # check every distinct number once, since lists can be long
+        different = {(type(item), item) for item in value}
+        if all(_find(item, rules, root) is None for _, item in different):
             return None
     except TypeError:  # arrays and objects are not hashable
         pass
-    for i, each in enumerate(value):
-        found = _find(each, rules, root)
+    for i, item in enumerate(value):
+        found = _find(item, rules, root)
         if found is not None:
             return [i, *found[0]], found[1]
     return None

@@ -13,7 +13,7 @@ from fewbit.errors import FewbitError
 from fewbit.schema import shorten
 
 MOST_BYTES = 2**23
-"""Largest size of a document's text; the largest shipped file, of 20 tables, has a hundredth of this size."""
+"""Largest size of a document's text; the largest shipped file, with 20 tables, has a hundredth of this size."""
 MOST_DEPTH = 16
 """Largest depth of nested arrays and objects; a table has 4 levels."""
 MOST_CONTAINERS = 2**17
@@ -29,13 +29,13 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     """Open a regular file for reading. A pipe, device or folder is refused at once, since reading one could block.
 
     Args:
-        path: the path of a regular file, or of a link to one.
+        path: The path of a regular file, or of a link to one.
 
     Returns:
         The open file, binary.
 
     Raises:
-        OSError: the file cannot be opened, or is not a regular file.
+        OSError: The file cannot be opened, or is not a regular file.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -55,14 +55,14 @@ def read_text(path: str | os.PathLike, error: type[FewbitError] = FewbitError) -
     """Read a UTF-8 text file of at most `MOST_BYTES`.
 
     Args:
-        path: the file's path.
-        error: the exception class to raise.
+        path: The file's path.
+        error: The exception class to raise.
 
     Returns:
         The text.
 
     Raises:
-        FewbitError: the file cannot be read, is too large or is not UTF-8. The exception is an `error`; its message is one
+        FewbitError: The file cannot be read, is too large or is not UTF-8. The exception is an `error`; its message is one
             line that starts with the path.
     """
     try:
@@ -85,15 +85,15 @@ def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitErr
     """Parse JSON. The text must have finite numbers, unique keys, and the size and nesting that the limits above allow.
 
     Args:
-        text: the JSON text.
-        prefix: the beginning of error messages, such as `gelu.json: `.
-        error: the exception class to raise.
+        text: The JSON text.
+        prefix: The beginning of error messages, such as `gelu.json: `.
+        error: The exception class to raise.
 
     Returns:
         The value.
 
     Raises:
-        FewbitError: the text is not such JSON. The exception is an `error` with a message of one line.
+        FewbitError: The text is not such JSON. The exception is an `error` with a message of one line.
     """
     if len(text) > MOST_BYTES:
         raise error(

@@ -78,7 +78,7 @@ def choice(*values) -> Shape:
     """Return the shape of a value that equals one of the given ones."""
 
     def check(value, where):
-        if not any(type(value) is type(each) and value == each for each in values):
+        if not any(type(value) is type(allowed) and value == allowed for allowed in values):
             raise wrong(where, " or ".join(map(repr, values)), value)
         return value
 
@@ -99,7 +99,7 @@ def listed(shape: Shape, least: int = 0, most: int = MOST_ROWS) -> Shape:
         if not least <= len(value) <= most:
             expected = f"{least}" if least == most else f"{least} to {most}"
             raise wrong(where, f"a list of {expected} entries", len(value))
-        return [shape(each, f"{where}[{i}]") for i, each in enumerate(value)]
+        return [shape(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
 
     return check
 
@@ -111,7 +111,7 @@ def entries(*shapes: Shape) -> Shape:
         if not isinstance(value, list | tuple) or len(value) != len(shapes):
             raise wrong(where, f"a list of {len(shapes)} entries", value)
         pairs = zip(shapes, value, strict=True)
-        return tuple(shape(each, f"{where}[{i}]") for i, (shape, each) in enumerate(pairs))
+        return tuple(shape(entry, f"{where}[{i}]") for i, (shape, entry) in enumerate(pairs))
 
     return check
 
@@ -138,20 +138,20 @@ def rows_by_name(rows: list[dict], where: str, names) -> dict[tuple[str, int], d
     """Return a mapping from (name, input) to the record.
 
     Args:
-        rows: records with a name and an input.
-        where: the beginning of error messages.
-        names: the names of the model's layers.
+        rows: Records with a name and an input.
+        where: The beginning of error messages.
+        names: The names of the model's layers.
 
     Raises:
-        InputError: the model lacks a layer, or two records have the same name and input.
+        InputError: The model lacks a layer, or two records have the same name and input.
     """
     found = {}
-    for each in rows:
-        name = each["name"], each["input"]
-        check_layer(each["name"], names)
-        if name in found:
-            raise wrong(where, "every input of a layer once", f"{name[0]}, input {name[1]}")
-        found[name] = each
+    for row in rows:
+        key = row["name"], row["input"]
+        check_layer(row["name"], names)
+        if key in found:
+            raise wrong(where, "every input of a layer once", f"{key[0]}, input {key[1]}")
+        found[key] = row
     return found
 
 

@@ -1,10 +1,8 @@
-"""The continuous problem cut into cells on which f' is monotone, each with its exact moments.
+"""The domain cut into cells on which f' is monotone, with moments of f' in every cell.
 
-A cell is an interval of x between two nodes. It carries the weight's mass, the weighted mean and
-variance of f' inside it (Gauss-Legendre quadrature; kinks, extrema of f' and edges of the weight
-are always nodes, so the integrand is smooth), and the values of f' at its two ends, taken from
-inside the cell where f' jumps. Cells without mass are left out. Everything the solver computes
-about f' it computes from cells.
+A cell is an interval between two neighboring nodes. It has the mass of the weight, the weighted mean and variance of f'
+(Gauss-Legendre quadrature), and the limits of f' at its ends from inside. Kinks, extrema of f' and edges of the weight are
+always nodes, so the integrands are smooth. Cells without mass are left out. The solver uses f' only through cells.
 """
 
 from __future__ import annotations
@@ -19,15 +17,27 @@ _GAUSS = np.polynomial.legendre.leggauss(8)
 _UNIFORM_MESH = 4096
 _SMALLEST_SCALE = 1e-2
 _POINTS_PER_PANEL = 32
-# The share of nodes spread evenly over the mesh; the rest goes where a step function errs most.
+# The share of nodes that is spread evenly. The others are denser at points at which a step function has large errors.
 _EVEN_SHARE = 0.25
-# The squares of smaller errors of a smaller f' would underflow, and errors would seem to be 0.
+# For a smaller f' squared errors would underflow, so that the error of a table would be 0.
 _LEAST_SLOPE = 1e-140
 
 
 @dataclass(frozen=True)
 class Cells:
-    """Arrays of shape (n,), float64, in ascending x: ends, end values, mass, mean, variance * mass."""
+    """Cells in ascending x. All attributes are float64 (n,).
+
+    Attributes:
+        left: The left ends.
+        right: The right ends.
+        value_left: The limit of f' at the left end from inside.
+        value_right: The limit of f' at the right end from inside.
+        mass: The integral of w.
+        mean: The weighted mean of f'.
+        spread: The integral of (f' - mean)**2 w.
+        lowest: The smallest value of f'.
+        highest: The largest value of f'.
+    """
 
     left: np.ndarray
     right: np.ndarray
@@ -43,6 +53,7 @@ class Cells:
         return len(self.left)
 
     def take(self, index):
+        """Return the cells with the given numbers, or those for which a mask is true."""
         return Cells(*(getattr(self, f.name)[index] for f in fields(self)))
 
     @property
@@ -52,11 +63,12 @@ class Cells:
 
 
 def concatenate(parts):
+    """Join several `Cells`."""
     return Cells(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Cells)))
 
 
 def merge(cells, nodes):
-    """Larger cells: all cells between two neighbors of ``nodes`` (forced nodes among them) as one."""
+    """Merge all cells between neighboring nodes. The nodes must include kinks, extrema and edges of the weight."""
     group = np.searchsorted(nodes, 0.5 * (cells.left + cells.right))
     starts = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
     ends = np.append(starts[1:], len(cells)) - 1
@@ -82,7 +94,17 @@ def merge(cells, nodes):
 
 @dataclass(frozen=True)
 class Landscape:
-    """f', w and the domain, with the points at which either is not smooth; makes and splits cells."""
+    """The functions f' and w on the domain. A landscape makes and splits cells.
+
+    Attributes:
+        derivative: f', checked to be finite.
+        density: The weight w.
+        domain: The two ends.
+        kinks: The kinks of f' in the domain, ascending.
+        weight_edges: The points at which w jumps, ascending.
+        mesh: Points that are dense enough to find every extremum.
+        extrema: The local extrema of f' between kinks, ascending.
+    """
 
     derivative: object
     density: object
@@ -93,15 +115,16 @@ class Landscape:
     extrema: np.ndarray
 
     def cells(self, count):
-        """About ``count`` cells between :meth:`nodes`; those without mass are left out."""
+        """Return about `count` cells between `nodes`, without those that have no mass."""
         nodes = self.nodes(count)
         cells = self.integrate(nodes[:-1], nodes[1:])
         return cells.take(cells.mass > 0)
 
     def nodes(self, count):
-        """About ``count`` points, denser where w f''**2 is large: there a step function errs most.
+        """Return about `count` nodes. They are denser if w f''**2 is large, since a step function has large errors there.
 
-        Raises SolveError where w has no mass on the domain.
+        Raises:
+            SolveError: The weight has no mass on the domain.
         """
         forced = np.unique(
             np.concatenate([self.domain, self.kinks, self.weight_edges, self.extrema])
@@ -126,7 +149,7 @@ class Landscape:
         return np.union1d(forced, wanted[gap > 1e-12 * (1 + np.abs(wanted))])
 
     def integrate(self, left, right):
-        """Cells between given ends, which must not straddle a kink, an extremum or a weight edge."""
+        """Return the cells with the given ends, which must not contain a kink, an extremum or an edge of the weight."""
         half = 0.5 * (right - left)
         x = 0.5 * (left + right)[:, None] + half[:, None] * _GAUSS[0]
         weight = self.density(x) * (half[:, None] * _GAUSS[1])
@@ -143,7 +166,7 @@ class Landscape:
         return Cells(left, right, value_left, value_right, mass, mean, spread, lowest, highest)
 
     def split(self, cells, points):
-        """``cells`` with every point that lies inside one as a new node."""
+        """Return the cells, split at every point that is inside one of them."""
         inside = np.searchsorted(cells.left, points, side="right") - 1
         ok = inside >= 0
         points, inside = points[ok], inside[ok]
@@ -160,7 +183,7 @@ class Landscape:
         return joined.take(np.argsort(joined.left, kind="stable"))
 
     def end_values(self, left, right):
-        """f' at both ends of intervals, as the limit from inside where f' may jump."""
+        """Return the limits of f' at both ends of intervals from inside."""
         jump_left = np.isin(left, self.kinks)
         jump_right = np.isin(right, self.kinks)
         return (
@@ -170,15 +193,24 @@ class Landscape:
 
 
 def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=0.0):
-    """The :class:`Landscape` of a problem: checks finiteness, locates the extrema of f'.
+    """Make the `Landscape` of a problem: check that f' is finite, and locate its extrema.
 
-    panels: for a callable, the points between which f' is a polynomial; accuracy: the largest error of f'.
-    Raises FunctionError if f' is not finite somewhere on the domain.
+    Args:
+        derivative: f' for float64 arrays.
+        kinks: The points at which f' is not smooth.
+        weight: A weight from `make_weight`.
+        domain: The two ends.
+        name: The name of f, for error messages.
+        panels: The points between which the f' of a callable is a polynomial.
+        accuracy: The largest error of f'.
+
+    Raises:
+        FunctionError: f' is not finite somewhere on the domain, or is too small or varies too fast for the solver.
     """
     low, high = domain
 
     def checked(x):
-        with np.errstate(all="ignore"):  # what is not finite is reported here, once
+        with np.errstate(all="ignore"):  # the error below reports them
             value = np.asarray(derivative(x), dtype=np.float64)
         if not np.isfinite(value).all():
             bad = np.flatnonzero(~np.isfinite(value.ravel()))[0]
@@ -187,7 +219,7 @@ def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=
             )
         return value
 
-    # One at an end of the domain counts too: f' there has the value of the other side.
+    # Kinks at an end of the domain count too, since f' has the value of the other side there.
     inner = np.asarray(sorted(k for k in kinks if low <= k <= high), dtype=np.float64)
     edges = weight.edges(domain)
     edges = edges[(edges > low) & (edges < high)]
@@ -204,7 +236,7 @@ def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=
 
 
 def _mesh(low, high, hints):
-    """Even over the domain, even in asinh around 0 at every scale, and the weight's own points."""
+    """Return evenly spaced points, points that are evenly spaced in asinh(x) and so dense around 0, and the hints."""
     even = np.linspace(low, high, _UNIFORM_MESH + 1)
     reach = np.arcsinh(max(abs(low), abs(high)) / _SMALLEST_SCALE)
     dense = _SMALLEST_SCALE * np.sinh(np.linspace(-reach, reach, _UNIFORM_MESH + 1))
@@ -213,7 +245,7 @@ def _mesh(low, high, hints):
 
 
 def _inside_panels(panels, low, high):
-    """Return points dense enough to find every extremum of the polynomial between two neighbors of ``panels``."""
+    """Return points dense enough to find every extremum of the polynomial between two neighbors of `panels`."""
     edges = np.asarray(panels, dtype=np.float64)
     shares = 0.5 - 0.5 * np.cos(np.linspace(0.0, np.pi, _POINTS_PER_PANEL + 1))[:-1]
     points = np.append(edges[:-1, None] + np.diff(edges)[:, None] * shares, edges[-1:])
@@ -221,7 +253,10 @@ def _inside_panels(panels, low, high):
 
 
 def _extrema(derivative, mesh, value, kinks, name, accuracy):
-    """Local extrema of f' between kinks, by golden section from the mesh and f' on it; accurate in value."""
+    """Find the local extrema of f' between kinks by golden section, from the values of f' on the mesh.
+
+    The value of f' at an extremum is accurate, the place less so.
+    """
     noise = 8 * np.finfo(float).eps * np.max(np.abs(value)) + 2 * accuracy
     change = np.diff(value)
     change[np.abs(change) <= noise] = 0.0
@@ -253,6 +288,6 @@ def _extrema(derivative, mesh, value, kinks, name, accuracy):
         fresh = direction * derivative(np.where(left, c, d))
         fc, fd = np.where(left, fresh, fc), np.where(left, fd, fresh)
     found = 0.5 * (a + b)
-    # A turn at a kink is the kink itself.
+    # An extremum at a kink is the kink itself.
     near = np.abs(found[:, None] - kinks[None, :]).min(axis=1, initial=np.inf)
     return np.unique(found[near > 1e-7 * (1 + np.abs(found))])

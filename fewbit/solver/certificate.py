@@ -16,7 +16,15 @@ _DELTAS = 3.0
 
 
 def widened(error, bound, *, accuracy, mass, objective):
-    """Return ``(error, bound)`` that hold for f', from those of a g that is within ``accuracy`` of it."""
+    """Return an error and a lower bound that hold for f', from those of an approximation g.
+
+    Args:
+        error: The error computed for g.
+        bound: The lower bound computed for g.
+        accuracy: The largest |f' - g| on the domain.
+        mass: The integral of the weight over the domain.
+        objective: "mse", "unbiased" or "minimax".
+    """
     if accuracy == 0:
         return error, bound
     if objective == "minimax":

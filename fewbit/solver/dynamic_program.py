@@ -1,18 +1,17 @@
-"""One layer of the dynamic program: ``out[i] = min over j of previous[j] + cost(columns[j], rows[i])``.
+"""One layer of the dynamic program: out[i] = min over j of previous[j] + cost(columns[j], rows[i]).
 
-Rows and columns are ascending positions in a sequence of items. Two exact searches do it:
+Rows and columns are ascending positions in a sequence of items. There are two exact searches:
 
-``divide``  for costs that satisfy the quadrangle inequality (Monge), where the best column never
-            moves left as the row moves right: divide and conquer, O((rows + columns) log rows).
-``scan``    for any cost that grows with its segment: every column in the worst case, but columns
-            are visited from the nearest one outwards, and a run of them is skipped once the cost
-            of the shortest segment in the run, plus the least previous value there, cannot win.
+divide: for costs that satisfy the quadrangle inequality (Monge). The best column never moves left as the row moves right,
+    so divide and conquer takes O((rows + columns) log rows).
+scan: for any cost that grows with its segment. Columns are visited from the nearest one outwards. A run of columns is
+    skipped if the cost of the shortest segment in the run, plus the smallest previous value there, is not below the best.
+    In the worst case every column is visited.
 
-Both release the interpreter lock; :func:`run_layer` shares the rows among threads.
+Both release the interpreter lock, and `run_layer` shares the rows among threads.
 
-With ``slack = 1`` a column may lie one past the row (the pruning bounds of
-:mod:`fewbit.solver.partition` need it; such a segment is empty and costs 0). ``flip = n`` runs the
-layer on the reversed sequence: position p then stands for n - p.
+With `slack = 1` a column may be one position after the row; such a segment is empty and costs 0. The pruning bounds of
+`fewbit.solver.partition` need this. `flip = n` runs the layer on the reversed sequence, in which position p means n - p.
 """
 
 from __future__ import annotations
@@ -24,24 +23,29 @@ import numpy as np
 from numba import njit
 
 SQUARED_DEVIATION = 0
+"""The kind of costs of a segment that is replaced by its mean."""
 RANDOM_CHOICE = 1
+"""The kind of costs of items that are drawn to one of two values without bias."""
 _BLOCK = 32
 _TIE = 1e-14
-# Cost evaluations below which starting threads takes longer than they save (some 3 ns each).
+# With fewer cost evaluations (about 3 ns each) starting threads takes longer than they save.
 _SERIAL_WORK = 2_000_000
 
 
 def thread_count():
-    """The processors this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Costs:
-    """The costs of all segments of ``items``, of one of two kinds.
+    """The costs of all segments of items.
 
-    ``SQUARED_DEVIATION``: the segment start <= i < stop replaced by its mean.
-    ``RANDOM_CHOICE``: items strictly between start and stop drawn to the values of the items start
-    and stop, without bias: sum of w (v - v_start)(v_stop - v); infinite across a ``forced`` value.
+    Args:
+        items: The `Items`.
+        kind: `SQUARED_DEVIATION`: the cost of replacing the items start <= i < stop by their mean. `RANDOM_CHOICE`: the
+            cost of drawing the items strictly between start and stop to the values of the items start and stop without
+            bias, the sum of w (v - v_start)(v_stop - v).
+        forced: Values that must be levels. The `RANDOM_CHOICE` cost of a segment across one of them is infinite.
     """
 
     def __init__(self, items, kind=SQUARED_DEVIATION, forced=()):
@@ -52,13 +56,28 @@ class Costs:
 
     @property
     def arguments(self):
+        """The arrays and numbers that the compiled functions take."""
         moments, references, level_of = self.items.table
         spread = self.items.spread
         return moments, references, level_of, spread, self.values, self.forced, self.kind
 
 
 def run_layer(costs, columns, previous, rows, *, monge, slack=0, flip=-1, threads=1):
-    """The layer's values and, per row, the index of the best column (-1 where no column is valid)."""
+    """Compute a layer.
+
+    Args:
+        costs: The `Costs`.
+        columns: int64, ascending positions at which the segment may start.
+        previous: float64, the value of the previous layer at every column.
+        rows: int64, ascending positions at which the segment may end.
+        monge: Whether the costs satisfy the quadrangle inequality.
+        slack: How far a column may be after the row, 0 or 1.
+        flip: The number of items to reverse the sequence, or -1.
+        threads: The number of threads.
+
+    Returns:
+        The value of every row, and the number of its best column; -1 if no column is valid.
+    """
     out = np.full(len(rows), np.inf)
     best = np.full(len(rows), -1, dtype=np.int64)
     if len(rows) == 0 or len(columns) == 0:
@@ -74,7 +93,7 @@ def run_layer(costs, columns, previous, rows, *, monge, slack=0, flip=-1, thread
 def _divide_threads(fixed, threads):
     *_, columns, previous, rows, slack, flip, out, best = fixed
     last = len(columns) - 1
-    # Divide and conquer looks at every column about log2(rows) times.
+    # Divide and conquer visits every column about log2(rows) times.
     if threads == 1 or (len(rows) + len(columns)) * 16 < _SERIAL_WORK:
         _divide(*fixed, 0, len(rows), 0, last)
         return
@@ -100,7 +119,7 @@ def _scan_threads(fixed, previous, threads):
     if threads == 1 or len(rows) * len(columns) < _SERIAL_WORK:
         _scan(*fixed, floor, block_floor, 0, len(rows))
         return
-    # Later rows see more columns: many small shares keep the threads equally busy.
+    # Later rows have more columns, so many small shares distribute the work evenly.
     cuts = np.linspace(0, len(rows), 8 * threads + 1).astype(np.int64)
     with ThreadPoolExecutor(threads) as pool:
         jobs = [
@@ -111,13 +130,13 @@ def _scan_threads(fixed, previous, threads):
             job.result()
 
 
-# A call from compiled code costs more than a segment does, so costs are computed a block at a time.
+# A call from compiled code takes longer than a cost, so costs are computed in blocks.
 @njit(cache=True, nogil=True, error_model="numpy")
 def _fill_costs(
     moments, references, level_of, spread, values, forced, kind,
     columns, first_column, stop_column, row, flip, out,
 ):  # fmt: skip
-    """``out[t]`` = cost of the segment between ``columns[first_column + t]`` and ``row``."""
+    """Set out[t] to the cost of the segment between columns[first_column + t] and row."""
     for t in range(stop_column - first_column):
         start = columns[first_column + t]
         stop = row
@@ -186,7 +205,7 @@ def _divide(
             continue
         middle = (r0 + r1) >> 1
         row = rows[middle]
-        # The last valid column of c0 .. c1, by bisection: all after it lie right of the row.
+        # Find the last valid column of c0 .. c1 by bisection. All columns after it are right of the row.
         low = c0
         high = c1 + 1
         while low < high:
@@ -217,12 +236,12 @@ def _divide(
                     where = j
         out[middle] = least
         best[middle] = where
-        # Columns that rounding cannot tell apart: the best one may be any of them, and it is for rows
-        # whose costs are smaller by many orders to tell. A cost of 0 is exact.
+        # The totals of several columns may differ by rounding only. Rows whose costs are much smaller can tell these
+        # columns apart, so the search for other rows includes all of them. A cost of 0 is exact.
         if least == 0.0:
             tie_first = where
             tie_last = where
-        # A row that nothing reaches must not narrow the others.
+        # A row without a valid column must not narrow the search for other rows.
         if where < 0:
             tie_first = max(valid - 1, c0)
             tie_last = tie_first

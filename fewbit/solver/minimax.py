@@ -1,10 +1,9 @@
-"""The least possible maximum of |f' - q|: a covering problem, solved to the last bit by bisection.
+"""The smallest possible maximum of |f' - q|: a covering problem, solved by bisection to the last bit.
 
-A radius r is enough if the values of f' can be covered by K intervals of length 2r (form
-``levels``), or if the domain can be cut into K pieces on each of which f' varies by at most 2r
-(form ``intervals``). Greedy covering from one end needs the fewest, so it decides exactly whether a
-radius is enough. The optimum is the least radius that is; the largest radius found not to be enough
-is the lower bound. f' is monotone in a cell, so only the values at its ends matter.
+A radius r is sufficient if K intervals of length 2r cover the values of f' (form "levels"), or if the domain can be cut
+into K pieces on which f' varies by at most 2r (form "intervals"). Greedy covering from one end needs the fewest intervals,
+so it decides exactly whether a radius is sufficient. The optimum is the smallest sufficient radius, and the lower bound is
+the largest radius that was found to be insufficient. f' is monotone in a cell, so only the values at its ends matter.
 """
 
 from __future__ import annotations
@@ -14,8 +13,18 @@ import numpy as np
 from fewbit.solver.steps import Steps, crossing_points, nearest_steps, relabel, tidy
 
 
-def minimax_levels(scape, cells, count, pinned):
-    """``(levels, steps, lower_bound)`` of the best levels, those in ``pinned`` among them."""
+def minimax_levels(landscape, cells, count, pinned):
+    """Find the best levels of form "levels".
+
+    Args:
+        landscape: f' and the weight.
+        cells: The cells of the domain.
+        count: The number of levels.
+        pinned: Levels that must be among them, ascending.
+
+    Returns:
+        The levels (K,), the pieces, and the lower bound.
+    """
     low, high = _merged_ranges(cells)
     free = count - len(pinned)
 
@@ -25,11 +34,21 @@ def minimax_levels(scape, cells, count, pinned):
     radius, bound = _least_radius(cover, 0.5 * (high[-1] - low[0]), pinned, low, high)
     centers = cover(radius)
     levels = np.unique(np.concatenate([pinned, centers]))
-    return levels, nearest_steps(scape, cells, levels), bound
+    return levels, nearest_steps(landscape, cells, levels), bound
 
 
-def minimax_intervals(scape, cells, count, slopes):
-    """The same for K contiguous pieces; ``slopes`` pins the first and last, or is None."""
+def minimax_intervals(landscape, cells, count, slopes):
+    """Find the best pieces of form "intervals".
+
+    Args:
+        landscape: f' and the weight.
+        cells: The cells of the domain.
+        count: The number of pieces.
+        slopes: The levels of the first and the last piece if they are pinned, else None.
+
+    Returns:
+        The levels (K,), the pieces, and the lower bound.
+    """
     path = np.stack([cells.value_left, cells.value_right], axis=1)
     pinned = np.array([] if slopes is None else slopes)
 
@@ -40,21 +59,21 @@ def minimax_intervals(scape, cells, count, slopes):
         cover, 0.5 * (path.max() - path.min()), pinned, path.min(), path.max()
     )
     cuts, levels = cover(radius)
-    breaks = np.array([_cut_point(scape, cells, cell, value) for cell, value in cuts])
+    breaks = np.array([_cut_point(landscape, cells, cell, value) for cell, value in cuts])
     steps = tidy(Steps(breaks, np.arange(len(levels)), np.zeros(len(breaks))))
     steps, levels, _ = relabel(steps, np.asarray(levels), np.zeros(len(levels), bool))
     return levels, steps, bound
 
 
-def largest_deviation(scape, cells, steps, levels):
-    """max |f' - levels[codes]| over the cells."""
-    parts = scape.split(cells, steps.breaks)
+def largest_deviation(landscape, cells, steps, levels):
+    """Return the largest |f' - levels[codes]| over the cells."""
+    parts = landscape.split(cells, steps.breaks)
     level = levels[steps.codes[np.searchsorted(steps.breaks, 0.5 * (parts.left + parts.right))]]
     return float(np.maximum(np.abs(parts.lowest - level), np.abs(parts.highest - level)).max())
 
 
 def _least_radius(cover, start, pinned, low, high):
-    """``(enough, not_enough)``: neighboring floats where possible; (0, 0) if 0 is enough."""
+    """Return a sufficient and an insufficient radius: neighboring floats if possible, (0, 0) if 0 is sufficient."""
     if cover(0.0) is not None:
         return 0.0, 0.0
     enough = max([start, *(np.max(np.abs([p - np.min(low), p - np.max(high)])) for p in pinned)])
@@ -71,7 +90,7 @@ def _least_radius(cover, start, pinned, low, high):
 
 
 def _merged_ranges(cells):
-    """The values of f' as disjoint closed ranges, ascending."""
+    """Return the values of f' as disjoint closed ranges, ascending: their lower and upper ends."""
     order = np.argsort(cells.lowest, kind="stable")
     low, high = cells.lowest[order], cells.highest[order]
     reach = np.maximum.accumulate(high)
@@ -81,11 +100,11 @@ def _merged_ranges(cells):
 
 
 def _cover_values(low, high, radius, pinned, free):
-    """Centers of at most ``free`` intervals that cover what the pinned ones leave, or None."""
+    """Return the centers of at most `free` intervals that cover the values that pinned levels do not cover, or None."""
     centers = []
     at = low[0]
     while True:
-        # The least value >= at, passing whatever a pinned level covers.
+        # Move to the smallest value >= at that no pinned level covers.
         moved = True
         while moved:
             moved = False
@@ -108,10 +127,17 @@ def _cover_values(low, high, radius, pinned, free):
 
 
 def _cover_path(path, radius, slopes, count):
-    """Cut the path of f' into at most ``count`` pieces of variation 2 radius, or None.
+    """Cut the path of f' into pieces on which f' varies by at most 2 radius.
 
-    ``path`` (n, 2): the values at both ends of every cell. Returns ``(cuts, levels)``; a cut
-    ``(cell, value)`` is where f' takes the value inside the cell, or the cell's start if None.
+    Args:
+        path: (n, 2), the values of f' at both ends of every cell.
+        radius: The radius.
+        slopes: The levels of the first and the last piece, or None.
+        count: The largest number of pieces.
+
+    Returns:
+        The cuts and the levels, or None if more pieces are needed. A cut (cell, value) is the point in the cell at which
+        f' has the value; (cell, None) is the start of the cell.
     """
     if slopes is None:
         return _cover_free(path, radius, count, 0)
@@ -132,12 +158,12 @@ def _cover_path(path, radius, slopes, count):
 
 
 def _end_cut(path, cell, value):
-    """The cut at the end of a cell that was traversed up to ``value``."""
+    """Return the cut in a cell after the part up to `value`."""
     return (cell + 1, None) if value == path[cell, 1] else (cell, value)
 
 
 def _trim(path, level, radius):
-    """What is left of the path after the longest start within ``radius`` of ``level``; cells dropped."""
+    """Remove the longest beginning of the path within `radius` of `level`. Return the rest, and the number of cells removed."""
     outside = np.abs(path - level) > radius
     cells = np.flatnonzero(outside.any(axis=1))
     if len(cells) == 0:
@@ -176,10 +202,10 @@ def _cover_free(path, radius, most, offset):
     return None
 
 
-def _cut_point(scape, cells, cell, value):
-    """The x of a cut; the middle of the gap where cells without mass were left out."""
+def _cut_point(landscape, cells, cell, value):
+    """Return the x of a cut; the middle of the gap if cells without mass were left out there."""
     if value is not None:
-        return crossing_points(scape, cells, np.array([cell]), np.array([value]))[0]
+        return crossing_points(landscape, cells, np.array([cell]), np.array([value]))[0]
     if cell == 0:
         return cells.left[0]
     if cell == len(cells):

@@ -1,24 +1,21 @@
 """The optimal partition of a weighted sequence into K segments, and of weighted values into K levels.
 
-``form="intervals"`` cuts the sequence as it stands (the paper's eq. 9); ``form="levels"`` sorts the
-values first, where the problem is weighted one-dimensional k-means and the cost of a segment is
-Monge. Both are the same dynamic program
+`form="intervals"` cuts the sequence in its own order (Few-bit Backward, eq. 9). `form="levels"` sorts the values first; then
+the problem is weighted one-dimensional k-means, and the cost of a segment is Monge. Both are the same dynamic program
 
     D_k(i) = min over j <= i of D_{k-1}(j) + cost(j, i)
 
-and both return its exact optimum. Time is O(n^2 K) for intervals in the worst case and
-O(n K log n) for levels; memory O(n (K + log n)).
+and return its exact optimum. Time is O(n^2 K) for intervals in the worst case and O(n K log n) for levels; memory
+O(n (K + log n)).
 
-Exact pruning (``prune=True``) makes both far cheaper. Positions are cut into blocks. If break k
-lies in block [a_g, b_g], the segments before and after it contain the items between blocks, and a
-segment costs at least as much as any part of it, so with
+Exact pruning (`prune=True`) makes both much faster. Positions are cut into blocks. If break k is in block [a_g, b_g], the
+segments on its two sides contain the items between blocks. A segment costs at least as much as any part of it, so with
 
     L_k(g) = min over h <= g of L_{k-1}(h) + cost(b_h, a_g)
 
-(and R_k(g) the same from the right) every partition whose break k lies in block g costs at least
-L_k(g) + R_k(g). A block whose bound exceeds the cost of some partition already found is dropped,
-the others are cut finer, until single positions remain or dropping stops to pay; what survives is
-searched exactly.
+and R_k(g) the same from the right, every partition whose break k is in block g costs at least L_k(g) + R_k(g). A block
+whose bound exceeds the cost of a known partition is dropped, and the others are divided, until single positions remain or
+few blocks are dropped. The remaining positions are searched exactly.
 """
 
 from __future__ import annotations
@@ -35,13 +32,18 @@ from fewbit.solver.segments import Items
 # Below this many cost evaluations the plain dynamic program is faster than pruning first.
 _WORTH_PRUNING = 10_000_000
 _SUBDIVIDE = 8
-# Costs are sums of non-negative terms: relative rounding stays far below this margin.
+# Costs are sums of non-negative terms, so their relative rounding error is far below this margin.
 _MARGIN = 1e-9
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How to search: with how many threads, and whom to tell ``(stage, done, total)``."""
+    """The resources of a search.
+
+    Attributes:
+        threads: The number of threads.
+        progress: Called as `progress(stage, done, total)`.
+    """
 
     threads: int = field(default_factory=thread_count)
     progress: Callable[[str, int, int], None] = lambda _stage, _done, _total: None
@@ -49,11 +51,14 @@ class Effort:
 
 @dataclass(frozen=True)
 class Partition:
-    """``cost``: the optimum. ``breaks``: K-1 positions, ascending; segment k is breaks[k-1] .. breaks[k].
+    """An optimal partition.
 
-    ``means``: the K segment means (nan where a segment carries no mass). ``order``: for levels, the
-    permutation that sorted the values, else None. ``candidates``: how many break positions the
-    final search had to look at (n K without pruning).
+    Attributes:
+        cost: The sum of the segments' costs.
+        breaks: int64 (K-1,), ascending; segment k has the items breaks[k-1] <= i < breaks[k].
+        means: float64 (K,), the segments' weighted means; nan for a segment without mass.
+        order: The permutation that sorted the values for levels, else None.
+        candidates: The number of break positions in the final search; n K without pruning.
     """
 
     cost: float
@@ -64,9 +69,21 @@ class Partition:
 
 
 def partition(values, count, weights=None, *, form="levels", prune=True, threads=None):
-    """The best ``count``-segment partition of ``values`` (n,) with ``weights`` (n,), both float64.
+    """Find the best partition of a sequence.
 
-    Raises SolveError for an empty or non-finite sequence, a negative weight, or a count below 1.
+    Args:
+        values: float64 (n,), n >= 1, finite.
+        count: The number of segments, at least 1.
+        weights: float64 (n,), not negative; by default 1.
+        form: "levels" to sort the values first, "intervals" to keep their order.
+        prune: Whether to prune positions before the exact search. The result is the same.
+        threads: The number of threads; by default the processors of this process.
+
+    Returns:
+        A `Partition`.
+
+    Raises:
+        SolveError: An argument is not as described.
     """
     values, weights = _checked(values, weights, count)
     effort = Effort() if threads is None else Effort(threads)
@@ -105,7 +122,18 @@ def _checked(values, weights, count):
 
 
 def best_breaks(items, count, *, monge, prune=True, effort):
-    """``(cost, breaks, candidates)`` of the best partition of ``items`` into ``count`` segments."""
+    """Find the best partition of items.
+
+    Args:
+        items: The `Items`.
+        count: The number of segments.
+        monge: Whether the items are sorted by value, so that costs satisfy the quadrangle inequality.
+        prune: Whether to prune positions before the exact search.
+        effort: The resources.
+
+    Returns:
+        The cost, the breaks int64 (count - 1,), and the number of break positions in the final search.
+    """
     n = len(items)
     count_used = min(count, n)
     candidates = [np.arange(n + 1)] * (count_used - 1)
@@ -118,12 +146,20 @@ def best_breaks(items, count, *, monge, prune=True, effort):
     positions = [np.searchsorted(nodes, c) for c in candidates]
     cost, breaks = _search(Costs(merged), positions, monge, effort)
     breaks = nodes[breaks]
-    # Segments beyond the number of items are empty, at the end.
+    # If there are more segments than items, the last ones are empty.
     return cost, np.concatenate([breaks, np.full(count - count_used, n)]), searched
 
 
 class LayeredSearch:
-    """The dynamic program, a layer at a time, remembering enough to trace the optimum back."""
+    """The dynamic program layer by layer. It stores the best choices, to trace the optimum back.
+
+    Args:
+        costs: The costs of segments.
+        monge: Whether they satisfy the quadrangle inequality.
+        effort: The resources.
+        columns: The positions at which the first segment may start, by default 0.
+        values: The costs before these positions, by default 0.
+    """
 
     def __init__(self, costs, monge, effort, *, columns=None, values=None):
         self.costs, self.monge, self.threads = costs, monge, effort.threads
@@ -132,7 +168,7 @@ class LayeredSearch:
         self._trail = []
 
     def step(self, rows):
-        """One more segment, ending at one of ``rows`` (ascending positions)."""
+        """Add a segment that ends at one of the ascending positions `rows`."""
         rows = np.ascontiguousarray(rows, dtype=np.int64)
         out, best = run_layer(
             self.costs, self.columns, self.values, rows, monge=self.monge, threads=self.threads
@@ -141,7 +177,7 @@ class LayeredSearch:
         self.columns, self.values = rows, out
 
     def trace(self, at, layer=None):
-        """Where the segments before row ``at`` of the given layer (the last) start, ascending."""
+        """Return the starts of the segments before row `at` of a layer (by default the last), ascending."""
         starts = []
         for columns, best in reversed(self._trail[:layer]):
             at = best[at]
@@ -150,7 +186,7 @@ class LayeredSearch:
 
 
 def _search(costs, candidates, monge, effort):
-    """The exact dynamic program over ``candidates[k]``, the positions that break k+1 may take."""
+    """Run the exact dynamic program in which break k+1 has one of the positions candidates[k]."""
     search = LayeredSearch(costs, monge, effort)
     steps = [*candidates, np.array([len(costs.items)])]
     for done, rows in enumerate(steps, 1):
@@ -160,7 +196,10 @@ def _search(costs, candidates, monge, effort):
 
 
 def surviving_breaks(items, count, *, monge, effort):
-    """Per break the positions that may belong to an optimal partition, by the module's bounds."""
+    """Return for every break the positions that an optimal partition may have, by the bounds described above.
+
+    The arguments are those of `best_breaks`.
+    """
     n = len(items)
     first = min(n, max(512, 4 * count))
     nodes = np.unique(np.linspace(0, n, first + 1).astype(np.int64))
@@ -184,7 +223,7 @@ def surviving_breaks(items, count, *, monge, effort):
 
 
 def _block_bounds(costs, alive, monge, effort):
-    """For every block that is alive, the bound on partitions with that break in it."""
+    """Return for every remaining block of every break the lower bound on partitions with that break in the block."""
     n = len(costs.items)
     options = {"monge": monge, "slack": 1, "threads": effort.threads}
     left, columns, values = [], np.zeros(1, dtype=np.int64), np.zeros(1)
@@ -202,7 +241,7 @@ def _block_bounds(costs, alive, monge, effort):
 
 
 def _subdivide(nodes, alive):
-    """Finer ``nodes`` in the blocks that are alive for any break, none elsewhere."""
+    """Divide the blocks that remain for any break. Return the new nodes and the remaining blocks of every break."""
     used = _union(len(nodes) - 2, alive, with_ends=False)
     start, stop = nodes[used], nodes[used + 1]
     inner = start[:, None] + (stop - start)[:, None] * np.arange(_SUBDIVIDE + 1) // _SUBDIVIDE
@@ -218,7 +257,7 @@ def _positions(nodes, alive):
 
 
 def _union(last, parts, *, with_ends=True):
-    """The positions 0 .. last that occur in ``parts``, ascending; a mask is far faster than a sort."""
+    """Return the positions in [0, last] that occur in the parts, ascending. A mask is much faster than sorting."""
     mask = np.zeros(last + 1, dtype=bool)
     mask[[0, last]] = with_ends
     for part in parts:
@@ -227,7 +266,7 @@ def _union(last, parts, *, with_ends=True):
 
 
 def _runs(starts, stops):
-    """``concatenate([arange(a, b) for a, b in zip(starts, stops)])``."""
+    """Return concatenate([arange(a, b) for a, b in zip(starts, stops)])."""
     lengths = stops - starts
     before = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)

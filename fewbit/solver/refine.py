@@ -1,18 +1,18 @@
-"""From the dynamic program's levels to a stationary point of the continuous problem.
+"""Refine the levels of the dynamic program to a stationary point of the continuous problem.
 
-With the pieces chosen for given levels y, the error L(y) (Few-bit Backward, eq. 4) has the gradient
+If the pieces are optimal for given levels y, the error L(y) (Few-bit Backward, eq. 4) has the gradient
 
-    dL/dy_k = 2 (y_k M_k - S_k),   M_k, S_k the mass and the integral of f' w over the pieces of k,
+    dL/dy_k = 2 (y_k M_k - S_k),
 
-and, because a break between levels l and r sits where f' = (y_l + y_r) / 2 and moves with it,
+with M_k and S_k the integrals of w and of f' w over the pieces of level k. A break between levels l and r is at
+f' = (y_l + y_r) / 2 and moves with the levels, so the second derivatives are
 
     H = 2 diag(M) - 1/2 sum over breaks of (w / |f''|) |y_r - y_l| (e_l + e_r)(e_l + e_r)^T.
 
-Newton steps are tried first, then the exact minimizer for the present pieces (Lloyd's step, which
-cannot raise the error); a step is kept only if it lowers the error, or leaves it where rounding
-cannot tell the difference and lowers the gradient. At a stationary point
-y_k is the mean of f' over its pieces and f' at each break is the mean of its two levels, which is
-the gradient in s (eq. 5) equal to zero.
+Newton steps are tried first, then Lloyd's step, the exact minimizer for the current pieces, which cannot raise the error. A
+step is accepted if it lowers the error, or if it changes the error by rounding only and lowers the gradient. At a
+stationary point y_k is the mean of f' over the pieces of level k, and f' at every break is the mean of the two levels: the
+gradient in the breaks (eq. 5) is zero.
 """
 
 from __future__ import annotations
@@ -25,12 +25,21 @@ from fewbit.solver.steps import Steps, crossing_points, nearest_steps, slope_den
 
 _MOST_STEPS = 200
 RESIDUAL = 1e-10
+"""Largest gradient at a stationary point."""
 ROUNDING = 1e-15
+"""Relative change of an error that rounding can cause."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Levels, their pieces, the error, and the largest |dL/dy| over the levels that are free."""
+    """A step function and its error.
+
+    Attributes:
+        levels: (K,).
+        steps: The pieces.
+        error: The integral of (f' - q)**2 w.
+        residual: The largest |dL/dy| over the levels that are not pinned.
+    """
 
     levels: np.ndarray
     steps: Steps
@@ -39,24 +48,26 @@ class Solution:
 
 
 class NearestPieces:
-    """Form ``levels``: the pieces follow from the levels alone."""
+    """The pieces of form "levels", which the levels determine."""
 
-    def __init__(self, scape, cells):
-        self.scape, self.cells = scape, cells
+    def __init__(self, landscape, cells):
+        self.landscape, self.cells = landscape, cells
 
     def steps(self, levels, _previous):
+        """Return the pieces for the levels, None if the levels do not ascend."""
         if (np.diff(levels) <= 0).any():
             return None
-        return nearest_steps(self.scape, self.cells, levels)
+        return nearest_steps(self.landscape, self.cells, levels)
 
 
 class ContiguousPieces:
-    """Form ``intervals``: each break moves downhill to the nearest place where f' = (y_l + y_r) / 2."""
+    """The pieces of form "intervals": every break moves to a point with f' = (y_l + y_r) / 2, in the direction of a smaller error."""
 
-    def __init__(self, scape, cells):
-        self.scape, self.cells = scape, cells
+    def __init__(self, landscape, cells):
+        self.landscape, self.cells = landscape, cells
 
     def steps(self, levels, previous):
+        """Return the pieces for the levels, starting from the previous breaks; None if breaks would coincide."""
         cells = self.cells
         breaks, density = previous.breaks.copy(), np.zeros(len(previous.breaks))
         codes = previous.codes
@@ -71,16 +82,19 @@ class ContiguousPieces:
         return Steps(breaks, codes, density)
 
     def _settle(self, at, lower, upper, floor, ceiling):
-        """The point between floor and ceiling reached from ``at`` by moving downhill."""
+        """Move a break from `at` to the next local minimum of the error. Return its place, and the slope density there.
+
+        A break that would leave the interval (floor, ceiling) stays.
+        """
         cells, threshold = self.cells, 0.5 * (lower + upper)
         sign = np.sign(upper - lower)
-        # Positive where a point is better served by the piece on its right.
+        # Positive at points whose error is smaller in the piece on the right.
         ends = sign * (np.stack([cells.value_left, cells.value_right], axis=1).ravel() - threshold)
         minima = np.flatnonzero((ends[:-1] <= 0) & (ends[1:] > 0))
         i = int(np.clip(np.searchsorted(cells.left, at, side="right") - 1, 0, len(cells) - 1))
         here = ends[2 * i]
         if at > cells.left[i]:
-            here = sign * (self.scape.derivative(np.array([at]))[0] - threshold)
+            here = sign * (self.landscape.derivative(np.array([at]))[0] - threshold)
         rank = np.searchsorted(minima, 2 * i, side="right" if here > 0 else "left")
         rank -= here > 0
         if not 0 <= rank < len(minima):
@@ -90,16 +104,27 @@ class ContiguousPieces:
             found, density = 0.5 * (cells.right[cell] + cells.left[cell + 1]), 0.0
         else:
             which = np.array([cell])
-            point = crossing_points(self.scape, cells, which, np.array([threshold]))
-            found, density = point[0], slope_density(self.scape, cells, which, point)[0]
+            point = crossing_points(self.landscape, cells, which, np.array([threshold]))
+            found, density = point[0], slope_density(self.landscape, cells, which, point)[0]
         return (float(found), float(density)) if floor < found < ceiling else (at, 0.0)
 
 
 def refine(pieces, levels, steps, fixed, *, most_steps=_MOST_STEPS):
-    """Improve ``levels`` (K,) until stationary; ``fixed`` (K,) marks levels that must stay."""
-    scape, cells = pieces.scape, pieces.cells
+    """Improve levels until the error is stationary.
+
+    Args:
+        pieces: A `NearestPieces` or `ContiguousPieces`.
+        levels: (K,), the first levels.
+        steps: The first pieces.
+        fixed: bool (K,), the levels that are pinned.
+        most_steps: Largest number of steps.
+
+    Returns:
+        A `Solution`.
+    """
+    landscape, cells = pieces.landscape, pieces.cells
     free = ~fixed
-    best = totals(scape, cells, steps, levels)
+    best = totals(landscape, cells, steps, levels)
     for _ in range(most_steps):
         if _residual(levels, best, free) < 1e-3 * RESIDUAL * min(1.0, best.mass.sum()):
             break
@@ -109,7 +134,7 @@ def refine(pieces, levels, steps, fixed, *, most_steps=_MOST_STEPS):
             moved = pieces.steps(proposal, steps)
             if moved is None:
                 continue
-            total = totals(scape, cells, moved, proposal)
+            total = totals(landscape, cells, moved, proposal)
             if total.error < best.error or (
                 total.error <= best.error * (1 + ROUNDING)
                 and _residual(proposal, total, free) < _residual(levels, best, free)
@@ -127,7 +152,7 @@ def _residual(levels, total, free):
 
 
 def _proposals(levels, steps, total, free):
-    """Newton's step, shorter ones, and Lloyd's."""
+    """Yield the levels after Newton's step, a quarter of it, and Lloyd's step."""
     gradient = 2 * (levels * total.mass - total.first)
     step = np.zeros_like(levels)
     hessian = _hessian(levels, steps, total)[np.ix_(free, free)]

@@ -1,37 +1,33 @@
-"""The discrete problem that bounds the continuous one from below, and starts its refinement.
+"""The discrete problem, which gives a lower bound on the continuous problem and the first levels of the refinement.
 
-*Squared error.* Let a cell have mass W, mean m, spread S (integral of (f' - m)**2 w) and values of
-f' in [a, b]. Put its mass on two *atoms*, at a and b, with the same mean; their spread is
-W (m - a)(b - m) >= S. For any levels y write
+Squared error. Let a cell have mass W, mean m, spread S (the integral of (f' - m)**2 w) and values of f' in [a, b]. Move its
+mass to two atoms, at a and b, with the same mean; their spread is W (m - a)(b - m) >= S. For any levels y write
 
     min_k (v - y_k)**2 = v**2 - h(v),   h(v) = max_k (2 v y_k - y_k**2), convex.
 
-On [a, b], h lies below its chord, whose mean over the cell is the mean of h over the two atoms, so
+On [a, b], h is below its chord, and the mean of the chord over the cell is the mean of h over the two atoms, so
 
     integral over the cell of min_k (f' - y_k)**2 w  >=  sum over its atoms of min_k (atom - y_k)**2
                                                           - (W (m - a)(b - m) - S).
 
-Summed over cells: *the optimum of the atoms less the total excess spread is a lower bound on the
-continuous optimum*, for form ``levels``, whatever K, and for levels pinned to given values.
+The sum over all cells shows: the optimum of the atoms less the total excess spread is a lower bound on the continuous
+optimum, for form "levels", any K, and levels pinned to given values.
 
-For form ``intervals`` the atoms of a cell stand in the order in which f' passes a and b (f' is
-monotone in a cell). Let breaks fall inside a cell. If a break there goes from level y to z against
-the direction of f', the error as a function of the break is concave, so moving it to one end of
-its range inside the cell does not raise the error; what remains are levels that run with f', for
-which the best assignment of the two atoms is one that contiguous segments of the atoms can make.
-The same bound follows. Atoms of equal value that are neighbors are one atom, which changes neither
-side. Both bounds fall short of the optimum by O(n**-2).
+For form "intervals" the two atoms of a cell are in the order in which f' passes a and b, since f' is monotone in a cell. Let
+breaks be inside a cell. If a break goes from level y to z against the direction of f', the error as a function of the break
+is concave, so moving the break to one end of its range inside the cell does not raise the error. The remaining levels
+change in the direction of f', and the best assignment of the two atoms is one that contiguous segments of atoms can have.
+The same bound follows. Neighboring atoms of equal value are merged, which changes neither side. Both bounds differ from
+the optimum by O(n**-2).
 
-*Unbiased choice.* For levels y the expected squared error at value v, (v - y_k)(y_{k+1} - v), is
-H(v) - v**2 with H the piecewise linear interpolant of v**2 at the levels, convex. By Jensen's
-inequality the cell's mean of H is at least H(m): *the optimum with every cell collapsed to its mean,
-less the total spread of the cells, is a lower bound*. The optimal levels of a discrete problem can
-be chosen among its values (between values the error is linear in a level), so the discrete search
-is exact.
+Unbiased draws. For levels y the expected squared error at value v, (v - y_k)(y_{k+1} - v), is H(v) - v**2, with H the
+piecewise linear interpolant of v**2 at the levels, which is convex. By Jensen's inequality the mean of H over a cell is at
+least H(m): the optimum with the mass of every cell at its mean, less the total spread of the cells, is a lower bound. The
+optimal levels of a discrete problem can be chosen among its values, since the error is linear in a level between values,
+so the discrete search is exact.
 
-The cells rest on one assumption: f' is monotone between neighboring nodes. Extrema of f' are
-located first and made nodes, and the values met by the quadrature inside a cell are included in
-[a, b].
+The cells rest on one assumption: f' is monotone between neighboring nodes. The extrema of f' are located first and become
+nodes, and [a, b] includes the values at the quadrature points inside a cell.
 """
 
 from __future__ import annotations
@@ -47,9 +43,13 @@ from fewbit.solver.segments import Items
 
 @dataclass(frozen=True)
 class Relaxed:
-    """``levels`` in piece order (sorted for form levels); ``breaks``: between which x, for intervals.
+    """The optimum of the discrete problem.
 
-    ``fixed`` marks the pinned levels; ``lower_bound`` >= 0 bounds the continuous optimum.
+    Attributes:
+        levels: (K,), ascending for form "levels", in the order of the pieces for "intervals".
+        fixed: bool (K,), the levels that are pinned.
+        lower_bound: A lower bound on the continuous optimum, not negative.
+        breaks: (K-1,), the ends of the pieces for form "intervals", else None.
     """
 
     levels: np.ndarray
@@ -60,6 +60,15 @@ class Relaxed:
 
 @dataclass(frozen=True)
 class Atoms:
+    """Point masses that replace cells.
+
+    Attributes:
+        x: The place of every atom, (n,), ascending.
+        value: The value of f' there.
+        mass: The mass.
+        excess: The total spread of the atoms less that of the cells.
+    """
+
     x: np.ndarray
     value: np.ndarray
     mass: np.ndarray
@@ -67,7 +76,11 @@ class Atoms:
 
 
 def two_point_atoms(cells):
-    """Each cell's mass on its two extreme values, in the order f' meets them; neighbors merged."""
+    """Move the mass of every cell to the two ends of its range of values, in the direction of f'.
+
+    Returns:
+        The `Atoms`, with neighbors of equal value merged, and for every atom the last x of the merged ones.
+    """
     low, high = cells.lowest, cells.highest
     width = high - low
     upper_share = np.where(width > 0, (cells.mean - low) / np.where(width > 0, width, 1.0), 0.0)
@@ -84,7 +97,7 @@ def two_point_atoms(cells):
     group = np.cumsum(first) - 1
     starts = np.flatnonzero(first)
     ends = np.concatenate([starts[1:], [len(x)]]) - 1
-    # A merged run is entered at its first x and left at its last: keep both for the breaks.
+    # The breaks of form intervals need the first and the last x of merged atoms.
     return (
         Atoms(x[starts], value[starts], np.bincount(group, mass), float(excess.sum())),
         x[ends],
@@ -92,9 +105,17 @@ def two_point_atoms(cells):
 
 
 def relax_levels(cells, count, pinned, effort, most=None):
-    """Return the best ``count`` levels for the atoms; ``pinned``: distinct values that must be among the levels.
+    """Find the best levels for the atoms.
 
-    most: if there are more atoms, atoms with neighboring values are first merged to about this number.
+    Args:
+        cells: The cells of the domain.
+        count: The number of levels.
+        pinned: Distinct values that must be among the levels.
+        effort: The resources.
+        most: If there are more atoms, atoms with neighboring values are first merged to about this number.
+
+    Returns:
+        A `Relaxed`.
     """
     atoms, _ = two_point_atoms(cells)
     order = np.argsort(atoms.value, kind="stable")
@@ -113,7 +134,7 @@ def relax_levels(cells, count, pinned, effort, most=None):
 
 
 def _fewer_atoms(value, mass, most):
-    """Reduce atoms (ascending values) to about ``most``. Return their values and masses, and the growth of the spread.
+    """Reduce atoms (ascending values) to about `most`. Return their values and masses, and the growth of the spread.
 
     The mass between two kept atoms is moved to these two so that the mean stays the same. This repeats the
     step from a cell to its atoms, with a discrete distribution of values, which the proof allows.
@@ -138,7 +159,7 @@ def _fewer_atoms(value, mass, most):
 
 
 def _relax_pinned_levels(value, mass, excess, count, pinned, effort):
-    """Pinned levels part the values into zones that no level serves across: solve each, then share."""
+    """Solve the zones between pinned levels separately, for every number of free levels, and share the levels out."""
     edges = [-np.inf, *pinned, np.inf]
     free = count - len(pinned)
     zones, best, choice = [], np.zeros(1), []
@@ -166,7 +187,17 @@ def _relax_pinned_levels(value, mass, excess, count, pinned, effort):
 
 
 def relax_intervals(cells, count, slopes, effort):
-    """Best ``count`` contiguous pieces for the atoms; ``slopes``: (left, right) pinned, or None."""
+    """Find the best contiguous pieces for the atoms.
+
+    Args:
+        cells: The cells of the domain.
+        count: The number of pieces.
+        slopes: The pinned levels of the first and the last piece, or None.
+        effort: The resources.
+
+    Returns:
+        A `Relaxed`.
+    """
     atoms, leaving = two_point_atoms(cells)
     items = Items(atoms.mass, atoms.value)
     if slopes is None:
@@ -179,7 +210,7 @@ def relax_intervals(cells, count, slopes, effort):
         breaks, middle = zone.partition(count - 2)
         levels = np.concatenate([[slopes[0]], middle, [slopes[1]]])
         fixed = np.isin(np.arange(count), [0, count - 1])
-    # Interior breaks fall between two atoms, those of empty pieces at an end of the domain.
+    # Interior breaks are between two atoms, breaks of empty pieces at an end of the domain.
     after = np.clip(breaks, 1, len(atoms.x) - 1) if len(atoms.x) > 1 else np.zeros(len(breaks), int)
     x = 0.5 * (leaving[after - 1] + atoms.x[after]) if len(atoms.x) > 1 else atoms.x[after]
     x = np.where(breaks == 0, cells.left[0], np.where(breaks == len(atoms.x), cells.right[-1], x))
@@ -187,7 +218,17 @@ def relax_intervals(cells, count, slopes, effort):
 
 
 def relax_unbiased(cells, count, fixed, effort):
-    """Best ``count`` levels for cells collapsed to means; ``fixed``: ascending, the end levels too."""
+    """Find the best levels for unbiased draws, with the mass of every cell at its mean.
+
+    Args:
+        cells: The cells of the stand-in.
+        count: The number of levels.
+        fixed: The pinned levels, ascending, the first and the last one included.
+        effort: The resources.
+
+    Returns:
+        A `Relaxed`.
+    """
     value = np.concatenate([cells.mean, fixed])
     mass = np.concatenate([cells.mass, np.zeros(len(fixed))])
     order = np.argsort(value, kind="stable")
@@ -207,16 +248,21 @@ def relax_unbiased(cells, count, fixed, effort):
 
 
 class Zone:
-    """Contiguous segments of ``items`` of which the first and last may have a given level.
+    """Contiguous segments of items, of which the first and the last may have a given level.
 
-    ``costs(most)[k]`` is the least cost with k free segments between them.
+    Args:
+        items: The `Items`.
+        first: The level of the first segment, or None.
+        last: The level of the last segment, or None.
+        effort: The resources.
+        monge: Whether the items are sorted by value.
     """
 
     def __init__(self, items, first, last, effort, monge=True):
         self.items, self.first, self.last = items, first, last
         self.effort, self.monge = effort, monge
         n = len(items)
-        # Cost of the items before (from) each position at the first (last) level.
+        # The costs of the items before every position at the first level, and from every position on at the last level.
         self.until = None if first is None else np.append(0.0, np.cumsum(self._given(first)))
         self.after = (
             None if last is None else np.append(np.cumsum(self._given(last)[::-1])[::-1], 0.0)
@@ -236,6 +282,7 @@ class Zone:
         return values + self.after[positions]
 
     def costs(self, most):
+        """Return the smallest costs with 0 to `most` free segments between the first and the last one."""
         nodes = np.arange(len(self.items) + 1)
         while len(self.layers) <= most:
             self.search.step(nodes)
@@ -244,7 +291,7 @@ class Zone:
         return np.array([self._ending(k).min() for k in range(most + 1)])
 
     def partition(self, k):
-        """The k + 1 breaks around the k free segments, and the levels of those segments."""
+        """Return the k + 1 breaks around the k free segments, and the levels of these segments."""
         at = int(np.argmin(self._ending(k)))
         stop = self.layers[k][0][at]
         breaks = np.concatenate([self.search.trace(at, layer=k), [stop]]).astype(np.int64)
@@ -252,6 +299,7 @@ class Zone:
         return breaks, means
 
     def levels(self, k):
+        """Return the levels of the k free segments, without those of empty segments."""
         if k == 0 or len(self.items) == 0:
             return np.empty(0)
         means = self.partition(k)[1]

@@ -14,7 +14,15 @@ _FARTHEST = 1e30
 
 
 def count_levels(bits, levels):
-    """Return (largest number of levels, bits) for a request. Raises SolveError if bits and levels contradict each other."""
+    """Return the largest number of levels and the bits of a request.
+
+    Args:
+        bits: 1 to 8, or None.
+        levels: 2 to 256, or None.
+
+    Raises:
+        SolveError: Both are None, one is out of range, or there are more levels than bits allow.
+    """
     if bits is None and levels is None:
         raise SolveError("bits: expected 1 to 8 (or levels from 2 to 256), got neither")
     if bits is not None and not (is_integer(bits) and 1 <= bits <= 8):
@@ -32,7 +40,7 @@ def count_levels(bits, levels):
 
 
 def check_choice(name, value, choices):
-    """Raise SolveError if the value of an argument is not one of the strings in ``choices``."""
+    """Raise SolveError if the value of an argument is not one of the strings in `choices`."""
     if not (isinstance(value, str) and value in choices):
         raise SolveError(f"{name}: expected {' or '.join(choices)}, got {value!r}")
 
@@ -67,9 +75,9 @@ def domain_of(f, weight, asked):
     """Return the domain of a table: the requested one, else the weight's, else the function's.
 
     Args:
-        f: the function, whose `domain` is the default.
-        weight: a weight from `make_weight`.
-        asked: the requested domain as two floats, or None.
+        f: The function, whose `domain` is the default.
+        weight: A weight from `make_weight`.
+        asked: The requested domain as two floats, or None.
 
     Returns:
         Two floats a < b.

@@ -1,22 +1,19 @@
-"""What a segment of a sequence costs: exact, cancellation-free, in constant time.
+"""The cost of a segment of a sequence, without cancellation and in constant time.
 
-A sequence of *items* (mass, mean, spread about the mean) is cut into segments; replacing a
-segment by its weighted mean costs the weighted sum of squared deviations. The paper evaluates
-that from three prefix sums (Few-bit Backward, appendix G, eq. 11), ``F2 - F1**2 / W``, which
-loses every digit once the data carry an offset: two clusters 1e9 apart have prefix sums of 1e18
-and costs of 1.
+A sequence of items (mass, mean, spread about the mean) is cut into segments. The cost of a segment is the weighted sum of
+squared deviations from its weighted mean. The paper computes this from three prefix sums (Few-bit Backward, appendix G,
+eq. 11), `F2 - F1**2 / W`, which loses all digits if the data have an offset: two clusters 1e9 apart have prefix sums of
+1e18 and costs of 1.
 
-Here a segment is put together from two pieces that were summed from their common boundary
-outwards (a *disjoint sparse table*): level l cuts the items into blocks of 2**(l+1), and stores
-for every item the moments of the run between it and the middle of its block. Any segment lies
-across the middle of exactly one block, so
+Here a segment is composed of two runs that were summed from their common boundary outwards (a disjoint sparse table):
+level l cuts the items into blocks of 2**(l+1), and stores for every item the moments of the run between the item and the
+middle of its block. Every segment contains the middle of exactly one block, so
 
     cost = S_left + S_right + W_left W_right / (W_left + W_right) (M_left - M_right)**2,
 
-a sum of terms that are never negative (Chan, Golub, LeVeque 1983). Means are kept relative to
-an item left of the middle, and an item's own mean as ``anchor + offset``, so that differences
-of means stay accurate far from the origin (the item is one with mass: a massless value may lie
-anywhere). Memory is O(n log n); a query reads six numbers.
+a sum of non-negative terms (Chan, Golub, LeVeque 1983). Means are stored relative to an item left of the middle, and an
+item's own mean is `anchor + offset`, so that differences of means are accurate far from the origin. The reference is an
+item with mass, since an item without mass may have any value. Memory is O(n log n); a query reads six numbers.
 """
 
 from __future__ import annotations
@@ -30,9 +27,11 @@ __all__ = ["Items", "merge_runs"]
 class Items:
     """A sequence of weighted values in a fixed order, and the costs of its segments.
 
-    ``mass``, ``anchor``, ``offset``, ``spread``: float64 arrays of shape (n,). Item i has mass
-    ``mass[i] >= 0``, mean ``anchor[i] + offset[i]`` and ``spread[i]``, the sum of weighted
-    squared deviations inside the item itself (0 for a single value).
+    Args:
+        mass: float64 (n,), not negative.
+        anchor: float64 (n,). The mean of item i is anchor[i] + offset[i].
+        offset: float64 (n,), by default 0.
+        spread: float64 (n,), the sum of weighted squared deviations inside the item, by default 0.
     """
 
     def __init__(self, mass, anchor, offset=None, spread=None):
@@ -48,11 +47,12 @@ class Items:
 
     @property
     def mean(self):
+        """The means of the items, (n,)."""
         return self.anchor + self.offset
 
     @property
     def table(self):
-        """The disjoint sparse table: ``(moments, references, level_of)``, see :func:`_build`."""
+        """The disjoint sparse table (moments, references, level_of), see `_build`."""
         if self._table is None:
             n = max(len(self), 1)
             depth = max(1, int(n - 1).bit_length())
@@ -67,22 +67,23 @@ class Items:
         return self._table
 
     def cost(self, start, stop):
-        """Cost of the segment of items ``start <= i < stop``; 0 when it is empty."""
+        """Return the cost of the segment of the items start <= i < stop; 0 if it is empty."""
         moments, _, level_of = self.table
         return segment_cost(moments, level_of, self.spread, start, stop)
 
     def segment_means(self, breaks):
-        """Weighted mean of each segment of the partition ``0 <= breaks <= n``; nan if it has no mass."""
+        """Return the weighted means of the segments between breaks in [0, n]; nan for a segment without mass."""
         edges = np.concatenate([[0], breaks, [len(self)]]).astype(np.int64)
         runs = merge_runs(self.mass, self.anchor, self.offset, self.spread, edges)
         return np.where(runs.mass > 0, runs.mean, np.nan)
 
     def compress(self, nodes):
-        """The items between consecutive ``nodes`` (ascending positions, 0 first, n last) merged."""
+        """Merge the items between neighboring nodes: ascending positions, 0 first, n last."""
         return merge_runs(self.mass, self.anchor, self.offset, self.spread, nodes)
 
 
 def merge_runs(mass, anchor, offset, spread, nodes):
+    """Return `Items` that merge runs of items. The arguments are those of `Items`, and the ends of the runs."""
     nodes = np.ascontiguousarray(nodes, dtype=np.int64)
     out = np.zeros((4, len(nodes) - 1))
     _merge_runs(mass, anchor, offset, spread, nodes, out)
@@ -122,9 +123,9 @@ def _first_with_mass(mass, start, stop, step):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _build(mass, anchor, offset, spread, moments, references):
-    """Fill ``moments[level, i] = (mass, mean less the reference, spread)`` of the run i .. middle.
+    """Fill moments[level, i] with the mass, the mean less the reference, and the spread of the run from i to the middle.
 
-    ``references[level, block]`` is the value that the means of that block are relative to.
+    references[level, block] is the value that was subtracted from the means of that block.
     """
     depth, n, _ = moments.shape
     for level in range(depth):
@@ -171,6 +172,7 @@ def _add(w, m, s, mass, mean, spread):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def segment_cost(moments, level_of, spread, start, stop):
+    """Return the cost of a segment from the arrays of `Items.table`."""
     last = stop - 1
     if start >= last:
         return spread[start] if start == last else 0.0

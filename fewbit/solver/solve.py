@@ -1,9 +1,8 @@
-"""``solve``: from a function and a request to a certified table.
+"""The function `solve`: from a function and a request to a certified table.
 
-The stages, each in a module of its own: the weight (``weight``), the cells of the domain
-(``cells``), the discrete problem that bounds the continuous one and its exact optimum
-(``relaxation``, on ``partition``, ``layers``, ``segments``), and the refinement to a stationary
-point of the continuous problem (``refine``, ``unbiased``; ``minimax`` needs none).
+Each stage has its own module: the weight (`weight`), the cells of the domain (`cells`), the discrete problem that bounds
+the continuous one, with its exact optimum (`relaxation`, which uses `partition`, `dynamic_program` and `segments`), and the
+refinement to a stationary point of the continuous problem (`refine` and `unbiased`; `minimax` needs none).
 """
 
 from __future__ import annotations
@@ -21,6 +20,12 @@ from fewbit.functions.callables import resolve
 from fewbit.solver.cells import merge, survey
 from fewbit.solver.certificate import widened
 from fewbit.solver.dynamic_program import thread_count
+from fewbit.solver.finish import (
+    closed_sides,
+    closed_sides_of_knots,
+    contiguous_start,
+    with_outer_pieces,
+)
 from fewbit.solver.minimax import largest_deviation, minimax_intervals, minimax_levels
 from fewbit.solver.partition import Effort
 from fewbit.solver.refine import RESIDUAL, ContiguousPieces, NearestPieces, Solution, refine
@@ -33,7 +38,7 @@ from fewbit.solver.request import (
     domain_of,
     is_integer,
 )
-from fewbit.solver.steps import Steps, nearest_steps, relabel, tidy, totals
+from fewbit.solver.steps import nearest_steps, totals
 from fewbit.solver.unbiased import build_stand_in, refine_unbiased, variance, with_tails
 from fewbit.solver.weight import make_weight
 from fewbit.table import FORMS, OBJECTIVES, TAILS, Knots, Table, lower_pieces
@@ -45,7 +50,6 @@ _MOST_UNBIASED_CELLS = 2**17
 # If f' has more monotone pieces than this, the default grid depends on their number.
 _FEW_PIECES = 8
 _LARGE_GAP = 0.02
-_FARTHEST = 1e30
 
 
 def solve(
@@ -66,56 +70,53 @@ def solve(
     threads=None,
     progress=None,
 ):
-    """The best approximation of f' by a step function of few levels, as a :class:`fewbit.Table`.
+    """Find the best approximation of f' by a step function with few levels (Few-bit Backward, eq. 4 and 9).
 
-    function: a name from ``fewbit.functions``, ``"package.module:f"``, or a callable f on NumPy
-        arrays or torch tensors (the activation itself; ``derivative=`` and ``kinks=`` if known).
-        A given derivative is compared with f to 1e-7 of max |f'| only, and then taken as exact:
-        ``error`` and ``lower_bound`` are certified for the given derivative.
-    bits: 1 to 8; 2**bits levels. levels: their number instead, 2 to 256.
-    form: ``"levels"`` (pieces may share a level) or ``"intervals"`` (the paper's: one level each).
-    weight: what the error is weighted with, see :func:`fewbit.solver.weight.make_weight`.
-    domain: (a, b); by default the range that matters for the function, or the weight's.
-    objective: ``"mse"``, ``"unbiased"`` or ``"minimax"``. tails: ``"free"`` or ``"pinned"``.
-    grid: the number of cells of the discrete problem; more of them narrow the certified gap.
-    refine: False keeps the levels of the discrete problem. parameters: of a named function.
-    threads: at most so many threads (default: the processors of this process).
-    progress: called as ``progress(stage, done, total)`` while the discrete problem is solved.
+    Args:
+        function: A name from `fewbit.functions`, "package.module:f", or a callable f for NumPy arrays or torch tensors: the
+            activation itself, not its derivative.
+        bits: 1 to 8; the table has at most 2**bits levels.
+        form: "levels" (pieces may share a level) or "intervals" (as in the paper: every piece has its own level).
+        weight: The density of the error, see `fewbit.solver.weight.make_weight`.
+        domain: The interval (a, b); by default that of the weight, or else that of the function.
+        objective: "mse", "unbiased" or "minimax".
+        tails: "free", or "pinned" to give the outermost pieces the limits of f' at infinity.
+        levels: The number of levels, 2 to 256, instead of `bits`.
+        grid: The number of cells of the discrete problem. More cells narrow the certified gap.
+        refine: Whether to refine the levels of the discrete problem.
+        parameters: Parameters of a named function.
+        derivative: The derivative of a callable. It is compared with f to 1e-7 of max |f'|, and then treated as exact:
+            `error` and `lower_bound` are certified for the given derivative.
+        kinks: The points at which the derivative of a callable is not smooth.
+        threads: The largest number of threads; by default the processors of this process.
+        progress: Called as `progress(stage, done, total)` while the discrete problem is solved.
 
-    The table's ``error`` and ``lower_bound`` hold for the continuous problem; its ``solver`` holds
-    version, grid, status and seconds. The status is ``"exact"`` (error 0), ``"stationary"`` (the
-    gradient is below 1e-10), ``"optimal"`` (minimax, to the last bit), ``"unrefined"`` or
-    ``"stalled"`` (no further step lowered the error).
+    Returns:
+        A `fewbit.Table`. Its `error` and `lower_bound` hold for the continuous problem. Its `solver` has version, grid,
+        seconds and status: "exact" (error 0), "stationary" (the gradient is below 1e-10), "optimal" (minimax, to the last
+        bit), "unrefined" or "stalled" (no further step lowered the error).
 
-    Raises FunctionError, WeightError or SolveError with one line.
+    Raises:
+        FunctionError: The function cannot be used.
+        WeightError: The weight cannot be used.
+        SolveError: An argument is out of range, or the request cannot be satisfied.
     """
     started = time.perf_counter()
     count, bits = count_levels(bits, levels)
-    check_choice("form", form, FORMS)
-    check_choice("objective", objective, OBJECTIVES)
-    check_choice("tails", tails, TAILS)
-    if threads is not None and not (is_integer(threads) and threads >= 1):
-        raise SolveError(f"threads: expected an integer of at least 1, got {threads!r}")
-    check_parameters(parameters)
-    if objective == "unbiased" and form != "levels":
-        raise SolveError("objective unbiased: expected form levels (the draw is between levels)")
-    weight = make_weight(weight)
+    _check_arguments(form, objective, tails, threads, parameters)
+    weight, domain = make_weight(weight), checked_domain(domain)
 
     def resolved(on):
         return resolve(function, parameters, derivative=derivative, kinks=kinks, domain=on)
 
-    f = resolved(checked_domain(domain) or weight.domain)
-    domain = domain_of(f, weight, checked_domain(domain))
+    f = resolved(domain or weight.domain)
+    domain = domain_of(f, weight, domain)
     if domain != tuple(f.domain):
-        # A callable is searched for kinks where it will be used.
+        # The kinks of a callable are searched on the domain of the table.
         f = resolved(domain)
     slopes = _pinned_slopes(f, tails, count, form)
-    if any(map(math.isinf, f.slopes)):
-        warnings.warn(
-            f"{f.name}: the derivative is unbounded, so q saturates outside [{domain[0]:g}, {domain[1]:g}]",
-            stacklevel=2,
-        )
-    scape = survey(
+    _warn_of_saturation(f, domain)
+    landscape = survey(
         f.derivative,
         f.kinks,
         weight,
@@ -124,7 +125,7 @@ def solve(
         panels=f.panels,
         accuracy=f.accuracy,
     )
-    cells, atoms = _grid(grid, count, form, objective, scape)
+    cells, atoms = _grid(grid, count, form, objective, landscape)
     request = _Request(
         count=count,
         form=form,
@@ -134,17 +135,8 @@ def solve(
         refine=refine,
         effort=Effort(threads or thread_count(), progress or _silent),
     )
-    outcome = _METHODS[objective](scape, request, f)
-    error, bound = outcome.error, min(outcome.lower_bound, outcome.error)
-    if outcome.lower_bound > error * (1 + 1e-9) + 1e-28:
-        raise SolveError(
-            f"{f.name}: the lower bound {outcome.lower_bound!r} exceeds the error {error!r}; "
-            "the quadrature did not resolve f' or w (a finer grid may)"
-        )
-    error, bound = widened(
-        error, bound, accuracy=f.accuracy, mass=outcome.mass, objective=objective
-    )
-    status = "exact" if error == 0 else outcome.status
+    outcome = _METHODS[objective](landscape, request, f)
+    error, bound = _certified(outcome, f, objective)
     table = Table(
         function=f.name,
         parameters=dict(f.parameters),
@@ -164,20 +156,55 @@ def solve(
         solver={
             "version": __version__,
             "grid": request.grid,
-            "status": status,
+            "status": "exact" if error == 0 else outcome.status,
             "seconds": round(time.perf_counter() - started, 4),
         },
         knots=outcome.knots,
         knots_error=outcome.knots_error,
         _function=f,
     )
-    if grid is None and table.gap > _LARGE_GAP and table.relative_error > 1e-8:
-        warnings.warn(
-            f"{f.name}: the error may be up to {100 * table.gap:.2g} % above the optimum;"
-            f" a larger grid= than {request.grid} narrows the gap",
-            stacklevel=2,
-        )
+    if grid is None:
+        _warn_of_gap(table)
     return table
+
+
+def _check_arguments(form, objective, tails, threads, parameters):
+    check_choice("form", form, FORMS)
+    check_choice("objective", objective, OBJECTIVES)
+    check_choice("tails", tails, TAILS)
+    if threads is not None and not (is_integer(threads) and threads >= 1):
+        raise SolveError(f"threads: expected an integer of at least 1, got {threads!r}")
+    check_parameters(parameters)
+    if objective == "unbiased" and form != "levels":
+        raise SolveError("objective unbiased: expected form levels (the draw is between levels)")
+
+
+def _warn_of_saturation(f, domain):
+    if any(map(math.isinf, f.slopes)):
+        warnings.warn(
+            f"{f.name}: the derivative is unbounded, so q saturates outside [{domain[0]:g}, {domain[1]:g}]",
+            stacklevel=3,
+        )
+
+
+def _warn_of_gap(table):
+    if table.gap > _LARGE_GAP and table.relative_error > 1e-8:
+        warnings.warn(
+            f"{table.function}: the error may be up to {100 * table.gap:.2g} % above the optimum;"
+            f" a larger grid= than {table.solver['grid']} narrows the gap",
+            stacklevel=3,
+        )
+
+
+def _certified(outcome, f, objective):
+    """Return the error and the lower bound, which hold for the exact f'."""
+    error, bound = outcome.error, min(outcome.lower_bound, outcome.error)
+    if outcome.lower_bound > error * (1 + 1e-9) + 1e-28:
+        raise SolveError(
+            f"{f.name}: the lower bound {outcome.lower_bound!r} exceeds the error {error!r}; "
+            "the quadrature did not resolve f' or w (a finer grid may)"
+        )
+    return widened(error, bound, accuracy=f.accuracy, mass=outcome.mass, objective=objective)
 
 
 @dataclass(frozen=True)
@@ -199,36 +226,36 @@ class _Outcome:
     closed: tuple[str, ...]
     error: float
     lower_bound: float
-    scale: float  # divisor of the relative error: the integral of f'**2 w, or max |f'|
+    scale: float  # divisor of the relative error: the integral of f'**2 w, for minimax max |f'|
     mass: float
     status: str
     knots: Knots | None = None
     knots_error: float | None = None
 
 
-def _solve_mse(scape, request, f):
-    coarse, fine = _both_cells(scape, request.grid)
+def _solve_mse(landscape, request, f):
+    coarse, fine = _both_cells(landscape, request.grid)
     count = request.count
     if request.form == "levels":
         pinned = np.unique(request.slopes) if request.slopes else np.empty(0)
         relaxed = relax_levels(coarse, count, pinned, request.effort, request.atoms)
-        pieces = NearestPieces(scape, fine)
+        pieces = NearestPieces(landscape, fine)
         levels, fixed = relaxed.levels, relaxed.fixed
-        steps = nearest_steps(scape, fine, levels)
+        steps = nearest_steps(landscape, fine, levels)
     else:
         relaxed = relax_intervals(coarse, count, request.slopes, request.effort)
-        pieces = ContiguousPieces(scape, fine)
-        levels, fixed, steps = _contiguous_start(relaxed, scape, request.slopes is not None)
+        pieces = ContiguousPieces(landscape, fine)
+        levels, fixed, steps = contiguous_start(relaxed, landscape, request.slopes is not None)
     if request.refine:
         solution = refine(pieces, levels, steps, fixed)
     else:
-        solution = Solution(levels, steps, totals(scape, fine, steps, levels).error, math.inf)
-    levels, steps = _finish(solution.levels, solution.steps, request, scape, f)
+        solution = Solution(levels, steps, totals(landscape, fine, steps, levels).error, math.inf)
+    levels, steps = with_outer_pieces(solution.levels, solution.steps, request, landscape, f)
     return _Outcome(
         levels=levels,
         breaks=steps.breaks,
         codes=steps.codes,
-        closed=_closed(f, steps, levels),
+        closed=closed_sides(f, steps, levels),
         error=solution.error,
         lower_bound=relaxed.lower_bound,
         scale=fine.second_moment,
@@ -237,20 +264,20 @@ def _solve_mse(scape, request, f):
     )
 
 
-def _solve_minimax(scape, request, f):
-    _, cells = _both_cells(scape, request.grid)
+def _solve_minimax(landscape, request, f):
+    _, cells = _both_cells(landscape, request.grid)
     if request.form == "levels":
         pinned = np.unique(request.slopes) if request.slopes else np.empty(0)
-        levels, steps, bound = minimax_levels(scape, cells, request.count, pinned)
+        levels, steps, bound = minimax_levels(landscape, cells, request.count, pinned)
     else:
-        levels, steps, bound = minimax_intervals(scape, cells, request.count, request.slopes)
-    error = largest_deviation(scape, cells, steps, levels)
-    levels, steps = _finish(levels, steps, request, scape, f)
+        levels, steps, bound = minimax_intervals(landscape, cells, request.count, request.slopes)
+    error = largest_deviation(landscape, cells, steps, levels)
+    levels, steps = with_outer_pieces(levels, steps, request, landscape, f)
     return _Outcome(
         levels=levels,
         breaks=steps.breaks,
         codes=steps.codes,
-        closed=_closed(f, steps, levels),
+        closed=closed_sides(f, steps, levels),
         error=error,
         lower_bound=bound,
         scale=float(np.max(np.abs([cells.lowest, cells.highest]))),
@@ -259,15 +286,15 @@ def _solve_minimax(scape, request, f):
     )
 
 
-def _solve_unbiased(scape, request, f):
-    stand_in = build_stand_in(scape, request.count)
+def _solve_unbiased(landscape, request, f):
+    stand_in = build_stand_in(landscape, request.count)
     if np.ptp(stand_in.values) == 0:
         raise SolveError(
             f"objective unbiased: expected a derivative that varies, got the constant {stand_in.values[0]:g} "
             f"for {f.name} (objective mse is exact)"
         )
     smooth = replace(
-        scape, derivative=stand_in, kinks=np.unique(stand_in.points), extrema=np.empty(0)
+        landscape, derivative=stand_in, kinks=np.unique(stand_in.points), extrema=np.empty(0)
     )
     coarse, fine = _both_cells(smooth, request.grid)
     values = [stand_in.values.min(), stand_in.values.max(), *(request.slopes or ())]
@@ -281,12 +308,12 @@ def _solve_unbiased(scape, request, f):
     levels, residual = relaxed.levels, math.inf
     if request.refine:
         levels, residual = refine_unbiased(smooth, fine, levels, relaxed.fixed)
-    apart = replace(smooth, derivative=lambda x: scape.derivative(x) - stand_in(x))
+    apart = replace(smooth, derivative=lambda x: landscape.derivative(x) - stand_in(x))
     bias = apart.integrate(fine.left, fine.right).second_moment
     error = variance(smooth, fine, levels) + bias
     if request.slopes is not None:
         stand_in = with_tails(stand_in, request.slopes)
-    knots = Knots(stand_in.points, stand_in.values, _knots_closed(f, stand_in))
+    knots = Knots(stand_in.points, stand_in.values, closed_sides_of_knots(f, stand_in))
     breaks, codes, closed = lower_pieces(levels, knots)
     return _Outcome(
         levels=levels,
@@ -295,7 +322,7 @@ def _solve_unbiased(scape, request, f):
         closed=closed,
         error=error,
         lower_bound=relaxed.lower_bound + bias,
-        scale=scape.integrate(fine.left, fine.right).second_moment,
+        scale=landscape.integrate(fine.left, fine.right).second_moment,
         mass=float(fine.mass.sum()),
         status=_status(request, residual, levels, fine),
         knots=knots,
@@ -306,99 +333,14 @@ def _solve_unbiased(scape, request, f):
 _METHODS = {"mse": _solve_mse, "minimax": _solve_minimax, "unbiased": _solve_unbiased}
 
 
-def _both_cells(scape, grid):
-    """The cells of the discrete problem, and cells fine enough to integrate on."""
+def _both_cells(landscape, grid):
+    """Return the cells of the discrete problem, and cells that are fine enough for integrals."""
     if grid >= _FINE:
-        fine = scape.cells(grid)
+        fine = landscape.cells(grid)
         return fine, fine
-    # The same integrals on both sides of the certificate: coarse cells are unions of fine ones.
-    fine = scape.cells(_FINE)
-    return merge(fine, scape.nodes(grid)), fine
-
-
-def _contiguous_start(relaxed, scape, pinned):
-    """The discrete optimum without its empty pieces (pinned ones outside the domain stay)."""
-    breaks, count = relaxed.breaks, len(relaxed.levels)
-    low, high = scape.domain
-    starts, stops = np.append(low, breaks), np.append(breaks, high)
-    used = stops > starts
-    used &= np.isfinite(relaxed.levels)
-    if pinned:
-        used[[0, -1]] = True
-    kept = np.flatnonzero(used)
-    # A piece starts where the one before it ends; an empty piece leaves no trace.
-    start = starts[kept[1:]]
-    if pinned and count > 1 and not stops[-1] > starts[-1]:
-        start[-1] = high
-    steps = tidy(Steps(start, np.arange(len(kept)), np.zeros(len(start))))
-    steps, levels, fixed = relabel(steps, relaxed.levels[kept], relaxed.fixed[kept])
-    return levels, fixed, steps
-
-
-def _finish(levels, steps, request, scape, f):
-    """Outermost pieces added where the domain ends without them; unused levels dropped.
-
-    Pinned tails are such pieces, and so is the value that f' has at a kink on which the domain ends
-    (values saturate there: ReLU's outputs are 0), if a level has it or another level is allowed.
-    """
-    breaks, codes = steps.breaks, steps.codes
-    if request.slopes is not None and request.form == "levels":
-        first, last = (int(np.argmin(np.abs(levels - s))) for s in request.slopes)
-        low, high = scape.domain
-        if codes[0] != first:
-            breaks, codes = np.append(low, breaks), np.append(first, codes)
-        if codes[-1] != last:
-            breaks, codes = np.append(breaks, high), np.append(codes, last)
-    steps = Steps(breaks, codes, np.zeros(len(breaks)))
-    steps, levels, _ = relabel(steps, levels, np.zeros(len(levels), bool))
-    if request.slopes is None:
-        for end in scape.domain:
-            if end in f.kinks:
-                levels, steps = _with_end(levels, steps, request, end, end == scape.domain[1], f)
-    return levels, steps
-
-
-def _with_end(levels, steps, request, end, last, f):
-    """The same with a piece beyond ``end`` that has torch's value there."""
-    value = float(f.derivative(np.array([end]))[0])
-    outer = levels[steps.codes[-1 if last else 0]]
-    if value == outer:
-        return levels, steps
-    own = request.form == "intervals"
-    if own or value not in levels:
-        if len(levels) == request.count:
-            return levels, steps
-        place = (len(levels) if last else 0) if own else int(np.searchsorted(levels, value))
-        levels = np.insert(levels, place, value)
-        codes = steps.codes + (steps.codes >= place)
-    else:
-        place, codes = int(np.flatnonzero(levels == value)[0]), steps.codes
-    if last:
-        breaks, codes = np.append(steps.breaks, end), np.append(codes, place)
-    else:
-        breaks, codes = np.append(end, steps.breaks), np.append(place, codes)
-    return levels, Steps(breaks, codes, np.zeros(len(breaks)))
-
-
-def _closed(f, steps, levels):
-    """At a kink the point joins the piece whose level is nearer to torch's gradient there."""
-    closed = np.full(len(steps.breaks), "right", dtype=object)
-    at = np.flatnonzero(np.isin(steps.breaks, f.kinks))
-    if len(at):
-        value = f.derivative(steps.breaks[at])
-        before, after = levels[steps.codes[at]], levels[steps.codes[at + 1]]
-        closed[at[np.abs(value - after) < np.abs(value - before)]] = "left"
-    return tuple(closed)
-
-
-def _knots_closed(f, stand_in):
-    points, values = stand_in.points, stand_in.values
-    closed = ["right"] * len(points)
-    for i in np.flatnonzero(points[1:] == points[:-1]):
-        value = f.derivative(points[i : i + 1])[0]
-        if abs(value - values[i + 1]) < abs(value - values[i]):
-            closed[i] = closed[i + 1] = "left"
-    return tuple(closed)
+    # Coarse cells are unions of fine ones, so that error and lower bound use the same integrals.
+    fine = landscape.cells(_FINE)
+    return merge(fine, landscape.nodes(grid)), fine
 
 
 def _relative(error, scale, objective):
@@ -414,7 +356,7 @@ def _silent(_stage, _done, _total):
 def _status(request, residual, levels, cells):
     if not request.refine:
         return "unrefined"
-    # The gradient scales with f' and with w.
+    # The gradient is proportional to f' and to w.
     scale = max(1.0, float(np.abs(levels).max())) * min(1.0, float(cells.mass.sum()))
     return "stationary" if residual < RESIDUAL * scale else "stalled"
 
@@ -433,18 +375,18 @@ def _pinned_slopes(f, tails, count, form):
     return tuple(f.slopes)
 
 
-def _grid(grid, count, form, objective, scape):
-    """Return ``(cells, atoms)``: the number of cells of the grid, and the largest number of atoms, or None.
+def _grid(grid, count, form, objective, landscape):
+    """Return the number of cells of the grid, and the largest number of atoms, or None.
 
-    In form levels all monotone pieces of f' share the levels, and each piece needs cells of its own. In form
-    intervals nothing is shared, and so many cells would be too slow if f' has many pieces.
+    In form levels all monotone pieces of f' share the levels, and every piece needs its own cells. In form intervals no
+    piece shares a level, and so many cells would be too slow if f' has many pieces.
     """
     if grid is not None:
         if not (is_integer(grid) and 16 <= grid <= _MOST_CELLS):
             raise SolveError(f"grid: expected an integer from 16 to {_MOST_CELLS}, got {grid!r}")
         return int(grid), None
     usual = max(_FINE, 256 * count)
-    pieces = 1 + len(scape.extrema) + len(scape.kinks)
+    pieces = 1 + len(landscape.extrema) + len(landscape.kinks)
     if pieces <= _FEW_PIECES or objective == "minimax":
         return usual, None
     if form == "intervals":

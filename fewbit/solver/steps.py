@@ -1,8 +1,7 @@
-"""Step functions over cells: where q must change, and what a given q costs.
+"""Step functions over cells: the breaks of q for given levels or thresholds, and the error of a given q.
 
-A step function is ``(breaks, codes)``: M-1 ascending points and the level number of each of the M
-pieces. The masses and means of f' over its pieces, and its error, come from the cells, those that
-a break runs through being split first.
+A step function has M-1 ascending breaks, and M codes, the numbers of the pieces' levels. To compute the masses and means
+of f' over the pieces, cells that contain a break are split first.
 """
 
 from __future__ import annotations
@@ -15,9 +14,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Steps:
-    """``breaks`` (M-1,), ``codes`` (M,), and ``slope_density`` (M-1,): w / |f''| at each break.
+    """The pieces of a step function.
 
-    The last is how fast mass changes sides when the threshold of f' moves; 0 where f' jumps.
+    Attributes:
+        breaks: float64 (M-1,), ascending.
+        codes: int64 (M,), the number of every piece's level.
+        slope_density: float64 (M-1,), w / |f''| at the breaks: the mass that changes sides per change of the threshold of
+            f'; 0 at a jump of f'.
     """
 
     breaks: np.ndarray
@@ -27,22 +30,33 @@ class Steps:
 
 @dataclass(frozen=True)
 class Totals:
-    """Per level: the mass and the integral of f' w over its pieces; and the error of given levels."""
+    """Sums over the pieces of a step function.
+
+    Attributes:
+        mass: (K,), the integral of w over the pieces of every level.
+        first: (K,), the integral of f' w, likewise.
+        error: The integral of (f' - q)**2 w.
+    """
 
     mass: np.ndarray
     first: np.ndarray
     error: float
 
 
-def nearest_steps(scape, cells, levels):
-    """The step function that takes, at every x, the level nearest to f'(x)."""
-    return threshold_steps(scape, cells, 0.5 * (levels[1:] + levels[:-1]))
+def nearest_steps(landscape, cells, levels):
+    """Return the step function that has the level nearest to f'(x) at every x."""
+    return threshold_steps(landscape, cells, 0.5 * (levels[1:] + levels[:-1]))
 
 
-def threshold_steps(scape, cells, thresholds):
-    """The step function whose code at x is the number of ``thresholds`` (ascending) below f'(x).
+def threshold_steps(landscape, cells, thresholds):
+    """Return the step function whose code at x is the number of thresholds below f'(x).
 
-    Where the weight is 0 between two cells, each side continues to the middle of the gap.
+    If the weight is 0 between two cells, the break is in the middle of the gap.
+
+    Args:
+        landscape: f' and the weight.
+        cells: The cells of the domain.
+        thresholds: Ascending numbers.
     """
     code_left = np.searchsorted(thresholds, cells.value_left, side="right")
     code_right = np.searchsorted(thresholds, cells.value_right, side="right")
@@ -52,8 +66,8 @@ def threshold_steps(scape, cells, thresholds):
     rising = code_right[cell] > code_left[cell]
     code_after = np.where(rising, code_left[cell] + rank + 1, code_left[cell] - rank - 1)
     threshold = thresholds[np.where(rising, code_after - 1, code_after)]
-    at = crossing_points(scape, cells, cell, threshold)
-    density = slope_density(scape, cells, cell, at)
+    at = crossing_points(landscape, cells, cell, threshold)
+    density = slope_density(landscape, cells, cell, at)
 
     starts = cells.left.copy()
     starts[1:] = 0.5 * (cells.left[1:] + cells.right[:-1])
@@ -66,10 +80,10 @@ def threshold_steps(scape, cells, thresholds):
 
 
 def tidy(steps):
-    """The same function with strictly ascending breaks: pieces that rounding emptied are dropped."""
+    """Return the same function with strictly ascending breaks, without pieces that rounding made empty."""
     breaks, codes, density = steps.breaks, steps.codes, steps.slope_density
     while True:
-        # Of several breaks at one point only the last piece after it is left of them.
+        # If several breaks are equal, only the last one remains.
         kept = np.ones(len(breaks), dtype=bool)
         kept[:-1] = breaks[1:] > breaks[:-1]
         breaks, density = breaks[kept], density[kept]
@@ -82,9 +96,15 @@ def tidy(steps):
 
 
 def relabel(steps, levels, fixed):
-    """``(steps, levels, fixed)`` without the levels that no piece uses, for levels in piece order.
+    """Merge neighboring pieces of equal level, and drop the levels that no piece uses.
 
-    Neighboring pieces of equal level become one.
+    Args:
+        steps: The pieces.
+        levels: (K,), any order.
+        fixed: bool (K,), the levels that are pinned.
+
+    Returns:
+        The new steps, levels and fixed.
     """
     codes = steps.codes
     changed = levels[codes[1:]] != levels[codes[:-1]]
@@ -94,8 +114,18 @@ def relabel(steps, levels, fixed):
     return steps, levels[used], fixed[used]
 
 
-def crossing_points(scape, cells, cell, threshold):
-    """Where f' takes ``threshold`` inside each given cell: bracketed secant (Illinois) steps."""
+def crossing_points(landscape, cells, cell, threshold):
+    """Find the x in each of the given cells at which f' equals a threshold, by bracketed secant steps (Illinois method).
+
+    Args:
+        landscape: f' and the weight.
+        cells: All cells.
+        cell: int64 (n,), the numbers of the cells.
+        threshold: float64 (n,).
+
+    Returns:
+        float64 (n,).
+    """
     a, b = cells.left[cell], cells.right[cell]
     fa, fb = cells.value_left[cell] - threshold, cells.value_right[cell] - threshold
     best = np.where(np.abs(fa) < np.abs(fb), a, b)
@@ -105,10 +135,10 @@ def crossing_points(scape, cells, cell, threshold):
         width = fb - fa
         secant = b - fb * (b - a) / np.where(width == 0, 1.0, width)
         middle = 0.5 * (a + b)
-        # Every third step halves the bracket, whatever the shape of f'.
+        # Every third step halves the bracket, so that the method converges for every shape of f'.
         inside = (secant > a) & (secant < b) & (width != 0) & (step % 3 != 2)
         x = np.where(inside, secant, middle)
-        fx = scape.derivative(x) - threshold
+        fx = landscape.derivative(x) - threshold
         better = np.abs(fx) < smallest
         best, smallest = np.where(better, x, best), np.where(better, np.abs(fx), smallest)
         same_as_a = np.sign(fx) == np.sign(fa)
@@ -122,22 +152,22 @@ def crossing_points(scape, cells, cell, threshold):
     return best
 
 
-def slope_density(scape, cells, cell, at):
-    """w / |f''| at points inside cells, f'' by a difference that stays inside the cell."""
+def slope_density(landscape, cells, cell, at):
+    """Return w / |f''| at points inside cells, with f'' from a difference of f' inside the cell."""
     left, right = cells.left[cell], cells.right[cell]
     step = np.minimum(1e-4 * np.maximum(1.0, np.abs(at)), 0.25 * (right - left))
     below, above = np.maximum(at - step, left), np.minimum(at + step, right)
     inside_below = np.where(below == left, np.nextafter(left, right), below)
     inside_above = np.where(above == right, np.nextafter(right, left), above)
-    rise = np.abs(scape.derivative(inside_above) - scape.derivative(inside_below))
+    rise = np.abs(landscape.derivative(inside_above) - landscape.derivative(inside_below))
     curvature = rise / np.where(above > below, above - below, 1.0)
-    weight = scape.density(at)
+    weight = landscape.density(at)
     return np.where(curvature > 0, weight / np.where(curvature > 0, curvature, 1.0), 0.0)
 
 
-def totals(scape, cells, steps, levels):
-    """Masses, first moments and the weighted squared error of ``levels[codes]`` (never cancelling)."""
-    parts = scape.split(cells, steps.breaks)
+def totals(landscape, cells, steps, levels):
+    """Compute masses, first moments and the squared error of levels[codes] as sums without cancellation."""
+    parts = landscape.split(cells, steps.breaks)
     code = steps.codes[np.searchsorted(steps.breaks, 0.5 * (parts.left + parts.right))]
     count = len(levels)
     mass = np.bincount(code, parts.mass, count)

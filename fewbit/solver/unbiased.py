@@ -1,16 +1,16 @@
-"""Objective ``unbiased``: a piecewise linear stand-in for f', and levels of least variance for it.
+"""Objective "unbiased": a piecewise linear stand-in for f', and levels of least variance for the stand-in.
 
-At run time the level of an element is drawn between the two neighbors of v(x), a piecewise linear
-stand-in for f'(x), with the probability that makes its mean v(x). The expected squared error is
+At run time the level of an element is drawn from the two neighbors of v(x), the stand-in at x, with probabilities such
+that the mean is v(x). The expected squared error is
 
     integral of [(v - y_k)(y_{k+1} - v) + (f' - v)**2] w,   y_k <= v <= y_{k+1},
 
-whose first term depends on the levels, with the gradient (interior levels)
+whose first term depends on the levels. For interior levels the gradient is
 
     dE/dy_k = integral over (y_{k-1}, y_k) of (v - y_{k-1}) w - integral over (y_k, y_{k+1}) of (y_{k+1} - v) w.
 
-Optimal quantization points for unbiased rounding: ZipML (Zhang et al., ICML 2017); the discrete
-search is quadratic there, and here divide and conquer, since the cost is Monge (QUIVER, 2024).
+ZipML (Zhang et al., ICML 2017) finds optimal quantization points for unbiased rounding with a quadratic discrete search. The
+cost is Monge (QUIVER, 2024), so divide and conquer is used here.
 """
 
 from __future__ import annotations
@@ -23,32 +23,39 @@ import numpy as np
 from fewbit.solver.refine import RESIDUAL, ROUNDING
 from fewbit.solver.steps import threshold_steps
 
-# The stand-in's largest error as a share of an average gap between levels.
+# Largest error of the stand-in, relative to an average gap between levels.
 _SHARE_OF_GAP = 2e-3
 _MOST_KNOTS = 4096
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """Knots of the piecewise linear stand-in; two equal points are a jump. ``error`` bounds |f' - v|."""
+    """A piecewise linear function v that replaces f'.
+
+    Attributes:
+        points: float64 (n,), ascending; two equal points are a jump.
+        values: float64 (n,).
+        error: A bound on |f' - v|.
+    """
 
     points: np.ndarray
     values: np.ndarray
     error: float
 
     def __call__(self, x):
+        """Return v(x)."""
         i = np.clip(np.searchsorted(self.points, x, side="right") - 1, 0, len(self.points) - 2)
         width = self.points[i + 1] - self.points[i]
         slope = np.where(width > 0, self.values[i + 1] - self.values[i], 0.0)
         inner = self.values[i] + (x - self.points[i]) * (slope / np.where(width > 0, width, 1.0))
-        # At the ends of a segment the value is the knot's, whatever rounding says.
+        # Clipping prevents values beyond those of the knots, which rounding could cause.
         low = np.minimum(self.values[i], self.values[i + 1])
         high = np.maximum(self.values[i], self.values[i + 1])
         return np.clip(np.where(width > 0, inner, self.values[i + 1]), low, high)
 
 
 def with_tails(stand_in, slopes):
-    """The stand-in with a jump to the asymptotic slopes at the ends of the domain."""
+    """Return the stand-in with jumps to the limits of f' at the ends of the domain."""
     points, values = list(stand_in.points), list(stand_in.values)
     if values[0] != slopes[0]:
         points.insert(0, points[0])
@@ -59,12 +66,20 @@ def with_tails(stand_in, slopes):
     return StandIn(np.array(points), np.array(values), stand_in.error)
 
 
-def build_stand_in(scape, count):
-    """Knots at kinks, extrema and domain ends, then halving until the error is small enough."""
-    derivative = scape.derivative
-    forced = np.unique(np.concatenate([scape.domain, scape.kinks, scape.extrema]))
+def build_stand_in(landscape, count):
+    """Interpolate f' at its kinks and extrema and the ends of the domain, and halve segments until the error is small.
+
+    Args:
+        landscape: f' and the weight.
+        count: The number of levels, on which the allowed error depends.
+
+    Returns:
+        A `StandIn`.
+    """
+    derivative = landscape.derivative
+    forced = np.unique(np.concatenate([landscape.domain, landscape.kinks, landscape.extrema]))
     left, right = forced[:-1], forced[1:]
-    value_left, value_right = scape.end_values(left, right)
+    value_left, value_right = landscape.end_values(left, right)
     spread = max(value_left.max(), value_right.max()) - min(value_left.min(), value_right.min())
     tolerance = _SHARE_OF_GAP * spread / max(count - 1, 1)
     probe = np.linspace(0, 1, 33)[1:-1]
@@ -105,28 +120,37 @@ def build_stand_in(scape, count):
 
 
 def _bend(value, line):
-    """How far the error can rise between probes: its largest second difference, for a smooth f'."""
+    """Return how much the error of a smooth f' can rise between probes: its largest second difference."""
     error = np.concatenate(
         [np.zeros((len(value), 1)), value - line, np.zeros((len(value), 1))], axis=1
     )
     return np.abs(np.diff(error, 2, axis=1)).max(axis=1)
 
 
-def refine_unbiased(scape, cells, levels, fixed, most_steps=100):
-    """``(levels, residual)`` after Newton's method on the interior levels; the error never rises.
+def refine_unbiased(landscape, cells, levels, fixed, most_steps=100):
+    """Improve interior levels by Newton's method. The error never rises.
 
-    The residual is the largest gradient, less what one rounding of a level changes it by. A level
-    that sits on a value which f' takes on a whole piece, where the gradient jumps from negative to
-    positive, is at its optimum and stays.
+    A level that equals f' on a whole piece, so that the gradient jumps from negative to positive at the level, is optimal
+    and stays.
+
+    Args:
+        landscape: The stand-in and the weight.
+        cells: The cells of the domain.
+        levels: (K,), ascending.
+        fixed: bool (K,), the levels that are pinned.
+        most_steps: Largest number of steps.
+
+    Returns:
+        The levels, and the residual: the largest gradient, less the change that one rounding of a level causes.
     """
-    state = _evaluate(scape, cells, levels)
+    state = _evaluate(landscape, cells, levels)
     mass = cells.mass.sum()
     for _ in range(most_steps):
         free = ~fixed & ~state.held
         if state.residual(levels, free) < 1e-3 * RESIDUAL * min(1.0, mass):
             break
         step = np.zeros_like(levels)
-        # The error need not be convex: along an axis of negative curvature the step is reversed.
+        # The error may not be convex: along an axis of negative curvature the step is reversed.
         curvature, axes = np.linalg.eigh(state.hessian[np.ix_(free, free)])
         curvature = np.maximum(np.abs(curvature), 1e-12 * np.abs(curvature).max(initial=1e-300))
         step[free] = -axes @ ((axes.T @ state.gradient[free]) / curvature)
@@ -134,7 +158,7 @@ def refine_unbiased(scape, cells, levels, fixed, most_steps=100):
             moved = levels + share * step
             if (np.diff(moved) <= 0).any():
                 continue
-            tried = _evaluate(scape, cells, moved)
+            tried = _evaluate(landscape, cells, moved)
             calmer = tried.residual(moved, free) < state.residual(levels, free)
             unchanged = tried.error <= state.error * (1 + ROUNDING)
             if tried.error < state.error or (unchanged and calmer):
@@ -157,23 +181,23 @@ class _State:
         return float((np.abs(self.gradient) - rounding)[free].max(initial=0.0))
 
 
-def variance(scape, cells, levels):
-    """The integral of (v - y_k)(y_{k+1} - v) w."""
-    return _evaluate(scape, cells, levels).error
+def variance(landscape, cells, levels):
+    """Return the integral of (v - y_k)(y_{k+1} - v) w."""
+    return _evaluate(landscape, cells, levels).error
 
 
-def _evaluate(scape, cells, levels):
+def _evaluate(landscape, cells, levels):
     count = len(levels)
     if count < 2:
         deviation = cells.mean - levels[0]
         error = math.fsum(cells.mass * deviation**2 + cells.spread)
         return _State(error, np.zeros(1), np.eye(1), np.ones(1, bool))
-    steps = threshold_steps(scape, cells, levels[1:-1])
-    parts = scape.split(cells, steps.breaks)
+    steps = threshold_steps(landscape, cells, levels[1:-1])
+    parts = landscape.split(cells, steps.breaks)
     code = steps.codes[np.searchsorted(steps.breaks, 0.5 * (parts.left + parts.right))]
     above = parts.mean - levels[code]
     below = levels[code + 1] - parts.mean
-    # The variance of a cell's own values is part of (v - y_k)(y_{k+1} - v) with a minus sign.
+    # The variance of v inside a cell enters (v - y_k)(y_{k+1} - v) with a minus sign.
     error = math.fsum(np.maximum(parts.mass * above * below - parts.spread, 0.0))
     rising = np.bincount(code, parts.mass * above, count - 1)
     falling = np.bincount(code, parts.mass * below, count - 1)
@@ -194,12 +218,12 @@ def _evaluate(scape, cells, levels):
 
 
 def _held(cells, levels, gradient):
-    """Interior levels on an atom of f' that keeps them: the gradient changes sign across it."""
+    """Return which interior levels equal f' on a piece and are optimal there: the gradient changes its sign at the level."""
     flat = cells.lowest == cells.highest
     held = np.zeros(len(levels), dtype=bool)
     for k in range(1, len(levels) - 1):
         atom = cells.mass[flat & (cells.lowest == levels[k])].sum()
-        # The gradient here counts the atom with the values above the level.
+        # The gradient counts this piece with the values above the level.
         held[k] = atom > 0 and gradient[k] <= 0 <= gradient[k] + atom * (
             levels[k + 1] - levels[k - 1]
         )

@@ -1,8 +1,8 @@
-"""The weight w(x) that the error of a table is weighted with (Few-bit Backward, eq. 3).
+"""The weight w(x) of the error of a table (Few-bit Backward, eq. 3).
 
-Four kinds, each with its document form (``docs/table_schema.md``): ``uniform`` (w = 1 on the
-domain), ``normal`` (the density, not renormalized on the domain), ``histogram`` (a piecewise
-constant density, normalized to 1; raw samples become one) and ``callable`` (any density).
+There are four kinds: "uniform" (w = 1 on the domain), "normal" (the density, not renormalized on the domain), "histogram" (a
+piecewise constant density, normalized to 1; raw samples become one) and "callable" (any density). docs/table_schema.md
+describes their documents.
 """
 
 from __future__ import annotations
@@ -17,36 +17,55 @@ from fewbit.errors import FewbitError, WeightError
 from fewbit.schema.documents import open_regular
 from fewbit.table import MOST_BINS
 
-# Enough for a density's shape; a sample is cut into equally likely bins of at least so many values.
+# A sample is cut into at most 512 equally likely bins of at least 32 values.
 _MOST_BINS = 512
 _SAMPLES_PER_BIN = 32
+# A density changes steeply between points if it changes by more than 1/32 of its largest value.
 _STEEP = 32
 # Largest size of a compressed file of samples after decompression.
 _MOST_BYTES = 2**32
 
 
-class Uniform:
-    """w(x) = 1."""
+class Weight:
+    """The base class of weights.
+
+    Attributes:
+        domain: The interval on which the weight is not 0, or None if the function decides.
+    """
 
     domain = None
 
     def density(self, x):
-        return np.ones_like(x)
+        """Return w(x), not negative, for float64 x of any shape."""
+        raise NotImplementedError
 
-    def edges(self, _domain):
+    def edges(self, domain):
+        """Return the points of the domain at which w jumps, ascending."""
         return np.empty(0)
 
-    def mesh(self, _domain):
+    def mesh(self, domain):
+        """Return points that are dense enough to resolve w, ascending."""
         return np.empty(0)
 
     def document(self):
+        """Return the weight as a dict that JSON can represent."""
+        raise NotImplementedError
+
+
+class Uniform(Weight):
+    """The constant weight 1."""
+
+    def density(self, x):
+        """Return ones."""
+        return np.ones_like(x)
+
+    def document(self):
+        """Return {"kind": "uniform"}."""
         return {"kind": "uniform"}
 
 
-class Normal:
-    """The density of N(mean, std**2)."""
-
-    domain = None
+class Normal(Weight):
+    """The density of the normal distribution with a mean and a standard deviation."""
 
     def __init__(self, mean=0.0, std=1.0):
         if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
@@ -56,21 +75,29 @@ class Normal:
         self.mean, self.std = float(mean), float(std)
 
     def density(self, x):
+        """Return the density at x."""
         z = (x - self.mean) / self.std
         return np.exp(-0.5 * z * z) / (self.std * math.sqrt(2 * math.pi))
 
-    def edges(self, _domain):
-        return np.empty(0)
-
-    def mesh(self, _domain):
+    def mesh(self, domain):
+        """Return 721 points within 9 standard deviations of the mean."""
         return self.mean + self.std * np.linspace(-9, 9, 721)
 
     def document(self):
+        """Return the kind, mean and standard deviation."""
         return {"kind": "normal", "mean": self.mean, "std": self.std}
 
 
-class Histogram:
-    """A piecewise constant density: ``edges`` (n+1,) ascending, ``density`` (n,) >= 0, normalized to 1."""
+class Histogram(Weight):
+    """A piecewise constant density, normalized to 1.
+
+    Args:
+        edges: (n+1,), ascending.
+        density: (n,), the heights, not negative and not all 0.
+
+    Raises:
+        WeightError: The edges or heights are not as described.
+    """
 
     def __init__(self, edges, density):
         edges, density = _floats("histogram edges", edges), _floats("histogram heights", density)
@@ -88,14 +115,21 @@ class Histogram:
             raise WeightError("histogram: expected finite heights >= 0 that are not all 0")
         self._edges = edges
         total = math.fsum(density * np.diff(edges))
-        # A density that is normalized already keeps its digits, so that documents round-trip.
+        # A density that is already normalized is not changed, so that documents round-trip.
         self._density = density if abs(total - 1) < 1e-12 else density / total
         used = np.flatnonzero(density)
         self.domain = (float(edges[used[0]]), float(edges[used[-1] + 1]))
 
     @classmethod
     def from_samples(cls, samples):
-        """The histogram of raw values, any shape: up to 512 equally likely bins, finer at the ends."""
+        """Make a histogram of up to 512 equally likely bins, with narrower bins at both ends.
+
+        Args:
+            samples: Raw values of any shape, at least two different ones, finite.
+
+        Raises:
+            WeightError: The samples are not as described.
+        """
         values = _floats("samples", samples).ravel()
         if values.size < 2:
             raise WeightError(f"samples: expected at least 2 values, got {values.size}")
@@ -107,11 +141,11 @@ class Histogram:
         if low == high:
             raise WeightError(f"samples: expected more than one distinct value, got only {low:g}")
         bins = int(np.clip(values.size // _SAMPLES_PER_BIN, 4, _MOST_BINS))
-        # Towards both ends the bins hold half as many samples each time: one outlier stays alone.
+        # Towards both ends every bin has half as many samples as its neighbor, so that an outlier gets its own bin.
         tail = 0.5 ** np.arange(np.log2(bins), np.log2(values.size))
         shares = np.concatenate([np.linspace(0, 1, bins + 1), tail, 1 - tail])
         edges = np.quantile(values, np.sort(shares))
-        # A value that many samples share would make an infinitely narrow bin.
+        # A value that many samples share would cause an infinitely narrow bin.
         core = np.quantile(values, [0.05, 0.95])
         narrow = 1e-4 * (core[1] - core[0] or high - low)
         kept = [low]
@@ -123,17 +157,21 @@ class Histogram:
         return cls(edges, counts / np.diff(edges))
 
     def density(self, x):
+        """Return the height of the bin that contains x, 0 outside."""
         bin_of = np.searchsorted(self._edges, x, side="right") - 1
         inside = (bin_of >= 0) & (bin_of < len(self._density))
         return np.where(inside, self._density[np.clip(bin_of, 0, len(self._density) - 1)], 0.0)
 
-    def edges(self, _domain):
+    def edges(self, domain):
+        """Return the edges of the bins."""
         return self._edges
 
-    def mesh(self, _domain):
+    def mesh(self, domain):
+        """Return the edges of the bins."""
         return self._edges
 
     def document(self):
+        """Return the kind, edges and heights."""
         return {
             "kind": "histogram",
             "edges": self._edges.tolist(),
@@ -141,16 +179,20 @@ class Histogram:
         }
 
 
-class Density:
-    """Any Python density: a callable on float64 arrays, finite and not negative on the domain."""
+class Density(Weight):
+    """A user's density: a callable for float64 arrays, finite and not negative on the domain.
 
-    domain = None
+    Args:
+        function: The callable.
+        name: Its name, for messages and documents.
+    """
 
     def __init__(self, function, name):
         self._function, self._name = function, name
 
     def density(self, x):
-        with np.errstate(all="ignore"):  # what is not finite is reported here, once
+        """Return the density at x. Raises WeightError if a value is not finite or negative."""
+        with np.errstate(all="ignore"):  # the error below reports values that are not finite
             values = _floats(f"density {self._name}", self._function(x))
         if values.shape != x.shape:
             raise WeightError(
@@ -164,14 +206,14 @@ class Density:
         return values
 
     def edges(self, domain):
-        """Where the density jumps by more than 1/32 of its largest value, to the float."""
+        """Return the points at which the density jumps by more than 1/32 of its largest value, exact to the float."""
         mesh = self.mesh(domain)
         value = self.density(mesh)
         steep = np.abs(np.diff(value)) > value.max() / _STEEP
         return mesh[1:][steep & (np.nextafter(mesh[:-1], np.inf) >= mesh[1:])]
 
     def mesh(self, domain):
-        """Points between which the density changes by at most 1/32 of its largest value, or jumps."""
+        """Return points between which the density changes by at most 1/32 of its largest value, or jumps."""
         mesh = np.linspace(*domain, 4097)
         value = self.density(mesh)
         for _ in range(64):
@@ -186,16 +228,23 @@ class Density:
         return mesh
 
     def document(self):
+        """Return the kind and the name."""
         return {"kind": "callable", "name": self._name}
 
 
 def make_weight(spec):
-    """A weight from what users write.
+    """Make a weight from a specification.
 
-    ``"uniform"``, ``"normal"``, ``"normal:MEAN,STD"``; the path of a ``.npy`` (raw samples) or
-    ``.npz`` file (``edges`` with ``counts`` or ``density``; or one array of samples); a pair
-    ``(edges, density)``; an array of raw samples; a document (dict); a callable density; a weight.
-    Raises WeightError with one line.
+    Args:
+        spec: One of: "uniform" (also None), "normal", "normal:MEAN,STD"; the path of a .npy file (raw samples) or .npz file
+            (`edges` with `counts` or `density`, or one array of samples); a pair (edges, density); an array of raw
+            samples; a document (dict); a callable density; a weight.
+
+    Returns:
+        A `Weight`.
+
+    Raises:
+        WeightError: The specification or the file cannot be used.
     """
     if spec is None:
         return Uniform()
@@ -239,7 +288,7 @@ def _from_file(path):
             loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
                 return Histogram.from_samples(loaded)
-            size = sum(each.file_size for each in loaded.zip.infolist())
+            size = sum(entry.file_size for entry in loaded.zip.infolist())
             if size > _MOST_BYTES:
                 raise WeightError(f"expected at most {_MOST_BYTES >> 30} GiB, got {size} bytes")
             return _from_arrays({name: loaded[name] for name in loaded.files})
@@ -247,11 +296,11 @@ def _from_file(path):
         raise WeightError(f"{path}: {error}") from None
     except MemoryError:
         raise WeightError(f"{path}: cannot be read as a weight: not enough memory") from None
-    except Exception as error:  # whatever NumPy makes of a damaged file
+    except Exception as error:  # NumPy raises exceptions of many types for damaged files
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, OSError) and error.strerror:
             reason = error.strerror
-        elif "pickle" in reason:  # what NumPy says of anything that is not its own format
+        elif "pickle" in reason:  # NumPy's message for a file in another format
             reason = "expected NumPy's format, numbers only"
         raise WeightError(f"{path}: cannot be read as a weight: {reason}") from None
 
@@ -282,7 +331,7 @@ def _from_document(document):
         if kind == "histogram":
             return Histogram(document["edges"], document["density"])
         if kind == "callable":
-            # The document may be untrusted, so a name in it is never imported.
+            # The document may be untrusted, so a name in the document is never imported.
             raise WeightError(
                 f"weight: expected the callable {document['name']} itself, got a document that names it"
             )
@@ -299,9 +348,8 @@ def _floats(what, values):
     if hasattr(values, "detach"):  # a torch tensor, on any device, of any dtype
         values = values.detach().cpu().double().numpy()
     try:
-        if (
-            np.asarray(values).dtype.kind in "cb"
-        ):  # NumPy would drop imaginary parts, and count True as 1
+        # NumPy would drop imaginary parts, and convert True to 1.
+        if np.asarray(values).dtype.kind in "cb":
             raise TypeError
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):

@@ -1,6 +1,6 @@
 """Philox4x32-10, the counter-based generator of Salmon et al. (SC 2011), in NumPy.
 
-A draw is a pure function of (seed, element index), so every backend gives the same bits in any order.
+A draw is a pure function of (seed, element index), so the draws are the same in every backend and in any order.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ _HALF = np.uint64(32)
 
 
 def philox4x32(counter, key) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Four uint32 words for each counter.
+    """Compute four random 32-bit words for every counter.
 
-    counter: four integer arrays (or scalars), least significant first, that broadcast together; key: two.
-    Only the low 32 bits of each are used. Returns four uint32 arrays of the broadcast shape.
+    Args:
+        counter: Four integers or integer arrays that broadcast together, the least significant word first. Only the low
+            32 bits are used.
+        key: Two integers or integer arrays, likewise.
+
+    Returns:
+        Four uint32 arrays of the broadcast shape.
     """
-    # uint64 throughout: the product of two 32-bit words fits, and additions of the key are masked back.
+    # Computed in uint64, which has room for the product of two 32-bit words; sums of keys are masked to 32 bits.
     c0, c1, c2, c3 = np.broadcast_arrays(
         *(np.asarray(word).astype(np.uint64) & _LOW for word in counter)
     )
@@ -41,15 +46,20 @@ def philox4x32(counter, key) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
 
 
 def split64(value) -> tuple[np.ndarray, np.ndarray]:
-    """The low and the high 32 bits of 64-bit integers, as uint64 arrays."""
+    """Return the low and the high 32 bits of 64-bit integers, as uint64 arrays."""
     value = np.asarray(value).astype(np.uint64)
     return value & _LOW, value >> _HALF
 
 
 def seed_key(seed) -> tuple[np.ndarray, np.ndarray]:
-    """The Philox key of an integer seed in [-2**63, 2**64); negative seeds are taken modulo 2**64.
+    """Return the Philox key of a seed.
 
-    Raises TypeError if the seed is not an integer, OverflowError if it is out of range.
+    Args:
+        seed: An integer in [-2**63, 2**64). A negative seed is taken modulo 2**64.
+
+    Raises:
+        TypeError: The seed is not an integer.
+        OverflowError: The seed is out of range.
     """
     seed = operator.index(seed)
     if not -(1 << 63) <= seed < 1 << 64:
@@ -58,10 +68,16 @@ def seed_key(seed) -> tuple[np.ndarray, np.ndarray]:
 
 
 def uniform(seed, index) -> np.ndarray:
-    """Uniform float32 in [0, 1), one per element index: the top 24 bits of the first word, times 2**-24.
+    """Draw uniform numbers in [0, 1): the top 24 bits of the first word, times 2**-24.
 
-    index: element indices, an integer or an array of any shape; the result has its shape.
-    The counter of element e is (e mod 2**32, e div 2**32, 0, 0), the key (seed mod 2**32, seed div 2**32).
+    The counter of element e is (e mod 2**32, e div 2**32, 0, 0), and the key is (seed mod 2**32, seed div 2**32).
+
+    Args:
+        seed: An integer in [-2**63, 2**64).
+        index: Element indices, an integer or an integer array of any shape.
+
+    Returns:
+        float32 of the shape of `index`.
     """
     low, high = split64(index)
     word, *_ = philox4x32((low, high, 0, 0), seed_key(seed))

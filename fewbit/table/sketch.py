@@ -1,11 +1,10 @@
-"""A small picture of a table for the terminal: f' in braille dots, q in bars."""
+"""The small picture of a table for the terminal: f' in braille dots, q in bars."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from fewbit.sizes import counted
-from fewbit.table import Table
 from fewbit.table.plot import Curve, Step, derivative_curve, steps, value_limits, window
 
 BRAILLE = 0x2800
@@ -16,11 +15,18 @@ BARS = "▔─▁"  # a bar in the upper, middle or lower third of a cell
 MARGIN = 9  # columns left of the picture: a label of up to 7 characters, a blank and the axis
 
 
-def sketch(table: Table, width: int = 72, height: int = 16) -> str:
-    """f' (where it is known) and q over the part of the domain where they change, as lines of text.
+def sketch(table, width: int = 72, height: int = 16) -> str:
+    """Draw q, and f' if it is known, over the part of the domain in which they change.
 
-    width, height: of the whole picture in characters, axes and legend included; at least 24 and 6 are used.
-    For an unbiased table the bars are its levels and the dots are f', or its stand-in.
+    For an unbiased table the bars are the levels, and the dots are f' or the stand-in.
+
+    Args:
+        table: A `fewbit.Table`.
+        width: Width of the picture with axis and labels, in characters; at least 24.
+        height: Height of the picture with axis and legend, in lines; at least 6.
+
+    Returns:
+        The picture as lines of text.
     """
     columns, rows = max(width, 24) - MARGIN, max(height, 6) - 3
     function = table.activation
@@ -34,7 +40,8 @@ def sketch(table: Table, width: int = 72, height: int = 16) -> str:
     bottom, top = value_limits(table, curve)
     canvas = np.full((rows, columns), " ")
     limits = (low, high), (bottom, top)
-    # With many levels the curve would hide the steps; full-width bars would hide the curve.
+    # The later drawing covers the earlier one: with many levels the curve would hide the steps, and the bars of an
+    # unbiased table, which are as wide as the picture, would hide the curve.
     if table.objective == "unbiased":
         _draw_bars(canvas, pieces, *limits)
     if curve is not None:
@@ -46,7 +53,7 @@ def sketch(table: Table, width: int = 72, height: int = 16) -> str:
     )
 
 
-def _stand_in(table: Table, low: float, high: float, n: int) -> Curve:
+def _stand_in(table, low: float, high: float, n: int) -> Curve:
     x = np.linspace(low, high, n)
     return Curve(x, table(x))
 
@@ -70,7 +77,7 @@ def _draw_dots(canvas: np.ndarray, curve: Curve, x_limits, y_limits) -> None:
 
 
 def _scale(value, limits, n: int):
-    """Position of `value` between the limits as a number in [0, n)."""
+    """Return the position of `value` between the limits, a number in [0, n)."""
     return np.clip((value - limits[0]) / (limits[1] - limits[0]) * n, 0, n - 1e-6)
 
 
@@ -97,15 +104,15 @@ def _axis(columns: int, low: float, high: float) -> list[str]:
 
 
 def _ticks(low: float, high: float, most: int) -> np.ndarray:
-    """Round numbers in [low, high], at most about `most` of them."""
+    """Return about `most` round numbers in [low, high]."""
     rough = (high - low) / most
     power = 10.0 ** np.floor(np.log10(rough))
     step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     first, last = np.ceil(low / step - 1e-9), np.floor(high / step + 1e-9)
-    return np.arange(first, last + 1) * step + 0.0  # + 0.0: no "-0"
+    return np.arange(first, last + 1) * step + 0.0  # adding 0.0 turns -0.0 into 0.0
 
 
-def _legend(table: Table, curve: Curve | None) -> str:
+def _legend(table, curve: Curve | None) -> str:
     bars = "levels to draw from" if table.objective == "unbiased" else "q"
     quality = "exact" if table.exact else f"error {table.error:.4g}"
     dots = "⣀⠤⠒ f'   " if curve is not None else ""

@@ -249,15 +249,6 @@ def test_a_cached_table_needs_no_solver(cache):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_unwritable_cache_is_a_warning(tmp_path, monkeypatch):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    monkeypatch.setenv("FEWBIT_CACHE", str(blocked / "below"))
-    with pytest.warns(UserWarning, match="solved but not cached"):
-        table = fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0})
-    assert table.parameters == {"alpha": 2.0}
-
-
 @pytest.mark.slow
 def test_two_processes_at_once(cache):
     code = "import fewbit; print(repr(fewbit.load_table('elu', bits=3, parameters={'alpha': 3.0})))"

@@ -77,6 +77,17 @@ def test_an_error_that_is_wrong_by_one_part_in_100_000_is_found(tmp_path, object
     assert finding.recomputed == pytest.approx(table.error, rel=1e-6)
 
 
+@pytest.mark.parametrize("objective", ["mse", "minimax", "unbiased"])
+@pytest.mark.parametrize("factor", [0.99999, 1.00001])
+def test_a_wrong_relative_error_is_found(tmp_path, objective, factor):
+    table = fewbit.solve("silu", 2, objective=objective)
+    wrong = replace(table, relative_error=table.relative_error * factor)
+    (finding,) = verify(save(tmp_path / "silu.json", wrong))
+    (problem,) = finding.problems
+    assert problem.startswith("relative_error: claimed ")
+    assert problem.endswith(f"recomputed {table.relative_error:.9g}")
+
+
 @pytest.mark.parametrize("field", ["levels", "breaks"])
 def test_numbers_that_were_changed_are_found(tmp_path, field):
     table = fewbit.solve("gelu", 2)

@@ -2,7 +2,6 @@
 
 import math
 import os
-import subprocess
 import sys
 
 import numpy as np
@@ -11,7 +10,6 @@ from scipy.special import erf
 
 from fewbit import functions
 from fewbit.errors import FunctionError
-from fewbit.functions import callables
 from fewbit.functions.callables import from_callable, import_callable, qualified_name, resolve
 
 
@@ -204,16 +202,6 @@ def test_slopes_that_are_limits():
 # --- torch --------------------------------------------------------------------------------------
 
 
-def test_torch_functional_gelu():
-    torch = pytest.importorskip("torch")
-    found = from_callable(torch.nn.functional.gelu)
-    x = np.linspace(-10.0, 10.0, 1001)
-    np.testing.assert_allclose(
-        found.derivative(x), functions.get("gelu").derivative(x), rtol=0, atol=1e-14
-    )
-    assert found.kinks == () and found.slopes == (0.0, 1.0)
-
-
 def test_torch_module_with_exact_kinks():
     torch = pytest.importorskip("torch")
     found = from_callable(torch.nn.ReLU6(), name="my relu6")
@@ -225,6 +213,7 @@ def test_torch_module_with_exact_kinks():
 @pytest.mark.parametrize(
     "name",
     [
+        "gelu",
         "relu",
         "leaky_relu",
         "hardtanh",
@@ -243,7 +232,8 @@ def test_torch_functions_find_what_is_known(name):
     found = from_callable(getattr(torch.nn.functional, name), domain=domain)
     assert found.kinks == known.kinks
     x = np.concatenate([around(known.kinks, domain), known.kinks])
-    np.testing.assert_allclose(found.derivative(x), known.derivative(x), rtol=0, atol=1e-8)
+    tolerance = 1e-8 if name == "hardsigmoid" else 1e-14  # torch rounds 1/6 to float32
+    np.testing.assert_allclose(found.derivative(x), known.derivative(x), rtol=0, atol=tolerance)
     np.testing.assert_allclose(found.slopes, known.slopes, rtol=0, atol=1e-12)
 
 
@@ -260,7 +250,7 @@ def test_torch_modules_are_evaluated_in_float64_and_left_alone():
 
 def test_torch_without_gradient():
     torch = pytest.importorskip("torch")
-    with pytest.raises(FunctionError, match="no gradient for it; give derivative="):
+    with pytest.raises(FunctionError, match="no gradient for it; pass derivative= to"):
         from_callable(lambda x: torch.tanh(x).detach())
 
 
@@ -272,16 +262,17 @@ def test_torch_without_gradient():
     [
         (np.sqrt, {}, r"^numpy:sqrt is not finite at x = -10.0 \(nan\)$"),
         (lambda x: np.where(x == 0.0, np.nan, x), {}, r"is not finite at x = 0.0 \(nan\)"),
+        (lambda x: np.exp(x * x * 1e3), {}, r"is not finite at x = -10.0 \(inf\)"),
         (
             np.sqrt,
             {"domain": (0.0, 10.0)},
             "^numpy:sqrt: its numerical derivative is uncertain by more than .* near x = 0.0;"
-            " give derivative= or kinks=$",
+            ".* or pass derivative= or kinks= to fewbit.solve$",
         ),
         (
             lambda x: np.where(x > 0.5, 1.0, 0.0),
             {},
-            r"jumps at x = 0.5: expected a continuous function, or that point in kinks=",
+            r"jumps at x = 0.5: expected a continuous function; choose a domain",
         ),
         (lambda x: 1.0 / (x - 0.3), {}, "jumps at x = 0.3"),
         (np.abs, {"kinks": []}, "f' also jumps at x = 0.0; add it to kinks= or give derivative="),
@@ -391,28 +382,16 @@ def test_resolve():
     ("arguments", "keywords", "message"),
     [
         (("gelo",), {}, "did you mean gelu"),
-        ((3,), {}, "expected a callable, got int"),
         (("gelu",), {"kinks": []}, "derivative= and kinks= go with a callable"),
         ((np.tanh, {"alpha": 1.0}), {}, "parameters go with the name of a known function"),
         (("numpy:tanh", {"alpha": 1.0}), {}, "parameters go with the name of a known function"),
         (("gelu",), {"domain": (1, 1)}, "low < high"),
-        (("numpy:sqrt",), {}, "numpy:sqrt is not finite at x = -10.0"),
     ],
 )
 def test_resolve_errors(arguments, keywords, message):
     with pytest.raises(FunctionError) as caught:
         resolve(*arguments, **keywords)
     assert message in str(caught.value)
-
-
-def test_import_is_light():
-    code = (
-        "import sys, numpy, fewbit.functions.callables as c; c.from_callable(numpy.tanh);"
-        " print(sorted({'torch', 'matplotlib'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-    assert callables.__all__ == ["from_callable", "import_callable", "qualified_name", "resolve"]
 
 
 STRAIGHT = {

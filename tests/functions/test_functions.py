@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -331,9 +329,3 @@ def test_errors_say_what_was_expected(name, parameters, message):
         functions.get(name, parameters)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_import_is_light():
-    code = "import sys, fewbit.functions; print(sorted({'torch', 'mpmath', 'matplotlib'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

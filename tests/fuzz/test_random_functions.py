@@ -68,7 +68,7 @@ def check(seed):
     except FunctionError as refusal:
         text = str(refusal)
         assert "\n" not in text and any(
-            advice in text for advice in ("give derivative=", "give kinks=", "smaller domain")
+            advice in text for advice in ("pass derivative=", "pass kinks=", "smaller domain")
         ), text
         return False
     edges = np.array(found.panels)

@@ -147,3 +147,16 @@ def test_no_module_has_the_name_of_a_public_function():
 
     modules = {path.stem for path in PACKAGE.iterdir()} - {"functional", "nn"}
     assert not modules & set(fewbit.__all__)
+
+
+@pytest.mark.parametrize(
+    ("code", "unwanted"),
+    [
+        ("import fewbit.functions", "torch mpmath matplotlib scipy"),
+        ("import numpy, fewbit.functions.callables as c; c.from_callable(numpy.tanh)", "torch matplotlib"),
+        ("import fewbit.table", "torch jsonschema matplotlib rich scipy numba click"),
+    ],
+)  # fmt: skip
+def test_the_offline_half_imports_no_library_that_it_does_not_need(code, unwanted):
+    found = run(f"import sys; {code}; print(*set({unwanted!r}.split()) & set(sys.modules))")
+    assert found.stdout == "\n"

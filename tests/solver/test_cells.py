@@ -47,8 +47,8 @@ def test_extrema_are_the_sign_changes_of_the_second_derivative(name):
 )
 def test_moments_against_adaptive_quadrature(name, weight):
     f = functions.get(name)
-    scape = scape_of(name, weight)
-    cells = scape.cells(256)
+    landscape = scape_of(name, weight)
+    cells = landscape.cells(256)
     assert (np.diff(cells.left) > 0).all() and (cells.mass > 0).all()
     assert ((cells.lowest <= cells.mean) & (cells.mean <= cells.highest)).all()
     rng = np.random.default_rng(0)
@@ -66,8 +66,8 @@ def test_moments_against_adaptive_quadrature(name, weight):
 
 
 def test_totals_do_not_depend_on_the_number_of_cells():
-    scape = scape_of("gelu")
-    few, many = scape.cells(32), scape.cells(4096)
+    landscape = scape_of("gelu")
+    few, many = landscape.cells(32), landscape.cells(4096)
     assert few.mass.sum() == pytest.approx(20, rel=1e-14)
     assert few.second_moment == pytest.approx(many.second_moment, rel=1e-6)
     assert many.second_moment == pytest.approx(
@@ -78,10 +78,10 @@ def test_totals_do_not_depend_on_the_number_of_cells():
 
 
 def test_split_keeps_the_moments():
-    scape = scape_of("silu", Normal())
-    cells = scape.cells(64)
+    landscape = scape_of("silu", Normal())
+    cells = landscape.cells(64)
     points = np.sort(np.random.default_rng(1).uniform(-12, 12, 200))
-    parts = scape.split(cells, np.concatenate([points, cells.left[5:6], [1e9, -1e9]]))
+    parts = landscape.split(cells, np.concatenate([points, cells.left[5:6], [1e9, -1e9]]))
     assert len(parts) > len(cells)
     assert parts.mass.sum() == pytest.approx(cells.mass.sum(), rel=1e-9)
     assert parts.second_moment == pytest.approx(cells.second_moment, rel=1e-9)

@@ -73,17 +73,16 @@ def test_shared_levels_are_nowhere_worse_than_table_3(name, bits, text):
         ("silu", 4, 0.0032),
         ("selu", 2, 0.0660),
         ("selu", 3, 0.0141),
+        ("mish", 3, 0.0098),
+        ("mish", 4, 0.0025),
     ],
 )
 def test_the_figures_of_shared_levels(name, bits, printed):
-    assert solved(name, bits).error == pytest.approx(printed, abs=0.5001e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "bits"), [*itertools.product(("gelu", "silu", "mish"), (3, 4)), ("selu", 2)]
-)
-def test_shared_levels_are_at_least_1_35_times_better(name, bits):
-    assert solved(name, bits, form="intervals").error >= 1.35 * solved(name, bits).error
+    """For these functions and bits, intervals have at least 1.35 times the error of shared levels, except selu with 3."""
+    error = solved(name, bits).error
+    assert error == pytest.approx(printed, abs=0.5001e-4)
+    if (name, bits) != ("selu", 3):
+        assert solved(name, bits, form="intervals").error >= 1.35 * error
 
 
 # --- any number of levels -----------------------------------------------------------------------
@@ -445,18 +444,6 @@ def test_a_torch_relu6_is_found_to_be_exact():
     assert table.breaks.tolist() == [0.0, 6.0]
 
 
-@pytest.mark.parametrize(
-    "function", [np.sqrt, lambda x: 1 / (x - x), lambda x: np.exp(x * x * 1e3)]
-)
-def test_a_function_that_is_not_finite_is_refused(function):
-    with (
-        pytest.raises(FunctionError, match="not finite at x") as refusal,
-        np.errstate(all="ignore"),
-    ):
-        solve(function, 2)
-    assert "\n" not in str(refusal.value)
-
-
 # --- warnings and refusals ----------------------------------------------------------------------
 
 
@@ -469,28 +456,31 @@ def test_an_unbounded_derivative_warns():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, "bits"),
-        ({"bits": 0}, "bits"),
-        ({"bits": 9}, "bits"),
+        ({}, r"bits: expected 1 to 8 \(or levels from 2 to 256\), got neither"),
+        ({"bits": 0}, "bits: expected an integer from 1 to 8, got 0"),
+        ({"bits": 9}, "bits: expected an integer from 1 to 8, got 9"),
         ({"bits": 2.0}, "bits"),
-        ({"bits": "3"}, "bits"),
-        ({"levels": 1}, "levels"),
-        ({"levels": 257}, "levels"),
-        ({"levels": 2.5}, "levels"),
-        ({"bits": 1, "levels": 3}, "levels"),
+        ({"levels": 1}, "levels: expected an integer from 2 to 256, got 1"),
+        ({"levels": 257}, "levels: expected an integer from 2 to 256, got 257"),
+        ({"bits": 2, "levels": 5}, "levels: expected at most 4 with 2 bits, got 5"),
         ({"bits": 2, "form": "interval"}, "form"),
         ({"bits": 2, "objective": "l1"}, "objective"),
         ({"bits": 2, "tails": "loose"}, "tails"),
-        ({"bits": 2, "objective": "unbiased", "form": "intervals"}, "objective"),
-        ({"bits": 2, "grid": 15}, "grid"),
+        (
+            {"bits": 2, "objective": "unbiased", "form": "intervals"},
+            "objective unbiased: expected form levels",
+        ),
+        ({"bits": 2, "grid": 15}, "grid: expected an integer from 16 to 4194304, got 15"),
+        ({"bits": 2, "grid": 10**9}, "grid: expected an integer from 16 to 4194304"),
         ({"bits": 2, "grid": 1e3}, "grid"),
-        ({"bits": 2, "domain": (1, 1)}, "domain"),
+        ({"bits": 2, "threads": 0}, "threads: expected an integer of at least 1, got 0"),
+        ({"bits": 2, "parameters": 3}, "parameters: expected a mapping"),
+        ({"bits": 2, "domain": (-1e308, 1e308)}, r"domain: expected numbers within 1e\+30"),
+        ({"bits": 2, "domain": (1, 1)}, "domain: expected two finite numbers A < B, got 1 1"),
         ({"bits": 2, "domain": (2, 1)}, "domain"),
         ({"bits": 2, "domain": (0, math.inf)}, "domain"),
         ({"bits": 2, "domain": (0, math.nan)}, "domain"),
         ({"bits": 2, "domain": (1, 2, 3)}, "domain"),
-        ({"bits": 2, "domain": 5}, "domain"),
-        ({"bits": 2, "domain": "ab"}, "domain"),
         ({"bits": 2, "weight": "gaussian"}, "weight"),
         ({"bits": 2, "parameters": {"alpha": 1.0}}, "alpha"),
     ],
@@ -500,11 +490,6 @@ def test_refusals_are_one_line_that_names_the_argument(options, expected):
         solve("gelu", **options)
     assert isinstance(refusal.value, SolveError | WeightError | FunctionError)
     assert "\n" not in str(refusal.value)
-
-
-def test_an_unknown_function_is_told_its_neighbors():
-    with pytest.raises(FunctionError, match="gelu"):
-        solve("gelo", 2)
 
 
 # --- callables on the weight's domain, samples that saturate, masses of every size ---------------
@@ -557,20 +542,6 @@ def test_a_derivative_that_turns_too_often_is_refused():
             derivative=lambda x: np.cos(3000 * x),
             kinks=[],
         )
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ({"domain": (-1e308, 1e308)}, "within 1e\\+30"),
-        ({"grid": 10**9}, "from 16 to 4194304"),
-        ({"threads": 0}, "threads: expected an integer of at least 1"),
-        ({"parameters": 3}, "parameters: expected a mapping"),
-    ],
-)
-def test_requests_out_of_all_proportion(request_, message):
-    with pytest.raises(SolveError, match=message):
-        solve("gelu", 3, **request_)
 
 
 # --- functions whose derivative turns often -----------------------------------------------------
@@ -658,18 +629,6 @@ def test_pinned_tails_of_a_callable_are_its_asymptotic_slopes(f, slopes):
     assert ends == pytest.approx(slopes, rel=0, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", functions.names())
-def test_the_slopes_of_named_functions_are_limits_of_their_derivatives(name):
-    f = functions.get(name)
-    for sign, slope in zip((-1.0, 1.0), f.slopes, strict=True):
-        far = f.derivative(sign * np.array([1e6, 1e9, 1e12]))
-        if math.isinf(slope):
-            assert (np.diff(sign * far) * math.copysign(1, slope) * sign > 0).all()
-        else:
-            distance = np.abs(far - slope)
-            assert (distance <= [1e-3, 1e-4, 1e-5]).all()
-
-
 def xielu(alpha_p=0.8, alpha_n=0.8, beta=0.5, eps=-1e-6):
     """transformers' xIELU: f jumps at 0 by eps, and f' is beta - alpha_n on (eps, 0]."""
 
@@ -707,16 +666,7 @@ def test_a_jump_of_f_is_allowed_at_a_kink_that_is_named():
     hard = functions.get("hardshrink")
     table = solve(hard.value, 1, kinks=[-0.5, 0.5])
     assert table.error == 0 and table.breaks.tolist() == [-0.5, 0.5]
-    with pytest.raises(FunctionError, match="jumps at x = -0.5: .*, or that point in kinks=$"):
+    with pytest.raises(
+        FunctionError, match="jumps at x = -0.5: .* or pass it in kinks= to fewbit.solve$"
+    ):
         solve(hard.value, 1)
-
-
-def test_a_wrong_derivative_is_told_to_be_checked():
-    with pytest.raises(
-        FunctionError, match="does not integrate back .*; check derivative= and kinks=$"
-    ):
-        solve(np.tanh, 2, derivative=np.cos)
-    with pytest.raises(
-        FunctionError, match="does not integrate back .*; check derivative= and kinks=$"
-    ):
-        solve(np.sin, 2, derivative=lambda x: np.cos(x) + 1e-3 * np.sin(200 * x))

@@ -150,13 +150,6 @@ def test_a_callable_density_that_jumps(form):
     assert table.lower_bound <= expected.error * (1 + 1e-12)
 
 
-def test_a_scaled_density_scales_the_error_and_nothing_else():
-    table = solve("gelu", 3, weight=lambda x: 8.0 * np.exp(-x * x))
-    plain = solve("gelu", 3, weight=lambda x: np.exp(-x * x))
-    assert table.error == pytest.approx(8 * plain.error, rel=1e-12)
-    assert table.levels == pytest.approx(plain.levels, abs=1e-9)
-
-
 @pytest.mark.parametrize(
     ("density", "expected"),
     [

@@ -1,4 +1,4 @@
-"""Documents that may come from anywhere: limits before parsing, and schemas checked as the package jsonschema would."""
+"""Untrusted documents: limits before parsing, and schemas, which are checked as by the package jsonschema."""
 
 import copy
 import json
@@ -64,12 +64,15 @@ def test_the_limits_leave_room_for_every_table():
         ("[" + "9" * 1001 + "]", "expected finite numbers, got '999"),
         ("[1e400]", "expected finite numbers, got '1e400'"),
         ("[-Infinity]", "expected finite numbers, got '-Infinity'"),
+        ('{"a": NaN}', "expected finite numbers, got 'NaN'"),
+        ("[1" + "0" * 400 + "]", "expected finite numbers, got '1000000"),
+        ("", "expected JSON, got: "),
         ('"' + '\\"' * 5_000_000, "expected a document of at most 8 MiB"),
         ('"' + '\\"' * 2_000_000 + "\\", "expected JSON, got: "),
         ('["' + "]" * 100, "expected JSON, got: "),
         ("{}x", "expected JSON, got: Extra data"),
     ],
-    ids=range(13),
+    ids=range(16),
 )  # fmt: skip
 def test_refused_soon_and_in_one_line(text, message):
     started = time.perf_counter()
@@ -94,6 +97,8 @@ def test_files(tmp_path):
     path.write_bytes(b" " * (MOST_BYTES + 1))
     with pytest.raises(FewbitError, match="at most 8 MiB, got a larger file"):
         read_text(path)
+    with pytest.raises(FewbitError, match="missing: expected a readable file, got: No such file"):
+        read_text(tmp_path / "missing")
     with pytest.raises(FewbitError, match="expected a readable file, got: "):
         read_text(str(tmp_path / "null") + "\x00")
     os.mkfifo(tmp_path / "pipe")
@@ -108,22 +113,22 @@ def test_files(tmp_path):
 
 
 def validator(name):
-    """The package's, which is not needed at run time."""
-    schemas = [schema.load(each) for each in schema.FILES]
+    """Return the validator of the package jsonschema, which is not needed at run time."""
+    schemas = [schema.load(name) for name in schema.FILES]
     registry = Registry().with_resources(
-        (each["$id"], Resource.from_contents(each)) for each in schemas
+        (rules["$id"], Resource.from_contents(rules)) for rules in schemas
     )
     return Draft202012Validator(schema.load(name), registry=registry)
 
 
 def keywords(rules):
-    """The keywords of a schema, and of those inside it."""
+    """Yield the keywords of a schema and of the schemas inside it."""
     yield from rules
     for key, value in rules.items():
         inside = value.values() if key in ("properties", "$defs") else [value]
-        for each in value if key == "allOf" else inside:
-            if isinstance(each, dict):
-                yield from keywords(each)
+        for nested in value if key == "allOf" else inside:
+            if isinstance(nested, dict):
+                yield from keywords(nested)
 
 
 @pytest.mark.parametrize("name", schema.FILES)
@@ -161,13 +166,13 @@ def cases():
         fewbit.solve("tanh", 1, weight="normal:0,2"),
     ]
     yield from SAMPLES.values()
-    yield from (each.document() for each in tables)
+    yield from (solved.document() for solved in tables)
     yield json.loads(table.dumps_tables("relu6", tables[1:2]))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_schemas_are_checked_as_by_the_package(seed):
-    """Both find the same documents valid. Which of several errors they report may differ."""
+    """Both accept the same documents. If there are several errors, they may report different ones."""
     rng = random.Random(seed)
     bases = list(cases())
     accepted = 0

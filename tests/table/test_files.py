@@ -1,3 +1,5 @@
+"""Files that are written completely or not at all, and sizes as text."""
+
 import os
 import pickle
 import stat
@@ -7,6 +9,7 @@ import pytest
 
 from fewbit.errors import FewbitError, OutputExistsError
 from fewbit.files import write_atomic
+from fewbit.sizes import format_size, parse_size
 
 
 def test_writes_text_and_bytes(tmp_path):
@@ -150,3 +153,12 @@ def test_permissions_follow_the_umask(tmp_path):
     finally:
         os.umask(previous)
     assert stat.S_IMODE((tmp_path / "gelu.json").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(1, "1 B"), (1023, "1023 B"), (1024, "1 KB"), (1536, "1.5 KB"), (32 * 2**30, "32 GB"), (2**50, "1024 TB")],
+)  # fmt: skip
+def test_sizes_have_the_largest_unit_that_fits(size, text):
+    assert format_size(size) == text
+    assert parse_size(text) == size

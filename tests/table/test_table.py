@@ -3,7 +3,6 @@ import json
 import math
 import pickle
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +44,7 @@ TANH = SimpleNamespace(derivative=lambda x: 1 - np.tanh(x) ** 2, kinks=(), domai
 
 
 def make(**changes) -> Table:
-    """A small valid table, with changes."""
+    """Make a small valid table, with changes."""
     values = dict(
         function="a_function",
         parameters={},
@@ -78,7 +77,7 @@ def make_unbiased(**changes) -> Table:
 
 
 def make_jump(side: str, **changes) -> Table:
-    """An unbiased table whose stand-in rises to .3, jumps to .9 at 0.1 (no float32), and falls."""
+    """Make an unbiased table whose stand-in rises to .3, jumps to .9 at 0.1, which is no float32, and falls."""
     knots = Knots([-1.0, 0.1, 0.1, 2.0], [0.0, 0.3, 0.9, -0.2], [side] * 4)
     levels = [-0.2, 0.1, 0.4, 0.9]
     breaks, codes, closed = lower_pieces(levels, knots)
@@ -171,7 +170,7 @@ def unbiased_tables(draw):
 
 
 def bits_of(table: Table):
-    """Everything numerical, as bytes: stricter than equality, which takes -0.0 for 0.0."""
+    """Return all numbers as bytes: unlike equality, this distinguishes -0.0 from 0.0."""
     knots = table.knots
     arrays = [
         table.levels,
@@ -397,7 +396,7 @@ def round_up(value):
 
 
 def naive_draw(table, x, element, seed):
-    """One draw as docs/table_schema.md has it, a float32 operation at a time."""
+    """Return one draw by the operations of docs/table_schema.md, one float32 operation at a time."""
     document, x = table.document(), F(x)
     levels = document["levels"]
     points, values = document["knots"]["points"], document["knots"]["values"]
@@ -490,6 +489,18 @@ REFUSED = [
     (dict(objective="l2"), 'objective: expected one of "mse", "unbiased", "minimax", got \'l2\''),
     (dict(tails="cut"), 'tails: expected one of "free", "pinned", got \'cut\''),
     (dict(domain=(1, 1)), "domain: expected two numbers a < b, got (1, 1)"),
+    (
+        dict(domain=(0.0, 5e-324)),
+        "domain: expected ends that differ by 1e-09 of the larger one at least",
+    ),
+    (
+        dict(domain=(1.0, 1.0 + 2**-50)),
+        "domain: expected ends that differ by 1e-09 of the larger one",
+    ),
+    (
+        dict(domain=(-1e308, 1e308)),
+        "domain[0]: expected a number that is finite in float32, got -1e+308",
+    ),
     (dict(domain=(0, math.inf)), "domain[1]: expected a number that is finite in float32, got inf"),
     (
         dict(weight={"kind": "flat"}),
@@ -679,13 +690,6 @@ def test_refuses_documents(change, message):
 
 REFUSED_TEXTS = [
     ("{", "expected JSON, got: "),
-    ("", "expected JSON, got: "),
-    ("[" * 100_000, "expected at most 16 arrays and objects inside one another, got more"),
-    ('{"schema": NaN}', "expected finite numbers, got 'NaN'"),
-    ('{"levels": [-Infinity]}', "expected finite numbers, got '-Infinity'"),
-    ('{"levels": [1e999]}', "expected finite numbers, got '1e999'"),
-    ('{"levels": [1' + "0" * 400 + "]}", "expected finite numbers, got '1000000"),
-    ('{"levels": [1' + "0" * 9000 + "]}", "expected finite numbers, got '1000000"),
     ("3", "expected an object with a table, got 3"),
     ('{"schema": "fewbit.table/2"}', 'schema: expected "fewbit.table/1"'),
 ]
@@ -699,18 +703,6 @@ def test_refuses_files(tmp_path, text, message, load):
     with pytest.raises(TableError) as caught:
         load(path)
     assert_one_line(caught, f"{path}: {message}")
-
-
-@pytest.mark.parametrize("load", [Table.load, load_file])
-def test_refuses_missing_files_and_other_bytes(tmp_path, load):
-    path = tmp_path / "gelu.json"
-    with pytest.raises(TableError) as caught:
-        load(path)
-    assert str(caught.value) == f"{path}: expected a readable file, got: No such file or directory"
-    path.write_bytes(b"\xff\xfe{}")
-    with pytest.raises(TableError) as caught:
-        load(path)
-    assert str(caught.value) == f"{path}: expected JSON text in UTF-8, got other bytes"
 
 
 # -- files ----------------------------------------------------------------------------------------------
@@ -875,7 +867,7 @@ def test_steps_are_cut_to_the_window():
     ],
 )
 def test_names_in_a_document_lead_to_no_import_and_no_call(name, monkeypatch):
-    """Not even of modules that are there already: `builtins:input` would wait, `sys:exit` end the process."""
+    """Functions of imported modules are not called either: `builtins:input` would wait, `sys:exit` would end the process."""
     monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"imported {name}"))
     table = make(function=name)
     assert table.activation is None
@@ -987,19 +979,3 @@ def test_html_without_matplotlib(monkeypatch):
     assert "<img" not in make()._repr_html_()
     with pytest.raises(FewbitError, match="plotting needs matplotlib"):
         make().plot()
-
-
-def test_import_is_light():
-    code = "import sys, fewbit.table; print(*sys.modules)"
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert not set(run.stdout.split()) & {
-        "torch",
-        "jsonschema",
-        "matplotlib",
-        "rich",
-        "scipy",
-        "numba",
-        "click",
-    }

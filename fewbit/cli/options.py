@@ -1,0 +1,212 @@
+"""Arguments and options, each kind with one mechanism.
+
+A click type parses a value, and a callback does checks that need several values or other options. The ranges of numbers are
+checked by the library, whose messages say what it expects.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from fewbit.errors import FewbitError
+from fewbit.files import check_writable
+
+PICTURES = (".png", ".svg")
+
+
+def given(**options):
+    """Return the options that the user gave. The library has the defaults of the others."""
+    return {name: value for name, value in options.items() if value not in (None, ())}
+
+
+def is_file(source):
+    """Return whether an argument NAME|FILE is a file: it ends in .json or has a slash."""
+    return source.endswith(".json") or "/" in source or os.sep in source
+
+
+class FunctionName(click.ParamType):
+    """The name of a function, or "package.module:name". Names of files are refused."""
+
+    name = "name"
+
+    def convert(self, value, param, ctx):
+        """Return the name."""
+        expected = "a function that 'fewbit list' shows, or package.module:name"
+        if ":" not in value and is_file(value):
+            raise FewbitError(
+                f"{value}: expected {expected}, got a file; 'fewbit show' reads files"
+            )
+        if ":" not in value and "." in value:
+            raise FewbitError(f"{value}: expected {expected}")
+        return value
+
+
+class TableSource(click.ParamType):
+    """The name of a function, or a file of tables."""
+
+    name = "source"
+
+    def convert(self, value, param, ctx):
+        """Return the argument."""
+        if ":" not in value and "." in value and not is_file(value):
+            raise FewbitError(
+                f"{value}: expected a function that 'fewbit list' shows, or a file of tables, "
+                "which ends in .json or has a slash"
+            )
+        return value
+
+
+class Parameter(click.ParamType):
+    """A parameter of a function, NAME=VALUE; becomes a pair of the name and a float."""
+
+    name = "parameter"
+
+    def convert(self, value, param, ctx):
+        """Return (name, number)."""
+        name, _, text = value.partition("=")
+        try:
+            number = float(text)
+        except ValueError:
+            name = ""
+        if not name:
+            self.fail(f"expected NAME=VALUE with a number, got {value!r}", param, ctx)
+        return name, number
+
+
+class Size(click.ParamType):
+    """A number of bytes, such as 32GB."""
+
+    name = "size"
+
+    def convert(self, value, param, ctx):
+        """Return the number of bytes."""
+        from fewbit.sizes import parse_size
+
+        try:
+            return parse_size(value)
+        except FewbitError as error:
+            raise FewbitError(f"{param.opts[0]}: {error}") from None
+
+
+def _unique(ctx, option, pairs):
+    """Return the parameters as a dict, None if there are none."""
+    for index, (name, _) in enumerate(pairs):
+        if name in dict(pairs[:index]):
+            raise click.BadParameter(f"expected every name once, got {name!r} twice")
+    return dict(pairs) or None
+
+
+def output_options(what, *endings, required=False):
+    """Return a decorator that adds `--output` and `--force`.
+
+    The path is checked before the work: its ending, and whether it can be written. A picture also needs matplotlib.
+
+    Args:
+        what: The content of the file, for the help text.
+        endings: The allowed endings of the file name, such as ".json".
+        required: Whether the option must be given.
+    """
+
+    def check(ctx, option, path):
+        if path is None:
+            return None
+        suffix = Path(path).suffix.lower()
+        if suffix not in endings:
+            expected = " or ".join(filter(None, [", ".join(endings[:-1]), endings[-1]]))
+            raise FewbitError(f"{path}: expected a file name that ends in {expected}")
+        check_writable(path, ctx.params["force"])
+        if suffix in PICTURES:
+            from fewbit.table.plot import check_matplotlib
+
+            check_matplotlib()
+        return path
+
+    output = click.option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        required=required,
+        callback=check,
+        help=f"Write {what} to FILE.",
+    )
+    return lambda command: output(force_option(command))
+
+
+# Eager, because the check of an output file needs its value.
+force_option = click.option(
+    "--force", is_flag=True, is_eager=True, help="Overwrite an existing output file."
+)
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON on standard output, and nothing else."
+)
+function_option = click.option(
+    "--function",
+    metavar="MODULE:NAME",
+    help="The function of the tables in a FILE, if it is not built in: package.module:name, which "
+    "is imported. A name in the FILE is never imported.",
+)
+
+
+def several_bits(name="--bits", of="", default="1 to 4", type=int):
+    """Return an option for numbers of bits that may be repeated."""
+    return click.option(
+        name,
+        type=type,
+        multiple=True,
+        metavar="B",
+        help=f"{of or 'Numbers of bits'}, 1 to 8; may be repeated.  [default: {default}]",
+    )
+
+
+_REQUEST = (
+    click.option("--bits", type=int, metavar="B", help="Bits per element, 1 to 8; 2^B levels."),
+    click.option(
+        "--form",
+        type=click.Choice(["levels", "intervals"]),
+        help="Pieces may share a level (default), or every piece has its own, as in the paper.",
+    ),
+    click.option(
+        "--weight",
+        metavar="W",
+        help="The density that weights the error: uniform (default), normal, normal:MEAN,STD, or "
+        "a .npy or .npz file with pre-activations or a histogram.",
+    ),
+    click.option(
+        "--domain",
+        type=float,
+        nargs=2,
+        metavar="A B",
+        help="The interval on which the error is measured, as --domain -5 5.",
+    ),
+    click.option(
+        "--objective",
+        type=click.Choice(["mse", "unbiased", "minimax"]),
+        help="Minimize the squared error (default), the variance of an unbiased draw, or the "
+        "largest error.",
+    ),
+    click.option(
+        "--tails",
+        type=click.Choice(["free", "pinned"]),
+        help="pinned: the outermost pieces have the limits of f' at infinity.",
+    ),
+    click.option("--levels", type=int, metavar="K", help="The number of levels, instead of 2^B."),
+    click.option(
+        "--param",
+        "parameters",
+        type=Parameter(),
+        multiple=True,
+        metavar="NAME=VALUE",
+        callback=_unique,
+        help="A parameter of the function, by torch's name; may be repeated.",
+    ),
+)
+
+
+def table_options(command):
+    """Add the options that describe a table. Their names are those of the arguments of `fewbit.load_table`."""
+    for option in reversed(_REQUEST):
+        command = option(command)
+    return command

@@ -1,0 +1,229 @@
+"""Commands for tables: solve, list, show, plot, compare and verify."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from fewbit.cli.application import BAD_INPUT, FAILED, app, complain
+from fewbit.cli.options import (
+    FunctionName,
+    TableSource,
+    function_option,
+    given,
+    json_option,
+    output_options,
+    several_bits,
+    table_options,
+)
+from fewbit.cli.output import print_json, print_report
+from fewbit.cli.progress import Progress
+from fewbit.cli.selection import select_tables
+from fewbit.errors import TableError
+from fewbit.text import printable
+
+
+@app.command()
+@click.argument("name", type=FunctionName())
+@table_options
+@click.option(
+    "--grid",
+    type=int,
+    metavar="N",
+    help="Cells of the discrete problem; more cells narrow the certified gap.",
+)
+@click.option("--no-refine", is_flag=True, help="Keep the levels of the discrete problem.")
+@click.option("--threads", type=int, metavar="N", help="Use at most N threads.")
+@output_options("the table document", ".json")
+@json_option
+def solve(name, no_refine, output, force, as_json, **request):
+    """Solve for the best table of NAME and show it.
+
+    NAME is a function that 'fewbit list' shows, one of its aliases, or package.module:f, any
+    Python function of NumPy arrays or torch tensors.
+
+    \b
+    Examples:
+      fewbit solve gelu --bits 3
+      fewbit solve elu --param alpha=2 --bits 2 --domain -5 5 -o elu.json
+      fewbit solve numpy:arctan --bits 3 --json
+    """
+    from fewbit.solver.solve import solve
+
+    with Progress() as progress:
+        table = solve(name, refine=not no_refine, progress=progress, **given(**request))
+    if output is not None:
+        table.save(output, force=force)
+    _show_table(table, as_json, output)
+
+
+@app.command("list")
+@json_option
+def list_(as_json):
+    """List the functions that fewbit knows.
+
+    The list contains parameters with their defaults, aliases, the domain, the limits of f' on the
+    left and right, and the bits of the tables shipped with this package (form levels).
+
+    \b
+    Examples:
+      fewbit list
+      fewbit list --json
+    """
+    from fewbit.catalog.listing import FunctionList
+
+    functions = FunctionList()
+    if as_json:
+        print_json(functions.records())
+    else:
+        print_report(functions)
+
+
+@app.command()
+@click.argument("source", metavar="NAME|FILE", type=TableSource())
+@table_options
+@function_option
+@json_option
+def show(source, function, as_json, **request):
+    """Show a table that is shipped, was solved before, or is in a file.
+
+    For the NAME of a function without --bits, all shipped tables are shown; with --bits one table,
+    which is solved and cached if it is not shipped. For a FILE, the tables that the options select
+    are shown. A FILE is a path that ends in .json or has a slash.
+
+    \b
+    Examples:
+      fewbit show gelu
+      fewbit show gelu --bits 3 --weight normal
+      fewbit show elu.json
+    """
+    tables = select_tables(source, request, function, several=True)
+    if len(tables) == 1:
+        _show_table(tables[0], as_json)
+    elif as_json:
+        from fewbit.table import dumps_tables
+
+        click.echo(dumps_tables(tables[0].function, tables))
+    else:
+        from fewbit.catalog.report import tables_report
+
+        print_report(tables_report(printable(source), tables))
+
+
+@app.command()
+@click.argument("source", metavar="NAME|FILE", type=TableSource())
+@table_options
+@function_option
+@output_options("the picture, PNG or SVG by its ending,", ".png", ".svg", required=True)
+def plot(source, function, output, force, **request):
+    """Draw a table: f', q, and their difference below.
+
+    NAME|FILE and the options are those of 'fewbit show'. They must select one table.
+
+    \b
+    Examples:
+      fewbit plot gelu --bits 3 -o gelu.png
+      fewbit plot elu.json -o elu.svg
+    """
+    (table,) = select_tables(source, request, function, several=False)
+    table.plot(path=output, force=force)
+    click.echo(f"saved to {printable(output)}")
+
+
+@app.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...", type=FunctionName())
+@several_bits()
+@output_options("the rows, CSV or JSON by its ending,", ".csv", ".json")
+@json_option
+def compare(names, bits, output, force, as_json):
+    """Solve in both forms, and compare the errors with the paper's.
+
+    The paper is Few-bit Backward (ICML 2023), its figures are those of Table 3. Without a NAME,
+    the functions are those of the paper, and Mish.
+
+    \b
+    Examples:
+      fewbit compare
+      fewbit compare gelu silu --bits 3 --bits 4 -o compared.csv
+    """
+    from fewbit.catalog.report import compare
+
+    with Progress() as progress:
+        comparison = compare(names or None, progress=progress, **given(bits=bits))
+    if output is not None:
+        from fewbit.files import write_atomic
+
+        is_csv = Path(output).suffix.lower() == ".csv"
+        records = json.dumps(comparison.records(), indent=2) + "\n"
+        write_atomic(output, comparison.to_csv() if is_csv else records, force=force)
+    if as_json:
+        print_json(comparison.records())
+    else:
+        print_report(comparison, output)
+
+
+@app.command()
+@click.argument("files", nargs=-1, metavar="[FILE]...")
+@function_option
+@json_option
+def verify(files, function, as_json):
+    """Check the claims of tables, by other means than the solver's.
+
+    For each FILE (default: all shipped tables) this checks the schema; each table's error and
+    relative error, recomputed by adaptive quadrature; that the lower bound is not above the error;
+    and that no table is worse than one of fewer bits. If a function is not built in, the error is
+    recomputed only if --function names the function.
+
+    The lower bound is not proved again. To do that, solve the table anew.
+
+    The exit code is 0 if everything holds, 1 if a claim does not hold, and 2 if a FILE or its
+    function cannot be read.
+
+    \b
+    Examples:
+      fewbit verify
+      fewbit verify elu.json --json
+    """
+    from fewbit.catalog.verification import Verification, verify
+
+    paths = [Path(name) for name in files] or _shipped_files()
+    found, is_unreadable = [], False
+    with Progress() as progress:
+        for done, path in enumerate(paths):
+            progress(f"verifying {path.name}", done, len(paths))
+            try:
+                found.append((path, verify(path, function=function)))
+            except TableError as error:
+                complain("error", error)
+                is_unreadable = True
+    verification = Verification(tuple(found))
+    if as_json:
+        print_json(verification.records())
+    elif found:
+        print_report(verification)
+    if is_unreadable:
+        click.get_current_context().exit(BAD_INPUT)
+    if any(finding.problems for finding in verification.findings):
+        click.get_current_context().exit(FAILED)
+    if any(finding.unchecked for finding in verification.findings):
+        click.get_current_context().exit(BAD_INPUT)
+
+
+def _show_table(table, as_json, saved=None):
+    if as_json:
+        click.echo(table.dumps())
+        return
+    from fewbit.catalog.report import TableReport
+
+    print_report(TableReport(table), saved)
+
+
+def _shipped_files():
+    from fewbit.catalog.store import tables_directory
+
+    paths = sorted(tables_directory().glob("*.json"))
+    if not paths:
+        raise TableError("expected shipped tables to verify, found none")
+    return paths

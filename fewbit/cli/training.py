@@ -1,0 +1,307 @@
+"""Commands for training: memory, plan and demo. They need torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from fewbit.cli.application import app
+from fewbit.cli.options import (
+    PICTURES,
+    Size,
+    force_option,
+    given,
+    json_option,
+    output_options,
+    several_bits,
+)
+from fewbit.cli.output import needs_torch, print_json, print_report
+from fewbit.cli.progress import Progress
+from fewbit.errors import FewbitError
+from fewbit.files import check_writable, write_atomic
+from fewbit.text import one_line
+
+
+@app.command()
+@click.argument("names", nargs=-1, metavar="[MODEL]...")
+@click.option("--all", "is_all", is_flag=True, help="Count every model.")
+@several_bits()
+@click.option(
+    "--device-memory",
+    "device_bytes",
+    type=Size(),
+    metavar="SIZE",
+    default="32GB",
+    show_default=True,
+    help="The device's memory, as 80GB or 11264MB.",
+)
+@click.option(
+    "--batch", type=int, metavar="N", help="Samples of the counted forward pass.  [default: 1]"
+)
+@click.option(
+    "--image-size", type=int, metavar="N", help="Pixels of a side, at least 64.  [default: 256]"
+)
+@click.option("--sequence-length", type=int, metavar="N", help="Tokens.  [default: 256]")
+@click.option(
+    "--activation",
+    metavar="NAME",
+    help="gelu, silu, relu, ...; own is the architecture's.  [default: own, but gelu for relu]",
+)
+@click.option("--dropout", is_flag=True, help="Count with dropout; the paper counts without.")
+@json_option
+def memory(names, is_all, activation, dropout, as_json, **options):
+    """Count the memory of training a MODEL, and the largest batch on a device.
+
+    The figures are those of the paper's appendix B: the model's size, the bytes saved for backward,
+    the nonlinearities' part of them, and the largest batch beside four copies of the model, without
+    and with few-bit codes.
+
+    A MODEL is a ResNet, VGG, DenseNet, EfficientNet, RoBERTa or GPT-2 by its usual name, as
+    resnet50 or RoBERTa-base. Weights are random, nothing is downloaded. One MODEL is shown in
+    detail, with the paper's figures.
+
+    \b
+    Examples:
+      fewbit memory resnet18
+      fewbit memory vgg16 densenet121 --bits 2 --device-memory 80GB
+      fewbit memory resnet50 --activation relu --image-size 224 --json
+    """
+    if bool(names) == is_all:
+        raise click.UsageError(
+            "expected either the name of a model or --all", click.get_current_context()
+        )
+    from fewbit.analysis.memory import memory
+
+    options = given(**options)
+    if activation is not None:
+        options["activation"] = None if activation == "own" else activation
+    with Progress() as progress:
+        report = memory(names, dropout=dropout, progress=progress, **options)
+    if as_json:
+        print_json(report.records())
+    else:
+        print_report(report)
+
+
+@app.command()
+@click.argument("name", metavar="MODEL|FUNCTION")
+@click.option(
+    "--batch", type=int, metavar="N", help="Samples of a batch.  [default: 16 images or 4 texts]"
+)
+@click.option("--batches", type=int, metavar="N", help="Batches to measure on.  [default: 4]")
+@click.option(
+    "--size",
+    type=int,
+    metavar="N",
+    help="Pixels of a side, at least 64, or tokens.  [default: 64]",
+)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    metavar="NAME",
+    help="Measure this policy only, as fixed; may be repeated.  [default: all]",
+)
+@click.option(
+    "--share",
+    type=float,
+    metavar="S",
+    help="The largest error of a recommended setting, relative to the variance between "
+    "minibatches.  [default: 0.1]",
+)
+@click.option(
+    "--draws",
+    type=int,
+    metavar="D",
+    help="How often every batch is rounded, at least 2.  [default: 2]",
+)
+@output_options(
+    "the plan, JSON, HTML, CSV, PNG or SVG by its ending,", ".json", ".html", ".csv", *PICTURES
+)
+@json_option
+def plan(name, batch, batches, size, policies, share, draws, output, force, as_json):
+    """Measure memory and gradient errors of settings, before a long run.
+
+    For each policy and bit setting this measures the bytes saved for the backward pass, the
+    gradient's error beside the variance between minibatches, and the time. It recommends the setting
+    of the fewest bytes whose error is at most a share of that variance.
+
+    A MODEL is one that 'fewbit memory' knows, with random weights and synthetic data. A FUNCTION,
+    as package.module:function, returns (model, batch, loss) as fewbit.plan takes them, for a model
+    and data of your own. ResNet-50 and RoBERTa-base take minutes on two cores.
+
+    \b
+    Examples:
+      fewbit plan resnet18 --batch 2 --batches 2 --policy fixed
+      fewbit plan resnet18 --batch 2 --policy activations -o plan.html
+    """
+    sizes = given(batch=batch, batches=batches, size=size)
+    with needs_torch("plan"):
+        from fewbit.planning.candidates import default_candidates
+        from fewbit.planning.plan import plan
+
+        work = _own_workload(name, sizes) if ":" in name else _synthetic_workload(name, sizes)
+    candidates = default_candidates(work[0], policies) if policies else None
+    found = plan(*work, **given(candidates=candidates, share=share, draws=draws))
+    if output is not None:
+        _save_plan(found, output, force)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print_report(found, output)
+
+
+def _synthetic_workload(name, sizes):
+    """Return (model, batches, loss) for the name of a model."""
+    from fewbit.analysis.gradients import CHUNKS, size_of
+    from fewbit.models.workload import workload
+
+    made = workload(name, **sizes)
+    size = size_of(made.batches[0])
+    if len(made.batches) == 1 and size % CHUNKS:
+        raise FewbitError(
+            f"expected --batches of at least 2, or --batch of a multiple of {CHUNKS}, got --batches 1 with --batch {size}"
+        )
+    return made
+
+
+def _own_workload(name, sizes):
+    """Return (model, batches, loss) from the user's function."""
+    from fewbit.analysis.gradients import CHUNKS, batches_of, size_of
+
+    if sizes:
+        raise FewbitError(
+            f"--{next(iter(sizes))}: expected the name of a model with it, got {name}, which makes its own batch"
+        )
+    made = _call(name)
+    if not isinstance(made, tuple) or len(made) != 3:
+        length = f" of {len(made)}" if isinstance(made, tuple) else ""
+        raise FewbitError(
+            f"{name}: expected it to return (model, batch, loss), got a {type(made).__name__}{length}"
+        )
+    model, batch, loss = made
+    batches = batches_of(batch)
+    if len(batches) == 1 and (size := size_of(batches[0])) % CHUNKS:
+        raise FewbitError(
+            f"{name}: expected several batches, or one of a multiple of {CHUNKS} samples, got one of {size}"
+        )
+    return model, batches, loss
+
+
+def _call(name):
+    """Call the user's function. An exception becomes a FewbitError of one line."""
+    from fewbit.functions.callables import import_callable, misfit_of
+
+    function = import_callable(name)
+    misfit = misfit_of(function, 0)
+    if misfit:
+        raise FewbitError(
+            f"{name}: expected a function without arguments, got one for which: {misfit}"
+        )
+    try:
+        return function()
+    except FewbitError:
+        raise
+    except Exception as error:
+        raise FewbitError(f"{name} raised {one_line(error)}") from error
+
+
+def _save_plan(found, output, force):
+    ending = Path(output).suffix.lower()
+    if ending in PICTURES:
+        found.plot(output, force=force)
+    else:
+        texts = {".json": found.to_json, ".html": found.to_html, ".csv": found.to_csv}
+        write_atomic(output, texts[ending](), force=force)
+
+
+@app.command()
+@click.option("--steps", type=int, metavar="N", help="Steps of every training.  [default: 600]")
+@click.option(
+    "--seeds",
+    type=int,
+    metavar="N",
+    help="Train every model from N seeds, for means and standard deviations.  [default: 1]",
+)
+@several_bits(of="Bits of few-bit GELUs", default="3")
+@several_bits("--everything", of="Bits of models that are compressed as a whole", default="none")
+@several_bits(
+    "--average",
+    of="Average bits, as 1.75, of models whose layers share bits (level L3)",
+    default="2",
+    type=float,
+)
+@click.option(
+    "--all",
+    "is_all",
+    is_flag=True,
+    help="Train every model of docs/results.md: --bits 1 to 4, --everything 2 and --average 2.",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="demo",
+    metavar="DIR",
+    help="Write demo_losses.png and demo.json to DIR.  [default: demo]",
+)
+@force_option
+@json_option
+def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json):
+    """Train a small transformer exactly and in fewer bits.
+
+    A character-level transformer learns the help texts that Python ships: with torch's GELU, with
+    few-bit GELUs, and with all saved tensors compressed, from the same seeds. The command shows the
+    bytes saved for the backward pass beside the final losses, and draws the losses. By default it
+    trains three models from each seed, as many at a time as there are cores, which takes about a
+    minute on two. With --all there are seven. Needs torch.
+
+    \b
+    Examples:
+      fewbit demo --steps 20
+      fewbit demo --all --steps 20 --output every-arm
+      fewbit demo --steps 20 --seeds 2 --bits 3 --output two-seeds --json
+    """
+    paths = output / "demo_losses.png", output / "demo.json"
+    if output.is_dir():
+        for path in paths:
+            check_writable(path, force)
+    with needs_torch("demo"):
+        import torch
+
+        from fewbit.demo.experiment import EVERY_ARM, check_request, run_demo
+    from fewbit.demo.report import DemoReport, picture
+    from fewbit.demo.training import Settings
+    from fewbit.table.plot import render
+
+    request = (EVERY_ARM if is_all else {}) | given(
+        bits=bits, everything=everything, average=average, seeds=seeds
+    )
+    check_request(**request)
+    settings = Settings(**given(steps=steps))
+    _make_directory(output)
+    for path in paths:
+        check_writable(path, force)
+    with Progress() as progress:
+        result = run_demo(
+            settings=settings,
+            progress=progress,
+            processes=min(torch.get_num_threads(), 8),  # a process takes half a gigabyte of memory
+            **request,
+        )
+    write_atomic(paths[0], render(picture(result)), force=force)
+    write_atomic(paths[1], json.dumps(result.to_dict(), indent=1) + "\n", force=force)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        print_report(DemoReport(result), *paths)
+
+
+def _make_directory(path):
+    """Make a directory before the work, since it may be impossible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FewbitError(f"{path}: expected a directory or a place for one: {reason}") from None

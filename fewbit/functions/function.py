@@ -1,0 +1,123 @@
+"""The class `Function`, and its construction from formulas for f and f'."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fewbit.errors import FunctionError
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A pointwise function f, its derivative f', and the properties of f' that a solver uses.
+
+    Two Functions are equal only if they are the same object.
+
+    Attributes:
+        name: The canonical name, or the name of a user's callable.
+        parameters: All parameters by torch's names, defaults filled in.
+        value: Computes f of a float or an array. Returns float64 of the argument's shape; NaN gives NaN, an infinity gives
+            the limit.
+        derivative: Computes f' in the same way. At a kink the result is the value of torch's backward.
+        kinks: The points at which f' jumps or is not smooth, ascending.
+        slopes: The limits of f' at minus and plus infinity: infinite if f' is unbounded, nan if no limit is known.
+        domain: The interval on which a table approximates f' by default.
+        reference: The definition of f: a torch or transformers class, and the paper.
+        even_derivative: Whether f'(-x) equals f'(x).
+        accuracy: The largest error of `derivative` on the domain; 0 for a formula.
+        panels: Points between which the f' of a callable was approximated by a polynomial, ascending; empty for a formula.
+    """
+
+    name: str
+    parameters: Mapping[str, float]
+    value: Callable[[np.ndarray], np.ndarray]
+    derivative: Callable[[np.ndarray], np.ndarray]
+    kinks: tuple[float, ...]
+    slopes: tuple[float, float]
+    domain: tuple[float, float]
+    reference: str
+    even_derivative: bool
+    accuracy: float = 0.0
+    panels: tuple[float, ...] = ()
+
+
+def require(condition: bool, name: str, expected: str, **got: float) -> None:
+    """Raise FunctionError for the parameters `got` of the function `name` if the condition is false."""
+    if not condition:
+        came = ", ".join(f"{key}={number!r}" for key, number in got.items())
+        raise FunctionError(f"{name}: expected {expected}, got {came}")
+
+
+def _elementwise(f: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
+    """Extend f from float64 arrays without NaN to arrays of any shape, numbers and NaN.
+
+    Underflow to zero and overflow to infinity are correct results, so NumPy's warnings about them are switched off.
+    """
+
+    def call(x: np.ndarray) -> np.ndarray:
+        x = np.asarray(x, dtype=np.float64)
+        missing = np.isnan(x)
+        with np.errstate(over="ignore", under="ignore"):
+            y = f(np.where(missing, 0.0, x))
+        return np.where(missing, np.nan, y)[()]
+
+    return call
+
+
+def make_function(
+    name: str,
+    value: Callable[[np.ndarray], np.ndarray],
+    derivative: Callable[[np.ndarray], np.ndarray],
+    *,
+    slopes: tuple[float, float],
+    reference: str,
+    parameters: Mapping[str, float] | None = None,
+    kinks: tuple[float, ...] = (),
+    domain: tuple[float, float] | None = None,
+    even: bool = False,
+) -> Function:
+    """Make a Function from formulas.
+
+    Args:
+        name: The canonical name.
+        value: f for float64 arrays without NaN. The formula must not divide by zero, and must not form inf - inf.
+        derivative: f', likewise.
+        slopes: The limits of f' at minus and plus infinity.
+        reference: The definition of f.
+        parameters: The parameters by torch's names.
+        kinks: The points at which f' is not smooth, in any order.
+        domain: The default domain; if None, `domain_around` the kinks.
+        even: Whether f' is even.
+
+    Raises:
+        FunctionError: A kink or the domain is not finite, because a parameter is too large.
+    """
+    kinks = tuple(sorted({kink + 0.0 for kink in kinks}))  # adding 0.0 turns -0.0 into 0.0
+    domain = domain or domain_around(*kinks)
+    require(
+        all(map(math.isfinite, (*kinks, *domain))),
+        name,
+        "parameters of moderate size",
+        **(parameters or {}),
+    )
+    return Function(
+        name=name,
+        parameters=dict(parameters or {}),
+        value=_elementwise(value),
+        derivative=_elementwise(derivative),
+        kinks=kinks,
+        slopes=slopes,
+        domain=domain,
+        reference=reference,
+        even_derivative=even,
+    )
+
+
+def domain_around(*points: float, reach: float = 10.0) -> tuple[float, float]:
+    """Return a symmetric domain that contains [-10, 10], [-reach, reach] and 1.2 times every point."""
+    half = max(10.0, reach, *(1.2 * abs(point) for point in points))
+    return (-half, half)

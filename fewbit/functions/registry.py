@@ -1,0 +1,146 @@
+"""Functions by name, with aliases and default parameters."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from fewbit.errors import FunctionError
+from fewbit.functions import piecewise, smooth
+from fewbit.functions.function import Function
+
+_BUILDERS: dict[str, Callable[..., Function]] = {
+    "relu": piecewise.relu,
+    "relu6": piecewise.relu6,
+    "leaky_relu": piecewise.leaky_relu,
+    "rrelu": piecewise.rrelu,
+    "threshold": piecewise.threshold,
+    "relu_squared": piecewise.relu_squared,
+    "elu": smooth.elu,
+    "celu": smooth.celu,
+    "selu": smooth.selu,
+    "gelu": smooth.gelu,
+    "gelu_tanh": smooth.gelu_tanh,
+    "gelu_fast": smooth.gelu_fast,
+    "gelu_10": smooth.gelu_10,
+    "quick_gelu": smooth.quick_gelu,
+    "silu": smooth.silu,
+    "hardswish": piecewise.hardswish,
+    "mish": smooth.mish,
+    "sigmoid": smooth.sigmoid,
+    "hardsigmoid": piecewise.hardsigmoid,
+    "logsigmoid": smooth.logsigmoid,
+    "laplace": smooth.laplace,
+    "tanh": smooth.tanh,
+    "hardtanh": piecewise.hardtanh,
+    "tanhshrink": smooth.tanhshrink,
+    "hardshrink": piecewise.hardshrink,
+    "softshrink": piecewise.softshrink,
+    "softsign": smooth.softsign,
+    "softplus": smooth.softplus,
+    "sqrtsoftplus": smooth.sqrtsoftplus,
+    "identity": piecewise.identity,
+}
+
+
+_DEFAULTS: dict[str, dict[str, float]] = {
+    "leaky_relu": {"negative_slope": 0.01},
+    "rrelu": {"lower": 1.0 / 8.0, "upper": 1.0 / 3.0},
+    "threshold": {"threshold": 0.0, "value": 0.0},
+    "elu": {"alpha": 1.0},
+    "celu": {"alpha": 1.0},
+    "laplace": {"mu": 0.707107, "sigma": 0.282095},
+    "hardtanh": {"min_val": -1.0, "max_val": 1.0},
+    "hardshrink": {"lambd": 0.5},
+    "softshrink": {"lambd": 0.5},
+    "softplus": {"beta": 1.0, "threshold": 20.0},
+}
+
+
+_ALIASES: dict[str, str] = {
+    "relu2": "relu_squared",
+    "leakyrelu": "leaky_relu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "quickgelu": "quick_gelu",
+    "swish": "silu",
+    "hard_swish": "hardswish",
+    "hard_sigmoid": "hardsigmoid",
+    "log_sigmoid": "logsigmoid",
+    "hard_tanh": "hardtanh",
+    "hard_shrink": "hardshrink",
+    "soft_shrink": "softshrink",
+    "soft_sign": "softsign",
+    "soft_plus": "softplus",
+    "sqrt_softplus": "sqrtsoftplus",
+    "linear": "identity",
+}
+
+
+def names() -> tuple[str, ...]:
+    """Return the canonical names; related functions are adjacent."""
+    return tuple(_BUILDERS)
+
+
+def aliases() -> Mapping[str, str]:
+    """Return a mapping from every other name that `get` accepts to the canonical name."""
+    return MappingProxyType(_ALIASES)
+
+
+def canonical(name: str) -> str:
+    """Return the canonical name of a function.
+
+    Args:
+        name: A canonical name or an alias.
+
+    Raises:
+        FunctionError: The name is unknown. The message suggests similar names.
+    """
+    if not isinstance(name, str):
+        raise FunctionError(f"expected the name of a function, got {type(name).__name__}")
+    if name in _BUILDERS:
+        return name
+    if name in _ALIASES:
+        return _ALIASES[name]
+    close = difflib.get_close_matches(name.lower(), [*_BUILDERS, *_ALIASES], n=4)
+    hint = (
+        f"did you mean {', '.join(close)}?" if close else f"expected one of {', '.join(_BUILDERS)}"
+    )
+    raise FunctionError(f"unknown function {name!r}: {hint}")
+
+
+def get(name: str, parameters: Mapping[str, float] | None = None) -> Function:
+    """Return a function by name.
+
+    Args:
+        name: A canonical name or an alias.
+        parameters: Parameters by torch's names; the others take torch's defaults. `threshold`, which has no defaults in
+            torch, has threshold=0 and value=0, which is relu.
+
+    Raises:
+        FunctionError: The name or a parameter is unknown, or a parameter is not a valid number.
+    """
+    name = canonical(name)
+    return _BUILDERS[name](**_resolved(name, parameters or {}))
+
+
+def _resolved(name: str, given: Mapping[str, float]) -> dict[str, float]:
+    """Return all parameters of a function, after the given ones are checked."""
+    defaults = _DEFAULTS.get(name, {})
+    for key, number in given.items():
+        if key not in defaults:
+            expected = ", ".join(defaults) or "none"
+            raise FunctionError(f"{name} has no parameter {key!r}; expected: {expected}")
+        if (
+            not isinstance(number, numbers.Real)
+            or isinstance(number, bool)
+            or not math.isfinite(number)
+        ):
+            raise FunctionError(f"{name}: expected a finite number for {key}, got {number!r}")
+    return {key: float(given.get(key, default)) for key, default in defaults.items()}

@@ -1,0 +1,107 @@
+"""The first pieces of form intervals, and the changes after the optimum is found: outer pieces, and the sides of breaks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fewbit.solver.steps import Steps, relabel, tidy
+
+
+def contiguous_start(relaxed, landscape, pinned):
+    """Return the discrete optimum of form intervals without its empty pieces.
+
+    Args:
+        relaxed: A `Relaxed` with breaks.
+        landscape: f' and the weight.
+        pinned: Whether the first and the last level are pinned; these stay even if their pieces are empty.
+
+    Returns:
+        The levels, which of them are fixed, and the pieces.
+    """
+    breaks, count = relaxed.breaks, len(relaxed.levels)
+    low, high = landscape.domain
+    starts, stops = np.append(low, breaks), np.append(breaks, high)
+    used = stops > starts
+    used &= np.isfinite(relaxed.levels)
+    if pinned:
+        used[[0, -1]] = True
+    kept = np.flatnonzero(used)
+    # A piece starts at the end of the one before. Empty pieces are dropped.
+    start = starts[kept[1:]]
+    if pinned and count > 1 and not stops[-1] > starts[-1]:
+        start[-1] = high
+    steps = tidy(Steps(start, np.arange(len(kept)), np.zeros(len(start))))
+    steps, levels, fixed = relabel(steps, relaxed.levels[kept], relaxed.fixed[kept])
+    return levels, fixed, steps
+
+
+def with_outer_pieces(levels, steps, request, landscape, f):
+    """Add pieces beyond the ends of the domain, and drop unused levels.
+
+    Pinned tails need such pieces. So does an end of the domain that is a kink, at which f' has another value than inside
+    (inputs saturate there: the outputs of ReLU are 0), if a level has this value or another level is allowed.
+
+    Returns:
+        The levels and the pieces.
+    """
+    breaks, codes = steps.breaks, steps.codes
+    if request.slopes is not None and request.form == "levels":
+        first, last = (int(np.argmin(np.abs(levels - s))) for s in request.slopes)
+        low, high = landscape.domain
+        if codes[0] != first:
+            breaks, codes = np.append(low, breaks), np.append(first, codes)
+        if codes[-1] != last:
+            breaks, codes = np.append(breaks, high), np.append(codes, last)
+    steps = Steps(breaks, codes, np.zeros(len(breaks)))
+    steps, levels, _ = relabel(steps, levels, np.zeros(len(levels), bool))
+    if request.slopes is None:
+        for end in landscape.domain:
+            if end in f.kinks:
+                levels, steps = _with_end(
+                    levels, steps, request, end, end == landscape.domain[1], f
+                )
+    return levels, steps
+
+
+def _with_end(levels, steps, request, end, last, f):
+    """Add a piece beyond `end` whose level is torch's derivative at `end`, if possible."""
+    value = float(f.derivative(np.array([end]))[0])
+    outer = levels[steps.codes[-1 if last else 0]]
+    if value == outer:
+        return levels, steps
+    own = request.form == "intervals"
+    if own or value not in levels:
+        if len(levels) == request.count:
+            return levels, steps
+        place = (len(levels) if last else 0) if own else int(np.searchsorted(levels, value))
+        levels = np.insert(levels, place, value)
+        codes = steps.codes + (steps.codes >= place)
+    else:
+        place, codes = int(np.flatnonzero(levels == value)[0]), steps.codes
+    if last:
+        breaks, codes = np.append(steps.breaks, end), np.append(codes, place)
+    else:
+        breaks, codes = np.append(end, steps.breaks), np.append(place, codes)
+    return levels, Steps(breaks, codes, np.zeros(len(breaks)))
+
+
+def closed_sides(f, steps, levels):
+    """Return the sides of the breaks. A break at a kink belongs to the piece whose level is nearer to torch's derivative."""
+    closed = np.full(len(steps.breaks), "right", dtype=object)
+    at = np.flatnonzero(np.isin(steps.breaks, f.kinks))
+    if len(at):
+        value = f.derivative(steps.breaks[at])
+        before, after = levels[steps.codes[at]], levels[steps.codes[at + 1]]
+        closed[at[np.abs(value - after) < np.abs(value - before)]] = "left"
+    return tuple(closed)
+
+
+def closed_sides_of_knots(f, stand_in):
+    """Return the sides of the knots. At a jump the value is the one that is nearer to torch's derivative."""
+    points, values = stand_in.points, stand_in.values
+    closed = ["right"] * len(points)
+    for i in np.flatnonzero(points[1:] == points[:-1]):
+        value = f.derivative(points[i : i + 1])[0]
+        if abs(value - values[i + 1]) < abs(value - values[i]):
+            closed[i] = closed[i + 1] = "left"
+    return tuple(closed)

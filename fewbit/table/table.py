@@ -1,0 +1,445 @@
+"""The class `Table` and its JSON document."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fewbit import functions, schema
+from fewbit.errors import FewbitError, TableError
+from fewbit.files import write_atomic
+from fewbit.schema import shorten
+from fewbit.schema.documents import parse_json, read_text
+from fewbit.sizes import counted
+from fewbit.table import philox
+from fewbit.table.checks import (
+    FLOAT32_MAX,
+    FORMS,
+    MOST_COUNT,
+    MOST_PIECES,
+    OBJECTIVES,
+    TAILS,
+    check_levels,
+    check_pieces,
+    check_unbiased,
+    checked_choice,
+    checked_codes,
+    checked_integer,
+    checked_interval,
+    checked_number,
+    checked_numbers,
+    checked_parameters,
+    checked_sides,
+    checked_solver,
+    checked_text,
+    checked_weight,
+    copy_json,
+    set_fields,
+    wrong,
+)
+from fewbit.table.describe import describe_function, describe_weight
+from fewbit.table.knots import (
+    Knots,
+    Rounded,
+    interpolate,
+    locate,
+    lower_level,
+    round_breaks,
+    to_float32,
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Table:
+    """A step function q with few levels that approximates the derivative f' of an activation function; immutable.
+
+    Arrays are stored as read-only copies. Two tables are equal if their documents are equal except for the solver's
+    seconds. docs/table_schema.md describes the fields in detail.
+
+    Attributes:
+        function: The name of f.
+        parameters: The parameters of f.
+        bits: Bits per element, 1 to 8. The number of levels K is at most 2**bits.
+        form: "levels" (pieces may share a level) or "intervals" (every piece has its own).
+        objective: "mse", "unbiased" or "minimax".
+        weight: The density w(x) of the error, as in a document.
+        domain: The interval [a, b] on which the error is measured.
+        tails: "free", or "pinned" to the limits of f' at infinity.
+        levels: float64 (K,), ascending for form "levels", in the order of the pieces for "intervals".
+        breaks: float64 (M-1,), ascending: the points at which q changes.
+        codes: int64 (M,): the number of every piece's level. In an unbiased table that of the lower one of two levels.
+        error: The integral of (f' - q)**2 w over the domain; for "minimax" the largest |f' - q|; for "unbiased" the
+            expected squared error of a draw.
+        lower_bound: A certified lower bound on the error of any table for the same request.
+        relative_error: The error divided by the integral of f'**2 w; for "minimax" by the largest |f'|.
+        solver: Version, grid, status and seconds of the solver.
+        revision: The revision of a shipped table.
+        closed: M-1 strings: "right" if a break belongs to the piece on its left, else "left". The default is "right" for
+            all.
+        knots: The stand-in for f', for objective "unbiased" only.
+        knots_error: A bound on the difference of f' and the stand-in, for objective "unbiased" only.
+
+    Raises:
+        TableError: An invariant does not hold. The message names the field and the index.
+    """
+
+    function: str
+    parameters: dict[str, float]
+    bits: int
+    form: str
+    objective: str
+    weight: dict[str, Any]
+    domain: tuple[float, float]
+    tails: str
+    levels: np.ndarray
+    breaks: np.ndarray
+    codes: np.ndarray
+    error: float
+    lower_bound: float
+    relative_error: float
+    solver: dict[str, Any]
+    revision: int = 1
+    closed: tuple[str, ...] | None = None
+    knots: Knots | None = None
+    knots_error: float | None = None
+    # f itself, if `function` is not the name of a built-in function. It is not saved, compared or pickled.
+    _function: Any = field(default=None, compare=False)
+
+    def __post_init__(self):
+        """Check all fields, and store read-only copies."""
+        levels = checked_numbers("levels", self.levels, limit=FLOAT32_MAX)
+        breaks = checked_numbers("breaks", self.breaks, most=MOST_PIECES - 1)
+        set_fields(
+            self,
+            function=checked_text("function", self.function),
+            parameters=checked_parameters("parameters", self.parameters),
+            bits=checked_integer("bits", self.bits, 1, 8),
+            form=checked_choice("form", self.form, FORMS),
+            objective=checked_choice("objective", self.objective, OBJECTIVES),
+            weight=checked_weight("weight", self.weight),
+            domain=checked_interval("domain", self.domain),
+            tails=checked_choice("tails", self.tails, TAILS),
+            levels=levels,
+            breaks=breaks,
+            codes=checked_codes("codes", self.codes, len(levels)),
+            error=checked_number("error", self.error, minimum=0.0),
+            lower_bound=checked_number("lower_bound", self.lower_bound, minimum=0.0),
+            relative_error=checked_number("relative_error", self.relative_error, minimum=0.0),
+            solver=checked_solver("solver", self.solver),
+            revision=checked_integer("revision", self.revision, 1, MOST_COUNT),
+            closed=checked_sides("closed", self.closed, len(breaks), "breaks"),
+        )
+        check_levels(self.bits, self.form, levels)
+        check_pieces(self.form, levels, breaks, self.codes)
+        if self.lower_bound > self.error * (1 + 1e-12):
+            raise wrong("lower_bound", f"at most the error {self.error!r}", self.lower_bound)
+        _check_knots_presence(self)
+        if self.objective == "unbiased":
+            set_fields(
+                self, knots_error=checked_number("knots.error", self.knots_error, minimum=0.0)
+            )
+            check_unbiased(self.form, levels, breaks, self.codes, self.knots)
+
+    def __call__(self, x) -> np.ndarray:
+        """Return q(x), float64 of x's shape; for an unbiased table the mean of its draws.
+
+        NaN gets the value of the last piece. The stand-in of an unbiased table is constant outside its knots.
+        """
+        if self.objective == "unbiased":
+            return np.clip(self.knots(x), self.levels[0], self.levels[-1])
+        return self.levels[self.code(x)]
+
+    def code(self, x) -> np.ndarray:
+        """Return the level number for every x, int64; for an unbiased table that of the lower one of two levels."""
+        if self.objective == "unbiased":
+            return lower_level(self(x), self.levels)
+        return self.codes[locate(x, self.breaks, self.closed)]
+
+    def sample(self, x, seed: int) -> np.ndarray:
+        """Draw a level for every element from an unbiased table.
+
+        Args:
+            x: Numbers of any shape.
+            seed: An integer in [-2**63, 2**64).
+
+        Returns:
+            levels[sample_code(x, seed)], float64 of x's shape.
+
+        Raises:
+            TableError: The table is not unbiased.
+        """
+        return self.levels[self.sample_code(x, seed)]
+
+    def sample_code(self, x, seed: int) -> np.ndarray:
+        """Draw a level number for every element from an unbiased table, with the float32 operations of a backend.
+
+        docs/table_schema.md lists the operations.
+
+        Args:
+            x: Numbers of any shape, which are rounded to float32. Elements are numbered in C order.
+            seed: An integer in [-2**63, 2**64).
+
+        Returns:
+            int64 of x's shape.
+
+        Raises:
+            TableError: The table is not unbiased.
+        """
+        if self.objective != "unbiased":
+            raise wrong("objective", '"unbiased" to draw from', self.objective)
+        constants = self.rounded()
+        x32 = to_float32(x)
+        segment = locate(x32, self.knots.points, self.knots.closed)
+        mean = interpolate(x32, segment, constants.points, constants.values, constants.slopes)
+        mean = np.clip(mean, constants.levels[0], constants.levels[-1])
+        lower = lower_level(mean, constants.levels)
+        probability = (mean - constants.levels[lower]) * constants.inverse_gaps[lower]
+        return lower + (philox.uniform(seed, np.arange(x32.size).reshape(x32.shape)) < probability)
+
+    def rounded(self) -> Rounded:
+        """Return the constants as every backend rounds them for 16-bit and 32-bit inputs."""
+        breaks, levels = round_breaks(self.breaks, self.closed), to_float32(self.levels)
+        if self.knots is None:
+            return Rounded(breaks, levels, None, None, None, None)
+        knots = self.knots
+        return Rounded(
+            breaks=breaks,
+            levels=levels,
+            points=round_breaks(knots.points, knots.closed),
+            values=to_float32(knots.values),
+            slopes=to_float32(knots.slopes),
+            inverse_gaps=to_float32(1.0 / np.diff(self.levels)),
+        )
+
+    @property
+    def n_pieces(self) -> int:
+        """The number of pieces M."""
+        return len(self.codes)
+
+    @property
+    def activation(self):
+        """The `fewbit.functions.Function` whose derivative q approximates, or None if the function is not known.
+
+        This is the function for which the table was solved or that `with_activation` set, else fewbit's built-in function
+        of the table's name. A name in a table is never imported, since the file may be untrusted.
+        """
+        if self._function is not None:
+            return self._function
+        try:
+            return functions.get(self.function, self.parameters)
+        except FewbitError:
+            return None
+
+    def with_activation(self, function) -> Table:
+        """Return the table with its function, if that is not built into fewbit.
+
+        Args:
+            function: A callable, or `package.module:name`, which is imported.
+
+        Raises:
+            FunctionError: The function cannot be imported, or its derivative cannot be determined.
+        """
+        from fewbit.functions.callables import resolve
+
+        return replace(self, _function=resolve(function, domain=self.domain))
+
+    @property
+    def exact(self) -> bool:
+        """True if q equals f' on the domain, except on a set of weight 0."""
+        return self.error == 0.0
+
+    @property
+    def gap(self) -> float:
+        """The largest possible distance to the best table, (error - lower_bound) / error; 0 if the table is exact."""
+        return 0.0 if self.exact else max(0.0, (self.error - self.lower_bound) / self.error)
+
+    def document(self) -> dict[str, Any]:
+        """Return a new dict of schema fewbit.table/1 that JSON can represent."""
+        document = {
+            "schema": schema.TABLE,
+            "function": self.function,
+            "parameters": dict(self.parameters),
+            "bits": self.bits,
+            "form": self.form,
+            "objective": self.objective,
+            "weight": copy_json(self.weight),
+            "domain": list(self.domain),
+            "tails": self.tails,
+            "levels": self.levels.tolist(),
+            "breaks": self.breaks.tolist(),
+            "codes": self.codes.tolist(),
+        }
+        if "left" in self.closed:
+            document["closed"] = list(self.closed)
+        if self.knots is not None:
+            document["knots"] = {**self.knots.document(), "error": self.knots_error}
+        return document | {
+            "error": self.error,
+            "lower_bound": self.lower_bound,
+            "relative_error": self.relative_error,
+            "revision": self.revision,
+            "solver": copy_json(self.solver),
+        }
+
+    @classmethod
+    def from_document(cls, document: Mapping, where: str = "table") -> Table:
+        """Make a table from a parsed JSON document.
+
+        Args:
+            document: The document, of schema fewbit.table/1.
+            where: The beginning of error messages.
+
+        Raises:
+            TableError: The document is not valid. The message names the field and the index.
+        """
+        return read_table(document, f"{where}: ")
+
+    def dumps(self) -> str:
+        """Return the document as JSON text, one field per line. Floats round-trip exactly."""
+        return format_json(self.document())
+
+    def save(self, path: str | os.PathLike, force: bool = False) -> None:
+        """Write the document to a file, completely or not at all.
+
+        Args:
+            path: The path of the file.
+            force: Whether an existing file may be overwritten.
+
+        Raises:
+            OutputExistsError: The path exists, and `force` is false.
+            FewbitError: The file cannot be written.
+        """
+        write_atomic(path, self.dumps() + "\n", force=force)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Table:
+        """Read the table in a file of schema fewbit.table/1.
+
+        Raises:
+            TableError: The file cannot be read or is not valid. The message starts with the path.
+        """
+        document = parse_json(read_text(path, TableError), f"{path}: ", TableError)
+        check_schema(document, f"{path}: ", (schema.TABLE,))
+        return read_table(document, f"{path}: ")
+
+    def __eq__(self, other) -> bool:
+        return (
+            _comparable(self) == _comparable(other) if isinstance(other, Table) else NotImplemented
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # cached, because a layer looks its table up at every call
+        return hash(
+            (self.function, self.bits, tuple(self.levels.tolist()), tuple(self.breaks.tolist()))
+        )
+
+    def __reduce__(self):
+        # The constructor makes sure that a copy is valid and read-only too.
+        names = (item.name for item in fields(self))
+        return _rebuild, ({name: getattr(self, name) for name in names if name != "_function"},)
+
+    def __repr__(self) -> str:
+        quality = "exact" if self.exact else f"error {self.error:.4g}, gap {100 * self.gap:.2g} %"
+        return (
+            f"Table({describe_function(self)}, {counted(self.bits, 'bit')}, {self.form}, {self.objective}, "
+            f"{describe_weight(self)}: {counted(len(self.levels), 'level')}, "
+            f"{counted(self.n_pieces, 'piece')}, {quality})"
+        )
+
+    def _repr_html_(self) -> str:
+        from fewbit.table.plot import table_html
+
+        return table_html(self)
+
+    def plot(self, path: str | os.PathLike | None = None, ax=None, force: bool = False):
+        """Draw f', q and their difference; see `fewbit.table.plot.plot_table`."""
+        from fewbit.table.plot import plot_table
+
+        return plot_table(self, path=path, ax=ax, force=force)
+
+
+def _rebuild(arguments: dict) -> Table:
+    return Table(**arguments)
+
+
+def _comparable(table: Table) -> dict:
+    document = table.document()
+    document["solver"].pop("seconds", None)
+    return document
+
+
+def _check_knots_presence(table: Table) -> None:
+    unbiased = table.objective == "unbiased"
+    if unbiased and not isinstance(table.knots, Knots):
+        raise wrong("knots", "knots for objective unbiased", table.knots)
+    if not unbiased and table.knots is not None:
+        raise wrong("knots", f"none for objective {table.objective}", table.knots)
+    if not unbiased and table.knots_error is not None:
+        raise wrong("knots.error", f"none for objective {table.objective}", table.knots_error)
+
+
+def format_json(document: Mapping) -> str:
+    """Return JSON text with one field per line, so that arrays stay on a line and diffs small."""
+    lines = (
+        f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
+        for key, value in document.items()
+    )
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def check_schema(document: Any, prefix: str, known: tuple[str, ...]) -> str:
+    """Return the name of a document's schema, which must be one of `known`. Raises TableError.
+
+    prefix: the beginning of error messages, here and in the functions below.
+    """
+    if not isinstance(document, Mapping):
+        raise TableError(f"{prefix}expected an object with a table, got {shorten(document)}")
+    name = document.get("schema")
+    if name not in known:
+        expected = " or ".join(json.dumps(name) for name in known)
+        raise TableError(f"{prefix}schema: expected {expected}, got {shorten(name)}")
+    return name
+
+
+def check_against_schema(document: Any, prefix: str, name: str) -> None:
+    """Raise TableError if a document does not satisfy a schema."""
+    problem = schema.find_error(document, name)
+    if problem is not None:
+        path, message = problem
+        raise TableError(f"{prefix}{path}: {message}" if path else f"{prefix}{message}")
+
+
+def read_table(document: Any, prefix: str) -> Table:
+    """Make the table of an untrusted document of schema fewbit.table/1. Raises TableError."""
+    check_schema(document, prefix, (schema.TABLE,))
+    check_against_schema(document, prefix, schema.TABLE)
+    return build_table(document, prefix)
+
+
+def build_table(document: Mapping, prefix: str) -> Table:
+    """Make the table of a document that satisfies its schema. Raises TableError."""
+    arguments = {key: value for key, value in document.items() if key not in ("schema", "knots")}
+    try:
+        if "knots" in document:
+            knots = dict(document["knots"])
+            arguments["knots_error"] = knots.pop("error")
+            arguments["knots"] = _build_knots(knots)
+        return Table(**arguments)
+    except TableError as error:
+        raise TableError(f"{prefix}{error}") from None
+
+
+def _build_knots(document: Mapping) -> Knots:
+    try:
+        return Knots(**document)
+    except TableError as error:
+        raise TableError(f"knots.{error}") from None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.runtime.interop.interrupts import afterwards
+from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import SavedTensors
 
@@ -43,7 +43,7 @@ class Noise:
 
         Equal names, of anything with a repr, give equal draws.
         """
-        with afterwards(lambda: setattr(self, "_draws", None)):
+        with undo_after(lambda: setattr(self, "_draws", None)):
             self._draws, self._again = draws, {}
             yield
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from fewbit.runtime.interop.interrupts import afterwards
+from fewbit.runtime.interop.interrupts import undo_after
 
 
 def as_torch_casts():
@@ -24,7 +24,7 @@ def as_torch_casts():
 @contextmanager
 def _uncached():
     before = torch.is_autocast_cache_enabled()
-    with afterwards(lambda: torch.set_autocast_cache_enabled(before)):
+    with undo_after(lambda: torch.set_autocast_cache_enabled(before)):
         torch.set_autocast_cache_enabled(False)
         yield
 

@@ -129,12 +129,12 @@ def is_offset(least: float, greatest: float) -> bool:
     return greatest - least < groups.STEPS * step
 
 
-def _quantize_as_told(x, stride, *settings):
-    source = layout.told(x.detach(), stride, by_sample=True)
+def _quantize_with_stride(x, stride, *settings):
+    source = layout.with_stride(x.detach(), stride, by_sample=True)
     return *_quantize(source, *settings), x.new_ones(())
 
 
-def _dequantize_as_told(packed, ranges, bits, group_size, size, stride, dtype):
+def _dequantize_with_stride(packed, ranges, bits, group_size, size, stride, dtype):
     layout.check_stride(size, stride, by_sample=True)
     return dequantize(packed, ranges, bits, group_size, size, stride, dtype)
 
@@ -142,12 +142,12 @@ def _dequantize_as_told(packed, ranges, bits, group_size, size, stride, dtype):
 quantize_op = define(
     "quantize(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, bool fp32_min) "
     "-> (Tensor, Tensor, Tensor)",
-    _quantize_as_told,
+    _quantize_with_stride,
 )
 dequantize_op = define(
     "dequantize(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, SymInt[] stride, "
     "ScalarType dtype) -> Tensor",
-    _dequantize_as_told,
+    _dequantize_with_stride,
 )
 
 

@@ -115,7 +115,7 @@ def _one(values):
 pack_kept_op = define(
     "pack_kept(Tensor values, int bits, int count, SymInt[] stride) -> (Tensor, Tensor)",
     lambda values, bits, count, stride: (
-        _pack(layout.told(values, stride), bits, count),
+        _pack(layout.with_stride(values, stride), bits, count),
         _one(values),
     ),
 )

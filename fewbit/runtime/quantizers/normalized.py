@@ -49,7 +49,7 @@ class AffineResultSpec(NamedTuple):
         return vector if vector is None or self.channels is None else vector.view(self.channels)
 
 
-def offer(quantizer, y, kept: SavedTensors, weight, bias, channels=None) -> None:
+def share_result(quantizer, y, kept: SavedTensors, weight, bias, channels=None) -> None:
     """Layers of the same model that are about to keep y find what the norm has kept."""
     if quantizer.context is None or kept.trace_anchor is not None:
         return

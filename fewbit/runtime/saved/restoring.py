@@ -6,7 +6,7 @@ import threading
 from contextlib import contextmanager
 
 from fewbit.runtime.format import layout
-from fewbit.runtime.interop.interrupts import afterwards
+from fewbit.runtime.interop.interrupts import undo_after
 
 HAS_COLLECTIVES = "backward_has_collectives"
 """The name of a Function's attribute that is True if its backward calls collectives, and so must not run more often."""
@@ -62,7 +62,7 @@ class Restoring:
     def running(self):
         """Record the tensors that are dequantized in this block."""
         before = getattr(_running, "restoring", None)
-        with afterwards(lambda: setattr(_running, "restoring", before)):
+        with undo_after(lambda: setattr(_running, "restoring", before)):
             _running.restoring = self
             yield self
 

@@ -18,7 +18,7 @@ from fewbit.text import printable
 
 
 @dataclass(frozen=True)
-class Numbers:
+class SampleIndices:
     """Places of the samples of a forward: (N,) int64, and how many places there are."""
 
     indices: torch.Tensor
@@ -27,17 +27,17 @@ class Numbers:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def to(self, device) -> Numbers:
-        return Numbers(self.indices.to(device, non_blocking=True), self.size)
+    def to(self, device) -> SampleIndices:
+        return SampleIndices(self.indices.to(device, non_blocking=True), self.size)
 
 
-class Places:
+class SampleNumbering:
     """Places of samples in tables, in the order in which their numbers were first given."""
 
     def __init__(self):
         self._of: dict[int, int] = {}
 
-    def of(self, numbers) -> Numbers:
+    def of(self, numbers) -> SampleIndices:
         """On the CPU. Raises InputError for anything that is not whole numbers of 64 bits."""
         try:
             is_tensor = isinstance(numbers, torch.Tensor)
@@ -57,7 +57,7 @@ class Places:
         found = found.to(torch.int64).tolist()  # (of uint64 other numbers, as different as those)
         places = [self._of.setdefault(each, len(self._of)) for each in found]
         indices = torch.tensor(places, dtype=torch.int64, device="cpu")
-        return Numbers(indices, len(self._of))
+        return SampleIndices(indices, len(self._of))
 
     def state(self) -> torch.Tensor:
         """(numbers,) int64."""
@@ -73,7 +73,7 @@ class Places:
         self._of = {number: place for place, number in enumerate(numbers.tolist())}
 
 
-class Magnitudes:
+class GradientMagnitudes:
     """For each variable the squared norm of the gradient of each sample, by the sample's number."""
 
     def __init__(self):
@@ -82,14 +82,14 @@ class Magnitudes:
     def __bool__(self) -> bool:
         return bool(self._tables)
 
-    def of(self, name: tuple, numbers: Numbers) -> torch.Tensor | None:
+    def of(self, name: tuple, numbers: SampleIndices) -> torch.Tensor | None:
         """(N,) float32, relative to the mean; of samples not seen 1. None where none was."""
         if name not in self._tables:
             return None
         known = self._table(name, numbers)[numbers.indices]
         return (known / known.nanmean()).nan_to_num(1.0, 1.0, 1.0)
 
-    def note(self, name: tuple, numbers: Numbers, grad: torch.Tensor) -> None:
+    def note(self, name: tuple, numbers: SampleIndices, grad: torch.Tensor) -> None:
         """grad: of the result of the layer that kept the variable, samples along dimension 0.
 
         What is not finite, as with losses that are scaled too much, is passed over.
@@ -104,7 +104,7 @@ class Magnitudes:
         before = table[numbers.indices]
         table[numbers.indices] = torch.where(squares.isfinite(), squares, before)
 
-    def _table(self, name, numbers: Numbers) -> torch.Tensor:
+    def _table(self, name, numbers: SampleIndices) -> torch.Tensor:
         """On the device of the numbers, and with a place for each."""
         device = numbers.indices.device
         table = self._tables.get(name, torch.empty(0, dtype=torch.float32, device=device))

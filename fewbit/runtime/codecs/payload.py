@@ -104,7 +104,7 @@ def smaller(x: torch.Tensor, tensors, spec) -> Payload:
 
 def restored(payload: Payload) -> torch.Tensor:
     """The values, whichever codec has made it. InputError for what is no payload."""
-    if not isinstance(payload, Payload | SavedTensors):  # Kept: what a layer has made of one
+    if not isinstance(payload, Payload | SavedTensors):
         raise InputError(f"expected a Payload, got {type(payload).__name__}")
     return payload.spec.dequantize(payload.tensors)
 

@@ -69,7 +69,7 @@ class TrackedModule:
             # Another library's subclass, which pickle has to find itself, or the name of a global, which pickle looks up.
             return reduced
         made, args, *rest = reduced
-        args = tuple(base if each is type(self) else each for each in args)
+        args = tuple(base if value is type(self) else value for value in args)
         return _recreated, (made, args), *rest
 
 
@@ -129,7 +129,7 @@ def tracked_class(base: type[nn.Module]) -> type[nn.Module]:
 
 def _new_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict) -> type:
     """Make a class without running a user's metaclass, which may need keywords or register every class that it makes."""
-    maker = next(each for each in metaclass.__mro__ if each in (ABCMeta, type))
+    maker = next(cls for cls in metaclass.__mro__ if cls in (ABCMeta, type))
     return maker.__new__(metaclass, name, bases, own)
 
 
@@ -140,7 +140,7 @@ def graph_class_of(module: nn.Module) -> type | None:
     """
     if not isinstance(module, GraphModule):
         return None
-    made = (each for each in type(module).__mro__ if each.__qualname__.endswith(".GraphModuleImpl"))
+    made = (cls for cls in type(module).__mro__ if cls.__qualname__.endswith(".GraphModuleImpl"))
     return next(made, None)
 
 

@@ -1,7 +1,6 @@
-"""Small integers kept for the backward pass: in bit-planes, or in the narrowest dtype.
+"""Small integers saved for the backward pass, in bit-planes or in the narrowest dtype.
 
-`pack` and `narrow` return what `Quantizer.quantize` does: tensors for `save_for_backward`, a recipe
-that restores the values, and the 1 by which a compiler sees that they are made in the forward pass.
+`pack` and `narrow` return SavedTensors, as `Quantizer.quantize` does.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.runtime.interop.interrupts import afterwards
+from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import SavedTensors
 
@@ -43,7 +43,7 @@ class Noise:
 
         Equal names, of anything with a repr, give equal draws.
         """
-        with afterwards(lambda: setattr(self, "_draws", None)):
+        with undo_after(lambda: setattr(self, "_draws", None)):
             self._draws, self._again = draws, {}
             yield
 
@@ -73,16 +73,16 @@ class DeferredQuantizer(Quantizer):
 
     def quantize(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> SavedTensors:
         """x itself."""
-        return self._keep_exactly(x.detach(), False)
+        return self._save_exactly(x.detach(), False)
 
     def quantize_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
         """(x - mean) rstd itself."""
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
-        return self._keep_exactly(x, True)
+        return self._save_exactly(x, True)
 
-    def _keep_exactly(self, x, is_normalized) -> SavedTensors:
+    def _save_exactly(self, x, is_normalized) -> SavedTensors:
         context, number = self.noise.kept()
         spec = _Deferred(self, context, is_normalized, tuple(x.shape), x.dtype)
         return SavedTensors((x, torch.tensor(number)), spec)
@@ -91,7 +91,7 @@ class DeferredQuantizer(Quantizer):
 class _Deferred(NamedTuple):
     """How an exact tensor becomes what its quantized copy would be, with the interface of `QuantizedTensorSpec`.
 
-    The tensor's number is kept beside it: one recipe may restore several.
+    The tensor's number is kept beside it: one spec may dequantize several.
     """
 
     quantizer: DeferredQuantizer

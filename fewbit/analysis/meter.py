@@ -30,7 +30,7 @@ from fewbit.files import write_atomic
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.groups import FP32_MIN_COLUMNS
 from fewbit.runtime.interop.containers import tensors_in
-from fewbit.runtime.interop.interrupts import afterwards, leaves_nothing
+from fewbit.runtime.interop.interrupts import leaves_nothing, undo_after
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.saved.context import measuring
 
@@ -274,7 +274,7 @@ class _Recorder:
             for _, module in watched:
                 self._unwatch(module)
 
-        with afterwards(put_back):
+        with undo_after(put_back):
             for path, module in watched:
                 self._watch(module, path)
             yield
@@ -494,7 +494,7 @@ def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
                 if copy is not None and not torch.equal(buffer, copy):
                     buffer.data.copy_(copy)
 
-    with afterwards(put_back):
+    with undo_after(put_back):
         yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 
-from fewbit.runtime.interop.interrupts import afterwards
+from fewbit.runtime.interop.interrupts import undo_after
 
 PATIENCE = 2.0  # seconds before progress is shown
 
@@ -20,7 +20,7 @@ class Progress:
     @contextmanager
     def shown(self):
         """Return a context manager for the block that calls `step`; the bar disappears when the block ends."""
-        with afterwards(lambda: self._bar is None or self._bar.stop()):
+        with undo_after(lambda: self._bar is None or self._bar.stop()):
             yield self
 
     def step(self, of: int) -> None:

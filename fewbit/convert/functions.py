@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from fewbit import functional as F
 from fewbit.errors import FunctionError
 from fewbit.runtime.activations.apply import takes
-from fewbit.runtime.interop.bypass import said
+from fewbit.runtime.interop.bypass import current_mode
 from fewbit.runtime.interop.module_calls import is_compiled_code, leave_to_interpreter
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
@@ -165,7 +165,7 @@ class Calls(TorchFunctionMode):
         found = self.TABLE.get(function)
         if found is None and function in _EXPOSING:
             self._expose(args)
-        own = said()
+        own = current_mode()
         if found is None or own is True or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         context = self.settings.quantizer.context

@@ -18,15 +18,15 @@ from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.nn.base import Quantized
 from fewbit.nn.preactivation import PreActivation
-from fewbit.runtime.interop.bypass import Switch
+from fewbit.runtime.interop.bypass import ModeHooks
 from fewbit.runtime.interop.module_calls import (
     GUARD,
     PATH,
-    class_told,
-    rebased,
-    tell,
-    untell,
-    untold,
+    rebase,
+    track,
+    tracked_class_for,
+    untrack,
+    untracked_class,
 )
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.assignment import BitPolicy
@@ -134,7 +134,7 @@ def restore_(model: nn.Module) -> None:
             classes[module] = _class_before(path or "the model", module, original)
     transformers_attention.remove(model)
     for module in list(model.modules()):
-        untell(module)
+        untrack(module)
         _remove_hooks(module)
         original = vars(module).pop(_ORIGINAL, None)
         if original is None and isinstance(module, Quantized) and not _is_private(module.quantizer):
@@ -277,9 +277,9 @@ def _is_private(quantizer: Quantizer) -> bool:
 
 def _class_before(path: str, module: nn.Module, original: Original) -> type[nn.Module]:
     """Return the class that `restore_` gives a converted module. Raise InputError if it cannot be determined."""
-    cls = untold(module)
+    cls = untracked_class(module)
     before = (
-        rebased(cls, original.becomes, original.cls) if issubclass(cls, original.becomes) else None
+        rebase(cls, original.becomes, original.cls) if issubclass(cls, original.becomes) else None
     )
     if before is None:
         raise InputError(
@@ -323,16 +323,16 @@ def _attach(
         context.contexts = (Calls(settings.of_functions(context)),)
     elif not any(isinstance(module, Quantized) for module in model.modules()):
         return
-    guard, told = CallGuard(context), {}
+    guard, tracked = CallGuard(context), {}
     for path, module in model.named_modules():
         # Modules without a forward, like ModuleList, are never called.
         if (module is model or may_call(module)) and not _is_scripted(module):
-            told[module] = path, class_told(module)
+            tracked[module] = path, tracked_class_for(module)
         elif settings.shares_samples and kinds.is_activation(type(module)):
             vars(module).update({PATH: path, GUARD: guard})
-    for module, (path, cls) in told.items():
+    for module, (path, cls) in tracked.items():
         vars(module)[PATH] = path
-        tell(module, guard, cls)
+        track(module, guard, cls)
 
 
 def _switch_functions(model, settings, selected: list[Selected], context: ForwardContext) -> None:
@@ -355,7 +355,7 @@ def _switch_functions(model, settings, selected: list[Selected], context: Forwar
             says = False
         else:
             says = made.setdefault(mine, mine.of_functions(context))
-        switch = Switch(says)
+        switch = ModeHooks(says)
         module.register_forward_pre_hook(switch.enter, prepend=True)
         module.register_forward_hook(switch.leave, always_call=True)
 
@@ -369,6 +369,6 @@ def _remove_hooks(module: nn.Module) -> None:
     vars(module).pop(PATH, None), vars(module).pop(GUARD, None)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), Switch):
+            if isinstance(getattr(hook, "__self__", None), ModeHooks):
                 del hooks[number]
                 module._forward_hooks_always_called.pop(number, None)

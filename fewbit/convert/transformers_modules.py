@@ -30,8 +30,8 @@ from fewbit.runtime.interop.module_calls import class_of
 from fewbit.runtime.quantizers.normalized import (
     dequantize_copies,
     input_gradient,
-    offer,
     save_copies,
+    share_result,
 )
 from fewbit.runtime.quantizers.quantizer import is_differentiated
 from fewbit.runtime.saved.single_backward import once_differentiable
@@ -134,7 +134,7 @@ class _RMSNorm(Function):
         ctx.dtype, ctx.offset = x.dtype, form.offset
         inner = x.shape[-1] if x.is_contiguous() else None
         saved, kept = save_copies(ctx, x, None, rstd, inner, copies, quantizer)
-        offer(quantizer, y, saved, _scale(weight, form.offset), None)
+        share_result(quantizer, y, saved, _scale(weight, form.offset), None)
         ctx.save_for_backward(*((weight, rstd) if needs_x else (None, None)), *kept)
         ctx.weight_dtype = None if weight is None else weight.dtype
         return saved.tie(y)

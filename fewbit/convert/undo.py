@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fewbit.runtime.interop.interrupts import undone_if_it_raises
-from fewbit.runtime.interop.module_calls import class_made_for
+from fewbit.runtime.interop.module_calls import graph_class_of
 
 _TABLES = (
     "_modules",
@@ -32,7 +32,7 @@ class _Before:
                 continue
             own = dict(vars(module))
             tables = [(own[name], type(own[name])(own[name])) for name in _TABLES if name in own]
-            made = class_made_for(module)
+            made = graph_class_of(module)
             classes = type(module), made, made and made.__bases__
             self._modules.append((module, classes, own, tables))
             config = own.get("config")

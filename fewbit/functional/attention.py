@@ -40,7 +40,7 @@ from torch.library import register_fake
 from fewbit.config import GROUP_SIZE
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.autocast import as_torch_casts
-from fewbit.runtime.interop.bypass import exactly
+from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
 from fewbit.runtime.ops.library import define
@@ -124,7 +124,7 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
 
 def _attend(query, key, value, mask, bias, how: How):
     """As torch and transformers compute it."""
-    with exactly():
+    with bypass():
         return _torchs_own(query, key, value, mask, bias, how)
 
 

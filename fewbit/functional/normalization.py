@@ -34,8 +34,8 @@ from fewbit.runtime.quantizers.normalized import (
     dequantize_copies,
     dequantize_scaled,
     input_gradient,
-    offer,
     save_copies,
+    share_result,
 )
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
@@ -253,7 +253,7 @@ class _LayerNorm(Function):
                 saved, tensors = save_copies(ctx, x, mean, rstd, inner, copies, quantizer)
                 # Statistics of 16 bits shift x~ by more than y's own rounding.
                 if rstd.dtype.itemsize > 2:
-                    offer(quantizer, y, saved, weight, bias)
+                    share_result(quantizer, y, saved, weight, bias)
                 y = saved.tie(y)
             kept = rstd, weight, *tensors
         ctx.save_for_backward(*kept)
@@ -292,7 +292,7 @@ class _RMSNorm(Function):
         ctx.shape, ctx.dtype = shape, x.dtype
         inner = math.prod(shape) if x.is_contiguous() else None
         saved, kept = save_copies(ctx, x, None, rstd, inner, copies, quantizer)
-        offer(quantizer, y, saved, weight, None)
+        share_result(quantizer, y, saved, weight, None)
         ctx.save_for_backward(rstd, weight, *kept)
         return saved.tie(y)
 
@@ -435,7 +435,7 @@ class _BatchNorm(Function):
             else:
                 saved, tensors = save_copies(ctx, x, *placed, inner, copies, quantizer)
                 if view == x.shape and rstd.dtype.itemsize > 2:
-                    offer(quantizer, y, saved, weight, bias, (1, -1, *[1] * (x.dim() - 2)))
+                    share_result(quantizer, y, saved, weight, bias, (1, -1, *[1] * (x.dim() - 2)))
                 y = saved.tie(y)
             kept = rstd, weight, reserve, *tensors
         ctx.save_for_backward(*kept)

@@ -8,7 +8,7 @@ from torch.nn import functional as torch_functional
 from fewbit.errors import InputError
 from fewbit.functional.gated import geglu, reglu, swiglu
 from fewbit.nn.base import Quantized
-from fewbit.runtime.interop.bypass import exactly
+from fewbit.runtime.interop.bypass import bypass
 
 __all__ = ["GEGLU", "ReGLU", "SwiGLU"]
 
@@ -18,7 +18,7 @@ class SwiGLU(Quantized, nn.Module):
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         if not self.training:
-            with exactly():
+            with bypass():
                 return torch_functional.silu(gate) * up
         return swiglu(gate, up, quantizer=self.quantizer)
 
@@ -34,7 +34,7 @@ class GEGLU(Quantized, nn.Module):
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         if not self.training:
-            with exactly():
+            with bypass():
                 return torch_functional.gelu(gate, approximate=self.approximate) * up
         return geglu(gate, up, self.approximate, quantizer=self.quantizer)
 
@@ -47,6 +47,6 @@ class ReGLU(Quantized, nn.Module):
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         if not self.training:
-            with exactly():
+            with bypass():
                 return torch_functional.relu(gate) * up
         return reglu(gate, up, quantizer=self.quantizer)

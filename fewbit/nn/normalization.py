@@ -9,7 +9,7 @@ from fewbit import functional as F
 from fewbit.config import check_copies
 from fewbit.functional.sync_batch_norm import sync_batch_norm
 from fewbit.nn.base import Quantized
-from fewbit.runtime.interop.bypass import exactly
+from fewbit.runtime.interop.bypass import bypass
 
 __all__ = [
     "BatchNorm1d",
@@ -92,7 +92,7 @@ class _BatchNorm(_Norm):
             self.bias,
         )
         if by_batch and not self.training:
-            with exactly():
+            with bypass():
                 return nn.functional.batch_norm(input, *vectors, True, momentum, self.eps)
         return self._normalize(input, vectors, by_batch, momentum)
 
@@ -136,7 +136,7 @@ class _InstanceNorm(_Norm):
 
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
         if not self.training:
-            with exactly():
+            with bypass():
                 return super()._apply_instance_norm(input)
         momentum = 0.0 if self.momentum is None else self.momentum
         vectors = self.running_mean, self.running_var, self.weight, self.bias

@@ -17,7 +17,7 @@ from torch import distributed
 from fewbit.errors import InputError
 from fewbit.policies.unobserved import Unobserved
 from fewbit.runtime.interop.async_host_copy import AsyncHostCopy
-from fewbit.runtime.interop.interrupts import held
+from fewbit.runtime.interop.interrupts import hold
 from fewbit.runtime.interop.module_calls import PATH
 from fewbit.runtime.saved.assignment import BitAssignment, BitPolicy
 from fewbit.runtime.saved.probe import VarianceProbe
@@ -180,7 +180,7 @@ class ProbingPolicy(BitPolicy):
         if _is_capturing() or torch._C._functorch.maybe_current_level() is not None:
             return plan
         groups = _groups_of(module)
-        with held(self._lock):
+        with hold(self._lock):
             path = vars(module).get(PATH, "")
             plan.observation = self._observation(path, groups, _device_of(module, groups))
         self._tell(plan)
@@ -305,7 +305,7 @@ class ProbingPolicy(BitPolicy):
 
         Nothing changes by it: one of several processes may save, and others not.
         """
-        with held(self._lock):
+        with hold(self._lock):
             pending = self._under_way()
         return {
             **super().state(),
@@ -367,7 +367,7 @@ class ProbingPolicy(BitPolicy):
             )
         learned = self._of_plain_learned(found)
         super().load(of_samples)
-        with held(self._lock):
+        with hold(self._lock):
             self._go_back((step, found["due"], turns, pending, learned))
 
     def _read_turns(self, found: dict) -> dict[str, tuple[int, int]]:

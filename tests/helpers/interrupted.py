@@ -7,7 +7,7 @@ from collections import defaultdict
 import torch
 
 import fewbit
-from fewbit.runtime.interop import bypass as exact
+from fewbit.runtime.interop import bypass
 from fewbit.runtime.saved import context as contexts
 from fewbit.runtime.saved import offload
 
@@ -96,7 +96,7 @@ def check_nothing_is_left() -> None:
     assert torch.is_autocast_cache_enabled()
     assert contexts.current() is None and contexts._innermost(contexts._running) is None
     assert not contexts.is_measuring()
-    assert exact.stack() == () and not offload._running.entered
+    assert bypass.modes() == () and not offload._running.entered
 
 
 def state_of(model) -> list:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.errors import InputError
-from fewbit.runtime.interop.interrupts import held
+from fewbit.runtime.interop.interrupts import hold
 from fewbit.runtime.saved.calls import _Call
 from fewbit.runtime.saved.context import current
 
@@ -346,7 +346,7 @@ def test_a_lock_that_the_thread_holds_already(depth):
     lock = threading.RLock()
 
     def within(depth):
-        with held(lock):
+        with hold(lock):
             assert lock._is_owned()
             if depth:
                 with pytest.raises(KeyboardInterrupt):

@@ -47,7 +47,7 @@ from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.runtime.codecs import DEFAULT as QUANT
 from fewbit.runtime.codecs.payload import EXACT
 from fewbit.runtime.format.groups import LEAST_FEATURES
-from fewbit.runtime.saved.assignment import BitAssignment, Weights
+from fewbit.runtime.saved.assignment import BitAssignment, ChannelWeights
 from fewbit.runtime.saved.probe import SPREAD
 from fewbit.schema.shapes import (
     MOST_RATIO,
@@ -243,7 +243,7 @@ class ErrorBoundPolicy(ProbingPolicy):
             name: each.average for name, each in choices.items() if each.average is not None
         }
         self._weights = {
-            name: Weights(each.weights)
+            name: ChannelWeights(each.weights)
             for (name, slot), each in self.known.items()
             if slot == 0 and each.weights is not None and name in self._channels
         }

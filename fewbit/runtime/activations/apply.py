@@ -10,7 +10,7 @@ from fewbit.runtime.activations.callable_tables import check_result, name_of
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.encoding import Encoding
-from fewbit.runtime.interop.bypass import exactly
+from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
 from fewbit.runtime.ops import library
 from fewbit.runtime.ops.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE, MADE_CONTIGUOUS
@@ -61,7 +61,7 @@ def takes(x) -> bool:
 
 def torchs_own(x: torch.Tensor, function: str, parameters: tuple, inplace: bool = False):
     """f(x) by torch, with torch's derivative. Takes what `apply` takes."""
-    with exactly():
+    with bypass():
         return (IN_PLACE if inplace else FORWARD)[function](x, *parameters)
 
 
@@ -75,7 +75,7 @@ def apply_callable(x: torch.Tensor, function, encoding: str):
     _check_input(x, name_of(function))
     if not is_plain(x):  # callable_encoding_text has checked the callable
         return _traceable(x, function, encoding)
-    with exactly():
+    with bypass():
         y = function(x.detach())
     check_result(function, y)
     return _traceable(x, lambda _: y, encoding)

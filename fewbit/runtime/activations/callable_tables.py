@@ -17,7 +17,7 @@ from fewbit.catalog import store
 from fewbit.errors import FunctionError
 from fewbit.runtime.activations.callable_state import State, contents, is_same, state_of
 from fewbit.runtime.activations.tables import DEFAULT, text_of
-from fewbit.runtime.interop.bypass import exactly
+from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.runtime.interop.tensor_kinds import is_abstract
 from fewbit.table import Table
@@ -121,7 +121,7 @@ def _probe(function, device, dtype) -> torch.Tensor:
     Autocast is off, so that values in and outside of autocast can be compared.
     """
     points = torch.linspace(-9.7, 9.9, _POINTS, dtype=dtype, device=device)
-    with torch.enable_grad(), exactly(), _without_autocast(device.type):
+    with torch.enable_grad(), bypass(), _without_autocast(device.type):
         values = function(points)
     check_result(function, values)
     return values

@@ -1,4 +1,4 @@
-"""What codecs have in common: the payload, the check of what they are given, and the tensor kept as it is."""
+"""The parts that codecs share: the payload, the check of their arguments, and the tensor that is saved exactly."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ EXACT = "exact"
 
 
 class Payload(NamedTuple):
-    """A compressed tensor: `fewbit.runtime.quantizers.quantizer.SavedTensors(*payload)` is the same for a layer.
+    """A compressed tensor. For a layer `SavedTensors(*payload)` is the same.
 
-    tensors: all that takes memory, for `save_for_backward`. recipe: plain data, with
-    restore(tensors, dtype=None, affine=None), as `fewbit.runtime.quantizers.quantizer.QuantizedTensorSpec`, and count, of the tensors.
+    tensors: everything that takes memory, for `save_for_backward`. spec: plain data with `dequantize` and `count` as of
+    `QuantizedTensorSpec`.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -32,16 +32,16 @@ class Payload(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors' elements."""
-        return sum(each.numel() * each.element_size() for each in self.tensors)
+        """The bytes of all tensors' elements."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     @property
     def codec(self) -> str:
-        """What has kept it, as codecs leave to others what they do not make smaller: a codec's name, or EXACT."""
+        """The name of the codec that made the payload, or EXACT. A codec may leave a tensor to another one."""
         return kept_by(self.spec)
 
     def __repr__(self) -> str:
-        """What kept it, of what, and how small; not the numbers."""
+        """Show the codec, the size and dtype of the tensor, and how small the payload is."""
         spec = self.spec
         size = self.tensors[0].shape if isinstance(spec, Exact) else spec.size
         dense, dtype = prod(size) * spec.dtype.itemsize, str(spec.dtype).removeprefix("torch.")
@@ -52,7 +52,7 @@ class Payload(NamedTuple):
 
 
 class Codec(Protocol):
-    """compress and decompress; what each guarantees of the error is in its class's docstring."""
+    """Compresses tensors within a bound on the error. The class's docstring says what is guaranteed."""
 
     name: str
 
@@ -66,35 +66,35 @@ class Codec(Protocol):
         """
 
     def decompress(self, payload: Payload) -> torch.Tensor:
-        """The values, of the tensor's size and dtype, in memory of their own. Raises InputError for no payload."""
+        """Return the values in the tensor's size and dtype, in memory of their own. Raises InputError if not given a payload."""
 
 
 class Exact(NamedTuple):
-    """How a tensor that was kept as it is becomes values. codec: what a payload with it is shown as."""
+    """The spec of a tensor that is saved exactly. codec: the name that a payload with this spec shows."""
 
     dtype: torch.dtype
     codec = EXACT
     count = 1
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """A copy, in its own dtype unless given; affine: as for `QuantizedTensorSpec.dequantize`."""
+        """Return a copy in dtype. affine: as for `QuantizedTensorSpec.dequantize`."""
         return mapped(tensors[0].clone(), dtype or self.dtype, affine)
 
 
 def kept_by(spec) -> str:
-    """As `Payload.codec`."""
-    return getattr(spec, "codec", "quant")  # a layer's own recipe is the quantizer's
+    """Return the name of the codec that made a payload with this spec, see `Payload.codec`."""
+    return getattr(spec, "codec", "quant")  # a layer's own spec is the quantizer's
 
 
 def exact(x: torch.Tensor) -> Payload:
-    """x itself, or a copy where x is a part of a larger storage."""
+    """Return a payload of x itself, or of a copy if x is a part of a larger storage."""
     # torch's own layer keeps the part, and with it all of the storage, which it shares with other layers that do. Here
     # they keep a few bits, so that the rest would stay for x alone; of parts that are all kept the copies are no more.
     return Payload((x.clone() if layout.is_part(x) else x,), Exact(x.dtype))
 
 
 def smaller(x: torch.Tensor, tensors, spec) -> Payload:
-    """The payload of those tensors, made of x to be kept; x itself where they are no smaller."""
+    """Return the payload of tensors that were made of x, or of x itself if they are no smaller."""
     payload = Payload(tuple(tensors), spec)
     if payload.nbytes >= x.numel() * x.element_size():
         return exact(x)
@@ -103,14 +103,14 @@ def smaller(x: torch.Tensor, tensors, spec) -> Payload:
 
 
 def restored(payload: Payload) -> torch.Tensor:
-    """The values, whichever codec has made it. InputError for what is no payload."""
-    if not isinstance(payload, Payload | SavedTensors):  # Kept: what a layer has made of one
+    """Return the values of a payload of any codec. Raises InputError if not given a payload."""
+    if not isinstance(payload, Payload | SavedTensors):
         raise InputError(f"expected a Payload, got {type(payload).__name__}")
     return payload.spec.dequantize(payload.tensors)
 
 
 def mapped(values: torch.Tensor, dtype: torch.dtype, affine) -> torch.Tensor:
-    """values, which are written to, times scale plus shift in dtype; affine: (scale, shift, inner) or None."""
+    """Return values * scale + shift in dtype, computed in place. affine: (scale, shift, inner) or None."""
     scale, shift, _ = affine or (None, None, None)
     if scale is not None:
         values.mul_(scale)
@@ -120,7 +120,7 @@ def mapped(values: torch.Tensor, dtype: torch.dtype, affine) -> torch.Tensor:
 
 
 def checked(tensor: torch.Tensor, bound, seed=None) -> torch.Tensor:
-    """The bound as float64 on the CPU: (1,) for all elements or (C,), one a channel. InputError for bad input.
+    """Return the bound as float64 on the CPU, (1,) or (C,), a number for each channel. Raises InputError for bad input.
 
     Reads a bound that is a tensor on another device, which waits for it.
     """
@@ -149,7 +149,7 @@ def checked(tensor: torch.Tensor, bound, seed=None) -> torch.Tensor:
 
 
 def _numbers(bound) -> torch.Tensor:
-    """A number or several, in float64 on the CPU."""
+    """Return a number or several, in float64 on the CPU."""
     try:
         numbers = torch.as_tensor(float(bound) if isinstance(bound, Real) else bound)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -171,13 +171,13 @@ def _check_seed(seed, tensor) -> None:
 
 
 def largest(x: torch.Tensor, channels: bool) -> torch.Tensor:
-    """(1,) or (C,) float64 on the CPU: the greatest magnitude, NaN or inf if one is not finite. x: not empty."""
+    """Return the greatest magnitude, of all or of each channel: (1,) or (C,) float64 on the CPU. x must not be empty."""
     dims = [dim for dim in range(x.dim()) if not channels or dim != 1]
     return x.abs().amax(dims).reshape(-1).to("cpu", torch.float64)
 
 
 def left_over(limits, magnitude, dtype: torch.dtype, roundings: int = 3) -> torch.Tensor:
-    """What of the limits is left to a codec that computes in float32: float64, 0 where nothing is.
+    """Return the part of the limits that is left to a codec that computes in float32: float64, or 0 if nothing is.
 
     roundings: of a value in float32. Root mean squares of errors add up to at most their sum. The last rounding, to dtype,
     adds at most half a unit of the magnitude; and at most the error itself, as the exact value is of that dtype.

@@ -59,7 +59,7 @@ class Piece(NamedTuple):
 class ByChannel(NamedTuple):
     """How pieces become the tensor again."""
 
-    parts: tuple[tuple[tuple[int, ...], object], ...]  # channels, recipe
+    parts: tuple[tuple[tuple[int, ...], object], ...]  # channels, spec
     size: tuple[int, ...]
     dtype: torch.dtype
 

@@ -1,4 +1,4 @@
-"""How a tensor is cut into groups, and how many bytes its quantized copy takes (docs/quantizer.md).
+"""The groups that a tensor is cut into, and the bytes of its quantized copy (docs/quantizer.md).
 
 A sample is a slice along dimension 0. Samples of 64 features or more are cut into groups one by one;
 shorter ones follow each other and groups run across them. Nothing here needs torch.
@@ -13,35 +13,35 @@ from fewbit.config import BLOCK, GROUP_SIZE
 from fewbit.runtime.format.encoding import packed_words
 
 LEAST_FEATURES = 64
-"""Of a sample that has groups of its own."""
+"""The least number of features with which each sample has groups of its own."""
 FP32_MIN_COLUMNS = 3
-"""Columns of the ranges where minimums are float32: upper half, range, lower half; else 2."""
+"""Columns of the ranges if minimums are float32: upper half, range, lower half. With bfloat16 minimums there are 2."""
 STEPS = 8
-"""Minimums are float32 where a tensor's range is below this many bfloat16 steps of its minimum."""
+"""Minimums are float32 if a tensor's range is below this many bfloat16 steps of its minimum."""
 
 
 def samples_of(shape) -> tuple[int, int]:
-    """(number of samples, features of each) of a tensor of that shape."""
+    """Return (number of samples, features of a sample) of a tensor of that shape."""
     n = shape[0] if len(shape) else 1
     return n, prod(shape[1:])
 
 
 def group_count(samples: int, features: int, group_size: int) -> int:
-    """Groups of samples that are all packed with the same width."""
+    """Return the number of groups of samples that are all packed with the same width."""
     if features >= LEAST_FEATURES:
         return samples * -(-features // group_size)
     return -(-(samples * features) // group_size)
 
 
 def most_groups(samples: int, features: int, group_size: int) -> int:
-    """Groups of samples of several widths, at most: where groups run across samples, each width ends one."""
+    """Return the largest number of groups of samples of several widths. If groups run across samples, each width ends one."""
     if features >= LEAST_FEATURES:
         return group_count(samples, features, group_size)
     return group_count(samples, features, group_size) + min(8, samples) - (samples > 0)
 
 
 def mixed_words(widths: Iterable[int], features: int) -> int:
-    """int32 words of the codes of samples with those widths: each width is padded to whole words once."""
+    """Return the int32 words of the codes of samples with those widths: each width is padded to whole words once."""
     counts = [0] * 9
     for width in widths:
         counts[width] += 1
@@ -49,17 +49,17 @@ def mixed_words(widths: Iterable[int], features: int) -> int:
 
 
 def words_of_total(total: int, features: int) -> int:
-    """int32 words that suffice for samples whose bits an element sum up to `total`, whatever each has.
+    """Return int32 words that suffice for samples whose bits an element sum up to `total`, however they are shared.
 
-    The codes of each width are padded to whole blocks, so that 36 more words than without are enough.
+    The codes of every width are padded to whole blocks, which takes at most 36 words.
     """
     return -(-total * features // BLOCK) + sum(range(1, 9))
 
 
 def quantized_bytes(shape, bits: int, group_size: int = GROUP_SIZE, fp32_min: bool = False) -> int:
-    """Bytes of the quantized copy of a tensor of that shape: codes, and 4 (fp32_min: 6) a group.
+    """Return the bytes of the quantized copy of a tensor: codes, and 4 bytes for each group, or 6 with float32 minimums.
 
-    4 bits ceil(n / 32) + (4 or 6) groups, where n is the number of elements. fp32_min: minimums in float32.
+    These are 4 bits ceil(n / 32) + (4 or 6) groups for n elements.
     """
     samples, features = samples_of(shape)
     groups = group_count(samples, features, group_size)
@@ -67,6 +67,6 @@ def quantized_bytes(shape, bits: int, group_size: int = GROUP_SIZE, fp32_min: bo
 
 
 def fp32_min_bytes(ranges) -> int:
-    """Bytes by which (groups, 2 or 3) ranges grow where their minimums become float32."""
+    """Return the bytes by which (groups, 2 or 3) ranges grow if their minimums become float32."""
     count, columns = ranges.shape
     return 2 * count * (FP32_MIN_COLUMNS - columns)

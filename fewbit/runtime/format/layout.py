@@ -210,7 +210,7 @@ def bring_to(x: torch.Tensor, stride) -> torch.Tensor:
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def told(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tensor:
+def with_stride(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tensor:
     """Return x with exactly the given strides: x itself, a view of it, or a copy.
 
     An op that packs or unpacks in storage order gets the strides as an argument, because in a compiled graph the strides
@@ -232,7 +232,7 @@ def told(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tensor:
 
 
 def check_stride(shape, stride, by_sample: bool = False) -> None:
-    """Raise ValueError unless a dense tensor of the given shape can have the given strides; by_sample: as for `told`."""
+    """Raise ValueError unless a dense tensor of the given shape can have the given strides; by_sample: as for `with_stride`."""
     n = math.prod(shape)
     fits = len(stride) == len(shape) and are_dense(shape, stride)
     if fits and by_sample and n and shape and shape[0] > 1:

@@ -1,4 +1,4 @@
-"""Numbers on their way from devices to the host, which nothing waits for."""
+"""Copies of numbers from devices to the host, which nothing waits for."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import torch
 
 
 class AsyncHostCopy:
-    """Values of tensors, floating, once they are there; starts on its own."""
+    """A copy of floating tensors to the host, which starts when this object is made."""
 
     def __init__(self, tensors):
-        self._tensors = list(tensors)  # kept: they are known by their identity
+        self._tensors = list(tensors)  # held, since `values` knows them by their identity
         self._parts = {}
         for device in {tensor.device for tensor in self._tensors}:
             self._parts[device] = _start(
                 [
-                    each.detach().reshape(-1).double()
-                    for each in self._tensors
-                    if each.device == device
+                    tensor.detach().reshape(-1).double()
+                    for tensor in self._tensors
+                    if tensor.device == device
                 ]
             )
 
     def is_there(self) -> bool:
-        """Whether nothing would wait."""
+        """Return whether `values` would not wait."""
         return all(event is None or event.query() for _, event in self._parts.values())
 
     def values(self) -> dict[int, list[float]]:
-        """{id(tensor): its entries}; waits for what is not there."""
+        """Return {id(tensor): its entries}. Waits for copies that are not there yet."""
         found = {}
         for device, (flat, event) in self._parts.items():
             if event is not None:
@@ -40,7 +40,7 @@ class AsyncHostCopy:
 
 
 def _start(tensors):
-    """(all entries on the host, an event after which they are there, or None)."""
+    """Return (all entries on the host, the event after which they are there, or None on the CPU)."""
     flat = torch.cat(tensors)
     if not flat.is_cuda:
         return flat, None

@@ -1,4 +1,4 @@
-"""Torch's own functions, where a model's functions are otherwise compressed (convert/functions.py)."""
+"""Switch off the compression of functions (convert/functions.py) while some modules run, and change its settings for others."""
 
 from __future__ import annotations
 
@@ -7,71 +7,74 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from fewbit.runtime.interop.interrupts import afterwards
+from fewbit.runtime.interop.interrupts import undo_after
 
 
 class _Stack(threading.local):
-    """The ways in which the running modules want functions to be treated, the innermost module last.
+    """The modes of the running modules, the innermost module last.
 
     True: functions stay torch's own. False: functions are compressed with the model's settings. Else: the module's own
     settings. The tuple is replaced, never modified, so that a saved one can be restored.
     """
 
     def __init__(self):
-        self.flags = ()
+        self.modes = ()
 
 
 _stack = _Stack()
 
 
-def exactly():
-    """A context in which functions that are called stay torch's own: of a layer in evaluation mode."""
-    return nullcontext() if torch.compiler.is_compiling() else _exactly()
+def bypass():
+    """Return a context within which functions stay torch's own, as in a layer in evaluation mode."""
+    return nullcontext() if torch.compiler.is_compiling() else _bypass()
 
 
 @contextmanager
-def _exactly():
-    before = _stack.flags
-    with afterwards(lambda: put_back(before)):
-        _stack.flags = (*before, True)
+def _bypass():
+    before = _stack.modes
+    with undo_after(lambda: restore_modes(before)):
+        _stack.modes = (*before, True)
         yield
 
 
-def said():
-    """What the innermost module says: True, False or settings."""
-    return _stack.flags[-1] if _stack.flags else False
+def current_mode():
+    """Return the mode of the innermost module: True, False or settings."""
+    return _stack.modes[-1] if _stack.modes else False
 
 
-def stack() -> tuple:
-    """Return the flags of all running modules, for `put_back`."""
-    return _stack.flags
+def modes() -> tuple:
+    """Return the modes of all running modules, for `restore_modes`."""
+    return _stack.modes
 
 
-def start() -> None:
-    """Clear the flags at the beginning of a model's forward: those of modules around the model do not apply to it."""
-    _stack.flags = ()
+def clear() -> None:
+    """Clear the modes at the beginning of a model's forward: those of modules around the model do not apply to it."""
+    _stack.modes = ()
 
 
-def put_back(flags: tuple) -> None:
-    """Restore the flags from before a call, when the call ends."""
-    _stack.flags = flags
+def restore_modes(before: tuple) -> None:
+    """Restore the modes from before a call, when the call ends."""
+    _stack.modes = before
 
 
-class Switch:
-    """Forward hooks of a module with a flag of its own: see `said`.
+class ModeHooks:
+    """Forward hooks that give a module a mode of its own.
 
-    torch does not run `leave` after a KeyboardInterrupt; the call of the enclosing module then restores the flags.
+    torch does not run `leave` after a KeyboardInterrupt; the call of the enclosing module then restores the modes.
+
+    Args:
+        mode: the mode, see `current_mode`.
     """
 
-    def __init__(self, says):
-        self.says = says
+    def __init__(self, mode):
+        self.mode = mode
 
     def enter(self, *_) -> None:
-        """A forward pre-hook."""
+        """Set the mode: a forward pre-hook."""
         if not torch.compiler.is_compiling():
-            _stack.flags = (*_stack.flags, self.says)
+            _stack.modes = (*_stack.modes, self.mode)
 
     def leave(self, *_) -> None:
-        """A forward hook, called also where the forward raised."""
+        """Restore the mode before: a forward hook, which is also called if the forward raised."""
         if not torch.compiler.is_compiling():
-            _stack.flags = _stack.flags[:-1]
+            _stack.modes = _stack.modes[:-1]

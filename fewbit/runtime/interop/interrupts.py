@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 
 
 @contextmanager
-def afterwards(put_back: Callable[[], None]):
+def undo_after(put_back: Callable[[], None]):
     """Call put_back() when the block ends; after an exception call it twice, in case the first call was interrupted."""
     try:
         try:
@@ -30,7 +30,7 @@ def afterwards(put_back: Callable[[], None]):
 
 
 @contextmanager
-def held(lock):
+def hold(lock):
     """Hold a `threading.RLock` during the block. If the thread holds the lock already, leave it to the block around."""
     if lock._is_owned():  # a finalizer or a signal handler may run within a block; releasing twice would release that one's
         yield
@@ -40,7 +40,7 @@ def held(lock):
         if lock._is_owned():
             lock.release()
 
-    with afterwards(release):
+    with undo_after(release):
         lock.acquire()
         yield
 

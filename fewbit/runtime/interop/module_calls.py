@@ -2,7 +2,7 @@
 
 After a KeyboardInterrupt or another BaseException that is no Exception, torch runs no forward hook
 (docs/decisions/0013). fewbit therefore changes the class of a module, in place, to a subclass whose `__call__` passes
-the call to the model's guard (saved/calls.py). A class or module with that `__call__` is said to be told.
+the call to the model's guard (saved/calls.py). A class or module with that `__call__` is called tracked.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TrackedModule:
     """A mixin: calls of the module run within its model's guard. Without a guard they are torch's own."""
 
     def __init_subclass__(cls, **kwargs):
-        # A user's class may register its subclasses; classes that `told` makes must not be registered.
+        # A user's class may register its subclasses; classes that `tracked_class` makes must not be registered.
         if "_fewbit_base" not in vars(cls):
             super().__init_subclass__(**kwargs)
 
@@ -69,8 +69,8 @@ class TrackedModule:
             # Another library's subclass, which pickle has to find itself, or the name of a global, which pickle looks up.
             return reduced
         made, args, *rest = reduced
-        args = tuple(base if each is type(self) else each for each in args)
-        return _made_again, (made, args), *rest
+        args = tuple(base if value is type(self) else value for value in args)
+        return _recreated, (made, args), *rest
 
 
 class TrackedGraph(TrackedModule):
@@ -81,33 +81,35 @@ class TrackedGraph(TrackedModule):
         if isinstance(reduced, str):
             return reduced
         made, args, *rest = reduced
-        return _made_again, (made, args), *rest
+        return _recreated, (made, args), *rest
 
     def __copy__(self):
-        return self._told_alike(super().__copy__(), lambda each: each)
+        return self._tracked_alike(super().__copy__(), lambda each: each)
 
     def __deepcopy__(self, memo):
-        return self._told_alike(super().__deepcopy__(memo), lambda each: copy.deepcopy(each, memo))
+        return self._tracked_alike(
+            super().__deepcopy__(memo), lambda each: copy.deepcopy(each, memo)
+        )
 
-    def _told_alike(self, other, copied):
+    def _tracked_alike(self, other, copied):
         guard = vars(self).get(GUARD)
         if guard is not None:
             vars(other)[PATH] = vars(self).get(PATH, "")
-            tell(other, copied(guard), class_told(other))
+            track(other, copied(guard), tracked_class_for(other))
         return other
 
 
 leave_to_interpreter(TrackedModule.__call__.__code__)
 
 
-def _made_again(made, args) -> nn.Module:
-    """Recreate a module for pickle and copy: make it with the base class, which pickle finds by name, then call `told`."""
+def _recreated(made, args) -> nn.Module:
+    """Recreate a module for pickle and copy: make it with the base class, which pickle finds by name, then track it."""
     module = made(*args)
-    _put_on(module, class_told(module))
+    _set_class(module, tracked_class_for(module))
     return module
 
 
-def told(base: type[nn.Module]) -> type[nn.Module]:
+def tracked_class(base: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of `base` whose calls run within the module's guard. Every call returns the same subclass."""
     reference = _made.get(base)
     made = None if reference is None else reference()
@@ -127,67 +129,67 @@ def told(base: type[nn.Module]) -> type[nn.Module]:
 
 def _new_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict) -> type:
     """Make a class without running a user's metaclass, which may need keywords or register every class that it makes."""
-    maker = next(each for each in metaclass.__mro__ if each in (ABCMeta, type))
+    maker = next(cls for cls in metaclass.__mro__ if cls in (ABCMeta, type))
     return maker.__new__(metaclass, name, bases, own)
 
 
-def class_made_for(module: nn.Module) -> type | None:
+def graph_class_of(module: nn.Module) -> type | None:
     """Return the class that torch.fx made for this module alone, which keeps the code of its graph; None if there is none.
 
-    torch.fx writes to that class and refers to it, so the class has to stay: `tell` changes its bases.
+    torch.fx writes to that class and refers to it, so the class has to stay: `track` changes its bases.
     """
     if not isinstance(module, GraphModule):
         return None
-    made = (each for each in type(module).__mro__ if each.__qualname__.endswith(".GraphModuleImpl"))
+    made = (cls for cls in type(module).__mro__ if cls.__qualname__.endswith(".GraphModuleImpl"))
     return next(made, None)
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class without the subclass from `tell`, for looking up classes."""
+    """Return the module's class without the subclass from `track`, for looking up classes."""
     return vars(type(module)).get("_fewbit_base", type(module))
 
 
-def class_told(module: nn.Module) -> type[nn.Module]:
-    """Return the class that `tell` would give the module, without changing the module."""
+def tracked_class_for(module: nn.Module) -> type[nn.Module]:
+    """Return the class that `track` would give the module, without changing the module."""
     cls = class_of(module)
-    if isinstance(module, TrackedModule) or class_made_for(module) is not None:
+    if isinstance(module, TrackedModule) or graph_class_of(module) is not None:
         return type(module)
     if is_parametrized(module) and len(cls.__bases__) == 1:
         # When a parametrization is removed, torch restores the base of its parametrized class.
         (base,) = cls.__bases__
-        return rebased(cls, base, told(base))
-    return told(cls)
+        return rebase(cls, base, tracked_class(base))
+    return tracked_class(cls)
 
 
-def tell(module: nn.Module, guard, cls: type[nn.Module]) -> None:
-    """Make calls of the module run within the guard. cls: the result of `class_told`."""
+def track(module: nn.Module, guard, cls: type[nn.Module]) -> None:
+    """Make calls of the module run within the guard. cls: the result of `tracked_class_for`."""
     vars(module)[GUARD] = guard
-    _put_on(module, cls)
+    _set_class(module, cls)
 
 
-def _put_on(module: nn.Module, cls: type[nn.Module]) -> None:
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     object.__setattr__(module, "__class__", cls)
-    own = class_made_for(module)
+    own = graph_class_of(module)
     if own is not None and not issubclass(own, TrackedModule):
         own.__bases__ = tuple(
-            told(each) if issubclass(each, GraphModule) else each for each in own.__bases__
+            tracked_class(each) if issubclass(each, GraphModule) else each for each in own.__bases__
         )
 
 
-def untell(module: nn.Module) -> None:
-    """Undo `tell`. If the class still contains `TrackedModule`, calls behave like torch's without a guard."""
+def untrack(module: nn.Module) -> None:
+    """Undo `track`. If the class still contains `TrackedModule`, calls behave like torch's without a guard."""
     vars(module).pop(GUARD, None)
-    cls, own = untold(module), class_made_for(module)
+    cls, own = untracked_class(module), graph_class_of(module)
     for made in [each for each in type(module).__mro__ if "_fewbit_base" in vars(each)]:
         base = vars(made)["_fewbit_base"]
-        _hand_on(made, base)
+        _move_writes(made, base)
         if own is not None and made in own.__bases__:
             own.__bases__ = tuple(base if each is made else each for each in own.__bases__)
     object.__setattr__(module, "__class__", cls)
 
 
-def _hand_on(made: type, base: type) -> None:
-    """Move what was written to the class from `told` since, such as a patched forward, to the class itself."""
+def _move_writes(made: type, base: type) -> None:
+    """Move what was written to the class from `tracked_class` since, such as a patched forward, to the class itself."""
     for name in set(vars(made)) - vars(made)["_fewbit_names"] - {"_fewbit_names"}:
         value = vars(made)[name]
         if name.startswith("__annot") or (name.startswith("__") and not callable(value)):
@@ -196,16 +198,16 @@ def _hand_on(made: type, base: type) -> None:
         delattr(made, name)
 
 
-def untold(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class without `TrackedModule`, also if another library subclassed the told class (parametrize, fully_shard)."""
+def untracked_class(module: nn.Module) -> type[nn.Module]:
+    """Return the module's class without `TrackedModule`, also if another library subclassed the tracked class (parametrize, fully_shard)."""
     cls = type(module)
-    if class_made_for(module) is not None:
+    if graph_class_of(module) is not None:
         return cls
     made = next((each for each in cls.__mro__ if "_fewbit_base" in vars(each)), None)
-    return cls if made is None else rebased(cls, made, vars(made)["_fewbit_base"]) or cls
+    return cls if made is None else rebase(cls, made, vars(made)["_fewbit_base"]) or cls
 
 
-def rebased(cls: type, old: type, new: type) -> type | None:
+def rebase(cls: type, old: type, new: type) -> type | None:
     """Return cls rebuilt with base `new` in place of `old`; None if a method of cls uses super() without arguments."""
     if cls is old:
         return new
@@ -217,5 +219,5 @@ def rebased(cls: type, old: type, new: type) -> type | None:
     codes = [getattr(unwrap(each), "__code__", None) for each in own.values() if callable(each)]
     if any("__class__" in code.co_freevars for code in codes if code is not None):
         return None  # super() without arguments refers to cls itself
-    bases = [rebased(base, old, new) for base in cls.__bases__]
+    bases = [rebase(base, old, new) for base in cls.__bases__]
     return None if None in bases else _new_class(type(cls), cls.__name__, tuple(bases), own)

@@ -11,8 +11,10 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 
 
 def can_replay(x) -> bool:
-    """Whether what is drawn for x now can be drawn again: a compiler cannot follow the state of a generator,
-    and a CUDA graph cannot read it."""
+    """Return whether random numbers that are drawn for x now can be drawn again.
+
+    A compiler cannot follow the state of a generator, and a CUDA graph cannot read it.
+    """
     if not is_plain(x):
         return False
     if x.is_cuda:
@@ -21,13 +23,13 @@ def can_replay(x) -> bool:
 
 
 def state_of(x) -> Tensor:
-    """The state of torch's generator for x's device: 5056 bytes on the CPU, 16 on CUDA."""
+    """Return the state of torch's generator for x's device: 5056 bytes on the CPU, 16 on CUDA."""
     return torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
 
 
 @contextmanager
 def replayed(x, state):
-    """torch's generator for x's device as it was, and afterwards as it is."""
+    """Set torch's generator for x's device to an earlier state within this context."""
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         if x.is_cuda:
             torch.cuda.set_rng_state(state.cpu(), x.device)

@@ -1,4 +1,4 @@
-"""Whether kernels may read a tensor's memory, and whether it has any."""
+"""Kinds of tensors: whether kernels may read a tensor's memory, and whether it has any."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fewbit.errors import InputError
 
 
 def is_plain(x) -> bool:
-    """Whether x is an ordinary dense tensor in ordinary eager mode, so that its memory can be read."""
+    """Return whether x is an ordinary dense tensor in ordinary eager mode, so that its memory can be read."""
     return (
         not torch.compiler.is_compiling()
         and type(x) in (torch.Tensor, torch.nn.Parameter)
@@ -28,7 +28,7 @@ def is_plain(x) -> bool:
 
 
 def is_abstract(x) -> bool:
-    """Whether x is a meta or fake tensor in ordinary eager mode: with a storage that tells it from others, and no memory."""
+    """Return whether x is a meta or fake tensor in ordinary eager mode, with a storage that identifies it and no memory."""
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return False
     is_meta = type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_meta
@@ -44,7 +44,7 @@ def check_not_distributed(*tensors) -> None:
         tensors: The arguments of a layer or an op; may include values that are no tensors.
     """
     module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and any(isinstance(each, module.DTensor) for each in tensors):
+    if module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors):
         raise InputError(
             "expected ordinary tensors, got a DTensor: fewbit compresses no layers that are sharded by tensor "
             "parallelism; leave these out with compress_(exclude=...)"
@@ -52,5 +52,5 @@ def check_not_distributed(*tensors) -> None:
 
 
 def is_eager(x) -> bool:
-    """Whether x is plain or abstract: layers keep the same of it, and share it alike."""
+    """Return whether x is plain or abstract: layers save and share the same tensors of both."""
     return is_plain(x) or is_abstract(x)

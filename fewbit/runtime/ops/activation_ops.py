@@ -97,14 +97,14 @@ def decode_mul(grad, packed, encoding, stride):
 
 
 def _encode(x, encoding, stride, seed=None):
-    return backends.of(x).encode(layout.told(x, stride), Encoding.parse(encoding), seed)
+    return backends.of(x).encode(layout.with_stride(x, stride), Encoding.parse(encoding), seed)
 
 
 def _decode_mul(grad, packed, encoding, stride):
     if layout.is_broadcast_scalar(grad):
         layout.check_stride(grad.shape, stride)
     else:
-        grad = layout.told(grad, stride)
+        grad = layout.with_stride(grad, stride)
     return decode_mul(grad, packed, Encoding.parse(encoding), tuple(stride))
 
 

@@ -21,7 +21,7 @@ from fewbit.runtime.ops.library import define, save_results
 
 
 def quantize(x, seed, bits, group_size, fp32_min=None, normalize=None, widths=None, words=None):
-    """(packed, ranges) of x (docs/quantizer.md).
+    """Return (packed, ranges) of x (docs/quantizer.md).
 
     x: floating, any strides. seed: (1,) int64 on x's device. bits: 1 to 8, for all samples; or widths: (N,)
     uint8, for each, with the int32 words to allocate (`groups.mixed_words`, or more). fp32_min: whether
@@ -35,7 +35,7 @@ def quantize(x, seed, bits, group_size, fp32_min=None, normalize=None, widths=No
 
 
 def _quantize(source, seed, bits, group_size, fp32_min, *rest):
-    """`quantize` of a tensor that is dense, samples outermost; rest: widths, words, normalize."""
+    """Quantize a dense tensor, samples outermost. rest: widths, words, normalize."""
     backend = backends.of(source)
     packed, ranges, spread = backend.quantize(source, seed, bits, group_size, bool(fp32_min), *rest)
     if fp32_min is None and source.device.type == "cpu" and is_offset(*map(float, spread)):
@@ -44,9 +44,10 @@ def _quantize(source, seed, bits, group_size, fp32_min, *rest):
 
 
 def quantize_samples(x, seed, variable, samples, group_size, fp32_min=None, normalize=None):
-    """(packed, ranges, widths, sensitivities) of x, whose samples share the bits of a variable.
+    """Return (packed, ranges, widths, sensitivities) of x, whose samples share the bits of a slot.
 
-    widths: (samples,) uint8. sensitivities: (samples,) float32, which they are shared by.
+    Returns:
+        packed and ranges; widths, (samples,) uint8; sensitivities, (samples,) float32, by which bits are shared.
     """
     source = _by_samples(x, samples)
     features = source.numel() // samples
@@ -59,12 +60,12 @@ def quantize_samples(x, seed, variable, samples, group_size, fp32_min=None, norm
 
 
 def sensitivities(x, variable, samples, group_size, fp32_min=None, normalize=None):
-    """(samples,) float32, which samples would share bits by, as in `quantize_samples`."""
+    """Return the (samples,) float32 by which samples would share bits, as in `quantize_samples`."""
     return _sensitivities(_by_samples(x, samples), variable, group_size, normalize)
 
 
 def _by_samples(x, samples):
-    """x with that many entries in dimension 0."""
+    """Return x with that many entries in dimension 0."""
     x = x.detach()
     source = x if layout.is_by_sample(x) else x.contiguous()
     return source if len(source) == samples else source.view(samples, -1)
@@ -75,15 +76,22 @@ def _sensitivities(source, variable, group_size, normalize):
 
 
 def squares(x, group_size, normalize=None):
-    """(N,) float32: of each sample of x, `layout.is_by_sample`, the sum over groups of length times range squared."""
+    """Return, for each sample of x, the sum over groups of length times squared range: (N,) float32.
+
+    x must be `layout.is_by_sample`.
+    """
     return backends.of(x).squares(x, group_size, normalize)
 
 
 def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generator):
-    """(samples,) float32: of each sample of x the mean variance of an element that is rounded to so many bits.
+    """Return the mean variance of an element in each sample of x if rounded to `bits`: (samples,) float32.
 
-    samples: None: as many as dimension 0 has. normalize: as for `quantize`. generator: (device) -> a generator of seeds.
-    From two draws, so that neither the ranges nor the exact values are needed.
+    The variance is estimated from two draws, so that neither the ranges nor the exact values are needed.
+
+    Args:
+        samples: their number; None: as many as dimension 0 has.
+        normalize: as for `quantize`.
+        generator: a function from a device to a generator of seeds.
     """
     stride = layout.by_sample_stride(x)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -102,7 +110,7 @@ def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generat
 def dequantize_samples(
     packed, ranges, widths, samples, group_size, size, stride, dtype, affine=None
 ):
-    """The values of `quantize_samples`, as `dequantize`."""
+    """Return the values of `quantize_samples`, see `dequantize`."""
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     rows = out
     if len(out) != samples:
@@ -112,9 +120,11 @@ def dequantize_samples(
 
 
 def dequantize(packed, ranges, bits, group_size, size, stride, dtype, widths=None, affine=None):
-    """The quantized values, of that size and dtype; stride: `layout.by_sample_stride` of what was quantized.
+    """Return the dequantized values in that size, stride and dtype.
 
-    affine: as in `reference.dequantize`.
+    Args:
+        stride: `layout.by_sample_stride` of the quantized tensor.
+        affine: as in `reference.dequantize`.
     """
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     backends.of(packed).dequantize(packed, ranges, bits, group_size, out, widths, affine)
@@ -122,19 +132,19 @@ def dequantize(packed, ranges, bits, group_size, size, stride, dtype, widths=Non
 
 
 def is_offset(least: float, greatest: float) -> bool:
-    """Whether the range of a tensor is below 8 bfloat16 steps of its minimum."""
+    """Return whether the range of a tensor is below 8 bfloat16 steps of its minimum."""
     if not (math.isfinite(least) and math.isfinite(greatest)) or least == 0:
         return False
     step = math.ldexp(1.0, math.frexp(least)[1] - 1 - 7)
     return greatest - least < groups.STEPS * step
 
 
-def _quantize_as_told(x, stride, *settings):
-    source = layout.told(x.detach(), stride, by_sample=True)
+def _quantize_with_stride(x, stride, *settings):
+    source = layout.with_stride(x.detach(), stride, by_sample=True)
     return *_quantize(source, *settings), x.new_ones(())
 
 
-def _dequantize_as_told(packed, ranges, bits, group_size, size, stride, dtype):
+def _dequantize_with_stride(packed, ranges, bits, group_size, size, stride, dtype):
     layout.check_stride(size, stride, by_sample=True)
     return dequantize(packed, ranges, bits, group_size, size, stride, dtype)
 
@@ -142,12 +152,12 @@ def _dequantize_as_told(packed, ranges, bits, group_size, size, stride, dtype):
 quantize_op = define(
     "quantize(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, bool fp32_min) "
     "-> (Tensor, Tensor, Tensor)",
-    _quantize_as_told,
+    _quantize_with_stride,
 )
 dequantize_op = define(
     "dequantize(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, SymInt[] stride, "
     "ScalarType dtype) -> Tensor",
-    _dequantize_as_told,
+    _dequantize_with_stride,
 )
 
 

@@ -1,7 +1,6 @@
-"""Small integers kept for the backward pass: in bit-planes, or in the narrowest dtype.
+"""Small integers saved for the backward pass, in bit-planes or in the narrowest dtype.
 
-`pack` and `narrow` return what `Quantizer.quantize` does: tensors for `save_for_backward`, a recipe
-that restores the values, and the 1 by which a compiler sees that they are made in the forward pass.
+`pack` and `narrow` return SavedTensors, as `Quantizer.quantize` does.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.saved import offload
 
 MOST_BITS = 8
-"""Of packed codes; wider integers have a dtype of their own."""
+"""The largest width of packed codes; wider integers are saved in an integer dtype."""
 
 
 def bits_of(count: int) -> int:
-    """Bits of a number in [0, count)."""
+    """Return the bits of a number in [0, count)."""
     return (count - 1).bit_length()
 
 
 def dtype_of(count: int) -> torch.dtype:
-    """The narrowest integer dtype that holds every number in [0, count)."""
+    """Return the narrowest integer dtype that holds every number in [0, count)."""
     if count <= 1 << 8:
         return torch.uint8
     if count <= 1 << 15:
@@ -40,18 +39,18 @@ def dtype_of(count: int) -> torch.dtype:
 
 
 class PackedIntegersSpec(NamedTuple):
-    """How packed integers become integers again."""
+    """The spec of packed integers."""
 
     bits: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """uint8 of that size and stride, or int16 / int32 beyond 8 bits."""
+        """Return the integers in their size and stride: uint8, or int16 or int32 beyond 8 bits."""
         return self.flat(tensors).as_strided(self.size, self.stride)
 
     def flat(self, tensors) -> torch.Tensor:
-        """The same, (n,), in storage order."""
+        """Return the integers in storage order, (n,)."""
         (values,) = tensors
         if self.bits > MOST_BITS:
             return values
@@ -62,7 +61,7 @@ class PackedIntegersSpec(NamedTuple):
 
 
 class NarrowIntegersSpec(NamedTuple):
-    """How narrowed integers become what they were."""
+    """The spec of integers in a narrower dtype than their own."""
 
     dtype: torch.dtype
 
@@ -71,7 +70,7 @@ class NarrowIntegersSpec(NamedTuple):
 
 
 def pack(values: torch.Tensor, count: int) -> SavedTensors:
-    """values: integers or bools in [0, count), any strides, in as many bits as count asks for.
+    """Pack integers or bools in [0, count), of any strides, into as few bits as `count` needs.
 
     Up to 8 bits: ``4 * bits * ceil(n / 32)`` bytes; beyond: n of the narrowest of int16 and int32.
     """
@@ -86,7 +85,7 @@ def pack(values: torch.Tensor, count: int) -> SavedTensors:
 
 
 def narrow(values: torch.Tensor, count: int) -> SavedTensors:
-    """values: integers in [0, count), in the narrowest dtype, never a wider one than they have."""
+    """Convert integers in [0, count) to the narrowest dtype that holds them, never to a wider one than theirs."""
     dtype = dtype_of(count)
     if dtype.itemsize >= values.dtype.itemsize:
         return SavedTensors((values,), NarrowIntegersSpec(values.dtype))
@@ -115,7 +114,7 @@ def _one(values):
 pack_kept_op = define(
     "pack_kept(Tensor values, int bits, int count, SymInt[] stride) -> (Tensor, Tensor)",
     lambda values, bits, count, stride: (
-        _pack(layout.told(values, stride), bits, count),
+        _pack(layout.with_stride(values, stride), bits, count),
         _one(values),
     ),
 )

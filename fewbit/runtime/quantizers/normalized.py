@@ -1,8 +1,8 @@
-"""The quantized copies of normalized inputs, and a norm's result restored from one.
+"""The quantized copies of normalized inputs, and a norm's result dequantized from one.
 
-y = x~ weight + bias is linear in the normalized input x~, so that with x~^ exact in expectation y^ is as
-well. A layer that keeps y for the gradient of its weight can therefore keep the copy that the norm before it
-keeps anyway, and two vectors that exist already.
+y = x~ weight + bias is linear in the normalized input x~. If the dequantized x~^ is exact in expectation, so is y^. A
+layer that saves y for the gradient of its weight can therefore use the copy that the norm before it saves anyway, and
+two vectors that exist already.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors
 
 
 class AffineResultSpec(NamedTuple):
-    """How y is restored from (packed, ranges, weight, bias), of which the last may be None.
+    """The spec of a norm's result y, dequantized from (packed, ranges, weight, bias). The bias may be None.
 
-    channels: the shape in which weight and bias broadcast to y; None: as they are.
+    normalized: the spec of x~. channels: the shape in which weight and bias broadcast to y; None: they do as they are.
     """
 
     normalized: QuantizedTensorSpec
@@ -27,17 +27,17 @@ class AffineResultSpec(NamedTuple):
     channels: tuple[int, ...] | None = None
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """y in the size of x; dtype: that of y unless given."""
+        """Return y in the size of x. dtype: of the result; that of y unless given."""
         *kept, weight, bias = tensors
         affine = self._placed(weight), self._placed(bias), self._inner()
         return self.normalized.dequantize(kept, dtype or self.dtype, affine)
 
     def for_consumer(self, name: str) -> AffineResultSpec:
-        """For the layer of that name."""
+        """Return this spec for the layer `name`, see `QuantizedTensorSpec.for_consumer`."""
         return self._replace(normalized=self.normalized.for_consumer(name))
 
     def _inner(self) -> int | None:
-        """How many elements in storage order have the same entry in a row; None for other layouts."""
+        """Return how many consecutive elements, in storage order, have the same entry of the weight; None for other layouts."""
         size, stride = self.normalized.size, self.normalized.stride
         if self.channels is not None and stride[1] == 1:
             return 1
@@ -49,12 +49,20 @@ class AffineResultSpec(NamedTuple):
         return vector if vector is None or self.channels is None else vector.view(self.channels)
 
 
-def offer(quantizer, y, kept: SavedTensors, weight, bias, channels=None) -> None:
-    """Layers of the same model that are about to keep y find what the norm has kept."""
+def share_result(quantizer, y, kept: SavedTensors, weight, bias, channels=None) -> None:
+    """Let layers of the same model that save the norm's result y use the norm's copy of x~.
+
+    Args:
+        quantizer: of the norm.
+        y: the result.
+        kept: the SavedTensors of x~.
+        weight, bias: of the norm; the bias may be None.
+        channels: as of `AffineResultSpec`.
+    """
     if quantizer.context is None or kept.trace_anchor is not None:
         return
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # Where parameters are sharded the norm's may be gone when the layer after it runs backward.
+        # If parameters are sharded, the norm's may be gone when the layer after it runs backward.
         weight, bias = (None if each is None else each.detach().clone() for each in (weight, bias))
     elif channels is not None and bias is not None:
         # torch's batch norm does not save the bias, so users may change the bias before backward; a clone keeps its value.
@@ -64,9 +72,15 @@ def offer(quantizer, y, kept: SavedTensors, weight, bias, channels=None) -> None
 
 
 def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
-    """What is kept of x, and the tensors to save: of one copy, or of two.
+    """Quantize the normalized x once or twice, and note the spec in ctx.
 
-    mean, rstd, inner: as for `Quantizer.quantize_normalized`.
+    Args:
+        ctx: of the norm's autograd Function; gets `spec` and `inner`.
+        x, mean, rstd, inner: as for `Quantizer.quantize_normalized`.
+        copies: 1 or 2.
+
+    Returns:
+        (SavedTensors of the first copy, all tensors to save).
     """
     parts = [quantizer.quantize_normalized(x, mean, rstd, inner) for _ in range(copies)]
     ctx.spec, ctx.inner = parts[0].spec, inner
@@ -74,23 +88,26 @@ def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
 
 
 def dequantize_copies(ctx, kept):
-    """The two factors x~^ of the backward pass: twice the same copy, or two independent ones."""
+    """Return the two factors x~^ of the backward pass: twice the same copy, or two independent ones."""
     count = ctx.spec.count
     first = ctx.spec.dequantize(kept[:count])
     return first, first if len(kept) == count else ctx.spec.dequantize(kept[count:])
 
 
 def dequantize_scaled(ctx, kept, rstd, dtype):
-    """s x~^ of the first copy: an input of mean 0 for torch's own backward functions."""
+    """Return x~^ of the first copy divided by rstd: an input of mean 0 for torch's own backward functions."""
     deviation = rstd.to(ctx.spec.dtype).reciprocal()
     return ctx.spec.dequantize(kept[: ctx.spec.count], dtype, (deviation, None, ctx.inner))
 
 
 def input_gradient(g, first, second, rstd, dims, centered=True):
-    """(g - mean(g) - x~1 mean(x~2 g)) rstd; without the first mean unless centered.
+    """Return a norm's input gradient (g - mean(g) - x~1 mean(x~2 g)) rstd, without the first mean unless centered.
 
-    g: the gradient times the weight; first, second: restored x~; rstd: broadcast over `dims`, which means are
-    taken over.
+    Args:
+        g: the gradient of the result times the weight.
+        first, second: dequantized x~.
+        rstd: broadcasts over `dims`.
+        dims: the dimensions over which means are taken.
     """
     inner = g - first * (second * g).mean(dims, keepdim=True)
     if centered:

@@ -1,8 +1,8 @@
-"""What a norm keeps in fixed point, and all that is restored from it: x~, y = gamma x~ + beta, and ReLU of y.
+"""A norm's fixed-point copy, from which x~, y = gamma x~ + beta and ReLU of y are dequantized.
 
-One packed tensor serves a pre-activation block (BLPA, section 3.2): the norm keeps it and offers y to the layers of
-the same forward; a ReLU or LeakyReLU of y reads y's sign from it and offers its own result; a linear layer or
-convolution of either restores its input from it. Nothing is traced: who asks for a tensor that is offered, finds it.
+One packed tensor serves a pre-activation block (BLPA, section 3.2). The norm saves it and puts it into the cache for y. A
+ReLU or LeakyReLU of y reads y's sign from it and puts it into the cache for its own result. A linear layer or convolution
+of either dequantizes its input from it. No layer needs to know the others: a copy is found by its tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fewbit.runtime.saved.single_backward import once_differentiable
 
 
 class FixedPointSpec(NamedTuple):
-    """How x~ is restored from (packed, weight, bias), of which the last two may be None.
+    """The spec of x~, dequantized from (packed, weight, bias). Weight and bias may be None.
 
     inner: element e in storage order has channel (e div inner) mod channels.
     """
@@ -38,11 +38,11 @@ class FixedPointSpec(NamedTuple):
 
     @property
     def count(self) -> int:
-        """How many tensors are kept."""
+        """The number of saved tensors."""
         return 3
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """x~ in the size and strides of y; affine: as for `quantizer.QuantizedTensorSpec.dequantize`."""
+        """Return x~ in the size and strides of y. affine: as for `QuantizedTensorSpec.dequantize`."""
         scale, shift, inner = affine or (None, None, None)
         if shift is None and inner is not None and self.dtype == torch.float32:
             return self._decode(tensors, dtype or self.dtype, scale=(flat(scale), inner))
@@ -54,11 +54,11 @@ class FixedPointSpec(NamedTuple):
         return values.to(dtype or self.dtype)
 
     def result(self, tensors, dtype: torch.dtype, slope: float) -> torch.Tensor:
-        """y where it is positive, y * slope elsewhere."""
+        """Return y if positive, else y * slope, element by element."""
         return self._decode(tensors, dtype, slope)
 
     def masked(self, grad, tensors, slope: float) -> torch.Tensor:
-        """grad where y is positive, grad * slope elsewhere."""
+        """Return grad if y is positive, else grad * slope, element by element."""
         packed, weight, bias = tensors
         if not is_eager(grad):  # is_grads_batched=True
             ones = torch.ones(self.size, dtype=grad.dtype, device=packed.device)
@@ -76,19 +76,19 @@ class FixedPointSpec(NamedTuple):
 
 
 class PreActivationSpec(NamedTuple):
-    """How y, or the ReLU or LeakyReLU of it, is restored from the same tensors. slope: 1 for y itself."""
+    """The spec of y, or of its ReLU or LeakyReLU, dequantized from the same tensors. slope: below 0; 1 for y itself."""
 
     fixed: FixedPointSpec
     dtype: torch.dtype
     slope: float = 1.0
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """In the size and strides of y; dtype: its own unless given."""
+        """Return the values in the size and strides of y. dtype: of the result; the spec's own unless given."""
         return self.fixed.result(tensors, dtype or self.dtype, self.slope)
 
 
 def can_keep(quantizer, x, rstd, weight, bias, copies: int) -> bool:
-    """Whether a norm is to keep x~ in fixed point: not where a compiler traces, nor with statistics of 16 bits."""
+    """Return whether a norm saves x~ in fixed point: not if a compiler traces or statistics have 16 bits."""
     if not quantizer.fuse or copies != 1 or rstd.dtype.itemsize <= 2:
         return False
     return all(each is None or is_eager(each) for each in (x, weight, bias))
@@ -97,10 +97,17 @@ def can_keep(quantizer, x, rstd, weight, bias, copies: int) -> bool:
 def save_fixed_point(
     quantizer, x, y, mean, rstd, inner: int | None, weight, bias, channels: int | None
 ):
-    """Kept x~ of a norm of x with result y, which is offered to the layers that follow.
+    """Save x~ of a norm in fixed point, and put the copy into the cache for the norm's result y.
 
-    mean, rstd, inner: as for `Quantizer.quantize_normalized`. channels: the dimension that weight and bias belong to;
-    None: all but those in front, in y's order.
+    Args:
+        quantizer: of the norm.
+        x, mean, rstd, inner: as for `Quantizer.quantize_normalized`.
+        y: the norm's result.
+        weight, bias: of the norm, or None.
+        channels: the dimension that weight and bias belong to; None: the last ones, in y's order.
+
+    Returns:
+        SavedTensors of x~.
     """
     of_channels = _inner_of(y, channels)
     result = y.detach()
@@ -119,7 +126,7 @@ def save_fixed_point(
     packed = fixed_point.encode(source, result, grid, quantizer.bits, of_channels, normalize)
     offload.mark(packed)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # Where parameters are sharded the norm's may be gone when the layer after it runs backward.
+        # If parameters are sharded, the norm's may be gone when the layer after it runs backward.
         weight, bias = (None if each is None else each.detach().clone() for each in (weight, bias))
     tensors = packed, weight, bias
     spec = FixedPointSpec(quantizer.bits, of_channels, tuple(y.shape), result.stride(), dtype)
@@ -130,9 +137,12 @@ def save_fixed_point(
 
 
 def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
-    """ReLU or LeakyReLU of a y that a norm offers, which keeps no more than the norm; None for anything else.
+    """Return ReLU or LeakyReLU of a tensor with a fixed-point copy, which saves nothing of its own; else None.
 
-    Takes what `activation.apply` takes. The result is offered in turn.
+    The copy is put into the cache for the result as well.
+
+    Args:
+        x, function, parameters, encoding, inplace: as for `activations.apply.apply`.
     """
     if function not in ("relu", "leaky_relu"):
         return None
@@ -150,7 +160,7 @@ def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
 
 
 class _TwoValued(Function):
-    """The activation itself, with the gradient from the signs that the norm keeps."""
+    """The activation itself, whose gradient is computed from the signs in the norm's copy."""
 
     @staticmethod
     def forward(ctx, x, slope, inplace, kept):
@@ -171,7 +181,7 @@ class _TwoValued(Function):
 
 @lru_cache(maxsize=256)
 def _is_exact(encoding: str, slope: float) -> bool:
-    """Whether the derivative that was asked for is that of the function, and not a table's own."""
+    """Return whether the encoding is the exact derivative of ReLU or LeakyReLU, and not a table's own."""
     encoded = Encoding.parse(encoding)
     if encoded.unbiased:
         return False
@@ -181,7 +191,7 @@ def _is_exact(encoding: str, slope: float) -> bool:
 
 
 def _inner_of(y, channels: int | None) -> int | None:
-    """How many elements of y in storage order have the same channel in a row; None for other layouts."""
+    """Return how many consecutive elements of y, in storage order, have the same channel; None for other layouts."""
     if y.is_contiguous():
         return 1 if channels is None else math.prod(y.shape[channels + 1 :])
     if channels is None:

@@ -21,7 +21,11 @@ from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.errors import InputError
 from fewbit.runtime.format.groups import LEAST_FEATURES
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.saved.sample_magnitudes import Magnitudes, Numbers, Places
+from fewbit.runtime.saved.sample_magnitudes import (
+    GradientMagnitudes,
+    SampleIndices,
+    SampleNumbering,
+)
 from fewbit.sizes import counted
 
 COMPILED, REENTRANT, ALONE = "compiled", "reentrant", "alone"
@@ -63,7 +67,7 @@ class TensorSlot(NamedTuple):
         return 2.0**self.average - 1
 
 
-class Weights:
+class ChannelWeights:
     """Numbers by which channels count, of mean 1."""
 
     def __init__(self, weights):
@@ -85,7 +89,7 @@ class BitAssignment:
     gradients by sample, and numbers, of the samples of this forward. keepers: {name: what keeps a variable in place of
     the group quantizer}. activations: {name: bits}, of few-bit activations that do not have their own.
     channels: {name of a layer: how many}, where those of each sample have bits of their own; weights: {name of a layer:
-    Weights}, by which they share them. least_features: samples of fewer have no bits of their own. rounds_up: averages
+    ChannelWeights}, by which they share them. least_features: samples of fewer have no bits of their own. rounds_up: averages
     that are not fixed are least ones, so that their bits are at least as many; else they are at most. unobserved: why no
     observation may know of what goes by it (REENTRANT, ALONE), or "".
     """
@@ -129,7 +133,7 @@ class BitAssignment:
         if self.numbers is not None and grad is not None and is_plain(grad):
             self.magnitudes.note(variable.name, self._on(grad.device), grad)
 
-    def _on(self, device) -> Numbers:
+    def _on(self, device) -> SampleIndices:
         found = self._placed.get(device)
         if found is None:
             found = self._placed[device] = self.numbers.to(device)
@@ -157,8 +161,8 @@ class BitPolicy:
 
     def __init__(self):
         self.averages: dict[tuple[str, int], float] = {}
-        self.magnitudes = Magnitudes()
-        self._places_of_samples = Places()
+        self.magnitudes = GradientMagnitudes()
+        self._places_of_samples = SampleNumbering()
         self._numbers = None  # of the samples of the next forward
 
     def begin(self, module, inputs, observation=None) -> BitAssignment:
@@ -177,7 +181,7 @@ class BitPolicy:
         return BitAssignment(self.averages, batch_size(inputs), observation)
 
     def number(self, numbers) -> None:
-        """Of the samples of the next forward in training; see `Places.of`."""
+        """Of the samples of the next forward in training; see `SampleNumbering.of`."""
         self._numbers = self._places_of_samples.of(numbers)
 
     def unobserved(self, name: str, why: str) -> None:
@@ -191,7 +195,7 @@ class BitPolicy:
 
     def load(self, state: dict) -> None:
         """Raises InputError, with nothing changed, for magnitudes that there cannot be."""
-        magnitudes, places = Magnitudes(), Places()
+        magnitudes, places = GradientMagnitudes(), SampleNumbering()
         magnitudes.load(state.get("magnitudes", ()))
         places.load(state.get("numbers", places.state()))
         self.magnitudes, self._places_of_samples = magnitudes, places

@@ -73,7 +73,7 @@ class _Call:
         self.context = context
         self.hook, self.training = checkpoint_hook(), module.training
         self.path = vars(module).get(PATH, "")
-        self._calls, self._modes = context.calls(), bypass.stack()
+        self._calls, self._modes = context.calls(), bypass.modes()
         self.is_outermost = not context.is_running()
         self.state = ThreadState() if self.is_outermost else None
         contexts = context.contexts if self.is_outermost else ()
@@ -87,7 +87,7 @@ class _Call:
         # A reentrant checkpoint runs its region without grad first, and again with grad in the backward pass.
         is_first_of_two = self.training and not has_grad and reentrant_region() is not None
         if self.is_outermost:
-            bypass.start()
+            bypass.clear()
             context.cache.begin()
             context.record_save(False)
             if has_grad or is_first_of_two:
@@ -108,5 +108,5 @@ class _Call:
                 context.checkpoints.clear()
             context.cache.end()
             context.end_forward()
-        bypass.put_back(self._modes)
+        bypass.restore_modes(self._modes)
         context.set_calls(*self._calls)

@@ -16,7 +16,7 @@ from fewbit.runtime.interop.checkpoint import (
     reentrant_region,
     region_of,
 )
-from fewbit.runtime.interop.interrupts import afterwards
+from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.module_calls import GUARD, TrackedModule
 from fewbit.runtime.ops import library
 from fewbit.runtime.saved.assignment import ALONE, REENTRANT, BitAssignment
@@ -41,7 +41,7 @@ def measuring(observation=None):
         observation: the probe that follows these forwards, or None. A probe of an outer `measuring` takes precedence.
     """
     before = getattr(_running, "measured", ())
-    with afterwards(lambda: setattr(_running, "measured", before)):
+    with undo_after(lambda: setattr(_running, "measured", before)):
         _running.measured = before or (observation,)
         yield
 
@@ -152,7 +152,7 @@ class ForwardContext:
     def activation(self, path: str):
         """Within this context the activation of the module with that path runs."""
         local, before = self._local, self._local.activation
-        with afterwards(lambda: setattr(local, "activation", before)):
+        with undo_after(lambda: setattr(local, "activation", before)):
             local.activation = path
             yield
 

@@ -1,8 +1,8 @@
-"""Whether a layer's tensors need float32 minimums, on devices where asking would synchronize.
+"""The dtype of groups' minimums for the tensors of one layer, on devices that the host does not wait for.
 
-On the CPU each tensor decides for itself. On a GPU the host may not wait for the answer: a layer then goes
-by an earlier tensor of its own, whose answer has arrived meanwhile. Either way values are exact in
-expectation; only their variance depends on it.
+On the CPU every tensor decides for itself. On a GPU the host may not wait for the answer, and a layer goes by an earlier
+tensor of its own, whose answer has arrived meanwhile. Either way values are exact in expectation; only their variance
+depends on the answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fewbit.runtime.format.groups import STEPS
 
 
 class MinDtypeSelector:
-    """The answer for one layer. Tensors number 1, 2, 4, 8 ... and then every 256th are asked."""
+    """Selects float32 or bfloat16 for one layer. Tensors number 1, 2, 4, 8 ... and then every 256th are examined."""
 
     EVERY = 256
 
@@ -27,7 +27,7 @@ class MinDtypeSelector:
         return {"is_large": self.is_large, "_count": self._count, "_pending": None}
 
     def poll(self) -> bool:
-        """The latest answer that has arrived."""
+        """Return the latest answer that has arrived: whether minimums are float32."""
         if self._pending is None or torch.cuda.is_current_stream_capturing():
             return self.is_large
         if self._pending[1].query():
@@ -35,7 +35,7 @@ class MinDtypeSelector:
         return self.is_large
 
     def ask(self, ranges: torch.Tensor) -> None:
-        """Starts to find out from a tensor's minimums and ranges, without waiting."""
+        """Start to find the answer for a tensor from its minimums and ranges, without waiting."""
         if torch.cuda.is_current_stream_capturing() or not ranges.numel():
             return
         self._count += 1
@@ -50,7 +50,7 @@ class MinDtypeSelector:
 
 
 def is_large(ranges: torch.Tensor) -> torch.Tensor:
-    """0-D bool: whether the range of all groups together is below 8 bfloat16 steps of their minimum."""
+    """Return whether the range of all groups together is below 8 bfloat16 steps of their minimum, as a 0-D bool."""
     minimum, extent = limits_of(ranges)
     least, greatest = minimum.min(), (minimum + extent).max()
     exponent = torch.frexp(least)[1] - 1

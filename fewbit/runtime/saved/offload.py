@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fewbit.errors import InputError
-from fewbit.runtime.interop.interrupts import held
+from fewbit.runtime.interop.interrupts import hold
 from fewbit.runtime.saved.transfers import CudaTransfers, OnDevice
 
 LEAST_BYTES = 64 * 1024
@@ -120,7 +120,7 @@ class Offload:
         kind = self._kinds.get(device.type)
         if kind is None:
             return None
-        with held(self._lock):
+        with hold(self._lock):
             if device not in self._transfers:
                 self._transfers[device] = kind(device)
             return self._transfers[device]
@@ -215,7 +215,7 @@ class _Lane:
     # -- Forward -----------------------------------------------------------------------------------------
 
     def save(self, tensor, marked: _Marked, number: int) -> _Handle:
-        with held(self._lock):
+        with hold(self._lock):
             if number != self._number:
                 self._number = number
                 self._layers.append([])
@@ -234,7 +234,7 @@ class _Lane:
             return handle
 
     def end(self) -> None:
-        with held(self._lock):
+        with hold(self._lock):
             while self._leaving:
                 _, copy, leaving = self._leaving.popleft()
                 self._put(copy, leaving)
@@ -243,7 +243,7 @@ class _Lane:
 
     def restore(self, handle: _Handle) -> torch.Tensor:
         """The bytes of a handle, for what the current stream does from now on."""
-        with held(self._lock):
+        with hold(self._lock):
             self._fetch(handle.copy)
             self._fetch_before(handle.layer)
             value = handle.copy.value

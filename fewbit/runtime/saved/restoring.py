@@ -6,7 +6,7 @@ import threading
 from contextlib import contextmanager
 
 from fewbit.runtime.format import layout
-from fewbit.runtime.interop.interrupts import afterwards
+from fewbit.runtime.interop.interrupts import undo_after
 
 HAS_COLLECTIVES = "backward_has_collectives"
 """The name of a Function's attribute that is True if its backward calls collectives, and so must not run more often."""
@@ -21,8 +21,8 @@ def observed(backward, context, grads):
     Args:
         backward: the backward of the layer's autograd Function, called with `context` and `grads`.
     """
-    followers = getattr(context, OBSERVED, ())
-    if followers:
+    probes = getattr(context, OBSERVED, ())
+    if probes:
         context = _Context(context)
     with Restoring().running() as restoring:
         results = backward(context, *grads)
@@ -30,16 +30,15 @@ def observed(backward, context, grads):
         return results
     for variable in restoring.variables.values():
         variable.plan.note(variable, grads[0])
-    for observation in {each.plan.observation for each in restoring.variables.values()} - {None}:
-        # Of other forwards through the same graph this layer is a node like any other.
-        own = [
-            each for each in restoring.variables.values() if each.plan.observation is observation
-        ]
-        number = dict(followers).get(observation)
+    found = restoring.variables.values()
+    for observation in {variable.plan.observation for variable in found} - {None}:
+        # A probe of another forward through the same graph knows this layer only as a node like any other.
+        own = [variable for variable in found if variable.plan.observation is observation]
+        number = dict(probes).get(observation)
         if number is None or getattr(context._forward_cls, HAS_COLLECTIVES, False):
             observation.reached(own)
         else:
-            observation.reached([each for each in own if each.rounding is None])
+            observation.reached([variable for variable in own if variable.rounding is None])
             observation.probe(number, backward, context, grads, results, own)
     return results
 
@@ -56,13 +55,13 @@ class Restoring:
     def __init__(self, target=None, level: int = 0, observation=None):
         self.target, self.level, self.observation = target, level, observation
         self.variables = {}
-        self._noise = {}  # a tensor restored more than once has the same noise each time
+        self._noise = {}  # by address: a tensor that is dequantized twice gets the same noise
 
     @contextmanager
     def running(self):
         """Record the tensors that are dequantized in this block."""
         before = getattr(_running, "restoring", None)
-        with afterwards(lambda: setattr(_running, "restoring", before)):
+        with undo_after(lambda: setattr(_running, "restoring", before)):
             _running.restoring = self
             yield self
 
@@ -93,7 +92,7 @@ def restored(values, spec, packed):
 
     Args:
         values: dequantized values, which may be changed in place.
-        recipe: the spec of the saved tensor.
+        spec: of the saved tensor.
         packed: its packed codes, which identify it.
     """
     if spec.variable is None:

@@ -1,7 +1,7 @@
-"""How large the gradient of each sample was when it was last seen (ActNN, section 4.2).
+"""The size of each sample's gradient when it was last seen (ActNN, section 4.2).
 
-Rounding a sample matters as much as its gradient is large, which the forward cannot know; the gradient that the same
-sample had an epoch ago is a guess. Whoever numbers the samples of the data gets bits by it.
+Rounding a sample matters as much as its gradient is large. The forward cannot know the gradient; the one that the same
+sample had an epoch ago is a guess. If the user numbers the samples of the data, bits are shared by that guess.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fewbit.text import printable
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Places of the samples of a forward: (N,) int64, and how many places there are."""
+class SampleIndices:
+    """The rows of a forward's samples in tables. indices: (N,) int64. size: the number of rows."""
 
     indices: torch.Tensor
     size: int
@@ -27,18 +27,18 @@ class Numbers:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def to(self, device) -> Numbers:
-        return Numbers(self.indices.to(device, non_blocking=True), self.size)
+    def to(self, device) -> SampleIndices:
+        return SampleIndices(self.indices.to(device, non_blocking=True), self.size)
 
 
-class Places:
-    """Places of samples in tables, in the order in which their numbers were first given."""
+class SampleNumbering:
+    """Gives each sample number a row in tables, in the order in which numbers are first given."""
 
     def __init__(self):
         self._of: dict[int, int] = {}
 
-    def of(self, numbers) -> Numbers:
-        """On the CPU. Raises InputError for anything that is not whole numbers of 64 bits."""
+    def of(self, numbers) -> SampleIndices:
+        """Return the rows of these samples, on the CPU. Raises InputError if `numbers` are not whole numbers of 64 bits."""
         try:
             is_tensor = isinstance(numbers, torch.Tensor)
             found = numbers if is_tensor else torch.as_tensor(numbers, device="cpu")
@@ -54,17 +54,17 @@ class Places:
             )
         if found.device.type != "cpu":
             raise InputError(f"expected samples' numbers on the CPU, got them on {found.device}")
-        found = found.to(torch.int64).tolist()  # (of uint64 other numbers, as different as those)
+        found = found.to(torch.int64).tolist()  # of uint64 other numbers, which differ as much
         places = [self._of.setdefault(each, len(self._of)) for each in found]
         indices = torch.tensor(places, dtype=torch.int64, device="cpu")
-        return Numbers(indices, len(self._of))
+        return SampleIndices(indices, len(self._of))
 
     def state(self) -> torch.Tensor:
-        """(numbers,) int64."""
+        """Return the numbers in the order of their rows, int64."""
         return torch.tensor(list(self._of), dtype=torch.int64, device="cpu")
 
     def load(self, numbers) -> None:
-        """Raises InputError, with nothing changed, for what `state` does not give."""
+        """Load a result of `state`. Raises InputError, with nothing changed, for anything else."""
         is_fit = _is_vector(numbers) and numbers.dtype == torch.int64
         if not is_fit or len(numbers.unique()) < len(numbers):
             raise InputError(
@@ -73,8 +73,8 @@ class Places:
         self._of = {number: place for place, number in enumerate(numbers.tolist())}
 
 
-class Magnitudes:
-    """For each variable the squared norm of the gradient of each sample, by the sample's number."""
+class GradientMagnitudes:
+    """The squared norms of samples' gradients, for each slot, by the sample's number."""
 
     def __init__(self):
         self._tables: dict[tuple, torch.Tensor] = {}  # float32; NaN: not seen
@@ -82,17 +82,20 @@ class Magnitudes:
     def __bool__(self) -> bool:
         return bool(self._tables)
 
-    def of(self, name: tuple, numbers: Numbers) -> torch.Tensor | None:
-        """(N,) float32, relative to the mean; of samples not seen 1. None where none was."""
+    def of(self, name: tuple, numbers: SampleIndices) -> torch.Tensor | None:
+        """Return the squared norms of these samples relative to their mean, (N,) float32.
+
+        Samples that were not seen get 1. Returns None if the slot was never seen.
+        """
         if name not in self._tables:
             return None
         known = self._table(name, numbers)[numbers.indices]
         return (known / known.nanmean()).nan_to_num(1.0, 1.0, 1.0)
 
-    def note(self, name: tuple, numbers: Numbers, grad: torch.Tensor) -> None:
-        """grad: of the result of the layer that kept the variable, samples along dimension 0.
+    def note(self, name: tuple, numbers: SampleIndices, grad: torch.Tensor) -> None:
+        """Record the gradient of the result of the layer with that slot, samples along dimension 0.
 
-        What is not finite, as with losses that are scaled too much, is passed over.
+        Gradients that are not finite, as with losses that are scaled too much, are ignored.
         """
         count = len(numbers)
         if not count or not grad.numel() or not grad.dim() or len(grad) % count:
@@ -104,8 +107,8 @@ class Magnitudes:
         before = table[numbers.indices]
         table[numbers.indices] = torch.where(squares.isfinite(), squares, before)
 
-    def _table(self, name, numbers: Numbers) -> torch.Tensor:
-        """On the device of the numbers, and with a place for each."""
+    def _table(self, name, numbers: SampleIndices) -> torch.Tensor:
+        """Return the table of a slot, on the device of the indices and with a row for each of them."""
         device = numbers.indices.device
         table = self._tables.get(name, torch.empty(0, dtype=torch.float32, device=device))
         missing = numbers.size - len(table)
@@ -122,7 +125,7 @@ class Magnitudes:
         ]
 
     def load(self, rows) -> None:
-        """Raises InputError, with nothing changed, for rows that `state` does not give."""
+        """Load a result of `state`. Raises InputError, with nothing changed, for anything else."""
         tables = {}
         for row in rows if isinstance(rows, list | tuple) else (rows,):
             entries = row if isinstance(row, Mapping) else {}

@@ -12,16 +12,13 @@ from torch import nn
 from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
 from fewbit.convert.report import Report
 from fewbit.errors import InputError
-from fewbit.policies.adaptive import AdaptivePolicy
-from fewbit.policies.allocation_report import Allocated, Allocation
-from fewbit.policies.error_bound.policy import POLICY, ErrorBoundPolicy
-from fewbit.policies.error_bound.report import Bounded, Bounds
-from fewbit.policies.probing import SAMPLES
+from fewbit.policies.allocation_report import Allocation
+from fewbit.policies.error_bound.policy import POLICY
+from fewbit.policies.error_bound.report import Bounds
+from fewbit.runtime.saved.assignment import BitPolicy, wrong_state
 from fewbit.runtime.saved.offload import Offload
 from fewbit.runtime.saved.session import Session, sessions_of
-from fewbit.schema import shorten
 from fewbit.sizes import counted
-from fewbit.text import printable
 
 if TYPE_CHECKING:
     from fewbit.analysis.gradient_ratio_report import GradientRatio
@@ -58,38 +55,19 @@ class Controller:
 
     @property
     def allocation(self) -> Allocation:
-        """From level L3 on, as of the latest adaptation; before the first, and at other levels, empty."""
-        adaptation = self._adaptation
-        if self._guarantee is not None:
-            return Allocation(empty=f"policy {POLICY}: see bounds")
-        if adaptation is None:
-            level = "" if self.level is None else f"at level {self.level} "
-            return Allocation(empty=f"{level}bits are not chosen by layer: levels from L3 on do so")
-        rows = (
-            Allocated(
-                *name,
-                adaptation.bits_of(name, each),
-                each.is_fixed,
-                each.elements,
-                each.samples,
-                each.sensitivity,
-            )
-            for name, each in adaptation.seen.items()
-        )
-        empty = "no bits chosen yet: that comes after the first steps of training"
-        return Allocation(rows, empty, self._ended, adaptation.unobserved_layers(self.model))
+        """The bits of each slot as of the latest adaptation, from level L3 on; otherwise empty."""
+        level = "" if self.level is None else f"at level {self.level} "
+        empty = f"{level}bits are not chosen by layer: levels from L3 on do so"
+        return self._tables.get("allocation", Allocation(empty=empty))
 
     @property
     def bounds(self) -> Bounds:
-        """With policy="error-bound" what may err by how much, and how it is kept, as of the latest observation; else empty."""
-        guarantee = self._guarantee
-        if guarantee is None:
-            return Bounds(empty=f'bounds are found with policy="{POLICY}"')
-        rows = (Bounded(*row) for row in guarantee.rows())
-        empty = "no bounds found yet: that comes after the first steps of training, with gradients that are finite"
-        unobserved = guarantee.unobserved_layers(self.model)
-        e2, ratio = guarantee.bound.e2, guarantee.ratio
-        return Bounds(rows, e2, ratio, empty, unobserved, self._ended)
+        """The errors that policy="error-bound" allows, as of the latest measurement; with other policies empty."""
+        return self._tables.get("bounds", Bounds(empty=f'bounds are found with policy="{POLICY}"'))
+
+    @property
+    def _tables(self) -> dict:
+        return {} if self._policy is None else self._policy.tables(self.model, self._ended)
 
     def gradient_ratio(
         self,
@@ -111,7 +89,7 @@ class Controller:
 
         if self.model is None:
             raise InputError("expected the controller's model, got one that is gone")
-        limit = None if self._guarantee is None else 1.0 + self._guarantee.bound.e2
+        limit = None if self._policy is None else self._policy.limit
         return gradient_ratio(self.model, batch, loss, draws, seed, limit)
 
     @property
@@ -128,8 +106,7 @@ class Controller:
 
         To be called between steps. Empty where nothing is learned. (With `number_samples` also tensors.)
         """
-        variables = self.session.variables
-        return {} if variables is None else variables.state()
+        return {} if self._policy is None else self._policy.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from a state. The whole state is checked before the controller changes.
@@ -149,9 +126,10 @@ class Controller:
             raise InputError(
                 f"expected what a controller's state_dict() gave, got {type(state).__name__}"
             )
-        self._check_state(state)
-        if self.session.variables is not None:
-            self.session.variables.load(state)
+        if self._policy is not None:
+            self._policy.load_state_dict(state)
+        elif state:
+            raise wrong_state(f"level {self.level}", state)
 
     @property
     def _ended(self) -> str:
@@ -162,39 +140,6 @@ class Controller:
             return "of a model that was restored or compressed anew since"
         return ""
 
-    def _check_state(self, state: Mapping) -> None:
-        """Raises InputError for the state of another level or policy, and for entries that no state has."""
-        of_policy = state.get("policy") if "version" in state else None
-        expected = None if self._guarantee is None else POLICY
-        is_same = isinstance(of_policy, str | None) and of_policy == expected
-        if not is_same or (expected and not state):
-            raise InputError(
-                f"expected the state of a controller of {self._kind}, got one {_origin(state)}"
-            )
-        if expected:
-            return
-        adapts = self._adaptation is not None
-        known = () if self.session.variables is None else SAMPLES
-        given = [each for each in SAMPLES if each in state]
-        strange = [each for each in state if not adapts and each not in known]
-        if "version" in state and not adapts:
-            found = "of level L3 or above"
-        elif not state and adapts:
-            found = "of a level below L3"
-        elif strange:
-            found = f"with {shorten(strange[0])}"
-        elif len(given) == 1:
-            found = f"with {given[0]!r} alone"
-        else:
-            return
-        raise InputError(f"expected the state of a controller of {self._kind}, got one {found}")
-
-    @property
-    def _kind(self) -> str:
-        return (
-            f"policy {self.policy}" if self.level is None and self.policy else f"level {self.level}"
-        )
-
     def number_samples(self, numbers) -> None:
         """Says which samples of the data the next forward has, so that bits go by the gradients they had before.
 
@@ -202,25 +147,16 @@ class Controller:
         apart. At level L2.5 and above; optional, for one forward. For each number that was ever given, 4 to 8 bytes
         are kept for each tensor that layers keep. Raises InputError for anything else.
         """
-        if self._guarantee is not None:
-            raise InputError(
-                f"expected a level for numbers of samples, got policy {POLICY}, whose bits follow from bounds"
-            )
-        if self.session.variables is None:
+        if self._policy is None:
             raise InputError(
                 "expected level L2.5 or above for numbers of samples, got one with fixed bits"
             )
-        self.session.variables.number(numbers)
+        self._policy.number_samples(numbers)
 
     @property
-    def _adaptation(self) -> AdaptivePolicy | None:
-        variables = self.session.variables
-        return variables if isinstance(variables, AdaptivePolicy) else None
-
-    @property
-    def _guarantee(self) -> ErrorBoundPolicy | None:
-        variables = self.session.variables
-        return variables if isinstance(variables, ErrorBoundPolicy) else None
+    def _policy(self) -> BitPolicy | None:
+        """The object that chooses the bits; None if they are fixed."""
+        return self.session.policy
 
     def __reduce__(self):
         raise InputError("a controller cannot be pickled: save its state_dict()")
@@ -228,20 +164,6 @@ class Controller:
     def __repr__(self) -> str:
         model = type(self.model).__name__ if self.model is not None else "a model that is gone"
         return f"Controller({model}, {counted(len(self.report.converted), 'module')} converted)"
-
-
-def _origin(state: Mapping) -> str:
-    """Of which policy or level a state is, as far as it tells."""
-    if "version" in state:
-        return (
-            f"of policy {printable(str(state['policy']))[:60]}"
-            if "policy" in state
-            else "of level L3 or above"
-        )
-    if any(each in state for each in SAMPLES):
-        return "of level L2.5"
-    strange = next(iter(state), None)
-    return "of a level below L3" if strange is None else f"with {shorten(strange)}"
 
 
 def _is_attached(session: Session, model: nn.Module) -> bool:

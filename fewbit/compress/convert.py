@@ -34,12 +34,12 @@ from fewbit.nn.base import Quantized
 from fewbit.nn.preactivation import PreActivation
 from fewbit.policies.adaptive import INTERVAL, AdaptivePolicy
 from fewbit.policies.budget import SizeProbe, bytes_of
+from fewbit.policies.error_bound.choices import Bound
 from fewbit.policies.error_bound.estimates import WINDOWS
 from fewbit.policies.error_bound.policy import INTERVAL as BOUND_INTERVAL
-from fewbit.policies.error_bound.policy import POLICY, Bound, ErrorBoundPolicy
-from fewbit.policies.probing import check_interval
+from fewbit.policies.error_bound.policy import POLICY, ErrorBoundPolicy
+from fewbit.policies.schedule import check_interval
 from fewbit.runtime.activations.tables import check_average, check_bits, plain_number
-from fewbit.runtime.codecs import DEFAULT as QUANT
 from fewbit.runtime.codecs import check_codec
 from fewbit.runtime.format.groups import GROUP_SIZE
 from fewbit.runtime.interop.bypass import Switch
@@ -53,7 +53,7 @@ from fewbit.runtime.interop.module_calls import (
     untold,
 )
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved.assignment import MOST, BitPolicy
+from fewbit.runtime.saved.assignment import MAX_BITS, BitPolicy
 from fewbit.runtime.saved.offload import Offload
 from fewbit.runtime.saved.session import PATH, Session, measuring
 
@@ -213,7 +213,7 @@ def compress_(
     else:
         level = _level(level, bits, budget)
         _check_fraction(level, bits, attention_bits)
-    usual = (MOST, MOST) if bound is not None else (LEVEL_BITS, ACTIVATION_BITS)
+    usual = (MAX_BITS, MAX_BITS) if bound is not None else (LEVEL_BITS, ACTIVATION_BITS)
     settings = Settings(
         usual[0] if bits is None else bits,
         usual[1] if activation_bits is None else activation_bits,
@@ -255,18 +255,17 @@ def compress_(
     if bound is not None:
         taking_part = _bounded_activations(model, settings, selection)
         own = bound, _names(model), interval, _channels(model), *taking_part
-        controller.session.variables = ErrorBoundPolicy(*own)
+        controller.session.policy = ErrorBoundPolicy(*own)
     elif settings.adapts:
         adaptation = AdaptivePolicy(settings.bits, _names(model), interval, elements, budget)
-        controller.session.variables = adaptation
-    how = _of_level(level, settings, interval) if bound is None else _of_bound(bound, interval)
-    notes, allocator = [how], None
+        controller.session.policy = adaptation
+    notes, allocator = [_policy_note(level, controller.session.policy)], None
     if settings.fuse is not None:
         notes.append(fused.note(model))
     if budget is not None:
         notes.append(f"budget: {amount(budget)} for the sample")
-        if settings.bits == MOST:
-            notes[-1] += f", more than {MOST} bits an element, the most that there are, need"
+        if settings.bits == MAX_BITS:
+            notes[-1] += f", more than {MAX_BITS} bits an element, the most that there are, need"
     if level in OFFLOADING:
         controller.session.contexts += (Offload(),)
     if level == "L5":
@@ -350,7 +349,7 @@ def convert(
         restore_(model)
         found, chosen, each = _selected(model, settings, *selection)
     between()
-    session = Session(variables=BitPolicy() if settings.is_mixed else None)
+    session = Session(policy=BitPolicy(settings.bits) if settings.is_mixed else None)
     rows = []
     inside = {
         id(child)
@@ -516,7 +515,7 @@ def _checked_budget(budget, level, bits, sample, model) -> int | None:
 
 
 def _bits_for(model, sample, budget: int) -> tuple[float, dict]:
-    """Return the average number of bits with which the model fits the budget, and the number of elements of each variable."""
+    """Return the average number of bits with which the model fits the budget, and the number of elements of each slot."""
     sizes = SizeProbe()
     with measuring(sizes):
         kept = sum(_by_op(model, sample).values())
@@ -554,17 +553,6 @@ def _check_alone(**given) -> None:
             raise InputError(f"expected no {name} with policy={POLICY!r}, got {name}={value!r}")
 
 
-def _of_bound(bound: Bound, interval: int) -> str:
-    """What the report says of it."""
-    unit = "channels of samples" if bound.by_channel else "samples"
-    how = f"bits by layers and {unit}" if bound.codec == QUANT else f"codec {bound.codec}"
-    return (
-        f"policy {POLICY}: e2 = {bound.e2:.4g}, {how}, {bound.window} of the last ten, found out {_every(interval)}; "
-        f"{MOST} bits before the first: what this report says holds for the first steps, later bits follow from the bound "
-        "(controller.bounds)"
-    )
-
-
 def _at_level(settings, level, *bits) -> Settings | None:
     """The settings at that level; None for L0. bits: those that were asked for."""
     if level == "L0":
@@ -576,20 +564,14 @@ def _at_level(settings, level, *bits) -> Settings | None:
     return settings
 
 
-def _of_level(level, settings, interval) -> str:
-    """What the report says of it."""
-    if not settings.is_mixed:
+def _policy_note(level: str | None, policy: BitPolicy | None) -> str:
+    """Return the report's note on the level or policy."""
+    if policy is None:
         return f"level {level}"
-    text = f"{settings.bits:.4g} bits on average, shared between samples"
-    if settings.adapts:
-        text += f" and layers, adapted {_every(interval)}"
+    note = f"{policy.kind if level is None else f'level {level}'}: {policy.describe()}"
     if level in OFFLOADING:
-        text += "; what is kept on a GPU goes to the host until the backward pass"
-    return f"level {level}: {text}"
-
-
-def _every(interval: int) -> str:
-    return "every step" if interval == 1 else f"every {interval} steps"
+        note += "; what is kept on a GPU goes to the host until the backward pass"
+    return note
 
 
 def _check_fuse(fuse, level, settings) -> None:

@@ -119,7 +119,7 @@ class FunctionSettings:
             return function(*args, **kwargs)
         bits = {"bits": self.activation_bits} if family == "activation" else {}
         session, named = self.quantizer.session, nullcontext()
-        if session is not None and session.variables is not None:
+        if session is not None and session.policy is not None:
             name = name_of_call(session.path(), ours.__name__)
             named = session.activation(name)
             if bits:

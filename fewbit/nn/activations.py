@@ -69,7 +69,7 @@ class _FewBit(Guarded):
         """function(input, *arguments), with what this module keeps; in a converted model it is known by its path there."""
         settings = {"bits": self._kept_bits, "table": self.table}
         session = None if torch.compiler.is_compiling() else vars(self).get(SESSION)
-        if session is None or session.variables is None or not self.training:
+        if session is None or session.policy is None or not self.training:
             return function(input, *arguments, **settings)
         path = vars(self)[PATH]
         if self.table is None:

@@ -122,12 +122,12 @@ def sharded(rank):
 
 def _adapt(rank, controller, run, first="conv"):
     """Both processes choose the same bits, in the same step, by what both have seen."""
-    adaptation = controller.session.variables
+    policy = controller.session.policy
     changed = []
     for number in range(1, 21):
-        before = adaptation.averages
+        before = policy.averages
         run(number)
-        if adaptation.averages is not before:
+        if policy.averages is not before:
             changed.append(number)
     both = [None, None]
     dist.all_gather_object(both, (changed, controller.allocation))
@@ -199,8 +199,8 @@ def _bounded(rank, module, controller, run, first="conv"):
     for number in range(1, 13):
         run(number)
     both = [None, None]
-    guarantee = controller.session.variables
-    learned = guarantee.averages, guarantee.activations, guarantee._monitored()
+    policy = controller.session.policy
+    learned = policy.averages, policy.activations, policy.monitored()
     dist.all_gather_object(both, (controller.bounds, learned))
     assert both[0] == both[1]
     rows = [row for row in controller.bounds if row.input is not None]

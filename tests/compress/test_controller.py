@@ -49,7 +49,7 @@ def test_numbers_of_any_type():
         model = MODELS["convnet"][0]()
         assert fewbit.compress_(model, bits, verbose=False).level == "L2"
     controller = fewbit.compress_(MODELS["convnet"][0](), np.float32(1.75), verbose=False)
-    assert controller.level == "L3" and controller.session.variables.bits == 1.75
+    assert controller.level == "L3" and controller.session.policy.bits == 1.75
 
 
 def test_the_report_says_level_and_budget(capsys):

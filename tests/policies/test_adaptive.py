@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.errors import InputError
-from fewbit.policies.adaptive import SLOTS, AdaptivePolicy
-from fewbit.runtime.saved.probe import RoundingEffect, VarianceProbe
+from fewbit.policies.adaptive import AdaptivePolicy, SlotVariance
+from fewbit.runtime.saved.probe import VarianceProbe
 
 
 def build(name="convnet", **options):
@@ -219,12 +219,11 @@ def test_refused(options, message):
 @pytest.mark.slow
 def test_steps_that_are_observed():
     model, controller, x = build(bits=2, interval=10)
-    adaptation = controller.session.variables
+    policy = controller.session.policy
     found = []
     for number in range(1, 31):
         y = model(x)
-        stage = adaptation._stage
-        if stage is not None:
+        if policy._run is not None:
             found.append(number)
         loss_of(y).backward()
     assert found == [1, 2, 4, 8, 10, 20, 30]
@@ -233,16 +232,16 @@ def test_steps_that_are_observed():
 def test_evaluation_and_the_meter_are_no_steps():
     model, controller, x = build(bits=2)
     step(model, x)
-    adaptation = controller.session.variables
+    policy = controller.session.policy
     fewbit.saved_bytes(model, x)
     model.eval()
     model(x)
     model.train()
     with torch.no_grad():
         model(x)
-    assert adaptation.step == 1 and not controller.allocation
+    assert policy.step == 1 and not controller.allocation
     step(model, x)
-    assert adaptation.step == 2 and controller.allocation
+    assert policy.step == 2 and controller.allocation
 
 
 def test_several_forwards_before_a_backward():
@@ -360,7 +359,7 @@ def changed(state, key, value):
         (lambda state: changed(state, "elements", 10**400), "variables[0].elements: expected a whole number from 0 to"),
         (lambda state: changed(state, "is_fixed", 1), "variables[0].is_fixed: expected true or false, got 1"),
         (lambda state: {**state, "variables": [*state["variables"], state["variables"][0]]}, "every input of a layer once"),
-        (lambda state: {**state, "turns": [["", 9, 9]]}, "turns[0]: expected each module once, and steps in order up to 2"),
+        (lambda state: {**state, "turns": [["", 9, 9]]}, "turns[0]: expected steps in order up to 2"),
         (lambda state: {**state, "bits": 9.0}, "bits: expected a number from 1 to 8, got 9.0"),
         (lambda state: {**state, "extra": 1}, "state: expected no other field than version, step"),
         (lambda state: {key: state[key] for key in state if key != "due"}, "due: expected a value, got none"),
@@ -400,7 +399,7 @@ def test_copies_adapt_by_themselves(again):
     step(model, x)
     assert averages(controller) == before
     session = next(each.quantizer.session for each in other.modules() if hasattr(each, "quantizer"))
-    assert session.variables.step == 10 and session.variables.averages
+    assert session.policy.step == 10 and session.policy.averages
 
 
 def test_restored():
@@ -415,18 +414,18 @@ def test_restored():
 # -- several processes -------------------------------------------------------------------------------------
 
 
-def test_tables_between_processes():
-    """A vector of fixed size; what one process has not seen comes from the other."""
-    adaptations = [AdaptivePolicy(2, ["a", "b", "c"]) for _ in range(2)]
-    a, b, c = (
-        RoundingEffect(2.5, False, 100 * i, 8, 3.0 * i, 4.0 * i, [float(i)] * 16) for i in (1, 2, 3)
-    )
-    c.is_fixed, c.samples, c.spread, c.is_known = True, 0, None, False
-    seen = {("a", 0): a, ("b", 2): b}, {("a", 0): a, ("c", 1): c, ("unknown", 0): a}
-    tables = [each._table(mine) for each, mine in zip(adaptations, seen, strict=True)]
-    assert {each.shape for each in tables} == {(3 * SLOTS * 25,)}
-    assert adaptations[0]._of_table(sum(tables)) == {
-        ("a", 0): RoundingEffect(2.5, False, 200, 8, 6.0, 8.0, [2.0] * 16),
+def slot(name, number, elements, sensitivity, at_one, spread=None):
+    return SlotVariance(name, number, 2.5, False, True, elements, 8, sensitivity, at_one, spread)
+
+
+def test_results_of_processes_are_merged():
+    """What one process has not seen comes from the other."""
+    a = slot("a", 0, 100, 3.0, 4.0, (1.0,) * 16)
+    b = slot("b", 2, 200, 6.0, 8.0, (2.0,) * 16)
+    c = replace(slot("c", 1, 300, 9.0, 12.0), is_fixed=True, is_known=False, samples=0)
+    first, second = {("a", 0): a, ("b", 2): b}, {("a", 0): a, ("c", 1): c}
+    assert AdaptivePolicy(2, "abc").merge([first, second]) == {
+        ("a", 0): slot("a", 0, 200, 6.0, 8.0, (2.0,) * 16),
         ("b", 2): b,
         ("c", 1): c,
     }
@@ -476,9 +475,7 @@ def test_magnitudes_are_squared_norms_of_gradients():
     y = model(x)
     grad = torch.randn(y.shape)
     y.backward(grad)
-    (first, second) = (
-        controller.session.variables.magnitudes._tables[name, 0] for name in ("0", "2")
-    )
+    (first, second) = (controller.session.policy.magnitudes._tables[name, 0] for name in ("0", "2"))
     expected = grad.view(5, -1).square().sum(1)
     torch.testing.assert_close(second[:5], expected)
     below = (grad @ model[2].weight).view(5, -1).square().sum(1)
@@ -489,7 +486,7 @@ def test_magnitudes_are_squared_norms_of_gradients():
     )  # whatever tells them apart takes no more room than others
     model(x[:3]).backward(grad[:9])
     assert controller.state_dict()["numbers"].tolist() == [4, 0, 9, 2, 3, 10**12, -9]
-    (table, _) = controller.session.variables.magnitudes._tables.values()
+    (table, _) = controller.session.policy.magnitudes._tables.values()
     assert len(table) <= 10 and table[3].item() != pytest.approx(below[3].item())
 
 
@@ -500,10 +497,10 @@ def test_numbers_are_for_one_forward_and_resumed():
     step(model, x)
     step(model, 100 * x)  # not numbered: leaves no trace
     state = controller.state_dict()
-    before = copy.deepcopy(controller.session.variables.magnitudes._tables)
+    before = copy.deepcopy(controller.session.policy.magnitudes._tables)
     model, controller, x = build(bits=2)
     controller.load_state_dict(state)
-    after = controller.session.variables.magnitudes._tables
+    after = controller.session.policy.magnitudes._tables
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)
     fewbit.saved_bytes(model, x)
@@ -572,37 +569,37 @@ def test_a_budget_resumes_with_the_bits_that_it_came_to():
     state["bits"] *= 0.9
     model, other, x = build("convnet", budget="60 KiB", sample=sample)
     other.load_state_dict(state)
-    assert other.session.variables.bits == state["bits"]
+    assert other.session.policy.bits == state["bits"]
     model, other, x = build("convnet", budget="50 KiB", sample=sample)
     other.load_state_dict(state)
-    assert other.session.variables.bits != state["bits"]
+    assert other.session.policy.bits != state["bits"]
 
 
 def test_what_was_known_is_taken_at_the_scale_of_what_is_seen():
     """Losses may be scaled, by ever other factors: only relations count."""
-    adaptation = AdaptivePolicy(2, "abc")
-    first = {(name, 0): RoundingEffect(2.0, False, 1024, 8, size, size) for name, size in zip("abc", (1.0, 2.0, 4.0), strict=True)}  # fmt: skip
-    adaptation._learn(first)
-    before = adaptation.averages
+    policy = AdaptivePolicy(2, "abc")
+    first = {(name, 0): slot(name, 0, 1024, 2.0**i, 2.0**i) for i, name in enumerate("abc")}
+    policy.take_in(first)
+    before = policy.averages
     scaled = {
         name: replace(each, sensitivity=2**16 * each.sensitivity, at_one=2**16 * each.at_one)
         for name, each in first.items()
         if name[0] != "c"
     }
-    adaptation._learn(scaled)
-    assert adaptation.averages == before
-    assert adaptation.seen["c", 0].sensitivity == 2**18
+    policy.take_in(scaled)
+    assert policy.averages == before
+    assert policy.knowledge.slots["c", 0].sensitivity == 2**18
 
 
 def test_a_model_that_processes_trained_together_goes_on_alone():
     model, controller, x = build(bits=2)
-    controller.session.variables._is_joint = True  # as after steps of several processes
+    controller.session.policy._is_joint = True  # as after steps of several processes
     other = pickle.loads(pickle.dumps(model))
     step(other, x), step(other, x)
     step(model, x), step(model, x)  # there are no such processes any more
-    assert controller.session.variables.step == 2
+    assert controller.session.policy.step == 2
     (session,) = {module.quantizer.session for module in other.modules() if hasattr(module, "quantizer")}  # fmt: skip
-    assert session.variables.step == 2 and session.variables.averages
+    assert session.policy.step == 2 and session.policy.averages
 
 
 def test_tiny_tensors_keep_to_the_average():

@@ -148,7 +148,7 @@ def test_a_model_around_a_compressed_one_takes_it_over():
 
 
 def test_a_graph_that_is_kept():
-    """Passes through a graph after its observation was taken in change nothing."""
+    """Passes through a graph after its measurement was taken in change nothing."""
     model, controller, x = build(bits=2)
     kept = loss_of(model(x))
     kept.backward(retain_graph=True)
@@ -282,7 +282,7 @@ def test_several_threads():
     for each in threads:
         each.join()
     assert not errors
-    assert controller.session.variables.step == 36
+    assert controller.session.policy.step == 36
     # No gradient of a thread's is lost, or another's: those of biases are exact.
     for first in (0, 100, 200):
         for i in range(12):
@@ -298,7 +298,7 @@ def test_several_threads():
 
 
 def test_an_empty_batch():
-    """Has gradients of 0, and says nothing to an observation."""
+    """Has gradients of 0, and says nothing to a measurement."""
     torch.manual_seed(0)
     model = mlp()
     controller = compressed(model)
@@ -310,7 +310,7 @@ def test_an_empty_batch():
         step(model, normal((8, 64), scale=1.0))
         shapes = {(row.elements, row.samples) for row in controller.allocation}
         assert shapes == ({(8 * 64, 8)} if i else set())
-    assert controller.session.variables.step == 12
+    assert controller.session.policy.step == 12
     assert controller.state_dict().keys().isdisjoint({"magnitudes", "numbers"})
 
 
@@ -408,7 +408,7 @@ def test_gradients_that_are_not_finite_leave_magnitudes_alone():
     for scale in (1.0, float("inf"), 1.0):
         controller.number_samples(range(8))
         (model(x) * scale).square().sum().backward()
-    tables = controller.session.variables.magnitudes._tables
+    tables = controller.session.policy.magnitudes._tables
     assert all(each[:8].isfinite().all() for each in tables.values())
 
 
@@ -479,7 +479,7 @@ def test_a_sample_without_tensors_to_choose_for():
         fewbit.compress_(model, budget="6 GiB", sample=normal((8, 64)), verbose=False)
 
 
-def test_softmax_and_its_logarithm_are_two_variables():
+def test_softmax_and_its_logarithm_are_two_slots():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()

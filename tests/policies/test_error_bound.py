@@ -132,7 +132,7 @@ def test_a_larger_bound_takes_fewer_bytes(name):
     assert found[0] < 0.6 * fewbit.saved_bytes(model, x).total
 
 
-def test_bits_before_the_first_observation():
+def test_bits_before_the_first_measurement():
     model, controller, x = build()
     plain = MODELS["convnet"][0]()
     fewbit.compress_(plain, 8, level="L2.5", activation_bits=8, attention_bits=8, verbose=False)
@@ -189,11 +189,11 @@ def test_smaller_batches_do_not_lose_bits_to_rounding():
     (row,) = controller.bounds
     assert row.bits % 1
     for samples in (16, 5, 1):
-        plan = controller.session.variables.plan((x[:samples],))
-        variable = plan.of(("0", 0), 8, False)
-        assert row.bits * samples <= variable.total(samples) < row.bits * samples + 1
-        assert variable.uniform() == math.ceil(row.bits)
-    given = plan.of(("0", 0), 2.5, True)
+        assignment = controller.session.policy.assign((x[:samples],))
+        slot = assignment.slot(("0", 0), 8, False)
+        assert row.bits * samples <= slot.total(samples) < row.bits * samples + 1
+        assert slot.uniform() == math.ceil(row.bits)
+    given = assignment.slot(("0", 0), 2.5, True)
     assert (given.total(1), given.uniform()) == (2, 2)
 
 
@@ -364,7 +364,7 @@ def test_steps_that_are_observed():
     observed = []
     for number in range(1, 31):
         y = model(x)
-        if controller.session.variables._stage is not None:
+        if controller.session.policy._run is not None:
             observed.append(number)
         loss_of(y).backward()
     assert observed == [1, 2, 4, 8, 10, 20, 30]
@@ -379,26 +379,28 @@ def test_evaluation_and_the_meter_are_no_steps():
     model.train()
     with torch.no_grad():
         model(x)
-    guarantee = controller.session.variables
-    assert guarantee.step == 1 and not controller.bounds
+    policy = controller.session.policy
+    assert policy.step == 1 and not controller.bounds
     step(model, x)
-    assert guarantee.step == 2 and controller.bounds
+    assert policy.step == 2 and controller.bounds
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_observed_step_is_the_same_step(name):
-    """With an observation at each step, and at none of the last."""
+    """With a measurement at each step, and at none of the last."""
     found = []
     for interval in (1, 10**6):
         model, controller, x = build(name, interval=interval)
         for seed in range(3):
             torch.manual_seed(seed)
             step(model, x)
-        guarantee = controller.session.variables
-        guarantee._learned, before = (lambda: None), guarantee._learned()
-        del guarantee._learned
-        found.append((before[0], [each.grad.clone() for each in model.parameters()]))
-    # The third step has an observation with interval=1 only; both go by those of the first two.
+        found.append(
+            (
+                controller.session.policy.knowledge,
+                [each.grad.clone() for each in model.parameters()],
+            )
+        )
+    # The third step has a measurement with interval=1 only; both go by those of the first two.
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
@@ -406,7 +408,7 @@ def test_an_observed_step_is_the_same_step(name):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("codec", ["quant", "quant+zvc"])
 def test_checkpointed_regions_are_made_again_as_they_were(codec, reentrant):
-    """Also with an observation, and other batch sizes, between a forward and its backward, and functions as regions."""
+    """Also with a measurement, and other batch sizes, between a forward and its backward, and functions as regions."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -485,7 +487,7 @@ def test_steps_without_a_finite_gradient_say_nothing():
     before = controller.bounds
     for _ in range(6):
         step(model, x, scale=float("inf"))
-    assert controller.session.variables.step == 9 and controller.bounds == before
+    assert controller.session.policy.step == 9 and controller.bounds == before
 
 
 def test_a_scale_of_the_loss_changes_no_bits():
@@ -533,7 +535,7 @@ def test_copies_go_on_by_themselves(again):
     assert bits(controller) == before
     session = next(each.quantizer.session for each in other.modules() if hasattr(each, "quantizer"))
     assert session is not controller.session
-    assert session.variables.step == 10 and session.variables.averages
+    assert session.policy.step == 10 and session.policy.averages
 
 
 def test_restored():
@@ -592,7 +594,7 @@ def test_a_warning_when_gradients_exceed_it(monkeypatch):
     torch.manual_seed(0)
     model, x = make(), normal(shape, scale=1.0)
     controller = bounded(model, e2=0.05, interval=1)
-    monkeypatch.setattr(type(controller.session.variables), "_choice", _one_bit)
+    monkeypatch.setattr("fewbit.policies.error_bound.choices.choose_bits", _one_bit)
     with pytest.warns(
         BoundWarning, match=r"E\|g\^\|\^2 / E\|g\|\^2 is .*, above 1 \+ e2 = 1\.05; most in 0 "
     ) as found:
@@ -624,11 +626,10 @@ def test_what_is_kept_exactly_counts_in_the_ratio():
     assert controller.bounds.ratio == 1
 
 
-def _one_bit(self, known):
-    from fewbit.policies.error_bound.policy import Choice
+def _one_bit(slot, bound):
+    from fewbit.policies.error_bound.choices import BitChoice
 
-    dx2, demand = known.deciding(self.bound.e2, self.bound.window)
-    return Choice(1.0, dx2, demand)
+    return BitChoice(1.0, *slot.deciding(bound.e2, bound.window))
 
 
 def test_exact_values_are_let_go_of():
@@ -636,11 +637,11 @@ def test_exact_values_are_let_go_of():
     model, controller, x = build(interval=1)
     step(model, x), step(model, x)
     loss = loss_of(model(x))
-    observation = controller.session.variables._stage.what
-    assert any(each.exact is not None for each in observation._exact)
+    probe = controller.session.policy._run.probe
+    assert any(each.exact is not None for each in probe._exact)
     loss.backward(retain_graph=True)  # so that the graph holds them on
-    assert observation.monitored and observation.has_run() and len(observation._exact)
-    assert all(each.exact is None for each in observation._exact)
+    assert probe.monitored and probe.has_run() and len(probe._exact)
+    assert all(each.exact is None for each in probe._exact)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------

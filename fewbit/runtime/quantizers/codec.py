@@ -1,4 +1,4 @@
-"""What keeps a variable in place of the group quantizer, where the plan of a forward says so."""
+"""Codecs that save a slot's tensor instead of the group quantizer, if the forward's bit assignment says so."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fewbit.runtime.saved import probe as observation
+from fewbit.runtime.saved import probe as probes
 
 
 class Keeper(Protocol):
@@ -53,12 +53,12 @@ class CodecSpec(NamedTuple):
         return self.place.samples
 
     @property
-    def variable(self):
-        return self.place.variable
+    def slot(self):
+        return self.place.slot
 
-    def of(self, variable) -> CodecSpec:
-        """For that variable."""
-        return self._replace(place=self.place.of(variable))
+    def with_slot(self, slot) -> CodecSpec:
+        """Return the spec of a tensor of that slot."""
+        return self._replace(place=self.place.with_slot(slot))
 
     def used_by(self, name: str) -> CodecSpec:
         """For another layer, of that name."""
@@ -66,7 +66,7 @@ class CodecSpec(NamedTuple):
 
     def restore(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         """The values, in the dtype that is asked for, its own unless given; affine: as for `QuantizedTensorSpec.restore`."""
-        values = observation.restored(self.exactly(tensors), self, tensors[0])
+        values = probes.restored(self.exactly(tensors), self, tensors[0])
         scale, shift, _ = affine or (None, None, None)
         if scale is not None:
             values.mul_(scale)
@@ -75,5 +75,5 @@ class CodecSpec(NamedTuple):
         return values.to(dtype or self.dtype)
 
     def exactly(self, tensors) -> torch.Tensor:
-        """What was kept, whatever an observation tries."""
+        """What was kept, whatever a probe tries."""
         return self.inner.restore(tensors).to(self.dtype)

@@ -23,7 +23,7 @@ from fewbit.runtime.interop.tensor_kinds import (
 from fewbit.runtime.ops import quantizer_ops as quantizer_ops
 from fewbit.runtime.quantizers.codec import CodecSpec, Keeper
 from fewbit.runtime.saved import offload
-from fewbit.runtime.saved import probe as observation
+from fewbit.runtime.saved import probe as probes
 from fewbit.runtime.saved.assignment import COMPILED, REENTRANT, TensorSlot
 from fewbit.runtime.saved.min_dtype import MinDtypeSelector
 from fewbit.runtime.saved.session import Session, current, in_backward, in_checkpoint
@@ -40,7 +40,7 @@ class QuantizedTensorSpec(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     samples: int | None = None  # where each has bits of its own
-    variable: TensorSlot | None = None  # that this was kept for, where bits are not fixed
+    slot: TensorSlot | None = None  # that this was kept for, if bits are not fixed
 
     @property
     def count(self) -> int:
@@ -58,7 +58,7 @@ class QuantizedTensorSpec(NamedTuple):
             return self._restore(tensors, dtype or self.dtype)
         plain = all(each is None or is_plain(each) for each in (*tensors, *vectors))
         fits = plain and inner is not None and self.dtype == torch.float32 and self._maps()
-        if fits and not observation.is_changed(self):
+        if fits and not probes.is_changed(self):
             return self._restore(tensors, dtype or self.dtype, (*map(flat, vectors), inner))
         scale, shift = vectors
         values = self.restore(tensors)
@@ -68,24 +68,24 @@ class QuantizedTensorSpec(NamedTuple):
             values.add_(shift)
         return in_dtype(values, dtype or self.dtype)
 
-    def of(self, variable: TensorSlot) -> QuantizedTensorSpec:
-        """For that variable."""
-        return self._replace(variable=variable)
+    def with_slot(self, slot: TensorSlot) -> QuantizedTensorSpec:
+        """Return the spec of a tensor of that slot."""
+        return self._replace(slot=slot)
 
     def used_by(self, name: str) -> QuantizedTensorSpec:
         """For another layer, of that name."""
-        variable = self.variable
-        if variable is None or variable.rounding is None or variable.name[0] == name:
+        slot = self.slot
+        if slot is None or slot.rounding is None or slot.name[0] == name:
             return self
-        return self._replace(variable=variable._replace(user=name))
+        return self._replace(slot=slot._replace(user=name))
 
     def exactly(self, tensors) -> torch.Tensor:
-        """What was kept, whatever an observation tries."""
+        """What was kept, whatever a probe tries."""
         return self._values(tensors, self.dtype, None)
 
     def _restore(self, tensors, dtype, affine=None):
         values = self._values(tensors, dtype, affine)
-        return observation.restored(values, self, tensors[0])
+        return probes.restored(values, self, tensors[0])
 
     def _values(self, tensors, dtype, affine):
         packed, ranges, *widths = tensors
@@ -130,7 +130,7 @@ class SavedTensors(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """A tensor x, what is kept of it or of what `normalize` makes of it, and how: for observations."""
+    """A tensor x, what is kept of it or of what `normalize` makes of it, and how: for probes."""
 
     x: torch.Tensor
     tensors: tuple[torch.Tensor, ...]
@@ -180,7 +180,7 @@ class Quantizer:
 
     bits: 1 to 8. group_size: a multiple of 32. minimum: "auto" (float32 where a tensor's offset asks for
     it), "bfloat16" or "float32". session: what the layers of a converted model share, or None. name: of the
-    layer in there. average: bits where the model's variables share them between samples (bits); is_fixed: whether
+    layer in there. average: bits where the model's policy shares them between samples (bits); is_fixed: whether
     that is not to change. fuse: norms keep fixed-point copies, which the layers after them share. Raises InputError
     for anything else.
     """
@@ -252,7 +252,7 @@ class Quantizer:
         if kept is None:
             kept = self._keep(x, x.dtype, slot, activation=activation)
             self.session.add(x, self.key, kept)
-        elif self._variables is not None:
+        elif self._policy is not None:
             kept = kept._replace(recipe=kept.recipe.used_by(self.name))
         return kept
 
@@ -291,60 +291,60 @@ class Quantizer:
             wide, ask = self._on_device()
         settings = self.group_size, wide, normalize
         seed = self._seed(x, slot, activation)
-        if self._variables is None:
+        if self._policy is None:
             tensors = quantizer_ops.quantize(x, seed, self.bits, *settings)
             recipe = self._recipe(x, dtype, self.bits)
         else:
-            tensors, recipe = self._keep_variable(x, seed, dtype, slot, settings, given or x.dtype)
+            tensors, recipe = self._keep_slot(x, seed, dtype, slot, settings, given or x.dtype)
         offload.mark(*tensors)
         if ask:
             self._offset.ask(tensors[1])
         return SavedTensors(tensors, recipe)
 
-    def _keep_variable(self, x, seed, dtype, slot, settings, given):
-        plan = self.session.plan(x)
-        variable = plan.of((self.name, slot), self.average, self.is_fixed)
-        samples = plan.samples_of(x, self.name if slot == 0 else "")
-        bits, sensitivities = variable.uniform(), None
-        recipe = self._recipe(x, dtype, bits, samples, variable)
-        keeper = plan.keeper(variable)
+    def _keep_slot(self, x, seed, dtype, slot, settings, given):
+        assignment = self.session.assignment(x)
+        tensor_slot = assignment.slot((self.name, slot), self.average, self.is_fixed)
+        samples = assignment.samples_of(x, self.name if slot == 0 else "")
+        bits, sensitivities = tensor_slot.uniform(), None
+        recipe = self._recipe(x, dtype, bits, samples, tensor_slot)
+        keeper = assignment.codec(tensor_slot)
         if keeper is not None:
             tensors, recipe = _kept_by(keeper, x, seed, recipe, settings, given)
-            if samples is not None and plan.observation is not None:
-                sensitivities = quantizer_ops.sensitivities(x, variable, samples, *settings)
+            if samples is not None and assignment.probe is not None:
+                sensitivities = quantizer_ops.sensitivities(x, tensor_slot, samples, *settings)
         elif samples is None:
             tensors = quantizer_ops.quantize(x, seed, bits, *settings)
         else:
             *tensors, sensitivities = quantizer_ops.quantize_samples(
-                x, seed, variable, samples, *settings
+                x, seed, tensor_slot, samples, *settings
             )
-        observation = plan.observation
-        if x.numel() and (observation is not None or plan.unobserved):
-            self._tell_unobserved(plan, variable)
-        if observation is not None and x.numel() and not in_backward():
+        probe = assignment.probe
+        if x.numel() and (probe is not None or assignment.unobserved):
+            self._report_unobserved(assignment, tensor_slot)
+        if probe is not None and x.numel() and not in_backward():
             widening = 0
             if self.minimum == "auto" and keeper is None:
                 widening = groups.widening(tensors[1])
             rounded = Rounded(x.detach(), tuple(tensors), recipe, *settings)
             # Nothing here is to be replaced: the mode of functions would be asked often.
             with torch._C.DisableTorchFunction():
-                observation.kept(variable, x.numel(), sensitivities, widening)
-                found = observation.rounding(variable, rounded)
-            recipe = recipe.of(variable._replace(rounding=found))
+                probe.record_saved(tensor_slot, x.numel(), sensitivities, widening)
+                found = probe.record_rounding(tensor_slot, rounded)
+            recipe = recipe.with_slot(tensor_slot._replace(rounding=found))
         return tuple(tensors), recipe
 
-    def _tell_unobserved(self, plan, variable) -> None:
-        """Where what is kept now is not what the forward's observation has seen, or there is none."""
-        why, seen = plan.unobserved, getattr(plan.observation, "variables", None)
-        if seen is not None and in_backward() and variable.name not in seen:
-            why = REENTRANT
-        if why and not variable.is_fixed:
-            self._variables.unobserved(self.name, why)
+    def _report_unobserved(self, assignment, slot) -> None:
+        """Tell the policy if the forward pass has no probe, or its probe has not seen the tensor that is saved now."""
+        reason, probe = assignment.unobserved, assignment.probe
+        if probe is not None and in_backward() and not probe.knows(slot.name):
+            reason = REENTRANT
+        if reason and not slot.is_fixed:
+            self._policy.report_unobserved(self.name, reason)
 
     @property
-    def _variables(self):
-        """Those of the model, or None where bits are fixed."""
-        return None if self.session is None else self.session.variables
+    def _policy(self):
+        """The model's policy, or None if bits are fixed."""
+        return None if self.session is None else self.session.policy
 
     def _on_device(self) -> tuple[bool, bool]:
         """Whether a tensor on a GPU has float32 minimums, and whether to ask on its account for later ones."""
@@ -358,7 +358,7 @@ class Quantizer:
         run(seed, bits, group_size, wide): writes y; returns codes and (packed, ranges, spread), or None where
         it cannot. y: a plain tensor, samples outermost. Of a tensor with a large offset nothing is kept here.
         """
-        if self._variables is not None:
+        if self._policy is not None:
             return None
         seed = self.session.seed_of_result(y, self.key)
         made = run(seed, self.bits, self.group_size, self.minimum == "float32")
@@ -374,7 +374,7 @@ class Quantizer:
     def key(self) -> tuple:
         """Layers with equal keys can share what they keep."""
         bits = self.bits
-        if self._variables is not None:
+        if self._policy is not None:
             bits = self.average if self.is_fixed else None
         return bits, self.group_size, self.minimum
 
@@ -428,15 +428,15 @@ def _kept_by(keeper: Keeper, x, seed, recipe: QuantizedTensorSpec, settings, giv
 def _tell_traced(context) -> None:
     """Runs while torch.compile traces `Quantizer._traced`, and leaves nothing in what it makes.
 
-    context: a ComptimeContext. Where there are other compilers, or later ones keep variables otherwise, nothing is told.
+    context: a ComptimeContext. Where there are other compilers, or later ones keep locals otherwise, nothing is told.
     """
     own = context.get_local("self")
     tracked = getattr(own, "_i_will_not_complain_if_bc_breaks_VariableTracker", lambda: None)()
     quantizer = getattr(tracked, "value", None)
     if not isinstance(quantizer, Quantizer) or "session" not in vars(quantizer):
         return  # one that is made in what is traced is not there yet
-    if quantizer._variables is not None and not quantizer.is_fixed:
-        quantizer._variables.unobserved(quantizer.name, COMPILED)
+    if quantizer._policy is not None and not quantizer.is_fixed:
+        quantizer._policy.report_unobserved(quantizer.name, COMPILED)
 
 
 def _is_one_memory(x, other) -> bool:

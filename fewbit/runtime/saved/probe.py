@@ -1,4 +1,4 @@
-"""What rounding each variable adds to the variance of a model's gradient, found out in one backward pass.
+"""What rounding each slot adds to the variance of a model's gradient, found out in one backward pass.
 
 Theorem 3 of ActNN (long version, section 3) is a sum over the tensors that are kept: what rounding one of them adds
 to the gradients of the parameters of its own layer and, where the gradient of the layer's input depends on it, of
@@ -18,7 +18,7 @@ Noise from different sources is uncorrelated, so that sums of squares add up alo
     S(node) = sum over its parameters of gain[p]  +  sum over its edges of gain[e] S(node below e)
 
 rounding the tensor adds  sum of own[p] + sum of out[e] S(node below e)  in all (docs/controller.md). That is found
-out for 1 bit, and for the bits that the variable has or 2: in between what 1 bit adds is least like the rest.
+out for 1 bit, and for the bits that the slot has or 2: in between what 1 bit adds is least like the rest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fewbit.runtime.interop.interrupts import afterwards
 from fewbit.runtime.interop.tensor_kinds import is_plain
 
 SPREAD = 16
-"""Parts that a variable's samples are remembered in, by what they share bits by."""
+"""Parts that a slot's samples are remembered in, by what they share bits by."""
 LEVELS = (1, 2)
 """Bits for which rounding is measured. The noise of more bits is as that of 2, but smaller."""
 MOST_EARLIER = 1024
@@ -53,7 +53,7 @@ _running = threading.local()
 
 @dataclass
 class RoundingEffect:
-    """Of one variable in one forward and its backward.
+    """Of one slot in one forward and its backward.
 
     average: bits it had, fixed or not. elements: of all its tensors. samples: that share its bits, 0 where they do
     not. sensitivity: the variance that rounding adds, times (2^bits - 1)^2; 0 where no gradient came by. at_one: the
@@ -75,7 +75,7 @@ class RoundingEffect:
 
 @dataclass
 class _Noise:
-    """Norms by edge of what noise in a variable does. is_own: in the layer itself, which the one below takes over."""
+    """Norms by edge of what noise in a slot does. is_own: in the layer itself, which the one below takes over."""
 
     name: tuple[str, int]
     level: int
@@ -88,7 +88,7 @@ class _Noise:
 class _Node:
     """Of the graph. below: by edge the number of a node, _PARAMETER or _NOTHING. exists: whether an edge leads on.
 
-    arriving, leaving: norms of a gradient and, by edge, of what it becomes. handed: (variable's name, level, scale,
+    arriving, leaving: norms of a gradient and, by edge, of what it becomes. handed: (slot's name, level, scale,
     noise) from the layer above.
     """
 
@@ -109,11 +109,11 @@ class VarianceProbe:
     """
 
     def __init__(self, seed: int):
-        self.variables: dict[tuple, RoundingEffect] = {}
+        self.slots: dict[tuple, RoundingEffect] = {}
         self.is_void = False
         self._seed = seed
         self._generators = {}
-        self._reached_within = set()  # names of variables, by a backward pass in the forward
+        self._reached_within = set()  # names of slots, by a backward pass in the forward
         self._nodes: list[_Node] = []
         self._hooks = []  # of those nodes
         self._is_open = True
@@ -125,17 +125,12 @@ class VarianceProbe:
 
     # -- in the forward ----------------------------------------------------------------------------------
 
-    def kept(self, variable, elements: int, sensitivities=None, widening: int = 0) -> None:
-        """A tensor of that variable was kept.
-
-        sensitivities: (samples,) float32, by which samples share bits, if they do. widening: bytes by which it grows
-        where its minimums become float32.
-        """
+    def record_saved(
+        self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0
+    ) -> None:
         if not self._is_open:
             return
-        seen = self.variables.setdefault(
-            variable.name, RoundingEffect(variable.average, variable.is_fixed)
-        )
+        seen = self.slots.setdefault(slot.name, RoundingEffect(slot.average, slot.is_fixed))
         seen.elements += elements
         if sensitivities is not None:
             seen.samples = len(sensitivities)
@@ -145,14 +140,17 @@ class VarianceProbe:
                 spread = seen.spread + spread.to(seen.spread.device)
             seen.spread = spread
 
-    def rounding(self, variable, rounded) -> dict[int, torch.Tensor] | None:
+    def record_rounding(self, slot, record) -> dict[int, torch.Tensor] | None:
         """{level: (samples,) variance of an element} of a tensor that is kept, if that is to be known.
 
-        rounded: a `quantizer.Rounded`.
+        record: a `quantizer.Rounded`.
         """
         if not self._is_open:
             return None
-        return {level: rounded.variance(level, self._generator) for level in LEVELS}
+        return {level: record.variance(level, self._generator) for level in LEVELS}
+
+    def knows(self, name: tuple[str, int]) -> bool:
+        return name in self.slots
 
     def watch(self, outputs) -> None:
         """Follows the backward pass from those results of the forward: tensors, in any nest of containers."""
@@ -194,7 +192,7 @@ class VarianceProbe:
 
     def _attach(self, node, number) -> None:
         if _is_function(node):
-            # A graph below this forward may be followed by other observations too.
+            # A graph below this forward may be followed by other probes too.
             others = (each for each in getattr(node, _OBSERVED, ()) if each[0]._is_open)
             setattr(node, _OBSERVED, (*others, (self, number)))
         self._hooks.append(node.register_hook(partial(self._passed, number)))
@@ -216,35 +214,35 @@ class VarianceProbe:
             self._runs = True
             torch.autograd.Variable._execution_engine.queue_callback(_End(self))
 
-    def reached(self, variables) -> None:
+    def reached(self, slots) -> None:
         """A backward pass restores those, in a layer that is not probed.
 
         One within the forward is no part of the step's: then what the step's says of them counts.
         """
-        names = {each.name for each in variables} & self.variables.keys()
+        names = {each.name for each in slots} & self.slots.keys()
         if not self._is_open:
             return
         if self._is_watching:
             for name in names:
-                self.variables[name].is_known = False
+                self.slots[name].is_known = False
         else:
             self._reached_within |= names
 
-    def probe(self, number: int, backward, context, grads, results, variables) -> None:
-        """Runs a layer's backward again, with noise in those variables that it restores, and in `grads`."""
+    def probe(self, number: int, backward, context, grads, results, slots) -> None:
+        """Runs a layer's backward again, with noise in those slots that it restores, and in `grads`."""
         node = self._nodes[number]
         results = by_edge(context, results)
         self.is_void |= any(each is not None and each.is_sparse for each in grads)
         if not (self._is_open and self._can_measure((*grads, *results))):
             return
         node.noise, handed, node.handed = [], node.handed, []
-        for variable in variables:
-            if variable.rounding is None or variable.name not in self.variables:
+        for slot in slots:
+            if slot.rounding is None or slot.name not in self.slots:
                 continue
             for level in LEVELS:
-                with Restoring(variable, level, self).running():
+                with Restoring(slot, level, self).running():
                     noisy = by_edge(context, backward(context, *grads))
-                self._add(node, variable, level, results, noisy)
+                self._add(node, slot, level, results, noisy)
         if len(grads) == 1:
             while handed:
                 name, level, scale, change = handed.pop()
@@ -265,8 +263,8 @@ class VarianceProbe:
         )
         return not self.is_void
 
-    def _add(self, node, variable, level, exact, noisy) -> None:
-        scale, norms = _levels(variable, level) ** 2, []
+    def _add(self, node, slot, level, exact, noisy) -> None:
+        scale, norms = _levels(slot, level) ** 2, []
         for at, below in enumerate(node.below):
             change = _difference(exact[at], noisy[at])
             noisy[at] = None
@@ -274,9 +272,9 @@ class VarianceProbe:
             if change is not None and below >= 0 and self._nodes[below].is_layer:
                 # (Two of these wait at a time: half the room, and noise needs no more.)
                 noise = change.bfloat16() if change.dtype == torch.float32 else change
-                self._nodes[below].handed.append((variable.name, level, scale, noise))
+                self._nodes[below].handed.append((slot.name, level, scale, noise))
             del change
-        node.noise.append(_Noise(variable.name, level, scale, norms, True))
+        node.noise.append(_Noise(slot.name, level, scale, norms, True))
 
     def _ends(self) -> None:
         """At the end of a backward pass."""
@@ -293,12 +291,12 @@ class VarianceProbe:
         for node in self._nodes:
             node.handed = []
 
-    def noise(self, rows: torch.Tensor, variable, level: int) -> torch.Tensor:
+    def noise(self, rows: torch.Tensor, slot, level: int) -> torch.Tensor:
         """As rounding restored values (samples, features) has, on average over each sample; float32."""
-        variance = variable.rounding[level].nan_to_num(0.0)
+        variance = slot.rounding[level].nan_to_num(0.0)
         if len(variance) != len(rows):
             variance = variance.mean().expand(len(rows))
-        deviation = variance.sqrt() * ((2**level - 1) / _levels(variable, level))
+        deviation = variance.sqrt() * ((2**level - 1) / _levels(slot, level))
         return self._uniform(rows).sub_(0.5).mul_(deviation[:, None] * math.sqrt(12))
 
     def _with_signs(self, grad):
@@ -337,7 +335,7 @@ class VarianceProbe:
         self._arrival = self._sent()
 
     def _sent(self) -> AsyncHostCopy:
-        spreads = [each.spread for each in self.variables.values() if each.spread is not None]
+        spreads = [each.spread for each in self.slots.values() if each.spread is not None]
         return AsyncHostCopy([*self._measured(), *spreads])
 
     def _measured(self):
@@ -351,7 +349,7 @@ class VarianceProbe:
         return self._arrival.is_there()
 
     def results(self) -> dict[tuple, RoundingEffect]:
-        """By variable, with sensitivities of 0 where no backward pass came by.
+        """By slot, with sensitivities of 0 where no backward pass came by.
 
         Nothing if void, or where a gradient was not finite: such a step says nothing, and whoever scales losses
         skips it.
@@ -366,7 +364,7 @@ class VarianceProbe:
         # (What came after it was sent, from a backward pass in another thread, is not there.)
         if self.is_void or any(id(each) not in host for each in self._measured()):
             return {}
-        sums = {(name, level): 0.0 for name in self.variables for level in LEVELS}
+        sums = {(name, level): 0.0 for name in self.slots for level in LEVELS}
         below = []  # S of each node; nodes come after those below them
         for node in self._nodes:
             at = [float(n == _PARAMETER) if n < 0 else below[n] for n in node.below]
@@ -383,7 +381,7 @@ class VarianceProbe:
         if not all(map(math.isfinite, (*below, *sums.values()))):
             return {}
         found = {}
-        for name, seen in self.variables.items():
+        for name, seen in self.slots.items():
             spread = None if seen.spread is None else host[id(seen.spread)]
             at_one, sensitivity = (sums[name, level] for level in LEVELS)
             is_known = seen.is_known and (sensitivity > 0 or name not in self._reached_within)
@@ -395,49 +393,47 @@ class VarianceProbe:
 class _End:
     """What autograd calls at the end of a backward pass; one that raises drops it uncalled."""
 
-    def __init__(self, observation: VarianceProbe):
-        self._observation = observation
+    def __init__(self, probe: VarianceProbe):
+        self._probe = probe
 
     def __call__(self):
-        observation, self._observation = self._observation, None
-        observation._ends()
+        probe, self._probe = self._probe, None
+        probe._ends()
 
     def __del__(self):
-        if self._observation is not None:
-            self._observation._fails()
+        if self._probe is not None:
+            self._probe._fails()
 
 
 def observed(backward, context, grads):
-    """The results of a layer's backward; on the way what the layer's variables are to be known by is found out."""
+    """The results of a layer's backward; on the way what the layer's slots are to be known by is found out."""
     followers = getattr(context, _OBSERVED, ())
     if followers:
         context = _Context(context)
     with Restoring().running() as restoring:
         results = backward(context, *grads)
-    if not restoring.variables:
+    if not restoring.slots:
         return results
-    for variable in restoring.variables.values():
-        variable.plan.note(variable, grads[0])
-    for observation in {each.plan.observation for each in restoring.variables.values()} - {None}:
+    for slot in restoring.slots.values():
+        slot.assignment.note_gradient(slot, grads[0])
+    for probe in {each.assignment.probe for each in restoring.slots.values()} - {None}:
         # Of other forwards through the same graph this layer is a node like any other.
-        own = [
-            each for each in restoring.variables.values() if each.plan.observation is observation
-        ]
-        number = dict(followers).get(observation)
+        own = [each for each in restoring.slots.values() if each.assignment.probe is probe]
+        number = dict(followers).get(probe)
         if number is None or getattr(context._forward_cls, HAS_COLLECTIVES, False):
-            observation.reached(own)
+            probe.reached(own)
         else:
-            observation.reached([each for each in own if each.rounding is None])
-            observation.probe(number, backward, context, grads, results, own)
+            probe.reached([each for each in own if each.rounding is None])
+            probe.probe(number, backward, context, grads, results, own)
     return results
 
 
 class Restoring:
-    """Record the variables of tensors that are restored during `running`, and add noise to tensors of the target variable."""
+    """Record the slots of tensors that are restored during `running`, and add noise to tensors of the target slot."""
 
-    def __init__(self, target=None, level: int = 0, observation: VarianceProbe | None = None):
-        self.target, self.level, self.observation = target, level, observation
-        self.variables = {}
+    def __init__(self, target=None, level: int = 0, probe: VarianceProbe | None = None):
+        self.target, self.level, self.probe = target, level, probe
+        self.slots = {}
         self._noise = {}  # a tensor restored more than once has the same noise each time
 
     @contextmanager
@@ -448,31 +444,31 @@ class Restoring:
             _running.restoring = self
             yield self
 
-    def is_target(self, variable) -> bool:
-        return self.target is not None and variable.name == self.target.name
+    def is_target(self, slot) -> bool:
+        return self.target is not None and slot.name == self.target.name
 
     def restored(self, values, recipe, packed):
-        variable = recipe.variable
-        self.variables.setdefault(variable.name, variable)
-        return self.changed(values, recipe, packed) if self.is_target(variable) else values
+        slot = recipe.slot
+        self.slots.setdefault(slot.name, slot)
+        return self.changed(values, recipe, packed) if self.is_target(slot) else values
 
     def changed(self, values, recipe, packed):
         """With noise, in place."""
-        variable = recipe.variable
-        if variable.rounding is not None:
+        slot = recipe.slot
+        if slot.rounding is not None:
             flat = layout.storage_order(values)
             rows = flat.view(recipe.samples or (len(values) if values.dim() else 1), -1)
             noise = self._noise.get(packed.data_ptr())
             if noise is None:
-                noise = self.observation.noise(rows, variable, self.level)
+                noise = self.probe.noise(rows, slot, self.level)
                 self._noise[packed.data_ptr()] = noise
             rows += noise.to(rows.dtype)
         return values
 
 
 def restored(values, recipe, packed):
-    """The values of a variable that a layer's backward restores; with noise, if that is what is being tried."""
-    if recipe.variable is None:
+    """The values of a slot that a layer's backward restores; with noise, if that is what is being tried."""
+    if recipe.slot is None:
         return values
     restoring = getattr(_running, "restoring", None)
     return values if restoring is None else restoring.restored(values, recipe, packed)
@@ -481,11 +477,7 @@ def restored(values, recipe, packed):
 def is_changed(recipe) -> bool:
     """Whether `restored` adds noise, or puts other values in place."""
     restoring = getattr(_running, "restoring", None)
-    return (
-        restoring is not None
-        and recipe.variable is not None
-        and restoring.is_target(recipe.variable)
-    )
+    return restoring is not None and recipe.slot is not None and restoring.is_target(recipe.slot)
 
 
 class _Context:
@@ -515,9 +507,9 @@ def _ends(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
     return ends.to(device), ends.diff().double().to(device)
 
 
-def _levels(variable, level: int) -> float:
-    """2^bits - 1 of the noise that is tried: of 1 bit, or of the variable's own and 2 at least."""
-    return 1.0 if level == 1 else max(variable.levels, 3.0)
+def _levels(slot, level: int) -> float:
+    """2^bits - 1 of the noise that is tried: of 1 bit, or of the slot's own and 2 at least."""
+    return 1.0 if level == 1 else max(slot.levels, 3.0)
 
 
 def by_edge(context, results) -> list:

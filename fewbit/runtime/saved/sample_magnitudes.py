@@ -74,7 +74,7 @@ class Places:
 
 
 class Magnitudes:
-    """For each variable the squared norm of the gradient of each sample, by the sample's number."""
+    """For each slot the squared norm of the gradient of each sample, by the sample's number."""
 
     def __init__(self):
         self._tables: dict[tuple, torch.Tensor] = {}  # float32; NaN: not seen
@@ -90,7 +90,7 @@ class Magnitudes:
         return (known / known.nanmean()).nan_to_num(1.0, 1.0, 1.0)
 
     def note(self, name: tuple, numbers: Numbers, grad: torch.Tensor) -> None:
-        """grad: of the result of the layer that kept the variable, samples along dimension 0.
+        """grad: of the result of the layer that saved the slot, samples along dimension 0.
 
         What is not finite, as with losses that are scaled too much, is passed over.
         """

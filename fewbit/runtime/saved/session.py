@@ -47,29 +47,32 @@ def current() -> Session | None:
 
 
 @contextmanager
-def measuring(observation=None):
-    """Within it forwards of this thread are no steps of a training. observation: what they tell, or None.
+def measuring(probe=None):
+    """Within the block forward passes of this thread are no steps of a training.
 
-    (That of an outer one stays.)
+    An outer block's probe stays in force.
+
+    Args:
+        probe: a probe of these forward passes, or None.
     """
     before = getattr(_running, "measured", ())
     with afterwards(lambda: setattr(_running, "measured", before)):
-        _running.measured = before or (observation,)
+        _running.measured = before or (probe,)
         yield
 
 
 class Session:
     """Shared by the layers of one converted model, and by no other model.
 
-    contexts: entered around each forward in training, in that order. variables: makes a plan for each forward,
+    contexts: entered around each forward in training, in that order. policy: makes an assignment for each forward,
     whose tensors then share bits, or None for bits that are fixed. is_private: of one block, whatever the model
     around it is converted to. A deep copy, or what pickle restores, is a new session with nothing in it but these.
     salt: see Seeds; another one draws anew where all else is alike.
     """
 
-    def __init__(self, contexts=(), variables=None, is_private=False):
+    def __init__(self, contexts=(), policy=None, is_private=False):
         self.contexts = contexts
-        self.variables = variables
+        self.policy = policy
         self.is_private = is_private
         self.fuses = False  # whether a norm has offered its result
         self.salt = b""
@@ -79,7 +82,7 @@ class Session:
         self._whole = weakref.WeakSet()  # regions around whole forwards
 
     def __getstate__(self):
-        kept = "contexts", "variables", "is_private"
+        kept = "contexts", "policy", "is_private"
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state):
@@ -112,8 +115,8 @@ class Session:
                 call.state.put_back()
             raise
         if ended is not None:
-            if ended.plan and ended.plan.observation is not None:
-                ended.plan.observation.watch(outputs)
+            if ended.assignment and ended.assignment.probe is not None:
+                ended.assignment.probe.watch(outputs)
             # Advance torch's generator once per forward, after the model has drawn its own numbers, and only if a
             # layer saved a tensor.
             if keeps:
@@ -183,13 +186,13 @@ class Session:
             yield
 
     def activation_bits(self, name: str, bits: int, x) -> int:
-        """Of a few-bit activation of x: `bits`, unless the plan of the forward has others for that name."""
-        if self.variables is None or not x.requires_grad or not torch.is_grad_enabled():
+        """Of a few-bit activation of x: `bits`, unless the forward's assignment has others for that name."""
+        if self.policy is None or not x.requires_grad or not torch.is_grad_enabled():
             return bits
         if self._is_outside() or torch._C._functorch.maybe_current_level() is not None:
             return bits
-        plan = self._forward_of(x).plan
-        return bits if plan is None else plan.activations.get(name, bits)
+        assignment = self._forward_of(x).assignment
+        return bits if assignment is None else assignment.activation_bits(name, bits)
 
     def observed_activation(self, function: str, parameters: tuple) -> tuple | None:
         """(name, function, parameters) of an activation that runs now, if the forward is observed, or None.
@@ -197,7 +200,7 @@ class Session:
         The name is the path of the module, or for functions that modules call "path of the module:function".
         """
         forward = self._local.forward
-        if forward is None or forward.plan is None or forward.plan.observation is None:
+        if forward is None or forward.assignment is None or forward.assignment.probe is None:
             return None
         name = self._local.activation
         if name is None:
@@ -207,14 +210,14 @@ class Session:
     # -- What a forward goes by --------------------------------------------------------------------------
 
     def _begun(self, module, inputs) -> _Forward:
-        plan = None
-        if self.variables is not None:
+        assignment = None
+        if self.policy is not None:
             measured = getattr(_running, "measured", ())
             if measured or not module.training:
-                plan = self.variables.plan(inputs, *measured)
+                assignment = self.policy.assign(inputs, *measured)
             else:
-                plan = self.variables.begin(module, inputs)
-        return _Forward(plan, Seeds(self.salt))
+                assignment = self.policy.begin(module, inputs)
+        return _Forward(assignment, Seeds(self.salt))
 
     def _part_of(self, module, inputs) -> _Forward:
         """Of which what runs now is a part, if that is known."""
@@ -232,15 +235,17 @@ class Session:
             seeds = before  # else two regions that run from one state would be rounded alike
         self._local.unknown = seeds
         is_again = in_backward() and _reentrant_region() is not None
-        return _Forward(self._unobserved_plan(inputs, REENTRANT if is_again else ALONE), seeds)
+        return _Forward(
+            self._unobserved_assignment(inputs, REENTRANT if is_again else ALONE), seeds
+        )
 
-    def _unobserved_plan(self, inputs, why: str) -> BitAssignment | None:
-        """For what is of no forward that an observation goes along with."""
-        if self.variables is None:
+    def _unobserved_assignment(self, inputs, why: str) -> BitAssignment | None:
+        """For what is of no forward that a probe goes along with."""
+        if self.policy is None:
             return None
-        plan = self.variables.plan(inputs)
-        plan.unobserved = "" if getattr(_running, "measured", ()) else why
-        return plan
+        assignment = self.policy.assign(inputs)
+        assignment.unobserved = "" if getattr(_running, "measured", ()) else why
+        return assignment
 
     def _go_by(self, forward: _Forward) -> None:
         self._local.forward = forward
@@ -262,14 +267,14 @@ class Session:
         """Whether a layer is called by itself, not within a forward of the model, nor in a backward pass."""
         return self._local.entries is None and not in_backward()
 
-    def plan(self, x) -> BitAssignment:
+    def assignment(self, x) -> BitAssignment:
         """Of the forward in which a layer keeps x; of a layer that is called by itself one for x alone.
 
         In a checkpointed region that is made again its tensors have to be of the same shapes.
         """
         if self._is_outside():
-            return self._unobserved_plan((x,), ALONE)
-        return self._forward_of(x).plan
+            return self._unobserved_assignment((x,), ALONE)
+        return self._forward_of(x).assignment
 
     def seed(self, x, name: str, slot: int) -> torch.Tensor:
         """For one tensor of the layer of that name, its input number `slot`: (1,) int64 on x's device."""
@@ -414,9 +419,9 @@ class _Local(threading.local):
 
 
 class _Forward(NamedTuple):
-    """What a forward goes by, and whoever makes a part of it again. plan: None where bits are fixed."""
+    """What a forward goes by, and whoever makes a part of it again. assignment: None where bits are fixed."""
 
-    plan: BitAssignment | None
+    assignment: BitAssignment | None
     seeds: Seeds
 
 

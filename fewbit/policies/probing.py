@@ -269,7 +269,8 @@ class ProbingPolicy(BitPolicy):
 
     def _roll_back(self, snapshot: tuple) -> None:
         schedule, loaded, knowledge = snapshot
-        self.adopt(knowledge)
+        if knowledge is not self.knowledge:
+            self.adopt(knowledge)
         self.schedule, self._loaded = schedule, loaded
         self._before_alone = self._run = None
 

@@ -10,7 +10,6 @@ import torch
 from samples import normal
 from test_variance_probe import MODELS, gradient, loss_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.errors import InputError
@@ -216,34 +215,6 @@ def test_refused(options, message):
 # -- loops -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_steps_that_are_observed():
-    model, controller, x = build(bits=2, interval=10)
-    policy = controller.session.policy
-    found = []
-    for number in range(1, 31):
-        y = model(x)
-        if policy._run is not None:
-            found.append(number)
-        loss_of(y).backward()
-    assert found == [1, 2, 4, 8, 10, 20, 30]
-
-
-def test_evaluation_and_the_meter_are_no_steps():
-    model, controller, x = build(bits=2)
-    step(model, x)
-    policy = controller.session.policy
-    fewbit.saved_bytes(model, x)
-    model.eval()
-    model(x)
-    model.train()
-    with torch.no_grad():
-        model(x)
-    assert policy.step == 1 and not controller.allocation
-    step(model, x)
-    assert policy.step == 2 and controller.allocation
-
-
 def test_several_forwards_before_a_backward():
     model, controller, x = build(bits=2)
     total = loss_of(model(x)) + loss_of(model(2 * x)) + loss_of(model(3 * x))
@@ -273,38 +244,6 @@ def test_forwards_that_change_shape_or_skip_layers():
         model(x, [0, 1, 2, 3][i % 2 :: 1 + i % 3]).square().sum().backward()
         assert all(each.grad is None or each.grad.isfinite().all() for each in model.parameters())
     assert len(controller.allocation) == 4 and mean_bits(controller) <= 2.25
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("interval", [1, 4])
-def test_checkpointed_regions_are_made_again_as_they_were(interval):
-    """Also with an adaptation, and another batch size, between a forward and its backward."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList(
-                nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-                for _ in range(3)
-            )
-
-        def forward(self, x):
-            for part in self.parts:
-                x = x + checkpoint(part, x.flatten(0, 1), use_reentrant=False).view_as(x)
-            return x
-
-    torch.manual_seed(0)
-    model = Model()
-    controller = fewbit.compress_(model, 2.5, interval=interval, verbose=False)
-    for i in range(6):
-        first, second = (normal((size, 6, 32), scale=1.0) for size in (4 + i, 6))
-        a = loss_of(model(first))
-        b = loss_of(model(second))
-        a.backward()
-        c = loss_of(model(normal((3, 6, 32), scale=1.0)))
-        b.backward()
-        c.backward()
-    assert len(controller.allocation) >= 6 and len({row.bits for row in controller.allocation}) > 1
 
 
 def test_training_with_scaled_half_precision_losses():
@@ -385,30 +324,6 @@ def test_states_of_other_levels():
     controller.load_state_dict({})
     with pytest.raises(InputError, match="of level L2, got one of level L3"):
         controller.load_state_dict(state)
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_adapt_by_themselves(again):
-    model, controller, x = build(bits=2)
-    for _ in range(3):
-        step(model, x)
-    other = again(model)
-    before = averages(controller)
-    for _ in range(7):
-        step(other, 5 * x)
-    step(model, x)
-    assert averages(controller) == before
-    session = next(each.quantizer.session for each in other.modules() if hasattr(each, "quantizer"))
-    assert session.policy.step == 10 and session.policy.averages
-
-
-def test_restored():
-    model, controller, x = build(bits=2)
-    step(model, x)
-    fewbit.restore_(model)
-    step(model, x)
-    assert not model._forward_pre_hooks and not model._forward_pre_hooks_with_kwargs
-    assert not any("_fewbit_path" in vars(each) for each in model.modules())
 
 
 # -- several processes -------------------------------------------------------------------------------------

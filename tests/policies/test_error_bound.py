@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import pickle
 import warnings
 
 import pytest
@@ -13,7 +12,6 @@ from test_docs import run_blocks
 from test_variance_probe import MODELS, loss_of
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.errors import BoundWarning, InputError
@@ -358,33 +356,6 @@ def test_channels_with_small_gradients_get_fewer_bits():
 # -- loops -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_steps_that_are_observed():
-    model, controller, x = build(interval=10)
-    observed = []
-    for number in range(1, 31):
-        y = model(x)
-        if controller.session.policy._run is not None:
-            observed.append(number)
-        loss_of(y).backward()
-    assert observed == [1, 2, 4, 8, 10, 20, 30]
-
-
-def test_evaluation_and_the_meter_are_no_steps():
-    model, controller, x = build()
-    step(model, x)
-    fewbit.saved_bytes(model, x)
-    model.eval()
-    model(x)
-    model.train()
-    with torch.no_grad():
-        model(x)
-    policy = controller.session.policy
-    assert policy.step == 1 and not controller.bounds
-    step(model, x)
-    assert policy.step == 2 and controller.bounds
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_an_observed_step_is_the_same_step(name):
     """With a measurement at each step, and at none of the last."""
@@ -402,45 +373,6 @@ def test_an_observed_step_is_the_same_step(name):
         )
     # The third step has a measurement with interval=1 only; both go by those of the first two.
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("codec", ["quant", "quant+zvc"])
-def test_checkpointed_regions_are_made_again_as_they_were(codec, reentrant):
-    """Also with a measurement, and other batch sizes, between a forward and its backward, and functions as regions."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList(
-                nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-                for _ in range(3)
-            )
-
-        def forward(self, x):
-            for number, part in enumerate(self.parts):
-                region = (
-                    part if number else lambda x, part=part: part[3](part[2](part[1](part[0](x))))
-                )
-                rows = x.flatten(0, 1).requires_grad_()
-                x = x + checkpoint(region, rows, use_reentrant=reentrant).view_as(x)
-            return x
-
-    torch.manual_seed(0)
-    model = Model()
-    controller = bounded(model, interval=1, codec=codec, e2=2.0)
-    for i in range(6):
-        first, second = (normal((size, 6, 32), scale=1.0) for size in (4 + i, 6))
-        a, b = loss_of(model(first)), loss_of(model(second))
-        a.backward()
-        c = loss_of(model(normal((3, 6, 32), scale=1.0)))
-        b.backward()
-        c.backward()
-    if not reentrant:
-        rows = controller.bounds
-        assert len([row for row in rows if row.input is not None]) >= 6
-        assert {row.bits for row in rows if row.input is None} != {8.0}
 
 
 def test_training_with_scaled_half_precision_losses():
@@ -520,31 +452,6 @@ def test_compiled_parts_keep_eight_bits():
     assert {row.name for row in controller.bounds if row.input is not None} == {"b"}
     (row,) = [row for row in controller.bounds if row.input is not None]
     assert row.bits < 8
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_go_on_by_themselves(again):
-    model, controller, x = build("transformer")
-    for _ in range(3):
-        step(model, x)
-    other = again(model)
-    before = bits(controller)
-    for _ in range(7):
-        step(other, 5 * x)
-    step(model, x)
-    assert bits(controller) == before
-    session = next(each.quantizer.session for each in other.modules() if hasattr(each, "quantizer"))
-    assert session is not controller.session
-    assert session.policy.step == 10 and session.policy.averages
-
-
-def test_restored():
-    model, _, x = build("transformer")
-    step(model, x), step(model, x)
-    fewbit.restore_(model)
-    step(model, x)
-    assert not model._forward_pre_hooks
-    assert not any(key.startswith("_fewbit") for each in model.modules() for key in vars(each))
 
 
 # -- the monitor -------------------------------------------------------------------------------------------

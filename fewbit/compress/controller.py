@@ -15,7 +15,7 @@ from fewbit.errors import InputError
 from fewbit.policies.allocation_report import Allocation
 from fewbit.policies.error_bound.policy import POLICY
 from fewbit.policies.error_bound.report import Bounds
-from fewbit.runtime.saved.assignment import BitPolicy, wrong_state
+from fewbit.runtime.saved.bit_policy import BitPolicy, wrong_state
 from fewbit.runtime.saved.offload import Offload
 from fewbit.runtime.saved.session import Session, sessions_of
 from fewbit.sizes import counted
@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 
 
 class Controller:
-    """Stands for one compressed model; nothing in the training loop needs it.
+    """The object that stands for one compressed model. The training loop does not need it.
 
-    report: what was converted. session: shared by the model's layers. allocator: what came of setting PyTorch's,
-    at level L5, else None. level, policy: those of `compress_`, else None.
+    Args:
+        model: the compressed model, held weakly.
+        report: the modules that were converted.
+        session: the session that the model's layers share.
+        allocator: the result of setting PyTorch's allocator at level L5, else None.
+        level: the level given to `compress_`, or None.
+        policy: the policy given to `compress_`, or None.
     """
 
     def __init__(
@@ -77,13 +82,23 @@ class Controller:
         draws: int = 8,
         seed: int = 0,
     ) -> GradientRatio:
-        """E|g^|^2 / E|g|^2 over all parameters, on a batch or several, of the model as it is compressed now.
+        """Measure the gradients of the model as it is compressed now against exact gradients.
 
-        With E|g^ - g|^2 / |g|^2, which shows a bias too. batch, loss: as for `fewbit.plan`. draws: of rounding, independent,
-        for each batch, 2 at least. seed: of dropout. Two copies of the model, one exact, are measured, a batch at a time; the
-        model, and torch's random state, stay as they are. Takes draws + 1 forward and backward passes a batch, and memory
-        for two more models, three gradients, and what the exact one keeps. Warns (BoundWarning) where the ratio is above 1 + e2 beyond chance. Raises
-        InputError for what cannot be measured.
+        The model and torch's random state stay as they are. The measurement takes draws + 1 forward and backward passes a
+        batch, and memory for two more models, three gradients and the tensors that an exact model saves. A BoundWarning
+        says if the ratio is above the policy's limit beyond chance.
+
+        Args:
+            batch: one batch, or several, as for `fewbit.plan`.
+            loss: the loss, given the model and a batch.
+            draws: independent roundings of each batch, 2 at least.
+            seed: the seed of dropout.
+
+        Returns:
+            E|g^|^2 / E|g|^2 over all parameters, and E|g^ - g|^2 / |g|^2, which shows a bias too.
+
+        Raises:
+            InputError: the model or the batch cannot be measured.
         """
         from fewbit.analysis.gradient_ratio import gradient_ratio
 
@@ -94,17 +109,22 @@ class Controller:
 
     @property
     def offload(self) -> Offload | None:
-        """Of levels L4 and L5: bytes moved to the host and back."""
-        return next((each for each in self.session.contexts if isinstance(each, Offload)), None)
+        """The bytes moved to the host and back at levels L4 and L5; None at others."""
+        return next(
+            (context for context in self.session.contexts if isinstance(context, Offload)), None
+        )
 
     def peak_memory(self, device=None) -> PeakMemory:
-        """Peaks of a GPU's memory, allocated for tensors and reserved; InputError where there is none."""
+        """Return the peaks of a GPU's memory, allocated for tensors and reserved. Raise InputError without a GPU."""
         return peak_memory(device)
 
     def state_dict(self) -> dict:
-        """What a resumed training needs to go on alike: plain numbers, to be saved beside the model's.
+        """Return what a resumed training needs to go on alike, to be saved beside the model's state.
 
-        To be called between steps. Empty where nothing is learned. (With `number_samples` also tensors.)
+        Call it between steps.
+
+        Returns:
+            Plain numbers and strings, and tensors if samples are numbered; empty if bits are fixed.
         """
         return {} if self._policy is None else self._policy.state_dict()
 
@@ -133,7 +153,7 @@ class Controller:
 
     @property
     def _ended(self) -> str:
-        """What has become of a model that is not this controller's any more, or ""."""
+        """The reason why the model is not this controller's any more, or ""."""
         if self.model is None:
             return "of a model that is gone"
         if self._was_attached and not _is_attached(self.session, self.model):
@@ -141,11 +161,15 @@ class Controller:
         return ""
 
     def number_samples(self, numbers) -> None:
-        """Says which samples of the data the next forward has, so that bits go by the gradients they had before.
+        """Set the numbers of the samples in the next forward pass, so that bits go by the gradients they had before.
 
-        numbers: (N,) int64 on the CPU, N being dimension 0 of the model's input: what tells the samples of the data
-        apart. At level L2.5 and above; optional, for one forward. For each number that was ever given, 4 to 8 bytes
-        are kept for each tensor that layers keep. Raises InputError for anything else.
+        This is optional, and for one forward pass. Each number takes 4 to 8 bytes for each tensor that layers save.
+
+        Args:
+            numbers: (N,) int64 on the CPU, where N is dimension 0 of the model's input. A sample always has the same number.
+
+        Raises:
+            InputError: the numbers are not such integers, or bits do not go by samples, as below level L2.5.
         """
         if self._policy is None:
             raise InputError(
@@ -167,5 +191,5 @@ class Controller:
 
 
 def _is_attached(session: Session, model: nn.Module) -> bool:
-    """Whether forwards of the model are told to that session."""
-    return any(each is session for each in sessions_of(model))
+    """Return whether that session takes part in the model's forward passes."""
+    return any(other is session for other in sessions_of(model))

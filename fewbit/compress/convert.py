@@ -53,7 +53,8 @@ from fewbit.runtime.interop.module_calls import (
     untold,
 )
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved.assignment import MAX_BITS, BitPolicy
+from fewbit.runtime.saved.assignment import MAX_BITS
+from fewbit.runtime.saved.bit_policy import BitPolicy
 from fewbit.runtime.saved.offload import Offload
 from fewbit.runtime.saved.session import PATH, Session, measuring
 

@@ -106,7 +106,7 @@ SLOTS = keyed(SlotVariance.read, _slot_of, "every input of a layer once")
 
 @dataclass(frozen=True)
 class VarianceKnowledge(Record):
-    """What `AdaptivePolicy` has learned.
+    """The knowledge of an `AdaptivePolicy`.
 
     Args:
         budget: bytes from which `bits` and `sizes` follow, or None.

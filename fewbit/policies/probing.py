@@ -19,7 +19,8 @@ from fewbit.policies.records import Record, plain
 from fewbit.policies.schedule import PATIENCE, Schedule
 from fewbit.policies.unobserved import Unobserved
 from fewbit.runtime.interop.interrupts import held
-from fewbit.runtime.saved.assignment import SAMPLES, BitAssignment, BitPolicy, wrong_state
+from fewbit.runtime.saved.assignment import BitAssignment
+from fewbit.runtime.saved.bit_policy import SAMPLES, BitPolicy, wrong_state
 from fewbit.runtime.saved.session import PATH
 from fewbit.schema import shorten
 from fewbit.schema.shapes import (

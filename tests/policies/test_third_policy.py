@@ -9,7 +9,7 @@ from torch import nn
 import fewbit
 from fewbit.errors import InputError
 from fewbit.policies.allocation_report import Allocated, Allocation
-from fewbit.runtime.saved.assignment import BitPolicy, wrong_state
+from fewbit.runtime.saved.bit_policy import BitPolicy, wrong_state
 
 
 class Saved(NamedTuple):

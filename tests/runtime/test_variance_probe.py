@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.runtime.activations.autograd import once_differentiable
 from fewbit.runtime.backends.reference_quantizer import squares
-from fewbit.runtime.saved.assignment import BitPolicy, TensorSlot
+from fewbit.runtime.saved.assignment import TensorSlot
+from fewbit.runtime.saved.bit_policy import BitPolicy
 from fewbit.runtime.saved.probe import MOST_EARLIER, VarianceProbe
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")

@@ -167,7 +167,7 @@ class TensorEstimate(Record):
 
     def deciding(self, e2: float, window: str) -> tuple[float, ConstraintEstimate | None]:
         """Return the smallest dx*^2 and the constraint that has it; (infinity, None) without constraints."""
-        found = [(each.dx2(e2, window), each) for each in self.constraints.values()]
+        found = [(made.dx2(e2, window), made) for made in self.constraints.values()]
         return min(found, key=lambda pair: pair[0], default=(math.inf, None))
 
     def least_average(self, dx2: float, window: str) -> float | None:
@@ -222,7 +222,8 @@ class TensorEstimate(Record):
     @property
     def ratio(self) -> float | None:
         """The largest E|g^|^2 / E|g|^2 of the slot's gradients; None before the monitor has seen one."""
-        pairs = [_mean_pair(each.pairs) for each in self.constraints.values() if each.pairs]
+        seen = (constraint.pairs for constraint in self.constraints.values())
+        pairs = [_mean_pair(pairs) for pairs in seen if pairs]
         return max((ratio_of(pair) for pair in pairs if pair.exact2 > 0), default=None)
 
 

@@ -51,7 +51,7 @@ has at least this size."""
 
 @dataclass(eq=False)
 class _Rounding:
-    """What the graph, and nothing else, holds of a saved tensor.
+    """The object that the graph, and nothing else, holds for a saved tensor.
 
     Args:
         tensor: the measurements of the tensor.

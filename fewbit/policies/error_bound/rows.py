@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from fewbit.policies.error_bound.choices import choose_bits, has_enough_bits
 from fewbit.policies.error_bound.codecs import ExactCodec
 from fewbit.policies.error_bound.tables import is_known, table_error
 from fewbit.runtime.codecs.payload import EXACT
 
-if TYPE_CHECKING:
-    from fewbit.policies.error_bound.policy import ErrorBoundPolicy
-
 WORST = "worst case"
 """The kind of an activation's bound."""
 
 
-def slot_rows(policy: ErrorBoundPolicy) -> Iterator[tuple]:
-    """Yield the fields of `report.Bounded` for each slot."""
+def slot_rows(policy) -> Iterator[tuple]:
+    """Yield the fields of `report.Bounded` for each slot of an `ErrorBoundPolicy`."""
     for name, slot in policy.knowledge.slots.items():
         choice = policy.choices.get(name) or choose_bits(slot, policy.bound)
         codec = None if slot.is_fixed else policy.codec_of(name)
@@ -37,7 +33,7 @@ def slot_rows(policy: ErrorBoundPolicy) -> Iterator[tuple]:
         yield *name, label, kind, math.sqrt(choice.dx2), kept, average, *rest
 
 
-def activation_rows(policy: ErrorBoundPolicy) -> Iterator[tuple]:
+def activation_rows(policy) -> Iterator[tuple]:
     """Yield the fields of `report.Bounded` for each activation, in the order of the forward pass."""
     # The backward pass, in whose order activations were measured, goes the other way.
     for name, activation in reversed(policy.knowledge.activations.items()):

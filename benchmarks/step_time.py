@@ -35,10 +35,10 @@ from torch.nn.functional import cross_entropy
 import fewbit
 from fewbit.demo.transformer import CharTransformer
 from fewbit.models.resnet import ResNet
-from fewbit.policies.adaptive import INTERVAL
 
 ARMS = ("exact", 2, 4, 8, "L3")
 TIMED = (*ARMS, "observed")
+INTERVAL = fewbit.AdaptiveBits.interval
 INTERVALS = {"L3": 10**6, "observed": 1}
 WARM_UP = 33  # steps of what adapts: after 32, the next that it observes is the 64th
 CASES = {

@@ -29,9 +29,11 @@ from fewbit.analysis.gradients import (
 )
 from fewbit.convert.swap import restore_
 from fewbit.errors import BoundWarning, InputError
-from fewbit.policies.error_bound.policy import NAMED
 from fewbit.runtime.interop.interrupts import leaves_nothing
 from fewbit.runtime.saved.context import ForwardContext, contexts_of, measuring
+
+MOST_NAMED = 3
+"""Largest number of layers that a warning names."""
 
 
 @leaves_nothing
@@ -77,7 +79,7 @@ def gradient_ratio(
     )
     if ratio.is_exceeded:
         excess = of_draws.mean(0) - limit * squares
-        most = [list(by_module)[place] for place in np.argsort(-excess)[:NAMED]]
+        most = [list(by_module)[place] for place in np.argsort(-excess)[:MOST_NAMED]]
         named = ", ".join(f"{name or 'the model'} ({by_module[name]:.3g})" for name in most)
         warnings.warn(
             f"gradients are larger than their bound, 1 + e2, allows: {ratio.title}; most in {named}. "

@@ -33,7 +33,7 @@ from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.policies.make import make_policy
 from fewbit.runtime.codecs import check_codec
-from fewbit.runtime.saved.assignment import BitPolicy
+from fewbit.runtime.saved.bit_policy import BitPolicy
 from fewbit.runtime.saved.context import ForwardContext
 from fewbit.runtime.saved.offload import Offload
 

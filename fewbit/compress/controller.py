@@ -13,26 +13,26 @@ from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
 from fewbit.config import BitConfig
 from fewbit.convert.report import Report
 from fewbit.errors import InputError
-from fewbit.policies.adaptive import AdaptivePolicy
-from fewbit.policies.allocation_report import Allocated, Allocation
-from fewbit.policies.error_bound.policy import POLICY, ErrorBoundPolicy
-from fewbit.policies.error_bound.report import Bounded, Bounds
-from fewbit.policies.probing import SAMPLES
+from fewbit.policies.allocation_report import Allocation
+from fewbit.policies.error_bound.report import Bounds
+from fewbit.runtime.saved.bit_policy import BitPolicy, wrong_state
 from fewbit.runtime.saved.context import ForwardContext, contexts_of
 from fewbit.runtime.saved.offload import Offload
-from fewbit.schema import shorten
 from fewbit.sizes import counted
-from fewbit.text import printable
 
 if TYPE_CHECKING:
     from fewbit.analysis.gradient_ratio_report import GradientRatio
 
 
 class Controller:
-    """Stands for one compressed model; nothing in the training loop needs it.
+    """The object that stands for one compressed model. The training loop does not need it.
 
-    report: what was converted. context: shared by the model's layers. allocator: what came of setting PyTorch's,
-    if it was to change, else None. config: who chooses bits, as `compress_` was told.
+    Args:
+        model: the compressed model, held weakly.
+        report: the modules that were converted.
+        context: the state of a forward pass that the model's layers share.
+        allocator: the result of setting PyTorch's allocator to expandable segments, or None.
+        config: the configuration given to `compress_`.
     """
 
     def __init__(
@@ -57,39 +57,18 @@ class Controller:
 
     @property
     def allocation(self) -> Allocation:
-        """From level L3 on, as of the latest adaptation; before the first, and at other levels, empty."""
-        adaptation = self._adaptation
-        if self._guarantee is not None:
-            return Allocation(empty="bits follow from an error bound: see bounds")
-        if adaptation is None:
-            return Allocation(
-                empty=f"{self.config!r} chooses no bits by layer: fewbit.AdaptiveBits does"
-            )
-        rows = (
-            Allocated(
-                *name,
-                adaptation.bits_of(name, each),
-                each.is_fixed,
-                each.elements,
-                each.samples,
-                each.sensitivity,
-            )
-            for name, each in adaptation.seen.items()
-        )
-        empty = "no bits chosen yet: that comes after the first steps of training"
-        return Allocation(rows, empty, self._ended, adaptation.unobserved_layers(self.model))
+        """The bits of each slot as of the latest adaptation, with AdaptiveBits and Budget; otherwise empty."""
+        empty = f"{self.config!r} chooses no bits by layer: fewbit.AdaptiveBits does"
+        return self._tables.get("allocation", Allocation(empty=empty))
 
     @property
     def bounds(self) -> Bounds:
-        """With policy="error-bound" what may err by how much, and how it is kept, as of the latest observation; else empty."""
-        guarantee = self._guarantee
-        if guarantee is None:
-            return Bounds(empty="bounds are found with fewbit.ErrorBound")
-        rows = (Bounded(*row) for row in guarantee.rows())
-        empty = "no bounds found yet: that comes after the first steps of training, with gradients that are finite"
-        unobserved = guarantee.unobserved_layers(self.model)
-        e2, ratio = guarantee.bound.e2, guarantee.ratio
-        return Bounds(rows, e2, ratio, empty, unobserved, self._ended)
+        """The errors that ErrorBound allows, as of the latest measurement; with other configurations empty."""
+        return self._tables.get("bounds", Bounds(empty="bounds are found with fewbit.ErrorBound"))
+
+    @property
+    def _tables(self) -> dict:
+        return {} if self._policy is None else self._policy.tables(self.model, self._ended)
 
     def gradient_ratio(
         self,
@@ -99,37 +78,51 @@ class Controller:
         draws: int = 8,
         seed: int = 0,
     ) -> GradientRatio:
-        """E|g^|^2 / E|g|^2 over all parameters, on a batch or several, of the model as it is compressed now.
+        """Measure the gradients of the model as it is compressed now against exact gradients.
 
-        With E|g^ - g|^2 / |g|^2, which shows a bias too. batch, loss: as for `fewbit.plan`. draws: of rounding, independent,
-        for each batch, 2 at least. seed: of dropout. Two copies of the model, one exact, are measured, a batch at a time; the
-        model, and torch's random state, stay as they are. Takes draws + 1 forward and backward passes a batch, and memory
-        for two more models, three gradients, and what the exact one keeps. Warns (BoundWarning) where the ratio is above 1 + e2 beyond chance. Raises
-        InputError for what cannot be measured.
+        The model and torch's random state stay as they are. The measurement takes draws + 1 forward and backward passes a
+        batch, and memory for two more models, three gradients and the tensors that an exact model saves. A BoundWarning
+        says if the ratio is above the policy's limit beyond chance.
+
+        Args:
+            batch: one batch, or several, as for `fewbit.plan`.
+            loss: the loss, given the model and a batch.
+            draws: independent roundings of each batch, 2 at least.
+            seed: the seed of dropout.
+
+        Returns:
+            E|g^|^2 / E|g|^2 over all parameters, and E|g^ - g|^2 / |g|^2, which shows a bias too.
+
+        Raises:
+            InputError: the model or the batch cannot be measured.
         """
         from fewbit.analysis.gradient_ratio import gradient_ratio
 
         if self.model is None:
             raise InputError("expected the controller's model, got one that is gone")
-        limit = None if self._guarantee is None else 1.0 + self._guarantee.bound.e2
+        limit = None if self._policy is None else self._policy.limit
         return gradient_ratio(self.model, batch, loss, draws, seed, limit)
 
     @property
     def offload(self) -> Offload | None:
-        """Of levels L4 and L5: bytes moved to the host and back."""
-        return next((each for each in self.context.contexts if isinstance(each, Offload)), None)
+        """The bytes moved to the host and back; None without HostOffload."""
+        return next(
+            (context for context in self.context.contexts if isinstance(context, Offload)), None
+        )
 
     def peak_memory(self, device=None) -> PeakMemory:
-        """Peaks of a GPU's memory, allocated for tensors and reserved; InputError where there is none."""
+        """Return the peaks of a GPU's memory, allocated for tensors and reserved. Raise InputError without a GPU."""
         return peak_memory(device)
 
     def state_dict(self) -> dict:
-        """What a resumed training needs to go on alike: plain numbers, to be saved beside the model's.
+        """Return what a resumed training needs to go on alike, to be saved beside the model's state.
 
-        To be called between steps. Empty where nothing is learned. (With `number_samples` also tensors.)
+        Call it between steps.
+
+        Returns:
+            Plain numbers and strings, and tensors if samples are numbered; empty if bits are fixed.
         """
-        variables = self.context.policy
-        return {} if variables is None else variables.state()
+        return {} if self._policy is None else self._policy.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from a state. The whole state is checked before the controller changes.
@@ -149,76 +142,41 @@ class Controller:
             raise InputError(
                 f"expected what a controller's state_dict() gave, got {type(state).__name__}"
             )
-        self._check_state(state)
-        if self.context.policy is not None:
-            self.context.policy.load(state)
+        if self._policy is not None:
+            self._policy.load_state_dict(state)
+        elif state:
+            raise wrong_state(type(self.config).__name__, state)
 
     @property
     def _ended(self) -> str:
-        """What has become of a model that is not this controller's any more, or ""."""
+        """The reason why the model is not this controller's any more, or ""."""
         if self.model is None:
             return "of a model that is gone"
         if self._was_attached and not _is_attached(self.context, self.model):
             return "of a model that was restored or compressed anew since"
         return ""
 
-    def _check_state(self, state: Mapping) -> None:
-        """Raises InputError for the state of another level or policy, and for entries that no state has."""
-        of_policy = state.get("policy") if "version" in state else None
-        expected = None if self._guarantee is None else POLICY
-        is_same = isinstance(of_policy, str | None) and of_policy == expected
-        if not is_same or (expected and not state):
-            raise InputError(
-                f"expected the state of a controller of {self._kind}, got one {_origin(state)}"
-            )
-        if expected:
-            return
-        adapts = self._adaptation is not None
-        known = () if self.context.policy is None else SAMPLES
-        given = [each for each in SAMPLES if each in state]
-        strange = [each for each in state if not adapts and each not in known]
-        if "version" in state and not adapts:
-            found = "of level L3 or above"
-        elif not state and adapts:
-            found = "of a level below L3"
-        elif strange:
-            found = f"with {shorten(strange[0])}"
-        elif len(given) == 1:
-            found = f"with {given[0]!r} alone"
-        else:
-            return
-        raise InputError(f"expected the state of a controller of {self._kind}, got one {found}")
-
-    @property
-    def _kind(self) -> str:
-        return type(self.config).__name__
-
     def number_samples(self, numbers) -> None:
-        """Says which samples of the data the next forward has, so that bits go by the gradients they had before.
+        """Set the numbers of the samples in the next forward pass, so that bits go by the gradients they had before.
 
-        numbers: (N,) int64 on the CPU, N being dimension 0 of the model's input: what tells the samples of the data
-        apart. At level L2.5 and above; optional, for one forward. For each number that was ever given, 4 to 8 bytes
-        are kept for each tensor that layers keep. Raises InputError for anything else.
+        This is optional, and for one forward pass. Each number takes 4 to 8 bytes for each tensor that layers save.
+
+        Args:
+            numbers: (N,) int64 on the CPU, where N is dimension 0 of the model's input. A sample always has the same number.
+
+        Raises:
+            InputError: the numbers are not such integers, or bits do not go by samples, as with FixedBits and ErrorBound.
         """
-        if self._guarantee is not None:
+        if self._policy is None:
             raise InputError(
-                "expected SampleBits or AdaptiveBits for numbers of samples, got ErrorBound, whose bits follow from bounds"
+                f"expected SampleBits or AdaptiveBits for numbers of samples, got {type(self.config).__name__}"
             )
-        if self.context.policy is None:
-            raise InputError(
-                f"expected SampleBits or AdaptiveBits for numbers of samples, got {self._kind}"
-            )
-        self.context.policy.number(numbers)
+        self._policy.number_samples(numbers)
 
     @property
-    def _adaptation(self) -> AdaptivePolicy | None:
-        variables = self.context.policy
-        return variables if isinstance(variables, AdaptivePolicy) else None
-
-    @property
-    def _guarantee(self) -> ErrorBoundPolicy | None:
-        variables = self.context.policy
-        return variables if isinstance(variables, ErrorBoundPolicy) else None
+    def _policy(self) -> BitPolicy | None:
+        """The object that chooses the bits; None if they are fixed."""
+        return self.context.policy
 
     def __reduce__(self):
         raise InputError("a controller cannot be pickled: save its state_dict()")
@@ -228,20 +186,6 @@ class Controller:
         return f"Controller({model}, {counted(len(self.report.converted), 'module')} converted)"
 
 
-def _origin(state: Mapping) -> str:
-    """Of which policy or level a state is, as far as it tells."""
-    if "version" in state:
-        return (
-            f"of policy {printable(str(state['policy']))[:60]}"
-            if "policy" in state
-            else "of level L3 or above"
-        )
-    if any(each in state for each in SAMPLES):
-        return "of level L2.5"
-    strange = next(iter(state), None)
-    return "of a level below L3" if strange is None else f"with {shorten(strange)}"
-
-
 def _is_attached(context: ForwardContext, model: nn.Module) -> bool:
-    """Return whether forwards of the model run within that context."""
-    return any(each is context for each in contexts_of(model))
+    """Return whether the model's forward passes run within that context."""
+    return any(other is context for other in contexts_of(model))

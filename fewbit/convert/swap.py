@@ -29,7 +29,7 @@ from fewbit.runtime.interop.module_calls import (
     untracked_class,
 )
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved.assignment import BitPolicy
+from fewbit.runtime.saved.bit_policy import BitPolicy
 from fewbit.runtime.saved.calls import CallGuard
 from fewbit.runtime.saved.context import ForwardContext
 

@@ -1,288 +1,286 @@
-"""Level L3: bits go to the variables and samples where they lower the variance of the gradient most.
+"""Level L3: bits go to the slots and samples for which they lower the variance of the gradient most.
 
-In some steps an `VarianceProbe` finds out what rounding each variable adds to that variance; from there ActNN's
-Prob. (10) gives the bits of the following steps. In several processes all choose the same bits, as they follow from
-sums over all of them.
+In some steps a `VarianceProbe` measures the variance that rounding each slot adds. From these numbers ActNN's Prob. (10)
+gives the bits of the following steps. Several processes choose the same bits, because all use the sums over all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
-
-import torch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.policies.allocation import allocate
-from fewbit.policies.probing import SLOTS, ProbingPolicy
+from fewbit.policies.allocation_report import Allocated, Allocation
+from fewbit.policies.probing import ProbingPolicy
+from fewbit.policies.records import (
+    Record,
+    entry,
+    keyed,
+    mean,
+    merge_by_key,
+    rounded_mean,
+    vector,
+    vector_sum,
+)
 from fewbit.policies.unobserved import FORGOTTEN
-from fewbit.runtime.saved.probe import SPREAD, RoundingEffect
+from fewbit.runtime.saved.probe import SPREAD, VarianceProbe
 from fewbit.schema.shapes import (
     MOST_ELEMENTS,
     MOST_SLOTS,
-    Shape,
     capped,
     check_layer,
     entries,
     flag,
-    listed,
     optional,
     real,
-    record,
-    rows_by_name,
     text,
     whole,
 )
 
-INTERVAL = 200
 MOMENTUM = 0.5
-"""Of sensitivities, from one observation to the next."""
-COLUMNS = 9 + SPREAD
-"""Numbers of one variable that processes sum up."""
+"""The weight of the sensitivity that was known before a measurement."""
 
-VARIABLE = record(
-    name=text,
-    input=whole(0, MOST_SLOTS - 1),
-    bits=real(MIN_BITS, MAX_BITS),
-    is_fixed=flag,
-    is_known=flag,
-    elements=whole(0, MOST_ELEMENTS),
-    samples=whole(0, MOST_ELEMENTS),
-    sensitivity=real(),
-    at_one=real(),
-    spread=optional(listed(real(), SPREAD, SPREAD)),
-    missed=whole(0, FORGOTTEN),
-)
-SHAPES = {
-    "budget": optional(whole(1)),
-    "bits": real(MIN_BITS, MAX_BITS),
-    "sizes": optional(listed(entries(text, whole(0, MOST_SLOTS - 1), whole(0, MOST_ELEMENTS)))),
-    "variables": listed(VARIABLE),
-    "pending": optional(listed(VARIABLE)),
-}
-"""The shapes (see `state_shapes`) of the entries in this policy's state."""
+
+@dataclass(frozen=True)
+class SlotVariance(Record):
+    """The effect of rounding one slot.
+
+    Args:
+        name: the layer's name.
+        input: the number of the layer's input.
+        bits: bits per element.
+        is_fixed: whether the user gave these bits.
+        is_known: whether all gradients that depend on the slot were measured.
+        elements: the number of elements in one forward pass, of all processes.
+        samples: the number of samples that share the bits in one process; 0 if they do not share any.
+        sensitivity: the variance that rounding adds to the gradient, times (2^bits - 1)^2.
+        at_one: the variance that rounding to 1 bit adds.
+        spread: SPREAD numbers by which samples share bits, in rising order, each the mean of as many samples.
+        missed: measurements since the last one that has seen the slot.
+    """
+
+    name: str = entry(text)
+    input: int = entry(whole(0, MOST_SLOTS - 1))
+    bits: float = entry(real(MIN_BITS, MAX_BITS), mean)
+    is_fixed: bool = entry(flag, any)
+    is_known: bool = entry(flag, all)
+    elements: int = entry(whole(0, MOST_ELEMENTS), sum)
+    samples: int = entry(whole(0, MOST_ELEMENTS), rounded_mean)
+    sensitivity: float = entry(real(), sum)
+    at_one: float = entry(real(), sum)
+    spread: tuple[float, ...] | None = entry(optional(vector(real(), SPREAD, SPREAD)), vector_sum)
+    missed: int = entry(whole(0, FORGOTTEN), default=0)
+
+    def is_adjustable(self) -> bool:
+        """Return whether the policy chooses the slot's bits by its sensitivity."""
+        return self.is_known and not self.is_fixed
+
+    def parts(self) -> list[float]:
+        """Return the shares of the sensitivity in parts of equal size, each of samples with similar ranges."""
+        count = min(self.samples, SPREAD) or 1
+        points = [] if self.spread is None or count == 1 else self.spread[:count]
+        total = sum(points)
+        return [point / total for point in points] if total > 0 else [1.0 / count] * count
+
+    def after(self, before: SlotVariance | None) -> SlotVariance:
+        """Return the slot with the sensitivity that follows from this measurement and those before."""
+        if before is None or not before.is_known:
+            return self
+        return replace(
+            self,
+            sensitivity=MOMENTUM * before.sensitivity + (1 - MOMENTUM) * self.sensitivity,
+            at_one=MOMENTUM * before.at_one + (1 - MOMENTUM) * self.at_one,
+        )
+
+
+def _slot_of(made: SlotVariance) -> tuple[str, int]:
+    return made.name, made.input
+
+
+SLOTS = keyed(SlotVariance.read, _slot_of, "every input of a layer once")
+"""The shape of a list of slots in a state."""
+
+
+@dataclass(frozen=True)
+class VarianceKnowledge(Record):
+    """The knowledge of an `AdaptivePolicy`.
+
+    Args:
+        budget: bytes from which `bits` and `sizes` follow, or None.
+        bits: the average number of bits per element.
+        sizes: (layer, input, elements) of the slots that share the budget; None for all slots with the sizes last seen.
+        slots: the slots by layer and number of the input, in the order of the forward pass.
+    """
+
+    budget: int | None = entry(optional(whole(1)))
+    bits: float = entry(real(MIN_BITS, MAX_BITS))
+    sizes: tuple[tuple[str, int, int], ...] | None = entry(
+        optional(vector(entries(text, whole(0, MOST_SLOTS - 1), whole(0, MOST_ELEMENTS))))
+    )
+    slots: dict[tuple[str, int], SlotVariance] = entry(SLOTS, key="variables")
+
+
+class SlotVarianceProbe(VarianceProbe):
+    """A `VarianceProbe` with results as records."""
+
+    def results(self) -> dict[tuple[str, int], SlotVariance]:
+        return _records(super().results())
+
+    def snapshot(self) -> dict[tuple[str, int], SlotVariance]:
+        return _records(super().snapshot())
+
+
+def _records(effects: Mapping) -> dict[tuple[str, int], SlotVariance]:
+    return {
+        name: SlotVariance(
+            *name,
+            bits=effect.average,
+            is_fixed=effect.is_fixed,
+            is_known=effect.is_known,
+            elements=effect.elements,
+            samples=effect.samples,
+            sensitivity=effect.sensitivity,
+            at_one=effect.at_one,
+            spread=None if effect.spread is None else tuple(effect.spread),
+        )
+        for name, effect in effects.items()
+    }
 
 
 class AdaptivePolicy(ProbingPolicy):
-    """Averages of variables under a budget of `bits` an element, over all of them that are not fixed.
+    """A policy that keeps to an average number of bits over all slots whose bits are not fixed.
 
-    names, interval: as for `ProbingPolicy`. sizes: {name: elements} of those that the budget is for, in the forward that
-    it is for; others then keep `bits`. None: all, as in the latest observation. budget: the bytes that `bits` and sizes
-    follow from, or None.
+    Args:
+        bits: the average number of bits per element.
+        names: the names of all quantizers that the model may have, the same in every process.
+        interval: steps from one measurement to the next.
+        sizes: {slot: elements} of the slots that share the budget, in the forward pass that the budget is for. Other
+            slots keep `bits`. None: all slots, with the sizes of the latest measurement.
+        budget: the bytes from which `bits` and `sizes` follow, or None.
     """
+
+    kind = "AdaptiveBits"
+    Knowledge = VarianceKnowledge
+    RESULT_SHAPE = staticmethod(SLOTS)
 
     def __init__(
         self,
         bits: float,
         names: Iterable[str],
-        interval: int = INTERVAL,
-        sizes: dict[tuple, int] | None = None,
+        interval: int,
+        sizes: Mapping[tuple[str, int], int] | None = None,
         budget: int | None = None,
     ):
-        super().__init__(names, interval)
-        self.bits = bits
-        self.sizes = sizes
-        self.budget = budget
-        self.seen: dict[tuple[str, int], RoundingEffect] = {}
-        self._missed: dict[tuple[str, int], int] = {}  # observations in a row without a variable
+        rows = None if sizes is None else tuple((*name, size) for name, size in sizes.items())
+        super().__init__(bits, names, interval, VarianceKnowledge(budget, bits, rows, {}))
 
-    # -- Between processes -------------------------------------------------------------------------------
-
-    def _table(self, seen: dict[tuple, RoundingEffect]) -> torch.Tensor:
-        """A row for each variable that there may be, of fixed size and order: whether it was seen, and what."""
-        rows = len(self._places) * SLOTS
-        table = torch.zeros(rows, COLUMNS, dtype=torch.float64, device="cpu")
-        for (name, slot), each in seen.items():
-            place = self._places.get(name)
-            if place is None or slot >= SLOTS:
-                continue
-            numbers = each.elements, each.samples, each.sensitivity, each.at_one, each.average
-            flags = each.is_fixed, not each.is_known, each.spread is not None
-            row = 1, *numbers, *flags, *(each.spread or [0.0] * SPREAD)
-            table[place * SLOTS + slot] = torch.tensor(row, dtype=torch.float64, device="cpu")
-        return table.flatten()
-
-    def _of_table(self, sums: torch.Tensor) -> dict[tuple, RoundingEffect]:
-        table = sums.view(-1, COLUMNS)
-        names = list(self._places)
-        seen = {}
-        for index in table[:, 0].nonzero()[:, 0].tolist():
-            count, *numbers = table[index].tolist()
-            elements, samples, sensitivity, at_one, average = numbers[:5]
-            is_fixed, is_unknown, has_spread = (each > 0 for each in numbers[5:8])
-            seen[names[index // SLOTS], index % SLOTS] = RoundingEffect(
-                average / count,
-                is_fixed,
-                round(elements),
-                round(samples / count),
-                sensitivity,
-                at_one,
-                numbers[8:] if has_spread else None,
-                not is_unknown,
+    def tables(self, model, ended: str) -> dict:
+        rows = (
+            Allocated(
+                *_slot_of(slot),
+                slot.bits,
+                slot.is_fixed,
+                slot.elements,
+                slot.samples,
+                slot.sensitivity,
             )
-        return seen
+            for slot in self.knowledge.slots.values()
+        )
+        empty = "no bits chosen yet: that comes after the first steps of training"
+        unobserved = self.unobserved_layers(model)
+        return {"allocation": Allocation(rows, empty, ended, unobserved)}
 
-    # -- Bits --------------------------------------------------------------------------------------------
+    def new_probe(self) -> SlotVarianceProbe:
+        return SlotVarianceProbe(self.step)
 
-    def _seen_names(self) -> set[str]:
-        return {name for name, _ in self.seen}
+    def merge(self, results: list) -> dict[tuple[str, int], SlotVariance]:
+        return merge_by_key(results)
 
-    def _learn(self, seen: dict[tuple, RoundingEffect]) -> None:
-        """Takes an observation in, and chooses bits anew; nothing changes if that fails."""
-        if not any(each.sensitivity > 0 for each in seen.values()):
-            return
-        merged = _in_units_of(seen, self.seen)
-        for name, each in seen.items():
-            before = merged.get(name)
-            if before is not None and before.is_known:
-                mixed = {
-                    of: MOMENTUM * getattr(before, of) + (1 - MOMENTUM) * getattr(each, of)
-                    for of in ("sensitivity", "at_one")
-                }
-                each = replace(each, **mixed)
-            merged[name] = each
-        missed = {name: self._missed.get(name, 0) + 1 for name in merged if name not in seen}
-        merged = {name: each for name, each in merged.items() if missed.get(name, 0) <= FORGOTTEN}
-        self.averages = _allocated(merged, self.bits, self.sizes)
-        self.seen, self._missed = merged, missed
+    def learn(self, result: dict[tuple[str, int], SlotVariance]) -> VarianceKnowledge:
+        if not any(slot.sensitivity > 0 for slot in result.values()):
+            return self.knowledge
+        known = _in_units_of(result, self.knowledge.slots)
+        slots = {name: replace(slot, missed=slot.missed + 1) for name, slot in known.items()}
+        slots |= {name: slot.after(known.get(name)) for name, slot in result.items()}
+        slots = {name: slot for name, slot in slots.items() if slot.missed <= FORGOTTEN}
+        return replace(self.knowledge, slots=slots)
 
-    # -- State -------------------------------------------------------------------------------------------
-
-    def bits_of(self, name: tuple[str, int], seen: RoundingEffect) -> float:
-        """Of the variable, as forwards have them now."""
-        return seen.average if seen.is_fixed else self.averages.get(name, self.bits)
-
-    def _learned(self) -> tuple:
-        return self.bits, self.sizes, self.seen, self._missed, self.averages
-
-    def _relearn(self, learned: tuple) -> None:
-        self.bits, self.sizes, self.seen, self._missed, self.averages = learned
-
-    def _plain(self, seen: dict[tuple, RoundingEffect]) -> list[dict]:
-        return [_row(name, each, each.average) for name, each in seen.items()]
-
-    def _of_plain(self, rows) -> dict[tuple, RoundingEffect]:
-        named = rows_by_name(rows, "pending", self._places)
-        return {name: _seen(each) for name, each in named.items()}
-
-    def _shapes(self) -> dict[str, Shape]:
-        return SHAPES
-
-    def _plain_learned(self) -> dict:
-        sizes = self.sizes
-        return {
-            "budget": self.budget,
-            "bits": self.bits,
-            "sizes": None if sizes is None else [[*name, n] for name, n in sizes.items()],
-            "variables": [
-                _row(name, each, self.bits_of(name, each), self._missed.get(name, 0))
-                for name, each in self.seen.items()
-            ],
+    def adopt(self, knowledge: VarianceKnowledge) -> None:
+        averages = allocated(knowledge)
+        slots = {
+            name: slot if slot.is_fixed else replace(slot, bits=averages.get(name, knowledge.bits))
+            for name, slot in knowledge.slots.items()
         }
+        self.knowledge = replace(knowledge, slots=slots)
+        self.bits, self.averages = knowledge.bits, averages
 
-    def _of_plain_learned(self, state) -> tuple:
-        rows = rows_by_name(state["variables"], "variables", self._places)
-        bits, sizes = self.bits, self.sizes
-        if state["budget"] is not None and state["budget"] == self.budget:
-            # The same budget: what it comes to depends on weights, which may not be there yet.
-            bits, sizes = state["bits"], _sizes(state["sizes"], self._places)
-        seen = {name: _seen(each) for name, each in rows.items()}
-        missed = {name: each["missed"] for name, each in rows.items() if each["missed"]}
-        return bits, sizes, seen, missed, _allocated(seen, bits, sizes)
+    def fit(self, knowledge: VarianceKnowledge, settings: Mapping) -> VarianceKnowledge:
+        own = self.knowledge
+        for layer, *_ in (*knowledge.slots, *(knowledge.sizes or ())):
+            check_layer(layer, self._layers)
+        if knowledge.budget is not None and knowledge.budget == own.budget:
+            # The bits of a budget depend on the model's weights, which may not have been loaded yet.
+            return knowledge
+        return replace(own, slots=knowledge.slots)
+
+    def check_result(self, result: dict[tuple[str, int], SlotVariance]) -> None:
+        for layer, _ in result:
+            check_layer(layer, self._layers)
 
 
-def _allocated(seen: dict[tuple, RoundingEffect], average: float, of) -> dict[tuple, float]:
-    """Prob. (10) over parts of each variable: of its samples in the order of their ranges.
+def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
+    """Return the average bits of each slot by Prob. (10) of ActNN.
 
-    average: of bits. of: {name: elements} that it is of, or None: as seen.
+    Each slot counts as several tensors of equal size, with samples that have similar ranges.
     """
+    sizes = None
+    if knowledge.sizes is not None:
+        sizes = {(layer, number): size for layer, number, size in knowledge.sizes}
     owners, sensitivity, at_one, elements = [], [], [], []
-    for name, each in seen.items():
-        size = each.elements if of is None else of.get(name, 0)
-        if each.is_fixed or not each.is_known or not size:
+    for name, slot in knowledge.slots.items():
+        size = slot.elements if sizes is None else sizes.get(name, 0)
+        if not slot.is_adjustable() or not size:
             continue
-        parts = _parts(each)
+        parts = slot.parts()
         owners += [name] * len(parts)
-        sensitivity += [each.sensitivity * part for part in parts]
-        # Between these the gain of a bit falls with bits, as the greedy algorithm needs it.
-        first = min(max(each.at_one, 0.25 * each.sensitivity), 100 * each.sensitivity)
+        sensitivity += [slot.sensitivity * part for part in parts]
+        # Within these limits each bit gains less than the one before, which the greedy algorithm needs.
+        first = min(max(slot.at_one, 0.25 * slot.sensitivity), 100 * slot.sensitivity)
         at_one += [first * part for part in parts]
         elements += [max((size + i) // len(parts), 1) for i in range(len(parts))]
     if not owners:
         return {}
-    budget = math.floor(average * sum(elements) + 1e-6)
-    found = {}
+    budget = math.floor(knowledge.bits * sum(elements) + 1e-6)
     bits = allocate(sensitivity, elements, budget, at_one=at_one)
-    for name, size, each in zip(owners, elements, bits, strict=True):
-        total, number = found.get(name, (0, 0))
-        found[name] = total + int(each) * size, number + size
-    averages = {name: total / number for name, (total, number) in found.items()}
-    if of is not None:
-        # (Else a variable that is new keeps the average of its layer, which is the same.)
-        rest = {name for name, each in seen.items() if not each.is_fixed} - averages.keys()
-        averages.update(dict.fromkeys(rest, average))
+    averages = _averages(owners, elements, bits)
+    if sizes is not None:
+        # Without a budget a slot that is not in the result keeps its layer's average, which is the same number.
+        rest = (name for name, slot in knowledge.slots.items() if not slot.is_fixed)
+        averages.update({name: knowledge.bits for name in rest if name not in averages})
     return averages
 
 
-def _in_units_of(seen: dict, before: dict) -> dict:
-    """What was known before, where losses may have been scaled otherwise: as large in all as what is seen now."""
-    both = [name for name, each in seen.items() if name in before and each.is_known]
-    now, then = (sum(of[name].sensitivity for name in both) for of in (seen, before))
-    ratio = now / then if now > 0 and then > 0 else 1.0
+def _averages(owners, elements, bits) -> dict[tuple[str, int], float]:
+    totals = {}
+    for name, size, number in zip(owners, elements, bits, strict=True):
+        total, count = totals.get(name, (0, 0))
+        totals[name] = total + int(number) * size, count + size
+    return {name: total / count for name, (total, count) in totals.items()}
+
+
+def _in_units_of(now: Mapping, before: Mapping) -> dict[tuple[str, int], SlotVariance]:
+    """Return what was known before, scaled to the total sensitivity of this measurement.
+
+    The training may have scaled its losses differently in the meantime.
+    """
+    both = [name for name, slot in now.items() if name in before and slot.is_known]
+    total, total_before = (sum(slots[name].sensitivity for name in both) for slots in (now, before))
+    ratio = total / total_before if total > 0 and total_before > 0 else 1.0
     return {
         name: replace(
-            each,
-            sensitivity=capped(ratio * each.sensitivity),
-            at_one=capped(ratio * each.at_one),
+            slot, sensitivity=capped(ratio * slot.sensitivity), at_one=capped(ratio * slot.at_one)
         )
-        for name, each in before.items()
+        for name, slot in before.items()
     }
-
-
-def _sizes(rows, names) -> dict[tuple[str, int], int] | None:
-    if rows is None:
-        return None
-    for name, _, _ in rows:
-        check_layer(name, names)
-    return {(name, slot): size for name, slot, size in rows}
-
-
-def _row(name, seen: RoundingEffect, bits: float, missed: int = 0) -> dict:
-    """A variable as plain numbers."""
-    return {
-        "name": name[0],
-        "input": name[1],
-        "bits": bits,
-        "is_fixed": seen.is_fixed,
-        "is_known": seen.is_known,
-        "elements": seen.elements,
-        "samples": seen.samples,
-        "sensitivity": seen.sensitivity,
-        "at_one": seen.at_one,
-        "spread": seen.spread,
-        "missed": missed,
-    }
-
-
-def _seen(row: dict) -> RoundingEffect:
-    return RoundingEffect(
-        row["bits"],
-        row["is_fixed"],
-        row["elements"],
-        row["samples"],
-        row["sensitivity"],
-        row["at_one"],
-        row["spread"],
-        row["is_known"],
-    )
-
-
-def _parts(seen: RoundingEffect) -> list[float]:
-    """Shares of a variable's sensitivity, in parts of equal size, each of samples with like ranges."""
-    count = min(seen.samples, SPREAD) or 1
-    if seen.spread is None or count == 1:
-        return [1.0 / count] * count
-    points = seen.spread[:count]
-    total = sum(points)
-    return [each / total for each in points] if total > 0 else [1.0 / count] * count

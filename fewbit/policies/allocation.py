@@ -1,9 +1,10 @@
-"""Bits for compressed tensors under a budget: Prob. (10) of ActNN (section 4.2).
+"""The division of a budget of bits between tensors: Prob. (10) of ActNN (section 4.2).
 
     min  sum_i  w_i / (2^b_i - 1)^2     such that     sum_i  d_i b_i <= budget,   least <= b_i <= most
 
-w_i is the sensitivity of tensor i, the variance of the gradient that rounding it adds times (2^b_i - 1)^2, and d_i
-the number of its elements. At 1 bit the variance may be given apart, as there it is least like that.
+Here w_i is the sensitivity of tensor i, which is the variance that rounding it adds to the gradient times
+(2^b_i - 1)^2, and d_i is the number of its elements. The variance at 1 bit can be given separately, because it departs
+most from this formula.
 """
 
 from __future__ import annotations
@@ -15,15 +16,26 @@ from fewbit.errors import InputError
 
 
 def allocate(sensitivity, elements, budget: int, least=MIN_BITS, most=MAX_BITS, at_one=None):
-    """Bits for each tensor, uint8 (n,), by ActNN's greedy algorithm: O(n log n).
+    """Return the bits of each tensor by ActNN's greedy algorithm, in O(n log n).
 
-    sensitivity: (n,) floats, 0 or more, finite. elements: (n,) integers, 0 or more. budget: bits in all. at_one:
-    (n,) floats, the variance that a tensor adds at 1 bit (its sensitivity).
+    All tensors start at `most` bits. The tensor whose variance rises least per element gives up a bit, until the budget
+    is met. Bits that the last tensor gave up too many go to the tensors that gain most. The result is optimal if all
+    tensors have one size and at_one is at least .21 of the sensitivity, because each bit then gains less than the one
+    before.
 
-    All start at `most`, and whichever tensor's variance rises least per element gives up a bit until the budget is
-    met; what the last one gave too much goes to those that gain most. Optimal where all are of one size and at_one is at
-    least .21 of the sensitivity: noise then falls ever more slowly with bits. Raises InputError for other values, and for
-    a budget below least * sum(elements).
+    Args:
+        sensitivity: (n,) finite floats, 0 or more.
+        elements: (n,) integers, 0 or more.
+        budget: the number of bits of all elements together.
+        least: the fewest bits of a tensor.
+        most: the most bits of a tensor.
+        at_one: (n,) finite floats: the variance that each tensor adds at 1 bit. None: the sensitivity.
+
+    Returns:
+        (n,) uint8.
+
+    Raises:
+        InputError: another value, or a budget below least * sum(elements).
     """
     sensitivity = np.ascontiguousarray(sensitivity, dtype=np.float64)
     at_one = sensitivity if at_one is None else np.ascontiguousarray(at_one, dtype=np.float64)
@@ -53,7 +65,7 @@ def allocate(sensitivity, elements, budget: int, least=MIN_BITS, most=MAX_BITS, 
 
 
 def variance(sensitivity, bits) -> float:
-    """What is minimized: sum of w / (2^b - 1)^2."""
+    """Return the variance that `allocate` minimizes: the sum of w / (2^b - 1)^2."""
     return float(np.sum(np.asarray(sensitivity) * _NOISE[np.asarray(bits)]))
 
 
@@ -76,8 +88,11 @@ def _allocate(sensitivity, at_one, elements, budget, least, most):
 
 
 def reference(sensitivity, at_one, elements, budget, least, most):
-    """What the compiled kernel computes, without a heap: the moves of one tensor come in rising order of loss,
-    so that taking them off a heap one by one is taking them in sorted order (at_one of .21 sensitivities and more)."""
+    """Return what the compiled kernel computes, without a heap.
+
+    The moves of one tensor come in rising order of loss if at_one is at least .21 of the sensitivity. So taking moves off
+    a heap one by one is the same as taking them in sorted order.
+    """
     n = len(elements)
     steps = np.arange(most, least, -1)
     variances = sensitivity[:, None] / (2.0 ** np.arange(1, 9) - 1) ** 2
@@ -94,7 +109,7 @@ def reference(sensitivity, at_one, elements, budget, least, most):
     bits = (most - np.bincount(moves[order[:count]], minlength=n)).astype(np.uint8)
     left = budget - int((elements * bits).sum())
     taken = order[:count]
-    # Of what was given up the last would gain most; of equals the first in the list.
+    # The moves that were taken last would gain most. Among equal moves the first in the list comes first.
     for move in taken[np.lexsort((moves[taken], -keys.ravel()[taken]))]:
         i = moves[move]
         can_rise = elements[i] <= left and bits[i] == most - 1 - move % len(steps)

@@ -1,4 +1,4 @@
-"""A budget in bytes, as the average of bits that keeps to it."""
+"""Budgets in bytes: the average number of bits with which a forward pass keeps to one."""
 
 from __future__ import annotations
 
@@ -13,55 +13,63 @@ from fewbit.runtime.interop.checkpoint import in_checkpoint
 from fewbit.runtime.saved.probe import SPREAD
 
 _SLACK = 4 * words_of_total(32, 1) + SPREAD
-"""Bytes by which a tensor's codes exceed bits * elements / 8, at most, elements being shared out in SPREAD equal parts."""
+"""Largest number of bytes by which a tensor's codes exceed bits * elements / 8, if its samples share bits in SPREAD parts."""
 
 
 class SizeProbe:
-    """Of the tensors of a forward whose bits may change, {name: elements}; stands in for an observation.
+    """A probe that counts the elements of the slots whose bits a policy may choose.
 
-    What is kept within checkpointed regions is not there when the forward ends, and not counted.
+    Tensors that are saved in a checkpointed region are not counted, because they no longer exist when the forward pass
+    ends.
     """
 
     def __init__(self):
         self.elements: dict[tuple[str, int], int] = {}
         self._codes = self._reserve = 0
 
-    def kept(self, variable, elements: int, sensitivities=None, widening: int = 0) -> None:
-        """As of an observation."""
+    def record_saved(self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0):
         if in_checkpoint():
             return
-        self._reserve += widening  # of those with fixed bits too
-        if variable.is_fixed:
+        self._reserve += fp32_min_bytes  # of slots with fixed bits too
+        if slot.is_fixed:
             return
-        self.elements[variable.name] = self.elements.get(variable.name, 0) + elements
+        self.elements[slot.name] = self.elements.get(slot.name, 0) + elements
         samples = 0 if sensitivities is None else len(sensitivities)
         if samples:
-            self._codes += 4 * words_of_total(variable.total(samples), elements // samples)
+            self._codes += 4 * words_of_total(slot.total(samples), elements // samples)
         else:
-            self._codes += 4 * packed_words(elements, variable.uniform())
+            self._codes += 4 * packed_words(elements, slot.uniform())
         self._reserve += _SLACK
 
-    def rounding(self, variable, rounded) -> None:
-        """Nothing, as of the backward pass."""
+    def record_rounding(self, slot, record) -> None:
+        """Do nothing: only the forward pass counts."""
+
+    def knows(self, name: tuple[str, int]) -> bool:
+        return True
 
     def watch(self, outputs) -> None:
-        """Nothing."""
+        """Do nothing, as there is no backward pass to follow."""
 
-    def reached(self, variables) -> None:
-        """Nothing."""
+    def reached(self, slots) -> None:
+        """Do nothing, as sizes are known already."""
 
-    def bits(self, budget: int, kept: int) -> float:
-        """The average with which a forward like this one keeps `budget` bytes at most. kept: bytes it kept now.
+    def bits(self, budget: int, saved: int) -> float:
+        """Return the average number of bits with which a forward pass like this one saves at most `budget` bytes.
 
-        Raises InputError, with what there is, where not even 1 bit an element does.
+        Args:
+            budget: the bytes that the forward pass may save.
+            saved: the bytes that it has saved now.
+
+        Raises:
+            InputError: not even 1 bit per element fits, or there is no slot whose bits can change.
         """
         elements = sum(self.elements.values())
         if not elements:
             raise InputError(
                 "budget: expected a sample for which the model, in training mode, keeps tensors whose bits can "
-                f"change, got one that keeps {amount(kept)} in other ones"
+                f"change, got one that keeps {amount(saved)} in other ones"
             )
-        fixed = kept - self._codes + self._reserve
+        fixed = saved - self._codes + self._reserve
         least, most = (fixed + math.ceil(bits * elements / 8) for bits in (MIN_BITS, MAX_BITS))
         if budget < least:
             raise InputError(

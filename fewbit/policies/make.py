@@ -16,8 +16,8 @@ from fewbit.config import (
 from fewbit.convert.model_facts import ModelFacts
 from fewbit.errors import InputError
 from fewbit.policies.adaptive import AdaptivePolicy
-from fewbit.policies.error_bound.policy import Bound, ErrorBoundPolicy
-from fewbit.runtime.saved.assignment import BitPolicy
+from fewbit.policies.error_bound.policy import ErrorBoundPolicy
+from fewbit.runtime.saved.bit_policy import BitPolicy
 
 
 @singledispatch
@@ -45,7 +45,7 @@ def _(config: FixedBits | PreActivationBits, facts: ModelFacts) -> None:
 
 @make_policy.register
 def _(config: SampleBits, facts: ModelFacts) -> BitPolicy:
-    return BitPolicy()
+    return BitPolicy(config.average)
 
 
 @make_policy.register
@@ -55,6 +55,5 @@ def _(config: AdaptiveBits | Budget, facts: ModelFacts) -> BitPolicy:
 
 @make_policy.register
 def _(config: ErrorBound, facts: ModelFacts) -> BitPolicy:
-    bound = Bound(config.e2, config.window, config.codec, config.by_channel)
     activations = facts.chosen_activations, facts.given_activations
-    return ErrorBoundPolicy(bound, facts.names, config.interval, facts.channels, *activations)
+    return ErrorBoundPolicy(config, facts.names, facts.channels, *activations)

@@ -1,6 +1,6 @@
-"""Layers that keep something of which no observation knows, so that their bits are not chosen: which, and why.
+"""The layers whose tensors probes do not see, with the reasons. They keep the bits that they start with.
 
-Only of this process, and no part of a state.
+Each process has its own list, which is no part of a state.
 """
 
 from __future__ import annotations
@@ -13,68 +13,88 @@ from fewbit.analysis.meter import is_compiled
 from fewbit.runtime.saved.assignment import ALONE, COMPILED, REENTRANT
 
 FORGOTTEN = 8
-"""Observations after which a variable that is not met any more is forgotten."""
-WHY = {
+"""Measurements after which a slot or layer that no longer appears is forgotten."""
+REASONS = {
     COMPILED: "inside torch.compile",
     REENTRANT: "in a checkpoint with use_reentrant=True; use use_reentrant=False",
     ALONE: "called by themselves, outside of a forward of the model",
 }
+"""Reasons in words, for reports."""
 
 
 class Unobserved:
-    """What was told. What is compiled is told once, when it is traced; the rest holds for FORGOTTEN observations."""
+    """The layers that were reported.
+
+    Compiled layers are reported once, when they are traced, and stay. Others are forgotten after FORGOTTEN measurements
+    without another report.
+    """
 
     def __init__(self):
         self._compiled: set[str] = set()
-        self._told: dict[str, tuple[str, int]] = {}  # why, and at which observation
-        self._observation = 0
+        self._reports: dict[str, tuple[str, int]] = {}  # by layer: the reason, and the measurement
+        self._measurement = 0
 
-    def tell(self, name: str, why: str) -> None:
-        """As of `BitPolicy.unobserved`."""
-        if why == COMPILED:
-            self._compiled.add(name)
+    def add(self, layer: str, reason: str) -> None:
+        """Note a report. The arguments are those of `BitPolicy.report_unobserved`."""
+        if reason == COMPILED:
+            self._compiled.add(layer)
         else:
-            self._told[name] = why, self._observation
+            self._reports[layer] = reason, self._measurement
 
-    def observation_begins(self) -> None:
-        """What was not told again since FORGOTTEN of them is forgotten."""
-        self._observation += 1
-        oldest = self._observation - FORGOTTEN
-        self._told = {name: told for name, told in self._told.items() if told[1] > oldest}
+    def new_measurement(self) -> None:
+        """Count a measurement, and forget layers that were not reported for a long time."""
+        self._measurement += 1
+        oldest = self._measurement - FORGOTTEN
+        self._reports = {
+            layer: (reason, measurement)
+            for layer, (reason, measurement) in self._reports.items()
+            if measurement > oldest
+        }
 
     def found(self, model: nn.Module | None, seen: Container[str]) -> dict[str, str]:
-        """{name: why, in words} but for those that were seen. model: whose layers they are."""
-        compiled = self._compiled if model is None else _alike(model, self._compiled)
-        found = dict.fromkeys(compiled, COMPILED) | {
-            name: why for name, (why, _) in self._told.items()
+        """Return {layer: reason in words}.
+
+        Args:
+            model: the model with the layers, or None if it no longer exists.
+            seen: layers that a probe has seen, which are left out.
+        """
+        compiled = self._compiled if model is None else _with_alike(model, self._compiled)
+        reasons = dict.fromkeys(compiled, COMPILED) | {
+            layer: reason for layer, (reason, _) in self._reports.items()
         }
-        return {name: WHY[why] for name, why in found.items() if name not in seen}
+        return {layer: REASONS[reason] for layer, reason in reasons.items() if layer not in seen}
 
 
-def _alike(model: nn.Module, traced: set[str]) -> set[str]:
-    """With the layers of their classes that train in compiled modules: one piece of code serves all that are alike."""
+def _with_alike(model: nn.Module, traced: set[str]) -> set[str]:
+    """Return the traced layers and all trained layers of their classes in compiled modules.
+
+    The compiler traces one of several alike layers and uses the code for all of them.
+    """
     if not traced:
         return traced
     modules, inside = {}, set()
     for path, module in model.named_modules():
-        # A wrapper that came after the conversion is no part of names.
+        # A wrapper that came after the conversion is no part of layers' names.
         path = ".".join(part for part in path.split(".") if part != "_orig_mod")
         modules[path] = module
         if is_compiled(module) or path.rpartition(".")[0] in inside:
             inside.add(path)
     kinds = set()
-    for name in traced:
-        path, colon, what = name.partition(":")
+    for layer in traced:
+        path, colon, function = layer.partition(":")
         if path in modules:
-            kinds.add((type(modules[path]), colon + what))
+            kinds.add((type(modules[path]), colon + function))
     return traced | {
-        path + what for path in inside for of, what in kinds if _is_alike(modules[path], of)
+        path + function
+        for path in inside
+        for cls, function in kinds
+        if _is_alike(modules[path], cls)
     }
 
 
 def _is_alike(module: nn.Module, cls: type) -> bool:
-    """Whether it is a layer of that class that trains, in bits that follow from the bound."""
+    """Return whether a module is a trained layer of that class with bits that a policy may choose."""
     parameters = list(module.parameters())
-    is_trained = any(each.requires_grad for each in parameters) or not parameters
+    is_trained = any(parameter.requires_grad for parameter in parameters) or not parameters
     has_given_bits = getattr(getattr(module, "quantizer", None), "is_fixed", False)
     return type(module) is cls and module.training and is_trained and not has_given_bits

@@ -124,12 +124,12 @@ def sharded(rank):
 
 def _adapt(rank, controller, run, first="conv"):
     """Both processes choose the same bits, in the same step, by what both have seen."""
-    adaptation = controller.context.policy
+    policy = controller.context.policy
     changed = []
     for number in range(1, 21):
-        before = adaptation.averages
+        before = policy.averages
         run(number)
-        if adaptation.averages is not before:
+        if policy.averages is not before:
             changed.append(number)
     both = [None, None]
     dist.all_gather_object(both, (changed, controller.allocation))
@@ -201,8 +201,8 @@ def _bounded(rank, module, controller, run, first="conv"):
     for number in range(1, 13):
         run(number)
     both = [None, None]
-    guarantee = controller.context.policy
-    learned = guarantee.averages, guarantee.activations, guarantee._monitored()
+    policy = controller.context.policy
+    learned = policy.averages, policy.activations, policy.monitored()
     dist.all_gather_object(both, (controller.bounds, learned))
     assert both[0] == both[1]
     rows = [row for row in controller.bounds if row.input is not None]
@@ -215,8 +215,8 @@ def _bounded(rank, module, controller, run, first="conv"):
 def bounded(rank):
     """Also where losses are scaled, one process has run the model before, and another does in between."""
     module = model()
-    config = fewbit.ErrorBound(by_channel=True, interval=2)
-    controller = fewbit.compress_(module, config, verbose=False)
+    options = {"interval": 2, "by_channel": True, "verbose": False}
+    controller = fewbit.compress_(module, fewbit.ErrorBound(), **options)
     if rank == 0:
         module(inputs(rank)).square().mean().backward()
     wrapped = DistributedDataParallel(module)

@@ -22,7 +22,7 @@ def mlp(features=64, results=64):
 
 
 def compressed(model, bits=2.5, **options):
-    return fewbit.compress_(model, bits, level="L3", interval=3, verbose=False, **options)
+    return fewbit.compress_(model, fewbit.AdaptiveBits(bits, interval=3), verbose=False, **options)
 
 
 def names(controller):
@@ -35,7 +35,7 @@ def names(controller):
 def parts_called_one_by_one(interval):
     torch.manual_seed(0)
     model = nn.ModuleDict({"enc": mlp(), "head": mlp(results=8), "rare": mlp()})
-    return model, fewbit.compress_(model, 2, level="L3", interval=interval, verbose=False)
+    return model, fewbit.compress_(model, fewbit.AdaptiveBits(2, interval=interval), verbose=False)
 
 
 def losses_of_parts(model, numbers):
@@ -148,7 +148,7 @@ def test_a_model_around_a_compressed_one_takes_it_over():
 
 
 def test_a_graph_that_is_kept():
-    """Passes through a graph after its observation was taken in change nothing."""
+    """Passes through a graph after its measurement was taken in change nothing."""
     model, controller, x = build(bits=2)
     kept = loss_of(model(x))
     kept.backward(retain_graph=True)
@@ -298,7 +298,7 @@ def test_several_threads():
 
 
 def test_an_empty_batch():
-    """Has gradients of 0, and says nothing to an observation."""
+    """Has gradients of 0, and says nothing to a measurement."""
     torch.manual_seed(0)
     model = mlp()
     controller = compressed(model)
@@ -394,7 +394,7 @@ def test_layers_of_one_input_with_bits_of_their_own(level):
             return self.a(x) + self.b(x) + self.c(x)
 
     model = Both()
-    fewbit.compress_(model, 2, level=level, overrides={"b": 8}, verbose=False)
+    fewbit.compress_(model, fewbit.Level(level, 2), overrides={"b": 8}, verbose=False)
     found = fewbit.saved_bytes(model, normal((32, 256))).kept
     codes = sorted(each.bytes for each in found if each.kind == "packed" and each.bytes)
     assert len(codes) == 2
@@ -403,7 +403,7 @@ def test_layers_of_one_input_with_bits_of_their_own(level):
 
 def test_gradients_that_are_not_finite_leave_magnitudes_alone():
     model = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 8))
-    controller = fewbit.compress_(model, 2, level="L2.5", verbose=False)
+    controller = fewbit.compress_(model, fewbit.SampleBits(2), verbose=False)
     x = normal((8, 256), scale=1.0)
     for scale in (1.0, float("inf"), 1.0):
         controller.number_samples(range(8))
@@ -413,10 +413,10 @@ def test_gradients_that_are_not_finite_leave_magnitudes_alone():
 
 
 def test_equal_samples_have_equal_bits():
-    from fewbit.runtime.format.bit_sharing import share_bits
+    from fewbit.runtime.saved.assignment import split
 
-    assert share_bits(torch.zeros(4), 6).tolist() == [2, 2, 1, 1]
-    assert share_bits(torch.ones(4), 8).tolist() == [2, 2, 2, 2]
+    assert split(torch.zeros(4), 6).tolist() == [2, 2, 1, 1]
+    assert split(torch.ones(4), 8).tolist() == [2, 2, 2, 2]
 
 
 # -- budgets -----------------------------------------------------------------------------------------------
@@ -460,12 +460,12 @@ def test_budgets_are_of_the_sample(kind):
         model, inputs = mlp(), [(sample * 0.01 + 100,)]
     most = fewbit.saved_bytes(model, sample).total
     with pytest.raises(fewbit.errors.InputError) as caught:
-        fewbit.compress_(model, budget=100, sample=sample, verbose=False)
+        fewbit.compress_(model, fewbit.Budget(100), sample=sample, verbose=False)
     words = str(caught.value).split()
     least = float(words[2]) * {"KiB": 1024, "bytes": 1}[words[3]]
     budget = int(1.5 * least) + 1000
     assert budget < most or kind == "checkpointed"
-    fewbit.compress_(model, budget=budget, sample=sample, interval=4, verbose=False)
+    fewbit.compress_(model, fewbit.Budget(budget, interval=4), sample=sample, verbose=False)
     for i in range(10):
         assert fewbit.saved_bytes(model, sample).total <= budget
         model.zero_grad()
@@ -476,10 +476,10 @@ def test_budgets_are_of_the_sample(kind):
 def test_a_sample_without_tensors_to_choose_for():
     model = mlp().eval()
     with pytest.raises(fewbit.errors.InputError, match="in training mode"):
-        fewbit.compress_(model, budget="6 GiB", sample=normal((8, 64)), verbose=False)
+        fewbit.compress_(model, fewbit.Budget("6 GiB"), sample=normal((8, 64)), verbose=False)
 
 
-def test_softmax_and_its_logarithm_are_two_variables():
+def test_softmax_and_its_logarithm_are_two_slots():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -496,7 +496,7 @@ def test_softmax_and_its_logarithm_are_two_variables():
     assert {":softmax", ":log_softmax"} <= names(controller)
 
 
-def test_layers_made_as_ours_are_left_without_the_session():
+def test_layers_made_as_ours_are_left_without_the_context():
     model = nn.Sequential(fewbit.nn.Linear(64, 64), nn.Linear(64, 8))
     compressed(model)
     fewbit.restore_(model)

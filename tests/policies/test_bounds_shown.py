@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.errors import BoundWarning, InputError
 from fewbit.policies.allocation_report import Allocation
-from fewbit.policies.error_bound.codecs import CodecKeeper, Exactly
+from fewbit.policies.error_bound.codecs import BoundedCodec, ExactCodec
 from fewbit.policies.error_bound.report import Bounded, Bounds
 from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.runtime.codecs import codec as codec_of
@@ -288,7 +288,7 @@ def test_steps_go_on_as_they_would():
         model = Regions(True)
         controller = bounded(model, interval=1)
         if not tells:
-            controller.context.policy.unobserved = lambda name, why: None
+            controller.context.policy.report_unobserved = lambda layer, reason: None
         torch.manual_seed(1)
         steps(model, 4)
         found.append((controller.state_dict(), [each.grad for each in model.parameters()]))
@@ -319,14 +319,14 @@ def test_rows_say_what_codecs_made_of_them(name, monkeypatch):
     if name == "error-bounded":
         pytest.importorskip("imagecodecs")
     kept = {}
-    keep = CodecKeeper.quantize
+    keep = BoundedCodec.keep
 
     def noted(self, x, seed):
         payload = keep(self, x, seed)
         kept[tuple(x.shape)] = payload.nbytes, x.numel()
         return payload
 
-    monkeypatch.setattr(CodecKeeper, "quantize", noted)
+    monkeypatch.setattr(BoundedCodec, "keep", noted)
     x = normal((8, 3, 18, 18), scale=1.0)
     model = images(nn.Conv2d(8, 8, 3))
     model(x)
@@ -377,13 +377,13 @@ def test_of_a_state_nothing_has_been_kept_yet():
     ],
 )
 def test_the_codec_that_really_kept_it(name, x, kept):
-    keeper = CodecKeeper(name, 1e-2)
-    payload = keeper.quantize(x, torch.zeros(1, dtype=torch.int64))
-    assert keeper.latest.kept == kept and keeper.latest.bits == 8 * payload.nbytes / x.numel()
+    saver = BoundedCodec(name, 1e-2)
+    payload = saver.quantize(x, torch.zeros(1, dtype=torch.int64))
+    assert saver.stats.kept == kept and saver.stats.bits == 8 * payload.nbytes / x.numel()
     seed = torch.zeros(1, dtype=torch.int64)
     again = codec_of(kept if kept != "exact" else name).compress(x, 1e-2, seed)
     assert payload.nbytes == again.nbytes
-    assert keeper == CodecKeeper(name, 1e-2) != Exactly()
+    assert saver == BoundedCodec(name, 1e-2) != ExactCodec()
 
 
 # -- kinds, given bits, width ------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ def test_given_bits_of_activations_are_rows():
 
 def test_given_bits_of_called_functions_are_rows():
     model = Called()
-    controller = bounded(model, activation_bits=4)
+    controller = bounded(model, layers=fewbit.LayerSettings(activation_bits=4))
     steps(model)
     rows = {row.name: row.bits for row in controller.bounds if row.is_fixed}
     assert rows == {"act": 4, ":silu": 4, ":relu": 1}
@@ -437,19 +437,19 @@ def test_given_bits_change_no_others():
     found = []
     for forgets in (False, True):
         model = Called()
-        controller = bounded(model, activation_bits=4, interval=1)
-        guarantee = controller.context.policy
+        controller = bounded(model, layers=fewbit.LayerSettings(activation_bits=4), interval=1)
+        policy = controller.context.policy
         if forgets:
-            guarantee._of_activations = frozenset()
+            policy._bounded_activations = frozenset()
         torch.manual_seed(3)
         steps(model, 5)
-        found.append((guarantee.averages, guarantee.ratio, guarantee._is_exceeded()))
+        found.append((policy.averages, policy.ratio, policy.knowledge.has_warned))
     assert found[0] == found[1] and found[0][0]
 
 
 def test_a_state_goes_on_where_bits_are_not_given_any_more():
     model = Called()
-    controller = bounded(model, activation_bits=4)
+    controller = bounded(model, layers=fewbit.LayerSettings(activation_bits=4))
     steps(model)
     state = controller.state_dict()
     controller = bounded(model)
@@ -490,14 +490,15 @@ def test_an_empty_table_is_its_text_in_html():
 
 
 def test_steps_that_a_warning_takes(monkeypatch):
-    """The page says so: three observations that have something to compare are those of steps 2, 4 and 8."""
-    from fewbit.policies.error_bound.policy import Choice, ErrorBoundPolicy
+    """The page says so: three measurements that have something to compare are those of steps 2, 4 and 8."""
+    from fewbit.policies.error_bound.choices import BitChoice
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 24))
     x = normal((32, 96), scale=1.0)
     controller = bounded(model, e2=0.05)
-    monkeypatch.setattr(ErrorBoundPolicy, "_choice", lambda self, known: Choice(1.0, 1.0, None))
+    one_bit = "fewbit.policies.error_bound.choices.choose_bits"
+    monkeypatch.setattr(one_bit, lambda slot, bound: BitChoice(1.0, 1.0, None))
     with warnings.catch_warnings():
         warnings.simplefilter("error", BoundWarning)
         steps(model, 8, x)
@@ -572,7 +573,7 @@ def test_a_model_that_is_gone(options):
 
 def test_what_was_never_converted_is_not_restored():
     model = Called()
-    controller = fewbit.compress_(model, level="L0", verbose=False)
+    controller = fewbit.compress_(model, fewbit.Level("L0"), verbose=False)
     controller.load_state_dict(controller.state_dict())
 
 
@@ -590,7 +591,7 @@ class Parts(nn.Module):
 
 @pytest.mark.parametrize("options", [{"policy": "error-bound"}, {"bits": 2.5}])
 def test_an_empty_state_of_another_model_is_refused_by_its_modules(options):
-    """A state from before the first observation knows of the modules that were called, and of nothing else."""
+    """A state from before the first measurement knows of the modules that were called, and of nothing else."""
     states = {}
     for names in (("encoder", "head"), ("encoder", "tail")):
         model = Parts(*names)

@@ -78,11 +78,11 @@ def test_offsets(name, settings):
     torch.manual_seed(0)
     model, x = make(), normal(shape, scale=1.0)
     with pytest.raises(fewbit.errors.InputError) as caught:
-        fewbit.compress_(model, budget=1, sample=x, **options)
+        fewbit.compress_(model, fewbit.Budget(1), sample=x, **options)
     words = str(caught.value).split()
     least = float(words[2]) * {"KiB": 1024, "bytes": 1}[words[3]]
     budget = int(1.5 * least)
-    fewbit.compress_(model, budget=budget, sample=x, interval=1, **options)
+    fewbit.compress_(model, fewbit.Budget(budget, interval=1), sample=x, **options)
     found = []
     for i in range(4):
         found.append(fewbit.saved_bytes(model, x).total)
@@ -111,7 +111,7 @@ class Inner(nn.Module):
 
 def test_a_forward_with_a_backward_pass_in_it():
     model, x = Inner(), normal((16, 64), scale=1.0)
-    fewbit.compress_(model, budget=2000, sample=x, interval=1, verbose=False)
+    fewbit.compress_(model, fewbit.Budget(2000, interval=1), sample=x, verbose=False)
     for _ in range(4):
         assert 1500 < fewbit.saved_bytes(model, x).total <= 2000
         loss_of(model(x)).backward()

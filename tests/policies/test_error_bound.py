@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import pickle
 import warnings
 
 import pytest
@@ -13,7 +12,6 @@ from test_docs import run_blocks
 from test_variance_probe import MODELS, loss_of
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.errors import BoundWarning, InputError
@@ -132,10 +130,15 @@ def test_a_larger_bound_takes_fewer_bytes(name):
     assert found[0] < 0.6 * fewbit.saved_bytes(model, x).total
 
 
-def test_bits_before_the_first_observation():
+def test_bits_before_the_first_measurement():
     model, controller, x = build()
     plain = MODELS["convnet"][0]()
-    fewbit.compress_(plain, 8, level="L2.5", activation_bits=8, attention_bits=8, verbose=False)
+    fewbit.compress_(
+        plain,
+        fewbit.SampleBits(8),
+        layers=fewbit.LayerSettings(activation_bits=8, attention_bits=8),
+        verbose=False,
+    )
     kept = [fewbit.saved_bytes(each, x).total for each in (model, plain)]
     assert kept[0] == pytest.approx(kept[1], rel=0.01)
     assert not controller.bounds and controller.bounds.ratio is None
@@ -189,17 +192,17 @@ def test_smaller_batches_do_not_lose_bits_to_rounding():
     (row,) = controller.bounds
     assert row.bits % 1
     for samples in (16, 5, 1):
-        plan = controller.context.policy.plan((x[:samples],))
-        variable = plan.of(("0", 0), 8, False)
-        assert row.bits * samples <= variable.total(samples) < row.bits * samples + 1
-        assert variable.uniform() == math.ceil(row.bits)
-    given = plan.of(("0", 0), 2.5, True)
+        assignment = controller.context.policy.assign((x[:samples],))
+        slot = assignment.slot(("0", 0), 8, False)
+        assert row.bits * samples <= slot.total(samples) < row.bits * samples + 1
+        assert slot.uniform() == math.ceil(row.bits)
+    given = assignment.slot(("0", 0), 2.5, True)
     assert (given.total(1), given.uniform()) == (2, 2)
 
 
 def test_an_exact_copy_is_the_tensor_itself():
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    controller = bounded(model, e2=1e-12, activation_bits=8)
+    controller = bounded(model, e2=1e-12, layers=fewbit.LayerSettings(activation_bits=8))
     x = normal((16, 64), scale=1.0)
     step(model, x), step(model, x)
     layers = [row for row in controller.bounds if row.input is not None]
@@ -282,7 +285,7 @@ def test_activations_that_were_few_bit_before_keep_their_bits():
 
 def test_activation_bits_that_are_given_stay():
     model, x = Activated(), normal((16, 64), scale=1.0)
-    controller = bounded(model, activation_bits=3)
+    controller = bounded(model, layers=fewbit.LayerSettings(activation_bits=3))
     step(model, x), step(model, x)
     rows = {row.name: row for row in controller.bounds if row.input is None}
     assert {name: (row.bits, row.is_fixed) for name, row in rows.items()} == {
@@ -358,87 +361,23 @@ def test_channels_with_small_gradients_get_fewer_bits():
 # -- loops -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_steps_that_are_observed():
-    model, controller, x = build(interval=10)
-    observed = []
-    for number in range(1, 31):
-        y = model(x)
-        if controller.context.policy._stage is not None:
-            observed.append(number)
-        loss_of(y).backward()
-    assert observed == [1, 2, 4, 8, 10, 20, 30]
-
-
-def test_evaluation_and_the_meter_are_no_steps():
-    model, controller, x = build()
-    step(model, x)
-    fewbit.saved_bytes(model, x)
-    model.eval()
-    model(x)
-    model.train()
-    with torch.no_grad():
-        model(x)
-    guarantee = controller.context.policy
-    assert guarantee.step == 1 and not controller.bounds
-    step(model, x)
-    assert guarantee.step == 2 and controller.bounds
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_an_observed_step_is_the_same_step(name):
-    """With an observation at each step, and at none of the last."""
+    """With a measurement at each step, and at none of the last."""
     found = []
     for interval in (1, 10**6):
         model, controller, x = build(name, interval=interval)
         for seed in range(3):
             torch.manual_seed(seed)
             step(model, x)
-        guarantee = controller.context.policy
-        guarantee._learned, before = (lambda: None), guarantee._learned()
-        del guarantee._learned
-        found.append((before[0], [each.grad.clone() for each in model.parameters()]))
-    # The third step has an observation with interval=1 only; both go by those of the first two.
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("codec", ["quant", "quant+zvc"])
-def test_checkpointed_regions_are_made_again_as_they_were(codec, reentrant):
-    """Also with an observation, and other batch sizes, between a forward and its backward, and functions as regions."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList(
-                nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-                for _ in range(3)
+        found.append(
+            (
+                controller.context.policy.knowledge,
+                [each.grad.clone() for each in model.parameters()],
             )
-
-        def forward(self, x):
-            for number, part in enumerate(self.parts):
-                region = (
-                    part if number else lambda x, part=part: part[3](part[2](part[1](part[0](x))))
-                )
-                rows = x.flatten(0, 1).requires_grad_()
-                x = x + checkpoint(region, rows, use_reentrant=reentrant).view_as(x)
-            return x
-
-    torch.manual_seed(0)
-    model = Model()
-    controller = bounded(model, interval=1, codec=codec, e2=2.0)
-    for i in range(6):
-        first, second = (normal((size, 6, 32), scale=1.0) for size in (4 + i, 6))
-        a, b = loss_of(model(first)), loss_of(model(second))
-        a.backward()
-        c = loss_of(model(normal((3, 6, 32), scale=1.0)))
-        b.backward()
-        c.backward()
-    if not reentrant:
-        rows = controller.bounds
-        assert len([row for row in rows if row.input is not None]) >= 6
-        assert {row.bits for row in rows if row.input is None} != {8.0}
+        )
+    # The third step has a measurement with interval=1 only; both go by those of the first two.
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
 def test_training_with_scaled_half_precision_losses():
@@ -520,31 +459,6 @@ def test_compiled_parts_keep_eight_bits():
     assert row.bits < 8
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_go_on_by_themselves(again):
-    model, controller, x = build("transformer")
-    for _ in range(3):
-        step(model, x)
-    other = again(model)
-    before = bits(controller)
-    for _ in range(7):
-        step(other, 5 * x)
-    step(model, x)
-    assert bits(controller) == before
-    context = next(each.quantizer.context for each in other.modules() if hasattr(each, "quantizer"))
-    assert context is not controller.context
-    assert context.policy.step == 10 and context.policy.averages
-
-
-def test_restored():
-    model, _, x = build("transformer")
-    step(model, x), step(model, x)
-    fewbit.restore_(model)
-    step(model, x)
-    assert not model._forward_pre_hooks
-    assert not any(key.startswith("_fewbit") for each in model.modules() for key in vars(each))
-
-
 # -- the monitor -------------------------------------------------------------------------------------------
 
 
@@ -592,7 +506,7 @@ def test_a_warning_when_gradients_exceed_it(monkeypatch):
     torch.manual_seed(0)
     model, x = make(), normal(shape, scale=1.0)
     controller = bounded(model, e2=0.05, interval=1)
-    monkeypatch.setattr(type(controller.context.policy), "_choice", _one_bit)
+    monkeypatch.setattr("fewbit.policies.error_bound.choices.choose_bits", _one_bit)
     with pytest.warns(
         BoundWarning, match=r"E\|g\^\|\^2 / E\|g\|\^2 is .*, above 1 \+ e2 = 1\.05; most in 0 "
     ) as found:
@@ -624,11 +538,10 @@ def test_what_is_kept_exactly_counts_in_the_ratio():
     assert controller.bounds.ratio == 1
 
 
-def _one_bit(self, known):
-    from fewbit.policies.error_bound.policy import Choice
+def _one_bit(slot, bound):
+    from fewbit.policies.error_bound.choices import BitChoice
 
-    dx2, demand = known.deciding(self.bound.e2, self.bound.window)
-    return Choice(1.0, dx2, demand)
+    return BitChoice(1.0, *slot.deciding(bound.e2, bound.window))
 
 
 def test_exact_values_are_let_go_of():
@@ -636,11 +549,11 @@ def test_exact_values_are_let_go_of():
     model, controller, x = build(interval=1)
     step(model, x), step(model, x)
     loss = loss_of(model(x))
-    observation = controller.context.policy._stage.what
-    assert any(each.exact is not None for each in observation._exact)
+    probe = controller.context.policy._run.probe
+    assert any(each.exact is not None for each in probe._exact)
     loss.backward(retain_graph=True)  # so that the graph holds them on
-    assert observation.monitored and observation.has_run() and len(observation._exact)
-    assert all(each.exact is None for each in observation._exact)
+    assert probe.monitored and probe.has_run() and len(probe._exact)
+    assert all(each.exact is None for each in probe._exact)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""From bounds to bits: made-up observations, with what follows from them worked out by other means."""
+"""From bounds to bits: made-up measurements, and the bits that follow from them, computed by other means."""
 
 import itertools
 import json
@@ -15,41 +15,54 @@ from hypothesis import strategies as st
 from fewbit.errors import BoundWarning, InputError
 from fewbit.policies.error_bound import tables
 from fewbit.policies.error_bound.bits import least_average, sizes
-from fewbit.policies.error_bound.codecs import CodecKeeper, Exactly
-from fewbit.policies.error_bound.estimates import Estimate, Known, Pair
+from fewbit.policies.error_bound.choices import Bound
+from fewbit.policies.error_bound.codecs import BoundedCodec, ExactCodec
+from fewbit.policies.error_bound.estimates import ConstraintEstimate, Pair, TensorEstimate
 from fewbit.policies.error_bound.formulas.shares import polynomial_error
-from fewbit.policies.error_bound.policy import Bound, ErrorBoundPolicy
-from fewbit.policies.error_bound.probe import (
+from fewbit.policies.error_bound.observations import (
+    EXPECTED,
+    MEASURED,
     ActivationNorms,
-    BoundsSeen,
     GradientConstraint,
+    MonitoredNorms,
+    ProbeResult,
     TensorNorms,
 )
-from fewbit.policies.error_bound.report import Bounded
-from fewbit.policies.error_bound.sums import DEMANDS, BoundTables, combined, number_of
-
-EXPECTED, MEASURED = "in expectation", "measured"
+from fewbit.policies.error_bound.policy import ErrorBoundPolicy
+from fewbit.policies.records import plain
 
 
-def variable(*demands, samples=4, squares=(1.0, 2.0, 3.0, 4.0), elements=400, **facts):
-    squares = [*squares, *[0.0] * (16 - len(squares))]
-    return TensorNorms(8.0, False, elements, samples, squares, demands=list(demands), **facts)
+def tensor(*constraints, samples=4, squares=(1.0, 2.0, 3.0, 4.0), elements=400, **facts):
+    """The result for the first input of a layer; `result_of` fills in the layer's name."""
+    squares = (*squares, *[0.0] * (16 - len(squares)))
+    rest = {"constraints": constraints, **facts}
+    return TensorNorms("", 0, 8.0, False, elements, samples, squares, **rest)
 
 
 def weight(v2, first, second=0.0, label="weight"):
     return GradientConstraint(label, EXPECTED, v2, first, second)
 
 
-def of(variables):
-    """An observation of those: {name: TensorNorms}."""
-    return BoundsSeen({(name, 0): each for name, each in variables.items()}, {}, {})
+def result_of(slots, *activations):
+    """The result of a probe: {layer, or (layer, number): TensorNorms}, and activations' norms."""
+    names = [name if isinstance(name, tuple) else (name, 0) for name in slots]
+    named = [
+        replace(slot, name=name, input=number)
+        for (name, number), slot in zip(names, slots.values(), strict=True)
+    ]
+    by_name = dict(zip(names, named, strict=True))
+    return ProbeResult(by_name, {activation.name: activation for activation in activations})
 
 
-def learned(*observations, names=("a", "b"), **bound):
-    """A policy that has seen those: BoundsSeen, or {name: TensorNorms}."""
+def activation(v2, grad2=1.0, function="gelu", parameters=(), name="act"):
+    return ActivationNorms(name, function, parameters, v2, grad2)
+
+
+def learned(*results, names=("a", "b"), **bound):
+    """A policy that has learned from results: ProbeResult, or {layer: TensorNorms}."""
     policy = ErrorBoundPolicy(Bound(**bound), names, activations=["act"])
-    for seen in observations:
-        policy._learn(seen if isinstance(seen, BoundsSeen) else of(seen))
+    for result in results:
+        policy.take_in(result if isinstance(result, ProbeResult) else result_of(result))
     return policy
 
 
@@ -120,20 +133,20 @@ def test_a_larger_limit_never_takes_more_bits(squares, samples, limit, factor):
 # -- from demands to bits ----------------------------------------------------------------------------------
 
 
-def test_the_strictest_demand_decides():
-    demands = (
+def test_the_strictest_constraint_decides():
+    constraints = (
         weight(4.0, 10.0),
         GradientConstraint("input", MEASURED, 1.0, 3.0, 2.0),
         weight(9.0, 1.0, label="x: weight"),
     )
-    policy = learned({"a": variable(*demands)}, e2=0.5)
+    policy = learned({"a": tensor(*constraints)}, e2=0.5)
     choice = policy.choices["a", 0]
     expected = {
-        each.label: polynomial_error(0.5 * each.v2, each.first, each.second) for each in demands
+        each.label: polynomial_error(0.5 * each.v2, each.first, each.second) for each in constraints
     }
     assert choice.dx2 == pytest.approx(min(expected.values()))
-    assert choice.demand.label == min(expected, key=expected.get) == "weight"
-    assert choice.demand.kind == EXPECTED
+    assert choice.constraint.label == min(expected, key=expected.get) == "weight"
+    assert choice.constraint.kind == EXPECTED
     assert choice.dx2 == pytest.approx(0.5 * 4 / 10**2)
     # Samples' squares are 1 to 4, elements 400: by trying.
     total = round(4 * choice.average)
@@ -149,7 +162,7 @@ def test_more_tolerance_never_takes_more_bits(first, second, v2, e2, factor):
     found = []
     for each in (e2, factor * e2):
         policy = learned(
-            {"a": variable(weight(v2, first, second), weight(1.0, 2.0, label="b"))}, e2=each
+            {"a": tensor(weight(v2, first, second), weight(1.0, 2.0, label="b"))}, e2=each
         )
         average = policy.choices["a", 0].average
         found.append(math.inf if average is None else average)
@@ -159,7 +172,7 @@ def test_more_tolerance_never_takes_more_bits(first, second, v2, e2, factor):
 @settings(max_examples=30)
 @given(st.floats(0.01, 50), st.floats(0, 50), st.floats(0.01, 10), st.floats(0.05, 4))
 def test_the_bound_of_the_bits_is_within_what_is_allowed(first, second, v2, e2):
-    policy = learned({"a": variable(weight(v2, first, second))}, e2=e2)
+    policy = learned({"a": tensor(weight(v2, first, second))}, e2=e2)
     average = policy.choices["a", 0].average
     if average is not None:
         dx = math.sqrt(best_error((1, 2, 3, 4), 4, round(4 * average)) / 400)
@@ -167,26 +180,26 @@ def test_the_bound_of_the_bits_is_within_what_is_allowed(first, second, v2, e2):
 
 
 def test_more_than_eight_bits_are_kept_exactly():
-    policy = learned({"a": variable(weight(1e-8, 10.0)), "b": variable(weight(1.0, 1.0))})
+    policy = learned({"a": tensor(weight(1e-8, 10.0)), "b": tensor(weight(1.0, 1.0))})
     assert policy.choices["a", 0].average is None
-    assert isinstance(policy._keepers["a", 0], Exactly) and set(policy._keepers) == {("a", 0)}
-    plan = policy.plan((torch.zeros(4, 3),))
-    assert plan.keeper(plan.of(("a", 0), 8, False)) is policy._keepers["a", 0]
-    assert plan.keeper(plan.of(("a", 0), 8, True)) is None
-    assert plan.of(("b", 0), 8, False).average == policy.choices["b", 0].average
+    assignment = policy.assign((torch.zeros(4, 3),))
+    codecs = [assignment.codec(assignment.slot((name, 0), 8, False)) for name in "ab"]
+    assert isinstance(codecs[0], ExactCodec) and codecs[1] is None
+    assert assignment.codec(assignment.slot(("a", 0), 8, True)) is None
+    assert assignment.slot(("b", 0), 8, False).average == policy.choices["b", 0].average
 
 
 def test_a_gradient_of_zero_keeps_exactly_and_no_gradient_one_bit():
-    seen = {"a": variable(weight(0.0, 1.0)), "b": variable(), "c": variable(weight(1.0, 1.0))}
+    seen = {"a": tensor(weight(0.0, 1.0)), "b": tensor(), "c": tensor(weight(1.0, 1.0))}
     policy = learned(seen, names="abc")
     assert policy.choices["a", 0].average is None and policy.choices["a", 0].dx2 == 0
     assert policy.choices["b", 0].average == 1 and policy.choices["b", 0].dx2 == math.inf
-    policy = learned({**seen, "b": variable(is_known=False)}, names="abc")
+    policy = learned({**seen, "b": tensor(is_known=False)}, names="abc")
     assert policy.choices["b", 0].average == 8
 
 
 def test_where_not_all_gradients_were_seen_bits_stay():
-    policy = learned({"a": variable(weight(1.0, 1.0), is_known=False)})
+    policy = learned({"a": tensor(weight(1.0, 1.0), is_known=False)})
     assert policy.choices["a", 0].average == 8
     assert policy.choices["a", 0].dx2 == pytest.approx(0.5)
     for codec, v2, kept in (
@@ -194,16 +207,14 @@ def test_where_not_all_gradients_were_seen_bits_stay():
         ("quant+zvc", 1e-9, None),
         ("quant", 1e-9, None),
     ):
-        seen = {"a": variable(weight(v2, 1.0), is_known=False), "b": variable(weight(1.0, 1.0))}
+        seen = {"a": tensor(weight(v2, 1.0), is_known=False), "b": tensor(weight(1.0, 1.0))}
         policy = learned(seen, codec=codec)
         assert policy.choices["a", 0].average == kept
-        assert kept or isinstance(policy._keepers["a", 0], Exactly)
+        assert kept or isinstance(policy.codec_of(("a", 0)), ExactCodec)
 
 
 def test_bits_that_are_given_stay():
-    seen = variable(weight(1.0, 1.0))
-    seen.is_fixed = True
-    policy = learned({"a": seen})
+    policy = learned({"a": replace(tensor(weight(1.0, 1.0)), is_fixed=True)})
     assert not policy.choices and not policy.averages
 
 
@@ -211,10 +222,9 @@ def test_bits_that_are_given_stay():
 
 
 def rows(*each):
-    """Observations of a variable with (v2, first) beside another that takes what is left of 100."""
+    """Results of a slot with (v2, first), beside another slot with the rest of a total of 100."""
     return [
-        {"a": variable(weight(v2, first)), "b": variable(weight(100 - v2, 1.0))}
-        for v2, first in each
+        {"a": tensor(weight(v2, first)), "b": tensor(weight(100 - v2, 1.0))} for v2, first in each
     ]
 
 
@@ -233,11 +243,14 @@ def test_ten_observations_count():
 def test_a_scale_of_the_loss_has_no_say():
     seen = rows((4, 10), (1, 20), (7, 5))
     scaled = []
-    for each, scale in zip(rows((4, 10), (1, 20), (7, 5)), (1, 2**16, 2**-8), strict=True):
-        for of in each.values():
-            (demand,) = of.demands
-            of.demands = [weight(scale**2 * demand.v2, scale * demand.first)]
-        scaled.append(each)
+    for slots, scale in zip(seen, (1, 2**16, 2**-8), strict=True):
+        numbers = {name: slot.constraints[0] for name, slot in slots.items()}
+        scaled.append(
+            {
+                name: tensor(weight(scale**2 * before.v2, scale * before.first))
+                for name, before in numbers.items()
+            }
+        )
     for window in ("mean", "max"):
         a, b = (learned(*each, window=window) for each in (seen, scaled))
         assert a.choices["a", 0].dx2 == pytest.approx(b.choices["a", 0].dx2, rel=1e-12)
@@ -246,17 +259,17 @@ def test_a_scale_of_the_loss_has_no_say():
 
 @pytest.mark.parametrize("total", [0.0, math.inf, math.nan])
 def test_a_step_without_a_finite_gradient_says_nothing(total):
-    policy = learned({"a": variable(weight(1.0, 1.0))})
-    before = policy._learned(), policy.choices
-    policy._learn(BoundsSeen({("a", 0): variable(weight(total, 5.0))}, {}, {}))
-    policy._learn(None)
-    assert (policy._learned(), policy.choices) == before
+    policy = learned({"a": tensor(weight(1.0, 1.0))})
+    before = policy.knowledge, policy.choices
+    policy.take_in(result_of({"a": tensor(weight(total, 5.0))}))
+    policy.take_in(None)
+    assert (policy.knowledge, policy.choices) == before
 
 
 def test_variables_that_are_gone_are_forgotten():
     both, one = (
-        {"a": variable(weight(1.0, 1.0)), "b": variable(weight(1.0, 1.0))},
-        {"b": variable(weight(1.0, 1.0))},
+        {"a": tensor(weight(1.0, 1.0)), "b": tensor(weight(1.0, 1.0))},
+        {"b": tensor(weight(1.0, 1.0))},
     )
     assert ("a", 0) in learned(both, *[one] * 8).choices
     assert ("a", 0) not in learned(both, *[one] * 9).choices
@@ -264,8 +277,8 @@ def test_variables_that_are_gone_are_forgotten():
 
 def test_batches_of_other_sizes():
     """Squares are taken in units of elements: twice the samples and elements are the same bits."""
-    small = variable(weight(1.0, 10.0), samples=16, squares=[2.0] * 16, elements=1600)
-    large = variable(weight(1.0, 10.0), samples=32, squares=[2.0] * 16, elements=3200)
+    small = tensor(weight(1.0, 10.0), samples=16, squares=[2.0] * 16, elements=1600)
+    large = tensor(weight(1.0, 10.0), samples=32, squares=[2.0] * 16, elements=3200)
     found = [
         learned(*each).choices["a", 0].average
         for each in ([{"a": small}], [{"a": large}], [{"a": small}, {"a": large}])
@@ -277,30 +290,31 @@ def test_batches_of_other_sizes():
 
 
 def test_codecs_get_the_bound():
-    policy = learned({"a": variable(weight(4.0, 10.0)), "b": variable()}, codec="quant+zvc")
-    assert policy._keepers == {("a", 0): CodecKeeper("quant+zvc", pytest.approx(0.02))}
+    policy = learned({"a": tensor(weight(4.0, 10.0)), "b": tensor()}, codec="quant+zvc")
+    assert policy.codec_of(("a", 0)) == BoundedCodec("quant+zvc", pytest.approx(0.02))
     assert policy.averages == {("b", 0): 1.0}
 
 
 def test_codecs_by_channel():
     weights = [0.5, 1.5, 1.0, 0.0]
-    seen = {"a": variable(weight(4.0, 10.0), channel_weights=weights)}
+    result = result_of({"a": tensor(weight(4.0, 10.0), channel_weights=tuple(weights))})
     policy = ErrorBoundPolicy(Bound(codec="quant", by_channel=True), ["a"], channels={"a": 4})
-    policy._learn(BoundsSeen({("a", 0): seen["a"]}, {}, {}))
-    plan = policy.plan((torch.zeros(2, 4, 8, 8),))
+    policy.take_in(result)
+    assignment = policy.assign((torch.zeros(2, 4, 8, 8),))
     x = torch.zeros(2, 4, 8, 8)
-    assert plan.samples_of(x, "a") == 8 and plan.samples_of(x, "b") == 2
-    assert plan.samples_of(x[:, :, :4, :4].contiguous(), "a") == 2  # 16 elements are too few
-    assert plan.samples_of(x.contiguous(memory_format=torch.channels_last), "a") == 2
-    variable_ = plan.of(("a", 0), 8, False)
-    assert plan.sensitivities(variable_, torch.ones(8)).tolist() == weights * 2
-    assert plan.sensitivities(variable_, torch.ones(2)).tolist() == [1, 1]
+    assert assignment.samples_of(x, "a") == 8 and assignment.samples_of(x, "b") == 2
+    assert assignment.samples_of(x[:, :, :4, :4].contiguous(), "a") == 2  # 16 elements are too few
+    assert assignment.samples_of(x.contiguous(memory_format=torch.channels_last), "a") == 2
+    slot = assignment.slot(("a", 0), 8, False)
+    assert assignment.sensitivities(slot, torch.ones(8)).tolist() == weights * 2
+    assert assignment.sensitivities(slot, torch.ones(2)).tolist() == [1, 1]
     policy = ErrorBoundPolicy(Bound(codec="quant+zvc", by_channel=True), ["a"], channels={"a": 4})
-    policy._learn(BoundsSeen({("a", 0): seen["a"]}, {}, {}))
-    bounds = policy._keepers["a", 0].channels
+    policy.take_in(result)
+    codec = policy.codec_of(("a", 0))
+    bounds = codec.channels
     assert bounds == pytest.approx([0.04, 0.02 / 1.5, 0.02, math.inf])
     x = torch.randn(2, 4, 16, 16)
-    payload = policy._keepers["a", 0].quantize(x, torch.tensor([1]))
+    payload = codec.quantize(x, torch.tensor([1]))
     errors = (payload.spec.dequantize(payload.tensors) - x).square().mean((0, 2, 3))
     assert (errors <= torch.tensor(bounds)).all() and errors[1] > 0
 
@@ -311,27 +325,20 @@ def test_codecs_by_channel():
 @pytest.mark.parametrize(("ratio", "bits"), [(1.0, 1), (0.3, 2), (0.04, 3), (0.01, 4), (1e-9, 8)])
 def test_bits_of_activations(ratio, bits):
     """GELU's tables err by at most 0.50, 0.18, 0.11, 0.053 (docs/theory/ac_gc.md) on [-6, 6]."""
-    seen = BoundsSeen({}, {"act": ActivationNorms("gelu", (), ratio, 1.0)}, {})
-    policy = learned(seen, e2=0.5)
+    policy = learned(result_of({}, activation(ratio)), e2=0.5)
     assert policy.activations == {"act": bits}
-    assert policy.plan((torch.zeros(1),)).activations == {"act": bits}
+    assert policy.assign((torch.zeros(1),)).activations == {"act": bits}
 
 
 def test_what_has_two_slopes_keeps_one_bit():
-    seen = BoundsSeen(
-        {},
-        {
-            "act": ActivationNorms("relu", (), 1e-12, 1.0),
-            "other": ActivationNorms("gelu", (), 1.0, 1.0),
-        },
-        {},
-    )
+    other = activation(1.0, name="other")
+    seen = result_of({}, activation(1e-12, function="relu"), other)
     assert learned(seen).activations == {"act": 1}
 
 
 def test_of_two_slopes_no_larger_table_is_solved(monkeypatch):
     """Which takes a second or more, in a training step."""
-    seen = BoundsSeen({}, {"act": ActivationNorms("leaky_relu", (0.01,), 1.0, 1.0)}, {})
+    seen = result_of({}, activation(1.0, function="leaky_relu", parameters=(0.01,)))
     asked, load = [], tables.store.load_table
     tables.table_error.cache_clear()
     monkeypatch.setattr(
@@ -344,11 +351,8 @@ def test_of_two_slopes_no_larger_table_is_solved(monkeypatch):
 
 
 def test_activations_by_the_mean_or_each_observation():
-    seen = {("a", 0): variable(weight(100.0, 1.0))}
-    first, second = (
-        BoundsSeen(seen, {"act": ActivationNorms("gelu", (), ratio, 1.0)}, {})
-        for ratio in (1.0, 0.0006)
-    )
+    slots = {"a": tensor(weight(100.0, 1.0))}
+    first, second = (result_of(slots, activation(ratio)) for ratio in (1.0, 0.0006))
     assert (
         learned(first, second).activations["act"]
         < learned(first, second, window="max").activations["act"]
@@ -359,9 +363,11 @@ def test_activations_by_the_mean_or_each_observation():
 
 
 def monitored(*pairs, label="weight"):
-    seen = {"a": variable(weight(1.0, 1.0, label=label)), "b": variable(weight(3.0, 1.0))}
-    found = {(name, 0): [(name_label, *pair)] for name, name_label, pair in pairs}
-    return BoundsSeen({(name, 0): each for name, each in seen.items()}, {}, found)
+    """A result with what the monitor saw: (layer, label, (|g^|^2, |g|^2))."""
+    slots = {"a": tensor(weight(1.0, 1.0, label=label)), "b": tensor(weight(3.0, 1.0))}
+    for name, name_label, pair in pairs:
+        slots[name] = replace(slots[name], monitored=(MonitoredNorms(name_label, *pair),))
+    return result_of(slots)
 
 
 def test_ratios_are_of_sums():
@@ -373,14 +379,13 @@ def test_ratios_are_of_sums():
             monitored(("a", "weight", (1.0, 1.0))),
         )
     assert policy.ratio == pytest.approx((1.1 + 3.0) / (1 + 3))
-    assert policy.known["a", 0].ratio == pytest.approx(1.1)
+    assert policy.knowledge.slots["a", 0].ratio == pytest.approx(1.1)
 
 
 def test_exact_variables_count_as_they_are():
     """The monitor does not look at them: 3 of 4 parts of |g|^2."""
-    first = monitored(("a", "weight", (1.2, 1.0)))
-    first.variables["b", 0] = variable(weight(3.0, 1e9))
-    policy = learned(first)
+    first = tensor(weight(1.0, 1.0), monitored=(MonitoredNorms("weight", 1.2, 1.0),))
+    policy = learned({"a": first, "b": tensor(weight(3.0, 1e9))})
     assert policy.choices["b", 0].average is None and policy.choices["a", 0].average
     assert policy.ratio == pytest.approx((1.2 + 3.0) / (1.0 + 3.0))
 
@@ -390,7 +395,7 @@ def test_parameters_gradients_count_in_all():
         monitored(("a", "input", (8.0, 1.0)), ("b", "weight", (3.3, 3.0)), label="input")
     )
     assert policy.ratio == pytest.approx(1.1)
-    assert policy.known["a", 0].ratio == pytest.approx(8)
+    assert policy.knowledge.slots["a", 0].ratio == pytest.approx(8)
 
 
 def test_the_warning_comes_once_and_names_the_worst():
@@ -399,14 +404,14 @@ def test_the_warning_comes_once_and_names_the_worst():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):  # of one draw or two the ratio may be anything
-            policy._learn(worst)
+            policy.take_in(worst)
     with pytest.warns(
         BoundWarning, match=r"is 1\.52, above 1 \+ e2 = 1\.5; most in a \(4\), b \(0\.7\)"
     ):
-        policy._learn(worst)
+        policy.take_in(worst)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        policy._learn(monitored(("a", "weight", (9.0, 1.0))))
+        policy.take_in(monitored(("a", "weight", (9.0, 1.0))))
     assert policy.ratio > 1.5
 
 
@@ -415,7 +420,7 @@ def test_no_warning_for_what_may_be_chance():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for hat2 in (1.0, 2.5, 0.9, 2.0, 1.2, 2.3):
-            policy._learn(monitored(("a", "weight", (hat2, 1.0))))
+            policy.take_in(monitored(("a", "weight", (hat2, 1.0))))
     assert policy.ratio > 1.5
 
 
@@ -423,11 +428,12 @@ def test_the_warning_comes_where_one_of_many_is_far_above_it():
     """Each observation has others of them; what one adds does not count as chance between them."""
     names = "abcdefgh"
     policy = ErrorBoundPolicy(Bound(), list(names))
-    seen = {(name, 0): variable(weight(1.0, 1.0)) for name in names}
+    slots = {name: tensor(weight(1.0, 1.0)) for name in names}
 
     def learn(round_, name):
         hat2 = (9.0 if name == "a" else 1.02) + 0.01 * round_
-        policy._learn(BoundsSeen(seen, {}, {(name, 0): [("weight", hat2, 1.0)]}))
+        seen = replace(slots[name], monitored=(MonitoredNorms("weight", hat2, 1.0),))
+        policy.take_in(result_of({**slots, name: seen}))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -444,11 +450,11 @@ def test_the_excess_is_a_mean_with_its_standard_error(count):
     rng = np.random.default_rng(count)
     pairs = [rng.uniform(0.5, 2.0, (count, 2)) for _ in range(3)]
     labels = "weight", "input", "b: weight"
-    demands = {
-        number: Estimate(label, "measured", (), tuple(Pair(*each) for each in of))
-        for number, (label, of) in enumerate(zip(labels, pairs, strict=True))
+    constraints = {
+        label: ConstraintEstimate(label, MEASURED, (), tuple(Pair(*pair) for pair in seen))
+        for label, seen in zip(labels, pairs, strict=True)
     }
-    known = Known(8.0, False, True, 400, 4, 4, demands=demands)
+    known = TensorEstimate("a", 0, 8.0, False, True, 400, 4, 4, constraints=constraints)
     for of_parameters, which in ((True, (0, 2)), (False, (0, 1, 2))):
         values = sum(pairs[i][:, 0] - 1.5 * pairs[i][:, 1] for i in which)
         error = values.mean() if count < 3 else values.std(ddof=1) / np.sqrt(count)
@@ -459,171 +465,128 @@ def test_what_the_monitor_saw_with_other_settings_is_not_taken_over():
     first = learned(*[monitored(("a", "weight", (4.0, 1.0)), ("b", "weight", (3.3, 3.0)))] * 2)
     for other in (Bound(e2=0.1), Bound(codec="quant+zvc"), Bound(window="max")):
         policy = ErrorBoundPolicy(other, ["a", "b"])
-        policy.load(first.state())
-        assert policy.ratio is None and policy.known.keys() == first.known.keys()
+        policy.load_state_dict(first.state_dict())
+        assert policy.ratio is None
+        assert policy.knowledge.slots.keys() == first.knowledge.slots.keys()
     policy = ErrorBoundPolicy(Bound(), ["a", "b"])
-    policy.load(first.state())
-    assert policy.ratio == first.ratio and policy.state() == first.state()
+    policy.load_state_dict(first.state_dict())
+    assert policy.ratio == first.ratio and policy.state_dict() == first.state_dict()
 
 
 @pytest.mark.parametrize(("e2", "bits", "is_met"), [(0.5, 8, True), (1e-3, 1, False)])
 def test_given_bits_that_are_too_few_are_told(e2, bits, is_met):
-    policy = ErrorBoundPolicy(Bound(e2=e2), ["a"])
-    policy._learn(
-        BoundsSeen(
-            {("a", 0): replace(variable(weight(1.0, 1.0)), average=bits, is_fixed=True)}, {}, {}
-        )
-    )
-    (row,) = policy.rows()
-    bounded = Bounded(*row)
+    given = replace(tensor(weight(1.0, 1.0)), average=bits, is_fixed=True)
+    (bounded,) = learned({"a": given}, e2=e2).tables(None, "")["bounds"]
     assert bounded.is_fixed and bounded.is_met == is_met and bounded.bits == bits
 
 
 def test_exact_values_are_kept_of_a_few_in_turn():
     sizes = {"a": 100, "b": 60, "c": 40, "d": 30}
-    seen = {name: variable(weight(1.0, 1.0), elements=each) for name, each in sizes.items()}
+    seen = {name: tensor(weight(1.0, 1.0), elements=each) for name, each in sizes.items()}
     policy = learned(seen, names="abcd")
     found = []
     for _ in range(4):
-        found.append([name for name, _ in policy._monitored()])
-        policy._monitored()  # of a forward that no backward pass came to
-        policy._learn(of(seen))
+        found.append([name for name, _ in policy.monitored()])
+        policy.monitored()  # of a forward that no backward pass came to
+        policy.take_in(result_of(seen))
     assert found == [["a"], ["b", "c"], ["d"], ["a"]]
-    assert ErrorBoundPolicy(Bound(), ["a"])._monitored() == []
+    assert ErrorBoundPolicy(Bound(), ["a"]).monitored() == []
 
 
 def test_those_that_a_forward_did_not_meet_are_next():
     """They may belong to another module; of what is not met any more nothing is waited for."""
-    seen = {name: variable(weight(1.0, 1.0), elements=10) for name in "abc"}
+    seen = {name: tensor(weight(1.0, 1.0), elements=10) for name in "abc"}
     policy = learned(seen, names="abcd")
-    assert policy._monitored() == [("a", 0)]
-    policy._learn(of({"b": seen["b"], "c": seen["c"]}))
-    assert policy._monitored() == [("a", 0)]
+    assert policy.monitored() == [("a", 0)]
+    policy.take_in(result_of({"b": seen["b"], "c": seen["c"]}))
+    assert policy.monitored() == [("a", 0)]
     for _ in range(8):
-        policy._learn(of({"b": seen["b"], "d": seen["b"]}))
-    assert list(policy.known) == [("b", 0), ("c", 0), ("d", 0)]
+        policy.take_in(result_of({"b": seen["b"], "d": seen["b"]}))
+    assert list(policy.knowledge.slots) == [("b", 0), ("c", 0), ("d", 0)]
     turns = []
     for _ in range(3):
-        turns += policy._monitored()
-        policy._learn(of({each: seen["a"] for each in "bcd"}))
+        turns += policy.monitored()
+        policy.take_in(result_of({each: seen["a"] for each in "bcd"}))
     assert turns == [("b", 0), ("c", 0), ("d", 0)]
 
 
 # -- between processes -------------------------------------------------------------------------------------
 
 
-def test_tables_between_processes():
-    """The squared errors of two processes add up; what one has not seen comes from the other."""
-    tables = [BoundTables(["a", "b"], {"a": 2}, ["act"]) for _ in range(2)]
-    first = BoundsSeen(
-        {
-            ("a", 0): variable(
-                weight(1.0, 3.0),
-                GradientConstraint("input", MEASURED, 2.0, 1.0, 2.0),
-                channel_weights=[0.5, 1.5],
-            )
-        },
-        {"act": ActivationNorms("gelu", (), 1.0, 2.0)},
-        {("a", 0): [("weight", 5.0, 4.0)]},
+def merged(*results):
+    """The result that each of several processes makes of all results."""
+    return learned().merge(list(results))
+
+
+def test_results_of_processes_are_merged():
+    """Squared errors of two processes add up; what one has not seen comes from the other."""
+    first = tensor(
+        weight(1.0, 3.0),
+        GradientConstraint("input", MEASURED, 2.0, 1.0, 2.0),
+        channel_weights=(0.5, 1.5),
+        monitored=(MonitoredNorms("weight", 5.0, 4.0),),
     )
-    second = BoundsSeen(
-        {
-            ("a", 0): variable(
-                weight(3.0, 4.0),
-                GradientConstraint("input", MEASURED, 1.0, 2.0, 0.0),
-                channel_weights=[1.5, 0.5],
-            ),
-            ("b", 2): variable(weight(1.0, 1.0), is_known=False),
-        },
-        {"act": ActivationNorms("gelu", (), 3.0, 4.0)},
-        {},
+    second = tensor(
+        weight(3.0, 4.0),
+        GradientConstraint("input", MEASURED, 1.0, 2.0, 0.0),
+        channel_weights=(1.5, 0.5),
     )
-    vectors = [each.table(seen) for each, seen in zip(tables, (first, second), strict=True)]
-    found = [each.of_table(sum(vectors)) for each in tables]
-    assert found[0] == found[1]
-    a = found[0].variables["a", 0]
-    assert (a.elements, a.samples, a.squares[:5], a.is_known) == (800, 4, [2, 4, 6, 8, 0], True)
-    demands = {each.label: each for each in a.demands}
-    assert demands["weight"] == GradientConstraint("weight", EXPECTED, 4.0, 5.0)
-    assert demands["input"] == GradientConstraint("input", MEASURED, 3.0, math.sqrt(5), 2.0)
-    assert a.channel_weights == [1.0, 1.0]
-    assert found[0].variables["b", 2] == second.variables["b", 2]
-    assert found[0].activations == {"act": ActivationNorms("gelu", (), 4.0, 6.0)}
-    assert found[0].monitored == {("a", 0): [("weight", 5.0, 4.0)]}
-    nothing = [each.table(BoundsSeen({}, {}, {})) for each in tables]
-    assert tables[0].of_table(sum(nothing)) == BoundsSeen({}, {}, {})
+    alone = tensor(weight(1.0, 1.0), is_known=False)
+    found = merged(
+        result_of({"a": first}, activation(1.0, 2.0)),
+        None,
+        result_of({"a": second, ("b", 2): alone}, activation(3.0, 4.0)),
+    )
+    a = found.slots["a", 0]
+    assert (a.elements, a.samples, a.squares[:5], a.is_known) == (800, 4, (2, 4, 6, 8, 0), True)
+    assert a.constraints == (
+        GradientConstraint("weight", EXPECTED, 4.0, 5.0),
+        GradientConstraint("input", MEASURED, 3.0, math.sqrt(5), 2.0),
+    )
+    assert a.channel_weights == (1.0, 1.0)
+    assert a.monitored == (MonitoredNorms("weight", 5.0, 4.0),)
+    assert found.slots["b", 2] == replace(alone, name="b", input=2)
+    assert found.activations == {"act": activation(4.0, 6.0)}
+    assert merged(None, ProbeResult()) == ProbeResult()
 
 
-def between_two(*labels):
-    """What each of two processes makes of what both saw: of demands with those labels."""
-    tables = [BoundTables(["a"], {}, []) for _ in labels]
-    vectors = []
-    for each, names in zip(tables, labels, strict=True):
-        demands = [weight(1.0, 1.0, label=label) for label in names]
-        vectors.append(each.table(BoundsSeen({("a", 0): variable(*demands)}, {}, {})))
-    return [each.of_table(sum(vectors)).variables["a", 0] for each in tables]
-
-
-def other_label(is_before):
-    """One whose number comes before or after that of "weight"."""
-    labels = (f"{i}: weight" for i in itertools.count())
-    return next(each for each in labels if (number_of(each) < number_of("weight")) == is_before)
-
-
-def test_processes_that_see_different_demands():
-    """What only one has seen counts for both; where they do not agree which is which, bits stay."""
-    one, other = between_two(["weight"], ["weight", other_label(False)])
-    assert one.is_known and other.is_known
-    for each in (one, other):
-        first, second = (number_of(demand.label) for demand in each.demands)
-        assert (first, second) == (number_of("weight"), number_of(other_label(False)))
-    one, other = between_two(["weight"], ["weight", other_label(True)])
-    assert not one.is_known and not other.is_known
-    assert [number_of(each.label) for each in one.demands] == [number_of("weight")]
-
-
-@given(
-    st.lists(
-        st.tuples(st.floats(0.01, 9), st.floats(0, 9), st.floats(0, 9)), min_size=1, max_size=12
-    ),
-    st.floats(0.01, 4),
-)
-def test_demands_without_a_place_are_stood_for(numbers, e2):
-    demands = [weight(*each, label=f"{place}: weight") for place, each in enumerate(numbers)]
-    found = combined(demands)
-    assert len(found) == min(len(demands), DEMANDS)
-    allowed = [polynomial_error(e2 * each.v2, each.first, each.second) for each in demands]
-    now = [polynomial_error(e2 * each.v2, each.first, each.second) for _, each in found]
-    assert min(now) <= min(allowed) * (1 + 1e-9)
+def test_processes_that_see_different_gradients():
+    """What only one has seen counts for both. Constraints with one label are one, whatever their order."""
+    other = weight(1.0, 1.0, label="b: weight")
+    found = merged(
+        result_of({"a": tensor(weight(1.0, 1.0))}),
+        result_of({"a": tensor(other, weight(1.0, 1.0), weight(3.0, 3.0))}),
+    ).slots["a", 0]
+    assert found.is_known
+    assert [constraint.label for constraint in found.constraints] == ["weight", "b: weight"]
+    v2, first, _ = (getattr(found.constraints[0], name) for name in ("v2", "first", "second"))
+    # The stricter of the second process's two: V^2 = 4, and first at least that of either.
+    assert v2 == 5.0 and first == pytest.approx(math.hypot(1.0, 3.0 * math.sqrt(4 / 3)))
 
 
 # -- state -------------------------------------------------------------------------------------------------
 
 
 def test_states_go_on_bit_for_bit():
-    seen = [
-        monitored(("a", "weight", (1.2, 1.0))),
-        BoundsSeen(
-            {("a", 0): variable(weight(1 / 3, 0.7, 0.1), channel_weights=[0.1, 1.9])},
-            {"act": ActivationNorms("gelu", (), 0.1, 0.3)},
-            {("a", 0): [("weight", 1.0, 0.9)]},
-        ),
-    ]
+    slot = tensor(
+        weight(1 / 3, 0.7, 0.1),
+        channel_weights=(0.1, 1.9),
+        monitored=(MonitoredNorms("weight", 1.0, 0.9),),
+    )
+    seen = [monitored(("a", "weight", (1.2, 1.0))), result_of({"a": slot}, activation(0.1, 0.3))]
     policy = learned(*seen, window="max")
-    policy._monitored()
-    state = json.loads(json.dumps(policy.state()))
     again = learned(window="max")
-    again.load(state)
-    assert again.state() == policy.state()
+    again.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert again.state_dict() == policy.state_dict()
     assert (again.choices, again.averages, again.activations) == (
         policy.choices,
         policy.averages,
         policy.activations,
     )
     for each in (policy, again):
-        each._learn(seen[0])
-    assert again.state() == policy.state() and again.choices == policy.choices
-    assert policy._of_plain(json.loads(json.dumps(policy._plain(seen[1])))) == seen[1]
+        each.take_in(seen[0])
+    assert again.state_dict() == policy.state_dict() and again.choices == policy.choices
+    assert ProbeResult.read(json.loads(json.dumps(plain(seen[1]))), "pending") == seen[1]
 
 
 @pytest.mark.parametrize(
@@ -639,14 +602,14 @@ def test_states_go_on_bit_for_bit():
     ],
 )  # fmt: skip
 def test_states_that_are_refused(key, value, message):
-    policy = learned({"a": variable(weight(1.0, 1.0))})
-    before = policy.state()
+    policy = learned({"a": tensor(weight(1.0, 1.0))})
+    before = policy.state_dict()
     state = json.loads(json.dumps(before))
     state["variables"][0][key] = value
     with pytest.raises(InputError) as caught:
-        policy.load(state)
+        policy.load_state_dict(state)
     assert message in str(caught.value) and "\n" not in str(caught.value)
-    assert policy.state() == before
+    assert policy.state_dict() == before
 
 
 @pytest.mark.parametrize(
@@ -657,18 +620,18 @@ def test_states_that_are_refused(key, value, message):
     ],
 )
 def test_activations_of_states_that_are_refused(change, message):
-    seen = BoundsSeen({}, {"act": ActivationNorms("relu", (), 1.0, 1.0)}, {})
-    policy = learned({"a": variable(weight(1.0, 1.0))}, seen)
-    before = policy.state()
+    seen = result_of({}, activation(1.0, function="relu"))
+    policy = learned({"a": tensor(weight(1.0, 1.0))}, seen)
+    before = policy.state_dict()
     state = json.loads(json.dumps(before))
     state["activations"][0].update(change)
     with pytest.raises(InputError, match=message):
-        policy.load(state)
-    assert policy.state() == before
+        policy.load_state_dict(state)
+    assert policy.state_dict() == before
 
 
 def test_a_state_by_channel_is_for_one_by_channel():
     """Squares of samples say nothing of those of channels."""
-    state = learned({"a": variable(weight(1.0, 1.0))}).state()
+    state = learned({"a": tensor(weight(1.0, 1.0))}).state_dict()
     with pytest.raises(InputError, match="by_channel: expected True, got False"):
-        learned(by_channel=True).load(state)
+        learned(by_channel=True).load_state_dict(state)

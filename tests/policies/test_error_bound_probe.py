@@ -1,4 +1,4 @@
-"""An observation of AC-GC's bounds in whole models and odd passes: activations, the monitor, cost, what it leaves."""
+"""A probe of AC-GC's bounds in whole models and odd passes: activations, the monitor, cost, what it leaves."""
 
 import gc
 import weakref
@@ -8,7 +8,7 @@ import torch
 from layers import LAYERS, fresh, ids
 from layouts import LAYOUTS, InLayout
 from samples import normal
-from test_error_models import observed
+from test_error_models import monitored_of, observed
 from test_variance_probe import (
     MODELS,
     Attention,
@@ -56,7 +56,7 @@ def test_every_layer(device, layer):
     assert torch.equal(x.grad, grad_x)
     again = torch.cat([x.new_empty(0), *(each.grad.flatten() for each in model.parameters())])
     assert torch.equal(again, expected)
-    assert seen.variables["0", 0].demands and seen.monitored["0", 0]
+    assert seen.slots["0", 0].constraints and seen.slots["0", 0].monitored
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -81,15 +81,19 @@ def test_whole_models(name, is_checkpointed):
     found = observed(model, controller, x, run=run, monitored={("0", 0), ("9", 0), ("4", 0)})
     assert torch.equal(*gradients)
     plain = observed(model, controller, x, run=lambda *of: run(*of, is_checkpointed=False))
-    assert found.variables.keys() == plain.variables.keys()
+    assert found.slots.keys() == plain.slots.keys()
     assert found.activations.keys() == plain.activations.keys() and len(found.activations) >= 2
-    assert found.monitored.keys() == {("0", 0), ("9", 0), ("4", 0)} & found.variables.keys()
-    for name, each in plain.variables.items():
-        ours = found.variables[name]
+    assert monitored_of(found).keys() == {("0", 0), ("9", 0), ("4", 0)} & found.slots.keys()
+    for name, each in plain.slots.items():
+        ours = found.slots[name]
         assert each.is_known and each.samples == shape[0]
         assert (ours.elements, ours.is_known) == (each.elements, True)
-        assert {one.label for one in ours.demands} == {one.label for one in each.demands} != set()
-        for one, other in zip(ours.demands, each.demands, strict=True):
+        assert (
+            {one.label for one in ours.constraints}
+            == {one.label for one in each.constraints}
+            != set()
+        )
+        for one, other in zip(ours.constraints, each.constraints, strict=True):
             assert one.v2 == pytest.approx(other.v2, rel=0.2)
             assert one.first == pytest.approx(other.first, rel=0.4)
 
@@ -115,10 +119,10 @@ def test_layouts(name, is_inside):
     found = observed(model, controller, X, run=run, monitored={("a", 0)})
     assert torch.equal(*gradients)
     if is_measured:
-        assert all(each.demands for each in found.variables.values())
+        assert all(each.constraints for each in found.slots.values())
     elif found is not None:
-        for each in found.variables.values():
-            assert each.demands or not each.is_known
+        for each in found.slots.values():
+            assert each.constraints or not each.is_known
 
 
 # -- activations -------------------------------------------------------------------------------------------
@@ -209,7 +213,7 @@ def test_the_truth_about_a_linear_layer(device):
     expected = gradient(theirs, x)[: 64 * 8].square().sum()
     model = nn.Sequential(theirs)
     found = observed(model, converted(model, 1), x, run=gradient, monitored={("0", 0)})
-    ((label, hat2, exact2),) = found.monitored["0", 0]
+    ((label, hat2, exact2),) = found.slots["0", 0].monitored
     assert label == "weight"
     assert hat2 == pytest.approx(float(model[0].weight.grad.square().sum()), rel=1e-5)
     assert exact2 == pytest.approx(float(expected), rel=1e-5)
@@ -238,9 +242,9 @@ def test_the_truth_about_a_norm_and_what_shares_its_copy():
     expected = {label: float(each.square().sum()) for label, each in expected.items()}
     x.grad = None
     found = observed(model, converted(model, 2), x, run=gradient, monitored={("norm", 0)})
-    exact = {label: each for label, _, each in found.monitored["norm", 0]}
+    exact = {label: each for label, _, each in found.slots["norm", 0].monitored}
     assert exact == pytest.approx(expected, rel=1e-4)
-    hat = {label: each for label, each, _ in found.monitored["norm", 0]}
+    hat = {label: each for label, each, _ in found.slots["norm", 0].monitored}
     assert hat["input"] == pytest.approx(float(x.grad.square().sum()), rel=1e-4)
     assert hat["a: weight"] == pytest.approx(float(model.a.weight.grad.square().sum()), rel=1e-4)
 
@@ -267,7 +271,7 @@ def test_the_truth_about_attention():
     def run(model, x, seed=0):
         loss_of(model(x)).backward()
 
-    found = observed(model, controller, x, run=run, monitored=all_of_it).monitored
+    found = monitored_of(observed(model, controller, x, run=run, monitored=all_of_it))
     assert found.keys() == all_of_it
     for slot, labels in enumerate([expected, expected, ("query", "key")]):
         exact = {label: each for label, _, each in found[name, slot]}
@@ -280,20 +284,20 @@ def test_the_truth_about_attention():
 def test_exact_values_are_freed(is_checkpointed, monkeypatch):
     """Only monitored ones are held, and none after the backward pass."""
     held = []
-    rounding = ErrorBoundProbe.rounding
+    record_rounding = ErrorBoundProbe.record_rounding
 
-    def noting(self, variable, rounded):
-        tensor = rounding(self, variable, rounded)
-        held.append((variable.name, tensor.exact is not None))
+    def noting(self, slot, record):
+        tensor = record_rounding(self, slot, record)
+        held.append((slot.name, tensor.exact is not None))
         if tensor.exact is not None:
             noting.exact = weakref.ref(tensor.exact)
         return tensor
 
-    monkeypatch.setattr(ErrorBoundProbe, "rounding", noting)
+    monkeypatch.setattr(ErrorBoundProbe, "record_rounding", noting)
     model = mlp()
     controller = converted(model)
-    observation = ErrorBoundProbe(0, {("2", 0)})
-    controller.context.policy = Fixed(observation=observation)
+    probe = ErrorBoundProbe(0, {("2", 0)})
+    controller.context.policy = Fixed(probe=probe)
     y = checkpoint(model, X, use_reentrant=False) if is_checkpointed else model(X)
     assert dict(held) == {("0", 0): False, ("2", 0): True}
     assert noting.exact() is not None
@@ -301,28 +305,28 @@ def test_exact_values_are_freed(is_checkpointed, monkeypatch):
     loss.backward()
     gc.collect()
     assert noting.exact() is None
-    observation.send()
-    assert observation.results().monitored.keys() == {("2", 0)}
+    probe.send()
+    assert monitored_of(probe.results()).keys() == {("2", 0)}
 
 
 def test_exact_values_of_a_forward_without_a_backward_pass_are_freed():
-    observation = ErrorBoundProbe(0, {("0", 0)})
+    probe = ErrorBoundProbe(0, {("0", 0)})
     model = mlp()
-    converted(model).context.policy = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(probe=probe)
     y = model(X)
-    assert any(each.exact is not None for each in observation._exact)
-    observation.end()
-    assert all(each.exact is None for each in observation._exact)
+    assert any(each.exact is not None for each in probe._exact)
+    probe.end()
+    assert all(each.exact is None for each in probe._exact)
     loss_of(y).backward()  # which finds nothing, and raises nothing
 
 
 def test_exact_values_go_with_the_graph():
     """Where an exception comes between forward and backward nothing else is to tell."""
-    observation = ErrorBoundProbe(0, {("0", 0)})
+    probe = ErrorBoundProbe(0, {("0", 0)})
     model = mlp()
-    converted(model).context.policy = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(probe=probe)
     y = model(X)
-    (rounding,) = observation._exact
+    (rounding,) = probe._exact
     exact = weakref.ref(rounding.exact)
     del rounding
     assert exact() is not None
@@ -354,24 +358,24 @@ def test_a_backward_pass_that_fails():
         def forward(self, x):
             return self.b(Fails.apply(self.a(x)))
 
-    observation = ErrorBoundProbe(0, {("a", 0), ("b", 0)})
+    probe = ErrorBoundProbe(0, {("a", 0), ("b", 0)})
     model = Model()
-    converted(model).context.policy = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(probe=probe)
     loss = loss_of(model(X))
-    exact = [weakref.ref(each.exact) for each in observation._exact]
+    exact = [weakref.ref(each.exact) for each in probe._exact]
     Fails.fails = True
     with pytest.raises(RuntimeError, match="not this time"):
         loss.backward(retain_graph=True)
     gc.collect()
     assert len(exact) == 2 and not any(each() is not None for each in exact)
-    assert not observation.runs() and not observation.has_run()
+    assert not probe.runs() and not probe.has_run()
     Fails.fails = False
     loss.backward()
-    assert observation.has_run()
-    observation.send()
-    found = observation.results()
-    assert all(found.variables[name].demands for name in (("a", 0), ("b", 0)))
-    assert not found.monitored  # by then there was nothing to compare with
+    assert probe.has_run()
+    probe.send()
+    found = probe.results()
+    assert all(found.slots[name].constraints for name in (("a", 0), ("b", 0)))
+    assert not monitored_of(found)  # by then there was nothing to compare with
 
 
 # -- cost --------------------------------------------------------------------------------------------------
@@ -400,7 +404,7 @@ def test_layers_with_formulas_run_backward_once(monitored, monkeypatch):
     found = observed(
         model, converted(model), normal((4, 3, 8, 8)), run=gradient, monitored=monitored
     )
-    assert len(found.variables) >= 7
+    assert len(found.slots) >= 7
     expected = ["_Softmax", *(["_BatchNorm", "_Convolution"] if monitored else [])]
     assert sorted(runs) == sorted(expected)
 
@@ -408,10 +412,10 @@ def test_layers_with_formulas_run_backward_once(monitored, monkeypatch):
 def test_what_comes_to_the_host_is_small():
     """Numbers, and one a channel: not one a row."""
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8))
-    observation = ErrorBoundProbe(0)
-    converted(model).context.policy = Fixed(observation=observation)
+    probe = ErrorBoundProbe(0)
+    converted(model).context.policy = Fixed(probe=probe)
     gradient(model, normal((2000, 64)))
-    assert sum(each.numel() for each in observation._measured()) < 100
+    assert sum(each.numel() for each in probe._measured()) < 100
 
 
 # -- odd passes --------------------------------------------------------------------------------------------
@@ -425,8 +429,8 @@ def test_no_backward_pass_and_one_through_a_part():
     def part(model, x, seed):
         torch.autograd.grad(model(x).sum(), model[1].weight)
 
-    found = observed(model, controller, X, run=part).variables
-    assert found["1", 0].demands and not found["0", 0].demands
+    found = observed(model, controller, X, run=part).slots
+    assert found["1", 0].constraints and not found["0", 0].constraints
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
@@ -449,9 +453,9 @@ def test_a_second_pass_replaces_the_first():
         loss.backward(retain_graph=True)
         loss.backward()
 
-    once, again = (observed(model, controller, X, run=run).variables for run in (gradient, twice))
-    assert {name: each.demands for name, each in once.items()} == {
-        name: each.demands for name, each in again.items()
+    once, again = (observed(model, controller, X, run=run).slots for run in (gradient, twice))
+    assert {name: each.constraints for name, each in once.items()} == {
+        name: each.constraints for name, each in again.items()
     }
 
 
@@ -476,9 +480,9 @@ def test_each_call_of_a_layer(scales, is_checkpointed):
     """Squares add up; D is that of both, of the errors that each has, against sampling."""
     model, x = Twice(scales, is_checkpointed), normal((16, 64), scale=1.0)
     controller = converted(model, 4)
-    ((_, seen),) = observed(model, controller, x, run=gradient).variables.items()
+    ((_, seen),) = observed(model, controller, x, run=gradient).slots.items()
     assert seen.elements == 2 * 16 * 64
-    (demand,) = seen.demands
+    (demand,) = seen.constraints
     controller.context.policy = Fixed()
     draws = torch.stack([gradient(model, x, seed) for seed in range(60)])
     assert demand.first**2 * seen.error2 == pytest.approx(float(draws.var(0).sum()), rel=0.2)
@@ -509,9 +513,9 @@ def test_reentrant_checkpoints_show_nothing():
     found = observed(model, controller, X, run=gradient, monitored={("region.0", 0), ("last", 0)})
     after = torch.cat([each.grad.flatten() for each in model.parameters()])
     assert torch.equal(after, expected)
-    demanding = {name for (name, _), each in found.variables.items() if each.demands}
-    assert demanding == {"first", "last"} == {name for name, _ in found.variables}
-    assert found.monitored.keys() == {("last", 0)} and not found.activations
+    demanding = {name for (name, _), each in found.slots.items() if each.constraints}
+    assert demanding == {"first", "last"} == {name for name, _ in found.slots}
+    assert monitored_of(found).keys() == {("last", 0)} and not found.activations
 
 
 def test_skipped_and_frozen_layers():
@@ -529,9 +533,9 @@ def test_skipped_and_frozen_layers():
             return x if skips else self.c(x)
 
     model = Model()
-    found = observed(model, converted(model), X, run=gradient_of_those).variables
+    found = observed(model, converted(model), X, run=gradient_of_those).slots
     assert found.keys() == {("a", 0), ("norm", 0)}
-    assert [each.label for each in found["norm", 0].demands] == ["input"]
+    assert [each.label for each in found["norm", 0].constraints] == ["input"]
 
 
 def gradient_of_those(model, x, seed=0):
@@ -556,10 +560,12 @@ def test_backward_passes_with_collectives_run_once(function):
     model = Scale()
     controller = converted(model)
     function.passes = 0
-    found = observed(model, controller, X, run=gradient).variables
+    found = observed(model, controller, X, run=gradient).slots
     assert found["scale", 0].is_known == (function is Counted)
     assert function.passes == 1 + (function is Counted)
-    assert [each.label for each in found["scale", 0].demands] == ["weight"] * (function is Counted)
+    assert [each.label for each in found["scale", 0].constraints] == ["weight"] * (
+        function is Counted
+    )
 
 
 def test_a_backward_pass_within_the_forward():
@@ -574,7 +580,7 @@ def test_a_backward_pass_within_the_forward():
             return self.b(x + g.detach())
 
     model = Model()
-    found = observed(model, converted(model), X, run=gradient_of_those).variables
+    found = observed(model, converted(model), X, run=gradient_of_those).slots
     assert found["b", 0].is_known and not found["a", 0].is_known
 
 
@@ -586,7 +592,7 @@ def test_dtypes(dtype):
     model = mlp().to(dtype)
     found = observed(model, converted(model), x.to(dtype), run=gradient)
     assert_alike(found, expected)
-    assert found.variables["0", 0].dtype_bytes == dtype.itemsize
+    assert found.slots["0", 0].dtype_bytes == dtype.itemsize
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -607,8 +613,8 @@ def test_autocast(dtype):
 
 def assert_alike(found, expected):
     for name in (("0", 0), ("2", 0)):
-        ours = {each.label: each for each in found.variables[name].demands}
-        for each in expected.variables[name].demands:
+        ours = {each.label: each for each in found.slots[name].constraints}
+        for each in expected.slots[name].constraints:
             if each.label in ours:
                 assert ours[each.label].v2 == pytest.approx(each.v2, rel=0.1)
                 assert ours[each.label].first == pytest.approx(each.first, rel=0.1)
@@ -626,8 +632,8 @@ def test_a_loss_scale_scales_squares_alike():
         (1024 * loss_of(model(x))).backward()
 
     found = observed(model, controller, X, run=run)
-    for name, each in expected.variables.items():
-        for one, scaled in zip(each.demands, found.variables[name].demands, strict=True):
+    for name, each in expected.slots.items():
+        for one, scaled in zip(each.constraints, found.slots[name].constraints, strict=True):
             assert scaled.v2 == pytest.approx(2**20 * one.v2, rel=1e-3)
             assert scaled.first == pytest.approx(2**10 * one.first, rel=1e-3)
 
@@ -637,9 +643,9 @@ def test_constant_inputs(value):
     """Have no errors at any bits; the formula goes by the gradient alone."""
     model = nn.Sequential(nn.Linear(64, 8))
     x = torch.full((8, 64), value)
-    (seen,) = observed(model, converted(model), x, run=gradient).variables.values()
+    (seen,) = observed(model, converted(model), x, run=gradient).slots.values()
     assert seen.error2 == 0 and not any(seen.squares)
-    (demand,) = seen.demands
+    (demand,) = seen.constraints
     grad2 = float(normal((8, 8), scale=1.0, seed=9).square().sum())
     assert demand.first**2 == pytest.approx(64 * grad2, rel=1e-5)
     assert demand.v2 == pytest.approx(float(model[0].weight.grad.square().sum()), rel=1e-5)
@@ -657,31 +663,31 @@ def test_bits_that_samples_do_not_share():
             return self.a(x[:5])
 
     model = Model()
-    (seen,) = observed(model, converted(model), X, run=gradient).variables.values()
+    (seen,) = observed(model, converted(model), X, run=gradient).slots.values()
     squares = (X[:5].amax(1) - X[:5].amin(1)).square().sum() * 64
     assert seen.samples == 0 and not any(seen.squares[1:])
     assert seen.squares[0] == pytest.approx(float(squares), rel=1e-4)
 
 
 def test_nothing_of_the_graph_is_held():
-    observation = ErrorBoundProbe(0)
+    probe = ErrorBoundProbe(0)
     model = mlp()
-    converted(model).context.policy = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(probe=probe)
     y = model(X)
     node = weakref.ref(y.grad_fn)
     del y
     gc.collect()
-    assert node() is None and len(observation.variables) == 2
+    assert node() is None and len(probe.slots) == 2
 
 
 def test_snapshot_goes_on():
-    observation = ErrorBoundProbe(0)
+    probe = ErrorBoundProbe(0)
     model = mlp()
-    converted(model).context.policy = Fixed(observation=observation)
+    converted(model).context.policy = Fixed(probe=probe)
     y = model(X)
-    assert observation.snapshot() is None and not observation.has_run()
+    assert probe.snapshot() is None and not probe.has_run()
     loss_of(y).backward()
-    found = observation.snapshot()
-    assert observation.has_run() and not observation.runs()
-    observation.send()
-    assert observation.is_there() and observation.results() == found
+    found = probe.snapshot()
+    assert probe.has_run() and not probe.runs()
+    probe.send()
+    assert probe.is_there() and probe.results() == found

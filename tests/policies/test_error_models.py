@@ -30,12 +30,17 @@ def gradients(model, x, seed=0):
 
 
 def observed(model, controller, x, seed=0, averages=None, run=gradients, monitored=frozenset()):
-    observation = ErrorBoundProbe(seed, monitored)
-    controller.context.policy = Fixed(averages, observation)
+    probe = ErrorBoundProbe(seed, monitored)
+    controller.context.policy = Fixed(averages, probe)
     run(model, x, seed)
-    observation.send()
+    probe.send()
     controller.context.policy = Fixed(averages)
-    return observation.results()
+    return probe.results()
+
+
+def monitored_of(result):
+    """The norms from exact values, by slot: {(layer, number): (label, |g^|^2, |g|^2) of each gradient}."""
+    return {name: slot.monitored for name, slot in result.slots.items() if slot.monitored}
 
 
 def d_of(demand, error2):
@@ -65,12 +70,12 @@ def test_squares_of_gradients(device, layer):
     """V^2 at 8 bits is that of torch's own layer, and each gradient that depends on what is kept has one."""
     model, theirs, x = pair(layer, device)
     exact = gradients(theirs, x)
-    ((name, seen),) = observed(model, converted(model, 8), x).variables.items()
+    ((name, seen),) = observed(model, converted(model, 8), x).slots.items()
     assert name == ("0", 0) and seen.is_known and seen.dtype_bytes == 4
-    assert {each.kind for each in seen.demands} == {"in expectation"}
+    assert {each.kind for each in seen.constraints} == {"in expectation"}
     expected = {"weight"} if layer in LINEAR else {"input", "weight"}
-    assert {each.label for each in seen.demands} == expected & exact.keys()
-    for each in seen.demands:
+    assert {each.label for each in seen.constraints} == expected & exact.keys()
+    for each in seen.constraints:
         true = float(exact[each.label].double().square().sum())
         # Of one draw: what g^ - g has along g is of mean 0 and of this size.
         along = 2 * math.sqrt(d_of(each, seen.error2) * true / exact[each.label].numel())
@@ -88,9 +93,9 @@ def test_d_against_rounding(device, layer):
     model, theirs, x = pair(layer, device)
     exact = gradients(theirs, x)
     controller = converted(model, 3)
-    ((_, seen),) = observed(model, controller, x).variables.items()
+    ((_, seen),) = observed(model, controller, x).slots.items()
     errors = squared_error(model, x, exact, 40)
-    for each in seen.demands:
+    for each in seen.constraints:
         d = d_of(each, seen.error2)
         assert errors[each.label] < 1.25 * d, each.label
         is_equal = layer in LINEAR and "Transpose" not in layer.name and layer.name != "Conv3d"
@@ -128,9 +133,9 @@ def test_samples_of_very_different_size(device, kind):
 
     model = nn.Sequential(copy.deepcopy(theirs))
     controller = converted(model, 3)
-    ((_, seen),) = observed(model, controller, x, run=run).variables.items()
+    ((_, seen),) = observed(model, controller, x, run=run).slots.items()
     assert seen.samples == 16 and len(seen.squares) == 16
-    (demand,) = (each for each in seen.demands if each.label == "weight")
+    (demand,) = (each for each in seen.constraints if each.label == "weight")
     errors = squared_error(model, x, run(theirs, x), 60, run)
     assert errors["weight"] == pytest.approx(d_of(demand, seen.error2), rel=0.2)
 
@@ -146,8 +151,8 @@ def test_errors_are_taken_off_the_squares(bits):
     controller = converted(model, bits)
     found, raw = [], []
     for seed in range(40):
-        ((_, seen),) = observed(model, controller, x, seed).variables.items()
-        found.append(seen.demands[0].v2)
+        ((_, seen),) = observed(model, controller, x, seed).slots.items()
+        found.append(seen.constraints[0].v2)
         raw.append(float(model[0].weight.grad.square().sum()))
     assert sum(raw) / 40 > 1.1 * true
     assert sum(found) / 40 == pytest.approx(true, rel=0.05)
@@ -196,13 +201,13 @@ def test_layers_that_share_the_copy_of_a_norm(name):
     exact = run(theirs, x)
     model = copy.deepcopy(theirs)
     controller = converted(model, 4)
-    runs = [observed(model, controller, x, seed, run=run).variables for seed in range(20)]
+    runs = [observed(model, controller, x, seed, run=run).slots for seed in range(20)]
     ((found, seen),) = runs[0].items()
     assert found == ("norm", 0)
-    assert {each.label for each in seen.demands} == exact.keys()
+    assert {each.label for each in seen.constraints} == exact.keys()
     errors = squared_error(model, x, exact, 60, run)
-    for number, each in enumerate(seen.demands):
-        v2 = sum(of["norm", 0].demands[number].v2 for of in runs) / len(runs)
+    for number, each in enumerate(seen.constraints):
+        v2 = sum(of["norm", 0].constraints[number].v2 for of in runs) / len(runs)
         assert v2 == pytest.approx(float(exact[each.label].square().sum()), rel=0.05)
         d = d_of(each, seen.error2)
         assert errors[each.label] < 1.2 * d, each.label
@@ -215,9 +220,9 @@ def test_two_copies(layer):
     _, theirs = layer.pair(4)
     model, x = nn.Sequential(copy.deepcopy(theirs)), layer.input()
     controller = converted(model, 3, copies=2)
-    ((_, seen),) = observed(model, controller, x).variables.items()
+    ((_, seen),) = observed(model, controller, x).slots.items()
     errors = squared_error(model, x, gradients(theirs, x), 40)
-    for each in seen.demands:
+    for each in seen.constraints:
         assert errors[each.label] < 1.2 * d_of(each, seen.error2)
 
 
@@ -234,11 +239,11 @@ def test_channels_of_a_convolution():
         model(x).backward(grad)
 
     model = nn.Sequential(nn.Conv2d(6, 6, 3, groups=3))
-    (seen,) = observed(model, converted(model, 8), x, run=run).variables.values()
+    (seen,) = observed(model, converted(model, 8), x, run=run).slots.values()
     squares = grad.square().sum((0, 2, 3)).view(3, 2).sum(1).repeat_interleave(2)
     assert seen.channel_weights == pytest.approx((squares / squares.mean()).tolist(), rel=0.1)
     model = nn.Sequential(nn.Conv2d(6, 6, 3))
-    (seen,) = observed(model, converted(model, 8), x, run=run).variables.values()
+    (seen,) = observed(model, converted(model, 8), x, run=run).slots.values()
     assert seen.channel_weights is None
 
 
@@ -252,7 +257,7 @@ def test_channels_of_a_batch_norm():
         model(x).backward(grad)
 
     model = nn.Sequential(nn.BatchNorm2d(6))
-    (seen,) = observed(model, converted(model, 8), x, run=run).variables.values()
+    (seen,) = observed(model, converted(model, 8), x, run=run).slots.values()
     # Of the weight, whose gradients of random signs are small: |g_c|^2.
     squares = grad.square().sum((0, 2, 3))
     assert seen.channel_weights == pytest.approx((squares / squares.mean()).tolist(), rel=0.05)
@@ -312,7 +317,7 @@ FUNCTIONS = {  # {name: (function, labels of its inputs, shape, module)}
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_measured_against_rounding(device, name):
-    """Of one variable at 4 bits with the others at 8, of each gradient; on average over observations."""
+    """Of one variable at 4 bits with the others at 8, of each gradient; on average over measurements."""
     function, names, shape, module = FUNCTIONS[name]
     torch.manual_seed(0)
     x = normal((len(names), *shape), scale=1.0).to(device)
@@ -330,21 +335,21 @@ def test_measured_against_rounding(device, name):
     model = copy.deepcopy(theirs)
     exact = run(theirs, x)
     controller = converted(model, 8)
-    seen = observed(model, controller, x, run=run).variables
-    assert seen and all(each.demands for each in seen.values())
+    seen = observed(model, controller, x, run=run).slots
+    assert seen and all(each.constraints for each in seen.values())
     for variable in seen:
         averages = {each: 4.0 if each == variable else 8.0 for each in seen}
-        runs = [observed(model, controller, x, i, averages, run).variables for i in range(6)]
+        runs = [observed(model, controller, x, i, averages, run).slots for i in range(6)]
         controller.context.policy = Fixed(averages)
         errors = squared_error(model, x, exact, 30, run)
-        for demand in runs[0][variable].demands:
+        for demand in runs[0][variable].constraints:
             assert demand.kind == "measured" and demand.second == 0
             sharing = sum(
-                demand.label in [each.label for each in of.demands] for of in runs[0].values()
+                demand.label in [each.label for each in of.constraints] for of in runs[0].values()
             )
             d = v2 = 0.0
             for each in runs:
-                of = {one.label: one for one in each[variable].demands}[demand.label]
+                of = {one.label: one for one in each[variable].constraints}[demand.label]
                 d += d_of(of, each[variable].error2) / sharing / len(runs)
                 v2 += of.v2 / len(runs)
             assert errors[demand.label] == pytest.approx(d, rel=0.35), (variable, demand.label)
@@ -368,8 +373,8 @@ def test_prelu(slopes, needs_input):
 
     exact = run(theirs, x)
     model = nn.Sequential(copy.deepcopy(theirs))
-    (seen,) = observed(model, converted(model, 4), x, run=run).variables.values()
-    (demand,) = seen.demands
+    (seen,) = observed(model, converted(model, 4), x, run=run).slots.values()
+    (demand,) = seen.constraints
     assert (demand.label, demand.kind) == ("weight", "in expectation")
     errors = squared_error(model, x, exact, 100, run)
     assert d_of(demand, seen.error2) == pytest.approx(errors["weight"], rel=0.35)
@@ -400,10 +405,10 @@ def test_norms_of_transformers(form):
     exact = run(theirs, x)
     model = copy.deepcopy(theirs)
     controller = converted(model, 4)
-    ((_, seen),) = observed(model, controller, x, run=run).variables.items()
-    assert {each.label for each in seen.demands} == exact.keys()
+    ((_, seen),) = observed(model, controller, x, run=run).slots.items()
+    assert {each.label for each in seen.constraints} == exact.keys()
     errors = squared_error(model, x, exact, 60, run)
-    for each in seen.demands:
+    for each in seen.constraints:
         assert each.kind == "in expectation"
         assert each.v2 == pytest.approx(float(exact[each.label].square().sum()), rel=0.15)
         d = d_of(each, seen.error2)

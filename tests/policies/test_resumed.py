@@ -164,7 +164,9 @@ def check(make, shape, level, stops, steps, **options):
         torch.manual_seed(0)
         model = make()
         how = {"policy": level} if level == "error-bound" else {"bits": 2, "level": level}
-        controller = fewbit.compress_(model, interval=3, verbose=False, **how, **options)
+        controller = fewbit.compress_(
+            model, fewbit.AdaptiveBits(interval=3), verbose=False, **how, **options
+        )
         return model, controller, torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
 
     def step(model, controller, optimizer):

@@ -1,4 +1,4 @@
-"""Which plan a tensor goes by: that of its forward, also where a checkpoint makes a part of it again."""
+"""The bit assignment that a tensor goes by: that of its forward, also where a checkpoint makes a part of it again."""
 
 import threading
 
@@ -29,12 +29,12 @@ class Regions(nn.Module):
 
 @pytest.fixture
 def restored(monkeypatch):
-    """(name of a variable, samples, bits of all samples) of what is restored."""
+    """(name of a layer, samples, bits of all samples) of what is restored."""
     seen, original = [], QuantizedTensorSpec._values
 
     def values(self, tensors, *rest):
         total = int(tensors[2].sum()) if len(tensors) > 2 else None
-        seen.append((self.variable.name[0], self.samples, total))
+        seen.append((self.slot.name[0], self.samples, total))
         return original(self, tensors, *rest)
 
     monkeypatch.setattr(QuantizedTensorSpec, "_values", values)
@@ -150,7 +150,7 @@ def test_a_layer_that_is_called_by_itself_is_not_among_the_samples_of_a_forward(
         assert torch.equal(one["squares"], other["squares"])
 
 
-def test_a_layer_that_is_called_by_itself_is_no_part_of_an_observation():
+def test_a_layer_that_is_called_by_itself_is_no_part_of_a_measurement():
     rows = []
     for is_called in (False, True):
         model = Two()

@@ -1,4 +1,4 @@
-"""What an observation says that rounding adds to the gradient's variance, against formulas and against sampling."""
+"""What a probe says that rounding adds to the gradient's variance, against formulas and against sampling."""
 
 import gc
 import weakref
@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.runtime.backends.reference_quantizer import squares
-from fewbit.runtime.saved.assignment import BitPolicy, TensorSlot
+from fewbit.runtime.saved.assignment import TensorSlot
+from fewbit.runtime.saved.bit_policy import BitPolicy
 from fewbit.runtime.saved.probe import MOST_EARLIER, VarianceProbe
 from fewbit.runtime.saved.single_backward import once_differentiable
 
@@ -23,14 +24,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 
 
 class Fixed(BitPolicy):
-    """Given averages, and an observation in forwards that are to be observed."""
+    """A policy with given averages, and a probe in forward passes that are to be measured."""
 
-    def __init__(self, averages=None, observation=None):
+    def __init__(self, averages=None, probe=None):
         super().__init__()
-        self.averages, self.observation = averages or {}, observation
+        self.averages, self.probe = averages or {}, probe
 
     def begin(self, module, inputs):
-        return super().begin(module, inputs, self.observation)
+        assignment = super().begin(module, inputs)
+        assignment.probe = self.probe
+        return assignment
 
 
 def converted(model, bits=4, **options):
@@ -51,14 +54,14 @@ def gradient(model, x, seed=0):
 
 
 def observed(model, controller, x, seeds=1, run=gradient):
-    """{name: sensitivity}, the mean over observations."""
+    """{name: sensitivity}, the mean over probes."""
     sums = {}
     for seed in range(seeds):
-        observation = VarianceProbe(seed)
-        controller.context.policy = Fixed(observation=observation)
+        probe = VarianceProbe(seed)
+        controller.context.policy = Fixed(probe=probe)
         run(model, x)
-        observation.send()
-        for name, each in observation.results().items():
+        probe.send()
+        for name, each in probe.results().items():
             sums[name] = sums.get(name, 0.0) + each.sensitivity / seeds
     return sums
 
@@ -217,11 +220,11 @@ def test_each_call_of_a_layer_has_noise_of_its_own(scales, is_checkpointed):
 def test_the_spread_of_a_layer_that_is_called_twice():
     """Parts of all its tensors together, each in the order of its own samples."""
     model, x = Twice((1.0, 3.0)), normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
-    observation = VarianceProbe(0)
-    converted(model).context.policy = Fixed(observation=observation)
+    probe = VarianceProbe(0)
+    converted(model).context.policy = Fixed(probe=probe)
     gradient(model, x)
-    observation.send()
-    (found,) = observation.results().values()
+    probe.send()
+    (found,) = probe.results().values()
     expected = squares(x, 256).sort().values * (1 + 9)
     assert found.samples == 16 and found.elements == 2 * 16 * 64
     assert found.spread == pytest.approx(expected.tolist())
@@ -322,12 +325,12 @@ def test_regions_within_a_model():
     found = []
     for is_checkpointed in (False, True):
         model = Model(is_checkpointed)
-        observation = VarianceProbe(0)
+        probe = VarianceProbe(0)
         controller = converted(model)
-        controller.context.policy = Fixed(observation=observation)
+        controller.context.policy = Fixed(probe=probe)
         gradient(model, x)
-        observation.send()
-        found.append(observation.results())
+        probe.send()
+        found.append(probe.results())
     for name, each in found[0].items():
         assert found[1][name].elements == each.elements == 8 * 64
         assert found[1][name].sensitivity == pytest.approx(each.sensitivity, rel=0.2)
@@ -337,11 +340,11 @@ def test_elements_samples_and_spread():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model.append(model[0])
     x = normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
-    observation = VarianceProbe(0)
-    converted(model).context.policy = Fixed(observation=observation)
+    probe = VarianceProbe(0)
+    converted(model).context.policy = Fixed(probe=probe)
     gradient(model, x)
-    observation.send()
-    found = observation.results()
+    probe.send()
+    found = probe.results()
     assert {name: each.elements for name, each in found.items()} == {
         ("0", 0): 2 * 16 * 64,
         ("1", 0): 16 * 64,
@@ -354,10 +357,10 @@ def test_elements_samples_and_spread():
 
 @pytest.mark.parametrize("samples", [1, 5, 16, 20, 64])
 def test_spread_is_the_means_of_parts(samples):
-    observation = VarianceProbe(0)
+    probe = VarianceProbe(0)
     values = torch.exp(normal((samples,), scale=1.0))
-    observation.kept(TensorSlot(("a", 0), 2.0), 64 * samples, values)
-    found = observation.variables["a", 0].spread
+    probe.record_saved(TensorSlot(("a", 0), 2.0), 64 * samples, values)
+    found = probe.slots["a", 0].spread
     parts = min(samples, 16)
     expected = [part.mean() for part in values.sort().values.tensor_split(parts)]
     if samples % parts == 0:
@@ -392,14 +395,14 @@ def test_one_input_of_several_layers_is_one_variable():
 def test_no_backward_pass_and_one_through_a_part():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-    observation = VarianceProbe(0)
-    converted(model).context.policy = Fixed(observation=observation)
+    probe = VarianceProbe(0)
+    converted(model).context.policy = Fixed(probe=probe)
     y = model(normal((8, 64)))
-    assert not observation.has_run()
+    assert not probe.has_run()
     torch.autograd.grad(y.sum(), model[1].weight)
-    assert observation.has_run()
-    observation.send()
-    found = observation.results()
+    assert probe.has_run()
+    probe.send()
+    found = probe.results()
     assert found["1", 0].sensitivity > 0 == found["0", 0].sensitivity
 
 
@@ -562,7 +565,7 @@ def test_of_earlier_forwards_the_nearest_nodes_are_watched():
 
 
 def test_an_observation_without_a_backward_pass_leaves_nothing_behind():
-    """A graph that goes on from forward to forward has hooks of the latest observation alone."""
+    """A graph that goes on from forward to forward has hooks of the latest probe alone."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
     controller = fewbit.compress_(model, fewbit.AdaptiveBits(2, interval=1), verbose=False)
@@ -597,7 +600,7 @@ def test_a_backward_pass_within_the_forward(is_alone):
     controller = fewbit.compress_(model, fewbit.AdaptiveBits(3, interval=1), verbose=False)
     for _ in range(4):
         loss_of(model(normal((8, 64), scale=1.0))).backward()
-    seen = controller.context.policy.seen
+    seen = controller.context.policy.knowledge.slots
     assert seen["a", 0].is_known != is_alone and seen["b", 0].is_known
     assert (seen["a", 0].sensitivity > 0) != is_alone
     assert (("a", 0) in controller.context.policy.averages) != is_alone
@@ -620,7 +623,7 @@ class Counted(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.count.passes += 1
         weight, *kept = ctx.saved_tensors
-        return grad * weight, (ctx.spec.dequantize(kept) * grad).sum(0), None
+        return grad * weight, (ctx.recipe.restore(kept) * grad).sum(0), None
 
 
 class Collective(Counted):
@@ -644,14 +647,14 @@ def test_backward_passes_with_collectives_run_once(function):
             return self.last(self.norm(x))
 
     torch.manual_seed(0)
-    model, observation = Scale(), VarianceProbe(0)
+    model, probe = Scale(), VarianceProbe(0)
     controller = converted(model, 4)
-    controller.context.policy = Fixed(observation=observation)
+    controller.context.policy = Fixed(probe=probe)
     function.passes = 0
     gradient(model, normal((8, 64), scale=1.0))
     assert (function.passes == 1) == (function is Collective)
-    observation.send()
-    found = observation.results()
+    probe.send()
+    found = probe.results()
     assert found["scale", 0].is_known == (function is Counted)
     sensitivities = [found[name, 0].sensitivity for name in ("linear", "norm")]
     assert all(each > 0 for each in sensitivities)
@@ -659,13 +662,13 @@ def test_backward_passes_with_collectives_run_once(function):
 
 def test_nothing_of_the_graph_is_held():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-    observation = VarianceProbe(0)
-    converted(model).context.policy = Fixed(observation=observation)
+    probe = VarianceProbe(0)
+    converted(model).context.policy = Fixed(probe=probe)
     y = model(normal((8, 64)))
     node = weakref.ref(y.grad_fn)
     del y
     gc.collect()
-    assert node() is None and len(observation.variables) == 2
+    assert node() is None and len(probe.slots) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

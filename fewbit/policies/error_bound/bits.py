@@ -1,7 +1,7 @@
-"""The fewest bits with which the error of a variable is within a bound.
+"""The fewest bits with which the error of a slot is within a bound.
 
-Stochastic rounding in steps of s has variances of at most s^2 / 4. Of samples with squares_n = sum over groups of
-length * range^2 and b_n bits the mean squared error of an element is therefore at most
+Stochastic rounding in steps of s has variances of at most s^2 / 4. So samples with squares_n = sum over groups of
+length * range^2 and b_n bits have a mean squared error per element of at most
 
     sum_n squares_n / 4 / (2^b_n - 1)^2 / elements
 """
@@ -14,30 +14,35 @@ from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.runtime.saved.probe import SPREAD
 
 NOISE = [0.25 / (2.0**bits - 1) ** 2 for bits in range(MIN_BITS, MAX_BITS + 1)]
-"""Of squares: by bits, from MIN_BITS to MAX_BITS."""
+"""Largest squared error per square, for each number of bits from MIN_BITS to MAX_BITS."""
 TOLERANCE = 1e-9
-"""Of sums in float64."""
+"""Relative error of sums in float64 that is accepted."""
 
 
 def least_average(squares, samples: int, elements: int, limit: float) -> float | None:
-    """The least average of bits, shared between samples, with which the mean squared error is at most `limit`.
+    """Return the lowest average number of bits with which the mean squared error is at most `limit`.
 
-    squares: SPREAD values in rising order, each the mean of as many samples; the values themselves of fewer samples;
-    the first that of the whole tensor where samples is 0, that is, where they do not share bits: then the average is
-    whole. None where MAX_BITS bits are not enough.
+    Args:
+        squares: SPREAD values in rising order, each the mean of as many samples. Fewer samples have the values themselves.
+            If samples is 0, the first is the value of the whole tensor.
+        samples: the number of samples that share the bits. If it is 0, they share none, and the average is whole.
+        elements: the number of elements.
+        limit: the largest mean squared error of an element.
+
+    Returns:
+        The average, or None if MAX_BITS bits are not enough.
     """
     parts = sizes(samples)
     allowed = limit * elements
-    error = NOISE[0] * sum(size * each for size, each in zip(parts, squares, strict=False))
+    error = NOISE[0] * sum(size * square for size, square in zip(parts, squares, strict=False))
     total = MIN_BITS * sum(parts)
     steps = [
         (squares[part] * (before - after), -part, size)
         for part, size in enumerate(parts)
         for before, after in pairwise(NOISE)
     ]
-    steps.sort(
-        reverse=True
-    )  # each gains less than those before it of its part, as all of its noise fell
+    # The steps of one part are in this order too, because each bit gains less than the one before.
+    steps.sort(reverse=True)
     for gain, _, size in steps:
         if error <= allowed * (1 + TOLERANCE):
             break
@@ -47,7 +52,7 @@ def least_average(squares, samples: int, elements: int, limit: float) -> float |
 
 
 def sizes(samples: int) -> list[int]:
-    """How many samples each part of a spread stands for (`runtime/saved/probe.py`); of none one."""
+    """Return the number of samples in each part of a spread (`fewbit.runtime.saved.probe`); [1] for no samples."""
     count = min(samples, SPREAD)
     ends = [round(i * samples / count) for i in range(count + 1)] if count else [0, 1]
     return [b - a for a, b in pairwise(ends)]

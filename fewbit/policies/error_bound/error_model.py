@@ -1,12 +1,12 @@
-"""What each kind of layer demands of what it keeps: D of the gradients that it makes of that, by formula.
+"""The error model of each kind of layer: D of the layer's gradients as a function of its saved tensor's error.
 
-`of_layer` looks at a layer's backward pass, where gradients and restored tensors are, and takes small numbers that
-come to the host later; `Part.finish` there makes D of them, by `error_bounds` in expectation. Functions without
-a formula of use (attention, whose bound asks for some bits too many; gated units, products, softmax) get None: what
-noise does to their gradients is measured instead (`observation`).
+`of_layer` runs in a layer's backward pass, where gradients and restored tensors are available, and takes small numbers
+that reach the host later. There `Part.finish` computes D from them by the formulas in expectation. For layers without a
+useful formula `of_layer` returns None, and the probe measures the effect of noise instead. These are gated units,
+products, softmax, and attention, whose bound asks for some bits too many.
 
-D is a function of the mean squared error of the tensor, dx^2. Where a formula has one error for all elements, rows
-n (entries of dimension 0) weigh by the errors dx_n^2 that they have now, as samples have bits of their own:
+D is a function of the mean squared error of the tensor, dx^2. If a formula has one error for all elements, rows n (entries
+of dimension 0) weigh by the errors dx_n^2 that they have now, because samples have bits of their own:
 
     sum of |g_n|^2 dx_n^2  =  dx^2 sum of |g_n|^2 (dx_n^2 / dx^2)
 """
@@ -33,8 +33,12 @@ from fewbit.runtime.quantizers.spec import PermutedSpec
 
 
 class Cost(NamedTuple):
-    """D = (first dx + second dx^2)^2. channels: of each channel (dimension 1) the part of first^2, in any unit; None:
-    equal, or no channels.
+    """The coefficients of D = (first dx + second dx^2)^2.
+
+    Args:
+        first: the coefficient of dx.
+        second: the coefficient of dx^2.
+        channels: each channel's (dimension 1) share of first^2, in any unit; None if all are equal, or there are none.
     """
 
     first: float
@@ -43,10 +47,14 @@ class Cost(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Of one gradient. place: among the inputs of the autograd Function. numbers: 1-D float64, for the host.
+    """The error model of one gradient of a layer.
 
-    finish: (entries of each of numbers, the mean squared error that the tensor has now) -> Cost. repeats: how many times the
-    parameter was repeated to be this input; its gradient is the sum of that many parts, one after the other.
+    Args:
+        place: the gradient's position among the inputs of the autograd Function.
+        numbers: 1-D float64 tensors, for the host.
+        finish: returns the Cost, given the entries of each of `numbers` and the tensor's present mean squared error.
+        repeats: the number of times that a parameter was repeated to be this input. Its gradient is the sum of as many
+            parts, which lie one after the other.
     """
 
     place: int
@@ -55,32 +63,35 @@ class Part(NamedTuple):
     repeats: int = 1
 
     def of(self, results) -> Tensor:
-        """The gradient, of those that a backward has made."""
+        """Return this gradient, given all gradients that the layer's backward has returned."""
         found = results[self.place]
         return found if self.repeats == 1 else found.view(self.repeats, -1).sum(0)
 
 
 def of_layer(context, grads, results, errors: Tensor) -> list[Part] | None:
-    """What the layer of that autograd context demands of the one tensor that it keeps; None: no formula.
+    """Return the error model of a layer that saves one quantized tensor, or None if there is no formula.
 
-    grads, results: what came in, and what its backward made of it. errors: (rows,) squared errors of the restored
-    tensor, summed over each entry of its dimension 0 in storage.
+    Args:
+        context: the layer's autograd context.
+        grads: the gradients of the layer's results.
+        results: the gradients that its backward returned.
+        errors: (rows,) squared errors of the restored tensor, summed over each entry of its dimension 0 in storage.
     """
     formula = _FORMULAS.get(context._forward_cls)
     if formula is None or grads[0] is None:
         return None
     if isinstance(context.spec, PermutedSpec):
-        errors = errors.sum()[None]  # its dimension 0 is another
+        errors = errors.sum()[None]  # dimension 0 in storage is another dimension of the tensor
     return [
-        each
-        for each in formula(context, grads[0], results, errors)
-        if results[each.place] is not None
+        part
+        for part in formula(context, grads[0], results, errors)
+        if results[part.place] is not None
     ]
 
 
 @lru_cache(maxsize=256)
 def labels(function) -> tuple[str, ...]:
-    """What the inputs of an autograd Function are called."""
+    """Return the names of an autograd Function's inputs, as torch's layers call them."""
     names = list(signature(function.forward).parameters)[1:]
     return tuple(_AS_IN_TORCH.get(name, name) for name in names)
 
@@ -110,7 +121,7 @@ def _convolution(context, grad, results, errors):
     layer = Convolution(
         channels,
         samples * torch.Size(space).numel(),
-        *(tuple(each) for each in (weight.shape[2:], stride, dilation)),
+        *(tuple(sizes) for sizes in (weight.shape[2:], stride, dilation)),
         groups,
         transposed,
         tuple(space) if transposed else tuple(grad.shape[2:]),
@@ -121,8 +132,8 @@ def _convolution(context, grad, results, errors):
 
 def _convolution_cost(layer, entries, _):
     grad2, *scales2 = entries
-    each = scales2[0] if scales2 and len(scales2[0]) == layer.channels else [_mean(scales2)]
-    per_channel = torch.tensor(each, dtype=torch.float64, device="cpu").expand(layer.channels)
+    scales = scales2[0] if scales2 and len(scales2[0]) == layer.channels else [_mean(scales2)]
+    per_channel = torch.tensor(scales, dtype=torch.float64, device="cpu").expand(layer.channels)
     per_group = torch.tensor(grad2, dtype=torch.float64, device="cpu")
     d = convolution_d(per_channel, layer, per_group, expectation=True)
     channels = per_channel * per_group.repeat_interleave(layer.channels // layer.groups)
@@ -130,7 +141,7 @@ def _convolution_cost(layer, entries, _):
 
 
 def _scales2(spec, kept) -> tuple[Tensor, ...]:
-    """By which the squared error of a norm's copy is multiplied in the norm's result: of each channel, or (1,)."""
+    """Return the factors by which a norm multiplies the squared error of its saved tensor: (channels,), or (1,)."""
     weight = kept[-2] if isinstance(spec, AffineResultSpec) else None
     if weight is None:
         return ()
@@ -143,9 +154,10 @@ def _mean(scales2) -> float:
 
 
 def _prelu(context, grad, results, errors):
-    """The weight's gradient is sum of g min(x, 0), linear; elements of 0 are kept without errors, at an end of the range.
+    """Return the error model of PReLU.
 
-    So D = n / negative elements * |g there|^2 dx^2.
+    The weight's gradient is the sum of g min(x, 0), which is linear. Elements of 0 have no errors, because they are at an
+    end of the range. So D = n / (number of negative elements) * |g at negative elements|^2 dx^2.
     """
     if context.needs_input_grad[0]:
         _, sign, *_ = context.saved_tensors
@@ -172,7 +184,7 @@ def _transformers_rms_norm(context, grad, results, errors):
 
 
 def _of_rows(context, grad, errors, kept, rstd, weight, dims, place):
-    """Of a norm whose sets are the last `dims` dimensions. place: of the weight among the inputs."""
+    """Return the error model of a norm over the last `dims` dimensions. place: the weight's position among the inputs."""
     parts = [Part(place, (_by_rows(grad, errors),), _weight_cost)]
     if context.needs_input_grad[0]:
         x = context.spec.dequantize(kept[: context.spec.count])
@@ -187,7 +199,7 @@ def _group_norm(context, grad, results, errors):
     if context.needs_input_grad[0]:
         x = context.spec.dequantize(kept[: context.spec.count])
         g = _product(grad, _of_channels(weight, grad), x)
-        x, g = (each.reshape(samples, groups, -1) for each in (x, g))
+        x, g = (tensor.reshape(samples, groups, -1) for tensor in (x, g))
         parts.append(_of_input(x, g, rstd.view(samples, groups, 1), (2,)))
     return parts
 
@@ -223,7 +235,15 @@ def _weight_cost(entries, _):
 
 
 def _of_input(x, g, rstd, dims, has_channels=False):
-    """x: restored x~; g: the gradient times the weight; rstd: 1 / s of sets, which are over `dims`."""
+    """Return the error model of a norm's input gradient.
+
+    Args:
+        x: the restored x~.
+        g: the gradient times the weight.
+        rstd: 1 / s of each set.
+        dims: the dimensions of a set.
+        has_channels: whether the sets are channels.
+    """
     rstd = rstd.to(x.dtype)
     alignment = (x * g).sum(dims, keepdim=True) * rstd
     sums = _squares(g, dims) * rstd.double().square(), alignment.double().square()
@@ -231,31 +251,33 @@ def _of_input(x, g, rstd, dims, has_channels=False):
 
 
 def _of_sums(scaled2, alignment2, size, has_channels):
-    """Of sums in sets of `size` elements each, which are channels, if has_channels."""
-    each = scaled2.flatten(), alignment2.flatten()
-    numbers = each if has_channels else tuple(one.sum()[None] for one in each)
+    """Return the error model of a norm's input gradient from the sums in sets of `size` elements."""
+    numbers = scaled2.flatten(), alignment2.flatten()
+    if not has_channels:
+        numbers = tuple(sums.sum()[None] for sums in numbers)
     return Part(0, numbers, partial(_input_cost, size))
 
 
 def _input_cost(size, entries, error2):
     scaled2, restored = entries
-    # The alignment of the restored x~ has that of its errors in it.
+    # The alignment of the restored x~ contains the alignment of its errors.
     aligned2 = [max(a - error2 * h, 0.0) for a, h in zip(restored, scaled2, strict=True)]
     first, second = norm_input_coefficients(size, sum(scaled2), sum(aligned2), True)
     if len(scaled2) == 1:
         return Cost(first, second)
-    each = zip(scaled2, aligned2, strict=True)
-    return Cost(first, second, [norm_input_coefficients(size, *two, True)[0] ** 2 for two in each])
+    pairs = zip(scaled2, aligned2, strict=True)
+    channels = [norm_input_coefficients(size, *pair, True)[0] ** 2 for pair in pairs]
+    return Cost(first, second, channels)
 
 
 def _product(grad, weight, x):
-    """In x's dtype."""
+    """Return grad * weight in x's dtype."""
     grad = grad.to(x.dtype)
     return grad if weight is None else grad * weight.to(x.dtype)
 
 
 def _of_channels(vector, grad):
-    """(C,) in a shape that broadcasts to grad."""
+    """Return a vector, (channels,), in a shape that broadcasts to grad."""
     return None if vector is None else vector.view(1, -1, *[1] * (grad.dim() - 2))
 
 
@@ -263,7 +285,7 @@ def _of_channels(vector, grad):
 
 
 def _by_rows(grad, errors, groups: int = 1) -> Tensor:
-    """(groups,): |g|^2, its rows weighted by their errors; a group: of channels, dimension 1."""
+    """Return |g|^2 of each group of channels, (groups,), with rows weighted by their errors."""
     rows = len(grad) if grad.dim() > 1 else 1
     if groups == 1 and grad.dim() > 1:  # a gradient may be channels last, or expanded
         squares = _squares(grad, tuple(range(1, grad.dim())))
@@ -273,7 +295,7 @@ def _by_rows(grad, errors, groups: int = 1) -> Tensor:
 
 
 def _row_weights(errors, rows: int) -> Tensor:
-    """(rows, 1) float64, of mean 1; (1, 1) where errors are not those of rows."""
+    """Return the weights of rows, (rows, 1) float64, of mean 1; (1, 1) if the errors are not those of rows."""
     if len(errors) != rows:
         return torch.ones_like(errors[:1, None], dtype=torch.float64)
     mean = errors.mean()
@@ -281,7 +303,7 @@ def _row_weights(errors, rows: int) -> Tensor:
 
 
 def _squares(x, dims) -> Tensor:
-    """The sum of squares over those dimensions, which stay; float64."""
+    """Return the sum of squares over dimensions, which stay with size 1; float64."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype).double().square()
 

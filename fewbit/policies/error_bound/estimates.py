@@ -1,31 +1,56 @@
-"""What the error-bound policy knows of each variable and activation, from its last observations, and what it allows.
+"""The error-bound policy's knowledge of each slot and activation, from its last measurements, and the errors it allows.
 
-Squared norms are kept in units of the sum of all V^2 of their observation: whoever scales losses changes all of them
-alike, and nothing here.
+Squared norms are stored in units of the sum of all V^2 of their measurement. So a scaled loss, which scales all of them
+alike, changes nothing here.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fewbit.policies.error_bound.bits import least_average
 from fewbit.policies.error_bound.formulas import table_error
 from fewbit.policies.error_bound.formulas.shares import polynomial_error, tolerance
+from fewbit.policies.error_bound.observations import (
+    EXPECTED,
+    MEASURED,
+    MOST_BITS,
+    MOST_PARAMETER,
+    check_parameters,
+    function_name,
+    name_of,
+    parts_of,
+    slot_of,
+)
+from fewbit.policies.records import Record, entry, keyed, named_tuple, vector
+from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.runtime.saved.probe import SPREAD
+from fewbit.schema.shapes import (
+    MOST_ELEMENTS,
+    MOST_RATIO,
+    MOST_SLOTS,
+    MOST_WEIGHT,
+    choice,
+    flag,
+    optional,
+    real,
+    text,
+    whole,
+    wrong,
+)
 
 HISTORY = 10
-"""Observations that count (AC-GC, section 4: of the last ten the mean, or the maximum)."""
+"""Number of measurements that count (AC-GC, section 4: the mean or the maximum of the last ten)."""
 LEAST_SEEN = 3
-"""Times that the monitor has to see a variable to know how far its gradients' norms spread."""
-WINDOWS = ("mean", "max")
+"""Number of times that the monitor has to see a slot to know how far its gradients' norms spread."""
 
 
 class Row(NamedTuple):
-    """A demand in one observation: V^2, and the squares of the coefficients of D = (first dx + second dx^2)^2."""
+    """A constraint in one measurement: V^2, and the squares of the coefficients of D = (first dx + second dx^2)^2."""
 
     v2: float
     first2: float
@@ -33,175 +58,240 @@ class Row(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Squared norms of one gradient, as the monitor saw it: as it was, and from exact values."""
+    """Squared norms of one gradient in units of the total: as it was, and from exact values."""
 
     hat2: float
     exact2: float
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A demand in its last observations, the latest last.
+class ActivationRow(NamedTuple):
+    """Squared norms of an activation's gradients in one measurement: of its input, and of its result."""
 
-    label, kind: as of `GradientConstraint`; "" where only other processes have seen it. missed: observations of its variable since
-    without it.
+    v2: float
+    grad2: float
+
+
+@dataclass(frozen=True)
+class ConstraintEstimate(Record):
+    """A gradient constraint in its last measurements, the latest last.
+
+    Args:
+        label: see `GradientConstraint`.
+        kind: see `GradientConstraint`.
+        rows: the constraint in each measurement.
+        pairs: the gradient in each measurement in which the monitor saw it.
+        missed: measurements of the slot since the last one with this constraint.
     """
 
-    label: str = ""
-    kind: str = ""
-    rows: tuple[Row, ...] = ()
-    pairs: tuple[Pair, ...] = ()
-    missed: int = 0
+    label: str = entry(text, default="")
+    kind: str = entry(choice(EXPECTED, MEASURED, ""), default="")
+    rows: tuple[Row, ...] = entry(
+        vector(named_tuple(Row, real(), real(0, MOST_RATIO), real(0, MOST_RATIO)), 1, HISTORY),
+        default=(),
+    )
+    pairs: tuple[Pair, ...] = entry(
+        vector(named_tuple(Pair, real(), real()), 0, HISTORY), default=()
+    )
+    missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def dx2(self, e2: float, window: str) -> float:
-        """The mean squared error of the variable with which D is e2 V^2.
+        """Return the mean squared error of the slot's elements with which D is e2 V^2.
 
-        window: "mean": of V^2 and of the coefficients' squares. "max": of V^2 the mean, of the coefficients the largest.
+        Args:
+            e2: the squared gradient error that is allowed, in units of V^2.
+            window: "mean" takes the means of V^2 and of the squared coefficients. "max" takes the mean of V^2 and the
+                largest squared coefficients.
         """
         if not self.rows:
             return math.inf
-        v2, first2, second2 = (_mean(each) for each in zip(*self.rows, strict=True))
+        v2, first2, second2 = (mean(values) for values in zip(*self.rows, strict=True))
         if window == "max":
-            first2, second2 = (max(each) for each in list(zip(*self.rows, strict=True))[1:])
+            _, first2, second2 = map(max, zip(*self.rows, strict=True))
         return polynomial_error(tolerance(e2, v2), math.sqrt(first2), math.sqrt(second2))
 
 
-@dataclass(frozen=True)
-class Known:
-    """Of one variable. average, is_fixed, is_known, elements, samples, dtype_bytes: as of `TensorNorms`, the latest.
+def _label_of(estimate: ConstraintEstimate) -> str:
+    return estimate.label
 
-    spreads: of each observation squares a part, in units of the mean of range^2 over the elements of its samples.
-    weights: of channels, the mean of the last `weighed` observations. demands: by number (`sums.number_of`).
-    missed: observations since without the variable.
+
+@dataclass(frozen=True)
+class TensorEstimate(Record):
+    """The knowledge of one slot. The fields up to `dtype_bytes` are those of the latest `TensorNorms`.
+
+    Args:
+        spreads: for each measurement the squares of each part of the samples, in units of the mean of range^2 over the
+            elements of its samples.
+        weights: the channels' weights, the mean of the last `weighed` measurements; None if there are none.
+        weighed: see `weights`.
+        constraints: the gradients' constraints by label.
+        missed: measurements since the last one that has seen the slot.
     """
 
-    average: float
-    is_fixed: bool
-    is_known: bool
-    elements: int
-    samples: int
-    dtype_bytes: int
-    spreads: tuple[tuple[float, ...], ...] = ()
-    weights: tuple[float, ...] | None = None
-    weighed: int = 0
-    demands: dict[int, Estimate] = field(default_factory=dict)
-    missed: int = 0
+    name: str = entry(text)
+    input: int = entry(whole(0, MOST_SLOTS - 1))
+    average: float = entry(real(0, MOST_BITS))
+    is_fixed: bool = entry(flag)
+    is_known: bool = entry(flag)
+    elements: int = entry(whole(0, MOST_ELEMENTS))
+    samples: int = entry(whole(0, MOST_ELEMENTS))
+    dtype_bytes: int = entry(whole(1, 16))
+    spreads: tuple[tuple[float, ...], ...] = entry(
+        vector(vector(real(), 1, SPREAD), 1, HISTORY), default=()
+    )
+    weights: tuple[float, ...] | None = entry(
+        optional(vector(real(0, MOST_WEIGHT), 1)), default=None
+    )
+    weighed: int = entry(whole(0, HISTORY), default=0)
+    constraints: Mapping[str, ConstraintEstimate] = entry(
+        keyed(ConstraintEstimate.read, _label_of, "different labels"),
+        key="demands",
+        default_factory=dict,
+    )
+    missed: int = entry(whole(0, FORGOTTEN), default=0)
 
-    def unmonitored(self) -> Known:
-        """Without what the monitor saw."""
-        demands = {number: replace(each, pairs=()) for number, each in self.demands.items()}
-        return replace(self, demands=demands)
+    def check(self, where: str) -> None:
+        parts, last = parts_of(self.samples), len(self.spreads[-1])
+        if last != parts:
+            raise wrong(f"{where}.spreads", f"{parts} entries in the last one", last)
+        if (self.weights is None) != (self.weighed == 0):
+            expected = "0 without weights, and more with them"
+            raise wrong(f"{where}.weighed", expected, self.weighed)
 
-    def deciding(self, e2: float, window: str) -> tuple[float, Estimate | None]:
-        """(the smallest dx*^2, the demand that has it); (infinity, None) without demands."""
-        found = [(each.dx2(e2, window), each) for each in self.demands.values()]
+    def unmonitored(self) -> TensorEstimate:
+        """Return the estimate without the monitor's results."""
+        constraints = {
+            label: replace(constraint, pairs=()) for label, constraint in self.constraints.items()
+        }
+        return replace(self, constraints=constraints)
+
+    def deciding(self, e2: float, window: str) -> tuple[float, ConstraintEstimate | None]:
+        """Return the smallest dx*^2 and the constraint that has it; (infinity, None) without constraints."""
+        found = [(made.dx2(e2, window), made) for made in self.constraints.values()]
         return min(found, key=lambda pair: pair[0], default=(math.inf, None))
 
     def least_average(self, dx2: float, window: str) -> float | None:
-        """The fewest bits, on average, with a mean squared error of at most dx2; None if the most are not enough."""
-        parts = min(self.samples, SPREAD) or 1
-        alike = [each for each in self.spreads if len(each) == parts]
-        combined = max if window == "max" else _mean
-        squares = [combined(each) for each in zip(*alike, strict=True)]
+        """Return the fewest bits, on average, with a mean squared error of at most dx2; None if 8 bits are not enough."""
+        parts = parts_of(self.samples)
+        alike = [spread for spread in self.spreads if len(spread) == parts]
+        combined = max if window == "max" else mean
+        squares = [combined(values) for values in zip(*alike, strict=True)]
         return least_average(squares, self.samples, self.samples or 1, dx2)
 
     def pairs(self, is_exact: bool = False) -> tuple[Pair, Pair]:
-        """Sums over demands of the means of what the monitor saw: (of parameters' gradients, of all).
+        """Return sums over constraints of the mean pairs: of parameters' gradients, and of all gradients.
 
-        is_exact: of a variable that is kept exactly: both are V^2.
+        Args:
+            is_exact: whether the slot is saved exactly. Then both numbers of a pair are V^2.
         """
-        if is_exact:
-            seen = [
-                (each, Pair(*2 * (_mean([row.v2 for row in each.rows]),)))
-                for each in self.demands.values()
-                if each.rows
-            ]
-        else:
-            seen = [(each, _mean_pair(each.pairs)) for each in self.demands.values() if each.pairs]
-        of_parameters = _sum(pair for each, pair in seen if is_of_parameter(each.label))
-        return of_parameters, _sum(pair for _, pair in seen)
+        seen = []
+        for constraint in self.constraints.values():
+            if is_exact and constraint.rows:
+                v2 = mean([row.v2 for row in constraint.rows])
+                seen.append((constraint, Pair(v2, v2)))
+            elif constraint.pairs and not is_exact:
+                seen.append((constraint, _mean_pair(constraint.pairs)))
+        of_parameters = [pair for constraint, pair in seen if is_of_parameter(constraint.label)]
+        return sum_of(of_parameters), sum_of([pair for _, pair in seen])
 
     def excess(self, limit: float, of_parameters: bool, is_exact: bool) -> tuple[float, float]:
-        """(mean, squared standard error) of |g^|^2 - limit |g|^2, of parameters' gradients or of all, as the monitor saw it.
+        """Return the mean and the squared standard error of |g^|^2 - limit |g|^2, as the monitor has seen it.
 
-        The error of what was seen fewer than LEAST_SEEN times is as large as its mean. is_exact: as of `pairs`.
+        If the monitor has seen the slot fewer than LEAST_SEEN times, the error is as large as the mean.
+
+        Args:
+            limit: the largest ratio of the two squared norms that is allowed.
+            of_parameters: whether only gradients of parameters count.
+            is_exact: whether the slot is saved exactly.
         """
         if is_exact:
             pair = self.pairs(is_exact=True)[not of_parameters]
             return pair.hat2 - limit * pair.exact2, 0.0
         seen = [
-            [pair.hat2 - limit * pair.exact2 for pair in reversed(each.pairs)]
-            for each in self.demands.values()
-            if each.pairs and (is_of_parameter(each.label) or not of_parameters)
+            [pair.hat2 - limit * pair.exact2 for pair in reversed(constraint.pairs)]
+            for constraint in self.constraints.values()
+            if constraint.pairs and (is_of_parameter(constraint.label) or not of_parameters)
         ]
-        # One after the other: gradients of one observation have their errors in common.
-        values = [math.fsum(each) for each in zip(*seen, strict=False)]
+        # Gradients of one measurement have errors in common, so they are added before the variance is taken.
+        values = [math.fsum(numbers) for numbers in zip(*seen, strict=False)]
         if len(values) < LEAST_SEEN:
-            mean = _mean(values) if values else 0.0
-            return mean, mean * mean
-        return _mean(values), statistics.variance(values) / len(values)
+            average = mean(values) if values else 0.0
+            return average, average * average
+        return mean(values), statistics.variance(values) / len(values)
 
     @property
     def ratio(self) -> float | None:
-        """The largest E|g^|^2 / E|g|^2 of its demands that the monitor saw; None where it has seen none."""
-        found = (_mean_pair(each.pairs) for each in self.demands.values() if each.pairs)
-        return max((ratio_of(each) for each in found if each.exact2 > 0), default=None)
+        """The largest E|g^|^2 / E|g|^2 of the slot's gradients; None before the monitor has seen one."""
+        seen = (constraint.pairs for constraint in self.constraints.values())
+        pairs = [_mean_pair(pairs) for pairs in seen if pairs]
+        return max((ratio_of(pair) for pair in pairs if pair.exact2 > 0), default=None)
 
 
 @dataclass(frozen=True)
-class KnownActivation:
-    """Of one few-bit activation. function, parameters: "" and () where only other processes have seen it.
+class ActivationEstimate(Record):
+    """The knowledge of one few-bit activation: its function, and squared norms of the last measurements."""
 
-    rows: (|gradient of the input|^2, |gradient of the result|^2) in its last observations.
-    """
+    name: str = entry(text)
+    function: str = entry(function_name)
+    parameters: tuple[float, ...] = entry(vector(real(-MOST_PARAMETER, MOST_PARAMETER), 0, 8))
+    rows: tuple[ActivationRow, ...] = entry(
+        vector(named_tuple(ActivationRow, real(), real()), 1, HISTORY)
+    )
+    missed: int = entry(whole(0, FORGOTTEN), default=0)
 
-    function: str
-    parameters: tuple[float, ...]
-    rows: tuple[tuple[float, float], ...]
-    missed: int = 0
+    def check(self, where: str) -> None:
+        check_parameters(self.function, self.parameters, f"{where}.parameters")
 
     def allowed(self, e2: float, window: str) -> float:
-        """The largest error of the table (not squared) that the bound allows; with "max" in each observation."""
+        """Return the largest error of the table (not squared) that the bound allows; with "max" in each measurement."""
         if window == "max":
-            return min(table_error(grad2, e2, v2) for v2, grad2 in self.rows)
-        v2, grad2 = (_mean(each) for each in zip(*self.rows, strict=True))
+            return min(table_error(row.grad2, e2, row.v2) for row in self.rows)
+        v2, grad2 = (mean(values) for values in zip(*self.rows, strict=True))
         return table_error(grad2, e2, v2)
 
 
+@dataclass(frozen=True)
+class BoundKnowledge(Record):
+    """All that the error-bound policy has learned.
+
+    Args:
+        slots: estimates by layer and number of the input.
+        activations: estimates by name.
+        next: the position among the slots of the next one that the monitor looks at.
+        has_warned: whether the user was warned that gradients exceed the bound.
+    """
+
+    slots: Mapping[tuple[str, int], TensorEstimate] = entry(
+        keyed(TensorEstimate.read, slot_of, "every input of a layer once"),
+        key="variables",
+        default_factory=dict,
+    )
+    activations: Mapping[str, ActivationEstimate] = entry(
+        keyed(ActivationEstimate.read, name_of, "different names"), default_factory=dict
+    )
+    next: int = entry(whole(), default=0)
+    has_warned: bool = entry(flag, default=False)
+
+
 def is_of_parameter(label: str) -> bool:
-    """Whether a demand's gradient is that of a parameter."""
+    """Return whether a constraint's gradient is that of a parameter."""
     return label.rpartition(" ")[2] == "weight"
 
 
 def ratio_of(pair: Pair) -> float | None:
-    """|g^|^2 / |g|^2."""
+    """Return |g^|^2 / |g|^2, or None if the gradient is 0."""
     return pair.hat2 / pair.exact2 if pair.exact2 > 0 else None
 
 
-def total_of(known: Iterable[tuple[Known, bool]]) -> tuple[Pair, Pair]:
-    """Sums of `Known.pairs`. known: with whether it is kept exactly."""
-    of_parameters, of_all = [], []
-    for each, is_exact in known:
-        for to, pair in zip((of_parameters, of_all), each.pairs(is_exact), strict=True):
-            to.append(pair)
-    return _sum(of_parameters), _sum(of_all)
-
-
-def latest(rows: tuple, row) -> tuple:
-    """The last HISTORY rows with one more."""
-    return (*rows, row)[-HISTORY:]
-
-
-def _mean(values) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _mean_pair(pairs) -> Pair:
-    return Pair(*map(_mean, zip(*pairs, strict=True)))
-
-
-def _sum(pairs: Iterable[Pair]) -> Pair:
+def sum_of(pairs: list[Pair]) -> Pair:
     hat2 = exact2 = 0.0
     for pair in pairs:
         hat2, exact2 = hat2 + pair.hat2, exact2 + pair.exact2
     return Pair(hat2, exact2)
+
+
+def mean(values) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _mean_pair(pairs) -> Pair:
+    return Pair(*map(mean, zip(*pairs, strict=True)))

@@ -1,4 +1,4 @@
-"""How many bits an activation's table needs for its largest error to be within a bound."""
+"""The bits that an activation's table needs so that its largest error is within a bound."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ from fewbit.runtime.activations.tables import DEFAULT
 
 
 def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> int | None:
-    """The fewest bits with which the default table's largest error is at most `allowed`; None if there are none.
+    """Return the fewest bits with which the default table's largest error is at most `allowed`.
 
-    Of bits that no table has been shipped for one is solved, once.
+    A table that is not shipped is solved once.
+
+    Args:
+        function: a name in `fewbit.functions`.
+        parameters: the function's parameters.
+        allowed: the largest |q - f'|.
+
+    Returns:
+        The bits, or None if 8 bits are not enough.
     """
     for bits in range(MIN_BITS, MAX_BITS + 1):
         if table_error(function, parameters, bits) <= allowed:
@@ -25,7 +33,7 @@ def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> 
 
 @lru_cache(maxsize=1024)
 def table_error(function: str, parameters: tuple[float, ...], bits: int) -> float:
-    """max |q - f'| of the default table over its domain."""
+    """Return max |q - f'| of the default table over its domain."""
     names = functions.get(function).parameters
     given = dict(zip(names, parameters, strict=True))
     table = store.load_table(function, bits, parameters=given, **DEFAULT)
@@ -33,9 +41,9 @@ def table_error(function: str, parameters: tuple[float, ...], bits: int) -> floa
 
 
 def is_known(function: str, parameters: tuple[float, ...]) -> bool:
-    """Whether there is a default table of that function."""
+    """Return whether there is a default table of the function."""
     try:
-        # (With few bits: what has two slopes needs no more, and many take long to solve.)
+        # With few bits, because a function with two slopes needs no more, and larger tables take long to solve.
         table_error(function, parameters, MIN_BITS)
     except FewbitError:
         return False

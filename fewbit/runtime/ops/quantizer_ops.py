@@ -43,7 +43,7 @@ def _quantize(source, seed, bits, group_size, fp32_min, *rest):
     return packed, ranges
 
 
-def quantize_samples(x, seed, variable, samples, group_size, fp32_min=None, normalize=None):
+def quantize_samples(x, seed, slot, samples, group_size, fp32_min=None, normalize=None):
     """Return (packed, ranges, widths, sensitivities) of x, whose samples share the bits of a slot.
 
     Returns:
@@ -51,17 +51,17 @@ def quantize_samples(x, seed, variable, samples, group_size, fp32_min=None, norm
     """
     source = _by_samples(x, samples)
     features = source.numel() // samples
-    total = variable.total(samples)
-    of_samples = _sensitivities(source, variable, group_size, normalize)
+    total = slot.total(samples)
+    of_samples = _sensitivities(source, slot, group_size, normalize)
     widths = share_bits(of_samples, total)
     words = groups.words_of_total(total, features)
     kept = quantize(source, seed, 0, group_size, fp32_min, normalize, widths, words)
     return *kept, widths, of_samples
 
 
-def sensitivities(x, variable, samples, group_size, fp32_min=None, normalize=None):
+def sensitivities(x, slot, samples, group_size, fp32_min=None, normalize=None):
     """Return the (samples,) float32 by which samples would share bits, as in `quantize_samples`."""
-    return _sensitivities(_by_samples(x, samples), variable, group_size, normalize)
+    return _sensitivities(_by_samples(x, samples), slot, group_size, normalize)
 
 
 def _by_samples(x, samples):
@@ -71,8 +71,8 @@ def _by_samples(x, samples):
     return source if len(source) == samples else source.view(samples, -1)
 
 
-def _sensitivities(source, variable, group_size, normalize):
-    return variable.plan.sensitivities(variable, squares(source, group_size, normalize))
+def _sensitivities(source, slot, group_size, normalize):
+    return slot.assignment.sensitivities(slot, squares(source, group_size, normalize))
 
 
 def squares(x, group_size, normalize=None):

@@ -57,12 +57,12 @@ class CodecSpec(NamedTuple):
         return self.place.samples
 
     @property
-    def variable(self):
-        return self.place.variable
+    def slot(self):
+        return self.place.slot
 
-    def with_slot(self, variable) -> CodecSpec:
+    def with_slot(self, slot) -> CodecSpec:
         """Return this spec for another slot."""
-        return self._replace(place=self.place.with_slot(variable))
+        return self._replace(place=self.place.with_slot(slot))
 
     def for_consumer(self, name: str) -> CodecSpec:
         """Return this spec for the layer `name`, see `QuantizedTensorSpec.for_consumer`."""

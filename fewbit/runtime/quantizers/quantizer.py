@@ -183,46 +183,45 @@ class Quantizer:
             self._selector.ask(tensors[1])
         return SavedTensors(tensors, spec)
 
-    def _quantize_slot(self, x, seed, dtype, slot, settings, input_dtype):
+    def _quantize_slot(self, x, seed, dtype, number, settings, input_dtype):
         """Return (tensors, spec) of x with the bits, or the codec, that the forward's assignment has for this slot."""
         assignment = self.context.assignment(x)
-        variable = assignment.of((self.name, slot), self.average, self.is_fixed)
-        samples = assignment.samples_of(x, self.name if slot == 0 else "")
-        bits, sensitivities = variable.uniform(), None
-        spec = self._spec(x, dtype, bits, samples, variable)
-        codec = assignment.keeper(variable)
+        slot = assignment.slot((self.name, number), self.average, self.is_fixed)
+        samples = assignment.samples_of(x, self.name if number == 0 else "")
+        bits, sensitivities = slot.uniform(), None
+        spec = self._spec(x, dtype, bits, samples, slot)
+        codec, probe = assignment.codec(slot), assignment.probe
         if codec is not None:
             tensors, spec = _quantize_by_codec(codec, x, seed, spec, settings, input_dtype)
-            if samples is not None and assignment.observation is not None:
-                sensitivities = quantizer_ops.sensitivities(x, variable, samples, *settings)
+            if samples is not None and probe is not None:
+                sensitivities = quantizer_ops.sensitivities(x, slot, samples, *settings)
         elif samples is None:
             tensors = quantizer_ops.quantize(x, seed, bits, *settings)
         else:
             *tensors, sensitivities = quantizer_ops.quantize_samples(
-                x, seed, variable, samples, *settings
+                x, seed, slot, samples, *settings
             )
-        observation = assignment.observation
-        if x.numel() and (observation is not None or assignment.unobserved):
-            self._report_unobserved(assignment, variable)
-        if observation is not None and x.numel() and not in_backward():
+        if x.numel() and (probe is not None or assignment.unobserved):
+            self._report_unobserved(assignment, slot)
+        if probe is not None and x.numel() and not in_backward():
             extra_bytes = 0
             if self.min_dtype == "auto" and codec is None:
                 extra_bytes = groups.fp32_min_bytes(tensors[1])
             record = QuantizationRecord(x.detach(), tuple(tensors), spec, *settings)
             # Nothing here is to be replaced: the mode of functions would be asked often.
             with torch._C.DisableTorchFunction():
-                observation.kept(variable, x.numel(), sensitivities, extra_bytes)
-                found = observation.rounding(variable, record)
-            spec = spec.with_slot(variable._replace(rounding=found))
+                probe.record_saved(slot, x.numel(), sensitivities, extra_bytes)
+                found = probe.record_rounding(slot, record)
+            spec = spec.with_slot(slot._replace(rounding=found))
         return tuple(tensors), spec
 
-    def _report_unobserved(self, assignment, variable) -> None:
+    def _report_unobserved(self, assignment, slot) -> None:
         """Tell the policy why no probe knows this tensor, if none does."""
-        why, seen = assignment.unobserved, getattr(assignment.observation, "variables", None)
-        if seen is not None and in_backward() and variable.name not in seen:
-            why = REENTRANT
-        if why and not variable.is_fixed:
-            self._policy.unobserved(self.name, why)
+        reason, probe = assignment.unobserved, assignment.probe
+        if probe is not None and in_backward() and not probe.knows(slot.name):
+            reason = REENTRANT
+        if reason and not slot.is_fixed:
+            self._policy.report_unobserved(self.name, reason)
 
     @property
     def _policy(self):
@@ -281,7 +280,7 @@ class Quantizer:
         """Tell the policy that the layer runs inside torch.compile, which no probe sees."""
         # A quantizer that is made in the traced code has no attributes yet.
         if "context" in vars(self) and self._policy is not None and not self.is_fixed:
-            self._policy.unobserved(self.name, COMPILED)
+            self._policy.report_unobserved(self.name, COMPILED)
 
     def _spec(self, x, dtype, bits, *rest) -> QuantizedTensorSpec:
         stride = layout.by_sample_stride(x)

@@ -19,7 +19,7 @@ class QuantizedTensorSpec(NamedTuple):
     """Everything but the tensors that is needed to dequantize a saved tensor.
 
     bits, group_size: as of the quantizer. size, stride, dtype: of the values. samples: the number of samples with bits of
-    their own, or None. variable: the slot that the tensor was saved for, if a policy chooses bits.
+    their own, or None. slot: the slot that the tensor was saved for, if a policy chooses bits.
     """
 
     bits: int
@@ -28,7 +28,7 @@ class QuantizedTensorSpec(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     samples: int | None = None
-    variable: TensorSlot | None = None
+    slot: TensorSlot | None = None
 
     @property
     def count(self) -> int:
@@ -60,16 +60,16 @@ class QuantizedTensorSpec(NamedTuple):
             values.add_(shift)
         return in_dtype(values, dtype or self.dtype)
 
-    def with_slot(self, variable: TensorSlot) -> QuantizedTensorSpec:
+    def with_slot(self, slot: TensorSlot) -> QuantizedTensorSpec:
         """Return this spec for another slot."""
-        return self._replace(variable=variable)
+        return self._replace(slot=slot)
 
     def for_consumer(self, name: str) -> QuantizedTensorSpec:
         """Return this spec for the layer `name`, which dequantizes a tensor that another layer may have saved."""
-        variable = self.variable
-        if variable is None or variable.rounding is None or variable.name[0] == name:
+        slot = self.slot
+        if slot is None or slot.rounding is None or slot.name[0] == name:
             return self
-        return self._replace(variable=variable._replace(user=name))
+        return self._replace(slot=slot._replace(user=name))
 
     def dequantize_exact(self, tensors) -> torch.Tensor:
         """Return the values without the noise that a probe may add."""

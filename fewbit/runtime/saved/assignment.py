@@ -1,152 +1,235 @@
-"""Bits that are not fixed: an average for each compressed tensor of a model, shared out between its samples.
+"""Bits that are not fixed: the assignment that one forward pass goes by.
 
-A *variable* is what a layer keeps of one of its inputs, forward after forward. It has an average of bits an element,
-so that the bytes of a tensor follow from its shape alone; its samples share them by the squares of their ranges
-(ActNN, section 4.2). Rounding adds step^2 / 6 on average to the variance of an element, step being the range of
-its group / (2^bits - 1), so that of sample n
+A *slot* is one input that a layer saves in every forward pass, for example the input of a linear layer. Each slot has
+an average number of bits per element, so the bytes of its tensor follow from the shape alone. The samples of the tensor
+share these bits according to the squares of their ranges (ActNN, section 4.2). Rounding adds step^2 / 6 on average to
+the variance of an element, where step is the range of its group / (2^bits - 1). So sample n adds
 
     squares_n / 6 / (2^bits_n - 1)^2        squares_n = sum over its groups of length * range^2
 
-is added in all, times the square of its gradient, as far as that is known.
+times the square of its gradient, if that is known.
+
+A `BitPolicy` (`bit_policy.py`) makes one `BitAssignment` for each forward pass. If the policy wants to learn from a forward
+pass, it adds a `Probe` to the assignment.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 
 from fewbit.config import MAX_BITS, MIN_BITS
-from fewbit.errors import InputError
 from fewbit.runtime.format.groups import LEAST_FEATURES
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.saved.sample_magnitudes import (
-    GradientMagnitudes,
-    SampleIndices,
-    SampleNumbering,
-)
-from fewbit.sizes import counted
+from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes, SampleIndices
 
 COMPILED, REENTRANT, ALONE = "compiled", "reentrant", "alone"
-"""Why no observation knows of what a layer keeps: in a part that is compiled; in a checkpoint with use_reentrant=True; by a
-layer that is called by itself, outside of a forward of the model."""
+"""Reasons why a probe does not see a layer's tensor: the layer is in a compiled part of the model; it is in a checkpoint
+with use_reentrant=True; it was called by itself, outside a forward pass of the model."""
 
 
 class TensorSlot(NamedTuple):
-    """One compressed tensor of a model's forward. name: (of the layer, number of its input).
+    """One saved tensor of a forward pass.
 
-    average: bits an element, from 1 to 8. is_fixed: whether nobody but the user may change that. plan: of the forward.
-    rounding: what the forward's observation has found out of how this tensor is rounded, where observed. user: the name
-    of the layer that restores the tensor, where observed and not the one that keeps it.
+    Args:
+        name: the layer's name and the number of its input.
+        average: bits per element, from 1 to 8.
+        is_fixed: whether the user gave these bits, so that no policy may change them.
+        assignment: the forward pass's assignment.
+        rounding: the object that the probe's `record_rounding` returned for this tensor, or None.
+        user: the name of the layer that restores the tensor, if a probe watches and another layer saved it.
     """
 
     name: tuple[str, int]
     average: float
     is_fixed: bool = True
-    plan: BitAssignment | None = None
+    assignment: BitAssignment | None = None
     rounding: object = None
     user: str | None = None
 
     def total(self, samples: int) -> int:
-        """Bits of one element of each of `samples` samples together."""
-        return min(max(self._whole(self.average * samples), MIN_BITS * samples), MAX_BITS * samples)
+        """Return the bits of one element of all `samples` samples together."""
+        bits = self._whole(self.average * samples)
+        return min(max(bits, MIN_BITS * samples), MAX_BITS * samples)
 
     def uniform(self) -> int:
-        """Bits of a tensor whose samples are not known."""
+        """Return the bits per element of a tensor whose samples are not known."""
         return min(max(self._whole(self.average), MIN_BITS), MAX_BITS)
 
     def _whole(self, bits: float) -> int:
-        if self.plan is not None and self.plan.rounds_up and not self.is_fixed:
+        if self.assignment is not None and self.assignment.rounds_up and not self.is_fixed:
             return math.ceil(bits - 1e-6)
         return math.floor(bits + 1e-6)
 
     @property
     def levels(self) -> float:
-        """2^bits - 1: steps that a range is divided into."""
+        """2^bits - 1: the number of steps that a range is divided into."""
         return 2.0**self.average - 1
 
 
+class Probe(Protocol):
+    """The object that measures one forward pass and its backward pass for a policy.
+
+    Methods are called in the order in which they are listed. None of them may raise.
+    """
+
+    def record_saved(self, slot: TensorSlot, elements: int, sensitivities, fp32_min_bytes: int):
+        """Note that a layer saved a tensor.
+
+        Args:
+            slot: the tensor's slot.
+            elements: the number of elements.
+            sensitivities: (samples,) float32 by which the samples share bits, or None if they do not.
+            fp32_min_bytes: bytes by which the saved tensor grows if its minimums become float32.
+        """
+
+    def record_rounding(self, slot: TensorSlot, record) -> object | None:
+        """Return what the backward pass needs to know of this tensor's rounding: `TensorSlot.rounding`.
+
+        Args:
+            slot: the tensor's slot.
+            record: the tensor and its quantized copy, `fewbit.runtime.quantizers.spec.QuantizationRecord`.
+        """
+
+    def knows(self, name: tuple[str, int]) -> bool:
+        """Return whether a tensor of the slot of that name was recorded."""
+
+    def watch(self, outputs) -> None:
+        """Follow the backward pass that starts at the results of the forward pass, in any nest of containers."""
+
+    def reached(self, slots) -> None:
+        """Note that the backward pass restores these slots in a layer for which `probe` is not called."""
+
+    def probe(self, number: int, backward, context, grads, results, slots) -> None:
+        """Measure one layer in the backward pass.
+
+        Args:
+            number: the number that the probe gave the layer's node in `watch`.
+            backward: the layer's backward function, called with the context and the gradients.
+            context: the layer's autograd context.
+            grads: the gradients of the layer's results.
+            results: the gradients that `backward` returned for the layer's inputs.
+            slots: the slots that `backward` restored.
+        """
+
+    def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int) -> torch.Tensor:
+        """Return noise of the shape of restored values (samples, features); float32."""
+
+
 class ChannelWeights:
-    """Numbers by which channels count, of mean 1."""
+    """Weights of a layer's channels, of mean 1, copied to each device on demand."""
 
     def __init__(self, weights):
-        self._of = {torch.device("cpu"): torch.tensor(weights, dtype=torch.float32, device="cpu")}
+        cpu = torch.device("cpu")
+        self._by_device = {cpu: torch.tensor(weights, dtype=torch.float32, device=cpu)}
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """(channels,) float32."""
-        found = self._of.get(device)
+        """Return the weights, (channels,) float32, on that device."""
+        found = self._by_device.get(device)
         if found is None:
-            found = self._of[device] = self._of[torch.device("cpu")].to(device)
+            found = self._by_device[device] = self._by_device[torch.device("cpu")].to(device)
         return found
 
 
+@dataclass(eq=False)
 class BitAssignment:
-    """What one forward goes by, and whoever makes a part of it again for a checkpoint.
+    """The bits that one forward pass goes by, and every checkpoint that recomputes a part of it.
 
-    averages: {name: bits}, of variables that do not have those of their layer. samples: in the forward, or None.
-    observation: what is to be found out on the way, or None. Where the samples are numbered also magnitudes, of
-    gradients by sample, and numbers, of the samples of this forward. keepers: {name: what keeps a variable in place of
-    the group quantizer}. activations: {name: bits}, of few-bit activations that do not have their own.
-    channels: {name of a layer: how many}, where those of each sample have bits of their own; weights: {name of a layer:
-    ChannelWeights}, by which they share them. least_features: samples of fewer have no bits of their own. rounds_up: averages
-    that are not fixed are least ones, so that their bits are at least as many; else they are at most. unobserved: why no
-    observation may know of what goes by it (REENTRANT, ALONE), or "".
+    Args:
+        averages: {slot's name: bits} of slots that do not have their layer's own average.
+        samples: the number of samples in the forward pass, or None if it is not known.
+        probe: what measures this forward pass, or None.
+        magnitudes: squared gradient norms by slot and sample, if the samples of this forward pass are numbered.
+        numbers: the numbers of this forward pass's samples, or None.
+        codecs: {slot's name: codec} of slots that a codec saves instead of the group quantizer.
+        activations: {activation's name: bits} of few-bit activations that do not have their own bits.
+        channels: {layer's name: count} of layers for which each channel of a sample has its own bits.
+        channel_weights: {layer's name: weights} by which such channels share bits.
+        least_features: samples with fewer elements have no bits of their own.
+        rounds_up: whether averages that are not fixed are lower bounds. Otherwise they are upper bounds.
+        unobserved: the reason why no probe may see this forward pass's tensors, REENTRANT or ALONE, or "".
     """
 
-    def __init__(self, averages, samples: int | None, observation=None):
-        self.averages = averages
-        self.samples = samples
-        self.observation = observation
-        self.magnitudes = self.numbers = None
-        self.keepers, self.activations, self.channels, self.weights = {}, {}, {}, {}
-        self.least_features, self.rounds_up, self.unobserved = 0, False, ""
-        self._placed = {}
+    averages: Mapping[tuple[str, int], float]
+    samples: int | None
+    probe: Probe | None = None
+    magnitudes: GradientMagnitudes | None = None
+    numbers: SampleIndices | None = None
+    codecs: Mapping[tuple[str, int], object] = field(default_factory=dict)
+    activations: Mapping[str, int] = field(default_factory=dict)
+    channels: Mapping[str, int] = field(default_factory=dict)
+    channel_weights: Mapping[str, ChannelWeights] = field(default_factory=dict)
+    least_features: int = 0
+    rounds_up: bool = False
+    unobserved: str = ""
+    _numbers_by_device: dict = field(default_factory=dict, repr=False)
 
-    def of(self, name: tuple[str, int], average: float, is_fixed: bool) -> TensorSlot:
-        """The variable of that name. average: unless the plan has another."""
+    def slot(self, name: tuple[str, int], average: float, is_fixed: bool) -> TensorSlot:
+        """Return the slot of that name. It has the given average unless the policy chose another."""
         if not is_fixed:
             average = self.averages.get(name, average)
         return TensorSlot(name, average, is_fixed, self)
 
-    def keeper(self, variable: TensorSlot):
-        """What keeps it in place of the group quantizer, or None."""
-        return None if variable.is_fixed else self.keepers.get(variable.name)
+    def codec(self, slot: TensorSlot):
+        """Return the codec that saves the slot instead of the group quantizer, or None."""
+        return None if slot.is_fixed else self.codecs.get(slot.name)
 
-    def sensitivities(self, variable: TensorSlot, squares: torch.Tensor) -> torch.Tensor:
-        """(samples,) float32: squares of ranges, times those of gradients if the samples have been seen.
+    def activation_bits(self, name: str, default: int) -> int:
+        """Return the bits of the few-bit activation of that name."""
+        return self.activations.get(name, default)
 
-        Of samples that are channels times their weights.
+    def sensitivities(self, slot: TensorSlot, squares: torch.Tensor) -> torch.Tensor:
+        """Return the numbers by which samples share bits.
+
+        Args:
+            slot: the slot of the tensor.
+            squares: (samples,) float32, sums of squared ranges.
+
+        Returns:
+            (samples,) float32: the squares times the squared gradients of samples that were seen before. If each
+            channel of a sample counts as a sample, the squares times the channels' weights.
         """
-        name, slot = variable.name
-        channels = self.channels.get(name, 0)
-        if slot == 0 and name in self.weights and len(squares) >= channels * self.samples:
-            weights = self.weights[name].on(squares.device)
+        layer, number = slot.name
+        channels = self.channels.get(layer, 0)
+        has_weights = number == 0 and layer in self.channel_weights
+        if has_weights and len(squares) >= channels * self.samples:
+            weights = self.channel_weights[layer].on(squares.device)
             return (squares.view(-1, channels) * weights).view(-1)
         if self.numbers is None:
             return squares
-        magnitudes = self.magnitudes.of(variable.name, self._on(squares.device))
+        magnitudes = self.magnitudes.of(slot.name, self._numbers_on(squares.device))
         return squares if magnitudes is None else squares * magnitudes
 
-    def note(self, variable: TensorSlot, grad) -> None:
-        """The gradient of the result of a layer that has kept the variable, or None."""
-        if self.numbers is not None and grad is not None and is_plain(grad):
-            self.magnitudes.note(variable.name, self._on(grad.device), grad)
+    def note_gradient(self, slot: TensorSlot, grad) -> None:
+        """Remember the size of each sample's gradient, if samples are numbered.
 
-    def _on(self, device) -> SampleIndices:
-        found = self._placed.get(device)
+        Args:
+            slot: a slot that a layer has saved.
+            grad: the gradient of that layer's result, or None.
+        """
+        if self.numbers is not None and grad is not None and is_plain(grad):
+            self.magnitudes.note(slot.name, self._numbers_on(grad.device), grad)
+
+    def _numbers_on(self, device) -> SampleIndices:
+        found = self._numbers_by_device.get(device)
         if found is None:
-            found = self._placed[device] = self.numbers.to(device)
+            found = self._numbers_by_device[device] = self.numbers.to(device)
         return found
 
-    def samples_of(self, x, name: str = "") -> int | None:
-        """How many samples lie in x one after the other, in storage order; None where that is not known.
+    def samples_of(self, x, layer: str = "") -> int | None:
+        """Return how many samples lie one after the other in x's memory, or None if that is not known.
 
-        name: of the layer: where its channels have bits of their own, each of a sample is one.
+        Args:
+            x: a tensor that a layer saves.
+            layer: the layer's name. If its channels have bits of their own, each channel of a sample counts.
         """
         if not self.samples or not x.dim() or not x.numel():
             return None
-        channels = self.channels.get(name)
+        channels = self.channels.get(layer)
         if channels is not None and _has_planes(x, channels):
             return len(x) * channels
         if x.numel() < self.least_features * self.samples:
@@ -156,60 +239,15 @@ class BitAssignment:
         return self.samples if len(x) % self.samples == 0 and x.is_contiguous() else None
 
 
-class BitPolicy:
-    """Those of one model: makes the plan of each forward."""
-
-    def __init__(self):
-        self.averages: dict[tuple[str, int], float] = {}
-        self.magnitudes = GradientMagnitudes()
-        self._places_of_samples = SampleNumbering()
-        self._numbers = None  # of the samples of the next forward
-
-    def begin(self, module, inputs, observation=None) -> BitAssignment:
-        """At the beginning of a forward of that module in training. inputs: its arguments."""
-        plan, self._numbers, numbers = self.plan(inputs, observation), None, self._numbers
-        if numbers is not None and len(numbers) != plan.samples:
-            raise InputError(
-                f"expected the numbers of {counted(plan.samples, 'sample')}, as many as this forward has, "
-                f"got {len(numbers)}"
-            )
-        plan.magnitudes, plan.numbers = self.magnitudes, numbers
-        return plan
-
-    def plan(self, inputs, observation=None) -> BitAssignment:
-        """As things are."""
-        return BitAssignment(self.averages, batch_size(inputs), observation)
-
-    def number(self, numbers) -> None:
-        """Of the samples of the next forward in training; see `SampleNumbering.of`."""
-        self._numbers = self._places_of_samples.of(numbers)
-
-    def unobserved(self, name: str, why: str) -> None:
-        """A layer of that name keeps something of which no observation knows. why: COMPILED, REENTRANT or ALONE."""
-
-    def state(self) -> dict:
-        """What `load` makes again."""
-        if not self.magnitudes:
-            return {}
-        return {"magnitudes": self.magnitudes.state(), "numbers": self._places_of_samples.state()}
-
-    def load(self, state: dict) -> None:
-        """Raises InputError, with nothing changed, for magnitudes that there cannot be."""
-        magnitudes, places = GradientMagnitudes(), SampleNumbering()
-        magnitudes.load(state.get("magnitudes", ()))
-        places.load(state.get("numbers", places.state()))
-        self.magnitudes, self._places_of_samples = magnitudes, places
-
-
 def _has_planes(x, channels: int) -> bool:
-    """Whether x, (N, channels, ...), has the elements of a channel of a sample together, enough for groups of their own."""
+    """Return whether each channel of x, (N, channels, ...), is contiguous in each sample and fills groups of its own."""
     fits = x.dim() > 2 and x.shape[1] == channels and x.is_contiguous()
     return fits and x.numel() >= LEAST_FEATURES * len(x) * channels
 
 
 def batch_size(inputs) -> int | None:
-    """Dimension 0 of the first tensor among a model's inputs."""
-    for each in inputs:
-        if isinstance(each, torch.Tensor) and each.dim():
-            return len(each)
+    """Return the size of dimension 0 of the first tensor among a model's inputs, or None without such a tensor."""
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return len(value)
     return None

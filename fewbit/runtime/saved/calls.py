@@ -48,8 +48,8 @@ class CallGuard:
                 call.state.put_back()
             raise
         if ended is not None:
-            if ended.assignment and ended.assignment.observation is not None:
-                ended.assignment.observation.watch(outputs)
+            if ended.assignment and ended.assignment.probe is not None:
+                ended.assignment.probe.watch(outputs)
             # Advance torch's generator once per forward, after the model has drawn its own numbers, and only if a
             # layer saved a tensor.
             if has_saved:

@@ -175,7 +175,7 @@ class ForwardContext:
         if self._is_outside() or torch._C._functorch.maybe_current_level() is not None:
             return bits
         assignment = self._forward_of(x).assignment
-        return bits if assignment is None else assignment.activations.get(name, bits)
+        return bits if assignment is None else assignment.activation_bits(name, bits)
 
     def observed_activation(self, function: str, parameters: tuple) -> tuple | None:
         """Return (name, function, parameters) of the running activation if the forward is observed, else None.
@@ -183,7 +183,7 @@ class ForwardContext:
         The name is the path of the module, or "path of the module:function" if the module calls a function.
         """
         forward = self._local.forward
-        if forward is None or forward.assignment is None or forward.assignment.observation is None:
+        if forward is None or forward.assignment is None or forward.assignment.probe is None:
             return None
         name = self._local.activation
         if name is None:
@@ -230,7 +230,7 @@ class ForwardContext:
         if self.policy is not None:
             measured = getattr(_running, "measured", ())
             if measured or not module.training:
-                assignment = self.policy.plan(inputs, *measured)
+                assignment = self.policy.assign(inputs, *measured)
             else:
                 assignment = self.policy.begin(module, inputs)
         return _Forward(assignment, Seeds(self.salt))
@@ -256,7 +256,7 @@ class ForwardContext:
         """Return an assignment for tensors of a forward that no probe follows."""
         if self.policy is None:
             return None
-        assignment = self.policy.plan(inputs)
+        assignment = self.policy.assign(inputs)
         assignment.unobserved = "" if is_measuring() else reason
         return assignment
 

@@ -1,4 +1,4 @@
-"""What rounding each variable adds to the variance of a model's gradient, found out in one backward pass.
+"""What rounding each slot adds to the variance of a model's gradient, found out in one backward pass.
 
 Theorem 3 of ActNN (long version, section 3) is a sum over the tensors that are kept: what rounding one of them adds
 to the gradients of the parameters of its own layer and, where the gradient of the layer's input depends on it, of
@@ -18,7 +18,7 @@ Noise from different sources is uncorrelated, so that sums of squares add up alo
     S(node) = sum over its parameters of gain[p]  +  sum over its edges of gain[e] S(node below e)
 
 rounding the tensor adds  sum of own[p] + sum of out[e] S(node below e)  in all (docs/controller.md). That is found
-out for 1 bit, and for the bits that the variable has or 2: in between what 1 bit adds is least like the rest.
+out for 1 bit, and for the bits that the slot has or 2: in between what 1 bit adds is least like the rest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fewbit.runtime.saved.norms import by_edge, is_dense, norm, squared
 from fewbit.runtime.saved.restoring import OBSERVED, Restoring
 
 SPREAD = 16
-"""Parts that a variable's samples are remembered in, by what they share bits by."""
+"""Parts that a slot's samples are remembered in, by what they share bits by."""
 LEVELS = (1, 2)
 """Bits for which rounding is measured. The noise of more bits is as that of 2, but smaller."""
 MOST_EARLIER = 1024
@@ -46,7 +46,7 @@ _PARAMETER, _NOTHING = -1, -2  # below an edge in place of a node
 
 @dataclass
 class RoundingEffect:
-    """Of one variable in one forward and its backward.
+    """Of one slot in one forward and its backward.
 
     average: bits it had, fixed or not. elements: of all its tensors. samples: that share its bits, 0 where they do
     not. sensitivity: the variance that rounding adds, times (2^bits - 1)^2; 0 where no gradient came by. at_one: the
@@ -68,7 +68,7 @@ class RoundingEffect:
 
 @dataclass
 class _Noise:
-    """Norms by edge of what noise in a variable does. is_own: in the layer itself, which the one below takes over."""
+    """Norms by edge of what noise in a slot does. is_own: in the layer itself, which the one below takes over."""
 
     name: tuple[str, int]
     level: int
@@ -81,7 +81,7 @@ class _Noise:
 class _Node:
     """Of the graph. below: by edge the number of a node, _PARAMETER or _NOTHING. exists: whether an edge leads on.
 
-    arriving, leaving: norms of a gradient and, by edge, of what it becomes. handed: (variable's name, level, scale,
+    arriving, leaving: norms of a gradient and, by edge, of what it becomes. handed: (slot's name, level, scale,
     noise) from the layer above.
     """
 
@@ -102,11 +102,11 @@ class VarianceProbe:
     """
 
     def __init__(self, seed: int):
-        self.variables: dict[tuple, RoundingEffect] = {}
+        self.slots: dict[tuple, RoundingEffect] = {}
         self.is_void = False
         self._seed = seed
         self._generators = {}
-        self._reached_within = set()  # names of variables, by a backward pass in the forward
+        self._reached_within = set()  # names of slots, by a backward pass in the forward
         self._nodes: list[_Node] = []
         self._hooks = []  # of those nodes
         self._is_open = True
@@ -118,17 +118,12 @@ class VarianceProbe:
 
     # -- in the forward ----------------------------------------------------------------------------------
 
-    def kept(self, variable, elements: int, sensitivities=None, widening: int = 0) -> None:
-        """A tensor of that variable was kept.
-
-        sensitivities: (samples,) float32, by which samples share bits, if they do. widening: bytes by which it grows
-        where its minimums become float32.
-        """
+    def record_saved(
+        self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0
+    ) -> None:
         if not self._is_open:
             return
-        seen = self.variables.setdefault(
-            variable.name, RoundingEffect(variable.average, variable.is_fixed)
-        )
+        seen = self.slots.setdefault(slot.name, RoundingEffect(slot.average, slot.is_fixed))
         seen.elements += elements
         if sensitivities is not None:
             seen.samples = len(sensitivities)
@@ -138,14 +133,17 @@ class VarianceProbe:
                 spread = seen.spread + spread.to(seen.spread.device)
             seen.spread = spread
 
-    def rounding(self, variable, rounded) -> dict[int, torch.Tensor] | None:
+    def record_rounding(self, slot, record) -> dict[int, torch.Tensor] | None:
         """{level: (samples,) variance of an element} of a tensor that is kept, if that is to be known.
 
-        rounded: a `quantizer.Rounded`.
+        record: a `QuantizationRecord`.
         """
         if not self._is_open:
             return None
-        return {level: rounded.variance(level, self._generator) for level in LEVELS}
+        return {level: record.variance(level, self._generator) for level in LEVELS}
+
+    def knows(self, name: tuple[str, int]) -> bool:
+        return name in self.slots
 
     def watch(self, outputs) -> None:
         """Follows the backward pass from those results of the forward: tensors, in any nest of containers."""
@@ -187,7 +185,7 @@ class VarianceProbe:
 
     def _attach(self, node, number) -> None:
         if _is_function(node):
-            # A graph below this forward may be followed by other observations too.
+            # A graph below this forward may be followed by other probes too.
             others = (each for each in getattr(node, OBSERVED, ()) if each[0]._is_open)
             setattr(node, OBSERVED, (*others, (self, number)))
         self._hooks.append(node.register_hook(partial(self._passed, number)))
@@ -209,35 +207,35 @@ class VarianceProbe:
             self._runs = True
             torch.autograd.Variable._execution_engine.queue_callback(_End(self))
 
-    def reached(self, variables) -> None:
+    def reached(self, slots) -> None:
         """A backward pass restores those, in a layer that is not probed.
 
         One within the forward is no part of the step's: then what the step's says of them counts.
         """
-        names = {each.name for each in variables} & self.variables.keys()
+        names = {each.name for each in slots} & self.slots.keys()
         if not self._is_open:
             return
         if self._is_watching:
             for name in names:
-                self.variables[name].is_known = False
+                self.slots[name].is_known = False
         else:
             self._reached_within |= names
 
-    def probe(self, number: int, backward, context, grads, results, variables) -> None:
-        """Runs a layer's backward again, with noise in those variables that it restores, and in `grads`."""
+    def probe(self, number: int, backward, context, grads, results, slots) -> None:
+        """Runs a layer's backward again, with noise in those slots that it restores, and in `grads`."""
         node = self._nodes[number]
         results = by_edge(context, results)
         self.is_void |= any(each is not None and each.is_sparse for each in grads)
         if not (self._is_open and self._can_measure((*grads, *results))):
             return
         node.noise, handed, node.handed = [], node.handed, []
-        for variable in variables:
-            if variable.rounding is None or variable.name not in self.variables:
+        for slot in slots:
+            if slot.rounding is None or slot.name not in self.slots:
                 continue
             for level in LEVELS:
-                with Restoring(variable, level, self).running():
+                with Restoring(slot, level, self).running():
                     noisy = by_edge(context, backward(context, *grads))
-                self._add(node, variable, level, results, noisy)
+                self._add(node, slot, level, results, noisy)
         if len(grads) == 1:
             while handed:
                 name, level, scale, change = handed.pop()
@@ -258,8 +256,8 @@ class VarianceProbe:
         )
         return not self.is_void
 
-    def _add(self, node, variable, level, exact, noisy) -> None:
-        scale, norms = _levels(variable, level) ** 2, []
+    def _add(self, node, slot, level, exact, noisy) -> None:
+        scale, norms = _levels(slot, level) ** 2, []
         for at, below in enumerate(node.below):
             change = _difference(exact[at], noisy[at])
             noisy[at] = None
@@ -267,9 +265,9 @@ class VarianceProbe:
             if change is not None and below >= 0 and self._nodes[below].is_layer:
                 # (Two of these wait at a time: half the room, and noise needs no more.)
                 noise = change.bfloat16() if change.dtype == torch.float32 else change
-                self._nodes[below].handed.append((variable.name, level, scale, noise))
+                self._nodes[below].handed.append((slot.name, level, scale, noise))
             del change
-        node.noise.append(_Noise(variable.name, level, scale, norms, True))
+        node.noise.append(_Noise(slot.name, level, scale, norms, True))
 
     def _ends(self) -> None:
         """At the end of a backward pass."""
@@ -286,12 +284,12 @@ class VarianceProbe:
         for node in self._nodes:
             node.handed = []
 
-    def noise(self, rows: torch.Tensor, variable, level: int) -> torch.Tensor:
+    def noise(self, rows: torch.Tensor, slot, level: int) -> torch.Tensor:
         """As rounding restored values (samples, features) has, on average over each sample; float32."""
-        variance = variable.rounding[level].nan_to_num(0.0)
+        variance = slot.rounding[level].nan_to_num(0.0)
         if len(variance) != len(rows):
             variance = variance.mean().expand(len(rows))
-        deviation = variance.sqrt() * ((2**level - 1) / _levels(variable, level))
+        deviation = variance.sqrt() * ((2**level - 1) / _levels(slot, level))
         return self._uniform(rows).sub_(0.5).mul_(deviation[:, None] * math.sqrt(12))
 
     def _with_signs(self, grad):
@@ -330,7 +328,7 @@ class VarianceProbe:
         self._arrival = self._sent()
 
     def _sent(self) -> AsyncHostCopy:
-        spreads = [each.spread for each in self.variables.values() if each.spread is not None]
+        spreads = [each.spread for each in self.slots.values() if each.spread is not None]
         return AsyncHostCopy([*self._measured(), *spreads])
 
     def _measured(self):
@@ -344,7 +342,7 @@ class VarianceProbe:
         return self._arrival.is_there()
 
     def results(self) -> dict[tuple, RoundingEffect]:
-        """By variable, with sensitivities of 0 where no backward pass came by.
+        """By slot, with sensitivities of 0 where no backward pass came by.
 
         Nothing if void, or where a gradient was not finite: such a step says nothing, and whoever scales losses
         skips it.
@@ -359,7 +357,7 @@ class VarianceProbe:
         # (What came after it was sent, from a backward pass in another thread, is not there.)
         if self.is_void or any(id(each) not in host for each in self._measured()):
             return {}
-        sums = {(name, level): 0.0 for name in self.variables for level in LEVELS}
+        sums = {(name, level): 0.0 for name in self.slots for level in LEVELS}
         below = []  # S of each node; nodes come after those below them
         for node in self._nodes:
             at = [float(n == _PARAMETER) if n < 0 else below[n] for n in node.below]
@@ -376,7 +374,7 @@ class VarianceProbe:
         if not all(map(math.isfinite, (*below, *sums.values()))):
             return {}
         found = {}
-        for name, seen in self.variables.items():
+        for name, seen in self.slots.items():
             spread = None if seen.spread is None else host[id(seen.spread)]
             at_one, sensitivity = (sums[name, level] for level in LEVELS)
             is_known = seen.is_known and (sensitivity > 0 or name not in self._reached_within)
@@ -388,16 +386,16 @@ class VarianceProbe:
 class _End:
     """What autograd calls at the end of a backward pass; one that raises drops it uncalled."""
 
-    def __init__(self, observation: VarianceProbe):
-        self._observation = observation
+    def __init__(self, probe: VarianceProbe):
+        self._probe = probe
 
     def __call__(self):
-        observation, self._observation = self._observation, None
-        observation._ends()
+        probe, self._probe = self._probe, None
+        probe._ends()
 
     def __del__(self):
-        if self._observation is not None:
-            self._observation._fails()
+        if self._probe is not None:
+            self._probe._fails()
 
 
 def _means(values: torch.Tensor) -> torch.Tensor:
@@ -416,9 +414,9 @@ def _ends(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
     return ends.to(device), ends.diff().double().to(device)
 
 
-def _levels(variable, level: int) -> float:
-    """2^bits - 1 of the noise that is tried: of 1 bit, or of the variable's own and 2 at least."""
-    return 1.0 if level == 1 else max(variable.levels, 3.0)
+def _levels(slot, level: int) -> float:
+    """2^bits - 1 of the noise that is tried: of 1 bit, or of the slot's own and 2 at least."""
+    return 1.0 if level == 1 else max(slot.levels, 3.0)
 
 
 def _difference(exact, noisy):

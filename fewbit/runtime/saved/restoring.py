@@ -26,35 +26,35 @@ def observed(backward, context, grads):
         context = _Context(context)
     with Restoring().running() as restoring:
         results = backward(context, *grads)
-    if not restoring.variables:
+    if not restoring.slots:
         return results
-    for variable in restoring.variables.values():
-        variable.plan.note(variable, grads[0])
-    found = restoring.variables.values()
-    for observation in {variable.plan.observation for variable in found} - {None}:
+    for slot in restoring.slots.values():
+        slot.assignment.note_gradient(slot, grads[0])
+    found = restoring.slots.values()
+    for probe in {slot.assignment.probe for slot in found} - {None}:
         # A probe of another forward through the same graph knows this layer only as a node like any other.
-        own = [variable for variable in found if variable.plan.observation is observation]
-        number = dict(probes).get(observation)
+        own = [slot for slot in found if slot.assignment.probe is probe]
+        number = dict(probes).get(probe)
         if number is None or getattr(context._forward_cls, HAS_COLLECTIVES, False):
-            observation.reached(own)
+            probe.reached(own)
         else:
-            observation.reached([variable for variable in own if variable.rounding is None])
-            observation.probe(number, backward, context, grads, results, own)
+            probe.reached([slot for slot in own if slot.rounding is None])
+            probe.probe(number, backward, context, grads, results, own)
     return results
 
 
 class Restoring:
-    """Records the variables of tensors that are dequantized in `running`, and adds noise to tensors of a target variable.
+    """Records the slots of tensors that are dequantized in `running`, and adds noise to tensors of a target slot.
 
     Args:
-        target: the variable whose tensors get noise, or None.
+        target: the slot whose tensors get noise, or None.
         level: the bits whose rounding the noise imitates, see `VarianceProbe.noise`.
-        observation: the probe that makes the noise.
+        probe: the probe that makes the noise.
     """
 
-    def __init__(self, target=None, level: int = 0, observation=None):
-        self.target, self.level, self.observation = target, level, observation
-        self.variables = {}
+    def __init__(self, target=None, level: int = 0, probe=None):
+        self.target, self.level, self.probe = target, level, probe
+        self.slots = {}
         self._noise = {}  # by address: a tensor that is dequantized twice gets the same noise
 
     @contextmanager
@@ -65,23 +65,23 @@ class Restoring:
             _running.restoring = self
             yield self
 
-    def is_target(self, variable) -> bool:
-        return self.target is not None and variable.name == self.target.name
+    def is_target(self, slot) -> bool:
+        return self.target is not None and slot.name == self.target.name
 
     def restored(self, values, spec, packed):
-        variable = spec.variable
-        self.variables.setdefault(variable.name, variable)
-        return self.changed(values, spec, packed) if self.is_target(variable) else values
+        slot = spec.slot
+        self.slots.setdefault(slot.name, slot)
+        return self.changed(values, spec, packed) if self.is_target(slot) else values
 
     def changed(self, values, spec, packed):
         """Add noise to the values in place and return them."""
-        variable = spec.variable
-        if variable.rounding is not None:
+        slot = spec.slot
+        if slot.rounding is not None:
             flat = layout.storage_order(values)
             rows = flat.view(spec.samples or (len(values) if values.dim() else 1), -1)
             noise = self._noise.get(packed.data_ptr())
             if noise is None:
-                noise = self.observation.noise(rows, variable, self.level)
+                noise = self.probe.noise(rows, slot, self.level)
                 self._noise[packed.data_ptr()] = noise
             rows += noise.to(rows.dtype)
         return values
@@ -95,7 +95,7 @@ def restored(values, spec, packed):
         spec: of the saved tensor.
         packed: its packed codes, which identify it.
     """
-    if spec.variable is None:
+    if spec.slot is None:
         return values
     restoring = getattr(_running, "restoring", None)
     return values if restoring is None else restoring.restored(values, spec, packed)
@@ -104,9 +104,7 @@ def restored(values, spec, packed):
 def is_changed(spec) -> bool:
     """Return whether `restored` adds noise to the tensor with that spec."""
     restoring = getattr(_running, "restoring", None)
-    return (
-        restoring is not None and spec.variable is not None and restoring.is_target(spec.variable)
-    )
+    return restoring is not None and spec.slot is not None and restoring.is_target(spec.slot)
 
 
 class _Context:

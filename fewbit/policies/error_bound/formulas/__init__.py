@@ -1,16 +1,16 @@
-"""AC-GC's error bounds: how large the errors of what layers keep may be. docs/theory/ac_gc.md derives them.
+"""AC-GC's error bounds: the largest errors that saved tensors may have. docs/theory/ac_gc.md derives them.
 
-A gradient error of at most e2 V2, V2 the squared norm of the exact gradient, is allowed (AC-GC, theorem 1). For each
-kind of layer there are two functions: `..._d`, which bounds the squared gradient error for given errors of
-what is kept, and `..._error`, the errors with which that bound is e2 V2. Errors are squares, dx2:
+AC-GC's theorem 1 allows a squared gradient error of at most e2 V2, where V2 is the squared norm of the exact gradient. For
+each kind of layer there are two functions. `..._d` bounds the squared gradient error for given errors of the saved
+tensor. `..._error` returns the errors with which this bound is e2 V2. Errors are given as squares, dx2:
 
-- worst-case (expectation=False): D is never below the squared gradient error if the elements' squared errors are at
-  most dx2; for linear layers, convolutions and norms it is enough that their mean is.
+- worst case (expectation=False): D is never below the squared gradient error if the elements' squared errors are at
+  most dx2. For linear layers, convolutions and norms it is enough if their mean is at most dx2.
 - in expectation (expectation=True): D is never below the mean of the squared gradient error if the elements' errors
-  are independent with mean 0 and variances of at most dx2. What a bound asks for besides is said where it does.
+  are independent with mean 0 and variances of at most dx2. A function names any further condition.
 
-Rounding to b bits in a range r has steps of r / (2^b - 1): stochastic rounding has variances of at most step^2 / 4,
-errors of at most a step; rounding to nearest errors of at most step / 2, which are not of mean 0.
+Rounding to b bits in a range r has steps of r / (2^b - 1). Stochastic rounding has variances of at most step^2 / 4, and
+errors of at most a step. Rounding to nearest has errors of at most step / 2, whose mean is not 0.
 """
 
 from fewbit.policies.error_bound.formulas.attention import (

@@ -1,14 +1,14 @@
-"""Error bounds of what attention keeps, query, key and value: docs/theory/ac_gc.md, section 7.
+"""Error bounds of attention's query, key and value: docs/theory/ac_gc.md, section 7.
 
-O = P v, P = softmax(scale q k^T + mask), computed again from what is kept. With G the gradient of O,
-Z = G v^T and dS = P (Z - rowsum(P Z)), elementwise,
+O = P v with P = softmax(scale q k^T + mask), which the backward pass computes again from the saved q, k and v. With the
+gradient G of O, Z = G v^T and dS = P (Z - rowsum(P Z)), elementwise,
 
     grad v = P^T G        grad q = scale dS k        grad k = scale dS^T q
 
-None of them is linear in q and k. The bounds rest on two facts about the Jacobian J of a row's softmax: with lambda no
-less than |J| on the way from p to p^, |p^ - p| <= lambda |s^ - s| and |(J^ - J) z| <= lambda (max z - min z) |s^ - s|,
-s being the scores. lambda is 1/2 for any p, and for a row whose scores err by at most a, max p exp(2 a). They
-hold however large the errors are, and are loose. There is no bound here for attention with dropout.
+None of these is linear in q and k. The bounds follow from two facts about the Jacobian J of a row's softmax with scores s.
+If lambda is no less than |J| on the way from p to p^, then |p^ - p| <= lambda |s^ - s| and
+|(J^ - J) z| <= lambda (max z - min z) |s^ - s|. lambda is 1/2 for any p, and max p exp(2 a) for a row whose scores err by
+at most a. The bounds hold for errors of any size, and are loose. Attention with dropout has no bound here.
 """
 
 from __future__ import annotations
@@ -27,12 +27,24 @@ _HALVINGS = 200
 
 @dataclass(frozen=True)
 class AttentionNorms:
-    """What the bound depends on; float64 tensors, heads of all samples in a row.
+    """The norms that the bound depends on; float64 tensors over the heads of all samples.
 
-    queries L, keys S, features E, value_features Ev: sizes. Of each head, (heads,): query, key, grad: the largest
-    singular values of q, k, G; key_f, scores_f: the Frobenius norms of k and dS; key_most: the largest norm of a
-    row of k. Of each row, (heads, L): query_rows, grad_rows: the norms of q's and G's rows; spread: max - min
-    of Z's; peak: the largest probability.
+    Args:
+        queries: L, the number of queries.
+        keys: S, the number of keys.
+        features: E, the features of queries and keys.
+        value_features: Ev, the features of values.
+        scale: the factor of the scores.
+        query: (heads,), the largest singular value of q.
+        key: (heads,), the largest singular value of k.
+        grad: (heads,), the largest singular value of G.
+        key_f: (heads,), the Frobenius norm of k.
+        scores_f: (heads,), the Frobenius norm of dS.
+        key_most: (heads,), the largest norm of a row of k.
+        query_rows: (heads, L), the norms of q's rows.
+        grad_rows: (heads, L), the norms of G's rows.
+        spread: (heads, L), max - min of each row of Z.
+        peak: (heads, L), the largest probability of each row.
     """
 
     queries: int
@@ -53,17 +65,27 @@ class AttentionNorms:
 
 
 def attention_norms(query, key, value, grad, scale=None, mask=None) -> AttentionNorms:
-    """The norms of all heads, computed in float64.
+    """Return the norms of all heads, computed in float64.
 
-    query: (..., L, E); key: (..., S, E); value: (..., S, Ev); grad: (..., L, Ev), the gradient of the output. scale:
-    1 / sqrt(E) by default. mask: floating or boolean as torch's, or None; rows that are masked throughout do not
-    count. Any size may be 0: what is empty has norms of 0. Heads that share keys go in as one head with all their queries. Raises InputError for other shapes.
+    Heads that share keys must be given as one head with all their queries. Any size may be 0; empty tensors have norms
+    of 0.
+
+    Args:
+        query: (..., L, E).
+        key: (..., S, E).
+        value: (..., S, Ev).
+        grad: (..., L, Ev), the gradient of the output.
+        scale: the factor of the scores; None for 1 / sqrt(E).
+        mask: a floating or boolean mask as in torch, or None. Rows that are masked throughout do not count.
+
+    Raises:
+        InputError: the tensors do not have the same heads.
     """
     heads = query.shape[:-2]
-    if any(each.shape[:-2] != heads for each in (key, value, grad)):
+    if any(tensor.shape[:-2] != heads for tensor in (key, value, grad)):
         raise InputError(
             "expected query, key, value and grad of the same heads, got shapes "
-            f"{[tuple(each.shape) for each in (query, key, value, grad)]}"
+            f"{[tuple(tensor.shape) for tensor in (query, key, value, grad)]}"
         )
     q, k, v, g = (x.detach().double().flatten(0, -3) if heads else x.detach().double()[None]
                   for x in (query, key, value, grad))  # fmt: skip
@@ -95,17 +117,17 @@ def attention_norms(query, key, value, grad, scale=None, mask=None) -> Attention
 
 
 def _most(x: Tensor) -> Tensor:
-    """The largest entries in the last dimension; 0 where it is empty."""
+    """Return the largest entries in the last dimension; 0 if it is empty."""
     return x.amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
 
 
 def _largest_singular(x: Tensor) -> Tensor:
-    """Of each matrix; 0 of an empty one."""
+    """Return the largest singular value of each matrix; 0 of an empty one."""
     return torch.linalg.matrix_norm(x, 2) if x.numel() else x.new_zeros(len(x))
 
 
 def _added(mask, shape, like) -> Tensor:
-    """The mask as what is added to the scores, (heads, L, S)."""
+    """Return the mask as numbers that are added to the scores, (heads, L, S)."""
     if mask is None:
         return torch.zeros_like(like)
     if mask.dtype == torch.bool:
@@ -116,37 +138,41 @@ def _added(mask, shape, like) -> Tensor:
 def attention_d(
     dx2: float, norms: AttentionNorms, expectation: bool = False
 ) -> tuple[float, float, float]:
-    """D of the gradients of (query, key, value), summed over heads, if all elements of q, k and v err by dx2.
+    """Return D of the gradients of query, key and value, summed over heads: the smaller D of the two values of lambda.
 
-    Worst-case: for every element, not their mean. In expectation: of independent errors in q, k and v with mean 0,
-    none larger than 2 dx, as stochastic rounding has them, dx2 being step^2 / 4. Of the D of both lambda
-    the smaller is taken.
+    The bound in expectation is for independent errors in q, k and v with mean 0, of which none is larger than 2 dx, as
+    stochastic rounding has them with dx2 = step^2 / 4.
+
+    Args:
+        dx2: the squared error of each element of q, k and v; in the worst case the largest, not the mean.
+        norms: the norms of the heads.
+        expectation: whether the bound is in expectation.
     """
-    dx, of_each = math.sqrt(square("dx2", dx2)), _in_expectation if expectation else _worst
+    dx, bound = math.sqrt(square("dx2", dx2)), _in_expectation if expectation else _worst
     half = torch.full_like(norms.peak, 0.5)
     moved = norms.peak * torch.exp(2.0 * _scores_most(2.0 * dx if expectation else dx, norms))
-    bounded = [
-        of_each(dx, each, norms) for each in (half, torch.where(norms.peak < 0.5, moved, half))
+    slopes = half, torch.where(norms.peak < 0.5, moved, half)
+    sums = [
+        [errors.square().sum().item() for errors in bound(dx, slope, norms)] for slope in slopes
     ]
-    of_both = [[each.square().sum().item() for each in one] for one in bounded]
-    # Far from any answer exp overflows; the other D is finite.
-    return tuple(a if math.isnan(b) else min(a, b) for a, b in zip(*of_both, strict=True))
+    # exp overflows far from any answer; the other D is finite.
+    return tuple(a if math.isnan(b) else min(a, b) for a, b in zip(*sums, strict=True))
 
 
 def _scores_most(dx: float, n: AttentionNorms) -> Tensor:
-    """(heads, L): the most by which a score of each row errs, where no element errs by more than dx."""
+    """Return the largest error of a score in each row, (heads, L), if no element errs by more than dx."""
     row = math.sqrt(n.features) * dx
     return n.scale * (row * n.key_most[:, None] + n.query_rows * row + row * row)
 
 
 def _worst(dx: float, slope: Tensor, n: AttentionNorms):
-    """Bounds of the three gradient errors' norms, by head. slope: lambda of each row."""
+    """Return bounds of the norms of the three gradients' errors, (heads,) each. slope: lambda of each row."""
     row = math.sqrt(n.features) * dx  # the error of a row of q or k
     q, k = math.sqrt(n.queries) * row, math.sqrt(n.keys) * row
     v = math.sqrt(n.keys * n.value_features) * dx
 
     def scores(weight):
-        """Of the errors of the scores, their rows times weight."""
+        """Return a bound on the errors of the scores, with rows times weight."""
         of_query = torch.minimum(_norm(weight * n.query_rows), _most(weight) * n.query)
         return n.scale * (_norm(weight) * row * (n.key + k) + of_query * k)
 
@@ -158,11 +184,11 @@ def _worst(dx: float, slope: Tensor, n: AttentionNorms):
 
 
 def _in_expectation(dx: float, slope: Tensor, n: AttentionNorms):
-    """The same of their root mean squares."""
+    """Return bounds of the root mean squares of the three gradients' errors, (heads,) each."""
     row = 2.0 * math.sqrt(n.features) * dx
     q, k = math.sqrt(n.queries) * row, math.sqrt(n.keys) * row
-    each = n.key_f[:, None] ** 2 + n.keys * (n.query_rows**2 + n.features * dx * dx)
-    rows = n.scale * dx * each.sqrt()  # of the errors of a row's scores
+    squares = n.key_f[:, None] ** 2 + n.keys * (n.query_rows**2 + n.features * dx * dx)
+    rows = n.scale * dx * squares.sqrt()  # the errors of a row's scores
     of_grad = _norm(slope * n.grad_rows) * math.sqrt(n.keys) * dx
     slopes = of_grad + _norm(slope * n.spread * rows)
     direct = n.scores_f * math.sqrt(n.features) * dx
@@ -178,11 +204,18 @@ def _norm(rows: Tensor) -> Tensor:
 def attention_error(
     norms: AttentionNorms, e2: float, v2: tuple[float, float, float], expectation: bool = False
 ) -> float:
-    """The largest dx2 with which no D of `attention_d` exceeds its e2 v2, to a relative 1e-12.
+    """Return the largest dx2 with which no D of `attention_d` exceeds its e2 v2, to a relative 1e-12.
 
-    v2: the squared norms of the exact gradients of (query, key, value). 0 if one of them is 0 and its D is not.
+    Args:
+        norms: the norms of the heads.
+        e2: the relative error that is allowed.
+        v2: the squared norms of the exact gradients of query, key and value.
+        expectation: whether the bound is in expectation.
+
+    Returns:
+        dx2; 0 if a squared norm is 0 and its D is not.
     """
-    allowed = [tolerance(e2, each) for each in v2]
+    allowed = [tolerance(e2, norm2) for norm2 in v2]
 
     def is_enough(dx2):
         return all(
@@ -190,7 +223,7 @@ def attention_error(
         )
 
     low, high = 0.0, 1.0
-    for _ in range(_HALVINGS):  # D rises with dx2: first beyond the answer, then halve
+    for _ in range(_HALVINGS):  # D rises with dx2, so find a value beyond the answer, then halve
         if not is_enough(high):
             break
         low, high = high, 4.0 * high

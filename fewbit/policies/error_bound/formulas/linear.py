@@ -1,11 +1,11 @@
 """Error bounds of linear layers and convolutions, plain and transposed: docs/theory/ac_gc.md, sections 3 to 5.
 
-The weight's gradient is linear in the input that is kept, and only the weight's depends on it. All bounds are
+The weight's gradient is linear in the saved input, and no other gradient depends on it. All bounds are
 
     D = weight of an element  *  sum over channels of |g of the channel's group|^2 dx2
 
-Dilation d matters where it shares a factor with the stride T: the input positions that a filter of R taps reads are
-then fewer and each is read up to ceil(R gcd(d, T) / T) times, not ceil(R / T).
+Dilation d matters if it shares a factor with the stride T. A filter of R taps then reads fewer input positions, and each
+of them up to ceil(R gcd(d, T) / T) times, not ceil(R / T).
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ from fewbit.policies.error_bound.formulas.shares import quotient, square, square
 
 
 def linear_d(dx2, rows: int, features: int, grad2, expectation: bool = False) -> float:
-    """D of a linear layer's weight (section 3). Units: the gradient squared.
+    """Return D of a linear layer's weight (section 3), in units of the squared gradient.
 
-    dx2: float, or (features,). rows: all dimensions of the input but the last. grad2: |g|^2, g the gradient of the
-    output. Worst-case: rows |g|^2 sum dx2, which needs only the mean of the squared errors of each feature. In
-    expectation: |g|^2 sum dx2.
+    It is rows |g|^2 sum dx2 in the worst case, for which the mean squared error of each feature is enough, and
+    |g|^2 sum dx2 in expectation.
+
+    Args:
+        dx2: squared errors of the elements: a float, or (features,).
+        rows: the product of all sizes of the input but the last.
+        features: the last size of the input.
+        grad2: |g|^2, where g is the gradient of the output.
+        expectation: whether the bound is in expectation.
     """
     return convolution_d(dx2, _as_convolution(rows, features), grad2, expectation)
 
@@ -32,7 +38,7 @@ def linear_d(dx2, rows: int, features: int, grad2, expectation: bool = False) ->
 def linear_error(
     rows: int, features: int, grad2, e2: float, v2: float, expectation: bool = False
 ) -> float:
-    """dx2 of all elements of a linear layer's input with which `linear_d` is e2 v2. v2: |grad of the weight|^2."""
+    """Return dx2 of all elements with which `linear_d` is e2 v2, where v2 is |grad of the weight|^2."""
     return convolution_error(_as_convolution(rows, features), grad2, e2, v2, expectation)
 
 
@@ -42,11 +48,21 @@ def _as_convolution(rows: int, features: int) -> Convolution:
 
 @dataclass(frozen=True)
 class Convolution:
-    """What the bound of a convolution depends on; dimensions of space are 0 or more (0: a linear layer).
+    """The shape of a convolution. A linear layer is a convolution without dimensions of space.
 
-    channels: C, of the input. elements: of the input in a channel, N H W. filter, stride, dilation: integers, one a
-    dimension of space. steps: positions of the filter in each dimension, that is the output's sizes (a transposed
-    convolution's: the input's); None: not known, which makes bounds of small inputs larger. Raises InputError.
+    Args:
+        channels: channels of the input.
+        elements: elements of the input in a channel, N H W.
+        filter: the filter's size in each dimension of space.
+        stride: the stride in each dimension.
+        dilation: the dilation in each dimension.
+        groups: groups of channels.
+        transposed: whether the convolution is transposed.
+        steps: positions of the filter in each dimension, which are the output's sizes, or the input's of a transposed
+            convolution. None if they are not known, which makes bounds of small inputs larger.
+
+    Raises:
+        InputError: sizes are below 1 or contradict each other.
     """
 
     channels: int
@@ -65,7 +81,7 @@ class Convolution:
             raise InputError(
                 f"expected channels in {self.groups} equal groups, got {self.channels} channels"
             )
-        lengths = {len(each) for each in (self.filter, self.stride, self.dilation)}
+        lengths = {len(sizes) for sizes in (self.filter, self.stride, self.dilation)}
         lengths |= set() if self.steps is None else {len(self.steps)}
         if len(lengths) > 1:
             raise InputError(
@@ -75,22 +91,29 @@ class Convolution:
 
     @property
     def reads(self) -> int:
-        """How often an element of what the filter moves over meets the filter at most, over all its taps."""
+        """The largest number of taps that meet one element of the tensor over which the filter moves."""
         steps = self.steps or (None,) * len(self.filter)
-        each = zip(self.filter, self.stride, self.dilation, steps, strict=True)
-        return math.prod(most_reads(*one) for one in each)
+        dimensions = zip(self.filter, self.stride, self.dilation, steps, strict=True)
+        return math.prod(most_reads(*sizes) for sizes in dimensions)
 
     def weight(self, expectation: bool) -> int:
-        """What the squared error of a channel's elements is multiplied with in D, besides |g|^2."""
+        """Return the factor of the squared error of a channel's elements in D, besides |g|^2."""
         if not expectation:
             return self.reads * self.elements
         return self.reads if self.transposed else math.prod(self.filter)
 
 
 def most_reads(taps: int, stride: int, dilation: int = 1, steps: int | None = None) -> int:
-    """By how many of its taps a filter meets one position, at most: min(ceil(taps gcd / stride), steps).
+    """Return the largest number of taps that meet one position: min(ceil(taps gcd(stride, dilation) / stride), steps).
 
-    gcd is that of stride and dilation, 1 mostly. steps: how many positions the filter takes. InputError below 1.
+    Args:
+        taps: the filter's size.
+        stride: the stride.
+        dilation: the dilation.
+        steps: the number of positions of the filter, or None if it is not known.
+
+    Raises:
+        InputError: a number is below 1.
     """
     taps, stride, dilation = (
         whole(name, value)
@@ -101,10 +124,15 @@ def most_reads(taps: int, stride: int, dilation: int = 1, steps: int | None = No
 
 
 def convolution_d(dx2, layer: Convolution, grad2, expectation: bool = False) -> float:
-    """D of a convolution's weight (sections 4 and 5), transposed or not. Units: the gradient squared.
+    """Return D of a convolution's weight (sections 4 and 5), transposed or not, in units of the squared gradient.
 
-    dx2: float, or (C,). grad2: |g|^2, g the gradient of the output, or (groups,) of its groups. Worst-case: of the
-    squared errors only the mean in each channel matters (where dx2 and grad2 are floats: in each group).
+    In the worst case the mean squared error of each channel is enough, or of each group if dx2 and grad2 are floats.
+
+    Args:
+        dx2: squared errors of the elements: a float, or (channels,).
+        layer: the convolution.
+        grad2: |g|^2, where g is the gradient of the output: a float, or (groups,).
+        expectation: whether the bound is in expectation.
     """
     dx2, grad2 = squares("dx2", dx2), squares("grad2", grad2)
     weight = layer.weight(expectation)
@@ -123,9 +151,17 @@ def convolution_d(dx2, layer: Convolution, grad2, expectation: bool = False) -> 
 def convolution_error(
     layer: Convolution, grad2, e2: float, v2: float, expectation: bool = False
 ) -> float | Tensor:
-    """dx2 with which `convolution_d` is e2 v2: (C,) if grad2 is (groups,), else one for all elements.
+    """Return dx2 with which `convolution_d` is e2 v2.
 
-    v2: |grad of the weight|^2. Infinite where grad2 is 0.
+    Args:
+        layer: the convolution.
+        grad2: |g|^2, where g is the gradient of the output: a float, or (groups,).
+        e2: the relative error that is allowed.
+        v2: |grad of the weight|^2.
+        expectation: whether the bound is in expectation.
+
+    Returns:
+        (channels,) if grad2 is (groups,), else a float for all elements; infinite if grad2 is 0.
     """
     allowed, grad2 = tolerance(e2, v2), squares("grad2", grad2)
     weight = layer.weight(expectation)

@@ -1,7 +1,7 @@
 """Error bounds of pointwise functions: docs/theory/ac_gc.md, section 8.
 
-The input's gradient is f'(x) g. Either x is kept and errs, or the few-bit codes of a table stand for f'(x). The
-error of a table is the same in each step, so it never averages out and has a worst-case bound only.
+The input's gradient is f'(x) g. Either x is saved with errors, or the few-bit codes of a table stand for f'(x). The error
+of a table is the same in each step. So it never averages out, and has a worst-case bound only.
 """
 
 from __future__ import annotations
@@ -27,39 +27,52 @@ CURVATURE = {
 
 
 def pointwise_d(dx2: float, curvature: float, grad2: float) -> float:
-    """D of the input's gradient where x is kept: curvature^2 |g|^2 dx2, worst-case and in expectation alike.
+    """Return D of the input's gradient if x is saved: curvature^2 |g|^2 dx2, in the worst case and in expectation.
 
-    dx2: of every element, not their mean. curvature: the most by which f' changes per unit of x, max |f''|
-    where f' has no jumps. In expectation the errors need no mean 0.
+    The mean of the errors need not be 0 for the bound in expectation.
+
+    Args:
+        dx2: the largest squared error of an element, not the mean.
+        curvature: the largest change of f' per unit of x; max |f''| if f' has no jumps.
+        grad2: |g|^2, where g is the gradient of the result.
     """
     return square("curvature", curvature) ** 2 * square("grad2", grad2) * square("dx2", dx2)
 
 
 def pointwise_error(curvature: float, grad2: float, e2: float, v2: float) -> float:
-    """dx2 with which `pointwise_d` is e2 v2. v2: |grad of the input|^2."""
+    """Return dx2 with which `pointwise_d` is e2 v2, where v2 is |grad of the input|^2."""
     return quotient(tolerance(e2, v2), square("curvature", curvature) ** 2 * square("grad2", grad2))
 
 
 def table_d(largest: float, grad2: float) -> float:
-    """D of the input's gradient where a table stands for f': largest^2 |g|^2. Worst-case only.
+    """Return D of the input's gradient if a table stands for f': largest^2 |g|^2, in the worst case.
 
-    largest: max |q - f'| over the data, as from `largest_table_error`.
+    Args:
+        largest: max |q - f'| over the data, for example from `largest_table_error`.
+        grad2: |g|^2, where g is the gradient of the result.
     """
     return square("largest", largest) ** 2 * square("grad2", grad2)
 
 
 def table_error(grad2: float, e2: float, v2: float) -> float:
-    """The largest max |q - f'| (not squared) with which `table_d` is at most e2 v2."""
+    """Return the largest max |q - f'| (not squared) with which `table_d` is at most e2 v2."""
     return math.sqrt(quotient(tolerance(e2, v2), square("grad2", grad2)))
 
 
 def largest_table_error(table: Table, low: float, high: float) -> float:
-    """max |q(x) - f'(x)| over low <= x <= high, with q's levels in float32 as they are at run time.
+    """Return max |q(x) - f'(x)| over low <= x <= high, with q's levels in float32 as they are at run time.
 
-    Of an unbiased table q is either of the two levels that may be drawn. The interval may go beyond the table's
-    domain. Between breaks, kinks and turns of f' it is monotone, so that the maximum is at their ends; turns are
-    found as the solver finds them (docs/solver.md). Raises InputError for an interval that is empty or infinite,
-    FunctionError where f cannot be brought back by its name.
+    The error is monotone between breaks, kinks and turns of f', so its maximum is at one of them. Turns are found as in
+    the solver (docs/solver.md).
+
+    Args:
+        table: the table of q. If it is unbiased, q is either of the two levels that may be drawn.
+        low: the lower end of the interval, which may lie outside the table's domain.
+        high: the upper end.
+
+    Raises:
+        InputError: the interval is empty or infinite.
+        FunctionError: fewbit has no function of the table's name.
     """
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise InputError(f"expected finite ends low < high, got {low} and {high}")
@@ -81,7 +94,7 @@ def largest_table_error(table: Table, low: float, high: float) -> float:
 
 
 def _worst_distance(table: Table, x, slopes) -> np.ndarray:
-    """|q - f'| where q is that at x (n,) and f' is `slopes` (k, n)."""
+    """Return |q - f'|, (k, n), for points x, (n,), and values of f' in `slopes`, (k, n)."""
     levels = table.levels.astype(np.float32).astype(np.float64)
     codes = table.code(x)
     distance = np.abs(slopes - levels[codes])

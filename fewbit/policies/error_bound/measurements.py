@@ -1,0 +1,190 @@
+"""The measurements of an `ErrorBoundProbe`, and how the numbers on the host become its result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fewbit.policies.error_bound.error_model import Cost
+from fewbit.policies.error_bound.observations import GradientConstraint, MonitoredNorms
+
+
+@dataclass
+class MeasuredTensor:
+    """The measurements of one saved tensor.
+
+    Args:
+        name: the name of its slot.
+        elements: the number of elements.
+        has_samples: whether its samples share bits.
+        errors: (rows,) squared errors, summed over each entry of dimension 0.
+        error: 0-D, the root of the sum of all squared errors.
+        squares: 0-D, the sum of length times squared range, which its rounding depends on.
+        deviation: 0-D, the standard deviation of noise that is tried.
+    """
+
+    name: tuple[str, int]
+    elements: int
+    has_samples: bool
+    errors: torch.Tensor
+    error: torch.Tensor
+    squares: torch.Tensor
+    deviation: torch.Tensor
+
+
+@dataclass
+class MeasuredGradient:
+    """The measurements of one gradient of a layer, on their way to the host.
+
+    Args:
+        place: the gradient's position among the inputs of the autograd Function.
+        label: see `GradientConstraint`.
+        kind: see `GradientConstraint`.
+        tensor: the saved tensor that the gradient is computed from.
+        size: 0-D, the norm of the gradient.
+        numbers: see `error_model.Part`.
+        finish: see `error_model.Part`.
+        exact: 0-D, the norm of the gradient from exact values, if that is known.
+    """
+
+    place: int
+    label: str
+    kind: str
+    tensor: MeasuredTensor
+    size: torch.Tensor
+    numbers: tuple[torch.Tensor, ...]
+    finish: Callable[[list[list[float]], float], Cost]
+    exact: torch.Tensor | None = None
+
+
+class Share(NamedTuple):
+    """One gradient of one call, with the cost of one slot's error.
+
+    Args:
+        found: the gradient.
+        cost: the cost of the slot's error.
+        v2: the squared norm of the gradient without errors.
+        slots: the number of slots that the gradient depends on.
+    """
+
+    found: MeasuredGradient
+    cost: Cost
+    v2: float
+    slots: int
+
+
+def shares_by_slot(host, calls: list[list[MeasuredGradient]]) -> dict[tuple, list[Share]]:
+    """Return the gradients with a cost, by slot.
+
+    Args:
+        host: numbers on the host, by the id of the tensor that they were measured in.
+        calls: the gradients of each call of a layer's backward.
+    """
+    found = {}
+    for gradients in calls:
+        for share in _shares(host, gradients):
+            found.setdefault(share.found.tensor.name, []).append(share)
+    return found
+
+
+def _shares(host, gradients: list[MeasuredGradient]) -> list[Share]:
+    """Return the gradients of one call whose error is not 0."""
+    by_place = {}
+    for gradient in gradients:
+        error2 = host_square(host, gradient.tensor.error) / gradient.tensor.elements
+        cost = gradient.finish([host[id(numbers)] for numbers in gradient.numbers], error2)
+        if cost.first or cost.second:
+            present = (cost.first * math.sqrt(error2) + cost.second * error2) ** 2
+            by_place.setdefault(gradient.place, []).append((gradient, cost, present))
+    shares = []
+    for same_place in by_place.values():
+        present = sum(error for *_, error in same_place)
+        shares += [
+            Share(gradient, cost, host_square(host, gradient.size) - present, len(same_place))
+            for gradient, cost, _ in same_place
+        ]
+    return shares
+
+
+def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
+    """Return the norms of the gradients that were also computed from exact values."""
+    gradients = [share.found for share in shares if share.found.exact is not None]
+    return tuple(
+        MonitoredNorms(
+            gradient.label, host_square(host, gradient.size), host_square(host, gradient.exact)
+        )
+        for gradient in gradients
+    )
+
+
+def constraints_of(
+    host, shares: list[Share], tried: float
+) -> list[tuple[GradientConstraint, list[float] | None]]:
+    """Return the constraints of one slot, one for each label and kind, with the costs of its channels.
+
+    Args:
+        host: numbers on the host, by the id of the tensor that they were measured in.
+        shares: the gradients that depend on the slot.
+        tried: the mean variance of the noise that was tried, over all elements of the slot. D is the cost if all errors
+            are in proportion to this noise.
+    """
+    by_label = {}
+    for share in shares:
+        by_label.setdefault((share.found.label, share.found.kind), []).append(share)
+    constraints = []
+    for (label, kind), alike in by_label.items():
+        first2 = second2 = 0.0
+        channels = []
+        for share in alike:
+            deviation2 = host_square(host, share.found.tensor.deviation)
+            ratio = deviation2 / tried if tried > 0 else 1.0
+            first2 += share.slots * ratio * share.cost.first**2
+            second2 += share.slots * (ratio * share.cost.second) ** 2
+            channels.append([ratio * cost for cost in share.cost.channels or ()])
+        v2 = max(sum(share.v2 for share in alike), 0.0)
+        constraint = GradientConstraint(label, kind, v2, math.sqrt(first2), math.sqrt(second2))
+        constraints.append((constraint, _sum_of_channels(channels)))
+    return constraints
+
+
+def _sum_of_channels(costs: list[list[float]]) -> list[float] | None:
+    if len({len(channels) for channels in costs}) != 1 or not costs[0]:
+        return None
+    return [sum(numbers) for numbers in zip(*costs, strict=True)]
+
+
+def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) -> tuple | None:
+    """Return weights of channels, of mean 1: the largest share of any gradient in first^2 / V^2.
+
+    Args:
+        costs: constraints with the costs of channels, as `constraints_of` returns them.
+
+    Returns:
+        (channels,) weights; None if there are no channels, or all channels weigh the same.
+    """
+    costs = [pair for pair in costs if pair[0].v2 > 0 and pair[0].first > 0]
+    lengths = {len(channels) for _, channels in costs if channels is not None and sum(channels) > 0}
+    if len(lengths) != 1:
+        return None
+    (count,) = lengths
+    weights = [0.0] * count
+    for constraint, channels in costs:
+        shares = [1.0 / count] * count
+        if channels is not None:
+            shares = [cost / sum(channels) for cost in channels]
+        relative = constraint.first**2 / constraint.v2
+        weights = [max(a, relative * b) for a, b in zip(weights, shares, strict=True)]
+    mean = sum(weights) / count
+    if max(weights) - min(weights) <= 1e-9 * mean:
+        return None
+    return tuple(weight / mean for weight in weights)
+
+
+def host_square(host, number) -> float:
+    """Return the square of a number on the host."""
+    (value,) = host[id(number)]
+    return value * value

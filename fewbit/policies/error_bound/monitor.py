@@ -1,0 +1,109 @@
+"""The monitor of the error-bound policy: it looks at a few slots in turn, and warns if gradients exceed the bound.
+
+For the slots whose turn it is, a probe also computes gradients from exact values, which takes memory for these values.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Container, Mapping
+
+from fewbit.errors import BoundWarning
+from fewbit.policies.error_bound.estimates import Pair, TensorEstimate, ratio_of, sum_of
+
+MOST_NAMED = 3
+"""Largest number of layers that a warning names."""
+
+Slots = Mapping[tuple[str, int], TensorEstimate]
+
+
+def turn_of(slots: Slots, start: int, exact: Container) -> list[tuple[str, int]]:
+    """Return the slots whose turn it is: as many as need no more memory than the largest slot.
+
+    Args:
+        slots: the knowledge of all slots.
+        start: the position of the first slot whose turn it may be.
+        exact: the slots that are saved exactly, whose turn never comes.
+    """
+    names, taken = list(slots), []
+    sizes = {
+        name: slot.elements * slot.dtype_bytes for name, slot in slots.items() if name not in exact
+    }
+    room, start = max(sizes.values(), default=0), start % max(len(names), 1)
+    for name in names[start:] + names[:start]:
+        if name not in sizes:
+            continue
+        if sizes[name] > room:
+            break
+        room -= sizes[name]
+        taken.append(name)
+    return taken
+
+
+def next_start(
+    turn: list[tuple[str, int]], start: int, before: Slots, now: Slots, seen: Container
+) -> int:
+    """Return the position after a measurement of the first slot whose turn is next.
+
+    Only slots that were measured have had their turn. If a forward pass did not reach a slot, because it belongs to
+    another module of the model for example, its turn is still to come.
+
+    Args:
+        turn: the slots whose turn it was.
+        start: the position before the measurement.
+        before: the knowledge before the measurement.
+        now: the knowledge after it, without slots that were forgotten.
+        seen: the slots that were measured.
+    """
+    if not turn:
+        return start
+    names = list(before)
+    unmet = [name for name in turn if name not in seen]
+    end = names.index(unmet[0]) if unmet else names.index(turn[-1]) + 1
+    return sum(name in now for name in names[:end]) % max(len(now), 1)
+
+
+def total_ratio(slots: Slots, exact: Container) -> float | None:
+    """Return E|g^|^2 / E|g|^2 over all slots, of parameters' gradients if any were seen; None before that.
+
+    Gradients from slots that are saved exactly count as exact.
+    """
+    of_parameters, of_all = _totals(slots, exact)
+    return ratio_of(of_parameters if of_parameters.exact2 > 0 else of_all)
+
+
+def is_exceeded(slots: Slots, exact: Container, limit: float) -> bool:
+    """Return whether the ratio is above the limit by more than three standard errors.
+
+    Each measurement is one draw of the rounding, so a single ratio may be above the limit by chance.
+    """
+    of_parameters = _totals(slots, exact)[0].exact2 > 0
+    means, squares = zip(
+        *(slot.excess(limit, of_parameters, name in exact) for name, slot in slots.items()),
+        strict=True,
+    )
+    return math.fsum(means) > 3 * math.sqrt(math.fsum(squares))
+
+
+def warn(slots: Slots, ratio: float, limit: float) -> None:
+    """Warn that gradients exceed the bound, and name the layers with the largest ratios."""
+    ratios = [(slot.ratio, name) for name, slot in slots.items() if slot.ratio is not None]
+    worst = ", ".join(
+        f"{name[0] or 'the model'} ({ratio:.3g}{', its bits are given' * slots[name].is_fixed})"
+        for ratio, name in sorted(ratios, reverse=True)[:MOST_NAMED]
+    )
+    warnings.warn(
+        f"gradients are larger than their bound allows: E|g^|^2 / E|g|^2 is {ratio:.3g}, above 1 + e2 = {limit:.3g}; "
+        f"most in {worst}. See controller.bounds; a smaller e2 keeps more bits, where they are not given",
+        BoundWarning,
+        stacklevel=2,
+    )
+
+
+def _totals(slots: Slots, exact: Container) -> tuple[Pair, Pair]:
+    """Return the sums of all slots' pairs: of parameters' gradients, and of all gradients."""
+    pairs = [slot.pairs(name in exact) for name, slot in slots.items()]
+    return sum_of([of_parameters for of_parameters, _ in pairs]), sum_of(
+        [all_ for _, all_ in pairs]
+    )

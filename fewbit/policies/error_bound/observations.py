@@ -1,0 +1,244 @@
+"""The result of a probe of the error-bound policy, in one process or merged over several.
+
+If several processes train together, each of them rounds independently. So squared errors add up, and the roots of sums of
+squared coefficients bound the root of the sum of all D (Minkowski).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fewbit import functions
+from fewbit.errors import FunctionError, InputError
+from fewbit.policies.records import (
+    Record,
+    entry,
+    keyed,
+    mean,
+    merge_by_key,
+    named_tuple,
+    root_sum_square,
+    rounded_mean,
+    vector,
+    vector_mean,
+    vector_sum,
+)
+from fewbit.runtime.saved.probe import SPREAD
+from fewbit.schema.shapes import (
+    MOST_ELEMENTS,
+    MOST_SLOTS,
+    MOST_WEIGHT,
+    choice,
+    flag,
+    optional,
+    real,
+    text,
+    whole,
+    wrong,
+)
+
+EXPECTED, MEASURED = "in expectation", "measured"
+"""Kinds of constraints: D follows from a formula, or was measured with noise."""
+MOST_BITS = 64
+"""Largest number of bits of an element, including elements that are saved exactly."""
+MOST_PARAMETER = 1e6
+"""Largest absolute value of a parameter of an activation function."""
+
+
+def merged_kind(kinds: list[str]) -> str:
+    """Return the kind of a constraint that was made of several."""
+    return MEASURED if MEASURED in kinds else EXPECTED
+
+
+@dataclass(frozen=True)
+class GradientConstraint(Record):
+    """The condition D <= e^2 v2 that one gradient sets for the error of one slot.
+
+    Args:
+        label: the gradient: "weight", "input", "query" ... If another layer than the one that saved the slot makes the
+            gradient, the layer's name comes first ("block.q_proj: weight").
+        kind: EXPECTED or MEASURED.
+        v2: the squared norm of the gradient without errors. Several calls of a layer add up.
+        first: D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the saved elements. If a gradient
+            depends on several slots, D is that of this slot times their number, so that each has an equal share.
+        second: see `first`.
+    """
+
+    label: str = entry(text)
+    kind: str = entry(choice(EXPECTED, MEASURED, ""), merged_kind)
+    v2: float = entry(real(), sum)
+    first: float = entry(real(), root_sum_square)
+    second: float = entry(real(), root_sum_square, default=0.0)
+
+
+class MonitoredNorms(NamedTuple):
+    """Squared norms of one gradient, as it was and from exact values, for the same gradient of the layer's result."""
+
+    label: str
+    hat2: float
+    exact2: float
+
+
+def merge_constraints(values: list[Iterable[GradientConstraint]]) -> tuple:
+    return tuple(merge_by_key([by_label(constraints) for constraints in values]).values())
+
+
+def merge_monitored(values: list[Iterable[MonitoredNorms]]) -> tuple:
+    sums = [sums_by_label(norms).values() for norms in values]
+    return tuple(sums_by_label(norms for process in sums for norms in process).values())
+
+
+@dataclass(frozen=True)
+class TensorNorms(Record):
+    """The result for one slot.
+
+    Args:
+        name: the layer's name.
+        input: the number of the layer's input.
+        average: the bits per element that the slot had.
+        is_fixed: whether the user gave these bits.
+        elements: the number of elements of all tensors of the slot.
+        samples: the number of samples that share the bits; 0 if they do not share any.
+        squares: SPREAD values in rising order, by which samples share bits: sums over groups of length times squared
+            range, each the mean of as many samples. Fewer samples have the values themselves, and zeros. If samples is 0,
+            the value of the whole tensor, and zeros.
+        error2: the mean squared error that the elements had.
+        dtype_bytes: bytes of an element that is saved exactly.
+        constraints: the conditions of the gradients; none if no gradient came by.
+        channel_weights: 1 / dx*^2 of each channel (dimension 1), of mean 1; None if there are no channels, or all of
+            them are alike.
+        is_known: whether all gradients that depend on the slot were seen.
+        monitored: the gradients that were also computed from exact values.
+    """
+
+    name: str = entry(text)
+    input: int = entry(whole(0, MOST_SLOTS - 1))
+    average: float = entry(real(0, MOST_BITS), mean)
+    is_fixed: bool = entry(flag, any)
+    elements: int = entry(whole(0, MOST_ELEMENTS), sum, default=0)
+    samples: int = entry(whole(0, MOST_ELEMENTS), rounded_mean, default=0)
+    squares: tuple[float, ...] = entry(vector(real(), 1, SPREAD), vector_sum, default=())
+    error2: float = entry(real(), default=0.0)
+    dtype_bytes: int = entry(whole(1, 16), rounded_mean, default=4)
+    constraints: tuple[GradientConstraint, ...] = entry(
+        vector(GradientConstraint.read), merge_constraints, key="demands", default=()
+    )
+    channel_weights: tuple[float, ...] | None = entry(
+        optional(vector(real(0, MOST_WEIGHT), 1)), vector_mean, default=None
+    )
+    is_known: bool = entry(flag, all, default=True)
+    monitored: tuple[MonitoredNorms, ...] = entry(
+        vector(named_tuple(MonitoredNorms, text, real(), real())), merge_monitored, default=()
+    )
+
+    def check(self, where: str) -> None:
+        parts = parts_of(self.samples)
+        if len(self.squares) < parts:
+            raise wrong(f"{where}.squares", f"at least {parts} entries", len(self.squares))
+
+
+def parts_of(samples: int) -> int:
+    """Return the number of parts into which a slot's samples are divided."""
+    return min(samples, SPREAD) or 1
+
+
+def function_name(value, where: str) -> str:
+    """Check the name of a built-in function: the shape of such an entry."""
+    name = text(value, where)
+    if name not in functions.names():
+        raise wrong(where, "the name of a function that fewbit has", value)
+    return name
+
+
+def check_parameters(function: str, values: tuple[float, ...], where: str) -> None:
+    """Raise InputError if a function does not have such parameters."""
+    names = functions.get(function).parameters
+    if len(values) != len(names):
+        raise wrong(where, f"{len(names)} of {function}", list(values))
+    try:
+        functions.get(function, dict(zip(names, values, strict=True)))
+    except FunctionError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+@dataclass(frozen=True)
+class ActivationNorms(Record):
+    """The result for one few-bit activation.
+
+    Args:
+        name: the path of the module, or "path of the module that calls:function".
+        function: the function's name in `fewbit.functions`.
+        parameters: the function's parameters.
+        v2: |gradient of the input|^2; several calls add up.
+        grad2: |gradient of the result|^2.
+    """
+
+    name: str = entry(text)
+    function: str = entry(function_name)
+    parameters: tuple[float, ...] = entry(
+        vector(real(-MOST_PARAMETER, MOST_PARAMETER), 0, 8), default=()
+    )
+    v2: float = entry(real(), sum, default=0.0)
+    grad2: float = entry(real(), sum, default=0.0)
+
+    def check(self, where: str) -> None:
+        check_parameters(self.function, self.parameters, f"{where}.parameters")
+
+
+def slot_of(made) -> tuple[str, int]:
+    """Return the name of a record's slot: the layer, and the number of its input."""
+    return made.name, made.input
+
+
+def name_of(made) -> str:
+    return made.name
+
+
+@dataclass(frozen=True)
+class ProbeResult(Record):
+    """The result of one probe: slots by (layer, number of the input), activations by name."""
+
+    slots: Mapping[tuple[str, int], TensorNorms] = entry(
+        keyed(TensorNorms.read, slot_of, "every input of a layer once"),
+        merge_by_key,
+        key="variables",
+        default_factory=dict,
+    )
+    activations: Mapping[str, ActivationNorms] = entry(
+        keyed(ActivationNorms.read, name_of, "different names"), merge_by_key, default_factory=dict
+    )
+
+
+def by_label(constraints: Iterable[GradientConstraint]) -> dict[str, GradientConstraint]:
+    """Return the constraints by label; several with the same label become one."""
+    found: dict[str, list[GradientConstraint]] = {}
+    for constraint in constraints:
+        found.setdefault(constraint.label, []).append(constraint)
+    return {label: strictest(alike) for label, alike in found.items()}
+
+
+def sums_by_label(monitored: Iterable[MonitoredNorms]) -> dict[str, MonitoredNorms]:
+    """Return the squared norms of each gradient, added up over calls."""
+    found = {}
+    for label, hat2, exact2 in monitored:
+        before = found.get(label, MonitoredNorms(label, 0.0, 0.0))
+        found[label] = MonitoredNorms(label, before.hat2 + hat2, before.exact2 + exact2)
+    return found
+
+
+def strictest(constraints: list[GradientConstraint]) -> GradientConstraint:
+    """Return a constraint that allows no larger error than any of these with one label."""
+    if len(constraints) == 1:
+        return constraints[0]
+    kind = merged_kind([constraint.kind for constraint in constraints])
+    v2 = 0.0
+    if all(constraint.v2 > 0 for constraint in constraints):
+        v2 = sum(constraint.v2 for constraint in constraints)
+    first = second = 0.0
+    for constraint in constraints:
+        scale = math.sqrt(v2 / constraint.v2) if v2 > 0 else 1.0
+        first, second = max(first, constraint.first * scale), max(second, constraint.second * scale)
+    return GradientConstraint(constraints[0].label, kind, v2, first, second)

@@ -1,0 +1,104 @@
+"""One more measurement: how the error-bound policy's knowledge follows from it and from what was known before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fewbit.policies.error_bound.estimates import (
+    HISTORY,
+    ActivationEstimate,
+    ActivationRow,
+    ConstraintEstimate,
+    Pair,
+    Row,
+    TensorEstimate,
+)
+from fewbit.policies.error_bound.observations import (
+    ActivationNorms,
+    GradientConstraint,
+    MonitoredNorms,
+    TensorNorms,
+    by_label,
+    parts_of,
+    slot_of,
+    sums_by_label,
+)
+from fewbit.policies.unobserved import FORGOTTEN
+from fewbit.schema.shapes import MOST_RATIO, capped
+
+
+def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) -> TensorEstimate:
+    """Return the knowledge of a slot after one more measurement.
+
+    Args:
+        before: the knowledge so far, or None.
+        now: the result for the slot.
+        total: the sum of all V^2 of the measurement.
+    """
+    scale = (now.samples or 1) / now.elements if now.elements else 0.0
+    spread = tuple(capped(scale * square) for square in now.squares[: parts_of(now.samples)])
+    weights, weighed, spreads = None, 0, ()
+    if before is not None:
+        weights, weighed, spreads = before.weights, before.weighed, before.spreads
+    if weighed == 1:
+        spreads = ()  # measured while all channels counted alike
+    if now.channel_weights is not None:
+        if weights is None or len(weights) != len(now.channel_weights):
+            weights, weighed = (0.0,) * len(now.channel_weights), 0
+        weighed = min(weighed + 1, HISTORY)
+        pairs = zip(weights, now.channel_weights, strict=True)
+        weights = tuple(old + (new - old) / weighed for old, new in pairs)
+    return TensorEstimate(
+        *slot_of(now),
+        now.average,
+        now.is_fixed,
+        now.is_known,
+        now.elements,
+        now.samples,
+        now.dtype_bytes,
+        _latest(spreads, spread),
+        weights,
+        weighed,
+        _updated_constraints({} if before is None else before.constraints, now, total),
+    )
+
+
+def _updated_constraints(before: Mapping, now: TensorNorms, total: float) -> dict:
+    seen, monitored = by_label(now.constraints), sums_by_label(now.monitored)
+    found = {}
+    for label in {**before, **seen}:
+        estimate = before.get(label, ConstraintEstimate())
+        if label in seen:
+            pair = monitored.get(label)
+            found[label] = _updated_constraint(estimate, seen[label], pair, total)
+        elif estimate.missed < FORGOTTEN:
+            found[label] = replace(estimate, missed=estimate.missed + 1)
+    return found
+
+
+def updated_activation(
+    before: ActivationEstimate | None, now: ActivationNorms, total: float
+) -> ActivationEstimate:
+    """Return the knowledge of an activation after one more measurement. The arguments are as for `updated_slot`."""
+    row = ActivationRow(capped(now.v2 / total), capped(now.grad2 / total))
+    rows = _latest(() if before is None else before.rows, row)
+    return ActivationEstimate(now.name, now.function, now.parameters, rows)
+
+
+def _updated_constraint(
+    before: ConstraintEstimate,
+    now: GradientConstraint,
+    seen: MonitoredNorms | None,
+    total: float,
+) -> ConstraintEstimate:
+    squares = (capped(value**2 / total, MOST_RATIO) for value in (now.first, now.second))
+    rows, pairs = _latest(before.rows, Row(now.v2 / total, *squares)), before.pairs
+    if seen is not None:
+        pairs = _latest(pairs, Pair(capped(seen.hat2 / total), capped(seen.exact2 / total)))
+    return ConstraintEstimate(now.label, now.kind, rows, pairs)
+
+
+def _latest(rows: tuple, row) -> tuple:
+    """Return the last HISTORY rows with one more."""
+    return (*rows, row)[-HISTORY:]

@@ -1,0 +1,65 @@
+"""The processes that train one model together, and how each of them gets what all have measured."""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed
+
+LAG = 4
+"""Forward passes between the end of a measurement and its use, if several processes train on GPUs. Such processes cannot
+look whether numbers have reached the host, because all of them have to use the numbers in the same step."""
+
+
+def groups_of(module) -> tuple:
+    """Return the process groups over which results are gathered one after the other; () for a single process.
+
+    These are the group of the DistributedDataParallel whose forward pass runs, or the groups of the mesh over which
+    fully_shard has distributed the parameters.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return ()
+    from torch.nn.parallel import DistributedDataParallel
+
+    running = DistributedDataParallel._active_ddp_module
+    if isinstance(module, DistributedDataParallel):
+        running = module
+    groups = (running.process_group,) if running is not None else _sharded_over(module)
+    return tuple(group for group in groups if distributed.get_world_size(group) > 1)
+
+
+def _sharded_over(module) -> tuple:
+    from torch.distributed.fsdp import FSDPModule
+
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            parameters = getattr(child._get_fsdp_state(), "_fsdp_param_group", None)
+            if parameters is not None:
+                mesh = parameters.mesh_info.mesh
+                return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+    return ()
+
+
+def lag_of(module, groups) -> int:
+    """Return how many forward passes lie between the end of a measurement and its use in all processes."""
+    if not groups:
+        return 0
+    parameter = next(module.parameters(), None)
+    kind = "cpu" if parameter is None else parameter.device.type
+    reached = [device.type for device in groups[0]._device_types]
+    # Parameters that were offloaded to the host do not say where the collectives run.
+    return LAG if (kind if kind in reached else reached[0]) == "cuda" else 0
+
+
+def gather(value, groups) -> list:
+    """Return the values of all processes, in the same order in each of them. Blocks until all have called it."""
+    values = [value]
+    for group in groups:
+        parts = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(parts, values, group=group)
+        values = [value for part in parts for value in part]
+    return values
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

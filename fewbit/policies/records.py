@@ -1,0 +1,159 @@
+"""Records: frozen dataclasses that controllers' states hold and that processes merge.
+
+A field is declared once, with the shape of its entry in a state and a rule for merging. The plain form, the validation
+and the merging of a record follow from its fields.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field, fields
+from typing import Self
+
+from fewbit.schema.shapes import MOST_ROWS, Shape, entries, listed, record, wrong
+
+
+def first(values: list):
+    """Return the value of the first process, as for names, which are the same in all processes."""
+    return values[0]
+
+
+def mean(values: list) -> float:
+    return sum(values) / len(values)
+
+
+def rounded_mean(values: list) -> int:
+    return round(mean(values))
+
+
+def root_sum_square(values: list) -> float:
+    """Return the root of the sum of squares, as independent errors add up."""
+    return math.sqrt(sum(value**2 for value in values))
+
+
+def vector_sum(values: list[tuple | None]) -> tuple | None:
+    """Return the sum of vectors that may have different lengths; None if there is no vector."""
+    vectors = [vector for vector in values if vector is not None]
+    length = max(map(len, vectors), default=0)
+    padded = [(*vector, *[0.0] * (length - len(vector))) for vector in vectors]
+    return tuple(map(sum, zip(*padded, strict=True))) if vectors else None
+
+
+def vector_mean(values: list[tuple | None]) -> tuple | None:
+    """Return the mean of the vectors; None if there is no vector, or their lengths differ."""
+    vectors = [vector for vector in values if vector is not None]
+    if len(set(map(len, vectors))) != 1:
+        return None
+    return tuple(mean(numbers) for numbers in zip(*vectors, strict=True))
+
+
+def merge_by_key(values: list[Mapping]) -> dict:
+    """Merge mappings of records: records with the same key become one, in the order of first appearance."""
+    by_key: dict = {}
+    for mapping in values:
+        for key, value in mapping.items():
+            by_key.setdefault(key, []).append(value)
+    return {key: type(records[0]).merged(records) for key, records in by_key.items()}
+
+
+def entry(shape: Shape, merge: Callable[[list], object] = first, key: str = "", **options):
+    """Return a field of a record.
+
+    Args:
+        shape: the validator of the field's entry in a state (`fewbit.schema.shapes`); it returns the field's value.
+        merge: makes one value of a list with the value of each process.
+        key: the key of the entry, if it differs from the field's name.
+        options: those of `dataclasses.field`.
+    """
+    return field(metadata={"shape": shape, "merge": merge, "key": key}, **options)
+
+
+class Record:
+    """The base of dataclasses whose fields are made with `entry`."""
+
+    def to_plain(self) -> dict:
+        """Return the entries of a state: plain numbers, strings, lists and dictionaries."""
+        return {_key(item): plain(getattr(self, item.name)) for item in fields(self)}
+
+    @classmethod
+    def shapes(cls) -> dict[str, Shape]:
+        """Return the shape of each entry."""
+        return {_key(item): item.metadata["shape"] for item in fields(cls)}
+
+    @classmethod
+    def from_entries(cls, values: Mapping, where: str = "") -> Self:
+        """Return the record of entries that `shapes` has checked; further entries are ignored."""
+        made = cls(**{item.name: values[_key(item)] for item in fields(cls)})
+        made.check(where)
+        return made
+
+    @classmethod
+    def read(cls, value, where: str) -> Self:
+        """Return the record of a plain form from a file: the shape of an entry that holds such a record.
+
+        Raises:
+            InputError: the value is not the plain form of a valid record. The message begins with `where`.
+        """
+        return cls.from_entries(record(**cls.shapes())(value, where), where)
+
+    def check(self, where: str) -> None:
+        """Raise InputError if fields contradict each other. The message begins with `where`."""
+
+    @classmethod
+    def merged(cls, records: list[Self]) -> Self:
+        """Return one record of several that processes have made of the same thing, in rank order."""
+        merged = {
+            item.name: item.metadata["merge"]([getattr(made, item.name) for made in records])
+            for item in fields(cls)
+        }
+        return cls(**merged)
+
+
+def plain(value):
+    """Return the plain form of a value: of a mapping the list of its values, which hold their keys themselves."""
+    if isinstance(value, Record):
+        return value.to_plain()
+    if isinstance(value, Mapping):
+        return [plain(item) for item in value.values()]
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return value
+
+
+def vector(shape: Shape, least: int = 0, most: int = MOST_ROWS) -> Shape:
+    """Return the shape of a list with `least` to `most` entries, which becomes a tuple."""
+    check = listed(shape, least, most)
+    return lambda value, where: tuple(check(value, where))
+
+
+def named_tuple(cls: type, *shapes: Shape) -> Shape:
+    """Return the shape of a list with one entry for each field of a NamedTuple, which it becomes."""
+    check = entries(*shapes)
+    return lambda value, where: cls(*check(value, where))
+
+
+def keyed(shape: Shape, key: Callable, expected: str) -> Shape:
+    """Return the shape of a list of records, which becomes a mapping.
+
+    Args:
+        shape: the shape of a record.
+        key: makes the key of a record.
+        expected: describes the list in the error message if two records have the same key.
+    """
+    check = listed(shape)
+
+    def read(value, where):
+        made: Iterable = check(value, where)
+        found = {}
+        for item in made:
+            if key(item) in found:
+                raise wrong(where, expected, key(item))
+            found[key(item)] = item
+        return found
+
+    return read
+
+
+def _key(item) -> str:
+    return item.metadata["key"] or item.name

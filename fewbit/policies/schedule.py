@@ -1,0 +1,81 @@
+"""The schedule of a policy's measurements: in which forward pass of which module the next one is due."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fewbit.policies.records import Record, entry, keyed, named_tuple
+from fewbit.schema.shapes import MOST_STEPS, capped, flag, text, whole, wrong
+
+PATIENCE = 16
+"""Forward passes that a measurement waits for its backward pass, or for a module whose turn is next."""
+
+
+class Turn(NamedTuple):
+    """A module of the model that is called by itself: its latest step, and the step in which it was last measured."""
+
+    path: str
+    latest: int
+    measured: int
+
+
+def _path_of(turn: Turn) -> str:
+    return turn.path
+
+
+@dataclass(frozen=True)
+class Schedule(Record):
+    """The number of steps so far, and what is due.
+
+    Args:
+        step: forward passes in training so far.
+        is_due: whether the next module whose turn it is should be measured.
+        turns: the turns of modules by path. There are several if the training loop calls parts of the model one by one.
+    """
+
+    step: int = entry(whole(), default=0)
+    is_due: bool = entry(flag, key="due", default=False)
+    turns: dict[str, Turn] = entry(
+        keyed(named_tuple(Turn, text, whole(), whole()), _path_of, "each module once"),
+        default_factory=dict,
+    )
+
+    def capped(self) -> Schedule:
+        """Return the schedule with steps that a state allows. A training can go on beyond them."""
+        turns = {
+            path: Turn(path, capped(turn.latest, MOST_STEPS), capped(turn.measured, MOST_STEPS))
+            for path, turn in self.turns.items()
+        }
+        return replace(self, step=capped(self.step, MOST_STEPS), turns=turns)
+
+    def check(self, where: str) -> None:
+        for i, turn in enumerate(self.turns.values()):
+            if not turn.measured <= turn.latest <= self.step:
+                raise wrong(f"turns[{i}]", f"steps in order up to {self.step}", tuple(turn))
+
+    def after_step(self, path: str, interval: int) -> Schedule:
+        """Return the schedule when a forward pass of the module of that path begins.
+
+        Measurements are due in steps 1, 2, 4, 8 ... up to the interval, and then once in each interval.
+        """
+        step = self.step + 1
+        is_early = step < interval and step & (step - 1) == 0
+        is_due = self.is_due or is_early or step % interval == 0
+        before = self.turns.get(path)
+        turn = Turn(path, step, 0 if before is None else before.measured)
+        return Schedule(step, is_due, {**self.turns, path: turn})
+
+    def is_turn_of(self, path: str) -> bool:
+        """Return whether a module should be measured now: one is due, and no other module in use has waited longer."""
+        own = self.turns[path].measured
+        return self.is_due and all(
+            turn.measured >= own
+            for turn in self.turns.values()
+            if turn.latest + PATIENCE >= self.step
+        )
+
+    def measured(self, path: str) -> Schedule:
+        """Return the schedule after a measurement of that module has begun."""
+        turn = Turn(path, self.step, self.step)
+        return replace(self, is_due=False, turns={**self.turns, path: turn})

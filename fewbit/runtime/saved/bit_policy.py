@@ -1,0 +1,151 @@
+"""The interface of whoever chooses a model's bits. The base class divides the bits of each tensor between its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fewbit.config import MAX_BITS
+from fewbit.errors import InputError
+from fewbit.runtime.saved.assignment import BitAssignment, Probe, batch_size
+from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes, SampleNumbering
+from fewbit.schema import shorten
+from fewbit.sizes import counted
+from fewbit.text import printable
+
+if TYPE_CHECKING:
+    from fewbit.render.rows import Rows
+
+SAMPLES = ("magnitudes", "numbers")
+"""The entries of a state that hold numbered samples. A state has both or neither."""
+
+
+class BitPolicy:
+    """The object that chooses a model's bits while the model trains. The base class lets samples share their bits.
+
+    Another policy is a subclass in one file. The runtime calls `begin`, `assign` and `report_unobserved`. The
+    controller calls the rest, so that nothing else has to know the class.
+
+    Args:
+        bits: the average number of bits per element, from 1 to 8.
+    """
+
+    kind = "SampleBits"
+    """The name of the policy in messages."""
+    limit: float | None = None
+    """The largest E|g^|^2 / E|g|^2 that the policy allows, or None if it makes no promise."""
+
+    def __init__(self, bits: float = MAX_BITS):
+        self.bits = bits
+        self.averages: dict[tuple[str, int], float] = {}
+        self.magnitudes = GradientMagnitudes()
+        self._places_of_samples = SampleNumbering()
+        self._numbers = None  # of the samples of the next forward
+
+    # -- The runtime asks ------------------------------------------------------------------------------------
+
+    def begin(self, module, inputs) -> BitAssignment:
+        """Return the assignment of a forward pass in training that begins now.
+
+        Args:
+            module: the module whose call is the forward pass.
+            inputs: the call's arguments.
+
+        Raises:
+            InputError: `number_samples` was given another number of samples than the forward pass has.
+        """
+        assignment = self.assign(inputs)
+        numbers, self._numbers = self._numbers, None
+        if numbers is not None and len(numbers) != assignment.samples:
+            raise InputError(
+                f"expected the numbers of {counted(assignment.samples, 'sample')}, as many as this forward has, "
+                f"got {len(numbers)}"
+            )
+        assignment.magnitudes, assignment.numbers = self.magnitudes, numbers
+        return assignment
+
+    def assign(self, inputs, probe: Probe | None = None) -> BitAssignment:
+        """Return an assignment with the bits as they are now; the policy learns nothing from it.
+
+        Args:
+            inputs: the arguments of a forward pass.
+            probe: a probe of the caller's own.
+        """
+        return BitAssignment(self.averages, batch_size(inputs), probe)
+
+    def report_unobserved(self, layer: str, reason: str) -> None:
+        """Note that a probe cannot see a layer's tensor.
+
+        Args:
+            layer: the layer's name.
+            reason: COMPILED, REENTRANT or ALONE.
+        """
+
+    # -- The controller asks ---------------------------------------------------------------------------------
+
+    def tables(self, model, ended: str) -> dict[str, Rows]:
+        """Return what the policy has chosen: tables by the name of the controller's property, "allocation" or "bounds".
+
+        Args:
+            model: the compressed model, or None if it no longer exists.
+            ended: why the model is no longer trained with this policy, or "".
+        """
+        return {}
+
+    def number_samples(self, numbers) -> None:
+        """Set the numbers of the samples of the next forward pass in training.
+
+        Args:
+            numbers: (N,) integers on the CPU.
+
+        Raises:
+            InputError: the numbers are not such integers, or the policy does not go by samples.
+        """
+        self._numbers = self._places_of_samples.of(numbers)
+
+    def state_dict(self) -> dict:
+        """Return what `load_state_dict` needs to continue."""
+        if not self.magnitudes:
+            return {}
+        return {"magnitudes": self.magnitudes.state(), "numbers": self._places_of_samples.state()}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Continue from a state.
+
+        Args:
+            state: the result of `state_dict` of a policy of this kind. It is checked before the policy changes.
+
+        Raises:
+            InputError: the state is from another kind of policy, or has invalid entries.
+        """
+        if len(state) == 1 or any(key not in SAMPLES for key in state):
+            raise wrong_state(self.kind, state)
+        magnitudes, places = GradientMagnitudes(), SampleNumbering()
+        magnitudes.load(state.get("magnitudes", ()))
+        places.load(state.get("numbers", places.state()))
+        self.magnitudes, self._places_of_samples = magnitudes, places
+
+
+def wrong_state(kind: str, state: Mapping) -> InputError:
+    """Return the InputError for a controller's state that is from another configuration.
+
+    Args:
+        kind: the configuration's class of the controller that was to load the state.
+        state: the state.
+    """
+    return InputError(f"expected the state of a controller of {kind}, got one {_origin(state)}")
+
+
+def _origin(state: Mapping) -> str:
+    """Return the policy or level that a state is from, as far as its entries tell."""
+    if "version" in state:
+        if "policy" in state:
+            name = printable(str(state["policy"]))[:60]
+            return "of ErrorBound" if name == "error-bound" else f"of the policy {name}"
+        return "of AdaptiveBits"
+    strange = [key for key in state if key not in SAMPLES]
+    if strange:
+        return f"with {shorten(strange[0])}"
+    if not state:
+        return "of a configuration that learns nothing"
+    return "of SampleBits" if len(state) == len(SAMPLES) else f"with {next(iter(state))!r} alone"

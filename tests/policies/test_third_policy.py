@@ -1,0 +1,146 @@
+"""A policy of a user's own, in one file: nothing but its base class knows of it."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import fewbit
+from fewbit.errors import InputError
+from fewbit.policies.allocation_report import Allocated, Allocation
+from fewbit.runtime.saved.bit_policy import BitPolicy, wrong_state
+
+
+class Saved(NamedTuple):
+    average: float
+    is_fixed: bool
+    elements: int
+
+
+class SizesProbe:
+    """A probe that notes the slots that a forward pass saves, and those that its backward pass restores."""
+
+    def __init__(self):
+        self.saved, self.restored, self.watched = {}, set(), None
+
+    def record_saved(self, slot, elements, sensitivities, fp32_min_bytes):
+        self.saved[slot.name] = Saved(slot.average, slot.is_fixed, elements)
+
+    def record_rounding(self, slot, record):
+        return None
+
+    def knows(self, name):
+        return name in self.saved
+
+    def watch(self, outputs):
+        self.watched = outputs
+
+    def reached(self, slots):
+        self.restored |= {slot.name for slot in slots}
+
+
+class Largest(BitPolicy):
+    """The largest slot gets `few` bits, all others `many`."""
+
+    kind = "policy largest"
+    limit = 3.0
+
+    def __init__(self, many, few):
+        super().__init__(many)
+        self.few, self.probe, self.unobserved = few, None, []
+
+    def begin(self, module, inputs):
+        self.learn()
+        assignment = super().begin(module, inputs)
+        self.probe = assignment.probe = SizesProbe()
+        return assignment
+
+    def learn(self):
+        if self.probe is not None:
+            free = {name: slot for name, slot in self.probe.saved.items() if not slot.is_fixed}
+            largest = max(free, key=lambda name: free[name].elements)
+            self.averages = {name: self.few if name == largest else self.bits for name in free}
+
+    def report_unobserved(self, layer, reason):
+        self.unobserved.append((layer, reason))
+
+    def describe(self):
+        return f"{self.few} bits for the largest slot, {self.bits} for others"
+
+    def tables(self, model, ended):
+        rows = [
+            Allocated(*name, bits, False, 0, 0, 0.0) for name, bits in sorted(self.averages.items())
+        ]
+        return {"allocation": Allocation(rows, "nothing learned yet", ended)}
+
+    def number_samples(self, numbers):
+        raise InputError("expected no numbers")
+
+    def state_dict(self):
+        return {"largest": [[*name, bits] for name, bits in self.averages.items()]}
+
+    def load_state_dict(self, state):
+        if state.keys() != {"largest"}:
+            raise wrong_state(self.kind, state)
+        self.averages = {(layer, number): bits for layer, number, bits in state["largest"]}
+
+
+def compressed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64), nn.Linear(64, 4))
+    controller = fewbit.compress_(
+        model,
+        fewbit.AdaptiveBits(4),
+        overrides={"3": 7},
+        layers=fewbit.LayerSettings(functional=False),
+        verbose=False,
+    )
+    controller.context.policy = Largest(6, 1)
+    return model, controller
+
+
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+
+
+def test_its_bits_are_those_that_layers_save():
+    model, controller = compressed()
+    assert str(controller.allocation) == "nothing learned yet"
+    assert controller.bounds.title == 'bounds are found with policy="error-bound"'
+    before = fewbit.saved_bytes(model, X).total
+    model(X).square().sum().backward()
+    probe = controller.context.policy.probe
+    assert probe.watched is not None and probe.restored == set(probe.saved)
+    assert probe.saved["3", 0] == Saved(7, True, 32 * 64)  # what overrides gave stays
+    model(X).square().sum().backward()
+    assert [(row.name, row.bits) for row in controller.allocation] == [("0", 6), ("2", 1)]
+    # The first forward pass had the layers' own 4 bits: 2 more for layer 0, and 3 fewer for layer 2.
+    change = (2 * 32 * 64 - 3 * 32 * 256) / 8
+    assert fewbit.saved_bytes(model, X).total == before + change
+
+
+def test_its_state_is_that_of_the_controller():
+    model, controller = compressed()
+    for _ in range(2):
+        model(X).square().sum().backward()
+    state = controller.state_dict()
+    other, again = compressed()
+    before = again.allocation
+    again.load_state_dict(state)
+    assert again.allocation == controller.allocation != before
+    with pytest.raises(InputError, match="controller of policy largest, got one of level L3"):
+        controller.load_state_dict({"version": 1})
+    with pytest.raises(InputError, match="expected no numbers"):
+        controller.number_samples(range(32))
+
+
+def test_its_limit_is_that_of_the_gradient_ratio():
+    model, controller = compressed()
+    found = controller.gradient_ratio(X, lambda model, x: model(x).square().sum(), draws=2)
+    assert found.limit == 3.0
+
+
+def test_layers_that_are_called_by_themselves_are_reported():
+    model, controller = compressed()
+    model[0](X).sum().backward()
+    assert controller.context.policy.unobserved == [("0", "alone")]

@@ -22,7 +22,9 @@ def build(name="convnet", **options):
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model = make()
-    controller = fewbit.compress_(model, **{"level": "L3", "verbose": False, **options})
+    bits = options.pop("bits", 4)
+    bits = bits if isinstance(bits, fewbit.BitConfig) else fewbit.AdaptiveBits(bits)
+    controller = fewbit.compress_(model, bits, **{"verbose": False, **options})
     return model, controller, normal(shape, scale=1.0)
 
 
@@ -199,17 +201,9 @@ def test_a_budget_that_is_too_small():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": 10**6}, "budget: expected a sample too, as what is kept depends on the inputs"),
-        ({"budget": 10**6, "bits": 2}, "expected bits or a budget, got bits=2 and budget=1000000"),
-        ({"budget": 1, "level": "L2"}, "budget: expected level L3 or above, got L2"),
-        ({"budget": "6 apples", "sample": ()}, "budget: expected bytes, or a size such as '6 GiB' (powers of 1024), got '6 apples'"),
-        ({"budget": 0, "sample": ()}, "budget: expected bytes, or a size such as '6 GiB' (powers of 1024), got 0"),
+        ({"bits": fewbit.Budget(10**6)}, "budget: expected a sample too, as the bytes depend on the inputs"),
         ({"bits": 0.5}, "expected a number from 1 to 8 for bits, got 0.5"),
         ({"bits": 8.5}, "expected a number from 1 to 8 for bits, got 8.5"),
-        ({"bits": 2.5, "level": "L2"}, "expected whole bits at level L2, got 2.5: averages are for level L2.5 and above"),
-        ({"bits": float("nan")}, "expected a number from 1 to 8 for bits, got nan"),
-        ({"bits": 2.5, "interval": 0}, "expected a whole number of steps, 1 or more, for interval, got 0"),
-        ({"bits": 2.5, "interval": 1.5}, "expected a whole number of steps, 1 or more, for interval, got 1.5"),
         ({"bits": 2.5, "overrides": {"0": 9.5}}, "overrides['0']: expected a number from 1 to 8 for bits, got 9.5"),
     ],
 )  # fmt: skip
@@ -358,12 +352,14 @@ def test_results_of_processes_are_merged():
 # -- gradients of samples ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["L2.5", "L3"])
-def test_samples_whose_gradients_were_large_get_bits(level):
+@pytest.mark.parametrize(
+    "bits", [fewbit.SampleBits(3), fewbit.AdaptiveBits(3, interval=10**6)], ids=repr
+)
+def test_samples_whose_gradients_were_large_get_bits(bits):
     """In the second epoch, in whatever order they come; samples not seen count as the mean of the others."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 8))
-    controller = fewbit.compress_(model, 3, level=level, interval=10**6, verbose=False)
+    controller = fewbit.compress_(model, bits, verbose=False)
     data = normal((24, 256), scale=1.0)
     weight = torch.ones(24)
     weight[[3, 7, 20]] = 1000.0

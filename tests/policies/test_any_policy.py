@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,15 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 
-POLICIES = {"level L3": {"bits": 2, "level": "L3"}, "error bound": {"policy": "error-bound"}}
+POLICIES = {"adaptive bits": fewbit.AdaptiveBits(2), "error bound": fewbit.ErrorBound()}
 
 
-def build(policy, name="convnet", **options):
-    """Return a model, its controller and a batch."""
+def build(policy, name="convnet", **changes):
+    """Return a model, its controller and a batch. changes: of the configuration."""
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model = make()
-    controller = fewbit.compress_(model, verbose=False, **POLICIES[policy], **options)
+    controller = fewbit.compress_(model, replace(POLICIES[policy], **changes), verbose=False)
     return model, controller, normal(shape, scale=1.0)
 
 
@@ -37,7 +38,7 @@ def found_by(controller):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_steps_that_are_measured(policy):
-    model, controller, x = build(policy, bits=fewbit.AdaptiveBits(interval=10))
+    model, controller, x = build(policy, interval=10)
     measured = []
     for number in range(1, 31):
         y = model(x)

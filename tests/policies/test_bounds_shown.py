@@ -1,6 +1,7 @@
 """What `controller.bounds` says: of layers that are not observed, of codecs, of given bits, of models that are restored."""
 
 import copy
+import dataclasses
 import math
 import pickle
 import re
@@ -32,8 +33,13 @@ def block():
     return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
 
 
+BOUND = {field.name for field in dataclasses.fields(fewbit.ErrorBound)}
+
+
 def bounded(model, **options):
-    return fewbit.compress_(model, **{"policy": "error-bound", "verbose": False, **options})
+    """Compress a model. options: fields of ErrorBound, and keywords of `compress_`."""
+    bound = {name: options.pop(name) for name in BOUND & options.keys()}
+    return fewbit.compress_(model, fewbit.ErrorBound(**bound), **{"verbose": False, **options})
 
 
 def steps(model, count=3, x=X):
@@ -512,18 +518,10 @@ def test_steps_that_a_warning_takes(monkeypatch):
 
 def test_the_report_says_that_its_bits_are_those_of_the_first_steps():
     text = plain(str(bounded(Called(), sample=X).report))
-    assert "8 bits before the first: what this report says holds for the first steps" in text
-    assert "(controller.bounds)" in text
+    assert "8 bits before the first, as this report shows" in text
+    assert "controller.bounds shows later ones" in text
     fixed = fewbit.compress_(Called(), 8, sample=X, verbose=False).report
-    assert "first steps" not in str(fixed)
-
-
-def test_no_policy_is_a_fixed_one():
-    found = [
-        fewbit.compress_(Called(), 4, policy=policy, verbose=False) for policy in (None, "fixed")
-    ]
-    assert [each.policy for each in found] == [None, None]
-    assert found[0].report == found[1].report
+    assert "before the first" not in str(fixed)
 
 
 # -- models that are restored ------------------------------------------------------------------------------
@@ -540,14 +538,14 @@ def again(model):
 
 
 @pytest.mark.parametrize("end", [restored, again])
-@pytest.mark.parametrize("options", [{"policy": "error-bound"}, {"bits": 2.5}])
-def test_a_restored_model_is_not_shown_as_live(end, options):
+@pytest.mark.parametrize("bits", [fewbit.ErrorBound(), 2.5], ids=repr)
+def test_a_restored_model_is_not_shown_as_live(end, bits):
     model = Called()
-    controller = fewbit.compress_(model, **options, verbose=False)
+    controller = fewbit.compress_(model, bits, verbose=False)
     steps(model)
 
     def found():
-        return controller.bounds if "policy" in options else controller.allocation
+        return controller.allocation if bits == 2.5 else controller.bounds
 
     assert found() and "restored" not in found().title
     rows, state = list(found()), controller.state_dict()
@@ -559,15 +557,15 @@ def test_a_restored_model_is_not_shown_as_live(end, options):
         controller.load_state_dict(state)
 
 
-@pytest.mark.parametrize("options", [{"policy": "error-bound"}, {"bits": 2.5}, {"bits": 4}])
-def test_a_model_that_is_gone(options):
+@pytest.mark.parametrize("bits", [fewbit.ErrorBound(), 2.5, 4], ids=repr)
+def test_a_model_that_is_gone(bits):
     model = Called()
-    controller = fewbit.compress_(model, **options, verbose=False)
+    controller = fewbit.compress_(model, bits, verbose=False)
     state = controller.state_dict()
     del model
     with pytest.raises(InputError, match="got one of a model that is gone"):
         controller.load_state_dict(state)
-    if "policy" in options:
+    if isinstance(bits, fewbit.ErrorBound):
         assert str(controller.bounds).startswith("of a model that is gone: no bounds found yet")
 
 
@@ -589,13 +587,13 @@ class Parts(nn.Module):
             setattr(self, name, block())
 
 
-@pytest.mark.parametrize("options", [{"policy": "error-bound"}, {"bits": 2.5}])
-def test_an_empty_state_of_another_model_is_refused_by_its_modules(options):
+@pytest.mark.parametrize("bits", [fewbit.ErrorBound(), 2.5], ids=repr)
+def test_an_empty_state_of_another_model_is_refused_by_its_modules(bits):
     """A state from before the first measurement knows of the modules that were called, and of nothing else."""
     states = {}
     for names in (("encoder", "head"), ("encoder", "tail")):
         model = Parts(*names)
-        controller = fewbit.compress_(model, **options, verbose=False)
+        controller = fewbit.compress_(model, bits, verbose=False)
         getattr(model, names[0])(X), getattr(model, names[1])(X)
         states[names] = controller.state_dict()
         assert not states[names]["variables"]
@@ -618,22 +616,22 @@ def test_a_state_from_before_the_first_step_is_one():
 
 
 @pytest.mark.parametrize(
-    ("options", "origin"),
+    ("bits", "origin"),
     [
-        ({"bits": 4}, "of a level below L3"),
-        ({"bits": 2.5}, "of level L3 or above"),
-        ({"level": "L2.5"}, "of level L2.5"),
+        (4, "of a configuration that learns nothing"),
+        (2.5, "of AdaptiveBits"),
+        (fewbit.SampleBits(), "of SampleBits"),
     ],
 )
-def test_states_of_levels_are_named(options, origin):
+def test_states_of_other_configurations_are_named(bits, origin):
     model = Called()
-    other = fewbit.compress_(model, **options, verbose=False)
-    if "level" in options:
+    other = fewbit.compress_(model, bits, verbose=False)
+    if bits == fewbit.SampleBits():
         other.number_samples(torch.arange(16))
     steps(model, 1)
     state = other.state_dict()
     controller = bounded(model)
-    with pytest.raises(InputError, match=f"policy error-bound, got one {origin}$"):
+    with pytest.raises(InputError, match=f"ErrorBound, got one {origin}$"):
         controller.load_state_dict(state)
-    with pytest.raises(InputError, match="policy error-bound, got one with 'garbage'$"):
+    with pytest.raises(InputError, match="ErrorBound, got one with 'garbage'$"):
         controller.load_state_dict({"garbage": 1})

@@ -47,13 +47,16 @@ MODELS = {
 }
 SETTINGS = {
     "as they are": {},
-    "small groups": {"group_size": 32},
-    "large groups": {"group_size": 4096},
-    "bfloat16": {"minimum": "bfloat16", "group_size": 32},
-    "float32": {"minimum": "float32", "group_size": 32},
-    "copies": {"copies": 2, "group_size": 64},
-    "attention": {"attention_bits": 5, "group_size": 64},
-    "given": {"overrides": {"2*": 2, "3*": 3.5, "1*": {"group_size": 32}}, "group_size": 64},
+    "small groups": {"layers": {"group_size": 32}},
+    "large groups": {"layers": {"group_size": 4096}},
+    "bfloat16": {"layers": {"min_dtype": "bfloat16", "group_size": 32}},
+    "float32": {"layers": {"min_dtype": "float32", "group_size": 32}},
+    "copies": {"layers": {"copies": 2, "group_size": 64}},
+    "attention": {"layers": {"attention_bits": 5, "group_size": 64}},
+    "given": {
+        "overrides": {"2*": 2, "3*": 3.5, "1*": {"group_size": 32}},
+        "layers": {"group_size": 64},
+    },
 }
 
 
@@ -92,7 +95,7 @@ def test_offsets(name, settings):
         model.zero_grad()
         loss_of(model(x)).backward()
     assert 0.7 * budget < max(found) <= budget
-    is_auto = options.get("minimum", "auto") == "auto"
+    is_auto = "min_dtype" not in options.get("layers", {})
     assert found[3] > found[2] if is_auto else found[3] == found[2]
 
 

@@ -1,6 +1,7 @@
-"""policy="error-bound" in training: gradients within their bounds, whatever the loop, codec and precision."""
+"""ErrorBound in training: gradients within their bounds, whatever the loop, codec and precision."""
 
 import copy
+import dataclasses
 import json
 import math
 import warnings
@@ -25,8 +26,13 @@ def build(name="convnet", **options):
     return model, bounded(model, **options), normal(shape, scale=1.0)
 
 
+BOUND = {field.name for field in dataclasses.fields(fewbit.ErrorBound)}
+
+
 def bounded(model, **options):
-    return fewbit.compress_(model, **{"policy": "error-bound", "verbose": False, **options})
+    """Compress a model. options: fields of ErrorBound, and keywords of `compress_`."""
+    bound = {name: options.pop(name) for name in BOUND & options.keys()}
+    return fewbit.compress_(model, fewbit.ErrorBound(**bound), **{"verbose": False, **options})
 
 
 def step(model, x, scale=1.0):
@@ -144,7 +150,7 @@ def test_bits_before_the_first_measurement():
     assert not controller.bounds and controller.bounds.ratio is None
     assert str(controller.bounds).startswith("no bounds found yet")
     assert str(fewbit.compress_(plain, 2, verbose=False).bounds) == (
-        'bounds are found with policy="error-bound"'
+        "bounds are found with fewbit.ErrorBound"
     )
 
 
@@ -600,15 +606,7 @@ def test_the_report_says_so():
         ({"codec": "zip"}, "expected quant, quant+zvc, error-bounded, jpeg for a codec, got 'zip'"),
         ({"codec": ["quant"]}, "expected quant, quant+zvc, error-bounded, jpeg for a codec, got ['quant']"),
         ({"by_channel": 2}, "expected True or False for by_channel, got 2"),
-        ({"interval": 0}, "expected a whole number of steps, 1 or more, for interval, got 0"),
-        ({"bits": 4}, "expected no bits with policy='error-bound', got bits=4"),
-        ({"budget": "1 GiB", "sample": ()}, "expected no budget with policy='error-bound', got budget='1 GiB'"),
-        ({"level": "L3"}, "expected no level with policy='error-bound', got level='L3'"),
-        ({"fuse": "preactivation"}, "expected no fuse with policy='error-bound', got fuse='preactivation'"),
-        ({"policy": None, "e2": 0.5}, "e2: expected policy='error-bound' with it, got policy=None and e2=0.5"),
-        ({"policy": "fixed", "codec": "quant"}, "codec: expected policy='error-bound' with it, got policy='fixed' and codec='quant'"),
-        ({"policy": None, "by_channel": True}, "by_channel: expected policy='error-bound' with it, got policy=None and by_channel=True"),
-        ({"policy": "bound"}, "expected 'fixed' or 'error-bound' for policy, got 'bound'"),
+        ({"interval": 0}, "expected a positive whole number for interval, got 0"),
     ],
 )  # fmt: skip
 def test_refused(options, message):

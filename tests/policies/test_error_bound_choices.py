@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fewbit.config import ErrorBound
 from fewbit.errors import BoundWarning, InputError
 from fewbit.policies.error_bound import tables
 from fewbit.policies.error_bound.bits import least_average, sizes
-from fewbit.policies.error_bound.choices import Bound
 from fewbit.policies.error_bound.codecs import BoundedCodec, ExactCodec
 from fewbit.policies.error_bound.estimates import ConstraintEstimate, Pair, TensorEstimate
 from fewbit.policies.error_bound.formulas.shares import polynomial_error
@@ -60,7 +60,7 @@ def activation(v2, grad2=1.0, function="gelu", parameters=(), name="act"):
 
 def learned(*results, names=("a", "b"), **bound):
     """A policy that has learned from results: ProbeResult, or {layer: TensorNorms}."""
-    policy = ErrorBoundPolicy(Bound(**bound), names, activations=["act"])
+    policy = ErrorBoundPolicy(ErrorBound(**bound), names, activations=["act"])
     for result in results:
         policy.take_in(result if isinstance(result, ProbeResult) else result_of(result))
     return policy
@@ -298,7 +298,7 @@ def test_codecs_get_the_bound():
 def test_codecs_by_channel():
     weights = [0.5, 1.5, 1.0, 0.0]
     result = result_of({"a": tensor(weight(4.0, 10.0), channel_weights=tuple(weights))})
-    policy = ErrorBoundPolicy(Bound(codec="quant", by_channel=True), ["a"], channels={"a": 4})
+    policy = ErrorBoundPolicy(ErrorBound(codec="quant", by_channel=True), ["a"], channels={"a": 4})
     policy.take_in(result)
     assignment = policy.assign((torch.zeros(2, 4, 8, 8),))
     x = torch.zeros(2, 4, 8, 8)
@@ -308,7 +308,9 @@ def test_codecs_by_channel():
     slot = assignment.slot(("a", 0), 8, False)
     assert assignment.sensitivities(slot, torch.ones(8)).tolist() == weights * 2
     assert assignment.sensitivities(slot, torch.ones(2)).tolist() == [1, 1]
-    policy = ErrorBoundPolicy(Bound(codec="quant+zvc", by_channel=True), ["a"], channels={"a": 4})
+    policy = ErrorBoundPolicy(
+        ErrorBound(codec="quant+zvc", by_channel=True), ["a"], channels={"a": 4}
+    )
     policy.take_in(result)
     codec = policy.codec_of(("a", 0))
     bounds = codec.channels
@@ -399,7 +401,7 @@ def test_parameters_gradients_count_in_all():
 
 
 def test_the_warning_comes_once_and_names_the_worst():
-    policy = ErrorBoundPolicy(Bound(), ["a", "b"])
+    policy = ErrorBoundPolicy(ErrorBound(), ["a", "b"])
     worst = monitored(("a", "weight", (4.0, 1.0)), ("b", "weight", (2.1, 3.0)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -416,7 +418,7 @@ def test_the_warning_comes_once_and_names_the_worst():
 
 
 def test_no_warning_for_what_may_be_chance():
-    policy = ErrorBoundPolicy(Bound(), ["a", "b"])
+    policy = ErrorBoundPolicy(ErrorBound(), ["a", "b"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for hat2 in (1.0, 2.5, 0.9, 2.0, 1.2, 2.3):
@@ -427,7 +429,7 @@ def test_no_warning_for_what_may_be_chance():
 def test_the_warning_comes_where_one_of_many_is_far_above_it():
     """Each observation has others of them; what one adds does not count as chance between them."""
     names = "abcdefgh"
-    policy = ErrorBoundPolicy(Bound(), list(names))
+    policy = ErrorBoundPolicy(ErrorBound(), list(names))
     slots = {name: tensor(weight(1.0, 1.0)) for name in names}
 
     def learn(round_, name):
@@ -463,12 +465,12 @@ def test_the_excess_is_a_mean_with_its_standard_error(count):
 
 def test_what_the_monitor_saw_with_other_settings_is_not_taken_over():
     first = learned(*[monitored(("a", "weight", (4.0, 1.0)), ("b", "weight", (3.3, 3.0)))] * 2)
-    for other in (Bound(e2=0.1), Bound(codec="quant+zvc"), Bound(window="max")):
+    for other in (ErrorBound(e2=0.1), ErrorBound(codec="quant+zvc"), ErrorBound(window="max")):
         policy = ErrorBoundPolicy(other, ["a", "b"])
         policy.load_state_dict(first.state_dict())
         assert policy.ratio is None
         assert policy.knowledge.slots.keys() == first.knowledge.slots.keys()
-    policy = ErrorBoundPolicy(Bound(), ["a", "b"])
+    policy = ErrorBoundPolicy(ErrorBound(), ["a", "b"])
     policy.load_state_dict(first.state_dict())
     assert policy.ratio == first.ratio and policy.state_dict() == first.state_dict()
 
@@ -490,7 +492,7 @@ def test_exact_values_are_kept_of_a_few_in_turn():
         policy.monitored()  # of a forward that no backward pass came to
         policy.take_in(result_of(seen))
     assert found == [["a"], ["b", "c"], ["d"], ["a"]]
-    assert ErrorBoundPolicy(Bound(), ["a"]).monitored() == []
+    assert ErrorBoundPolicy(ErrorBound(), ["a"]).monitored() == []
 
 
 def test_those_that_a_forward_did_not_meet_are_next():

@@ -179,7 +179,7 @@ def test_gradients_at_activations(device, inplace):
     outer = F.silu(inner * 2.0)
     at_outer = torch.autograd.grad(loss_of(outer), [outer, inner, y], retain_graph=True)
     model = Model()
-    controller = converted(model, activation_bits=8)
+    controller = converted(model, layers={"activation_bits": 8})
     found = observed(model, controller, x, run=gradient).activations["act"]
     squares = [float(each.square().sum()) for each in at_outer]
     assert found.grad2 == pytest.approx(squares[0] + squares[1], rel=1e-2)

@@ -219,7 +219,7 @@ def test_two_copies(layer):
     """D of one copy is enough for two."""
     _, theirs = layer.pair(4)
     model, x = nn.Sequential(copy.deepcopy(theirs)), layer.input()
-    controller = converted(model, 3, copies=2)
+    controller = converted(model, 3, layers={"copies": 2})
     ((_, seen),) = observed(model, controller, x).slots.items()
     errors = squared_error(model, x, gradients(theirs, x), 40)
     for each in seen.constraints:

@@ -154,19 +154,21 @@ OPTIONS = {
 }
 
 
-LEVELS = ["L2", "L2.5", "L3", "error-bound"]
+CONFIGS = [
+    fewbit.FixedBits(2),
+    fewbit.SampleBits(2),
+    fewbit.AdaptiveBits(2, interval=3),
+    fewbit.ErrorBound(interval=3),
+]
 
 
-def check(make, shape, level, stops, steps, **options):
+def check(make, shape, config, stops, steps, **options):
     """That many steps are the same in one run, and in runs that go on from where that one was at those stops."""
 
     def start():
         torch.manual_seed(0)
         model = make()
-        how = {"policy": level} if level == "error-bound" else {"bits": 2, "level": level}
-        controller = fewbit.compress_(
-            model, fewbit.AdaptiveBits(interval=3), verbose=False, **how, **options
-        )
+        controller = fewbit.compress_(model, config, verbose=False, **options)
         return model, controller, torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
 
     def step(model, controller, optimizer):
@@ -209,11 +211,11 @@ def saved(model, controller, optimizer) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
 @pytest.mark.parametrize("name", MODELS)
-def test_resumed_training_is_the_same(level, name):
+def test_resumed_training_is_the_same(config, name):
     make, shape = MODELS[name]
-    check(lambda: nn.Sequential(make(), nn.Dropout(0.1)), shape, level, (1, 2, 5), 9)
+    check(lambda: nn.Sequential(make(), nn.Dropout(0.1)), shape, config, (1, 2, 5), 9)
 
 
 @pytest.mark.parametrize("options", [{"codec": "quant+zvc"}, {"by_channel": True, "window": "max"}])
@@ -223,13 +225,13 @@ def test_also_with_codecs_and_channels(options):
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("kernels", ["reference", "native"])
-def test_also_of_odd_models(level, name, kernels, choice, monkeypatch):
+def test_also_of_odd_models(config, name, kernels, choice, monkeypatch):
     """Whatever an activation quantized together with its result in which forward, and for whom."""
     stops, steps = (1, 2, 5), 7
     if kernels == "reference":  # which is slow
         monkeypatch.setitem(choice, torch.device("cpu"), reference)
         stops, steps = (2,), 4
-    check(ODD[name], (6, 8), level, stops, steps, **OPTIONS.get(name, {}))
+    check(ODD[name], (6, 8), config, stops, steps, **OPTIONS.get(name, {}))

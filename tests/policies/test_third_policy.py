@@ -1,5 +1,6 @@
 """A policy of a user's own, in one file: nothing but its base class knows of it."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +10,26 @@ from torch import nn
 import fewbit
 from fewbit.errors import InputError
 from fewbit.policies.allocation_report import Allocated, Allocation
+from fewbit.policies.make import make_policy
 from fewbit.runtime.saved.bit_policy import BitPolicy, wrong_state
+
+
+@dataclass(frozen=True, repr=False)
+class LargestBits(fewbit.BitConfig):
+    """The configuration of `Largest`."""
+
+    kind = "largest"
+    shares_samples = adapts = True
+
+    many: int = 6
+    few: int = 1
+
+    @property
+    def initial_bits(self):
+        return 4
+
+    def describe(self):
+        return f"{self.few} bits for the largest slot, {self.many} for others"
 
 
 class Saved(NamedTuple):
@@ -43,7 +63,7 @@ class SizesProbe:
 class Largest(BitPolicy):
     """The largest slot gets `few` bits, all others `many`."""
 
-    kind = "policy largest"
+    kind = "LargestBits"
     limit = 3.0
 
     def __init__(self, many, few):
@@ -65,9 +85,6 @@ class Largest(BitPolicy):
     def report_unobserved(self, layer, reason):
         self.unobserved.append((layer, reason))
 
-    def describe(self):
-        return f"{self.few} bits for the largest slot, {self.bits} for others"
-
     def tables(self, model, ended):
         rows = [
             Allocated(*name, bits, False, 0, 0, 0.0) for name, bits in sorted(self.averages.items())
@@ -86,17 +103,22 @@ class Largest(BitPolicy):
         self.averages = {(layer, number): bits for layer, number, bits in state["largest"]}
 
 
+@make_policy.register
+def _(config: LargestBits, facts):
+    assert {"0", "2", "3"} <= set(facts.names)
+    return Largest(config.many, config.few)
+
+
 def compressed():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64), nn.Linear(64, 4))
     controller = fewbit.compress_(
         model,
-        fewbit.AdaptiveBits(4),
+        LargestBits(),
         overrides={"3": 7},
         layers=fewbit.LayerSettings(functional=False),
         verbose=False,
     )
-    controller.context.policy = Largest(6, 1)
     return model, controller
 
 
@@ -106,7 +128,7 @@ X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
 def test_its_bits_are_those_that_layers_save():
     model, controller = compressed()
     assert str(controller.allocation) == "nothing learned yet"
-    assert controller.bounds.title == 'bounds are found with policy="error-bound"'
+    assert controller.bounds.title == "bounds are found with fewbit.ErrorBound"
     before = fewbit.saved_bytes(model, X).total
     model(X).square().sum().backward()
     probe = controller.context.policy.probe
@@ -128,7 +150,7 @@ def test_its_state_is_that_of_the_controller():
     before = again.allocation
     again.load_state_dict(state)
     assert again.allocation == controller.allocation != before
-    with pytest.raises(InputError, match="controller of policy largest, got one of level L3"):
+    with pytest.raises(InputError, match="controller of LargestBits, got one of AdaptiveBits"):
         controller.load_state_dict({"version": 1})
     with pytest.raises(InputError, match="expected no numbers"):
         controller.number_samples(range(32))
@@ -144,3 +166,26 @@ def test_layers_that_are_called_by_themselves_are_reported():
     model, controller = compressed()
     model[0](X).sum().backward()
     assert controller.context.policy.unobserved == [("0", "alone")]
+
+
+def test_its_configuration_is_one_of_all():
+    config = LargestBits(few=2)
+    assert repr(config) == "LargestBits(6, few=2)"
+    assert fewbit.BitConfig.from_dict(config.to_dict()) == config
+    _, controller = compressed()
+    assert "LargestBits(6): 1 bits for the largest slot, 6 for others" in controller.report.notes
+
+
+@dataclass(frozen=True, repr=False)
+class Forgotten(fewbit.BitConfig):
+    """A configuration without a policy."""
+
+    kind = "forgotten"
+    initial_bits = 4
+
+
+def test_a_configuration_without_a_policy_is_refused():
+    model = nn.Linear(4, 4)
+    with pytest.raises(InputError, match="registered policy, got Forgotten"):
+        fewbit.compress_(model, Forgotten(), verbose=False)
+    assert type(model) is nn.Linear

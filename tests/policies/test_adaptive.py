@@ -67,7 +67,7 @@ def test_bits_keep_to_the_average(name, bits):
     ("name", "bits", "least"), [("transformer", 1.5, 2), ("transformer", 3, 2)]
 )
 def test_variance_of_the_gradient_is_lower(name, bits, least):
-    """Than with the same bits for all layers, by `least` times or more."""
+    """The same bits for all layers have at least `least` times the variance."""
     found = {}
     for level in ("L2.5", "L3"):
         model, _, x = build(name, bits=bits, interval=10**6)
@@ -334,7 +334,7 @@ def slot(name, number, elements, sensitivity, at_one, spread=None):
 
 
 def test_results_of_processes_are_merged():
-    """What one process has not seen comes from the other."""
+    """A slot that one process has not seen comes from the other."""
     a = slot("a", 0, 100, 3.0, 4.0, (1.0,) * 16)
     b = slot("b", 2, 200, 6.0, 8.0, (2.0,) * 16)
     c = replace(slot("c", 1, 300, 9.0, 12.0), is_fixed=True, is_known=False, samples=0)

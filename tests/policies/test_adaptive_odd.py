@@ -368,7 +368,7 @@ def test_a_function_with_an_attribute_that_leaves_have():
 
 
 def test_inputs_with_gradients_are_no_parameters():
-    """Of frozen layers nothing is known but that they carry noise to nobody."""
+    """Frozen layers have no sensitivity of their own, and carry noise to no parameter."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8))
     model[1].requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What `controller.bounds` says: of layers that are not observed, of codecs, of given bits, of models that are restored."""
+"""The contents of `controller.bounds`: unobserved layers, codecs, given bits, and models that were restored."""
 
 import copy
 import math
@@ -282,7 +282,7 @@ def test_nothing_of_it_is_in_the_state_or_lost_in_copies():
 
 
 def test_steps_go_on_as_they_would():
-    """What is told changes no number."""
+    """Reports of unobserved layers change no number."""
     found = []
     for tells in (True, False):
         model = Regions(True)

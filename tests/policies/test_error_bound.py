@@ -64,7 +64,7 @@ SINGLE = {
 
 
 def squared(model, batch):
-    """Of no special form, so that all samples have gradients of other sizes."""
+    """A loss without symmetries, so that the samples' gradients have different sizes."""
     x, y = batch
     return (model(x) - y).square().sum(0).mean()
 
@@ -89,7 +89,7 @@ def test_the_true_ratio_is_within_the_bound_and_not_far_below(name, e2):
 
 
 def test_the_ratio_is_that_of_gradients():
-    """Of `gradient_ratio`, by a loop over draws of a copy."""
+    """`gradient_ratio` agrees with a loop over draws of a copy."""
     model, controller, x = build(e2=2.0)
     step(model, x), step(model, x)
     before = [each.clone() for each in model.state_dict().values()]
@@ -476,7 +476,7 @@ def chain(*names):
 
 @pytest.mark.parametrize("forwards", [1, 2, 3])
 def test_each_variable_has_its_turn_where_steps_have_several_forwards(forwards):
-    """Of which all but the last are passed over, as no backward pass has come to them."""
+    """All forward passes but the last are passed over, because no backward pass has come to them."""
     model, x = nn.Sequential(*chain("a", "b").values()), normal((16, 32), scale=1.0)
     controller = bounded(model, interval=1)
     for _ in range(7):
@@ -540,7 +540,7 @@ def _one_bit(slot, bound):
 
 
 def test_exact_values_are_let_go_of():
-    """Those that are kept for the monitor, when the backward pass has ended."""
+    """The values that are kept for the monitor are freed when the backward pass has ended."""
     model, controller, x = build(interval=1)
     step(model, x), step(model, x)
     loss = loss_of(model(x))

@@ -158,7 +158,7 @@ LEVELS = ["L2", "L2.5", "L3", "error-bound"]
 
 
 def check(make, shape, level, stops, steps, **options):
-    """That many steps are the same in one run, and in runs that go on from where that one was at those stops."""
+    """Check that runs which resume at each of the stops have the same steps as one run without a stop."""
 
     def start():
         torch.manual_seed(0)
@@ -168,7 +168,7 @@ def check(make, shape, level, stops, steps, **options):
         return model, controller, torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
 
     def step(model, controller, optimizer):
-        """What can differ after a step."""
+        """Run a step, and return everything that could differ after it."""
         optimizer.zero_grad()
         loss = getattr(model, "parts", model)(torch.randn(shape)).square().mean()
         loss.backward()

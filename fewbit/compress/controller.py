@@ -145,7 +145,7 @@ class Controller:
         if self._policy is not None:
             self._policy.load_state_dict(state)
         elif state:
-            raise wrong_state(type(self.config).__name__, state)
+            raise wrong_state(repr(self.config), state)
 
     @property
     def _ended(self) -> str:
@@ -169,7 +169,7 @@ class Controller:
         """
         if self._policy is None:
             raise InputError(
-                f"expected SampleBits or AdaptiveBits for numbers of samples, got {type(self.config).__name__}"
+                f"expected SampleBits or AdaptiveBits for numbers of samples, got {self.config!r}"
             )
         self._policy.number_samples(numbers)
 

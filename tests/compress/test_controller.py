@@ -57,7 +57,7 @@ def test_the_report_says_level_and_budget(capsys):
     fewbit.compress_(model, fewbit.Budget("1 GiB"), sample=sample)
     text = " ".join(capsys.readouterr().out.split())
     assert "8 bits on average, shared" in text
-    assert "budget: 1.00 GiB for the sample, more than 8 bits an element" in text
+    assert "budget: 1.00 GiB for the sample, more than the most bits, 8 an element, need" in text
     fewbit.compress_(model, 4)
     assert "fewbit.FixedBits(" in capsys.readouterr().out
     model.eval()
@@ -196,13 +196,13 @@ def test_states_with_other_magnitudes_change_nothing(level, change, message):
 def test_states_of_something_else_change_nothing(state, found):
     model, controller, _ = numbered("L2.5", range(8))
     before = controller.state_dict()
-    expected = f"^expected the state of a controller of Level, got one {found}$"
+    expected = f"^expected the state of a controller of SampleBits, got one {found}$"
     with pytest.raises(InputError, match=expected):
         controller.load_state_dict(state)
     assert_same_state(controller.state_dict(), before)
     other, fixed, *_ = build(bits=4)
     with pytest.raises(
-        InputError, match="^expected the state of a controller of FixedBits, got one"
+        InputError, match="^expected the state of a controller of fewbit.FixedBits.4., got one"
     ):
         fixed.load_state_dict(state)
     another, adapting, _ = numbered("L3", range(8))

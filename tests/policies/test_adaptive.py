@@ -69,7 +69,7 @@ def test_bits_keep_to_the_average(name, bits):
     ("name", "bits", "least"), [("transformer", 1.5, 2), ("transformer", 3, 2)]
 )
 def test_variance_of_the_gradient_is_lower(name, bits, least):
-    """Than with the same bits for all layers, by `least` times or more."""
+    """The same bits for all layers have at least `least` times the variance."""
     found = {}
     for level in ("L2.5", "L3"):
         model, _, x = build(name, bits=fewbit.AdaptiveBits(bits, interval=10**6))
@@ -286,7 +286,7 @@ def changed(state, key, value):
     [
         (lambda state: [], "got list"),
         (lambda state: None, "got NoneType"),
-        (lambda state: {}, "expected the state of a controller of level L3, got one of a level below L3"),
+        (lambda state: {}, "expected the state of a controller of AdaptiveBits, got one of a configuration that learns nothing"),
         (lambda state: {**state, "version": None}, "expected version 1 of a controller's state, as its state_dict() gave it, got None"),
         (lambda state: {**state, "version": 7}, "its state_dict() gave it, got 7"),
         (lambda state: {**state, "step": -1}, "step: expected a whole number from 0 to 9007199254740992, got -1"),
@@ -305,7 +305,7 @@ def changed(state, key, value):
         (lambda state: {**state, "bits": 9.0}, "bits: expected a number from 1 to 8, got 9.0"),
         (lambda state: {**state, "extra": 1}, "state: expected no other field than version, step"),
         (lambda state: {key: state[key] for key in state if key != "due"}, "due: expected a value, got none"),
-        (lambda state: {**state, "magnitudes": []}, "of level L3, got one with 'magnitudes' alone"),
+        (lambda state: {**state, "magnitudes": []}, "of AdaptiveBits, got one with 'magnitudes' alone"),
     ],
 )  # fmt: skip
 def test_states_that_are_refused(change, message):
@@ -325,7 +325,7 @@ def test_states_of_other_levels():
     controller = fewbit.compress_(model, 2, verbose=False)
     assert controller.state_dict() == {} and not controller.allocation
     controller.load_state_dict({})
-    with pytest.raises(InputError, match="of level L2, got one of level L3"):
+    with pytest.raises(InputError, match="of fewbit.FixedBits.2., got one of AdaptiveBits"):
         controller.load_state_dict(state)
 
 
@@ -337,12 +337,12 @@ def slot(name, number, elements, sensitivity, at_one, spread=None):
 
 
 def test_results_of_processes_are_merged():
-    """What one process has not seen comes from the other."""
+    """A slot that one process has not seen comes from the other."""
     a = slot("a", 0, 100, 3.0, 4.0, (1.0,) * 16)
     b = slot("b", 2, 200, 6.0, 8.0, (2.0,) * 16)
     c = replace(slot("c", 1, 300, 9.0, 12.0), is_fixed=True, is_known=False, samples=0)
     first, second = {("a", 0): a, ("b", 2): b}, {("a", 0): a, ("c", 1): c}
-    assert AdaptivePolicy(2, "abc").merge([first, second]) == {
+    assert AdaptivePolicy(2, "abc", 200).merge([first, second]) == {
         ("a", 0): slot("a", 0, 200, 6.0, 8.0, (2.0,) * 16),
         ("b", 2): b,
         ("c", 1): c,
@@ -447,7 +447,7 @@ def test_numbers_that_are_refused(numbers, message):
     assert message in str(caught.value)
     step(model, x)
     fixed = fewbit.compress_(model, 2, verbose=False)
-    with pytest.raises(InputError, match=r"level L2\.5 or above"):
+    with pytest.raises(InputError, match="expected SampleBits or AdaptiveBits"):
         fixed.number_samples([1])
 
 
@@ -497,7 +497,7 @@ def test_a_budget_resumes_with_the_bits_that_it_came_to():
 
 def test_what_was_known_is_taken_at_the_scale_of_what_is_seen():
     """Losses may be scaled, by ever other factors: only relations count."""
-    policy = AdaptivePolicy(2, "abc")
+    policy = AdaptivePolicy(2, "abc", 200)
     first = {(name, 0): slot(name, 0, 1024, 2.0**i, 2.0**i) for i, name in enumerate("abc")}
     policy.take_in(first)
     before = policy.averages

@@ -368,7 +368,7 @@ def test_a_function_with_an_attribute_that_leaves_have():
 
 
 def test_inputs_with_gradients_are_no_parameters():
-    """Of frozen layers nothing is known but that they carry noise to nobody."""
+    """Frozen layers have no sensitivity of their own, and carry noise to no parameter."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8))
     model[1].requires_grad_(False)
@@ -413,10 +413,10 @@ def test_gradients_that_are_not_finite_leave_magnitudes_alone():
 
 
 def test_equal_samples_have_equal_bits():
-    from fewbit.runtime.saved.assignment import split
+    from fewbit.runtime.format.bit_sharing import share_bits
 
-    assert split(torch.zeros(4), 6).tolist() == [2, 2, 1, 1]
-    assert split(torch.ones(4), 8).tolist() == [2, 2, 2, 2]
+    assert share_bits(torch.zeros(4), 6).tolist() == [2, 2, 1, 1]
+    assert share_bits(torch.ones(4), 8).tolist() == [2, 2, 2, 2]
 
 
 # -- budgets -----------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_equal_sizes_are_optimal(seed, average):
 
 @pytest.mark.parametrize("average", [1.1, 1.5, 2, 3])
 def test_variances_at_one_bit(average):
-    """Where they are given apart, of tensors of one size: as the dynamic program has it."""
+    """The result is that of the dynamic program for tensors of one size, with variances at 1 bit given separately."""
     sensitivity, _ = instance(3, 24)
     at_one = sensitivity * np.random.default_rng(3).uniform(0.25, 8, 24)
     sizes, budget = np.ones(24, np.int64), int(average * 24)

@@ -1,4 +1,4 @@
-"""What `controller.bounds` says: of layers that are not observed, of codecs, of given bits, of models that are restored."""
+"""The contents of `controller.bounds`: unobserved layers, codecs, given bits, and models that were restored."""
 
 import copy
 import dataclasses
@@ -288,7 +288,7 @@ def test_nothing_of_it_is_in_the_state_or_lost_in_copies():
 
 
 def test_steps_go_on_as_they_would():
-    """What is told changes no number."""
+    """Reports of unobserved layers change no number."""
     found = []
     for tells in (True, False):
         model = Regions(True)
@@ -325,14 +325,14 @@ def test_rows_say_what_codecs_made_of_them(name, monkeypatch):
     if name == "error-bounded":
         pytest.importorskip("imagecodecs")
     kept = {}
-    keep = BoundedCodec.keep
+    quantize = BoundedCodec.quantize
 
     def noted(self, x, seed):
-        payload = keep(self, x, seed)
+        payload = quantize(self, x, seed)
         kept[tuple(x.shape)] = payload.nbytes, x.numel()
         return payload
 
-    monkeypatch.setattr(BoundedCodec, "keep", noted)
+    monkeypatch.setattr(BoundedCodec, "quantize", noted)
     x = normal((8, 3, 18, 18), scale=1.0)
     model = images(nn.Conv2d(8, 8, 3))
     model(x)

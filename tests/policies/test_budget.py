@@ -13,7 +13,7 @@ OFFSET = 1e4
 
 
 def mlp(features=256):
-    """Of saturated values, once its biases are large."""
+    """A network whose values saturate once its biases are large."""
     layers = [each for _ in range(3) for each in (nn.Linear(features, features), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(features, 8))
 

@@ -70,7 +70,7 @@ SINGLE = {
 
 
 def squared(model, batch):
-    """Of no special form, so that all samples have gradients of other sizes."""
+    """A loss without symmetries, so that the samples' gradients have different sizes."""
     x, y = batch
     return (model(x) - y).square().sum(0).mean()
 
@@ -95,7 +95,7 @@ def test_the_true_ratio_is_within_the_bound_and_not_far_below(name, e2):
 
 
 def test_the_ratio_is_that_of_gradients():
-    """Of `gradient_ratio`, by a loop over draws of a copy."""
+    """`gradient_ratio` agrees with a loop over draws of a copy."""
     model, controller, x = build(e2=2.0)
     step(model, x), step(model, x)
     before = [each.clone() for each in model.state_dict().values()]
@@ -487,7 +487,7 @@ def chain(*names):
 
 @pytest.mark.parametrize("forwards", [1, 2, 3])
 def test_each_variable_has_its_turn_where_steps_have_several_forwards(forwards):
-    """Of which all but the last are passed over, as no backward pass has come to them."""
+    """All forward passes but the last are passed over, because no backward pass has come to them."""
     model, x = nn.Sequential(*chain("a", "b").values()), normal((16, 32), scale=1.0)
     controller = bounded(model, interval=1)
     for _ in range(7):
@@ -551,7 +551,7 @@ def _one_bit(slot, bound):
 
 
 def test_exact_values_are_let_go_of():
-    """Those that are kept for the monitor, when the backward pass has ended."""
+    """The values that are kept for the monitor are freed when the backward pass has ended."""
     model, controller, x = build(interval=1)
     step(model, x), step(model, x)
     loss = loss_of(model(x))
@@ -589,7 +589,8 @@ def test_the_report_says_so():
     report = str(build(e2=0.25, window="max", codec="quant+zvc", interval=50)[1].report)
     text = " ".join(report.split())
     assert (
-        "policy error-bound: e2 = 0.25, codec quant+zvc, max of the last ten, found out every 50 steps; "
+        "fewbit.ErrorBound(0.25, window='max', codec='quant+zvc', interval=50): the codec quant+zvc, from the max of the last ten "
+        "observations, one every 50 steps; "
         "8 bits before the first"
     ) in text
 
@@ -634,19 +635,19 @@ def test_states_of_other_policies():
     state = controller.state_dict()
     json.dumps(state)
     for options, kind, origin in (
-        ({"bits": 2}, "level L2", "level below L3"),
-        ({"bits": 2.5}, "level L3", "level L3 or above"),
+        ({"bits": 2}, r"fewbit.FixedBits\(2\)", "configuration that learns nothing"),
+        ({"bits": 2.5}, "AdaptiveBits", "AdaptiveBits"),
     ):
         other = fewbit.compress_(model, **options, verbose=False)
         with pytest.raises(
-            InputError, match=f"controller of {kind}, got one of policy error-bound"
+            InputError, match=f"controller of {kind}, got one of ErrorBound"
         ):
             other.load_state_dict(state)
         step(model, x)
         other_state = other.state_dict()
         again = bounded(model)
         with pytest.raises(
-            InputError, match=f"controller of policy error-bound, got one of (a )?{origin}"
+            InputError, match=f"controller of ErrorBound, got one of (a )?{origin}"
         ):
             again.load_state_dict(other_state)
     with pytest.raises(InputError, match="numbers of samples"):

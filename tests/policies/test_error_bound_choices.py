@@ -553,7 +553,7 @@ def test_results_of_processes_are_merged():
 
 
 def test_processes_that_see_different_gradients():
-    """What only one has seen counts for both. Constraints with one label are one, whatever their order."""
+    """A constraint that only one process has seen counts for both. Constraints with the same label are one, in any order."""
     other = weight(1.0, 1.0, label="b: weight")
     found = merged(
         result_of({"a": tensor(weight(1.0, 1.0))}),

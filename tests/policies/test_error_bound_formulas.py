@@ -517,7 +517,7 @@ class Problem:
 
 @EVERY_NORM
 def test_gradients_of_norms_are_torchs(norm):
-    """What the tests of norms compare with, and that a batch norm's alignment is its weight's gradient."""
+    """The reference of the tests of norms is right, and a batch norm's alignment is its weight's gradient."""
     problem = Problem(norm)
     x, weight = problem.x.clone().requires_grad_(), problem.weight.clone().requires_grad_()
     found = torch.autograd.grad(norm.torchs(x, weight), (x, weight), problem.g)
@@ -582,7 +582,7 @@ def test_errors_of_norms_in_expectation(norm, copies, aligned, draw):
 @EVERY_NORM
 @pytest.mark.parametrize("copies", [1, 2])
 def test_large_errors_of_norms_in_expectation(norm, copies):
-    """Where what is quadratic in the errors is all of it."""
+    """The bound holds if the part that is quadratic in the errors is all of the error."""
     problem, dx2 = Problem(norm), 1e6
     found = [
         problem.errors(*(halves(norm.shape, dx2) for _ in range(copies)))[0].item()

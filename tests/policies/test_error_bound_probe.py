@@ -321,7 +321,7 @@ def test_exact_values_of_a_forward_without_a_backward_pass_are_freed():
 
 
 def test_exact_values_go_with_the_graph():
-    """Where an exception comes between forward and backward nothing else is to tell."""
+    """If an exception comes between the forward and the backward pass, nothing else frees the values."""
     probe = ErrorBoundProbe(0, {("0", 0)})
     model = mlp()
     converted(model).context.policy = Fixed(probe=probe)
@@ -460,7 +460,7 @@ def test_a_second_pass_replaces_the_first():
 
 
 def test_accumulation():
-    """Of several forwards before an optimizer's step one is observed."""
+    """One of several forward passes before an optimizer's step is measured."""
     model = mlp()
     controller = converted(model)
     once = observed(model, controller, X, run=gradient)
@@ -652,7 +652,7 @@ def test_constant_inputs(value):
 
 
 def test_bits_that_samples_do_not_share():
-    """Of a tensor whose samples are not known its squares as a whole."""
+    """A tensor whose samples are not known has one square for the whole."""
 
     class Model(nn.Module):
         def __init__(self):

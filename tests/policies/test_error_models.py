@@ -317,7 +317,7 @@ FUNCTIONS = {  # {name: (function, labels of its inputs, shape, module)}
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_measured_against_rounding(device, name):
-    """Of one variable at 4 bits with the others at 8, of each gradient; on average over measurements."""
+    """The errors of each gradient from one slot at 4 bits with the others at 8, on average over measurements."""
     function, names, shape, module = FUNCTIONS[name]
     torch.manual_seed(0)
     x = normal((len(names), *shape), scale=1.0).to(device)

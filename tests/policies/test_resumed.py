@@ -163,7 +163,7 @@ CONFIGS = [
 
 
 def check(make, shape, config, stops, steps, **options):
-    """That many steps are the same in one run, and in runs that go on from where that one was at those stops."""
+    """Check that runs which resume at each of the stops have the same steps as one run without a stop."""
 
     def start():
         torch.manual_seed(0)
@@ -172,7 +172,7 @@ def check(make, shape, config, stops, steps, **options):
         return model, controller, torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
 
     def step(model, controller, optimizer):
-        """What can differ after a step."""
+        """Run a step, and return everything that could differ after it."""
         optimizer.zero_grad()
         loss = getattr(model, "parts", model)(torch.randn(shape)).square().mean()
         loss.backward()
@@ -218,10 +218,17 @@ def test_resumed_training_is_the_same(config, name):
     check(lambda: nn.Sequential(make(), nn.Dropout(0.1)), shape, config, (1, 2, 5), 9)
 
 
-@pytest.mark.parametrize("options", [{"codec": "quant+zvc"}, {"by_channel": True, "window": "max"}])
-def test_also_with_codecs_and_channels(options):
+@pytest.mark.parametrize(
+    "config",
+    [
+        fewbit.ErrorBound(codec="quant+zvc", interval=3),
+        fewbit.ErrorBound(by_channel=True, window="max", interval=3),
+    ],
+    ids=repr,
+)
+def test_also_with_codecs_and_channels(config):
     make, shape = MODELS["convnet"]
-    check(make, shape, "error-bound", (1, 2, 5), 9, **options)
+    check(make, shape, config, (1, 2, 5), 9)
 
 
 @pytest.mark.fast(3)

@@ -639,16 +639,12 @@ def test_states_of_other_policies():
         ({"bits": 2.5}, "AdaptiveBits", "AdaptiveBits"),
     ):
         other = fewbit.compress_(model, **options, verbose=False)
-        with pytest.raises(
-            InputError, match=f"controller of {kind}, got one of ErrorBound"
-        ):
+        with pytest.raises(InputError, match=f"controller of {kind}, got one of ErrorBound"):
             other.load_state_dict(state)
         step(model, x)
         other_state = other.state_dict()
         again = bounded(model)
-        with pytest.raises(
-            InputError, match=f"controller of ErrorBound, got one of (a )?{origin}"
-        ):
+        with pytest.raises(InputError, match=f"controller of ErrorBound, got one of (a )?{origin}"):
             again.load_state_dict(other_state)
     with pytest.raises(InputError, match="numbers of samples"):
         again.number_samples(torch.arange(8))

@@ -1,4 +1,4 @@
-"""The shipped tables: complete, what the solver makes today, and true by independent quadrature."""
+"""The shipped tables: complete, reproduced by the solver, and correct by independent quadrature."""
 
 from dataclasses import replace
 
@@ -49,14 +49,14 @@ def test_claims_hold(name):
 
 
 def reflected(table):
-    """Return the table of x -> q(-x), but for the ends to which breaks belong."""
+    """Return the table of x -> q(-x), except for the sides of breaks."""
     if table.form == "intervals":  # the codes of which count the pieces
         return replace(table, breaks=-table.breaks[::-1], levels=table.levels[::-1])
     return replace(table, breaks=-table.breaks[::-1], codes=table.codes[::-1])
 
 
 def same(mine, shipped):
-    """Equal but for the last digits, which differ between processors.
+    """Check that two tables are equal up to the last digits, which differ between processors.
 
     They also decide which of two mirror images the solver finds if both are optimal, as of hardsigmoid with one bit.
     """

@@ -1,4 +1,4 @@
-"""Where load_table finds a table: shipped, cached on disk, or solved."""
+"""The places in which load_table finds a table: shipped, cached on disk, or solved."""
 
 import errno
 import json
@@ -96,7 +96,7 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("forged", [False, True])
 def test_the_cache_compares_all_that_was_asked(cache, other, forged):
-    """Another table in the file's place is not used, not even if the file says that it was asked for.
+    """Another table in the cache file is not used, even if the file claims to answer the same request.
 
     Fewer levels than asked for are no contradiction in a forged file: f' may not need more.
     """
@@ -213,7 +213,7 @@ def test_a_training_goes_on_if_warnings_are_errors(tmp_path, monkeypatch):
 @pytest.mark.parametrize("call", ["os.open", "os.stat", "os.mkdir", "os.replace", "os.fsync"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_whatever_the_system_refuses_the_table_comes(call, number, cache, monkeypatch):
-    """Errors of the system are simulated, because root, who may run this test, is refused nothing."""
+    """Errors of the system are simulated, because the test may run as root, who is allowed everything."""
 
     real = getattr(os, call.partition(".")[2])
 

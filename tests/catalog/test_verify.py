@@ -1,4 +1,4 @@
-"""verify: claims that hold are confirmed by other means, and claims that do not are found."""
+"""The function verify confirms claims that hold, and finds claims that do not."""
 
 import json
 from dataclasses import replace
@@ -139,7 +139,7 @@ def test_a_file_without_tables_does_not_hold(tmp_path):
 
 
 def test_a_weight_that_the_user_gives_again(tmp_path):
-    """A file names it only, and nothing that a file names is imported."""
+    """A file contains only the name of a callable weight, and such a name is never imported."""
     table = fewbit.solve("tanh", 2, weight=weight)
     table.save(tmp_path / "tanh.json")
     (finding,) = verify(tmp_path / "tanh.json")
@@ -193,7 +193,7 @@ def bump(x): return x / 1000 + 1e-4 * np.exp(-((x - 0.4487989505128276) / 1e-4) 
 @pytest.mark.parametrize("objective", ["mse", "minimax", "unbiased"])
 @pytest.mark.parametrize("name", ["arctan", "bump"])
 def test_tables_of_numerical_derivatives_hold(name, objective, tmp_path, monkeypatch):
-    """Steep functions, with as many levels as make the derivative's accuracy a part of the error."""
+    """With many levels the accuracy of the derivative of a steep function is a part of the error."""
     (tmp_path / "steep_functions.py").write_text(STEEP)
     monkeypatch.syspath_prepend(tmp_path)
     table = fewbit.solve(f"steep_functions:{name}", 6, objective=objective)

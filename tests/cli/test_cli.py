@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, how it fails, how fast it starts."""
+"""The command line: output, files, errors and start-up time."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def succeed(*arguments, **kwargs):
 
 
 def program(*arguments, **kwargs):
-    """The real thing, from a checkout, as a process."""
+    """Run the command line of the checkout as a process."""
     return subprocess.run(
         [sys.executable, ROOT / "cli.py", *arguments],
         capture_output=True,
@@ -52,14 +52,14 @@ def program(*arguments, **kwargs):
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """Every test has a directory of its own to write in, and its own cache."""
+    """Give every test its own working directory and cache."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEWBIT_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
-    """A tables directory with two small files, instead of the package's."""
+    """Replace the directory of shipped tables by one with two small files."""
     directory = tmp_path / "shipped"
     directory.mkdir()
     for name in ("relu", "gelu"):
@@ -481,7 +481,9 @@ def test_a_file_with_characters_that_a_terminal_acts_on_is_refused(field, charac
     )
 
 
-@pytest.mark.parametrize("character", [each for each in CHARACTERS if each != "\x00"], ids=ascii)
+@pytest.mark.parametrize(
+    "character", [character for character in CHARACTERS if character != "\x00"], ids=ascii
+)
 @pytest.mark.parametrize(
     "command",
     ["solve {}", "show {}.json", "show ./{}", "frobnicate{}", "solve gelu --weight {}", "verify {}",
@@ -573,7 +575,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(name, monke
 
 @pytest.mark.parametrize(
     "columns",
-    ["0", "\u00b2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("-5", "abc", "1", "7", "9" * 30, ""))],
+    ["0", "\u00b2", *(pytest.param(width, marks=pytest.mark.slow) for width in ("-5", "abc", "1", "7", "9" * 30, ""))],
 )  # fmt: skip
 def test_any_width_of_the_terminal(columns):
     result = program("show", "gelu", "--bits", "2", env={**os.environ, "COLUMNS": columns})
@@ -603,7 +605,7 @@ def test_an_environment_that_cannot_be_used_is_one_line(environment, message):
 )
 @pytest.mark.parametrize(
     "arguments",
-    ["list", "verify {relu}", *(pytest.param(each, marks=pytest.mark.slow) for each in (
+    ["list", "verify {relu}", *(pytest.param(command, marks=pytest.mark.slow) for command in (
         "list --json", "--help", "--version", "show gelu", "show gelu --bits 2 --json", "solve relu --bits 1",
         "compare relu --bits 1",
     ))],
@@ -631,7 +633,7 @@ def test_errors_that_nobody_can_see_still_have_their_code():
 
 
 def test_a_closed_output_is_nobody_elses():
-    """A file that is opened gets the number of standard output, unless that is taken."""
+    """If the descriptor of a closed standard output were not reserved, the next opened file would get it."""
     command = [sys.executable, ROOT / "cli.py", "solve", "relu", "--bits", "1", "-o", "relu.json"]
     subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], timeout=120)
     assert Table.load("relu.json").function == "relu"
@@ -692,9 +694,9 @@ def test_list_names_every_function(shipped):
 
 
 def test_list_as_json(shipped):
-    known = {each["function"]: each for each in json.loads(succeed("list", "--json").stdout)}
+    known = {record["function"]: record for record in json.loads(succeed("list", "--json").stdout)}
     assert list(known) == list(functions.names())
-    aliases = {alias: name for name, each in known.items() for alias in each["aliases"]}
+    aliases = {alias: name for name, record in known.items() for alias in record["aliases"]}
     assert aliases == dict(functions.aliases())
     assert known["elu"]["parameters"] == {"alpha": 1.0}
     assert known["relu_squared"]["slopes"] == [0.0, "inf"]
@@ -764,7 +766,7 @@ def test_plot_writes_a_picture(shipped):
 
 
 def test_a_table_of_a_function_beyond_float32_is_drawn_without_it():
-    """matplotlib cannot scale an axis of such numbers; the parameter comes from a file."""
+    """The parameter comes from a file, and matplotlib cannot scale an axis of such numbers."""
     document = fewbit.load_table("gelu", 2).document()
     for alpha in (1e308, 1e39, -1e308):
         Path("table.json").write_text(
@@ -817,7 +819,7 @@ def test_verify_exits_with_1_where_a_claim_does_not_hold(inputs):
     assert "wrong.json, tables[0]: error: claimed 0.0409" in result.stdout
     result = run("verify", "one.json", "wrong.json", "--json")
     assert result.exit_code == 1
-    assert [each["holds"] for each in json.loads(result.stdout)] == [True, False]
+    assert [record["holds"] for record in json.loads(result.stdout)] == [True, False]
 
 
 def test_verify_exits_with_2_where_a_file_cannot_be_read(inputs):
@@ -825,7 +827,7 @@ def test_verify_exits_with_2_where_a_file_cannot_be_read(inputs):
     result = run("verify", "wrong.json", "broken.json", "one.json", "--json")
     assert result.exit_code == 2
     # The others are verified all the same.
-    assert [each["holds"] for each in json.loads(result.stdout)] == [False, True]
+    assert [record["holds"] for record in json.loads(result.stdout)] == [False, True]
     assert result.stderr.startswith("fewbit: error: broken.json: ")
 
 
@@ -858,7 +860,7 @@ def test_standalone_mode_leaves_errors_to_the_caller():
 
 
 class Terminal:
-    """A standard error that says it is a terminal, and keeps what it is given."""
+    """A standard error that claims to be a terminal, and stores its text."""
 
     encoding = "utf-8"
 
@@ -877,7 +879,7 @@ class Terminal:
 
 
 def patched(monkeypatch):
-    """A Terminal in place of standard error. Not a fixture: pytest's capture would undo it."""
+    """Replace standard error by a Terminal. This is not a fixture, since pytest's capture would undo it."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")

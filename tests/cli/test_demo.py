@@ -1,4 +1,4 @@
-"""`fewbit demo`: what is trained, what is counted, what is said about it. A few steps only."""
+"""The command `fewbit demo`: training, counted bytes and report, with a few steps only."""
 
 import json
 import math
@@ -34,7 +34,7 @@ SMALL = training.Settings(
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Tensors are tiny here, and other tests may run on the other cores."""
+    """Use one thread, since tensors are tiny and other tests may run on the other cores."""
     with experiment.one_thread():
         yield
 
@@ -46,7 +46,7 @@ def corpus():
 
 @pytest.fixture(scope="module")
 def demo(corpus):
-    """Exact, GELUs of 4 and 1 bits, and everything at 2 bits, also on average, from two seeds."""
+    """Train exact GELUs, GELUs with 4 and 1 bits, and whole models with 2 bits and 2 bits on average, from two seeds."""
     return run_demo((4, 1), (2,), (2,), seeds=2, settings=SMALL, corpus=corpus)
 
 
@@ -216,7 +216,7 @@ def test_the_default_arms_are_few_and_all_are_those_of_the_stored_runs():
 def test_processes_change_nothing_but_the_time():
     settings, seen = replace(SMALL, steps=60), []
     alone = run_demo((2,), (), (2,), 2, settings)
-    beside = run_demo((2,), (), (2,), 2, settings, None, lambda *each: seen.append(each), 2)
+    beside = run_demo((2,), (), (2,), 2, settings, None, lambda *call: seen.append(call), 2)
     assert [arm.runs for arm in beside.arms] == [arm.runs for arm in alone.arms]
     for ours, theirs in zip(beside.arms, alone.arms, strict=True):
         assert (ours.activation_bytes, ours.model_bytes) == (
@@ -284,7 +284,7 @@ def test_a_text_too_short_is_refused():
 
 
 def made_up(finals, few, stored=None):
-    """A demo with these final losses of exact and of 3 bits."""
+    """Make a demo with given final losses of the exact and the 3-bit arm."""
 
     def arm(bits, losses):
         runs = tuple(training.Run(i, (3.0, 2.0), loss) for i, loss in enumerate(losses))
@@ -330,8 +330,8 @@ def test_without_a_standard_deviation_the_verdict_is_unknown():
 
 def test_the_table_fits_a_terminal(demo):
     wide = made_up([2.0, 2.2], [2.1, 2.3])
-    for each in (demo, wide, made_up([2.0], [2.1], stored(0.1, 0.05))):
-        text = render_plain(DemoReport(each))
+    for shown in (demo, wide, made_up([2.0], [2.1], stored(0.1, 0.05))):
+        text = render_plain(DemoReport(shown))
         assert all(len(line) <= 80 for line in text.splitlines())
         assert "…" not in text
 
@@ -372,7 +372,7 @@ def run(*arguments):
 
 @pytest.fixture
 def small(monkeypatch):
-    """The command with the small model."""
+    """Make the command train the small model."""
     monkeypatch.setattr(training, "Settings", lambda steps=2: replace(SMALL, steps=steps))
 
 

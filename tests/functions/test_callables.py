@@ -1,4 +1,4 @@
-"""callables.py: derivatives, kinks and slopes found for a user's own activation, and refusals."""
+"""Derivatives, kinks and slopes of users' activations, and refusals."""
 
 import math
 import os
@@ -22,7 +22,7 @@ def shifted_relu(x):
 
 
 def kinked_silu(x):
-    """Smooth on both sides of -0.7, where its slope changes by 0.4."""
+    """A function that is smooth on both sides of -0.7, at which its slope changes by 0.4."""
     return x / (1.0 + np.exp(-x)) + 0.4 * np.minimum(x + 0.7, 0.0)
 
 
@@ -34,7 +34,7 @@ NOT_CALLABLE = 3
 
 
 def around(kinks, domain=(-10.0, 10.0)):
-    """Points of the domain, most of them close to the kinks, none of them a kink."""
+    """Return points of the domain, most of them close to the kinks, none of them a kink."""
     steps = np.geomspace(1e-9, 0.1, 30)
     sides = [np.nextafter(kink, side) for kink in kinks for side in (-np.inf, np.inf)]
     near = [kink + sign * steps for kink in (0.0, *kinks) for sign in (-1.0, 1.0)]
@@ -130,7 +130,7 @@ KINKED_AT_ZERO = {
 
 @pytest.mark.parametrize("name", KINKED_AT_ZERO)
 def test_a_kink_at_zero_is_zero(name):
-    """In a window around 0 nothing else is rounded to a decimal: the estimate of rounding must not be 0."""
+    """The estimated error of the location must not be 0, or the kink is not rounded to 0."""
     assert from_callable(KINKED_AT_ZERO[name]).kinks == (0.0,)
 
 
@@ -406,7 +406,7 @@ STRAIGHT = {
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("name", STRAIGHT)
 def test_straight_pieces_have_exact_tables(name):
-    """The rounding of numerical differentiation is not taken for a shape of f'."""
+    """The rounding errors of numerical differentiation do not appear in f'."""
     from fewbit.solver.solve import solve
 
     levels = {"where": [0.1, 1], "maximum": [0.1, 1], "clip": [0, 1 / 3], "branch": [0.1, 1]}

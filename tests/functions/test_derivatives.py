@@ -1,4 +1,4 @@
-"""Numerical derivatives of functions that fewbit has not seen, against mpmath: right to what is promised, or refused."""
+"""Numerical derivatives of unknown functions, compared with mpmath: as accurate as promised, or refused."""
 
 import math
 
@@ -16,7 +16,7 @@ THIRD, PLACE = 0.3, math.pi / 7
 
 
 def steep(k, c):
-    """Functions with a bend as wide as 1/k at c."""
+    """Return functions with a bend of width 1/k at c."""
     return {
         f"arctan({k:g}) at {c:.2g}": lambda m, x: m.arctan(k * (x - c)),
         f"arctan({k:g})/k at {c:.2g}": lambda m, x: m.arctan(k * (x - c)) / k,
@@ -137,7 +137,7 @@ def test_what_cannot_be_promised_is_refused_with_the_place(name):
 @pytest.mark.parametrize("objective", ["mse", "unbiased", "minimax"])
 @pytest.mark.parametrize("f", [np.tanh, lambda x: np.arctan(50 * (x - 0.3)) / 50])
 def test_error_and_bound_hold_for_the_exact_derivative(f, objective):
-    """Widened by the derivative's accuracy, as a table from the exact derivative shows."""
+    """The bounds of a table from the numerical derivative include the error of a table from the exact one."""
     slope = (
         (lambda x: 1 / np.cosh(x) ** 2)
         if f is np.tanh
@@ -173,7 +173,7 @@ def test_narrow_bumps_anywhere_are_seen(seed):
 
 
 def test_a_narrow_bump_of_a_derivative_is_part_of_the_error():
-    """The solver's own mesh would step over it."""
+    """The mesh of the solver alone would miss the bump."""
     width, place = 1e-4, PLACE
 
     def f(x):

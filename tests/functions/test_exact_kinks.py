@@ -1,4 +1,4 @@
-"""Gradients that are documented as exact, at the kinks and beside them, for ordinary and for degenerate parameters."""
+"""Gradients that are documented as exact, at kinks and beside them, for ordinary and degenerate parameters."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CASES = [(name, given) for name, several in PARAMETERS.items() for given in seve
 
 
 def points(parameters, dtype):
-    """Kinks, zeros and ones with their neighbors, more than one block of them."""
-    numbers = [0.0, -0.0, 1.0, -1.0, 6.0, *parameters, *(-each for each in parameters)]
+    """Return kinks, zeros and ones with their neighboring floats, more than one block of them."""
+    numbers = [0.0, -0.0, 1.0, -1.0, 6.0, *parameters, *(-number for number in parameters)]
     x = torch.tensor(numbers, dtype=torch.float64).to(dtype)
     end = torch.tensor(math.inf, dtype=dtype)
     return torch.cat([x, x.nextafter(end), x.nextafter(-end)]).repeat(9)

@@ -1,4 +1,4 @@
-"""functions.py against 50-digit arithmetic, torch's autograd and transformers' activations."""
+"""The named functions, compared with 50-digit arithmetic, torch's autograd and transformers' activations."""
 
 import itertools
 import math
@@ -45,7 +45,7 @@ def away_from_kinks(function, x):
 
 
 def points(function):
-    """From 0 to +-1e3, dense where functions bend, with tiny numbers and both sides of each kink."""
+    """Return points up to +-1e3, denser around 0, with tiny numbers and both sides of every kink."""
     positive = np.concatenate(
         [
             [1e-300, 1e-20, 1e-9, 1e-4],
@@ -59,7 +59,7 @@ def points(function):
 
 
 def digits_for(slope):
-    """Digits that leave 50 after the step of 1e-30 (squared) and an f' as small as this."""
+    """Return the digits of which 50 remain after the squared step of 1e-30 and for a slope of this size."""
     return 140 + max(0, math.ceil(-math.log10(max(abs(slope), 1e-320))))
 
 
@@ -105,7 +105,7 @@ def test_value_and_derivative_match_high_precision(name, parameters):
     ],
 )
 def test_far_tails_keep_their_digits(name, x):
-    """Close to where f' leaves the range of normal numbers."""
+    """The points are close to the end of the range in which f' is a normal number."""
     for point in x * np.linspace(0.95, 1.0, 7):
         _, exact = oracle(name, {}, point, 1, 460)
         assert 0 < abs(exact) < 1e-200
@@ -116,7 +116,7 @@ def test_far_tails_keep_their_digits(name, x):
 
 
 def torch_function(torch, name, parameters):
-    """torch's own function in float64; transformers' where torch has none."""
+    """Return the function of torch in float64, or that of transformers if torch has none."""
     F = torch.nn.functional
     plain = {
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -214,7 +214,7 @@ def test_even_derivative_exactly_where_claimed(name, parameters):
 
 @every_sample
 def test_derivative_is_smooth_between_kinks(name, parameters):
-    """A kink of f' that is not listed leaves a second difference that falls with h, not with h**2."""
+    """At a kink that is not listed the second difference of f' would decrease with h, not with h**2."""
     function = functions.get(name, parameters)
     edges = [-25.0, *[kink for kink in function.kinks if -25.0 < kink < 25.0], 25.0]
     for low, high in itertools.pairwise(edges):

@@ -959,8 +959,8 @@ def test_command_with_a_model_by_name():
         (["{own}:broken"], "broken raised KeyError: 'data'"),
         (["{own}:refused"], "error: bits: expected 1 to 8"),
         (["{own}:setting", "--policy", "pre-activation"], "a batch or layer norm, got one without"),
-        (["resnet18", "--share", "0"], "'--share': 0.0 is not in the range"),
-        (["resnet18", "--draws", "1"], "'--draws': 1 is not in the range"),
+        (["resnet18", "--share", "0"], "share: expected a number above 0, got 0.0"),
+        (["resnet18", "--draws", "1"], "draws: expected"),
     ],
 )
 def test_command_errors_are_one_line(arguments, message, own):

@@ -28,7 +28,7 @@ def exact_second_derivative(name, x):
 @pytest.mark.fast(6)
 @pytest.mark.parametrize("name", SMOOTH)
 def test_extrema_are_the_sign_changes_of_the_second_derivative(name):
-    """The certificate assumes that f' is monotone between nodes: no turn may be missed."""
+    """The certificate assumes that f' is monotone between nodes, so no extremum may be missed."""
     f = functions.get(name)
     mesh = np.linspace(*f.domain, 401)
     curvatures = [exact_second_derivative(name, x) for x in mesh]

@@ -199,7 +199,7 @@ def test_the_gap_falls_with_the_grid(name, weight, form):
     [("gelu", [-np.sqrt(2.0), np.sqrt(2.0)]), ("tanh", [0.0]), ("elu", [0.0]), ("softsign", [0.0])],
 )
 def test_the_bound_put_together_anew(name, extrema, form):
-    """The theorem of relaxation.py on other cells, with the plain loop: near the error, below it."""
+    """The bound of relaxation.py on other cells, by a plain loop, is below the error and near it."""
     f = functions.get(name)
     edges = np.union1d(10 * np.linspace(-1, 1, 241) ** 3, extrema)
     inner = np.where(np.isin(edges, f.kinks), np.nextafter(edges, np.inf), edges)

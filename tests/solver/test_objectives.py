@@ -29,7 +29,7 @@ VARYING = [name for name in functions.names() if name != "identity"]
 
 
 def dense(table, n=40_001):
-    """Points of the domain: even, and close to every kink and break from both sides, none on them."""
+    """Return even points of the domain, and points on both sides of every kink and break."""
     f = functions.get(table.function, table.parameters)
     marks = np.unique([*f.kinks, *table.breaks])
     steps = np.array([1e-12, 1e-9, 1e-6, 1e-4]) * (1 + np.abs(marks[:, None]))
@@ -81,7 +81,7 @@ def test_minimax_is_optimal_to_the_last_bits(name, form, tails):
 
 
 def sampled(name, domain, n=50):
-    """Values of f' in order, both sides of every jump among them, and their largest other step."""
+    """Return values of f' in order, with both sides of every jump, and the largest other difference of neighbors."""
     f = functions.get(name)
     kinks = [k for k in f.kinks if domain[0] < k < domain[1]]
     x = np.unique([*np.linspace(*domain, n), *np.nextafter(kinks, -99), *np.nextafter(kinks, 99)])
@@ -194,7 +194,7 @@ def test_the_levels_span_the_derivative(name):
 
 
 def variance_of(table, levels, density):
-    """What the variance would be with other levels, the knots staying."""
+    """Return the variance for other levels and the same knots."""
 
     def expected(x):
         v = np.clip(table.knots(x), levels[0], levels[-1])
@@ -247,7 +247,7 @@ def test_unbiased_costs_more_than_mse_and_refinement_helps():
 
 @pytest.mark.parametrize("name", ["gelu", "selu", "tanh", "relu6", "mish"])
 def test_draws_are_unbiased_with_the_promised_variance(name):
-    """Pooled over many inputs and seeds: |z| < 4.5, and the variance within its own spread."""
+    """The pooled mean over many inputs and seeds has |z| < 4.5, and the variance is as promised."""
     table = solved(name, 2, objective="unbiased")
     x = np.float32(np.random.default_rng(1).uniform(-6, 6, 4_000)).astype(np.float64)
     mean = table(x)
@@ -297,7 +297,7 @@ def test_the_stand_in_does_not_see_a_jump_at_the_end_of_the_domain():
 @pytest.mark.parametrize("name", ["gelu", "silu", "hardswish", "mish"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_pinned_levels_that_do_not_fit_between_the_extremes_are_refused(name, count):
-    """Least and greatest f' and the two slopes between them are four levels."""
+    """The smallest and the largest f' and the two slopes between them are four levels."""
     with pytest.raises((SolveError, TableError), match="at least 4"):
         solve(name, levels=count, tails="pinned", objective="unbiased")
 

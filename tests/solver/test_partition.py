@@ -1,4 +1,4 @@
-"""partition.py and layers.py: the discrete optimum, against searches that look at everything."""
+"""The discrete optimum, compared with exhaustive searches."""
 
 from fractions import Fraction
 
@@ -29,12 +29,12 @@ FORMS = ["levels", "intervals"]
 
 
 def assert_cost(got, exact):
-    """Equal to 1e-9 relative; an exact 0 is 0."""
+    """Check that two costs agree to 1e-9, and that an exact 0 is 0."""
     assert abs(Fraction(float(got)) - exact) <= Fraction(1, 10**9) * exact, (got, float(exact))
 
 
 def arranged(problem, form):
-    """Values and weights in the order that form cuts: sorted for levels."""
+    """Return values and weights in the order of the form: sorted for levels."""
     order = np.argsort(problem.values, kind="stable") if form == "levels" else slice(None)
     return problem.values[order], problem.weights[order]
 
@@ -291,7 +291,7 @@ def test_a_layer_without_rows_or_columns():
 
 
 def best_choice(values, weights, count, forced=(), *, monge=True):
-    """Levels of least choice cost among ascending values, and that cost, by the solver's search."""
+    """Return the best levels of unbiased draws among ascending values, and their cost, by the solver's search."""
     n = len(values)
     search = LayeredSearch(Costs(Items(weights, values), RANDOM_CHOICE, forced), monge, Effort(1))
     for _ in range(count - 2):
@@ -355,7 +355,7 @@ def test_an_unknown_form():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_weights_of_very_different_size(seed):
-    """Columns that rounding cannot tell apart must not narrow the rows to which they matter."""
+    """Columns whose totals differ by rounding only must not narrow the search for rows with smaller costs."""
     rng = np.random.default_rng(seed)
     n, count = int(rng.integers(3, 14)), int(rng.integers(2, 7))
     values = np.sort(rng.standard_normal(n))

@@ -1,4 +1,4 @@
-"""segments.py: what a segment costs, against exact arithmetic."""
+"""The costs of segments, compared with exact arithmetic."""
 
 import itertools
 from fractions import Fraction

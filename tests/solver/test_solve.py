@@ -32,7 +32,7 @@ EVEN = ("sigmoid", "tanh")  # the paper's tables for these are of |x|
 
 
 def printed_as(text, value):
-    """Whether a number from `value` to 2e-5 (relative) above it rounds to the printed one.
+    """Return whether a number in [value, value * (1 + 2e-5)] rounds to the printed one.
 
     The paper's optimum is that of a grid, hence a little higher than the continuous one: SiLU with
     2 bits is 0.0478495 and SELU with 1 bit 0.2553475, printed as 0.0479 and 0.2554. The others round
@@ -234,7 +234,7 @@ def test_hardswish_bends_where_torch_bends():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_as_many_levels_as_values_are_enough(form):
-    """A staircase of five slopes: exact with five levels, not with four."""
+    """A function with five slopes has an exact table with five levels, not with four."""
     heights, steps = np.array([0.0, 2.0, 1.0, 4.0, 3.0]), np.array([-4.0, -1.5, 0.25, 6.0])
 
     def slope(x):
@@ -277,7 +277,7 @@ def test_as_many_levels_as_values_are_enough(form):
     ],
 )
 def test_a_jump_at_the_end_of_the_domain_is_not_in_it(name, domain, form, objective):
-    """The error does not see it, and the value at the end itself is torch's (values saturate there)."""
+    """The jump does not change the error, and q at the end has torch's value, since inputs saturate there."""
     table = solve(name, 2, domain=domain, form=form, objective=objective)
     assert (table.error, table.lower_bound) == (0.0, 0.0)
     slope = functions.get(name).derivative
@@ -505,7 +505,7 @@ def test_a_callable_is_searched_where_it_is_used(weight):
 
 @pytest.mark.parametrize("name", ["relu", "relu6"])
 def test_samples_behind_a_relu(name):
-    """Half of them are 0, where torch's gradient is 0 and the density's left edge lies."""
+    """Half of the samples are 0, which is the left end of the density, and torch's gradient is 0 there."""
     f = functions.get(name)
     samples = f.value(4 * np.random.default_rng(0).standard_normal(20_000))
     table = solve(name, 1, weight=samples)
@@ -561,7 +561,7 @@ def oscillating(x):
     ],
 )
 def test_a_derivative_with_64_turns_has_a_close_certificate(bits, options):
-    """The gap was 14 %: the levels are shared by all pieces, the cells are not."""
+    """All pieces share the levels, but every piece needs its own cells."""
     table = solve(oscillating, bits, **options)
     assert table.solver["status"] == "stationary" and table.gap < 5e-3
     exact = solve(oscillating, bits, derivative=lambda x: 1 + np.sin(10 * x), **options)
@@ -630,7 +630,7 @@ def test_pinned_tails_of_a_callable_are_its_asymptotic_slopes(f, slopes):
 
 
 def xielu(alpha_p=0.8, alpha_n=0.8, beta=0.5, eps=-1e-6):
-    """transformers' xIELU: f jumps at 0 by eps, and f' is beta - alpha_n on (eps, 0]."""
+    """Return f and f' of transformers' xIELU: f jumps at 0 by eps, and f' is beta - alpha_n on (eps, 0]."""
 
     def f(x):
         below = (np.expm1(np.minimum(x, eps)) - x) * alpha_n + beta * x
@@ -646,7 +646,7 @@ def xielu(alpha_p=0.8, alpha_n=0.8, beta=0.5, eps=-1e-6):
 @pytest.mark.filterwarnings("ignore:.*the derivative is unbounded")
 @pytest.mark.parametrize("kinks", [None, [-1e-6, 0.0]])
 def test_xielu_with_its_epsilon(kinks):
-    """It was refused, with the advice to give what had been given."""
+    """The jump of f at 0 is a kink of the given derivative, whether kinks are given or not."""
     f, slope = xielu()
     table = solve(f, 3, derivative=slope, kinks=kinks)
     smooth = solve(*xielu(eps=-0.0)[:1], 3, derivative=xielu(eps=-0.0)[1])

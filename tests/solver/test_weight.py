@@ -1,4 +1,4 @@
-"""weight.py: what the error is weighted with, from every source, and refusals."""
+"""Weights from every kind of specification, and refusals."""
 
 import json
 
@@ -111,7 +111,7 @@ def test_a_table_for_samples_serves_the_density_they_came_from(name, form):
 
 
 def test_samples_with_a_heap_at_one_value():
-    """Half of the values are exactly 0, as behind a ReLU: q is nearly right there."""
+    """Half of the values are exactly 0, as after a ReLU, so q is accurate there."""
     table = solve("gelu", 3, weight=np.maximum(mixture(), 0.0))
     assert abs(table(np.array(0.0)) - 0.5) < 0.01
 
@@ -180,7 +180,7 @@ def test_documents_round_trip(spec):
 
 
 def test_a_callable_does_not_come_back_from_a_document():
-    """Documents come from files, and what they name is never imported."""
+    """A document may come from an untrusted file, so a name in it is never imported."""
     document = make_weight(normal_density).document()
     assert document == {"kind": "callable", "name": "naive:normal_density"}
     assert "expected the callable naive:normal_density itself" in refusal_of(make_weight, document)

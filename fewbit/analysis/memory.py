@@ -6,11 +6,14 @@ counted by the meter in a forward on fake tensors, which have shapes and no memo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from fewbit import models
-from fewbit.catalog.report import _Report
 from fewbit.errors import FewbitError
+from fewbit.render.result import Result
+from fewbit.render.view import Column, View
 from fewbit.sizes import GB, MB, UNITS, counted
 
 COPIES = 4  # parameters, gradients and the two moments of Adam
@@ -194,139 +197,138 @@ def _nonlinear(model, saved):
 
 
 @dataclass(frozen=True, repr=False)
-class MemoryReport(_Report):
-    """Measurements and what they mean for a device: a line per model, or per size of code for one."""
+class MemoryReport(Result):
+    """Measurements, and the largest batches on a device: a line per model, or per size of code for one model."""
 
     measurements: tuple[Measurement, ...]
     device_bytes: int = DEVICE_BYTES
     bits: tuple[int, ...] = BITS
 
-    def records(self):
-        """A flat dict per model: the measurement, then the arithmetic for every size of code."""
-        return [self._record(each) for each in self.measurements]
+    def records(self) -> list[dict]:
+        """Return a dict per model: the measurement, then the arithmetic for every size of code."""
+        return [self._record(measured) for measured in self.measurements]
 
-    def _record(self, each):
-        record = asdict(each)
+    def _record(self, measured: Measurement) -> dict:
+        record = asdict(measured)
         del record["activation_inputs"]
-        record["nonlinear_share"] = each.share
+        record["nonlinear_share"] = measured.share
         record["device_bytes"] = self.device_bytes
-        record["max_batch_standard"] = each.max_batch(each.kept(None), self.device_bytes)
+        record["max_batch_standard"] = self._batch(measured, None)
         for bits in self.bits:
-            kept, packed = each.kept(bits), each.kept_packed(bits)
-            record[f"max_batch_{bits}bit"] = each.max_batch(kept, self.device_bytes)
-            record[f"kept_bytes_{bits}bit"] = packed
-            record[f"max_batch_packed_{bits}bit"] = each.max_batch(packed, self.device_bytes)
+            record[f"max_batch_{bits}bit"] = self._batch(measured, bits)
+            record[f"kept_bytes_{bits}bit"] = measured.kept_packed(bits)
+            record[f"max_batch_packed_{bits}bit"] = self._packed_batch(measured, bits)
         return record
 
-    @property
-    def _alone(self):
-        return self.measurements[0] if len(self.measurements) == 1 else None
+    def _batch(self, measured: Measurement, bits: int | None) -> int:
+        """Return the largest batch by the paper's arithmetic."""
+        return measured.max_batch(measured.kept(bits), self.device_bytes)
 
-    @property
-    def title(self):
+    def _packed_batch(self, measured: Measurement, bits: int | None) -> int:
+        """Return the largest batch with the bytes that fewbit keeps."""
+        kept = measured.kept(None) if bits is None else measured.kept_packed(bits)
+        return measured.max_batch(kept, self.device_bytes)
+
+    def view(self) -> View:
+        if len(self.measurements) == 1:
+            return self._one(self.measurements[0])
         device = f"{_size(self.device_bytes)} device"
-        if self._alone is None:
-            return f"Memory of training and the largest batch on a {device}"
-        each = self._alone
-        unit = "tokens" if models.family(each.model) in models.TEXT else f"x {each.size} pixels"
-        using = f", {each.activation}" if each.activation else ""
-        return f"{each.model}{using}, {each.size} {unit}, on a {device}"
-
-    @property
-    def _header(self):
-        if self._alone is None:
-            columns = [f"{bits} b" for bits in self.bits]
-            return ("MB per sample", "model", "kept", "nonl.", "share", "batch", *columns)
-        return ("nonlinearities", "kept MB", "saved", "batch", "gain", "fewbit's", "paper")
-
-    @property
-    def _spare(self):
-        if (
-            self._alone is None
-        ):  # share, what nonlinearities keep, the model; then the most bits first
-            return (4, 3, 1, *range(5 + len(self.bits), 5, -1))
-        return (4, 2, 6, 1)
-
-    def _cells(self):
-        if self._alone is not None:
-            return list(self._rows(self._alone))
-        return [
-            (
-                each.model,
-                _mb(each.model_bytes),
-                _mb(each.activation_bytes / each.batch),
-                _mb(each.nonlinear_bytes / each.batch),
-                f"{100 * each.share:.0f} %",
-                *(
-                    str(each.max_batch(each.kept(bits), self.device_bytes))
-                    for bits in (None, *self.bits)
-                ),
-            )
-            for each in self.measurements
+        columns = [
+            Column("MB per sample", lambda row: row.model, "name"),
+            Column("model", lambda row: _mb(row.model_bytes), drop=3),
+            Column("kept", lambda row: _mb(row.activation_bytes / row.batch)),
+            Column("nonl.", lambda row: _mb(row.nonlinear_bytes / row.batch), drop=2),
+            Column("share", lambda row: f"{100 * row.share:.0f} %", drop=1),
+            Column("batch", lambda row: str(self._batch(row, None))),
         ]
+        for place, bits in enumerate(self.bits):  # the most bits go first
+            cell = partial(self._batch, bits=bits)
+            drop = 3 + len(self.bits) - place
+            columns.append(Column(f"{bits} b", lambda row, cell=cell: str(cell(row)), drop=drop))
+        notes = [
+            "kept: for backward; nonl.: the part kept by nothing but nonlinearities.",
+            "batch: the largest, beside four copies of the model; then at 1, 2, ... bits.",
+            UNITS_NOTE,
+        ]
+        title = f"Memory of training and the largest batch on a {device}"
+        return View(title, columns, self.measurements, notes)
 
-    def _rows(self, each):
-        standard = each.kept(None)
-        first = each.max_batch(standard, self.device_bytes)
-        printed = each.like_paper and self.device_bytes == DEVICE_BYTES
-        for bits in (None, *self.bits):
-            kept = each.kept(bits)
-            batch = each.max_batch(kept, self.device_bytes)
+    def _one(self, measured: Measurement) -> View:
+        """Describe one model: a row for 32 bits, and one for each size of code."""
+        standard, first = measured.kept(None), self._batch(measured, None)
+        printed = measured.like_paper and self.device_bytes == DEVICE_BYTES
+
+        def saved(bits: int | None) -> str:
+            return f"{100 * (1 - measured.kept(bits) / standard):.1f} %"
+
+        def gain(bits: int | None) -> str:
+            return f"{100 * (self._batch(measured, bits) / first - 1):+.1f} %" if first else "-"
+
+        def paper(bits: int | None) -> str:
             known = printed and (bits is None or bits in BITS)
-            packed = standard if bits is None else each.kept_packed(bits)
-            yield (
-                "32 bits" if bits is None else counted(bits, "bit"),
-                _mb(kept / each.batch),
-                f"{100 * (1 - kept / standard):.1f} %",
-                str(batch),
-                f"{100 * (batch / first - 1):+.1f} %" if first else "-",
-                str(each.max_batch(packed, self.device_bytes)),
-                str(PAPER[each.model][3 + (bits or 0)]) if known else "-",
-            )
+            return str(PAPER[measured.model][3 + (bits or 0)]) if known else "-"
 
-    def _notes(self):
-        each = self._alone
-        if each is not None:
-            yield from _facts(each)
-            yield ""
-            yield "kept, batch: the paper's arithmetic, the nonlinear part at b of 32 bits."
-            yield "fewbit's: the batch with the bytes that fewbit's layers keep."
-            stand_in = each.activation
-            if stand_in is not None and stand_in == paper_activation(each.model):
-                yield f"{stand_in} in place of relu, as in the paper; --activation own: as it is."
-        else:
-            yield "kept: for backward; nonl.: the part kept by nothing but nonlinearities."
-            yield "batch: the largest, beside four copies of the model; then at 1, 2, ... bits."
-        yield "MB = 2^20 bytes, float32. docs/memory.md says how each figure is counted."
+        columns = (
+            Column("nonlinearities", lambda bits: counted(bits or 32, "bit"), "name"),
+            Column("kept MB", lambda bits: _mb(measured.kept(bits) / measured.batch), drop=4),
+            Column("saved", saved, drop=2),
+            Column("batch", lambda bits: str(self._batch(measured, bits))),
+            Column("gain", gain, drop=1),
+            Column("fewbit's", lambda bits: str(self._packed_batch(measured, bits))),
+            Column("paper", paper, drop=3),
+        )
+        unit = (
+            "tokens"
+            if models.family(measured.model) in models.TEXT
+            else f"x {measured.size} pixels"
+        )
+        using = f", {measured.activation}" if measured.activation else ""
+        title = f"{measured.model}{using}, {measured.size} {unit}, on a {_size(self.device_bytes)} device"
+        return View(title, columns, (None, *self.bits), list(_notes(measured)))
 
 
-def _facts(each):
-    printed = PAPER[each.model][:3] if each.like_paper else (None,) * 3
+UNITS_NOTE = "MB = 2^20 bytes, float32. docs/memory.md says how each figure is counted."
+
+
+def _notes(measured: Measurement) -> Iterator[str]:
+    yield from _facts(measured)
+    yield ""
+    yield "kept, batch: the paper's arithmetic, the nonlinear part at b of 32 bits."
+    yield "fewbit's: the batch with the bytes that fewbit's layers keep."
+    stand_in = measured.activation
+    if stand_in is not None and stand_in == paper_activation(measured.model):
+        yield f"{stand_in} in place of relu, as in the paper; --activation own: as it is."
+    yield UNITS_NOTE
+
+
+def _facts(measured: Measurement) -> Iterator[str]:
+    """Make the figures of one model, a line for each, beside those that the paper prints."""
+    printed = PAPER[measured.model][:3] if measured.like_paper else (None,) * 3
     figures = (
-        ("model", each.model_bytes, f"{each.parameters:,} parameters, and buffers"),
-        ("kept", each.activation_bytes / each.batch, "for backward, per sample"),
+        ("model", measured.model_bytes, f"{measured.parameters:,} parameters, and buffers"),
+        ("kept", measured.activation_bytes / measured.batch, "for backward, per sample"),
         (
             "nonlinear",
-            each.nonlinear_bytes / each.batch,
-            f"{100 * each.share:.1f} % of it, by nonlinearities alone",
+            measured.nonlinear_bytes / measured.batch,
+            f"{100 * measured.share:.1f} % of it, by nonlinearities alone",
         ),
     )
     for (name, value, comment), figure in zip(figures, printed, strict=True):
         paper = f"; paper {figure}" if figure is not None else ""
         yield f"{name:<10} {_mb(value):>8} MB  {comment}{paper}"
-    if each.batch != 1:
-        yield f"{'':<10} {_mb(each.activation_bytes):>8} MB  kept at batch {each.batch}"
-        total = COPIES * each.model_bytes + each.activation_bytes
+    if measured.batch != 1:
+        yield f"{'':<10} {_mb(measured.activation_bytes):>8} MB  kept at batch {measured.batch}"
+        total = COPIES * measured.model_bytes + measured.activation_bytes
         yield f"{'':<10} {_mb(total):>8} MB  with {COPIES} copies of the model"
-    if each.nonlinear_bytes < 0.01 * each.activation_bytes:
+    if measured.nonlinear_bytes < 0.01 * measured.activation_bytes:
         yield "Other layers keep what these nonlinearities keep; few-bit codes save nothing."
 
 
-def _mb(value):
+def _mb(value: float) -> str:
     return f"{value / MB:.1f}"
 
 
-def _size(value):
+def _size(value: int) -> str:
     unit = "GB" if value >= GB else "MB"
     return f"{value / UNITS[unit]:.4g} {unit}"
 

@@ -416,26 +416,25 @@ def list_(as_json):
     if as_json:
         _print_json(known)
         return
-    from rich.text import Text
+    from fewbit.render.view import Column, View
 
-    from fewbit.catalog.report import new_grid
+    columns = (
+        Column("function", lambda row: row["function"], "word"),
+        Column("domain", lambda row: "[{:g}, {:g}]".format(*row["domain"]), "word", drop=1),
+        Column("slopes", lambda row: _slopes(row["slopes"]), "word", drop=2),
+        Column("shipped", lambda row: _ranges(row["shipped_bits"]), "word"),
+        Column("parameters, aliases", _parameters_and_aliases, "text", least=24),
+    )
+    _console().print(View("", columns, known))
 
-    grid = new_grid()
-    for column in ("function", "domain", "slopes", "shipped", "parameters, aliases"):
-        grid.add_column(column, no_wrap=column != "parameters, aliases")
-    for each in known:
-        low, high = each["domain"]
-        more = [f"{name}={value:g}" for name, value in each["parameters"].items()]
-        more += [f"alias {', '.join(each['aliases'])}"] if each["aliases"] else []
-        cells = (
-            each["function"],
-            f"[{low:g}, {high:g}]",
-            ", ".join(str(s) if isinstance(s, str) else f"{s:.4g}" for s in each["slopes"]),
-            _ranges(each["shipped_bits"]),
-            "; ".join(more),
-        )
-        grid.add_row(*map(Text, cells))
-    _console().print(grid)
+
+def _slopes(slopes):
+    return ", ".join(slope if isinstance(slope, str) else f"{slope:.4g}" for slope in slopes)
+
+
+def _parameters_and_aliases(row):
+    parts = [f"{name}={value:g}" for name, value in row["parameters"].items()]
+    return "; ".join([*parts, *([f"alias {', '.join(row['aliases'])}"] if row["aliases"] else [])])
 
 
 def _describe(function):
@@ -505,7 +504,7 @@ def show(source, function, as_json, **problem):
 
         click.echo(dumps_tables(tables[0].function, tables))
     else:
-        from fewbit.catalog.report import tables_report
+        from fewbit.catalog.table_report import tables_report
 
         _console().print(tables_report(printable(source), tables))
 
@@ -554,16 +553,12 @@ def compare(names, bits, output, force, as_json):
     if output is not None and Path(output).suffix.lower() not in (".csv", ".json"):
         raise FewbitError(f"{output}: expected a file name that ends in .csv or .json")
     _check_output(output, force)
-    from fewbit.catalog.report import compare
+    from fewbit.catalog.comparison import compare
 
     with Progress() as progress:
         comparison = compare(names or None, bits or (1, 2, 3, 4), progress=progress)
     if output is not None:
-        from fewbit.files import write_atomic
-
-        csv = Path(output).suffix.lower() == ".csv"
-        text = comparison.to_csv() if csv else json.dumps(comparison.records(), indent=2) + "\n"
-        write_atomic(output, text, force=force)
+        comparison.save(output, force=force)
     if as_json:
         _print_json(comparison.records())
         return
@@ -610,7 +605,10 @@ def verify(files, function, as_json):
     if as_json:
         _print_json([_finding_record(finding) for finding in findings])
     elif results:
-        _console().print(_verification(results))
+        view, problems = _verification(results)
+        _console().print(view)
+        for line in ["", *problems] if problems else []:
+            click.echo(line)
     if unreadable:
         click.get_current_context().exit(BAD_INPUT)
     if any(finding.problems for finding in findings):
@@ -649,39 +647,30 @@ def _finite(number):
 
 
 def _verification(results):
-    """A line per file, then a line per problem."""
-    from rich.console import Group
-    from rich.text import Text
+    """Return a view with a line for each file, and a list with a line for each problem."""
+    from fewbit.render.view import Column, View
 
-    from fewbit.catalog.report import new_grid
-
-    grid = new_grid()
-    for column in ("file", "tables", "largest deviation", "result"):
-        right = column in ("tables", "largest deviation")
-        grid.add_column(column, justify="right" if right else "left", overflow="fold")
-    problems = []
+    rows, problems = [], []
     for path, findings in results:
-        wrong = [
-            f"{path.name}, tables[{each.index}]: {problem}"
-            for each in findings
-            for problem in each.problems
+        wrong = [(finding, problem) for finding in findings for problem in finding.problems]
+        unchecked = [(finding, finding.unchecked) for finding in findings if finding.unchecked]
+        problems += [
+            printable(f"{path.name}, tables[{finding.index}]: {problem}")
+            for finding, problem in wrong + unchecked
         ]
-        unchecked = [
-            f"{path.name}, tables[{each.index}]: {each.unchecked}"
-            for each in findings
-            if each.unchecked
-        ]
-        problems += wrong + unchecked
+        verdict = "holds", "green"
         if wrong:
-            verdict = Text(f"{len(wrong)} wrong", "red")
+            verdict = f"{len(wrong)} wrong", "red"
         elif unchecked:
-            verdict = Text(f"{len(unchecked)} not checked", "yellow")
-        else:
-            verdict = Text("holds", "green")
-        grid.add_row(
-            Text(printable(path.name)), str(len(findings)), Text(_deviation(findings)), verdict
-        )
-    return Group(grid, *([""] if problems else []), *map(Text, map(printable, problems)))
+            verdict = f"{len(unchecked)} not checked", "yellow"
+        rows.append((printable(path.name), str(len(findings)), _deviation(findings), *verdict))
+    columns = (
+        Column("file", lambda row: row[0], "text"),
+        Column("tables", lambda row: row[1]),
+        Column("largest deviation", lambda row: row[2]),
+        Column("result", lambda row: row[3], "word", style=lambda row: row[4]),
+    )
+    return View("", columns, rows), problems
 
 
 def _deviation(findings):
@@ -836,9 +825,9 @@ def plan_(name, batch, batches, size, policies, share, draws, output, force, as_
         raise FewbitError(f"{output}: expected a file name that ends in {', '.join(endings)}")
     _check_output(output, force)
     if output is not None and Path(output).suffix.lower() in (".png", ".svg"):
-        from fewbit.table.plot import check_matplotlib
+        from fewbit.render.figures import matplotlib
 
-        check_matplotlib()  # before minutes of work, not after them
+        matplotlib()  # before minutes of work, not after them
     work = _workload(name, **_given(batch=batch, batches=batches, size=size))
     from fewbit.planning.candidates import default_candidates
     from fewbit.planning.plan import plan
@@ -846,7 +835,7 @@ def plan_(name, batch, batches, size, policies, share, draws, output, force, as_
     candidates = default_candidates(work[0], policies) if policies else None
     found = plan(*work, **_given(candidates=candidates, share=share, draws=draws))
     if output is not None:
-        _save_plan(found, output, force)
+        found.save(output, force=force)
     if as_json:
         _print_json(found.to_dict())
         return
@@ -910,17 +899,6 @@ def _called(name):
 def _kind(value):
     length = f" of {len(value)}" if isinstance(value, tuple) else ""
     return f"a {type(value).__name__}{length}"
-
-
-def _save_plan(found, output, force):
-    from fewbit.files import write_atomic
-
-    ending = Path(output).suffix.lower()
-    if ending in (".png", ".svg"):
-        found.plot(output, force=force)
-    else:
-        texts = {".json": found.to_json, ".html": found.to_html, ".csv": found.to_csv}
-        write_atomic(output, texts[ending](), force=force)
 
 
 @app.command()
@@ -1001,10 +979,7 @@ def demo(steps, seeds, bits, everything, average, all_arms, output, force, as_js
         if error.name != "torch":
             raise
         raise FewbitError("demo needs torch: pip install torch") from None
-    from fewbit.demo.report import DemoReport, picture
     from fewbit.demo.training import Settings
-    from fewbit.files import write_atomic
-    from fewbit.table.plot import render
 
     try:  # before the work: a directory that cannot be made is better known now
         directory.mkdir(parents=True, exist_ok=True)
@@ -1024,12 +999,12 @@ def demo(steps, seeds, bits, everything, average, all_arms, output, force, as_js
             **(EVERY_ARM if all_arms else {})
             | _given(bits=bits or None, everything=everything or None, average=average or None),
         )
-    write_atomic(paths[0], render(picture(result)), force=force)
-    write_atomic(paths[1], json.dumps(result.to_dict(), indent=1) + "\n", force=force)
+    for path in paths:
+        result.save(path, force=force)
     if as_json:
         _print_json(result.to_dict())
         return
-    _console().print(DemoReport(result))
+    _console().print(result)
     click.echo("\n" + printable(f"saved to {paths[0]} and {paths[1]}"))
 
 
@@ -1041,7 +1016,7 @@ def _show_table(table, as_json):
     if as_json:
         click.echo(table.dumps())
         return
-    from fewbit.catalog.report import TableReport
+    from fewbit.catalog.table_report import TableReport
 
     _console().print(TableReport(table))
 

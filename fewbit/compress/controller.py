@@ -14,8 +14,8 @@ from fewbit.convert.report import Report
 from fewbit.errors import InputError
 from fewbit.policies.adaptive import AdaptivePolicy
 from fewbit.policies.allocation_report import Allocated, Allocation
+from fewbit.policies.error_bound.bounds import Bounded, Bounds
 from fewbit.policies.error_bound.policy import POLICY, ErrorBoundPolicy
-from fewbit.policies.error_bound.report import Bounded, Bounds
 from fewbit.policies.probing import SAMPLES
 from fewbit.runtime.saved.offload import Offload
 from fewbit.runtime.saved.session import Session, sessions_of
@@ -24,7 +24,7 @@ from fewbit.sizes import counted
 from fewbit.text import printable
 
 if TYPE_CHECKING:
-    from fewbit.analysis.gradient_ratio_report import GradientRatio
+    from fewbit.analysis.gradient_ratio import GradientRatio
 
 
 class Controller:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from fewbit.analysis.meter import SavedBytes, alone, saved_bytes
-from fewbit.analysis.meter_report import amount
 from fewbit.compress import fused
 from fewbit.compress.allocator import use_expandable_segments
 from fewbit.compress.controller import Controller
@@ -38,6 +37,7 @@ from fewbit.policies.error_bound.estimates import WINDOWS
 from fewbit.policies.error_bound.policy import INTERVAL as BOUND_INTERVAL
 from fewbit.policies.error_bound.policy import POLICY, Bound, ErrorBoundPolicy
 from fewbit.policies.probing import check_interval
+from fewbit.render.formats import amount
 from fewbit.runtime.activations.tables import check_average, check_bits, plain_number
 from fewbit.runtime.codecs import DEFAULT as QUANT
 from fewbit.runtime.codecs import check_codec

@@ -3,175 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from fewbit._version import __version__
 from fewbit.analysis.meter import saved_bytes
 from fewbit.compress.convert import ATTENTION_BITS, compress_
 from fewbit.demo import training
 from fewbit.demo.parallel import run_all
+from fewbit.demo.result import Arm, Demo
 from fewbit.demo.text import Corpus, python_topics
 from fewbit.errors import FewbitError
 from fewbit.nn import GELU
 from fewbit.runtime import backends
-from fewbit.sizes import counted
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
 """The results of `fewbit demo --all --seeds 5`; the file is part of a checkout, not of the package."""
-CURVE_POINTS = 30
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One configuration. bits: None for torch.nn.GELU. Runs are in the order of the seeds.
-
-    everything: the whole model is compressed, with so many bits for quantized inputs (None: not), at that level.
-    activation_bytes, model_bytes: kept for backward in one step by the GELUs, and by the whole model (counted by
-    :func:`fewbit.saved_bytes`). seconds: of all its runs.
-    """
-
-    bits: int | None
-    activation_bytes: int
-    model_bytes: int
-    runs: tuple[training.Run, ...]
-    seconds: float
-    everything: float | None = None
-    level: str = "L2"
-
-    @property
-    def name(self) -> str:
-        if self.everything is not None:
-            start = "all" if self.level == "L2" else self.level
-            return f"{start} {counted(self.everything, 'bit')}"
-        if self.bits is None:
-            return "exact"
-        return counted(self.bits, "bit")
-
-    @property
-    def finals(self) -> list[float]:
-        return [run.final for run in self.runs]
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.finals)
-
-    @property
-    def std(self) -> float | None:
-        """The sample standard deviation over seeds; None for one seed."""
-        return statistics.stdev(self.finals) if len(self.runs) > 1 else None
-
-    def differences(self, exact: Arm) -> list[float]:
-        """Of the final losses, seed by seed."""
-        return [ours - theirs for ours, theirs in zip(self.finals, exact.finals, strict=True)]
-
-    def curve(self) -> tuple[list[float], list[float]]:
-        """(steps, mean training losses of the blocks of steps around them), over all seeds."""
-        losses = [
-            statistics.fmean(each) for each in zip(*(r.train for r in self.runs), strict=True)
-        ]
-        size = max(1, len(losses) // CURVE_POINTS)
-        blocks = [losses[i : i + size] for i in range(0, len(losses), size)]
-        middles = [i * size + (len(block) + 1) / 2 for i, block in enumerate(blocks)]
-        return middles, [statistics.fmean(block) for block in blocks]
-
-
-@dataclass(frozen=True)
-class Yardstick:
-    """The standard deviation of exact's final loss over seeds, and where it comes from."""
-
-    std: float
-    seeds: int
-    stored: bool
-
-
-@dataclass(frozen=True)
-class Demo:
-    """``arms``: the exact one first. ``stored``: the document at STORED if it is of these settings."""
-
-    settings: training.Settings
-    characters: int
-    backend: str
-    arms: tuple[Arm, ...]
-    stored: dict | None = None
-
-    @property
-    def exact(self) -> Arm:
-        return self.arms[0]
-
-    @property
-    def seeds(self) -> int:
-        return len(self.exact.runs)
-
-    @property
-    def seconds(self) -> float:
-        return sum(arm.seconds for arm in self.arms)
-
-    @property
-    def yardstick(self) -> Yardstick | None:
-        """From these runs if they have several seeds, else from the stored ones."""
-        if self.exact.std is not None:
-            return Yardstick(self.exact.std, self.seeds, stored=False)
-        if self.stored is None:
-            return None
-        return Yardstick(self.stored["arms"][0]["std"], self.stored["seeds"], stored=True)
-
-    def distance(self, arm: Arm) -> float | None:
-        """The mean difference to exact in standard deviations; None without a yardstick."""
-        if self.yardstick is None or self.yardstick.std == 0:
-            return None
-        return statistics.fmean(arm.differences(self.exact)) / self.yardstick.std
-
-    def to_dict(self) -> dict:
-        """Everything as JSON-able values; losses in nats per character."""
-        return {
-            "machine": {
-                "system": platform.platform(terse=True),
-                "cores": os.cpu_count(),
-                "instructions": torch.backends.cpu.get_cpu_capability(),
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "fewbit": __version__,
-                "backend": self.backend,
-            },
-            "settings": asdict(self.settings),
-            "characters": self.characters,
-            "seeds": self.seeds,
-            "arms": [self._arm_record(arm) for arm in self.arms],
-        }
-
-    def _arm_record(self, arm: Arm) -> dict:
-        differences = arm.differences(self.exact)
-        distance = self.distance(arm)
-        steps, losses = arm.curve()
-        return {
-            "name": arm.name,
-            "bits": arm.bits,
-            "everything": arm.everything,
-            "level": arm.level if arm.everything is not None else None,
-            "activation_bytes": arm.activation_bytes,
-            "model_bytes": arm.model_bytes,
-            "seconds": round(arm.seconds, 2),
-            "finals": arm.finals,
-            "mean": arm.mean,
-            "std": arm.std,
-            "difference": statistics.fmean(differences),
-            "difference_std": statistics.stdev(differences) if len(differences) > 1 else None,
-            "within_one_std": None if distance is None else abs(distance) <= 1,
-            "curve": {"steps": steps, "losses": [round(loss, 5) for loss in losses]},
-        }
-
-
 ACTIVATION_BITS = 3
 """Of GELU where everything is compressed."""
 EVERY_ARM = {"bits": (1, 2, 3, 4), "everything": (2,), "average": (2,)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from fewbit.analysis.meter_report import amount
 from fewbit.errors import FewbitError, InputError
+from fewbit.render.formats import amount
 from fewbit.runtime.activations.tables import plain_number
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import words_of_total

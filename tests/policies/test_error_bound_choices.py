@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fewbit.errors import BoundWarning, InputError
 from fewbit.policies.error_bound import tables
 from fewbit.policies.error_bound.bits import least_average, sizes
+from fewbit.policies.error_bound.bounds import Bounded
 from fewbit.policies.error_bound.codecs import CodecKeeper, Exactly
 from fewbit.policies.error_bound.estimates import Estimate, Known, Pair
 from fewbit.policies.error_bound.formulas.shares import polynomial_error
@@ -25,7 +26,6 @@ from fewbit.policies.error_bound.probe import (
     GradientConstraint,
     TensorNorms,
 )
-from fewbit.policies.error_bound.report import Bounded
 from fewbit.policies.error_bound.sums import DEMANDS, BoundTables, combined, number_of
 
 EXPECTED, MEASURED = "in expectation", "measured"

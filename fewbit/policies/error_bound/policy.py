@@ -305,7 +305,7 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- What was found ----------------------------------------------------------------------------------
 
     def rows(self) -> list[tuple]:
-        """The fields of `report.Bounded`, of all variables and activations."""
+        """The fields of `bounds.Bounded`, of all variables and activations."""
         e2, window, found = self.bound.e2, self.bound.window, []
         for name, known in self.known.items():
             choice = self.choices.get(name) or self._choice(known)

@@ -1,0 +1,55 @@
+"""A table as HTML for notebooks: its facts, its picture, its levels and pieces."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fewbit.render import html
+from fewbit.render.view import Column, View
+from fewbit.sizes import counted
+from fewbit.table import Table, describe_weight
+from fewbit.table.plot import headline, plot_table
+
+FACTS = (Column("", lambda fact: fact[0], "word"), Column("", lambda fact: fact[1], "text"))
+
+
+def table_html(table: Table) -> str:
+    """Return a table as HTML. The picture needs matplotlib; without it there is none."""
+    facts = [
+        ("weight", describe_weight(table)),
+        ("form", f"{table.form}, tails {table.tails}"),
+        ("size", f"{counted(len(table.levels), 'level')}, {counted(table.n_pieces, 'piece')}"),
+        (
+            "error",
+            f"{table.error:.6g} (lower bound {table.lower_bound:.6g}, gap {100 * table.gap:.2g} %)",
+        ),
+        ("relative error", f"{table.relative_error:.6g}"),
+        (
+            "solver",
+            f"fewbit {table.solver['version']}, grid {table.solver['grid']}, revision {table.revision}",
+        ),
+    ]
+    if table.knots is not None:
+        knots = f"{len(table.knots.points)} knots, error {table.knots_error:.3g}"
+        facts.append(("stand-in", knots))
+    picture = partial(plot_table, table)
+    return html.block(View(headline(table), FACTS, facts, figure=picture, more=[_pieces(table)]))
+
+
+def _pieces(table: Table) -> View:
+    edges = ["-∞", *(f"{x:.6g}" for x in table.breaks), "∞"]
+    sides = ["left", *table.closed, "right"]  # infinity belongs to no piece
+
+    def interval(i: int) -> str:
+        opening = "[" if sides[i] == "left" and i else "("
+        closing = "]" if sides[i + 1] == "right" and i + 1 < table.n_pieces else ")"
+        return f"{opening}{edges[i]}, {edges[i + 1]}{closing}"
+
+    columns = (
+        Column("piece", str),
+        Column("x", interval),
+        Column("level", lambda i: str(table.codes[i])),
+        Column("value", lambda i: f"{table.levels[table.codes[i]]:.8g}"),
+    )
+    title = "lower level of each piece" if table.objective == "unbiased" else "levels and pieces"
+    return View(title, columns, range(table.n_pieces), is_folded=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import numpy as np
 
@@ -128,18 +126,7 @@ class VarianceProfile(Document):
 
     def records(self) -> list[dict]:
         """Return a dict for each module with parameters, in the order of the forward."""
-        columns = {
-            "sampling": self.sampling,
-            "sampling_error": self.sampling_error,
-            "quantization": self.quantization,
-            "quantization_error": self.quantization_error,
-            "direct": self.direct,
-            "direct_error": self.direct_error,
-            "agreement": self.agreement,
-            "bias": self.bias,
-            "bias_error": self.bias_error,
-            "own": self.own,
-        }
+        columns = {name: getattr(self, name) for name in RECORDED}
         return [
             {"parameters": name} | {key: float(values[i]) for key, values in columns.items()}
             for i, name in enumerate(self.parameters)
@@ -159,28 +146,20 @@ class VarianceProfile(Document):
     def view(self) -> View:
         """Modules by their quantization variance, largest first, and all of them together."""
         columns = (
-            Column("module", lambda row: module_name(row.name), "name", least=24),
-            Column("sampling", lambda row: _variance(row.sampling)),
-            Column("±", lambda row: _error(row.sampling, row.sampling_error), drop=3),
-            Column("rounding", lambda row: _variance(row.rounding)),
-            Column("±", lambda row: _error(row.rounding, row.rounding_error), drop=2),
-            Column("direct", lambda row: _variance(row.direct), drop=5),
-            Column("±", lambda row: _error(row.direct, row.direct_error), drop=1),
-            Column("own", lambda row: _share(row.own, row.rounding), drop=4),
+            Column("module", lambda row: module_name(row["parameters"]), "name", least=24),
+            _variances("sampling"),
+            _errors("sampling", drop=3),
+            _variances("quantization", "rounding"),
+            _errors("quantization", drop=2),
+            _variances("direct", drop=5),
+            _errors("direct", drop=1),
+            Column("own", lambda row: _share(row["own"], row["quantization"]), drop=4),
         )
-        arrays = (
-            self.sampling,
-            self.sampling_error,
-            self.quantization,
-            self.quantization_error,
-            self.direct,
-            self.direct_error,
-            self.own,
+        records = self.records()
+        rows = [records[i] for i in np.argsort(-self.quantization, kind="stable")]
+        return View(
+            self.title, columns, rows, self._notes(), _sum("all", rows), _rest, figure=self.plot
         )
-        rows = [_Row(*values) for values in zip(self.parameters, *arrays, strict=True)]
-        rows = [rows[i] for i in np.argsort(-self.quantization, kind="stable")]
-        total = _sum("all", rows)
-        return View(self.title, columns, rows, self._notes(), total, _rest, figure=self.plot)
 
     def _notes(self) -> list[str]:
         worst = int(np.abs(np.nan_to_num(self.agreement)).argmax())
@@ -212,70 +191,44 @@ class VarianceProfile(Document):
                 named.append(f"{module_name(source)} to {module_name(target)} ({share})")
         return ", ".join(named)
 
-    def plot(self, path: str | os.PathLike | None = None, force: bool = False):
-        """Draw the heat map of ActNN's figure 8: a row for each source of noise, a column for each module's gradient.
-
-        Both are in the order of the forward. The last row is the sampling variance; colors are logarithmic, white is
-        none.
-
-        Args:
-            path: Also save the figure, as .png or .svg.
-            force: Replace the file if it exists.
-
-        Returns:
-            The matplotlib Figure.
-
-        Raises:
-            FewbitError: The file's ending is another one, or matplotlib is not installed.
-            OutputExistsError: The file exists and `force` is false.
-        """
-        rows, columns = len(self.contexts) + 2, len(self.parameters)
-        cells = [max(0.14, min(0.3, 9 / count)) for count in (columns, rows)]
-        return figures.draw(
-            lambda figure: _draw(figure, self, 72 * min(cells)),
-            3.4 + cells[0] * columns,
-            2.4 + cells[1] * rows,
-            path,
-            force,
-        )
+    def _draw(self, figure) -> None:
+        _draw_heat_map(figure, self)
 
 
 ARRAYS = tuple(field.name for field in fields(VarianceProfile) if field.type == "np.ndarray")
 MATRICES = "terms", "terms_error"
+RECORDED = (
+    *("sampling", "sampling_error", "quantization", "quantization_error", "direct", "direct_error"),
+    *("agreement", "bias", "bias_error", "own"),
+)
 
 
-class _Row(NamedTuple):
-    """A line of the table: the variances of a module, or of several modules without standard errors."""
-
-    name: str
-    sampling: float
-    sampling_error: float
-    rounding: float
-    rounding_error: float
-    direct: float
-    direct_error: float
-    own: float
-
-
-def _rest(rows: Sequence[_Row]) -> _Row:
+def _rest(rows: Sequence[dict]) -> dict:
     return _sum(f"… and {len(rows)} more", rows)
 
 
-def _sum(name: str, rows: Sequence[_Row]) -> _Row:
-    def total(column: str) -> float:
-        return sum(getattr(row, column) for row in rows)
-
-    unknown = math.nan
-    sampling, rounding, direct = (total(name) for name in ("sampling", "rounding", "direct"))
-    return _Row(name, sampling, unknown, rounding, unknown, direct, unknown, total("own"))
+def _sum(name: str, rows: Sequence[dict]) -> dict:
+    """Make a row of several modules, without standard errors."""
+    unknown = {key: math.nan for key in rows[0]}
+    names = "sampling", "quantization", "direct", "own"
+    return unknown | {key: sum(row[key] for row in rows) for key in names} | {"parameters": name}
 
 
-def _error(value: float, error: float) -> str:
-    """Format a standard error as a share of the value."""
-    if not value or not math.isfinite(value) or not math.isfinite(error):
-        return ""
-    percent = 100 * error / abs(value)
-    return f"{percent:.0f}%" if percent >= 0.5 or not percent else "<1%"
+def _variances(name: str, title: str = "", drop: int = 0) -> Column:
+    return Column(title or name, lambda row: _variance(row[name]), drop=drop)
+
+
+def _errors(name: str, drop: int) -> Column:
+    """Make the column of standard errors, as shares of the values."""
+
+    def cell(row: dict) -> str:
+        value, error = row[name], row[f"{name}_error"]
+        if not value or not math.isfinite(value) or not math.isfinite(error):
+            return ""
+        percent = 100 * error / abs(value)
+        return f"{percent:.0f}%" if percent >= 0.5 or not percent else "<1%"
+
+    return Column("±", cell, drop=drop)
 
 
 def _variance(value: float) -> str:
@@ -287,10 +240,17 @@ def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole else ""
 
 
-def _draw(figure, profile: VarianceProfile, room: float) -> None:
-    """Draw the heat map; `room` is the distance between the labels of two rows or columns in points."""
+def _draw_heat_map(figure, profile: VarianceProfile) -> None:
+    """Draw ActNN's figure 8: a row for each source of noise, a column for each module's gradient, in order of the forward.
+
+    The last row is the sampling variance; colors are logarithmic, white is none.
+    """
     from matplotlib.colors import LogNorm
 
+    rows, columns = len(profile.contexts) + 2, len(profile.parameters)
+    width, height = (max(0.14, min(0.3, 9 / count)) for count in (columns, rows))
+    figure.set_size_inches(3.4 + width * columns, 2.4 + height * rows)
+    room = 72 * min(width, height)  # points between the labels of two rows or columns
     axes = figure.subplots()
     gap = np.full((1, len(profile.parameters)), np.nan)
     values = np.concatenate([profile.terms, gap, profile.sampling[None]])

@@ -232,8 +232,7 @@ class SavedBytes(Result):
         if by not in ("module_type", "module"):
             raise FewbitError(f"by: expected module_type or module, got {by!r}")
         bars = self._bars(by, depth)
-        height = 1.3 + 0.3 * max(1, len(bars))
-        return figures.draw(lambda figure: _draw(figure, bars, self), 7.2, height, path, force)
+        return figures.draw(lambda figure: _draw_bars(figure, bars, self), path, force)
 
     def _bars(self, by: str, depth: int | None) -> dict[str, dict[str, int]]:
         """Return {bar: {kind: bytes}}, largest first, the smallest ones together in the last."""
@@ -311,7 +310,8 @@ def _common(paths: Sequence[str]) -> str:
     return ".".join(same[0] if len(set(same)) == 1 else "*" for same in parts)
 
 
-def _draw(figure, bars: dict[str, dict[str, int]], saved: SavedBytes) -> None:
+def _draw_bars(figure, bars: dict[str, dict[str, int]], saved: SavedBytes) -> None:
+    figure.set_size_inches(7.2, 1.3 + 0.3 * max(1, len(bars)))
     axes, unit, names = figure.subplots(), unit_of(saved.total, "MiB"), list(bars)
     left = [0.0] * len(names)
     for kind in saved._kinds():

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 def draw_demo(figure, demo: Demo) -> None:
     """Draw both parts into an empty figure."""
+    figure.set_size_inches(9.2, 3.9)
     left, right = figure.subplots(1, 2, width_ratios=[1.7, 1])
     colors = _colors(len(demo.arms))
     _draw_curves(left, demo, colors)

@@ -13,7 +13,6 @@ import torch
 from fewbit._version import __version__
 from fewbit.demo import training
 from fewbit.demo.picture import draw_demo
-from fewbit.render import figures
 from fewbit.render.formats import amount
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
@@ -236,21 +235,8 @@ class Demo(Result):
             verdict = "within" if arm["within_one_std"] else "not within"
             yield f"  {arm['name']:{width}} {arm['difference']:+.4f}, {verdict} one std"
 
-    def plot(self, path: str | os.PathLike | None = None, force: bool = False):
-        """Draw training curves, and the distance of each final loss from exact's.
-
-        Args:
-            path: Also save the figure, as .png or .svg.
-            force: Replace the file if it exists.
-
-        Returns:
-            The matplotlib Figure.
-
-        Raises:
-            FewbitError: The file's ending is another one, or matplotlib is not installed.
-            OutputExistsError: The file exists and `force` is false.
-        """
-        return figures.draw(lambda figure: draw_demo(figure, self), 9.2, 3.9, path, force)
+    def _draw(self, figure) -> None:
+        draw_demo(figure, self)
 
 
 def _with_spread(values: list[float], form: str) -> str:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from fewbit.planning.candidates import Candidate
 from fewbit.planning.picture import draw_plan
-from fewbit.render import figures
 from fewbit.render.documents import Document
 from fewbit.render.formats import amount, digits, unit_of
 from fewbit.render.result import finite
@@ -247,24 +245,8 @@ class TrainingPlan(Document):
             "Bits that adapt take longer in the few steps that observe",
         ]
 
-    def plot(self, path: str | os.PathLike | None = None, force: bool = False):
-        """Draw memory against gradient error, a curve for each policy, both logarithmic.
-
-        Lines mark the variance between minibatches and the share of it that is allowed, a ring the recommended
-        candidate. An error of 0, or below the picture, lies on its lower edge.
-
-        Args:
-            path: Also save the figure, as .png or .svg.
-            force: Replace the file if it exists.
-
-        Returns:
-            The matplotlib Figure.
-
-        Raises:
-            FewbitError: The file's ending is another one, or matplotlib is not installed.
-            OutputExistsError: The file exists and `force` is false.
-        """
-        return figures.draw(lambda figure: draw_plan(figure, self), 7.2, 5.2, path, force)
+    def _draw(self, figure) -> None:
+        draw_plan(figure, self)
 
 
 def _column(title: str, cell: Callable[[Planned], str], exact: str = "", **options) -> Column:

@@ -33,63 +33,45 @@ STYLE = {
 }
 
 
-def draw(
-    fill: Callable,
-    width: float,
-    height: float,
-    path: str | os.PathLike | None = None,
-    force: bool = False,
-):
-    """Make a figure in the common style, and save it if a path is given.
+def draw(fill: Callable, path: str | os.PathLike | None = None, force: bool = False, figure=None):
+    """Draw a figure in the common style, and save it if a path is given.
 
     Args:
-        fill: Draws into the empty figure that it gets.
-        width: The width in inches.
-        height: The height in inches.
+        fill: Draws into the matplotlib Figure that it gets, and sets the size of a new one.
         path: A file name that ends in .png or .svg.
         force: Replace the file if it exists.
+        figure: The figure to draw into, by default a new one.
 
     Returns:
-        The matplotlib Figure.
+        The figure, which shows itself in a notebook.
 
     Raises:
         FewbitError: The file name has another ending, or matplotlib is not installed.
         OutputExistsError: The file exists and `force` is false.
     """
-    check_suffix(path)
+    if path is not None and Path(path).suffix.lower() not in (".png", ".svg"):
+        raise FewbitError(f"{path}: expected a file name that ends in .png or .svg")
     with style():
-        figure = new_figure(width, height)
+        figure = new_figure() if figure is None else figure
         fill(figure)
-    return finish(figure, path, force)
+    if path is not None:
+        write_atomic(path, render(figure, Path(path).suffix.lower()[1:]), force=force)
+    return figure
+
+
+def new_figure():
+    """Make an empty figure, which shows itself in a notebook although pyplot has not made it."""
+    matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained", facecolor="white")
+    figure._repr_png_ = partial(render, figure, dpi=80)
+    return figure
 
 
 def style():
     """Return a context in which matplotlib draws in the common style."""
     return matplotlib().rc_context(STYLE)
-
-
-def new_figure(width: float, height: float):
-    """Make an empty matplotlib Figure, sizes in inches, which shows itself in a notebook."""
-    matplotlib()
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    # A Figure made without pyplot does not show in a notebook by itself.
-    figure._repr_png_ = partial(render, figure, dpi=80)
-    return figure
-
-
-def check_suffix(path: str | os.PathLike | None) -> None:
-    """Raise FewbitError if the path is given and ends in neither .png nor .svg."""
-    if path is not None and Path(path).suffix.lower() not in (".png", ".svg"):
-        raise FewbitError(f"{path}: expected a file name that ends in .png or .svg")
-
-
-def finish(figure, path: str | os.PathLike | None, force: bool):
-    """Save a figure if a path is given, and return it."""
-    if path is not None:
-        write_atomic(path, render(figure, Path(path).suffix.lower()[1:]), force=force)
-    return figure
 
 
 def render(figure, format: str = "png", dpi: int = 160) -> bytes:

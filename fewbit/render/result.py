@@ -11,14 +11,15 @@ from pathlib import Path
 
 from fewbit.errors import FewbitError
 from fewbit.files import write_atomic
-from fewbit.render import html, terminal
+from fewbit.render import figures, html, terminal
 from fewbit.render.view import View
 
 
 class Result:
     """A result that shows itself in a terminal (rich, `str`) and in a notebook, and is written as CSV, JSON and HTML.
 
-    A subclass has `records()` and `view()`, and may have `document()`, if JSON holds more than the records, and `plot()`.
+    A subclass has `records()` and `view()`, and may have `document()`, if JSON holds more than the records, and `_draw()`, if
+    there is a picture.
     """
 
     def records(self) -> list[dict]:
@@ -90,7 +91,19 @@ class Result:
             writers.get(ending, self.to_json)(path, force)
 
     def plot(self, path: str | os.PathLike | None = None, force: bool = False):
-        """Raise FewbitError: this result has no picture."""
+        """Draw the picture of the result. The arguments are those of `to_csv`; the file's name ends in .png or .svg.
+
+        Returns:
+            The matplotlib Figure.
+
+        Raises:
+            FewbitError: The result has no picture, the name has another ending, or matplotlib is not installed.
+            OutputExistsError: The file exists and `force` is false.
+        """
+        return figures.draw(self._draw, path, force)
+
+    def _draw(self, figure) -> None:
+        """Draw into an empty figure."""
         raise FewbitError(f"expected a result that has a picture, got {type(self).__name__}")
 
 

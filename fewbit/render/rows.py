@@ -24,11 +24,7 @@ class Rows(Result, Sequence):
     _not_observed = "not observed"  # begins the line that names such layers
 
     def __init__(
-        self,
-        rows: Iterable,
-        empty: str,
-        ended: str,
-        unobserved: Mapping[str, str] | None = None,
+        self, rows: Iterable, empty: str, ended: str, unobserved: Mapping[str, str] | None = None
     ):
         self._rows = tuple(rows)
         self._why = dict(unobserved or {})

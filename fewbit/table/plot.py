@@ -117,15 +117,9 @@ def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, for
     ax: draw f' and q into these axes only. If f' is not known, q alone is drawn.
     Raises FewbitError for another suffix, or if matplotlib is not installed.
     """
-    figures.check_suffix(path)
-    with figures.style():
-        if ax is not None:
-            figure = ax.figure
-            _draw_values(ax, table, legend=True)
-            ax.set_title(literal(headline(table)), loc="left")
-        else:
-            figure = _draw_figure(table)
-    return figures.finish(figure, path, force)
+    if ax is None:
+        return figures.draw(lambda figure: _draw_figure(figure, table), path, force)
+    return figures.draw(lambda _: _draw_axes(ax, table), path, force, ax.figure)
 
 
 def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, force: bool = False):
@@ -134,26 +128,27 @@ def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, fo
     Of several tables with the same function, form and bits the last one is drawn. `path`, `force` and the
     errors are those of plot_table; FewbitError also if there is no table.
     """
-    figures.check_suffix(path)
     cells = {(describe_function(table), (table.form, table.bits)): table for table in tables}
     if not cells:
         raise FewbitError("tables: expected at least one table to plot, got none")
+    return figures.draw(lambda figure: _draw_grid(figure, cells), path, force)
+
+
+def _draw_grid(figure, cells: dict[tuple, Table]) -> None:
     rows = list(dict.fromkeys(name for name, _ in cells))
     columns = sorted({column for _, column in cells})
     forms = {form for form, _ in columns}
-    with figures.style():
-        figure = figures.new_figure(0.6 + 2.7 * len(columns), 0.4 + 1.9 * len(rows))
-        axes = figure.subplots(len(rows), len(columns), squeeze=False)
-        for i, name in enumerate(rows):
-            for j, column in enumerate(columns):
-                _draw_cell(
-                    axes[i, j],
-                    cells.get((name, column)),
-                    legend=i == 0 and j == 0,
-                    label=name if j == 0 else None,
-                    form=column[0] if len(forms) > 1 else None,
-                )
-    return figures.finish(figure, path, force)
+    figure.set_size_inches(0.6 + 2.7 * len(columns), 0.4 + 1.9 * len(rows))
+    axes = figure.subplots(len(rows), len(columns), squeeze=False)
+    for i, name in enumerate(rows):
+        for j, column in enumerate(columns):
+            _draw_cell(
+                axes[i, j],
+                cells.get((name, column)),
+                legend=i == 0 and j == 0,
+                label=name if j == 0 else None,
+                form=column[0] if len(forms) > 1 else None,
+            )
 
 
 def headline(table: Table) -> str:
@@ -163,9 +158,14 @@ def headline(table: Table) -> str:
     return f"{describe_function(table)}, {counted(table.bits, 'bit')}{kind}: {quality}"
 
 
-def _draw_figure(table: Table):
+def _draw_axes(axes, table: Table) -> None:
+    _draw_values(axes, table, legend=True)
+    axes.set_title(literal(headline(table)), loc="left")
+
+
+def _draw_figure(figure, table: Table) -> None:
     function = table.activation
-    figure = figures.new_figure(7.2, 5.0 if function is not None else 3.6)
+    figure.set_size_inches(7.2, 5.0 if function is not None else 3.6)
     if function is None:
         axes = figure.subplots()
         _draw_values(axes, table, legend=True)
@@ -176,7 +176,6 @@ def _draw_figure(table: Table):
         _draw_error(below, table, function)
     axes.set_title(literal(headline(table)), loc="left", color=INK, fontweight="bold")
     axes.set_title(literal(describe_weight(table)), loc="right", color=MUTED, fontsize=9)
-    return figure
 
 
 def _level_colors(table: Table) -> np.ndarray:

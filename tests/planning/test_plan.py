@@ -778,7 +778,9 @@ def test_a_label_stands_beside_its_own_point():
     ],
 )
 def test_labels_are_where_no_line_is(lines, side):
-    axes = figures.new_figure(4, 4).subplots()
+    figure = figures.new_figure()
+    figure.set_size_inches(4, 4)
+    axes = figure.subplots()
     for line in lines:
         axes.plot(*line)
     axes.plot([0.5], [0.5], "o", markersize=5)

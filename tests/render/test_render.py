@@ -101,7 +101,7 @@ def test_html_escapes_every_text():
     bad, safe = "<b>&'\"", "&lt;b&gt;&amp;&#x27;&quot;"
     bar = [(bad, 0.25, "#123456")]
     part = View(bad, is_folded=True)
-    picture = View(bad, figure=lambda: figures.new_figure(1, 1))
+    picture = View(bad, figure=lambda: figures.new_figure())
     table = View(bad, [Column(bad, str)], [bad], [bad], bar=bar, more=[part, picture])
     page = html.page(table)
     assert bad not in page and page.count(safe) == 10

@@ -284,44 +284,54 @@ class MemoryReport(Result):
         )
         using = f", {measured.activation}" if measured.activation else ""
         title = f"{measured.model}{using}, {measured.size} {unit}, on a {_size(self.device_bytes)} device"
-        return View(title, columns, (None, *self.bits), list(_notes(measured)))
+        facts = [_facts(measured)]
+        return View(title, columns, (None, *self.bits), list(_notes(measured)), more=facts)
 
 
 UNITS_NOTE = "MB = 2^20 bytes, float32. docs/memory.md says how each figure is counted."
 
 
 def _notes(measured: Measurement) -> Iterator[str]:
-    yield from _facts(measured)
-    yield ""
     yield "kept, batch: the paper's arithmetic, the nonlinear part at b of 32 bits."
     yield "fewbit's: the batch with the bytes that fewbit's layers keep."
+    if measured.nonlinear_bytes < 0.01 * measured.activation_bytes:
+        yield "Other layers keep what these nonlinearities keep; few-bit codes save nothing."
     stand_in = measured.activation
     if stand_in is not None and stand_in == paper_activation(measured.model):
         yield f"{stand_in} in place of relu, as in the paper; --activation own: as it is."
     yield UNITS_NOTE
 
 
-def _facts(measured: Measurement) -> Iterator[str]:
-    """Make the figures of one model, a line for each, beside those that the paper prints."""
-    printed = PAPER[measured.model][:3] if measured.like_paper else (None,) * 3
-    figures = (
-        ("model", measured.model_bytes, f"{measured.parameters:,} parameters, and buffers"),
-        ("kept", measured.activation_bytes / measured.batch, "for backward, per sample"),
+def _facts(measured: Measurement) -> View:
+    """Describe the bytes of one model, beside those that the paper prints."""
+    printed = PAPER[measured.model][:3] if measured.like_paper else ("-",) * 3
+    share = f"{100 * measured.share:.1f} % of it, by nonlinearities alone"
+    total = COPIES * measured.model_bytes + measured.activation_bytes
+    rows = [
         (
-            "nonlinear",
-            measured.nonlinear_bytes / measured.batch,
-            f"{100 * measured.share:.1f} % of it, by nonlinearities alone",
+            "model",
+            measured.model_bytes,
+            printed[0],
+            f"{measured.parameters:,} parameters, and buffers",
         ),
-    )
-    for (name, value, comment), figure in zip(figures, printed, strict=True):
-        paper = f"; paper {figure}" if figure is not None else ""
-        yield f"{name:<10} {_mb(value):>8} MB  {comment}{paper}"
+        (
+            "kept",
+            measured.activation_bytes / measured.batch,
+            printed[1],
+            "for backward, per sample",
+        ),
+        ("nonlinear", measured.nonlinear_bytes / measured.batch, printed[2], share),
+    ]
     if measured.batch != 1:
-        yield f"{'':<10} {_mb(measured.activation_bytes):>8} MB  kept at batch {measured.batch}"
-        total = COPIES * measured.model_bytes + measured.activation_bytes
-        yield f"{'':<10} {_mb(total):>8} MB  with {COPIES} copies of the model"
-    if measured.nonlinear_bytes < 0.01 * measured.activation_bytes:
-        yield "Other layers keep what these nonlinearities keep; few-bit codes save nothing."
+        kept, copies = f"kept at batch {measured.batch}", f"with {COPIES} copies of the model"
+        rows += [("", measured.activation_bytes, "", kept), ("", total, "", copies)]
+    columns = (
+        Column("", lambda row: row[0], "word"),
+        Column("MB", lambda row: _mb(row[1])),
+        Column("paper", lambda row: str(row[2]), drop=1),
+        Column("", lambda row: row[3], "text", least=24),
+    )
+    return View("", columns, rows)
 
 
 def _mb(value: float) -> str:

@@ -9,6 +9,7 @@ from fewbit.render.formats import short
 from fewbit.render.view import Column, View
 from fewbit.sizes import counted
 from fewbit.table import Table, describe_function, describe_weight
+from fewbit.table.notebook import intervals
 
 MOST_LEVELS = 16
 """The largest number of levels that are listed."""
@@ -122,7 +123,7 @@ def _levels(table: Table) -> View:
     if table.objective == "unbiased":
         place = "draws between this level and the next where x is in"
     pieces = [[] for _ in table.levels]
-    for code, piece in zip(table.codes, _pieces(table), strict=True):
+    for code, piece in zip(table.codes, intervals(table), strict=True):
         pieces[code].append(piece)
     columns = (
         Column("code", lambda code: str(code)),
@@ -138,23 +139,12 @@ def _listed(pieces: list[str]) -> str:
     return "  ".join([*pieces[:MOST_INTERVALS], *more]) or "-"
 
 
-def _pieces(table: Table) -> list[str]:
-    """Return each piece as an interval; the bracket says which of the two pieces a break belongs to."""
-    reach = max(map(abs, table.domain))
-    left, right = ["(-inf"], []
-    for x, side in zip(table.breaks.tolist(), table.closed, strict=True):
-        number = "0" if abs(x) < 1e-12 * reach else f"{x:.6g}"  # a solver's zero
-        right.append(number + (")" if side == "left" else "]"))
-        left.append(("[" if side == "left" else "(") + number)
-    return [f"{start}, {end}" for start, end in zip(left, [*right, "inf)"], strict=True)]
-
-
 def tables_report(title: str, tables: Sequence[Table]) -> View:
     """Describe several tables, a line for each."""
     columns = (
         Column("bits", lambda table: str(table.bits)),
         Column("form", _form, "word"),
-        Column("weight", lambda table: describe_weight(table).partition(" on ")[0], "name"),
+        Column("weight", _weight, "name", least=16),
         Column("levels", lambda table: str(len(table.levels)), drop=2),
         Column("pieces", lambda table: str(table.n_pieces), drop=1),
         Column("error", lambda table: short(table.error)),
@@ -162,6 +152,10 @@ def tables_report(title: str, tables: Sequence[Table]) -> View:
         Column("relative", lambda table: f"{100 * table.relative_error:.3g} %"),
     )
     return View(title, columns, tables)
+
+
+def _weight(table: Table) -> str:
+    return describe_weight(table).partition(" on ")[0]
 
 
 def _form(table: Table) -> str:

@@ -59,7 +59,8 @@ def draw_plan(figure, plan: TrainingPlan) -> None:
         y = [max(row.error, floor) for row in rows]
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         style = {"color": color, "linewidth": 1.4, "marker": marker, "markersize": 5}
-        axes.plot(x, y, label=figures.literal(policy), clip_on=False, zorder=3, **style)
+        # The layout takes a line without points for one at the corner of the figure, unless it is clipped.
+        axes.plot(x, y, label=figures.literal(policy), clip_on=not rows, zorder=3, **style)
         dark = tuple(DARKER * part for part in to_rgb(color))
         for row, *place in zip(rows, x, y, strict=True):
             text = figures.literal(shortened(row.label, MOST_LABEL))

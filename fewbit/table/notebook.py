@@ -37,19 +37,23 @@ def table_html(table: Table) -> str:
 
 
 def _pieces(table: Table) -> View:
-    edges = ["-∞", *(f"{x:.6g}" for x in table.breaks), "∞"]
-    sides = ["left", *table.closed, "right"]  # infinity belongs to no piece
-
-    def interval(i: int) -> str:
-        opening = "[" if sides[i] == "left" and i else "("
-        closing = "]" if sides[i + 1] == "right" and i + 1 < table.n_pieces else ")"
-        return f"{opening}{edges[i]}, {edges[i + 1]}{closing}"
-
+    pieces = intervals(table)
     columns = (
         Column("piece", str),
-        Column("x", interval),
+        Column("x", lambda i: pieces[i].replace("inf", "∞")),
         Column("level", lambda i: str(table.codes[i])),
         Column("value", lambda i: f"{table.levels[table.codes[i]]:.8g}"),
     )
     title = "lower level of each piece" if table.objective == "unbiased" else "levels and pieces"
     return View(title, columns, range(table.n_pieces), is_folded=True)
+
+
+def intervals(table: Table) -> list[str]:
+    """Return each piece as an interval; the bracket says which of the two pieces a break belongs to."""
+    reach = max(map(abs, table.domain))
+    left, right = ["(-inf"], []
+    for x, side in zip(table.breaks.tolist(), table.closed, strict=True):
+        number = "0" if abs(x) < 1e-12 * reach else f"{x:.6g}"  # a solver's zero
+        right.append(number + (")" if side == "left" else "]"))
+        left.append(("[" if side == "left" else "(") + number)
+    return [f"{start}, {end}" for start, end in zip(left, [*right, "inf)"], strict=True)]

@@ -699,6 +699,8 @@ def test_the_picture_has_a_curve_for_each_policy_and_marks_what_is_recommended(t
     assert curves["c"][0, 1] == axes.get_ylim()[0]  # an error of 0 lies on the edge
     assert {each.get_text() for each in axes.texts} == {"8 bits", "4 bits", "2 bits", "1 bit"}
     assert axes.get_xscale() == axes.get_yscale() == "log"
+    # A policy without a known error takes no room.
+    assert made(*rows, ("d", 8, 0, math.nan)).plot().axes[0].get_position().y0 < 0.25
     labels = {each.get_label() for each in made(rows[1]).plot().axes[0].lines}
     assert "recommended" not in labels
     with pytest.raises(OutputExistsError):

@@ -61,7 +61,7 @@ class GradientRatio(Result):
 
     @property
     def is_exceeded(self) -> bool:
-        """Whether the ratio is above the limit by more than `chance`."""
+        """Return whether the ratio is above the limit by more than `chance`."""
         return self.limit is not None and self.ratio > self.limit + self.chance
 
     @property
@@ -89,7 +89,7 @@ class GradientRatio(Result):
 
     @property
     def _is_smaller(self) -> bool:
-        """Whether the relative error is above e2, beyond chance, though the ratio is not above the limit."""
+        """Return whether the relative error is above e2, beyond chance, though the ratio is not above the limit."""
         unbiased = 1 + self.relative_error
         return self.ratio <= self.limit < unbiased and self.ratio + self.chance < unbiased
 

@@ -1,7 +1,7 @@
-"""What training a model takes: its size, what it keeps for backward, the largest batch (docs/memory.md).
+"""The memory that training a model takes: its size, the bytes kept for backward, the largest batch (docs/memory.md).
 
-The arithmetic is appendix B of Few-bit Backward (Novikov et al., ICML 2023). What is kept is
-counted by the meter in a forward on fake tensors, which have shapes and no memory.
+The arithmetic is appendix B of Few-bit Backward (Novikov et al., ICML 2023). The meter counts the kept bytes in a forward
+on fake tensors, which have shapes and no memory.
 """
 
 from __future__ import annotations
@@ -47,12 +47,16 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one forward of a model keeps, in bytes at ``batch`` samples, float32.
+    """The bytes that one forward of a model keeps at `batch` samples, in float32.
 
-    size: pixels of an image's side, or tokens. activation: the name of the nonlinearity that was
-    built in, None for the architecture's own. parameters: their number. model_bytes: parameters and
-    buffers. activation_bytes: all that is kept for backward. nonlinear_bytes: the part that nothing
-    but activation modules keeps. activation_inputs: elements that go into each activation.
+    Attributes:
+        size: Pixels of an image's side, or tokens.
+        activation: The name of the nonlinearity that was built in, None for the architecture's own.
+        parameters: The number of parameters.
+        model_bytes: Bytes of parameters and buffers.
+        activation_bytes: All bytes that are kept for backward.
+        nonlinear_bytes: The part of them that only activation modules keep.
+        activation_inputs: The number of elements that go into each activation.
     """
 
     model: str
@@ -68,33 +72,33 @@ class Measurement:
 
     @property
     def share(self) -> float:
-        """The nonlinearities' part of what is kept."""
+        """The nonlinearities' part of the kept bytes."""
         return self.nonlinear_bytes / self.activation_bytes
 
     @property
     def like_paper(self) -> bool:
-        """Whether the settings are those of the paper's appendix B."""
+        """Return whether the settings are those of the paper's appendix B."""
         size = SEQUENCE_LENGTH if models.family(self.model) in models.TEXT else IMAGE_SIZE
         own = self.activation == paper_activation(self.model)
         return self.model in PAPER and own and self.size == size and not self.dropout
 
     def kept(self, bits: int | None) -> float:
-        """Bytes kept by the paper's arithmetic: the nonlinear part at ``bits`` of 32 per element."""
+        """Return the bytes kept by the paper's arithmetic: the nonlinear part at `bits` of 32 per element."""
         fraction = 1 if bits is None else bits / 32
         return self.activation_bytes - self.nonlinear_bytes * (1 - fraction)
 
     def kept_packed(self, bits: int) -> int:
-        """Bytes that fewbit keeps: one packed copy of the codes of each activation's input."""
+        """Return the bytes that fewbit keeps: one packed copy of the codes of each activation's input."""
         packed = sum(4 * bits * -(-elements // 32) for elements in self.activation_inputs)
         return self.activation_bytes - self.nonlinear_bytes + packed
 
     def max_batch(self, kept: float, device_bytes: int) -> int:
-        """The largest batch beside four copies of the model, if ``batch`` samples keep so much."""
+        """Return the largest batch beside four copies of the model, if `batch` samples keep `kept` bytes."""
         return max(0, int((device_bytes - COPIES * self.model_bytes) * self.batch // kept))
 
 
 def paper_activation(name):
-    """Its figures imply that ReLU was replaced by a function that keeps an input of its own."""
+    """Return the activation that the paper's figures imply: a function that keeps its input, in place of ReLU."""
     return "gelu" if models.family(name) in ("ResNet", "VGG", "DenseNet") else None
 
 
@@ -106,12 +110,18 @@ def measure(
     activation: str | None = "paper",
     dropout: bool = False,
 ) -> Measurement:
-    """Counts what one training forward of a model keeps.
+    """Count the bytes that one training forward of a model keeps.
 
-    name: a name of :func:`fewbit.models.names`. size: of an image's side (256) or tokens (256).
-    activation: a name of ``fewbit.models.activations.FACTORIES``, None for the architecture's own;
-    ``paper`` is GELU where the architecture has ReLU. dropout: whether it is on; the paper's is off.
-    Raises FewbitError for an unknown name or a size that the model does not take.
+    Args:
+        name: A name of :func:`fewbit.models.names`.
+        size: Pixels of an image's side, or tokens; 256 by default.
+        batch: The number of samples.
+        activation: A name of ``fewbit.models.activations.FACTORIES``, None for the architecture's own; ``paper`` is GELU
+            if the architecture has ReLU.
+        dropout: Whether dropout is on; the paper's is off.
+
+    Raises:
+        FewbitError: The name is unknown, or the model does not take the size.
     """
     name = models.resolve(name)
     if not isinstance(batch, int) or batch < 1:
@@ -150,8 +160,8 @@ def measure(
         batch=batch,
         activation=activation,
         dropout=dropout,
-        parameters=sum(each.numel() for each in parameters),
-        model_bytes=sum(each.numel() * each.element_size() for each in state),
+        parameters=sum(tensor.numel() for tensor in parameters),
+        model_bytes=sum(tensor.nbytes for tensor in state),
         activation_bytes=saved.total,
         nonlinear_bytes=_nonlinear(model, saved),
         activation_inputs=tuple(elements),
@@ -164,7 +174,7 @@ def _check_size(name, size):
 
 
 def freeze_dropout(model):
-    """Everything but batch norm, which keeps the statistics of the batch, as in evaluation."""
+    """Set all modules to evaluation mode except batch norm, which keeps the statistics of the batch."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     for module in model.modules():
@@ -172,7 +182,7 @@ def freeze_dropout(model):
 
 
 def _watch_activations(model):
-    """A list that takes the elements of the input of each call of an activation, and the hooks."""
+    """Return a list that gets the number of input elements of each call of an activation, and the hooks that fill it."""
     from fewbit.models.activations import is_activation
 
     elements = []
@@ -185,7 +195,7 @@ def _watch_activations(model):
 
 
 def _nonlinear(model, saved):
-    """Bytes of the storages that activation modules keep and no other module does."""
+    """Count the bytes of the storages that activation modules keep and no other module does."""
     from fewbit.models.activations import is_activation
 
     paths = {path for path, module in model.named_modules() if is_activation(module)}
@@ -355,17 +365,22 @@ def memory(
     dropout: bool = False,
     progress=None,
 ) -> MemoryReport:
-    """Appendix B for one or several models; every model by default.
+    """Do the arithmetic of appendix B for one or several models.
 
-    bits: 1 to 8 each. device_bytes: of the device. image_size, sequence_length: for models of
-    images and of text. The rest as in :func:`measure`. progress: called as
-    ``progress(what, done, total)``.
+    Args:
+        names: Names of models; every model by default.
+        bits: Bits of the codes, 1 to 8 each.
+        device_bytes: The memory of the device.
+        image_size: Pixels of a side, for models of images.
+        sequence_length: The number of tokens, for models of text.
+        batch, activation, dropout: As for :func:`measure`.
+        progress: Called as ``progress(what, done, total)``.
     """
     names = [models.resolve(name) for name in names or models.names()]
     names = list(dict.fromkeys(names))
-    for each in bits:
-        if each not in range(1, 9):
-            raise FewbitError(f"bits: expected 1 to 8, got {each!r}")
+    for count in bits:
+        if count not in range(1, 9):
+            raise FewbitError(f"bits: expected 1 to 8, got {count!r}")
     text = [models.family(name) in models.TEXT for name in names]
     if image_size is not None and all(text):
         raise FewbitError(f"{names[0]}: expected a sequence length, got an image size")

@@ -67,7 +67,9 @@ def grid(view: View, width: int) -> tuple:
             style=line.style,
             end_section=view.total is not None and number == len(lines) - 2,
         )
-    left_out = [each.title for place, each in enumerate(view.columns) if place not in places]
+    left_out = [
+        view.columns[place].title for place in range(len(view.columns)) if place not in places
+    ]
     return table, list(dict.fromkeys(left_out))
 
 
@@ -90,7 +92,8 @@ def fit(columns: Sequence[Column], rows: Sequence[tuple[str, ...]], width: int) 
         The places of the columns that are shown, the rows of those columns, and the columns' widths in characters.
     """
     widths = [
-        max(map(len, cells)) for cells in zip([each.title for each in columns], *rows, strict=True)
+        max(map(len, cells))
+        for cells in zip([column.title for column in columns], *rows, strict=True)
     ]
     least = [
         min(room, max(column.least, len(column.title))) if column.is_flexible else room

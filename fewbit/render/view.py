@@ -36,7 +36,7 @@ class Column:
 
     @property
     def is_flexible(self) -> bool:
-        """Whether a narrow terminal can give the column less room than its text takes."""
+        """Return whether a narrow terminal can give the column less room than its text takes."""
         return self.kind in ("name", "text")
 
 

@@ -314,7 +314,7 @@ def verified(name: str) -> list:
     """Return [whether the claim holds, the recomputed error] for each shipped table of a function."""
     from fewbit.catalog.store import tables_directory
 
-    found = fewbit.catalog.verification(tables_directory() / f"{name}.json")
+    found = fewbit.verify(tables_directory() / f"{name}.json")
     return [[not each.problems and each.unchecked is None, each.recomputed] for each in found]
 
 

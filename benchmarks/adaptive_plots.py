@@ -8,7 +8,7 @@ import adaptive_arms as arms
 import matplotlib
 from matplotlib.figure import Figure
 
-from fewbit.table import plot as style
+from fewbit.render import figures as style
 
 COLORS = {
     "per tensor": style.ERROR,

@@ -6,7 +6,7 @@ import error_bound_arms as arms
 import matplotlib
 from matplotlib.figure import Figure
 
-from fewbit.table import plot as style
+from fewbit.render import figures as style
 
 COLORS = {arms.BOUND: "#440154", arms.TIGHT: "#2a788e", arms.ZEROS: "#5ec962"}
 MARKERS = {arms.BOUND: "o", arms.TIGHT: "D", arms.ZEROS: "^"}

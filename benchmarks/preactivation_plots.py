@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from fewbit.table import plot as style
+from fewbit.render import figures as style
 
 COLORS = {
     ("torch", 32): style.MUTED,

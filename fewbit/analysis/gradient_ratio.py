@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from fewbit.analysis import meter
-from fewbit.analysis.gradient_ratio_report import GradientRatio
 from fewbit.analysis.gradients import (
     Measured,
     batches_of,
@@ -29,11 +29,110 @@ from fewbit.analysis.gradients import (
 )
 from fewbit.convert.swap import restore_
 from fewbit.errors import BoundWarning, InputError
+from fewbit.render.formats import limit_text, module_name
+from fewbit.render.result import Result
+from fewbit.render.view import Column, View
 from fewbit.runtime.interop.interrupts import leaves_nothing
 from fewbit.runtime.saved.context import ForwardContext, contexts_of, measuring
 
 MOST_NAMED = 3
 """Largest number of layers that a warning names."""
+
+
+@dataclass(frozen=True, repr=False)
+class GradientRatio(Result):
+    """The ratio of a compressed model's squared gradient to the exact one's, in all and by module.
+
+    Attributes:
+        ratio: E|g^|^2 / E|g|^2, sums over batches and all parameters; also `float(...)` of the result.
+        error: The standard error of the ratio, from the differences between draws.
+        limit: 1 + e2, None if the model has no such bound.
+        by_module: The ratio of the parameters of each module alone, NaN if the exact gradient is 0.
+        draws: The number of draws of each batch.
+        relative_error: E|g^ - g|^2 / |g|^2. A bias adds to it even if it makes gradients smaller.
+        relative_by_module: The relative error of the parameters of each module alone.
+    """
+
+    ratio: float
+    error: float
+    limit: float | None
+    by_module: dict[str, float]
+    draws: int
+    relative_error: float
+    relative_by_module: dict[str, float]
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Return whether the ratio is above the limit by more than `chance`."""
+        return self.limit is not None and self.ratio > self.limit + self.chance
+
+    @property
+    def chance(self) -> float:
+        """The error that chance may explain: three standard errors for many draws, more for few draws."""
+        from scipy import stats
+
+        return float(stats.t.isf(stats.norm.sf(3), self.draws - 1)) * self.error
+
+    def __float__(self) -> float:
+        return self.ratio
+
+    @property
+    def title(self) -> str:
+        text = f"E|g^|^2 / E|g|^2 = {self.ratio:.4g} +- {self.error:.2g}"
+        if self.limit is not None:
+            text += f", {self._verdict} {limit_text(self.limit)}"
+        return f"{text}; E|g^ - g|^2 / |g|^2 = {self.relative_error:.3g}"
+
+    @property
+    def _verdict(self) -> str:
+        if self.is_exceeded:
+            return "more than"
+        return "within" if self.ratio <= self.limit else "perhaps by chance above"
+
+    @property
+    def _is_smaller(self) -> bool:
+        """Return whether the relative error is above e2, beyond chance, though the ratio is not above the limit."""
+        unbiased = 1 + self.relative_error
+        return self.ratio <= self.limit < unbiased and self.ratio + self.chance < unbiased
+
+    def records(self) -> list[dict]:
+        """Return a dict for each module with parameters."""
+        return [
+            {"module": name, "ratio": ratio, "relative_error": self.relative_by_module[name]}
+            for name, ratio in self.by_module.items()
+        ]
+
+    def view(self) -> View:
+        columns = (
+            Column("module", lambda row: module_name(row["module"]), "name"),
+            Column("ratio", lambda row: _number(row["ratio"], self.limit)),
+            Column("relative error", lambda row: _number(row["relative_error"])),
+        )
+        return View(self.title, columns, self.records(), self._notes())
+
+    def _notes(self) -> list[str]:
+        notes = [
+            f"of the parameters of each module, with all errors above them; {self.draws} draws of each batch",
+            "ratio: E|g^|^2 / E|g|^2",
+            "relative error: E|g^ - g|^2 / |g|^2, the ratio less 1 if errors have a mean of 0",
+        ]
+        if self.limit is None:
+            return notes
+        if any(ratio > self.limit for ratio in self.by_module.values()):
+            notes.append(
+                "!: more than 1 + e2, of this module alone; the bound is on all of them together"
+            )
+        if self._is_smaller:
+            notes.append(
+                "the squared error is above e2 all the same: errors have a bias that makes gradients smaller"
+            )
+        return notes
+
+
+def _number(value: float, limit: float | None = None) -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value:.4g}" + "!" * (limit is not None and value > limit)
 
 
 @leaves_nothing
@@ -45,7 +144,11 @@ def gradient_ratio(
     seed: int,
     limit: float | None,
 ) -> GradientRatio:
-    """As of `Controller.gradient_ratio`."""
+    """Measure the ratio on given batches; `Controller.gradient_ratio` describes the arguments.
+
+    Args:
+        limit: 1 + e2 of the model's bound, None if it has no bound.
+    """
     check_count("draws", draws, 2)
     check_count("seed", seed, 0)
     check_model(model)
@@ -57,20 +160,20 @@ def gradient_ratio(
         restore_(exact.model)
         found = []  # of each batch (|g|^2, |g^|^2 of each draw, |g^ - g|^2 of each draw), by module
         with measuring(), explained(batch):
-            for number, each in enumerate(batches):
-                found.append(_of_batch(measured, exact, context, each, number, draws))
+            for number, part in enumerate(batches):
+                found.append(_of_batch(measured, exact, context, part, number, draws))
     # (P,), (draws, P), (draws, P): draws of different batches are independent
-    squares, of_draws, errors = (np.sum(each, axis=0) for each in zip(*found, strict=True))
+    squares, of_draws, errors = (np.sum(parts, axis=0) for parts in zip(*found, strict=True))
     total = squares.sum()
     if not 0 < total < math.inf:
         raise InputError(f"loss: expected a gradient that is finite and not 0, got |g|^2 = {total}")
-    each = of_draws.sum(1) / total
+    ratios = of_draws.sum(1) / total
     with np.errstate(divide="ignore", invalid="ignore"):
-        each_of = [np.where(squares > 0, of.mean(0) / squares, np.nan) for of in (of_draws, errors)]
-    by_module, relative = (dict(zip(measured.groups, of.tolist(), strict=True)) for of in each_of)
+        by_group = [np.where(squares > 0, x.mean(0) / squares, np.nan) for x in (of_draws, errors)]
+    by_module, relative = (dict(zip(measured.groups, x.tolist(), strict=True)) for x in by_group)
     ratio = GradientRatio(
-        float(each.mean()),
-        float(each.std(ddof=1) / math.sqrt(draws)),
+        float(ratios.mean()),
+        float(ratios.std(ddof=1) / math.sqrt(draws)),
         limit,
         by_module,
         draws,
@@ -93,7 +196,7 @@ def gradient_ratio(
 def _of_batch(
     measured: Measured, exact: Measured, context: ForwardContext, batch, number, draws
 ) -> tuple:
-    """(P,) |g|^2, (draws, P) |g^|^2, (draws, P) |g^ - g|^2: of the parameters of each module."""
+    """Return (P,) |g|^2, (draws, P) |g^|^2 and (draws, P) |g^ - g|^2, of the parameters of each of P modules."""
     true = exact.gradient(batch, number)
     squares, errors = [], []
     for draw in range(draws):
@@ -106,7 +209,7 @@ def _of_batch(
 
 
 def _context_of(model: nn.Module) -> ForwardContext:
-    """That of a converted model."""
+    """Return the forward context of a converted model."""
     for context in contexts_of(model):
         return context
     raise InputError("expected a model that compress_ has converted, got one that it has not")

@@ -1,16 +1,19 @@
-"""What training a model takes: its size, what it keeps for backward, the largest batch (docs/memory.md).
+"""The memory that training a model takes: its size, the bytes kept for backward, the largest batch (docs/memory.md).
 
-The arithmetic is appendix B of Few-bit Backward (Novikov et al., ICML 2023). What is kept is
-counted by the meter in a forward on fake tensors, which have shapes and no memory.
+The arithmetic is appendix B of Few-bit Backward (Novikov et al., ICML 2023). The meter counts the kept bytes in a forward
+on fake tensors, which have shapes and no memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from fewbit import models
-from fewbit.catalog.report import _Report
 from fewbit.errors import FewbitError
+from fewbit.render.result import Result
+from fewbit.render.view import Column, View
 from fewbit.sizes import GB, MB, counted, format_size
 
 COPIES = 4  # parameters, gradients and the two moments of Adam
@@ -44,12 +47,16 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one forward of a model keeps, in bytes at ``batch`` samples, float32.
+    """The bytes that one forward of a model keeps at `batch` samples, in float32.
 
-    size: pixels of an image's side, or tokens. activation: the name of the nonlinearity that was
-    built in, None for the architecture's own. parameters: their number. model_bytes: parameters and
-    buffers. activation_bytes: all that is kept for backward. nonlinear_bytes: the part that nothing
-    but activation modules keeps. activation_inputs: elements that go into each activation.
+    Attributes:
+        size: Pixels of an image's side, or tokens.
+        activation: The name of the nonlinearity that was built in, None for the architecture's own.
+        parameters: The number of parameters.
+        model_bytes: Bytes of parameters and buffers.
+        activation_bytes: All bytes that are kept for backward.
+        nonlinear_bytes: The part of them that only activation modules keep.
+        activation_inputs: The number of elements that go into each activation.
     """
 
     model: str
@@ -65,33 +72,33 @@ class Measurement:
 
     @property
     def share(self) -> float:
-        """The nonlinearities' part of what is kept."""
+        """The nonlinearities' part of the kept bytes."""
         return self.nonlinear_bytes / self.activation_bytes
 
     @property
     def like_paper(self) -> bool:
-        """Whether the settings are those of the paper's appendix B."""
+        """Return whether the settings are those of the paper's appendix B."""
         size = SEQUENCE_LENGTH if models.family(self.model) in models.TEXT else IMAGE_SIZE
         own = self.activation == paper_activation(self.model)
         return self.model in PAPER and own and self.size == size and not self.dropout
 
     def kept(self, bits: int | None) -> float:
-        """Bytes kept by the paper's arithmetic: the nonlinear part at ``bits`` of 32 per element."""
+        """Return the bytes kept by the paper's arithmetic: the nonlinear part at `bits` of 32 per element."""
         fraction = 1 if bits is None else bits / 32
         return self.activation_bytes - self.nonlinear_bytes * (1 - fraction)
 
     def kept_packed(self, bits: int) -> int:
-        """Bytes that fewbit keeps: one packed copy of the codes of each activation's input."""
+        """Return the bytes that fewbit keeps: one packed copy of the codes of each activation's input."""
         packed = sum(4 * bits * -(-elements // 32) for elements in self.activation_inputs)
         return self.activation_bytes - self.nonlinear_bytes + packed
 
     def max_batch(self, kept: float, device_bytes: int) -> int:
-        """The largest batch beside four copies of the model, if ``batch`` samples keep so much."""
+        """Return the largest batch beside four copies of the model, if `batch` samples keep `kept` bytes."""
         return max(0, int((device_bytes - COPIES * self.model_bytes) * self.batch // kept))
 
 
 def paper_activation(name):
-    """Its figures imply that ReLU was replaced by a function that keeps an input of its own."""
+    """Return the activation that the paper's figures imply: a function that keeps its input, in place of ReLU."""
     return "gelu" if models.family(name) in ("ResNet", "VGG", "DenseNet") else None
 
 
@@ -103,12 +110,18 @@ def measure(
     activation: str | None = "paper",
     dropout: bool = False,
 ) -> Measurement:
-    """Counts what one training forward of a model keeps.
+    """Count the bytes that one training forward of a model keeps.
 
-    name: a name of :func:`fewbit.models.names`. size: of an image's side (256) or tokens (256).
-    activation: a name of ``fewbit.models.activations.FACTORIES``, None for the architecture's own;
-    ``paper`` is GELU where the architecture has ReLU. dropout: whether it is on; the paper's is off.
-    Raises FewbitError for an unknown name or a size that the model does not take.
+    Args:
+        name: A name of :func:`fewbit.models.names`.
+        size: Pixels of an image's side, or tokens; 256 by default.
+        batch: The number of samples.
+        activation: A name of ``fewbit.models.activations.FACTORIES``, None for the architecture's own; ``paper`` is GELU
+            if the architecture has ReLU.
+        dropout: Whether dropout is on; the paper's is off.
+
+    Raises:
+        FewbitError: The name is unknown, or the model does not take the size.
     """
     name = models.resolve(name)
     if not isinstance(batch, int) or batch < 1:
@@ -147,8 +160,8 @@ def measure(
         batch=batch,
         activation=activation,
         dropout=dropout,
-        parameters=sum(each.numel() for each in parameters),
-        model_bytes=sum(each.numel() * each.element_size() for each in state),
+        parameters=sum(tensor.numel() for tensor in parameters),
+        model_bytes=sum(tensor.nbytes for tensor in state),
         activation_bytes=saved.total,
         nonlinear_bytes=_nonlinear(model, saved),
         activation_inputs=tuple(elements),
@@ -161,7 +174,7 @@ def _check_size(name, size):
 
 
 def freeze_dropout(model):
-    """Everything but batch norm, which keeps the statistics of the batch, as in evaluation."""
+    """Set all modules to evaluation mode except batch norm, which keeps the statistics of the batch."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     for module in model.modules():
@@ -169,7 +182,7 @@ def freeze_dropout(model):
 
 
 def _watch_activations(model):
-    """A list that takes the elements of the input of each call of an activation, and the hooks."""
+    """Return a list that gets the number of input elements of each call of an activation, and the hooks that fill it."""
     from fewbit.models.activations import is_activation
 
     elements = []
@@ -182,7 +195,7 @@ def _watch_activations(model):
 
 
 def _nonlinear(model, saved):
-    """Bytes of the storages that activation modules keep and no other module does."""
+    """Count the bytes of the storages that activation modules keep and no other module does."""
     from fewbit.models.activations import is_activation
 
     paths = {path for path, module in model.named_modules() if is_activation(module)}
@@ -194,135 +207,144 @@ def _nonlinear(model, saved):
 
 
 @dataclass(frozen=True, repr=False)
-class MemoryReport(_Report):
-    """Measurements and what they mean for a device: a line per model, or per size of code for one."""
+class MemoryReport(Result):
+    """Measurements, and the largest batches on a device: a line per model, or per size of code for one model."""
 
     measurements: tuple[Measurement, ...]
     device_bytes: int = DEVICE_BYTES
     bits: tuple[int, ...] = BITS
 
-    def records(self):
-        """A flat dict per model: the measurement, then the arithmetic for every size of code."""
-        return [self._record(each) for each in self.measurements]
+    def records(self) -> list[dict]:
+        """Return a dict per model: the measurement, then the arithmetic for every size of code."""
+        return [self._record(measured) for measured in self.measurements]
 
-    def _record(self, each):
-        record = asdict(each)
+    def _record(self, measured: Measurement) -> dict:
+        record = asdict(measured)
         del record["activation_inputs"]
-        record["nonlinear_share"] = each.share
+        record["nonlinear_share"] = measured.share
         record["device_bytes"] = self.device_bytes
-        record["max_batch_standard"] = each.max_batch(each.kept(None), self.device_bytes)
+        record["max_batch_standard"] = self._batch(measured, None)
         for bits in self.bits:
-            kept, packed = each.kept(bits), each.kept_packed(bits)
-            record[f"max_batch_{bits}bit"] = each.max_batch(kept, self.device_bytes)
-            record[f"kept_bytes_{bits}bit"] = packed
-            record[f"max_batch_packed_{bits}bit"] = each.max_batch(packed, self.device_bytes)
+            record[f"max_batch_{bits}bit"] = self._batch(measured, bits)
+            record[f"kept_bytes_{bits}bit"] = measured.kept_packed(bits)
+            record[f"max_batch_packed_{bits}bit"] = self._packed_batch(measured, bits)
         return record
 
-    @property
-    def _alone(self):
-        return self.measurements[0] if len(self.measurements) == 1 else None
+    def _batch(self, measured: Measurement, bits: int | None) -> int:
+        """Return the largest batch by the paper's arithmetic."""
+        return measured.max_batch(measured.kept(bits), self.device_bytes)
 
-    @property
-    def title(self):
+    def _packed_batch(self, measured: Measurement, bits: int | None) -> int:
+        """Return the largest batch with the bytes that fewbit keeps."""
+        kept = measured.kept(None) if bits is None else measured.kept_packed(bits)
+        return measured.max_batch(kept, self.device_bytes)
+
+    def view(self) -> View:
+        if len(self.measurements) == 1:
+            return self._one(self.measurements[0])
         device = f"{format_size(self.device_bytes)} device"
-        if self._alone is None:
-            return f"Memory of training and the largest batch on a {device}"
-        each = self._alone
-        unit = "tokens" if models.family(each.model) in models.TEXT else f"x {each.size} pixels"
-        using = f", {each.activation}" if each.activation else ""
-        return f"{each.model}{using}, {each.size} {unit}, on a {device}"
-
-    @property
-    def _header(self):
-        if self._alone is None:
-            columns = [f"{bits} b" for bits in self.bits]
-            return ("MB per sample", "model", "kept", "nonl.", "share", "batch", *columns)
-        return ("nonlinearities", "kept MB", "saved", "batch", "gain", "fewbit's", "paper")
-
-    @property
-    def _spare(self):
-        if (
-            self._alone is None
-        ):  # share, what nonlinearities keep, the model; then the most bits first
-            return (4, 3, 1, *range(5 + len(self.bits), 5, -1))
-        return (4, 2, 6, 1)
-
-    def _cells(self):
-        if self._alone is not None:
-            return list(self._rows(self._alone))
-        return [
-            (
-                each.model,
-                _mb(each.model_bytes),
-                _mb(each.activation_bytes / each.batch),
-                _mb(each.nonlinear_bytes / each.batch),
-                f"{100 * each.share:.0f} %",
-                *(
-                    str(each.max_batch(each.kept(bits), self.device_bytes))
-                    for bits in (None, *self.bits)
-                ),
-            )
-            for each in self.measurements
+        columns = [
+            Column("MB per sample", lambda row: row.model, "name"),
+            Column("model", lambda row: _mb(row.model_bytes), drop=3),
+            Column("kept", lambda row: _mb(row.activation_bytes / row.batch)),
+            Column("nonl.", lambda row: _mb(row.nonlinear_bytes / row.batch), drop=2),
+            Column("share", lambda row: f"{100 * row.share:.0f} %", drop=1),
+            Column("batch", lambda row: str(self._batch(row, None))),
         ]
+        for place, bits in enumerate(self.bits):  # the most bits go first
+            cell = partial(self._batch, bits=bits)
+            drop = 3 + len(self.bits) - place
+            columns.append(Column(f"{bits} b", lambda row, cell=cell: str(cell(row)), drop=drop))
+        notes = [
+            "kept: for backward; nonl.: the part kept by nothing but nonlinearities.",
+            "batch: the largest, beside four copies of the model; then at 1, 2, ... bits.",
+            UNITS_NOTE,
+        ]
+        title = f"Memory of training and the largest batch on a {device}"
+        return View(title, columns, self.measurements, notes)
 
-    def _rows(self, each):
-        standard = each.kept(None)
-        first = each.max_batch(standard, self.device_bytes)
-        printed = each.like_paper and self.device_bytes == DEVICE_BYTES
-        for bits in (None, *self.bits):
-            kept = each.kept(bits)
-            batch = each.max_batch(kept, self.device_bytes)
+    def _one(self, measured: Measurement) -> View:
+        """Describe one model: a row for 32 bits, and one for each size of code."""
+        standard, first = measured.kept(None), self._batch(measured, None)
+        printed = measured.like_paper and self.device_bytes == DEVICE_BYTES
+
+        def saved(bits: int | None) -> str:
+            return f"{100 * (1 - measured.kept(bits) / standard):.1f} %"
+
+        def gain(bits: int | None) -> str:
+            return f"{100 * (self._batch(measured, bits) / first - 1):+.1f} %" if first else "-"
+
+        def paper(bits: int | None) -> str:
             known = printed and (bits is None or bits in BITS)
-            packed = standard if bits is None else each.kept_packed(bits)
-            yield (
-                "32 bits" if bits is None else counted(bits, "bit"),
-                _mb(kept / each.batch),
-                f"{100 * (1 - kept / standard):.1f} %",
-                str(batch),
-                f"{100 * (batch / first - 1):+.1f} %" if first else "-",
-                str(each.max_batch(packed, self.device_bytes)),
-                str(PAPER[each.model][3 + (bits or 0)]) if known else "-",
-            )
+            return str(PAPER[measured.model][3 + (bits or 0)]) if known else "-"
 
-    def _notes(self):
-        each = self._alone
-        if each is not None:
-            yield from _facts(each)
-            yield ""
-            yield "kept, batch: the paper's arithmetic, the nonlinear part at b of 32 bits."
-            yield "fewbit's: the batch with the bytes that fewbit's layers keep."
-            stand_in = each.activation
-            if stand_in is not None and stand_in == paper_activation(each.model):
-                yield f"{stand_in} in place of relu, as in the paper; --activation own: as it is."
-        else:
-            yield "kept: for backward; nonl.: the part kept by nothing but nonlinearities."
-            yield "batch: the largest, beside four copies of the model; then at 1, 2, ... bits."
-        yield "MB = 2^20 bytes, float32. docs/memory.md says how each figure is counted."
+        columns = (
+            Column("nonlinearities", lambda bits: counted(bits or 32, "bit"), "name"),
+            Column("kept MB", lambda bits: _mb(measured.kept(bits) / measured.batch), drop=4),
+            Column("saved", saved, drop=2),
+            Column("batch", lambda bits: str(self._batch(measured, bits))),
+            Column("gain", gain, drop=1),
+            Column("fewbit's", lambda bits: str(self._packed_batch(measured, bits))),
+            Column("paper", paper, drop=3),
+        )
+        unit = (
+            "tokens"
+            if models.family(measured.model) in models.TEXT
+            else f"x {measured.size} pixels"
+        )
+        using = f", {measured.activation}" if measured.activation else ""
+        title = f"{measured.model}{using}, {measured.size} {unit}, on a {format_size(self.device_bytes)} device"
+        facts = [_facts(measured)]
+        return View(title, columns, (None, *self.bits), list(_notes(measured)), more=facts)
 
 
-def _facts(each):
-    printed = PAPER[each.model][:3] if each.like_paper else (None,) * 3
-    figures = (
-        ("model", each.model_bytes, f"{each.parameters:,} parameters, and buffers"),
-        ("kept", each.activation_bytes / each.batch, "for backward, per sample"),
-        (
-            "nonlinear",
-            each.nonlinear_bytes / each.batch,
-            f"{100 * each.share:.1f} % of it, by nonlinearities alone",
-        ),
-    )
-    for (name, value, comment), figure in zip(figures, printed, strict=True):
-        paper = f"; paper {figure}" if figure is not None else ""
-        yield f"{name:<10} {_mb(value):>8} MB  {comment}{paper}"
-    if each.batch != 1:
-        yield f"{'':<10} {_mb(each.activation_bytes):>8} MB  kept at batch {each.batch}"
-        total = COPIES * each.model_bytes + each.activation_bytes
-        yield f"{'':<10} {_mb(total):>8} MB  with {COPIES} copies of the model"
-    if each.nonlinear_bytes < 0.01 * each.activation_bytes:
+UNITS_NOTE = "MB = 2^20 bytes, float32. docs/memory.md says how each figure is counted."
+
+
+def _notes(measured: Measurement) -> Iterator[str]:
+    yield "kept, batch: the paper's arithmetic, the nonlinear part at b of 32 bits."
+    yield "fewbit's: the batch with the bytes that fewbit's layers keep."
+    if measured.nonlinear_bytes < 0.01 * measured.activation_bytes:
         yield "Other layers keep what these nonlinearities keep; few-bit codes save nothing."
+    stand_in = measured.activation
+    if stand_in is not None and stand_in == paper_activation(measured.model):
+        yield f"{stand_in} in place of relu, as in the paper; --activation own: as it is."
+    yield UNITS_NOTE
 
 
-def _mb(value):
+def _facts(measured: Measurement) -> View:
+    """Describe the bytes of one model, beside those that the paper prints."""
+    printed = PAPER[measured.model][:3] if measured.like_paper else ("-",) * 3
+    share = f"{100 * measured.share:.1f} % of it, by nonlinearities alone"
+    total = COPIES * measured.model_bytes + measured.activation_bytes
+    rows = [
+        (
+            "model",
+            measured.model_bytes,
+            printed[0],
+            f"{measured.parameters:,} parameters, and buffers",
+        ),
+        (
+            "kept",
+            measured.activation_bytes / measured.batch,
+            printed[1],
+            "for backward, per sample",
+        ),
+        ("nonlinear", measured.nonlinear_bytes / measured.batch, printed[2], share),
+    ]
+    if measured.batch != 1:
+        kept, copies = f"kept at batch {measured.batch}", f"with {COPIES} copies of the model"
+        rows += [("", measured.activation_bytes, "", kept), ("", total, "", copies)]
+    columns = (
+        Column("", lambda row: row[0], "word"),
+        Column("MB", lambda row: _mb(row[1])),
+        Column("paper", lambda row: str(row[2]), drop=1),
+        Column("", lambda row: row[3], "text", least=24),
+    )
+    return View("", columns, rows)
+
+
+def _mb(value: float) -> str:
     return f"{value / MB:.1f}"
 
 
@@ -338,17 +360,22 @@ def memory(
     dropout: bool = False,
     progress=None,
 ) -> MemoryReport:
-    """Appendix B for one or several models; every model by default.
+    """Do the arithmetic of appendix B for one or several models.
 
-    bits: 1 to 8 each. device_bytes: of the device. image_size, sequence_length: for models of
-    images and of text. The rest as in :func:`measure`. progress: called as
-    ``progress(what, done, total)``.
+    Args:
+        names: Names of models; every model by default.
+        bits: Bits of the codes, 1 to 8 each.
+        device_bytes: The memory of the device.
+        image_size: Pixels of a side, for models of images.
+        sequence_length: The number of tokens, for models of text.
+        batch, activation, dropout: As for :func:`measure`.
+        progress: Called as ``progress(what, done, total)``.
     """
     names = [models.resolve(name) for name in names or models.names()]
     names = list(dict.fromkeys(names))
-    for each in bits:
-        if each not in range(1, 9):
-            raise FewbitError(f"bits: expected 1 to 8, got {each!r}")
+    for count in bits:
+        if count not in range(1, 9):
+            raise FewbitError(f"bits: expected 1 to 8, got {count!r}")
     text = [models.family(name) in models.TEXT for name in names]
     if image_size is not None and all(text):
         raise FewbitError(f"{names[0]}: expected a sequence length, got an image size")

@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import math
 import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from fewbit.analysis.meter_report import SavedBytesReport
+from fewbit.analysis.saved_bytes import Entry, SavedBytes
 from fewbit.errors import FewbitError
-from fewbit.files import write_atomic
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.groups import FP32_MIN_COLUMNS
 from fewbit.runtime.interop.containers import tensors_in
@@ -34,10 +31,6 @@ from fewbit.runtime.interop.interrupts import leaves_nothing, undo_after
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.saved.context import measuring
 
-STATE = (
-    "parameter",
-    "buffer",
-)  # kinds that exist whether or not anything is saved: not in the total
 _OF_HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_with_kwargs",
@@ -59,117 +52,6 @@ SPARSE_PARTS = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One storage as one module saved it.
-
-    module: dotted path of the innermost module that was running, "" for the model itself and what
-    runs outside of modules. kind: activation, input, integer, mask, packed, range, statistic, cast,
-    parameter or buffer (docs/meter.md). shape, dtype: of the first saved tensor with this storage. bytes: of the
-    whole storage; 0 where an earlier module saved it, which is then ``first_saver``.
-    viewed_bytes: the part of the storage that saved tensors, anyone's, reach (at most).
-    saves: how many tensors of this module. shared_with: modules that saved it later.
-    node: name of an autograd node that holds it, "" if not known.
-    """
-
-    module: str
-    module_type: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    bytes: int
-    viewed_bytes: int
-    saves: int
-    node: str
-    first_saver: str | None = None
-    shared_with: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, repr=False)
-class SavedBytes(SavedBytesReport):
-    """What one forward of ``model`` keeps for backward; ``entries`` in the order of saving.
-
-    Shows itself in a terminal (rich), in a notebook (HTML) and as a picture (``plot``).
-    """
-
-    model: str
-    entries: tuple[Entry, ...]
-
-    @property
-    def total(self) -> int:
-        """Bytes kept for backward: all kinds but parameters and buffers, which exist anyway."""
-        return sum(entry.bytes for entry in self.kept)
-
-    @property
-    def kept(self) -> tuple[Entry, ...]:
-        """The entries that make up the total."""
-        return tuple(entry for entry in self.entries if entry.kind not in STATE)
-
-    @property
-    def parameters(self) -> int:
-        """Bytes of the parameters that were saved, not in the total."""
-        return self.by_kind().get("parameter", 0)
-
-    @property
-    def buffers(self) -> int:
-        """Bytes of the buffers that were saved, not in the total."""
-        return self.by_kind().get("buffer", 0)
-
-    @property
-    def inputs(self) -> int:
-        """Bytes of the model's own inputs that were saved, in the total."""
-        return self.by_kind().get("input", 0)
-
-    def by_module(self, depth: int | None = None) -> dict[str, int]:
-        """{path: bytes}, largest first; the sum is ``total``. depth: paths cut to so many parts.
-
-        Without depth a module stands for itself, without its children. FewbitError if depth < 0.
-        """
-        if depth is not None and (not isinstance(depth, int) or depth < 0):
-            raise FewbitError(f"depth: expected None or an integer >= 0, got {depth!r}")
-        return _sums(self.kept, lambda entry: ".".join(entry.module.split(".")[:depth]))
-
-    def by_module_type(self) -> dict[str, int]:
-        """{class name: bytes}, largest first; the sum is ``total``."""
-        return _sums(self.kept, lambda entry: entry.module_type)
-
-    def by_kind(self) -> dict[str, int]:
-        """{kind: bytes}, largest first, parameters and buffers included."""
-        return _sums(self.entries, lambda entry: entry.kind)
-
-    def to_dict(self) -> dict:
-        """Everything as JSON-able values."""
-        return {
-            "model": self.model,
-            "total": self.total,
-            "parameters": self.parameters,
-            "buffers": self.buffers,
-            "inputs": self.inputs,
-            "by_kind": self.by_kind(),
-            "by_module_type": self.by_module_type(),
-            "by_module": self.by_module(),
-            "entries": [
-                asdict(entry) | {"shape": list(entry.shape), "shared_with": list(entry.shared_with)}
-                for entry in self.entries
-            ],
-        }
-
-    def to_json(self, path=None, force: bool = False) -> str:
-        """``to_dict()`` as JSON text; also written to ``path`` if given (OutputExistsError as for tables)."""
-        text = json.dumps(self.to_dict(), indent=1) + "\n"
-        if path is not None:
-            write_atomic(path, text, force=force)
-        return text
-
-
-def _sums(entries, key) -> dict[str, int]:
-    sums = defaultdict(int)
-    for entry in entries:
-        sums[key(entry)] += entry.bytes
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 @leaves_nothing

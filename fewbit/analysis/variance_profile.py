@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -38,119 +38,15 @@ from fewbit.analysis.gradients import (
     sampling_of,
     tensors_of,
 )
+from fewbit.analysis.profile import VarianceProfile
 from fewbit.analysis.progress import Progress
-from fewbit.analysis.variance_profile_report import VarianceProfileReport
 from fewbit.config import FixedBits, LayerSettings
 from fewbit.convert.select import Filter, Selection
 from fewbit.convert.settings import ResolvedSettings, resolve
 from fewbit.convert.swap import convert, restore_
 from fewbit.errors import InputError
-from fewbit.render.documents import Document
 from fewbit.runtime.interop.interrupts import leaves_nothing
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.schema import VARIANCE_PROFILE
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class VarianceProfile(Document, VarianceProfileReport):
-    """The terms of ActNN's Theorem 3, C contexts by P modules with parameters, float64 NumPy arrays.
-
-    A variance is summed over all elements of a module's parameters, in units of the gradient squared. Each array
-    has its standard errors, of the same shape and name with `_error`; NaN where there was one measurement only.
-    Errors are those of the draws, given the batches, but for `sampling_error`.
-
-    contexts: paths of the modules whose kept tensors are rounded ("" is the model itself), in the order of the
-    forward. parameters: paths of the modules that own parameters which require grad, in the same order, those
-    that are no contexts where they are called. terms: (C, P). sampling:
-    (P,), the variance of the exact gradient between minibatches. direct: (P,), the variance with all
-    contexts drawn at once, to compare with `quantization`. bias: (P,), the squared norm of the
-    compressed gradient's mean minus the exact gradient, of few-bit activations too; an estimate that is
-    exact in expectation, so that it may be below 0. bits: of the settings. draws: pairs of draws for each
-    context and batch. sampled: what `sampling` was measured from.
-    """
-
-    _schema = VARIANCE_PROFILE
-
-    model: str
-    contexts: tuple[str, ...]
-    parameters: tuple[str, ...]
-    terms: np.ndarray
-    terms_error: np.ndarray
-    sampling: np.ndarray
-    sampling_error: np.ndarray
-    direct: np.ndarray
-    direct_error: np.ndarray
-    bias: np.ndarray
-    bias_error: np.ndarray
-    bits: int
-    draws: int
-    batches: int
-    sampled: str
-
-    @property
-    def quantization(self) -> np.ndarray:
-        """(P,): the sum of the terms over contexts, what rounding adds by Theorem 3."""
-        return self.terms.sum(0)
-
-    @property
-    def quantization_error(self) -> np.ndarray:
-        """(P,): its standard error; the draws of different contexts are independent."""
-        return np.sqrt(np.square(self.terms_error).sum(0))
-
-    def total(self) -> np.ndarray:
-        """(P,): the variance of the compressed gradient by Theorem 3, sampling and quantization."""
-        return self.sampling + self.quantization
-
-    @property
-    def agreement(self) -> np.ndarray:
-        """(P,): `quantization` minus `direct` in standard errors of that difference; 0 where nothing rounds."""
-        error = np.hypot(self.quantization_error, self.direct_error)
-        difference = self.quantization - self.direct
-        return np.divide(difference, error, out=np.zeros_like(error), where=error > 0)
-
-    @property
-    def sampling_ratio(self) -> float:
-        """Sampling variance over quantization variance, each summed over all parameters."""
-        return _ratio(self.sampling.sum(), self.quantization.sum())
-
-    @property
-    def own(self) -> np.ndarray:
-        """(P,): the term of the module's own context; 0 where it has none."""
-        rows = {context: row for row, context in enumerate(self.contexts)}
-        return np.array(
-            [
-                self.terms[rows[name], column] if name in rows else 0.0
-                for column, name in enumerate(self.parameters)
-            ]
-        )
-
-    @property
-    def own_share(self) -> float:
-        """The share of all quantization variance that comes from modules' own contexts."""
-        return _ratio(self.own.sum(), self.quantization.sum())
-
-    def to_dict(self) -> dict:
-        """Everything as JSON-able values; standard errors that are not known as None."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {"schema": VARIANCE_PROFILE} | {
-            name: _plain(value) for name, value in values.items()
-        }
-
-    @classmethod
-    def _of_document(cls, document: dict) -> VarianceProfile:
-        values = {each.name: document[each.name] for each in fields(cls)}
-        shape = len(values["contexts"]), len(values["parameters"])
-        for name in ARRAYS:
-            values[name] = _array(name, values[name], shape if name in MATRICES else shape[1:])
-        for name in ("contexts", "parameters"):
-            values[name] = tuple(values[name])
-        for name in ("bits", "draws", "batches"):
-            values[name] = int(values[name])  # a schema's integer may be written as 2.0
-        return cls(**values)
-
-
-ARRAYS = tuple(each.name for each in fields(VarianceProfile) if each.type == "np.ndarray")
-MATRICES = "terms", "terms_error"
 
 
 @leaves_nothing
@@ -344,24 +240,3 @@ def _summed_up(batches) -> tuple[np.ndarray, np.ndarray]:
         return mean, np.full_like(mean, np.nan)
     squares = [each.var(0, ddof=1) / len(each) for each in draws]
     return mean, np.sqrt(np.sum(squares, axis=0)) / len(draws)
-
-
-def _ratio(a: float, b: float) -> float:
-    return float(a / b) if b else float("nan") if not a else float("inf")
-
-
-def _array(name: str, value: list, shape: tuple[int, ...]) -> np.ndarray:
-    """float64, None as NaN. Raises InputError for another shape."""
-    try:
-        array = np.array(value, dtype=np.float64)
-    except ValueError:
-        raise InputError(f"{name}: expected shape {shape}, got rows of different lengths") from None
-    if array.shape != shape:
-        raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
-    return array
-
-
-def _plain(value):
-    if isinstance(value, np.ndarray):
-        return np.where(np.isnan(value), None, value.astype(object)).tolist()
-    return list(value) if isinstance(value, tuple) else value

@@ -7,37 +7,39 @@ import math
 
 from fewbit import functions
 from fewbit.catalog import store
+from fewbit.render.result import Result
+from fewbit.render.view import Column, View
 
 
-class FunctionList:
-    """All built-in functions, as records and as a table for the terminal."""
+class FunctionList(Result):
+    """All built-in functions."""
 
-    def records(self):
+    def records(self) -> list[dict]:
         """Return a dict for each function, which JSON can represent. Infinite slopes are strings."""
         return [_record(functions.get(name)) for name in functions.names()]
 
-    def __rich_console__(self, console, options):
-        from rich.text import Text
+    def view(self) -> View:
+        """Return the table of functions."""
+        columns = (
+            Column("function", lambda record: record["function"], "word"),
+            Column(
+                "domain", lambda record: "[{:g}, {:g}]".format(*record["domain"]), "word", drop=1
+            ),
+            Column("slopes", lambda record: _slopes(record["slopes"]), "word", drop=2),
+            Column("shipped", lambda record: format_ranges(record["shipped_bits"]), "word"),
+            Column("parameters, aliases", _parameters_and_aliases, "text", least=24),
+        )
+        return View("", columns, self.records())
 
-        from fewbit.catalog.report import new_grid
 
-        grid = new_grid()
-        for column in ("function", "domain", "slopes", "shipped", "parameters, aliases"):
-            grid.add_column(column, no_wrap=column != "parameters, aliases")
-        for record in self.records():
-            low, high = record["domain"]
-            slopes = (s if isinstance(s, str) else f"{s:.4g}" for s in record["slopes"])
-            more = [f"{name}={value:g}" for name, value in record["parameters"].items()]
-            more += [f"alias {', '.join(record['aliases'])}"] if record["aliases"] else []
-            cells = (
-                record["function"],
-                f"[{low:g}, {high:g}]",
-                ", ".join(slopes),
-                format_ranges(record["shipped_bits"]),
-                "; ".join(more),
-            )
-            grid.add_row(*map(Text, cells))
-        yield grid
+def _slopes(slopes):
+    return ", ".join(slope if isinstance(slope, str) else f"{slope:.4g}" for slope in slopes)
+
+
+def _parameters_and_aliases(record):
+    parts = [f"{name}={value:g}" for name, value in record["parameters"].items()]
+    parts += [f"alias {', '.join(record['aliases'])}"] if record["aliases"] else []
+    return "; ".join(parts)
 
 
 def format_ranges(numbers):

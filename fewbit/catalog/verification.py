@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fewbit.errors import FewbitError, FunctionError, TableError
+from fewbit.render.result import Result
+from fewbit.render.view import Column, View
 from fewbit.table import describe_function, load_file
 from fewbit.text import printable
 
@@ -250,8 +252,8 @@ def _largest_slope(f, weight, ends):
     return float(slope.max())
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(Result):
     """The findings of several files.
 
     Attributes:
@@ -265,39 +267,48 @@ class Verification:
         """All findings, in the order of the files."""
         return [finding for _, findings in self.files for finding in findings]
 
-    def records(self):
+    def records(self) -> list[dict]:
         """Return a dict for each finding, which JSON can represent."""
         return [finding.record() for finding in self.findings]
 
-    def __rich_console__(self, console, options):
-        from rich.text import Text
-
-        from fewbit.catalog.report import new_grid
-
-        grid = new_grid()
-        for column in ("file", "tables", "largest deviation", "result"):
-            right = column in ("tables", "largest deviation")
-            grid.add_column(column, justify="right" if right else "left", overflow="fold")
-        notes = []
-        for path, findings in self.files:
-            wrong = [f"tables[{f.index}]: {problem}" for f in findings for problem in f.problems]
-            unchecked = [f"tables[{f.index}]: {f.unchecked}" for f in findings if f.unchecked]
-            notes += [printable(f"{path.name}, {line}") for line in wrong + unchecked]
-            deviations = [f.deviation for f in findings if f.deviation is not None]
-            largest = f"{max(deviations):.1e}" if deviations else "-"
-            cells = Text(printable(path.name)), str(len(findings)), Text(largest)
-            grid.add_row(*cells, _verdict(len(wrong), len(unchecked)))
-        yield grid
-        if notes:
-            yield ""
-        yield from map(Text, notes)
+    def view(self) -> View:
+        """Return a table with a line for each file, and a note for each problem."""
+        columns = (
+            Column("file", lambda file: printable(file[0].name), "text"),
+            Column("tables", lambda file: str(len(file[1]))),
+            Column("largest deviation", lambda file: _largest(file[1])),
+            Column(
+                "result",
+                lambda file: _verdict(file[1])[0],
+                "word",
+                style=lambda file: _verdict(file[1])[1],
+            ),
+        )
+        notes = [
+            printable(f"{path.name}, tables[{finding.index}]: {line}")
+            for path, findings in self.files
+            for finding, line in (*_problems(findings), *_unchecked(findings))
+        ]
+        return View("", columns, self.files, notes)
 
 
-def _verdict(wrong, unchecked):
-    from rich.text import Text
+def _problems(findings):
+    return [(finding, problem) for finding in findings for problem in finding.problems]
 
-    if wrong:
-        return Text(f"{wrong} wrong", "red")
-    if unchecked:
-        return Text(f"{unchecked} not checked", "yellow")
-    return Text("holds", "green")
+
+def _unchecked(findings):
+    return [(finding, finding.unchecked) for finding in findings if finding.unchecked]
+
+
+def _largest(findings):
+    deviations = [finding.deviation for finding in findings if finding.deviation is not None]
+    return f"{max(deviations):.1e}" if deviations else "-"
+
+
+def _verdict(findings):
+    """Return the text of the last column and its color."""
+    if problems := _problems(findings):
+        return f"{len(problems)} wrong", "red"
+    if unchecked := _unchecked(findings):
+        return f"{len(unchecked)} not checked", "yellow"
+    return "holds", "green"

@@ -119,9 +119,9 @@ def output_options(what, *endings, required=False):
             raise FewbitError(f"{path}: expected a file name that ends in {expected}")
         check_writable(path, ctx.params["force"])
         if suffix in PICTURES:
-            from fewbit.table.plot import check_matplotlib
+            from fewbit.render.figures import matplotlib
 
-            check_matplotlib()
+            matplotlib()  # before minutes of work, not after them
         return path
 
     output = click.option(

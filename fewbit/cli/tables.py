@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
@@ -107,7 +106,7 @@ def show(source, function, as_json, **request):
 
         click.echo(dumps_tables(tables[0].function, tables))
     else:
-        from fewbit.catalog.report import tables_report
+        from fewbit.catalog.table_report import tables_report
 
         print_report(tables_report(printable(source), tables))
 
@@ -148,16 +147,12 @@ def compare(names, bits, output, force, as_json):
       fewbit compare
       fewbit compare gelu silu --bits 3 --bits 4 -o compared.csv
     """
-    from fewbit.catalog.report import compare
+    from fewbit.catalog.comparison import compare
 
     with Progress() as progress:
         comparison = compare(names or None, progress=progress, **given(bits=bits))
     if output is not None:
-        from fewbit.files import write_atomic
-
-        is_csv = Path(output).suffix.lower() == ".csv"
-        records = json.dumps(comparison.records(), indent=2) + "\n"
-        write_atomic(output, comparison.to_csv() if is_csv else records, force=force)
+        comparison.save(output, force=force)
     if as_json:
         print_json(comparison.records())
     else:
@@ -215,7 +210,7 @@ def _show_table(table, as_json, saved=None):
     if as_json:
         click.echo(table.dumps())
         return
-    from fewbit.catalog.report import TableReport
+    from fewbit.catalog.table_report import TableReport
 
     print_report(TableReport(table), saved)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
@@ -20,7 +19,7 @@ from fewbit.cli.options import (
 from fewbit.cli.output import needs_torch, print_json, print_report
 from fewbit.cli.progress import Progress
 from fewbit.errors import FewbitError
-from fewbit.files import check_writable, write_atomic
+from fewbit.files import check_writable
 from fewbit.text import one_line
 
 
@@ -146,7 +145,7 @@ def plan(name, batch, batches, size, policies, share, draws, output, force, as_j
     candidates = default_candidates(work[0], policies) if policies else None
     found = plan(*work, **given(candidates=candidates, share=share, draws=draws))
     if output is not None:
-        _save_plan(found, output, force)
+        found.save(output, force=force)
     if as_json:
         print_json(found.to_dict())
     else:
@@ -208,15 +207,6 @@ def _call(name):
         raise FewbitError(f"{name} raised {one_line(error)}") from error
 
 
-def _save_plan(found, output, force):
-    ending = Path(output).suffix.lower()
-    if ending in PICTURES:
-        found.plot(output, force=force)
-    else:
-        texts = {".json": found.to_json, ".html": found.to_html, ".csv": found.to_csv}
-        write_atomic(output, texts[ending](), force=force)
-
-
 @app.command()
 @click.option("--steps", type=int, metavar="N", help="Steps of every training.  [default: 600]")
 @click.option(
@@ -271,9 +261,7 @@ def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json
         import torch
 
         from fewbit.demo.experiment import EVERY_ARM, check_request, run_demo
-    from fewbit.demo.report import DemoReport, picture
     from fewbit.demo.training import Settings
-    from fewbit.table.plot import render
 
     request = (EVERY_ARM if is_all else {}) | given(
         bits=bits, everything=everything, average=average, seeds=seeds
@@ -290,12 +278,12 @@ def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json
             processes=min(torch.get_num_threads(), 8),  # a process takes half a gigabyte of memory
             **request,
         )
-    write_atomic(paths[0], render(picture(result)), force=force)
-    write_atomic(paths[1], json.dumps(result.to_dict(), indent=1) + "\n", force=force)
+    for path in paths:
+        result.save(path, force=force)
     if as_json:
         print_json(result.to_dict())
     else:
-        print_report(DemoReport(result), *paths)
+        print_report(result, *paths)
 
 
 def _make_directory(path):

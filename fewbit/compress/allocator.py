@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fewbit.analysis.meter_report import amount
 from fewbit.errors import InputError
+from fewbit.render.formats import amount
 
 SETTING = "expandable_segments"
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

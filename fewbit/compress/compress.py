@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from fewbit.analysis.meter_report import amount
 from fewbit.compress import fused
 from fewbit.compress.allocator import AllocatorReport, use_expandable_segments
 from fewbit.compress.controller import Controller
@@ -32,6 +31,7 @@ from fewbit.convert.swap import Conversion, check_model, convert, restore_
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.policies.make import make_policy
+from fewbit.render.formats import amount
 from fewbit.runtime.codecs import check_codec
 from fewbit.runtime.saved.bit_policy import BitPolicy
 from fewbit.runtime.saved.context import ForwardContext

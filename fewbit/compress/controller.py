@@ -14,14 +14,14 @@ from fewbit.config import BitConfig
 from fewbit.convert.report import Report
 from fewbit.errors import InputError
 from fewbit.policies.allocation_report import Allocation
-from fewbit.policies.error_bound.report import Bounds
+from fewbit.policies.error_bound.bounds import Bounds
 from fewbit.runtime.saved.bit_policy import BitPolicy, wrong_state
 from fewbit.runtime.saved.context import ForwardContext, contexts_of
 from fewbit.runtime.saved.offload import Offload
 from fewbit.sizes import counted
 
 if TYPE_CHECKING:
-    from fewbit.analysis.gradient_ratio_report import GradientRatio
+    from fewbit.analysis.gradient_ratio import GradientRatio
 
 
 class Controller:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fewbit.analysis.meter import STATE, SavedBytes
+from fewbit.analysis.saved_bytes import STATE, SavedBytes
 from fewbit.convert.report import ConvertedModule
 from fewbit.convert.transformers_modules import _Conv1D
 from fewbit.nn import LeakyReLU, ReLU

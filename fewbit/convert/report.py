@@ -1,22 +1,30 @@
-"""What a conversion did, module by module, and how it shows itself."""
+"""The report of a conversion: which modules were replaced and which were not."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fewbit.catalog.report import fitted, new_grid, plain_width
+from fewbit.render.formats import amount, module_name, unit_of
+from fewbit.render.result import Result
+from fewbit.render.view import Column, View
 from fewbit.sizes import counted
 
 
 class ConvertedModule(NamedTuple):
-    """One module: its dotted path ("" for the model itself), its old and new class, what it keeps now.
+    """A module that was replaced.
 
-    bits: of its quantized input (an average, at level L2.5 and above) or its codes; None for what keeps less and stays exact.
-    shared: whether it keeps nothing of its own, as what a norm keeps in fixed point serves (`fuse`); None: where it
-    follows such a norm, which no sample has shown.
+    Attributes:
+        path: The dotted path, "" for the model itself.
+        before: The old class.
+        after: The new class.
+        bits: The bits of its quantized input (an average, at level L2.5 and above) or its codes; None if the module keeps
+            less than that and stays exact.
+        shared: Whether the module keeps nothing of its own, since the fixed-point copy of a norm serves (`fuse`); None if
+            it follows such a norm and no sample has shown whether the copy serves.
     """
 
     path: str
@@ -27,27 +35,31 @@ class ConvertedModule(NamedTuple):
 
     @property
     def keeps(self) -> str:
-        """In words."""
+        """The kept bits in words."""
         if self.shared:
             return "the norm's"
         return _bits(self.bits) + (" or the norm's" if self.shared is None else "")
 
 
 class SkippedModule(NamedTuple):
-    """A module that was left as it is, and why."""
+    """A module that was left as it is, and the reason."""
 
     path: str
     kind: str
     reason: str
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a conversion did.
+@dataclass(frozen=True, repr=False)
+class Report(Result):
+    """The modules that a conversion has replaced, and those that it left as they are.
 
-    kept: bytes kept for backward (before, after) by op, if a sample was given; is_training: in training mode.
-    functions: bits of functions that a forward calls (inputs, attention, activations), if those are compressed.
-    notes: what is to be said of the model as a whole.
+    Attributes:
+        converted: The modules that were replaced.
+        left_alone: The modules that were not, each with the reason.
+        kept: {op: bytes kept for backward} before and after, if a sample was given.
+        functions: The bits of functions that a forward calls (of inputs, attention, activations), if those are compressed.
+        is_training: Whether the model was in training mode when `kept` was measured.
+        notes: Lines about the model as a whole.
     """
 
     converted: tuple[ConvertedModule, ...]
@@ -57,22 +69,27 @@ class Report:
     is_training: bool = True
     notes: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        from rich.console import Console
+    def records(self) -> list[dict]:
+        """Return a dict for each module that was replaced."""
+        return [row._asdict() for row in self.converted]
 
-        console = Console(width=plain_width(100), color_system=None)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+    def view(self) -> View:
+        count = len(self.converted)
+        title = f"{counted(count, 'module')} converted" if count else "no module converted"
+        columns = (
+            Column("modules", lambda row: row[0][0], "name"),
+            Column("was", lambda row: row[0][1], "name"),
+            Column("is", lambda row: row[0][2], "name"),
+            Column("keeps", lambda row: row[0][3], "word"),
+            Column("count", lambda row: str(row[1])),
+        )
+        rows = _grouped((row.path, (row.before, _is(row), row.keeps)) for row in self.converted)
+        more = [] if self.kept is None else [self._bytes()]
+        return View(
+            title, columns if count else (), list(rows.items()), list(self._lines()), more=more
+        )
 
-    def __rich_console__(self, console, options):
-        from rich.text import Text
-
-        if self.converted:
-            yield self._table(options.max_width)
-            yield f"{counted(len(self.converted), 'module')} converted"
-        else:
-            yield "no module converted"
+    def _lines(self) -> Iterator[str]:
         if self.functions is not None:
             inputs, attention, activations = self.functions
             yield (
@@ -80,83 +97,61 @@ class Report:
                 f"{activations} of activations"
             )
         yield from self.notes
-        for (pattern, kind, reason), count in self._reasons().items():
-            where = f"{counted(count, 'module')} like {pattern}" if count > 1 else pattern
-            yield Text(f"left alone: {where} ({kind}): {reason}")
-        if self.kept is not None:
-            yield ""
-            yield self._bytes()
-            if not self.is_training:
-                yield "the model is in evaluation mode, in which nothing is compressed"
+        reasons = _grouped((row.path, (row.kind, row.reason)) for row in self.left_alone)
+        for (pattern, kind, reason), count in reasons.items():
+            modules = f"{counted(count, 'module')} like {pattern}" if count > 1 else pattern
+            yield f"left alone: {modules} ({kind}): {reason}"
 
-    def _table(self, width: int):
-        rows = [(*key, str(count)) for key, count in self._rows().items()]
-        names = ("modules", "was", "is", "keeps", "count")
-        table = new_grid()
-        for name in names:
-            table.add_column(name, no_wrap=True, justify="right" if name == "count" else "left")
-        for cells in fitted(names, rows, (0, 1, 2), width):
-            table.add_row(*cells)
-        return table
-
-    def _rows(self) -> dict:
-        """{(path, was, is, what it keeps): how many}; of several alike modules with numbers as *."""
-        return _grouped((row.path, (row.before, _is(row), row.keeps)) for row in self.converted)
-
-    def _reasons(self) -> dict:
-        return _grouped((row.path, (row.kind, row.reason)) for row in self.left_alone)
-
-    def _bytes(self):
-        from fewbit.analysis.meter_report import amount, unit_of
-
+    def _bytes(self) -> View:
         before, after = self.kept
         totals = sum(before.values()), sum(after.values())
         unit = unit_of(max(totals), "MiB")
-        table = new_grid()
-        table.add_column("kept for backward, by op")
-        table.add_column(f"before, {unit[0]}", justify="right")
-        table.add_column(f"now, {unit[0]}", justify="right")
-        rest, nothing = [0, 0], amount(0, unit)
         # What is kept now says what to do next, and what is gone what was done.
-        for name in sorted(
-            {*before, *after}, key=lambda each: (-after.get(each, 0), -before.get(each, 0), each)
-        ):
-            sizes = before.get(name, 0), after.get(name, 0)
-            shown = [amount(each, unit) for each in sizes]
-            if shown == [nothing, nothing]:
-                rest = [sum(each) for each in zip(rest, sizes, strict=True)]
-            else:
-                table.add_row(name, *shown)
-        shown = [amount(each, unit) for each in rest]
-        if shown != [nothing, nothing]:
-            table.add_row("others", *shown)
+        names = sorted(
+            {*before, *after}, key=lambda name: (-after.get(name, 0), -before.get(name, 0), name)
+        )
+        rows = [(name, before.get(name, 0), after.get(name, 0)) for name in names]
+        nothing = amount(0, unit)
+
+        def is_shown(row: tuple[str, int, int]) -> bool:
+            return any(amount(size, unit) != nothing for size in row[1:])
+
+        hidden = [row for row in rows if not is_shown(row)]
+        others = "others", sum(row[1] for row in hidden), sum(row[2] for row in hidden)
+        rows = [row for row in [*filter(is_shown, rows), others] if is_shown(row)]
         ratio = f" ({totals[0] / totals[1]:.2f}x less)" if totals[1] else ""
-        table.add_row("total" + ratio, *(amount(each, unit) for each in totals), style="bold")
-        return table
+        columns = (
+            Column("kept for backward, by op", lambda row: row[0], "name"),
+            Column(f"before, {unit[0]}", lambda row: amount(row[1], unit)),
+            Column(f"now, {unit[0]}", lambda row: amount(row[2], unit)),
+        )
+        mode = "the model is in evaluation mode, in which nothing is compressed"
+        notes = [] if self.is_training else [mode]
+        return View("", columns, rows, notes, total=("total" + ratio, *totals))
 
 
 def _is(row: ConvertedModule) -> str:
-    """The new class, shortly where it has the old one's name."""
+    """Return the new class, shortly if it has the old one's name."""
     old = row.before
     return "fewbit's" if row.after in (f"fewbit.{old}", f"fewbit.nn.{old}") else row.after
 
 
-def _grouped(rows) -> dict[tuple, int]:
-    """{(path, *cells): how many}, in the order in which each was first seen."""
+def _grouped(rows: Iterable[tuple[str, tuple]]) -> dict[tuple, int]:
+    """Return {(path, *cells): the number of modules}; in the path of several alike modules numbers are *."""
     rows = list(rows)
     counts = Counter((_pattern(path), *cells) for path, cells in rows)
     result = {}
     for path, cells in rows:
         key = _pattern(path), *cells
         if counts[key] == 1:
-            result[path or "(the model)", *cells] = 1
+            result[module_name(path), *cells] = 1
         else:
             result[key] = counts[key]
     return result
 
 
 def _pattern(path: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path) or "(the model)"
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module_name(path))
 
 
 def _bits(bits: float | None) -> str:

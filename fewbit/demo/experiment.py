@@ -3,202 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from fewbit._version import __version__
 from fewbit.analysis.meter import saved_bytes
 from fewbit.compress.compress import compress_
 from fewbit.config import LayerSettings, Level
 from fewbit.convert.settings import ATTENTION_BITS
 from fewbit.demo import training
 from fewbit.demo.parallel import run_all
+from fewbit.demo.result import Arm, Demo
 from fewbit.demo.text import Corpus, python_topics
 from fewbit.errors import FewbitError, InputError
 from fewbit.nn import GELU
 from fewbit.runtime import backends
-from fewbit.sizes import counted
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
 """The results of `fewbit demo --all --seeds 5`; the file is part of a checkout, not of the package."""
-CURVE_POINTS = 30
-"""Largest number of points of a loss curve."""
 MOST_SEEDS = 100
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One configuration of the experiment.
-
-    Attributes:
-        bits: Bits of few-bit GELUs; None for torch.nn.GELU.
-        activation_bytes: Bytes that the GELUs save for backward in one step, counted by `fewbit.saved_bytes`.
-        model_bytes: Bytes that the whole model saves.
-        runs: The runs in the order of the seeds.
-        seconds: The seconds of all runs.
-        everything: Bits of quantized inputs if the whole model is compressed, else None.
-        level: The level of the compression.
-    """
-
-    bits: int | None
-    activation_bytes: int
-    model_bytes: int
-    runs: tuple[training.Run, ...]
-    seconds: float
-    everything: float | None = None
-    level: str = "L2"
-
-    @property
-    def name(self) -> str:
-        """The name of the arm in tables and pictures."""
-        if self.everything is not None:
-            start = "all" if self.level == "L2" else self.level
-            return f"{start} {counted(self.everything, 'bit')}"
-        if self.bits is None:
-            return "exact"
-        return counted(self.bits, "bit")
-
-    @property
-    def finals(self) -> list[float]:
-        """The final losses in the order of the seeds."""
-        return [run.final for run in self.runs]
-
-    @property
-    def mean(self) -> float:
-        """The mean final loss."""
-        return statistics.fmean(self.finals)
-
-    @property
-    def std(self) -> float | None:
-        """The sample standard deviation of the final losses; None for one seed."""
-        return statistics.stdev(self.finals) if len(self.runs) > 1 else None
-
-    def differences(self, exact: Arm) -> list[float]:
-        """Return the differences to the final losses of another arm, seed by seed."""
-        return [ours - theirs for ours, theirs in zip(self.finals, exact.finals, strict=True)]
-
-    def curve(self) -> tuple[list[float], list[float]]:
-        """Return steps, and the mean training losses of blocks of steps around them, over all seeds."""
-        losses = [
-            statistics.fmean(step) for step in zip(*(run.train for run in self.runs), strict=True)
-        ]
-        size = max(1, len(losses) // CURVE_POINTS)
-        blocks = [losses[i : i + size] for i in range(0, len(losses), size)]
-        middles = [i * size + (len(block) + 1) / 2 for i, block in enumerate(blocks)]
-        return middles, [statistics.fmean(block) for block in blocks]
-
-
-@dataclass(frozen=True)
-class Yardstick:
-    """The standard deviation of the exact arm's final loss, with which differences are compared.
-
-    Attributes:
-        std: The standard deviation.
-        seeds: The number of seeds.
-        stored: Whether it comes from the stored results.
-    """
-
-    std: float
-    seeds: int
-    stored: bool
-
-
-@dataclass(frozen=True)
-class Demo:
-    """The results of the experiment.
-
-    Attributes:
-        settings: The settings of every run.
-        characters: The number of characters that are trained on.
-        backend: The name of the backend.
-        arms: The arms, the exact one first.
-        stored: The document at STORED if its settings are the same, else None.
-    """
-
-    settings: training.Settings
-    characters: int
-    backend: str
-    arms: tuple[Arm, ...]
-    stored: dict | None = None
-
-    @property
-    def exact(self) -> Arm:
-        """The arm with torch.nn.GELU."""
-        return self.arms[0]
-
-    @property
-    def seeds(self) -> int:
-        """The number of seeds."""
-        return len(self.exact.runs)
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of all runs."""
-        return sum(arm.seconds for arm in self.arms)
-
-    @property
-    def yardstick(self) -> Yardstick | None:
-        """The yardstick from these runs if there are several seeds, else from the stored ones; None without those."""
-        if self.exact.std is not None:
-            return Yardstick(self.exact.std, self.seeds, stored=False)
-        if self.stored is None:
-            return None
-        return Yardstick(self.stored["arms"][0]["std"], self.stored["seeds"], stored=True)
-
-    def distance(self, arm: Arm) -> float | None:
-        """Return the mean difference to the exact arm in standard deviations; None without a yardstick."""
-        if self.yardstick is None or self.yardstick.std == 0:
-            return None
-        return statistics.fmean(arm.differences(self.exact)) / self.yardstick.std
-
-    def to_dict(self) -> dict:
-        """Return all results as values that JSON can represent. Losses are in nats per character."""
-        return {
-            "machine": {
-                "system": platform.platform(terse=True),
-                "cores": os.cpu_count(),
-                "instructions": torch.backends.cpu.get_cpu_capability(),
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "fewbit": __version__,
-                "backend": self.backend,
-            },
-            "settings": asdict(self.settings),
-            "characters": self.characters,
-            "seeds": self.seeds,
-            "arms": [self._arm_record(arm) for arm in self.arms],
-        }
-
-    def _arm_record(self, arm: Arm) -> dict:
-        differences = arm.differences(self.exact)
-        distance = self.distance(arm)
-        steps, losses = arm.curve()
-        return {
-            "name": arm.name,
-            "bits": arm.bits,
-            "everything": arm.everything,
-            "level": arm.level if arm.everything is not None else None,
-            "activation_bytes": arm.activation_bytes,
-            "model_bytes": arm.model_bytes,
-            "seconds": round(arm.seconds, 2),
-            "finals": arm.finals,
-            "mean": arm.mean,
-            "std": arm.std,
-            "difference": statistics.fmean(differences),
-            "difference_std": statistics.stdev(differences) if len(differences) > 1 else None,
-            "within_one_std": None if distance is None else abs(distance) <= 1,
-            "curve": {"steps": steps, "losses": [round(loss, 5) for loss in losses]},
-        }
 
 
 ACTIVATION_BITS = 3

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fewbit.analysis.meter_report import amount
 from fewbit.compress.compress import compress_
 from fewbit.compress.controller import Controller
 from fewbit.compress.replace import replace_activations_
@@ -29,6 +28,7 @@ from fewbit.convert import kinds
 from fewbit.convert.swap import restore_
 from fewbit.errors import InputError
 from fewbit.nn.preactivation import NORMS
+from fewbit.render.formats import amount
 from fewbit.sizes import counted
 
 

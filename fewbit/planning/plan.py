@@ -15,7 +15,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
 from functools import partial
 
 import numpy as np
@@ -41,109 +40,13 @@ from fewbit.analysis.progress import Progress
 from fewbit.convert.swap import restore_
 from fewbit.errors import InputError
 from fewbit.planning.candidates import Candidate, check_candidates, default_candidates
-from fewbit.planning.report import TrainingPlanReport
-from fewbit.render.documents import Document
+from fewbit.planning.training_plan import Planned, TrainingPlan
 from fewbit.runtime.interop.interrupts import leaves_nothing
 from fewbit.runtime.saved.context import measuring
-from fewbit.schema import PLAN
 from fewbit.sizes import counted
 
 ADAPTING_STEPS = 3
 """Steps at the given weights before bits that adapt are measured: two observations, and what follows from them."""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One candidate, measured.
-
-    saved_bytes: kept for backward by one forward, by the meter. error: mean over batches and draws of |g^ - g|^2, bias
-    and all; variance: the part of it by which draws of rounding differ; bias: the rest, squared, an estimate that is
-    exact in expectation, so that it may be below 0. All three over all parameters, in units of the gradient squared.
-    error_error, variance_error: standard errors, NaN if not known. seconds: median of its forward and backward
-    passes, which are in turns with all others'; seconds_least, seconds_most: the shortest and the longest of them.
-    """
-
-    candidate: Candidate
-    saved_bytes: int
-    error: float
-    error_error: float
-    variance: float
-    variance_error: float
-    bias: float
-    seconds: float
-    seconds_least: float
-    seconds_most: float
-
-    @property
-    def policy(self) -> str:
-        return self.candidate.policy
-
-    @property
-    def label(self) -> str:
-        return self.candidate.label
-
-
-@dataclass(frozen=True, repr=False)
-class TrainingPlan(Document, TrainingPlanReport):
-    """What each candidate costs and saves.
-
-    exact_bytes, exact_seconds, exact_seconds_least, exact_seconds_most: as of Planned, of the exact model. gradient: mean of |g|^2 over the batches. sampling:
-    the variance of g between minibatches; sampling_error: its standard error, NaN if not known. sampled: what it was
-    measured from. share: of it that a recommended candidate's error may be. rows: as the candidates came.
-    """
-
-    _schema = PLAN
-
-    model: str
-    device: str
-    batches: int
-    batch_size: int
-    draws: int
-    share: float
-    exact_bytes: int
-    exact_seconds: float
-    exact_seconds_least: float
-    exact_seconds_most: float
-    gradient: float
-    sampling: float
-    sampling_error: float
-    sampled: str
-    rows: tuple[Planned, ...]
-
-    @property
-    def limit(self) -> float:
-        """What a candidate's error may be at most to be recommended: `share` of `sampling`."""
-        return self.share * self.sampling
-
-    @property
-    def recommended(self) -> Planned | None:
-        """Of the candidates that keep less than the exact model, with an error within `limit`, the cheapest in bytes."""
-        fitting = [
-            each
-            for each in self.rows
-            if each.error <= self.limit and each.saved_bytes < self.exact_bytes
-        ]
-        return min(fitting, key=lambda each: (each.saved_bytes, each.error), default=None)
-
-    @property
-    def closest(self) -> Planned:
-        """The candidate with the least error among those that keep less than the exact model; if none does, of all."""
-        known = [each for each in self.rows if math.isfinite(each.error)] or self.rows
-        saving = [each for each in known if each.saved_bytes < self.exact_bytes] or known
-        return min(saving, key=lambda each: (each.error, each.saved_bytes))
-
-    def to_dict(self) -> dict:
-        """Everything as JSON-able values; numbers that are not known as None, options that JSON has not as text."""
-        values = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
-        return {"schema": PLAN} | values | {"rows": [_row(each) for each in self.rows]}
-
-    @classmethod
-    def _of_document(cls, document: dict) -> TrainingPlan:
-        rows = [
-            {**_values(Planned, row), "candidate": Candidate.from_dict(row["candidate"])}
-            for row in document["rows"]
-        ]
-        return cls(**{**_values(cls, document), "rows": tuple(Planned(**row) for row in rows)})
 
 
 @leaves_nothing
@@ -363,26 +266,3 @@ def _device_of(steps: _Steps) -> str:
     devices = sorted({str(each.device) for each in steps.parameters})
     threads = f", {counted(torch.get_num_threads(), 'thread')}" if devices == ["cpu"] else ""
     return ", ".join(devices) + threads
-
-
-# -- Files ---------------------------------------------------------------------------------------------------
-
-
-def _plain(value):
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _row(planned: Planned) -> dict:
-    values = {each.name: _plain(getattr(planned, each.name)) for each in fields(planned)}
-    return values | {"candidate": planned.candidate.to_dict()}
-
-
-def _values(cls, document: dict) -> dict:
-    """{name: value} of the fields of a dataclass; None is NaN, and a schema's integer may be written as 2.0."""
-    values = {each.name: document[each.name] for each in fields(cls)}
-    for each in fields(cls):
-        if each.type == "int":
-            values[each.name] = int(values[each.name])
-        if each.type == "float" and values[each.name] is None:
-            values[each.name] = math.nan
-    return values

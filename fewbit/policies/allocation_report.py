@@ -1,22 +1,27 @@
-"""The bits that level L3 has chosen, as a sequence, a table and HTML. No torch here."""
+"""The bits that level L3 has chosen, as a sequence of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from fewbit.analysis.meter_report import amount
+from fewbit.render.formats import amount, decimal, module_name, share
 from fewbit.render.rows import Rows
+from fewbit.render.view import Column, View
 from fewbit.sizes import counted
 
 
 class Allocated(NamedTuple):
-    """What a layer keeps of one of its inputs.
+    """The tensor that a layer keeps of one of its inputs.
 
-    name: the layer's path; of a function that a module calls, the module's path and the function's name. input: the
-    number of the input. bits: an element, on average. is_fixed: given, not chosen. elements: in one forward, of all
-    processes. samples: that share the bits (0: all have as many). sensitivity: the variance that rounding adds to
-    the gradient of all parameters, times (2^bits - 1)^2.
+    Attributes:
+        name: The layer's path; for a function that a module calls, the module's path and the function's name.
+        input: The number of the input.
+        bits: Bits per element, on average.
+        is_fixed: Whether the bits were given, not chosen.
+        elements: The number of elements in one forward, of all processes.
+        samples: The number of samples that share the bits; 0 if all have as many.
+        sensitivity: The variance that rounding adds to the gradient of all parameters, times (2^bits - 1)^2.
     """
 
     name: str
@@ -34,43 +39,35 @@ class Allocated(NamedTuple):
 
     @property
     def variance(self) -> float:
-        """That rounding adds with these bits."""
+        """The variance that rounding adds with these bits."""
         return self.sensitivity / (2.0**self.bits - 1) ** 2
 
 
 class Allocation(Rows):
-    """Rows of Allocated, in the order of the forward; compares equal to one with the same rows.
+    """Rows of Allocated, in the order of the forward; equal to an allocation with the same rows.
 
-    empty: what is said where there are none. ended: what has become of the model, where these bits are none of a model that
-    trains any more. unobserved: {name: why, in words} of layers that no observation sees, in this process.
+    Args:
+        rows, empty, ended, unobserved: As for `Rows`.
     """
-
-    _header = ("layer", "input", "bits", "elements", "codes", "variance")
-    _spare = (3, 4, 1, 5)
 
     _not_observed = "not observed, so that no bits are chosen (compiled layers keep the whole part of the average)"
 
     def __init__(
         self,
-        rows=(),
+        rows: Iterable[Allocated] = (),
         empty: str = "no bits chosen",
         ended: str = "",
         unobserved: Mapping[str, str] | None = None,
     ):
         super().__init__(rows, empty, ended, unobserved)
 
-    def __eq__(self, other) -> bool:
-        return isinstance(other, Allocation) and self._rows == other._rows
-
-    __hash__ = None
-
     @property
     def bits(self) -> float:
-        """The average over all elements."""
+        """The average bits of all elements."""
         return _average(self)
 
     @property
-    def _found(self) -> str:
+    def _headline(self) -> str:
         chosen = [row for row in self if not row.is_fixed]
         tensors = f"{counted(len(chosen), 'tensor')} that layers keep"
         text = f"{_average(chosen):.4g} bits on average for {tensors}"
@@ -79,35 +76,31 @@ class Allocation(Rows):
         return f"{text}; {self.bits:.4g} with {len(self) - len(chosen)} of fixed bits"
 
     def records(self) -> list[dict]:
-        """A dictionary for each row."""
+        """Return a dict for each row."""
         return [row._asdict() | {"variance": row.variance} for row in self]
 
-    def _cells(self):
-        total = sum(row.variance for row in self) or 1.0
-        elements = sum(row.elements for row in self) or 1
-        return [
-            (
-                row.name or "(the model)",
-                str(row.input),
-                f"{row.bits:.3f}".rstrip("0").rstrip(".") + (" fixed" if row.is_fixed else ""),
-                f"{100 * row.elements / elements:.1f}%",
-                amount(row.codes),
-                f"{100 * row.variance / total:.1f}%",
-            )
-            for row in self
-        ]
-
-    def _notes(self):
-        if not self:
-            return []
-        return [
-            f"codes: {amount(sum(row.codes for row in self))} in all, without ranges; input: which of those that "
-            "the layer keeps; variance: each tensor's part of what rounding adds to the gradient's",
+    def _full(self) -> View:
+        variance = sum(row.variance for row in self)
+        elements = sum(row.elements for row in self)
+        columns = (
+            Column("layer", lambda row: module_name(row.name), "name", least=24, once=True),
+            Column("input", lambda row: str(row.input), drop=3),
+            Column("bits", lambda row: decimal(row.bits) + " fixed" * row.is_fixed),
+            Column("elements", lambda row: share(row.elements, elements), drop=1),
+            Column("codes", lambda row: amount(row.codes), drop=2),
+            Column("variance", lambda row: share(row.variance, variance), drop=4),
+        )
+        notes = [
+            f"codes: {amount(sum(row.codes for row in self))} in all, without ranges",
+            "input: which of the tensors that the layer keeps",
+            "variance: each tensor's part of the variance that rounding adds to the gradient",
             "layers that keep what another has kept of the same tensor have no row",
             *self._of_unobserved(),
         ]
+        return View(self.title, columns, self, notes)
 
 
-def _average(rows) -> float:
+def _average(rows: Iterable[Allocated]) -> float:
+    rows = list(rows)
     elements = sum(row.elements for row in rows)
     return sum(row.bits * row.elements for row in rows) / elements if elements else 0.0

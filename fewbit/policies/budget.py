@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from fewbit.analysis.meter_report import amount
 from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.errors import InputError
+from fewbit.render.formats import amount
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import words_of_total
 from fewbit.runtime.interop.checkpoint import in_checkpoint

@@ -1,4 +1,4 @@
-"""Labels beside the points of a picture, where there is room for them. No torch here."""
+"""Labels beside the points of a figure, at places that cover nothing else."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from itertools import product
 
 import numpy as np
 
-SIZE = 7.5  # of the text, in points
+SIZE = 7.5  # points, of the text
 SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))  # right first
-BETWEEN = tuple(each for h in (0.5, -0.5) for each in ((1, h), (-1, h), (h, 1), (h, -1)))
+BETWEEN = tuple(side for h in (0.5, -0.5) for side in ((1, h), (-1, h), (h, 1), (h, -1)))
 ALIGNED = {1: ("left", "bottom"), -1: ("right", "top")}
 DISTANCES = (3, 6, 9)  # of a label from its point's marker, in points
 STEP = 2.0  # pixels: between labels at least, and between the places at which lines are looked at
 
 
 def add_labels(axes, labels) -> None:
-    """Writes labels, each beside its point, where they cover no label and no point.
+    """Write each label beside its point so that it covers no other label and no point.
 
-    Of such places one with no line between it and the point, if there is one; of those one that no line crosses, or
-    where it covers the least of lines.
+    Among such places one is preferred with no line between it and the point, then one that covers the least of lines.
 
-    axes: complete, with its limits. labels: (text, (x, y), color) with the point in data coordinates, the most
-    important first; one that finds no place is left out.
+    Args:
+        axes: Complete axes, with their limits.
+        labels: (text, (x, y), color), the point in data coordinates, the most important label first. A label that finds
+            no place is left out.
     """
     from matplotlib.patheffects import withStroke
 
-    axes.figure.draw_without_rendering()  # lays it out
-    pixels = axes.figure.dpi / 72  # of a point of type
+    axes.figure.draw_without_rendering()  # lays the figure out
+    pixels = axes.figure.dpi / 72  # in a point of type
     lines, markers = _lines(axes, pixels)
     taken, inside = [], axes.get_window_extent()
     for text, point, color in labels:
@@ -40,30 +41,30 @@ def add_labels(axes, labels) -> None:
             (box, side, gap)
             for box, side, gap in _boxes(place, extent.size, radius, pixels)
             if _is_within(box, inside)
-            and not any(_overlap(box, each) for each in taken)
+            and not any(_overlap(box, other) for other in taken)
             and not any(_covered(box, at[None], r) for at, r in markers)
         ]
         if not free:
             note.remove()
             continue
-        box, side, gap = min(free, key=lambda each: _hidden(each, place, radius, lines, pixels))
+        box, side, gap = min(free, key=lambda found: _hidden(found, place, radius, lines, pixels))
         (ha, x), (va, y) = (
-            _aligned(each, gap, length / pixels, axis)
-            for axis, (each, length) in enumerate(zip(side, extent.size, strict=True))
+            _aligned(step, gap, length / pixels, axis)
+            for axis, (step, length) in enumerate(zip(side, extent.size, strict=True))
         )
         note.set(ha=ha, va=va, position=(x, y))
         taken.append(box)
 
 
 def _aligned(where: float, gap: float, length: float, axis: int) -> tuple[str, float]:
-    """How a text is aligned along an axis (0: x, 1: y), and its offset from the point; lengths in points."""
+    """Return the alignment of a text along an axis (0: x, 1: y), and its offset from the point in points."""
     if where in ALIGNED:
         return ALIGNED[where][axis], where * gap
     return "center", where * (gap + length / 2)
 
 
 def _boxes(place, size, radius: float, pixels: float):
-    """Around a marker: corners (x0, y0, x1, y1) in pixels, the side, and the gap in points; the best first."""
+    """Yield places around a marker, the best first: corners (x0, y0, x1, y1) in pixels, side, and gap in points."""
     for distance, side in product(DISTANCES, SIDES + BETWEEN):
         gap, where = radius + distance * pixels, np.array(side)
         low = place + where * gap + (where - 1) / 2 * size
@@ -71,16 +72,16 @@ def _boxes(place, size, radius: float, pixels: float):
 
 
 def _hidden(found, place, radius: float, lines, pixels: float) -> tuple[bool, bool, int]:
-    """Whether lines lie between a label and its marker, whether they cross it, and how much of them it covers."""
+    """Return whether lines lie between a label and its marker, whether they cross it, and how much of them it covers."""
     box, side, gap = found
-    between = [place + np.array(side) * each for each in np.linspace(radius, gap * pixels, 5)]
-    is_apart = any(_covered((*each, *each), lines, STEP) for each in between)
+    between = [place + np.array(side) * step for step in np.linspace(radius, gap * pixels, 5)]
+    is_apart = any(_covered((*point, *point), lines, STEP) for point in between)
     covered = _covered(box, lines, 1.0)
     return is_apart, covered > 0, covered
 
 
 def _lines(axes, pixels):
-    """(n, 2) places along all lines, and (place, radius) of all markers, in pixels."""
+    """Return (n, 2) places along all lines, and (place, radius) of all markers, in pixels."""
     along, markers = [np.empty((0, 2))], []
     for line in axes.lines:
         corners = line.get_transform().transform(np.column_stack(line.get_data()))
@@ -89,7 +90,7 @@ def _lines(axes, pixels):
                 count = 2 + int(np.hypot(*(end - start)) / STEP)
                 along.append(np.linspace(start, end, count))
         if line.get_marker() != "None":
-            markers += [(each, line.get_markersize() / 2 * pixels) for each in corners]
+            markers += [(corner, line.get_markersize() / 2 * pixels) for corner in corners]
     return np.concatenate(along), markers
 
 
@@ -99,13 +100,13 @@ def _is_within(box, extent) -> bool:
 
 
 def _overlap(a, b) -> bool:
-    """Or nearly: at another resolution text has slightly other sizes."""
+    """Return whether two boxes overlap, or nearly: at another resolution text has slightly other sizes."""
     near_x = a[0] < b[2] + STEP and b[0] < a[2] + STEP
     return near_x and a[1] < b[3] + STEP and b[1] < a[3] + STEP
 
 
 def _covered(box, places, margin: float) -> int:
-    """How many of the places are within the box, or within the margin of it."""
+    """Count the places that are within the box, or within the margin of it."""
     x0, y0, x1, y1 = box
     x, y = places.T
     near = (x > x0 - margin) & (x < x1 + margin) & (y > y0 - margin) & (y < y1 + margin)

@@ -1,26 +1,31 @@
-"""What tables of what a controller has found have in common: rows as a sequence, and a line where there are none. No torch here."""
+"""Results that are a sequence of rows about the layers of a model, or one line if there are none."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from fewbit.catalog.report import _Report
+from fewbit.render.result import Result
+from fewbit.render.view import View
 
 NAMED = 4
-"""Largest number of layers that a line names."""
+"""The largest number of layers that a line names."""
 
 
-class Rows(_Report, Sequence):
-    """Rows, the same whatever asks for them; a subclass has `_found`, the title where there are some, and `__eq__`.
+class Rows(Result, Sequence):
+    """Rows that compare equal to the same rows. A subclass has `_full`, the view of one row or more, and `_headline`.
 
-    empty: what is said where there are none. ended: what has become of the model, where the rows are none of a model that trains
-    any more. unobserved: {name: why, in words} of layers of which no observation knows what they keep.
+    Args:
+        rows: Named tuples in the order of the forward.
+        empty: The line that is shown if there are no rows.
+        ended: The fate of the model, if the rows are about a model that is not trained any more; else "".
+        unobserved: {path of a layer: the reason why no observation knows what the layer keeps}, in the order of the model.
     """
 
-    _not_observed = "not observed"  # how the line begins that names such layers
+    _not_observed = "not observed"  # begins the line that names such layers
 
-    def __init__(self, rows, empty: str, ended: str, unobserved: Mapping[str, str] | None = None):
+    def __init__(
+        self, rows: Iterable, empty: str, ended: str, unobserved: Mapping[str, str] | None = None
+    ):
         self._rows = tuple(rows)
         self._why = dict(unobserved or {})
         self._empty = "; ".join([empty, *self._of_unobserved()])
@@ -28,7 +33,7 @@ class Rows(_Report, Sequence):
 
     @property
     def unobserved(self) -> tuple[str, ...]:
-        """Names of the layers of which no observation knows what they keep, in the order of the model."""
+        """The paths of the layers of which no observation knows what they keep, in the order of the model."""
         return tuple(self._why)
 
     def _of_unobserved(self) -> list[str]:
@@ -38,10 +43,8 @@ class Rows(_Report, Sequence):
             by_reason.setdefault(why, []).append(name or "the model")
         lines = []
         for why, names in by_reason.items():
-            rest = len(names) - NAMED
-            more = f" and {rest} more" if rest > 0 else ""
-            named = ", ".join(names[:NAMED]) + more
-            lines.append(f"{self._not_observed}: {named} ({why})")
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            lines.append(f"{self._not_observed}: {', '.join(names[:NAMED])}{more} ({why})")
         return lines
 
     def __getitem__(self, index):
@@ -50,15 +53,19 @@ class Rows(_Report, Sequence):
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __eq__(self, other) -> bool:
+        return isinstance(other, type(self)) and self._rows == other._rows
+
     __hash__ = None
 
     @property
     def title(self) -> str:
-        text = self._found if self else self._empty
+        text = self._headline if self else self._empty
         return f"{self._ended}: {text}" if self._ended else text
 
-    def __rich_console__(self, console, options):
-        return super().__rich_console__(console, options) if self else [self.title]
+    def records(self) -> list[dict]:
+        """Return a dict for each row."""
+        return [row._asdict() for row in self]
 
-    def _repr_html_(self) -> str:
-        return super()._repr_html_() if self else f"<div><b>{html.escape(self.title)}</b></div>"
+    def view(self) -> View:
+        return self._full() if self else View(self.title)

@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import html
 import os
-import warnings
 from collections.abc import Sequence
-from functools import partial
-from io import BytesIO
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from fewbit.errors import FewbitError
-from fewbit.files import write_atomic
+from fewbit.render import figures
+from fewbit.render.figures import ERROR, INK, MUTED, literal
 from fewbit.sizes import counted
 from fewbit.table import FLOAT32_MAX, Table, describe_function, describe_weight
-from fewbit.text import one_line
-
-INK, MUTED, GRID, ERROR = "#1f2328", "#6e7781", "#e6e8eb", "#c2410c"
-STYLE = {
-    "font.size": 9.5,
-    "axes.titlesize": 11,
-    "axes.edgecolor": "#c9ced4",
-    "axes.labelcolor": INK,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "legend.frameon": False,
-    "text.usetex": False,  # names come from untrusted files, and TeX would execute commands in them
-    "svg.hashsalt": "fewbit",  # the same table gives the same file
-}
-
 
 # ---------------------------------------------------------------------------------------------------------
 # What there is to draw, without matplotlib
@@ -143,15 +117,9 @@ def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, for
     ax: draw f' and q into these axes only. If f' is not known, q alone is drawn.
     Raises FewbitError for another suffix, or if matplotlib is not installed.
     """
-    _check_suffix(path)
-    with _style():
-        if ax is not None:
-            figure = ax.figure
-            _draw_values(ax, table, legend=True)
-            ax.set_title(literal(_title(table)), loc="left")
-        else:
-            figure = _draw_figure(table)
-    return _finish(figure, path, force)
+    if ax is None:
+        return figures.draw(lambda figure: _draw_figure(figure, table), path, force)
+    return figures.draw(lambda _: _draw_axes(ax, table), path, force, ax.figure)
 
 
 def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, force: bool = False):
@@ -160,94 +128,44 @@ def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, fo
     Of several tables with the same function, form and bits the last one is drawn. `path`, `force` and the
     errors are those of plot_table; FewbitError also if there is no table.
     """
-    _check_suffix(path)
     cells = {(describe_function(table), (table.form, table.bits)): table for table in tables}
     if not cells:
         raise FewbitError("tables: expected at least one table to plot, got none")
+    return figures.draw(lambda figure: _draw_grid(figure, cells), path, force)
+
+
+def _draw_grid(figure, cells: dict[tuple, Table]) -> None:
     rows = list(dict.fromkeys(name for name, _ in cells))
     columns = sorted({column for _, column in cells})
     forms = {form for form, _ in columns}
-    with _style():
-        figure = _new_figure(0.6 + 2.7 * len(columns), 0.4 + 1.9 * len(rows))
-        axes = figure.subplots(len(rows), len(columns), squeeze=False)
-        for i, name in enumerate(rows):
-            for j, column in enumerate(columns):
-                _draw_cell(
-                    axes[i, j],
-                    cells.get((name, column)),
-                    legend=i == 0 and j == 0,
-                    label=name if j == 0 else None,
-                    form=column[0] if len(forms) > 1 else None,
-                )
-    return _finish(figure, path, force)
+    figure.set_size_inches(0.6 + 2.7 * len(columns), 0.4 + 1.9 * len(rows))
+    axes = figure.subplots(len(rows), len(columns), squeeze=False)
+    for i, name in enumerate(rows):
+        for j, column in enumerate(columns):
+            _draw_cell(
+                axes[i, j],
+                cells.get((name, column)),
+                legend=i == 0 and j == 0,
+                label=name if j == 0 else None,
+                form=column[0] if len(forms) > 1 else None,
+            )
 
 
-def literal(text: str) -> str:
-    """Escape dollar signs, so that matplotlib does not parse text from a file as a formula."""
-    return text.replace("$", r"\$")
-
-
-def render(figure, format: str = "png", dpi: int = 160) -> bytes:
-    """The figure as the bytes of a PNG or SVG file."""
-    buffer = BytesIO()
-    with _style(), warnings.catch_warnings():
-        # A name may contain characters that no installed font has.
-        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
-        figure.savefig(
-            buffer, format=format, dpi=dpi, metadata={"Date": None} if format == "svg" else None
-        )
-    return buffer.getvalue()
-
-
-def _matplotlib():
-    try:
-        import matplotlib
-    except ImportError:
-        raise FewbitError("plotting needs matplotlib: pip install matplotlib") from None
-    except Exception as error:  # such as ValueError for MPLBACKEND
-        raise FewbitError(f"matplotlib cannot be used: {one_line(error)}") from None
-    return matplotlib
-
-
-def check_matplotlib() -> None:
-    """FewbitError if matplotlib is not installed."""
-    _matplotlib()
-
-
-def _style():
-    return _matplotlib().rc_context(STYLE)
-
-
-def _new_figure(width: float, height: float):
-    _matplotlib()
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    # A Figure made without pyplot does not show in a notebook by itself.
-    figure._repr_png_ = partial(render, figure, dpi=80)
-    return figure
-
-
-def _check_suffix(path) -> None:
-    if path is not None and Path(path).suffix.lower() not in (".png", ".svg"):
-        raise FewbitError(f"{path}: expected a file name that ends in .png or .svg")
-
-
-def _finish(figure, path, force: bool):
-    if path is not None:
-        write_atomic(path, render(figure, Path(path).suffix.lower()[1:]), force=force)
-    return figure
-
-
-def _title(table: Table) -> str:
+def headline(table: Table) -> str:
+    """Describe a table in a line: its function, its bits and its error."""
     quality = "exact" if table.exact else f"error {table.error:.4g}"
     kind = {"mse": "", "unbiased": ", unbiased", "minimax": ", minimax"}[table.objective]
     return f"{describe_function(table)}, {counted(table.bits, 'bit')}{kind}: {quality}"
 
 
-def _draw_figure(table: Table):
+def _draw_axes(axes, table: Table) -> None:
+    _draw_values(axes, table, legend=True)
+    axes.set_title(literal(headline(table)), loc="left")
+
+
+def _draw_figure(figure, table: Table) -> None:
     function = table.activation
-    figure = _new_figure(7.2, 5.0 if function is not None else 3.6)
+    figure.set_size_inches(7.2, 5.0 if function is not None else 3.6)
     if function is None:
         axes = figure.subplots()
         _draw_values(axes, table, legend=True)
@@ -256,14 +174,13 @@ def _draw_figure(table: Table):
         axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[2.6, 1])
         _draw_values(axes, table, legend=True)
         _draw_error(below, table, function)
-    axes.set_title(literal(_title(table)), loc="left", color=INK, fontweight="bold")
+    axes.set_title(literal(headline(table)), loc="left", color=INK, fontweight="bold")
     axes.set_title(literal(describe_weight(table)), loc="right", color=MUTED, fontsize=9)
-    return figure
 
 
 def _level_colors(table: Table) -> np.ndarray:
     # viridis is safe for color-blind readers; its light end is too faint on white.
-    return _matplotlib().colormaps["viridis"](np.linspace(0.0, 0.86, len(table.levels)))
+    return figures.matplotlib().colormaps["viridis"](np.linspace(0.0, 0.86, len(table.levels)))
 
 
 def _draw_values(axes, table: Table, legend: bool, wide: float = 2.6) -> None:
@@ -380,65 +297,3 @@ def _draw_cell(axes, table: Table | None, legend: bool, label: str | None, form:
         lines = "\n".join([name, *filter(None, parameters.split(", "))])
         size = 10 if "\n" not in lines else 8
         axes.set_ylabel(literal(lines), fontsize=size, color=INK, fontweight="bold")
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Notebooks
-
-
-def table_html(table: Table) -> str:
-    """A table as HTML: its facts, its picture (if matplotlib is there), its levels and pieces."""
-    return (
-        '<div style="font-family:system-ui,sans-serif;font-size:13px;max-width:760px">'
-        f'<div style="font-size:15px;font-weight:600;margin:4px 0">{html.escape(_title(table))}</div>'
-        f"{_html_facts(table)}{_html_picture(table)}{_html_pieces(table)}</div>"
-    )
-
-
-def _html_facts(table: Table) -> str:
-    facts = {
-        "weight": describe_weight(table),
-        "form": f"{table.form}, tails {table.tails}",
-        "size": f"{counted(len(table.levels), 'level')}, {counted(table.n_pieces, 'piece')}",
-        "error": f"{table.error:.6g} (lower bound {table.lower_bound:.6g}, gap {100 * table.gap:.2g} %)",
-        "relative error": f"{table.relative_error:.6g}",
-        "solver": f"fewbit {table.solver['version']}, grid {table.solver['grid']}, revision {table.revision}",
-    }
-    if table.knots is not None:
-        facts["stand-in"] = f"{len(table.knots.points)} knots, error {table.knots_error:.3g}"
-    return _html_table(
-        [[f"<b>{name}</b>", html.escape(text)] for name, text in facts.items()], "left"
-    )
-
-
-def _html_picture(table: Table) -> str:
-    try:
-        picture = base64.b64encode(render(plot_table(table), dpi=110)).decode()
-    except FewbitError:
-        return ""
-    alt = html.escape(_title(table), quote=True)
-    return f'<img alt="{alt}" style="width:100%;max-width:720px" src="data:image/png;base64,{picture}">'
-
-
-def _html_pieces(table: Table) -> str:
-    edges = ["-∞", *(f"{b:.6g}" for b in table.breaks), "∞"]
-    sides = ["left", *table.closed, "right"]  # infinity belongs to no piece
-    rows = [["piece", "x", "level", "value"]]
-    for i, code in enumerate(table.codes.tolist()):
-        opening, closing = (
-            "[" if sides[i] == "left" and i else "(",
-            "]" if sides[i + 1] == "right" else ")",
-        )
-        closing = closing if i + 1 < table.n_pieces else ")"
-        interval = f"{opening}{edges[i]}, {edges[i + 1]}{closing}"
-        rows.append([str(i), interval, str(code), f"{table.levels[code]:.8g}"])
-    what = "lower level of each piece" if table.objective == "unbiased" else "levels and pieces"
-    return f"<details><summary>{what}</summary>{_html_table(rows, 'right')}</details>"
-
-
-def _html_table(rows: list[list[str]], align: str) -> str:
-    cell = f'<td style="text-align:{align};padding:1px 14px 1px 0">'
-    body = "".join("<tr>" + "".join(f"{cell}{text}</td>" for text in row) + "</tr>" for row in rows)
-    return (
-        f'<table style="border-collapse:collapse;font-variant-numeric:tabular-nums">{body}</table>'
-    )

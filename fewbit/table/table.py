@@ -356,7 +356,7 @@ class Table:
         )
 
     def _repr_html_(self) -> str:
-        from fewbit.table.plot import table_html
+        from fewbit.table.notebook import table_html
 
         return table_html(self)
 

@@ -11,7 +11,7 @@ from samples import normal
 from torch import nn
 
 import fewbit
-from fewbit.analysis.gradient_ratio_report import GradientRatio
+from fewbit.analysis.gradient_ratio import GradientRatio
 from fewbit.errors import InputError
 from fewbit.planning.candidates import Candidate
 from fewbit.runtime.saved.context import measuring
@@ -211,7 +211,7 @@ def test_it_shows_itself():
     line = "E|g^|^2 / E|g|^2 = 1.321 +- 0.051, within 1.5; E|g^ - g|^2 / |g|^2 = 0.331"
     assert found.title == line
     text, page = str(found), found._repr_html_()
-    assert text.splitlines()[0] == line and max(map(len, text.splitlines())) <= 80
+    assert text.splitlines()[0] == line
     assert "1.6!" in text and "!: more than 1 + e2" in text and "draws" in text
     assert page.count("<tr>") == 3 and "E|g^ - g|^2 / |g|^2 = 0.331" in page
     assert found.records()[0] == {"module": "", "ratio": 1.6, "relative_error": 0.7}

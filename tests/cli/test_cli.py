@@ -79,7 +79,7 @@ def shipped(tmp_path, monkeypatch):
 def test_the_summary_says_what_the_table_is_worth():
     table = fewbit.solve("gelu", 3)
     lines = succeed("solve", "gelu", "--bits", "3").stdout.splitlines()
-    text = {line[:16].strip(): line[16:] for line in lines}
+    text = {line[:16].strip(): line[16:].strip() for line in lines}
     assert lines[0] == "gelu, 3 bits: 8 levels in 10 pieces"
     assert text["weight"] == "uniform on [-10, 10]"
     assert text["error"].startswith(f"{table.error:.6g} ")
@@ -228,7 +228,7 @@ def test_an_existing_file_is_refused_before_any_work(command, name, monkeypatch)
 
     monkeypatch.setattr("fewbit.solver.solve.solve", never)
     monkeypatch.setattr("fewbit.catalog.store.load_table", never)
-    monkeypatch.setattr("fewbit.catalog.report.compare", never)
+    monkeypatch.setattr("fewbit.catalog.comparison.compare", never)
     Path(name).write_text("mine")
     result = run(*command.split(), "-o", name)
     assert (result.exit_code, result.stdout) == (2, "")

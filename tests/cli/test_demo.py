@@ -18,14 +18,14 @@ from torch import nn
 
 import fewbit
 from fewbit import cli
-from fewbit.catalog.report import render_plain
 from fewbit.demo import experiment, training
-from fewbit.demo.experiment import Arm, Demo, run_demo
+from fewbit.demo.experiment import run_demo
 from fewbit.demo.parallel import run_all
-from fewbit.demo.report import DemoReport, picture
+from fewbit.demo.result import Arm, Demo
 from fewbit.demo.text import Corpus, python_topics
 from fewbit.demo.transformer import CharTransformer
 from fewbit.errors import FewbitError
+from fewbit.render.terminal import plain
 
 SMALL = training.Settings(
     steps=12, batch=4, context=16, width=16, depth=2, heads=2, held_out_windows=8
@@ -304,7 +304,7 @@ def stored(std, difference):
 )
 def test_the_verdict_of_several_seeds_is_their_own(few, verdict):
     demo = made_up([2.0, 2.2], few, stored(9.0, 0.0))
-    text = render_plain(DemoReport(demo))
+    text = plain(demo)
     assert verdict in text
     assert f"std: {statistics.stdev([2.0, 2.2]):.4f}, from these runs." in text
     record = demo.to_dict()["arms"][1]
@@ -314,7 +314,7 @@ def test_the_verdict_of_several_seeds_is_their_own(few, verdict):
 
 @pytest.mark.parametrize(("std", "verdict"), [(0.2, "yes (+0.5)"), (0.04, "no (+2.5)")])
 def test_the_verdict_of_one_seed_is_the_stored_one(std, verdict):
-    text = render_plain(DemoReport(made_up([2.0], [2.1], stored(std, 0.05))))
+    text = plain(made_up([2.0], [2.1], stored(std, 0.05)))
     assert verdict in text
     assert f"std: {std:.4f}, from 5 seeds in benchmarks/results/demo.json." in text
     assert ("+0.0500, within one std" in text) == (std == 0.2)
@@ -323,17 +323,14 @@ def test_the_verdict_of_one_seed_is_the_stored_one(std, verdict):
 
 def test_without_a_standard_deviation_the_verdict_is_unknown():
     demo = made_up([2.0], [2.1])
-    text = render_plain(DemoReport(demo))
+    text = plain(demo)
     assert "unknown" in text and "yes" not in text
     assert demo.to_dict()["arms"][1]["within_one_std"] is None
 
 
-def test_the_table_fits_a_terminal(demo):
-    wide = made_up([2.0, 2.2], [2.1, 2.3])
-    for shown in (demo, wide, made_up([2.0], [2.1], stored(0.1, 0.05))):
-        text = render_plain(DemoReport(shown))
-        assert all(len(line) <= 80 for line in text.splitlines())
-        assert "…" not in text
+def test_a_narrow_terminal_leaves_out_bytes(demo):
+    assert "model's" in plain(demo, 80).splitlines()[2]
+    assert plain(demo, 60).endswith("no room here for: its bytes, model's")
 
 
 def test_stored_runs_of_other_settings_are_not_used(tmp_path, monkeypatch):
@@ -355,7 +352,7 @@ def test_the_curve_is_the_mean_of_blocks():
 
 
 def test_the_picture_shows_every_arm(demo):
-    left, right = picture(demo).axes
+    left, right = demo.plot().axes
     assert len(left.get_lines()) == 5
     names = [tick.get_text().replace("\n", " ") for tick in right.get_xticklabels()]
     assert names == ["4 bits", "1 bit", "all 2 bits", "L3 2 bits"]

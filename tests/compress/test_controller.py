@@ -88,13 +88,14 @@ def test_bytes_by_op_in_order_without_rows_of_nothing():
         ["b", "2.00", "0.00"],
         ["d", "1.00", "0.00"],
         ["others", "0.02", "0.00"],
+        [],
         ["total", "(6.24x", "less)", "7.02", "1.13"],
     ]
     few = str(Report((), (), ({"a": 2 * mib, "p": 40}, {"kept": mib, "u": 30})))
     assert "others" not in few and "0.00     0.00" not in few
     # In bytes, a row says what it is.
     small = str(Report((), (), ({"a": 200, "b": 1}, {"a": 100})))
-    assert small.splitlines()[-2].split() == ["b", "1", "0"]
+    assert small.splitlines()[-3].split() == ["b", "1", "0"]
 
 
 # -- numbers of samples, and states ------------------------------------------------------------------------

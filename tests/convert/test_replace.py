@@ -218,10 +218,11 @@ def test_the_printed_report(capsys):
     replace_activations_(nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.ReLU()), bits=2)
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "─" not in line]
     assert lines == [
+        ["2", "modules", "converted"],
+        [],
         ["modules", "was", "is", "keeps", "count"],
         ["1", "GELU", "fewbit's", "2", "bits", "1"],
         ["2", "ReLU", "fewbit's", "1", "bit", "1"],
-        ["2", "modules", "converted"],
     ]
 
 

@@ -15,10 +15,11 @@ from cases import CHUNKS, seeds
 from mutations import mutate
 
 import fewbit
-from fewbit.catalog.report import TableReport, render_plain, tables_report
 from fewbit.catalog.store import tables_directory
+from fewbit.catalog.table_report import TableReport, tables_report
 from fewbit.catalog.verification import recompute_error
 from fewbit.errors import FewbitError, TableError
+from fewbit.render.terminal import plain
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.table import dumps_tables, load_file, loads
 
@@ -100,7 +101,7 @@ def check_usable(tables, seed, folder):
         (again,) = loads(table.dumps())
         assert again == table and again.dumps() == table.dumps()
         assert repr(table).isprintable()
-        shown = render_plain(TableReport(table))
+        shown = plain(TableReport(table))
         assert shown and shown.replace("\n", "").isprintable()
         if seed % PLOTTED == 0:
             table.plot(folder / f"{seed}.svg", force=True)
@@ -111,7 +112,7 @@ def check_usable(tables, seed, folder):
                 recompute_error(table)
             except FewbitError as error:
                 assert "\n" not in str(error)
-    render_plain(tables_report("several", tables))
+    plain(tables_report("several", tables))
 
 
 def check(seed, folder):

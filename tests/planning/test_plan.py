@@ -21,13 +21,14 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import fewbit  # noqa: E402
 from fewbit import cli  # noqa: E402
-from fewbit.catalog.report import render_plain  # noqa: E402
 from fewbit.errors import InputError, OutputExistsError  # noqa: E402
 from fewbit.models.workload import workload  # noqa: E402
 from fewbit.planning.candidates import Candidate, default_candidates  # noqa: E402
-from fewbit.planning.plan import Planned, TrainingPlan, plan  # noqa: E402
+from fewbit.planning.plan import plan  # noqa: E402
+from fewbit.planning.training_plan import Planned, TrainingPlan  # noqa: E402
+from fewbit.render import figures  # noqa: E402
 from fewbit.render.labels import add_labels  # noqa: E402
-from fewbit.table import plot  # noqa: E402
+from fewbit.render.terminal import plain  # noqa: E402
 
 FIXED = Candidate("fixed", 2)
 SHARED = Candidate("shared", fewbit.AdaptiveBits(2))
@@ -614,7 +615,7 @@ def test_files_that_are_no_plan(change, message, tmp_path):
         TrainingPlan.load(path)
 
 
-def test_the_table_fits_80_columns_whatever_is_in_it():
+def test_numbers_and_the_star_are_whole_whatever_is_in_the_table():
     rows = [
         (
             "a-policy-of-a-long-name",
@@ -626,42 +627,26 @@ def test_the_table_fits_80_columns_whatever_is_in_it():
     ]
     found = made(*rows, ("b", 8, 0, math.nan), sampling=1e-7)
     found = replace(found, exact_bytes=1023 * 2**20, exact_seconds=1.1e-3)
-    lines = str(found).splitlines()
+    lines = plain(found, 80).splitlines()
     assert max(map(len, lines)) <= 80
     table = [line for line in lines if "1.2…57 bits" in line]
     assert len(table) == 9 and table[0].startswith("a-p…ng-name ")
     assert all(
-        each.count("…") == 1 + (not i) for i, each in enumerate(table)
+        line.count("…") == 1 + (not i) for i, line in enumerate(table)
     )  # names alone are cut
-    assert "a-policy-of-a-long-name" in render_plain(found, 120)
-    assert "a-policy-of-a-long-name" in found._repr_html_()
-    assert len(found.to_csv().splitlines()) == 1 + len(found.rows)
+    (star,) = [row for row in plain(made(("a", 2, 300, 0.04)), 50).splitlines() if "2 bits*" in row]
+    assert star.split()[-2:] == ["4%", "2.00"]
 
 
-@pytest.mark.parametrize("width", [*range(50, 121, 5), 82, 83])
-def test_numbers_and_the_star_are_whole_in_any_terminal(width):
+@pytest.mark.parametrize(
+    ("width", "left_out"), [(83, ""), (82, "passes"), (50, "less, ±, random, passes")]
+)
+def test_a_narrow_terminal_leaves_out_passes_first(width, left_out):
     rows = [("pre-activation", 2, 8_876_932, 1.2345e-3), ("error-bound", 1.5, 88_769_320, 0.9876)]
     found = replace(made(*rows, sampling=1e-1), exact_bytes=1_034_567_890)
-    found = replace(
-        found, rows=tuple(replace(row, error_error=row.error / 9) for row in found.rows)
-    )
-    text = render_plain(found, width)
-    assert max(map(len, text.splitlines())) <= width
-    lines = [re.split(" {2,}", each.strip()) for each in text.splitlines()]
-    header = next(i for i, each in enumerate(lines) if each[:2] == ["policy", "setting"])
-    shown = lines[header]
-    left_out = [each for each in ("passes", "random", "±", "less") if each not in shown]
-    # In that order, and only where it has to be.
-    assert left_out == ["passes", "random", "±", "less"][: len(left_out)]
-    assert {"MiB", "error", "noise", "time"} <= set(shown)
-    said = f"no room here for: {', '.join(sorted(left_out, key=found._header.index))}"
-    assert " ".join(text.split()).endswith(said) or not left_out
-    for cells, full in zip(lines[header + 3 : header + 5], found._cells()[1:], strict=True):
-        wanted = dict(zip(found._header, full, strict=True))
-        assert cells[2:] == [wanted[name] for name in shown[2:]]
-        assert cells[1].endswith("*") == full[1].endswith("*")
-    assert found._cells()[1][1] == "2 bits*"
-    assert (not left_out) == (width >= 83)
+    rows = tuple(replace(row, error_error=row.error / 9) for row in found.rows)
+    text = " ".join(plain(replace(found, rows=rows), width).split())
+    assert text.endswith(f"no room here for: {left_out}") if left_out else "no room" not in text
 
 
 def test_times_come_with_the_spread_of_their_passes():
@@ -671,12 +656,11 @@ def test_times_come_with_the_spread_of_their_passes():
     names = "time_ratio", "time_least", "time_most"
     assert [first[each] for each in names] == [2.0, 1.25, 2.5]
     assert [second[each] for each in names] == [2.0, 1.6, 2.5]
-    narrow, wide = render_plain(found, 70), str(found)
+    narrow, wide = plain(found, 70), str(found)
     assert "median of 2 passes" in " ".join(narrow.split())
     assert "1.25 to 2.5" in wide and "0.875 to 1.25" in wide and "1.6 to 2.5" in found._repr_html_()
     (exact,) = [line for line in narrow.splitlines() if line.startswith("exact")]
-    table = narrow[: narrow.index("kept for the backward pass")]
-    assert exact.endswith("  1.00") and "0.875 to" not in narrow and "passes  " not in table
+    assert exact.endswith("  1.00") and "0.875 to" not in narrow
 
 
 def test_what_is_random_is_shown_within_the_error_and_kept_as_it_came():
@@ -689,7 +673,7 @@ def test_what_is_random_is_shown_within_the_error_and_kept_as_it_came():
     ):
         row = replace(row, variance=variance, bias=0.04 - variance)
         found = replace(made(("a", 2, 300, 0.04)), rows=(row,))
-        assert found._cells()[1][6] == shown
+        assert re.search(rf"2 bits\*? .* {shown} +4%  2.00", plain(found, 120))
         assert ("by chance it came out above the error" in " ".join(str(found).split())) == told
         assert (found.records()[0]["variance"], found.records()[0]["bias"]) == (variance, row.bias)
 
@@ -733,6 +717,8 @@ def test_the_picture_has_a_curve_for_each_policy_and_marks_what_is_recommended(t
     assert curves["c"][0, 1] == axes.get_ylim()[0]  # an error of 0 lies on the edge
     assert {each.get_text() for each in axes.texts} == {"8 bits", "4 bits", "2 bits", "1 bit"}
     assert axes.get_xscale() == axes.get_yscale() == "log"
+    # A policy without a known error takes no room.
+    assert made(*rows, ("d", 8, 0, math.nan)).plot().axes[0].get_position().y0 < 0.25
     labels = {each.get_label() for each in made(rows[1]).plot().axes[0].lines}
     assert "recommended" not in labels
     with pytest.raises(OutputExistsError):
@@ -812,7 +798,9 @@ def test_a_label_stands_beside_its_own_point():
     ],
 )
 def test_labels_are_where_no_line_is(lines, side):
-    axes = plot._new_figure(4, 4).subplots()
+    figure = figures.new_figure()
+    figure.set_size_inches(4, 4)
+    axes = figure.subplots()
     for line in lines:
         axes.plot(*line)
     axes.plot([0.5], [0.5], "o", markersize=5)

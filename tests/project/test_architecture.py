@@ -14,7 +14,9 @@ PACKAGE = Path(__file__).parents[2] / "fewbit"
 LAYERS = [
     {"_version", "errors", "text", "files", "sizes", "config"},
     {"functions"},
-    {"schema", "table", "render", "catalog", "solver"},
+    {"schema"},
+    {"render"},
+    {"table", "catalog", "solver"},
     {"runtime"},
     {"functional"},
     {"nn"},

@@ -15,6 +15,7 @@ from fewbit.config import MAX_BITS, WINDOWS, ErrorBound
 from fewbit.errors import FewbitError, InputError
 from fewbit.policies.allocation_report import Allocation
 from fewbit.policies.error_bound import monitor
+from fewbit.policies.error_bound.bounds import Bounded, Bounds
 from fewbit.policies.error_bound.choices import (
     choose,
     choose_codec,
@@ -23,7 +24,6 @@ from fewbit.policies.error_bound.codecs import ExactCodec, PayloadStats
 from fewbit.policies.error_bound.estimates import BoundKnowledge
 from fewbit.policies.error_bound.observations import ProbeResult
 from fewbit.policies.error_bound.probe import ErrorBoundProbe
-from fewbit.policies.error_bound.report import Bounded, Bounds
 from fewbit.policies.error_bound.rows import activation_rows, slot_rows
 from fewbit.policies.error_bound.updates import updated_activation, updated_slot
 from fewbit.policies.probing import ProbingPolicy

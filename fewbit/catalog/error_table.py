@@ -1,0 +1,138 @@
+"""The errors of the best tables, by function and bits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fewbit import functions as known
+from fewbit.errors import FewbitError
+from fewbit.render.formats import short
+from fewbit.render.result import Result
+from fewbit.render.view import Column, View
+from fewbit.sizes import counted
+from fewbit.table import Table, describe_weight
+
+METRICS = ("error", "relative_error")
+
+
+@dataclass(frozen=True)
+class ErrorRow:
+    """The tables of a function, one for each number of bits asked for."""
+
+    function: str
+    tables: tuple[Table, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class ErrorTable(Result):
+    """The errors of tables, an ErrorRow for each function."""
+
+    rows: tuple[ErrorRow, ...]
+    bits: tuple[int, ...]
+    form: str
+    metric: str
+
+    @property
+    def title(self) -> str:
+        """The metric and the form."""
+        name = self.metric.replace("_", " ")
+        return f"{name.capitalize()} of q, form {self.form}, by bits per element"
+
+    def values(self) -> dict[str, dict[int, float]]:
+        """Return {function: {bits: the metric}}."""
+        return {
+            row.function: {bits: self._value(row, bits) for bits in self.bits} for row in self.rows
+        }
+
+    def _value(self, row: ErrorRow, bits: int) -> float:
+        return getattr(row.tables[self.bits.index(bits)], self.metric)
+
+    def records(self) -> list[dict]:
+        """Return a dict of plain values for each table."""
+        return [
+            {
+                "function": table.function,
+                "bits": bits,
+                "form": table.form,
+                "weight": describe_weight(table),
+                "levels": len(table.levels),
+                "pieces": table.n_pieces,
+                "error": table.error,
+                "lower_bound": table.lower_bound,
+                "relative_error": table.relative_error,
+            }
+            for row in self.rows
+            for bits, table in zip(self.bits, row.tables, strict=True)
+        ]
+
+    def view(self) -> View:
+        """Return a table with a row for each function and a column for each number of bits."""
+        # A narrow terminal leaves out the most bits first, and never the fewest.
+        numbers = [
+            Column(
+                counted(bits, "bit"),
+                lambda row, bits=bits: short(self._value(row, bits)),
+                drop=len(self.bits) - place if place else 0,
+            )
+            for place, bits in enumerate(self.bits)
+        ]
+        name = Column("function", lambda row: row.function, "name", least=16)
+        return View(self.title, (name, *numbers), self.rows, self._notes())
+
+    def _notes(self) -> list[str]:
+        if not self.rows:
+            return []
+        weight = self.rows[0].tables[0].weight["kind"]
+        metric = "Integral of w (f' - q)^2"
+        if self.metric == "relative_error":
+            metric = "Norm of f' - q over the norm of f'"
+        return [f"{metric}, {weight} weight. 0: q is f' itself."]
+
+
+def error_table(
+    functions: str | Iterable[str] | None = None,
+    bits: int | Iterable[int] = range(1, 9),
+    *,
+    weight="uniform",
+    form: str = "levels",
+    metric: str = "error",
+) -> ErrorTable:
+    """Look up the errors of the best tables.
+
+    Shipped tables are used if there are any; others are solved on first use (:func:`fewbit.load_table`).
+
+    Args:
+        functions: Names or aliases, or one of them; by default all functions that fewbit knows.
+        bits: A number of bits, or several.
+        weight: As for :func:`fewbit.solve`.
+        form: As for :func:`fewbit.solve`.
+        metric: "error" or "relative_error".
+
+    Raises:
+        FewbitError: The metric is another one, or a table cannot be solved.
+    """
+    from fewbit.catalog.store import load_table
+
+    if metric not in METRICS:
+        raise FewbitError(f"metric: expected {' or '.join(METRICS)}, got {metric!r}")
+    bits = as_tuple(bits, int)
+    rows = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # unbounded derivatives: the domain is stated
+        for name in names_of(functions):
+            tables = tuple(load_table(name, count, weight=weight, form=form) for count in bits)
+            rows.append(ErrorRow(name, tables))
+    return ErrorTable(tuple(rows), bits, form, metric)
+
+
+def names_of(functions: str | Iterable[str] | None) -> list[str]:
+    """Return the names of functions that a user gave by names or aliases; of all functions for None."""
+    names = known.names() if functions is None else as_tuple(functions, str)
+    return [name if ":" in name else known.canonical(name) for name in names]
+
+
+def as_tuple(value, kind: type) -> tuple:
+    """Return several values, or a value of that kind alone, as a tuple."""
+    return (value,) if isinstance(value, kind) else tuple(value)

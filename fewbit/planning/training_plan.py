@@ -1,0 +1,295 @@
+"""A plan: the candidates as they were measured, the recommended one, their table and their document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from fewbit.planning.candidates import Candidate
+from fewbit.planning.picture import draw_plan
+from fewbit.render.documents import Document
+from fewbit.render.formats import amount, digits, unit_of
+from fewbit.render.result import finite
+from fewbit.render.view import Column, View
+from fewbit.schema import PLAN
+from fewbit.sizes import counted
+
+UNSURE = 0.2
+"""The standard error, as a share of an error, above which the notes ask for more batches."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One candidate, measured.
+
+    Errors are means over batches and draws, sums over all parameters, in units of the gradient squared.
+
+    Attributes:
+        saved_bytes: Bytes that one forward keeps for backward, counted by the meter.
+        error: |g^ - g|^2, with bias.
+        error_error: The standard error of `error`, NaN if not known.
+        variance: The part of `error` by which draws of rounding differ.
+        variance_error: The standard error of `variance`, NaN if not known.
+        bias: The rest of `error`, the squared bias. The estimate is exact in expectation, and may therefore be below 0.
+        seconds: The median of the candidate's forward and backward passes, which take turns with those of all others.
+        seconds_least: The shortest of those passes.
+        seconds_most: The longest of those passes.
+    """
+
+    candidate: Candidate
+    saved_bytes: int
+    error: float
+    error_error: float
+    variance: float
+    variance_error: float
+    bias: float
+    seconds: float
+    seconds_least: float
+    seconds_most: float
+
+    @property
+    def policy(self) -> str:
+        return self.candidate.policy
+
+    @property
+    def label(self) -> str:
+        return self.candidate.label
+
+
+@dataclass(frozen=True, repr=False)
+class TrainingPlan(Document):
+    """The bytes that each candidate keeps, beside its error and its time.
+
+    Attributes:
+        exact_bytes: Bytes that the exact model keeps; `exact_seconds`, `exact_seconds_least` and `exact_seconds_most` are
+            its times, as in `Planned`.
+        gradient: The mean of |g|^2 over the batches.
+        sampling: The variance of g between minibatches.
+        sampling_error: The standard error of `sampling`, NaN if not known.
+        sampled: A text that says from what `sampling` was measured.
+        share: The largest share of `sampling` that the error of a recommended candidate may have.
+        rows: The candidates in the order in which they were given.
+    """
+
+    _schema = PLAN
+
+    model: str
+    device: str
+    batches: int
+    batch_size: int
+    draws: int
+    share: float
+    exact_bytes: int
+    exact_seconds: float
+    exact_seconds_least: float
+    exact_seconds_most: float
+    gradient: float
+    sampling: float
+    sampling_error: float
+    sampled: str
+    rows: tuple[Planned, ...]
+
+    @property
+    def limit(self) -> float:
+        """The largest error of a recommended candidate: `share` of `sampling`."""
+        return self.share * self.sampling
+
+    @property
+    def recommended(self) -> Planned | None:
+        """The candidate with the fewest bytes among those within `limit` that keep less than the exact model."""
+        fitting = [
+            row
+            for row in self.rows
+            if row.error <= self.limit and row.saved_bytes < self.exact_bytes
+        ]
+        return min(fitting, key=lambda row: (row.saved_bytes, row.error), default=None)
+
+    @property
+    def closest(self) -> Planned:
+        """The candidate with the least error among those that keep less than the exact model; if none does, of all."""
+        known = [row for row in self.rows if math.isfinite(row.error)] or self.rows
+        saving = [row for row in known if row.saved_bytes < self.exact_bytes] or known
+        return min(saving, key=lambda row: (row.error, row.saved_bytes))
+
+    def to_dict(self) -> dict:
+        """Return everything as plain values; numbers that are not known as None, options that JSON has not as text."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        rows = [_row(row) for row in self.rows]
+        return finite({"schema": PLAN} | values | {"rows": rows})
+
+    @classmethod
+    def _of_document(cls, document: dict) -> TrainingPlan:
+        rows = [
+            {**_values(Planned, row), "candidate": Candidate.from_dict(row["candidate"])}
+            for row in document["rows"]
+        ]
+        return cls(**{**_values(cls, document), "rows": tuple(Planned(**row) for row in rows)})
+
+    def records(self) -> list[dict]:
+        """Return a dict for each candidate, in the order in which they were given."""
+        return [
+            {
+                "policy": row.policy,
+                "setting": row.label,
+                "saved_bytes": row.saved_bytes,
+                "bytes_ratio": self.exact_bytes / row.saved_bytes if row.saved_bytes else None,
+                "error": row.error,
+                "error_error": row.error_error,
+                "variance": row.variance,
+                "variance_error": row.variance_error,
+                "bias": row.bias,
+                "relative_error": row.error / self.gradient,
+                "error_of_sampling": row.error / self.sampling if self.sampling else None,
+                "variance_of_sampling": row.variance / self.sampling if self.sampling else None,
+                "seconds": row.seconds,
+                "time_ratio": self._time(row),
+                "time_least": row.seconds_least / self.exact_seconds,
+                "time_most": row.seconds_most / self.exact_seconds,
+                "recommended": row is self.recommended,
+            }
+            for row in self.rows
+        ]
+
+    @property
+    def title(self) -> str:
+        chosen, best = self.recommended, self.closest
+        exact = amount(self.exact_bytes)
+        if chosen is not None:
+            less = self.exact_bytes / chosen.saved_bytes if chosen.saved_bytes else math.inf
+            return (
+                f"{self.model}: {_name(chosen)} keeps {amount(chosen.saved_bytes)} in place of "
+                f"{exact}, {less:.3g} times less; its error is {_percent(chosen.error, self.sampling) or 0} "
+                f"of the variance between minibatches, its passes take {self._time(chosen):.2f} times as long "
+                f"({self._range(chosen.seconds_least, chosen.seconds_most)})"
+            )
+        if best.saved_bytes >= self.exact_bytes:
+            return f"{self.model}: no setting keeps less than the {exact} of the exact model"
+        share = _percent(best.error, self.sampling)
+        how = f"{share} of it" if share else f"an error of {digits(best.error)}"
+        return (
+            f"{self.model}: no setting keeps its error within {digits(100 * self.share)}% of the variance between "
+            f"minibatches; {_name(best)} comes closest, with {how}"
+        )
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        """The name and the bytes of the unit of all sizes in the table and the picture."""
+        return unit_of(self.exact_bytes)
+
+    def _time(self, row: Planned) -> float:
+        return row.seconds / self.exact_seconds
+
+    def _range(self, least: float, most: float) -> str:
+        """Format two times as multiples of the median of exact passes."""
+        return f"{least / self.exact_seconds:.3g} to {most / self.exact_seconds:.3g}"
+
+    def view(self) -> View:
+        """The exact model, whose row is None, and the candidates; `*` marks the recommended one."""
+        chosen, unit = self.recommended, self.unit
+
+        def setting(row: Planned) -> str:
+            return row.label + "*" * (row is chosen)
+
+        def spread(row: Planned) -> str:
+            return _percent(min(row.error_error, 9.99 * row.error), row.error)
+
+        def random(row: Planned) -> str:
+            return _percent(min(max(row.variance, 0.0), row.error), row.error)
+
+        def time(row: Planned) -> str:
+            ratio = self._time(row)
+            return f"{ratio:.4g}" if ratio >= 100 else f"{ratio:.2f}"
+
+        def passes(row: Planned) -> str:
+            return self._range(row.seconds_least, row.seconds_most)
+
+        exact_passes = self._range(self.exact_seconds_least, self.exact_seconds_most)
+        columns = (
+            _column("policy", lambda row: row.policy, "exact", kind="name", once=True),
+            _column("setting", setting, kind="name"),
+            _column(
+                unit[0], lambda row: amount(row.saved_bytes, unit), amount(self.exact_bytes, unit)
+            ),
+            _column("less", lambda row: _times(self.exact_bytes, row.saved_bytes), drop=4),
+            _column("error", lambda row: digits(row.error)),
+            _column("±", spread, drop=3),
+            _column("random", random, drop=2),
+            _column("noise", lambda row: _percent(row.error, self.sampling)),
+            _column("time", time, "1.00", drop=5),
+            _column("passes", passes, exact_passes, drop=1),
+        )
+        rows = [None, *self.rows]
+        return View(self.title, columns, rows, self._notes(), figure=self.plot)
+
+    def _notes(self) -> list[str]:
+        batches = f"{counted(self.batches, 'batch')} of {self.batch_size}"
+        spread = "between batches" if self.batches > 1 else "of draws alone, as there is one batch"
+        noise = f"{digits(self.sampling)} ± {_percent(self.sampling_error, self.sampling) or '?'}"
+        unsure = any(row.error_error > UNSURE * row.error for row in self.rows)
+        by_chance = "; by chance it came out above the error, and is shown as 100%"
+        is_above = any(row.variance > 1.005 * row.error for row in self.rows)
+        chosen = "*: " if self.recommended is not None else "to be recommended: "
+        passes = counted(self.batches * (self.draws - 1), "pass")
+        return [
+            f"{self.unit[0]}: kept for the backward pass, metered",
+            f"error: squared distance from the exact gradient, bias included (the squared gradient is "
+            f"{digits(self.gradient)}), of {batches}, {self.draws} draws each; ±: its standard error, {spread}",
+            f"random: the part of the error by which draws differ, an estimate{by_chance * is_above}",
+            f"noise: the error over the variance between minibatches, which is {noise}, from {self.sampled}",
+            f"{chosen}the fewest bytes with an error of at most {digits(100 * self.share)}% of that variance",
+            *(["errors differ much between these batches: give more of them"] if unsure else []),
+            f"time: median of {passes}, forward and backward, over that of exact ones, "
+            f"{_seconds(self.exact_seconds)}, here ({self.device}); passes: the shortest to the longest. "
+            "Bits that adapt take longer in the few steps that observe",
+        ]
+
+    def _draw(self, figure) -> None:
+        draw_plan(figure, self)
+
+
+def _column(title: str, cell: Callable[[Planned], str], exact: str = "", **options) -> Column:
+    """Make a column with a text for the exact model, whose row is None."""
+    return Column(title, lambda row: exact if row is None else cell(row), **options)
+
+
+def _name(row: Planned) -> str:
+    return f"{row.policy} at {row.label}"
+
+
+def _times(whole: int, part: int) -> str:
+    if not part:
+        return ""
+    ratio = whole / part
+    if ratio >= 1000:
+        return ">999x"
+    return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.3g}x" if ratio >= 0.01 else "<.01x"
+
+
+def _percent(part: float, whole: float) -> str:
+    if not (math.isfinite(part) and math.isfinite(whole) and whole > 0):
+        return ""
+    percent = 100 * part / whole
+    if percent >= 10:
+        return f"{percent:.0f}%" if percent < 1e5 else f"{percent:.0e}%"
+    return f"{percent:.2g}%" if percent >= 1e-2 or not percent else "<.01%"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+
+
+def _row(planned: Planned) -> dict:
+    values = {field.name: getattr(planned, field.name) for field in fields(planned)}
+    return values | {"candidate": planned.candidate.to_dict()}
+
+
+def _values(cls, document: dict) -> dict:
+    """Return {name: value} of the fields of a dataclass; None is NaN, and a schema's integer may be written as 2.0."""
+    values = {field.name: document[field.name] for field in fields(cls)}
+    for field in fields(cls):
+        if field.type == "int":
+            values[field.name] = int(values[field.name])
+        if field.type == "float" and values[field.name] is None:
+            values[field.name] = math.nan
+    return values

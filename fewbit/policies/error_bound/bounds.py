@@ -1,0 +1,159 @@
+"""The bounds that policy="error-bound" has found, as a sequence of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from fewbit.render.formats import decimal, digits, limit_text, module_name
+from fewbit.render.rows import Rows
+from fewbit.render.view import Column, View
+from fewbit.sizes import counted
+
+
+class Bounded(NamedTuple):
+    """The tensor that a layer keeps of one of its inputs, or the codes of an activation.
+
+    Attributes:
+        name: The layer's path; for a function that a module calls, the module's path and the function's name.
+        input: The number of the input; None for activations.
+        demand: The gradient that allows the smallest error.
+        kind: The kind of the bound on that gradient's error: "in expectation", "measured" (docs/error_bound.md), or
+            "worst case" for activations.
+        dx: The root mean square error that the kept tensor may have; for an activation the error of f'.
+        kept: "bits", "exact", or the name of the codec that kept the tensor ("quant" if "jpeg" or "quant+zvc" left it to
+            that).
+        bits: Bits per element on average; for a codec all bytes of its latest payload in this process, None before that;
+            None if exact.
+        elements: The number of elements in one forward, of all processes; None for activations.
+        is_fixed: Whether the bits were given.
+        is_met: False if bits that were given, or an activation's table with the most bits, err by more.
+        ratio: E|g^|^2 / E|g|^2 that the monitor saw, the largest of the layer's gradients; None if it has seen none.
+    """
+
+    name: str
+    input: int | None
+    demand: str
+    kind: str
+    dx: float
+    kept: str
+    bits: float | None
+    elements: int | None
+    is_fixed: bool = False
+    is_met: bool = True
+    ratio: float | None = None
+
+
+class Bounds(Rows):
+    """Rows of Bounded, in the order of the forward, activations last; equal to bounds with the same rows.
+
+    Args:
+        rows: The rows.
+        e2: The bound of `compress_`, None without the policy.
+        ratio: E|g^|^2 / E|g|^2 in all, as far as the monitor has seen it; None before that.
+        empty, unobserved, ended: As for `Rows`. Layers that are not observed have 8 bits.
+    """
+
+    _not_observed = "not observed, so that they keep 8 bits"
+
+    def __init__(
+        self,
+        rows: Iterable[Bounded] = (),
+        e2: float | None = None,
+        ratio: float | None = None,
+        empty: str = "no bounds found",
+        unobserved: Mapping[str, str] | None = None,
+        ended: str = "",
+    ):
+        super().__init__(rows, "no bounds found" if unobserved else empty, ended, unobserved)
+        self.e2 = e2
+        self.ratio = ratio
+
+    def __eq__(self, other) -> bool:
+        return super().__eq__(other) and (self.e2, self.ratio) == (other.e2, other.ratio)
+
+    __hash__ = None
+
+    @property
+    def limit(self) -> float | None:
+        """1 + e2, the largest ratio that the bound allows."""
+        return None if self.e2 is None else 1.0 + self.e2
+
+    @property
+    def bits(self) -> float | None:
+        """The average bits of all elements that bits or codecs keep; None without any."""
+        found = [(row.bits, row.elements) for row in self if row.bits and row.elements]
+        elements = sum(count for _, count in found)
+        return sum(bits * count for bits, count in found) / elements if elements else None
+
+    @property
+    def _headline(self) -> str:
+        layers = [row for row in self if row.input is not None]
+        exact = sum(row.kept == "exact" for row in layers)
+        text = f"e2 = {self.e2:.4g}: {counted(len(layers), 'tensor')} that layers keep"
+        if self.bits is not None:
+            text += f", {exact} of them exact, the others" * bool(exact) + ","
+            text += f" {self.bits:.4g} bits on average"
+        elif exact:
+            text += f", {exact} of them exact"
+        if self._why:
+            text += f"; {counted(len(self._why), 'layer')} not observed"
+        if self.ratio is None:
+            return f"{text}; E|g^|^2 / E|g|^2 not seen yet, to stay within {limit_text(self.limit)}"
+        verdict = "more than" if self.ratio > self.limit else "within"
+        return f"{text}; E|g^|^2 / E|g|^2 {self.ratio:.4g}, {verdict} {limit_text(self.limit)}"
+
+    def _full(self) -> View:
+        columns = (
+            Column("layer", _name, "name", least=24),
+            Column("decides", lambda row: row.demand or "-", "name"),
+            Column("bound", lambda row: row.kind or "-", "word", drop=1),
+            Column("dx*", lambda row: "any" if row.dx == math.inf else digits(row.dx)),
+            Column("bits", _kept),
+            Column("ratio", self._ratio, drop=2),
+        )
+        return View(self.title, columns, self, self._notes())
+
+    def _ratio(self, row: Bounded) -> str:
+        return "-" if row.ratio is None else f"{row.ratio:.3g}" + "!" * (row.ratio > self.limit)
+
+    def _notes(self) -> list[str]:
+        notes = self._of_unobserved()
+        if any(row.input is None for row in self):
+            notes.append("f': codes of an activation's derivative")
+        if any(row.input for row in self):
+            notes.append("[1], [2]: of a layer's inputs the second, the third")
+        notes += [
+            "decides: the gradient that allows the smallest error",
+            "bound: on that gradient's squared error in expectation, on the worst case, or measured",
+            "dx*: the root mean square error that the kept tensor may have (of norms the normalized input), of f' the "
+            "largest that its table may have",
+            "ratio: E|g^|^2 / E|g|^2 of the layer's own gradients, as the monitor saw it; controller.gradient_ratio tells that "
+            "of all layers together",
+        ]
+        if any(row.ratio is not None and row.ratio > self.limit for row in self):
+            notes.append(
+                "!: more than 1 + e2, by chance or not; a warning comes if all layers together are above it beyond chance"
+            )
+        if any(not row.is_met for row in self):
+            notes.append(
+                "*: errs by more than is allowed: bits that were given, or a table of the most bits that there are"
+            )
+        if any(row.kept not in ("bits", "exact") for row in self):
+            notes.append("bits of codecs: all bytes of the latest payload in this process")
+        return notes
+
+
+def _name(row: Bounded) -> str:
+    """Return the layer's path, with the number of the input if it is not the first."""
+    last = " f'" if row.input is None else f" [{row.input}]" * (row.input > 0)
+    return module_name(row.name) + last
+
+
+def _kept(row: Bounded) -> str:
+    if row.bits is None:
+        return row.kept
+    if row.kept != "bits":
+        return f"{row.bits:.3g} {row.kept}"
+    return decimal(row.bits) + " given" * row.is_fixed + "*" * (not row.is_met)

@@ -1,0 +1,71 @@
+"""Numbers, sizes and paths as short text."""
+
+from __future__ import annotations
+
+import math
+
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+
+
+def module_name(path: str) -> str:
+    """Return the dotted path of a module; the path of the model itself is ""."""
+    return path or "(model)"
+
+
+def unit_of(size: int, most: str = "GiB") -> tuple[str, int]:
+    """Return the name and the bytes of the largest unit, up to `most`, of which there is at least one."""
+    units = UNITS[[name for name, _ in UNITS].index(most) :]
+    return next((unit for unit in units if size >= unit[1]), units[-1])
+
+
+def amount(size: int, unit: tuple[str, int] | None = None) -> str:
+    """Format bytes as `12.34 MiB`, in the unit that suits the number; without the unit's name if `unit` is given."""
+    name, scale = unit or unit_of(size)
+    text = f"{size / scale:,.2f}" if scale > 1 else f"{size:,d}"
+    return text if unit else f"{text} {name}"
+
+
+def share(part: float, whole: float) -> str:
+    """Format a part as `12.3%` of the whole; 0 of 0 is 0.0%."""
+    percent = 100 * part / whole if whole else 0.0
+    return "<0.1%" if 0 < percent < 0.05 else f"{percent:.1f}%"
+
+
+def short(value: float) -> str:
+    """Format a number in at most 7 characters, with four decimals like the paper's if they say enough."""
+    if value == 0:
+        return "0"
+    if 1e-3 <= value < 10:
+        return f"{value:.4f}"
+    if 10 <= value < 1e5:
+        return f"{value:.5g}"
+    return exponential(value)
+
+
+def digits(value: float) -> str:
+    """Format a number in 3 digits, or 2 with an exponent; "-" if it is not finite."""
+    if not math.isfinite(value):
+        return "-"
+    text = f"{value:.3g}"
+    return text if len(text) <= 6 and "e" not in text else short(float(f"{value:.1e}"))
+
+
+def exponential(value: float) -> str:
+    """Format a number with two digits and the shortest exponent: 1.2e-4."""
+    return plain_exponent(f"{value:.1e}")
+
+
+def plain_exponent(text: str) -> str:
+    """Shorten the exponent of a formatted number, if it has one: 1e-04 is 1e-4."""
+    mantissa, _, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else text
+
+
+def decimal(value: float) -> str:
+    """Format a number with up to three decimals: 2.75."""
+    return f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+def limit_text(limit: float) -> str:
+    """Format 1 + e2 so that a small e2 does not vanish: 1 + 1e-05."""
+    return f"{limit:.4g}" if limit >= 1.001 else f"1 + {limit - 1:.3g}"

@@ -1,0 +1,122 @@
+"""The ways to show and to write a result, which all results share."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from pathlib import Path
+
+from fewbit.errors import FewbitError
+from fewbit.files import write_atomic
+from fewbit.render import figures, html, terminal
+from fewbit.render.view import View
+
+
+class Result:
+    """A result that shows itself in a terminal (rich, `str`) and in a notebook, and is written as CSV, JSON and HTML.
+
+    A subclass has `records()` and `view()`, and may have `document()`, if JSON holds more than the records, and `_draw()`, if
+    there is a picture.
+    """
+
+    def records(self) -> list[dict]:
+        """Return a dict of plain values for each row, with numbers in full."""
+        raise NotImplementedError
+
+    def view(self) -> View:
+        """Return the description of what is shown."""
+        raise NotImplementedError
+
+    @property
+    def title(self) -> str:
+        """The first line of what is shown."""
+        return self.view().title
+
+    def document(self) -> dict | list:
+        """Return the plain values that `to_json` writes."""
+        return self.records()
+
+    def __rich_console__(self, console, options):
+        yield self.view()
+
+    def __str__(self) -> str:
+        return terminal.plain(self, terminal.plain_width())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html.block(self.view())
+
+    def to_html(self, path: str | os.PathLike | None = None, force: bool = False) -> str:
+        """Return a whole HTML document; also write it to `path`. The arguments and errors are those of `to_csv`."""
+        return _written(html.page(self.view()), path, force)
+
+    def to_csv(self, path: str | os.PathLike | None = None, force: bool = False) -> str:
+        """Return the records as CSV text; also write it to `path`.
+
+        Args:
+            path: The file to write, if any.
+            force: Replace the file if it exists.
+
+        Raises:
+            OutputExistsError: The file exists and `force` is false.
+        """
+        buffer, records = io.StringIO(), self.records()
+        writer = csv.DictWriter(buffer, records[0] if records else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+        return _written(buffer.getvalue(), path, force)
+
+    def to_json(self, path: str | os.PathLike | None = None, force: bool = False) -> str:
+        """Return `document()` as JSON text, infinite numbers and NaN as null; also write it to `path`.
+
+        The arguments and errors are those of `to_csv`.
+        """
+        text = json.dumps(finite(self.document()), indent=1, allow_nan=False) + "\n"
+        return _written(text, path, force)
+
+    def save(self, path: str | os.PathLike, force: bool = False) -> None:
+        """Write the result in the format of the file's ending: CSV, HTML, PNG or SVG; with any other ending JSON.
+
+        The arguments and errors are those of `to_csv`; FewbitError for a picture of a result that has none.
+        """
+        ending = Path(path).suffix.lower()
+        if ending in (".png", ".svg"):
+            self.plot(path, force=force)
+        else:
+            writers = {".csv": self.to_csv, ".html": self.to_html}
+            writers.get(ending, self.to_json)(path, force)
+
+    def plot(self, path: str | os.PathLike | None = None, force: bool = False):
+        """Draw the picture of the result. The arguments are those of `to_csv`; the file's name ends in .png or .svg.
+
+        Returns:
+            The matplotlib Figure.
+
+        Raises:
+            FewbitError: The result has no picture, the name has another ending, or matplotlib is not installed.
+            OutputExistsError: The file exists and `force` is false.
+        """
+        return figures.draw(self._draw, path, force)
+
+    def _draw(self, figure) -> None:
+        """Draw into an empty figure."""
+        raise FewbitError(f"expected a result that has a picture, got {type(self).__name__}")
+
+
+def _written(text: str, path, force: bool) -> str:
+    if path is not None:
+        write_atomic(path, text, force=force)
+    return text
+
+
+def finite(value):
+    """Replace infinite numbers and NaN, which JSON has not, by None, inside lists and dicts too."""
+    if isinstance(value, dict):
+        return {key: finite(inside) for key, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inside) for inside in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,97 @@
+"""The description of a result: a title, columns that make text from rows, notes and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table, which makes the text of its cells from rows.
+
+    Args:
+        title: The text of the header.
+        cell: Makes the text of a cell from a row.
+        kind: "number" and "word" are shown in full or not at all, "number" right-aligned. A narrow terminal shortens a
+            "name" and wraps a "text".
+        drop: The place of the column in the order in which a narrow terminal leaves columns out, from 1; 0 for never.
+        least: The number of characters of a "name" or "text" that remain as long as columns can be left out instead.
+        once: In a terminal, a value that equals the one above is not repeated.
+        style: Makes rich's style of a cell from a row.
+    """
+
+    title: str
+    cell: Callable[[Any], str]
+    kind: Literal["number", "word", "name", "text"] = "number"
+    drop: int = 0
+    least: int = 8
+    once: bool = False
+    style: Callable[[Any], str] | None = None
+
+    @property
+    def side(self) -> str:
+        return "right" if self.kind == "number" else "left"
+
+    @property
+    def is_flexible(self) -> bool:
+        """Return whether a narrow terminal can give the column less room than its text takes."""
+        return self.kind in ("name", "text")
+
+
+class Line(NamedTuple):
+    """A line of a table: the text of its cells, and rich's styles of them and of the whole line."""
+
+    cells: tuple[str, ...]
+    styles: tuple[str, ...]
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class View:
+    """A result as it is shown, in a terminal or as HTML.
+
+    Args:
+        title: One line, or "".
+        columns: The columns of the table; without columns there is no table.
+        rows: Any objects that the columns make text from.
+        notes: Lines of text below the table.
+        total: A row for the last line, if any.
+        rest: Makes one row of those that a long table does not show; without it all rows are shown.
+        bar: (label, share of the whole, color) of the parts of a bar, for HTML.
+        figure: Makes a matplotlib Figure, for HTML.
+        more: Views below this one.
+        is_folded: HTML shows no more than the title until the reader opens the rest.
+    """
+
+    title: str
+    columns: Sequence[Column] = ()
+    rows: Sequence = ()
+    notes: Sequence[str] = ()
+    total: Any = None
+    rest: Callable[[Sequence], Any] | None = None
+    bar: Sequence[tuple[str, float, str]] = ()
+    figure: Callable[[], Any] | None = None
+    more: Sequence[View] = ()
+    is_folded: bool = False
+
+    def __rich_console__(self, console, options):
+        from fewbit.render.terminal import shown
+
+        return shown(self, options.max_width)
+
+    def lines(self, most: int) -> Iterator[Line]:
+        """Make the lines of the table, of at most `most` rows if there is a row for the rest."""
+        # A line that says "1 more" would take the place of that one.
+        is_cut = self.rest is not None and len(self.rows) > most + 1
+        count = most if is_cut else len(self.rows)
+        yield from (self._line(row) for row in self.rows[:count])
+        if is_cut:
+            yield self._line(self.rest(self.rows[count:]), "dim")
+        if self.total is not None:
+            yield self._line(self.total, "bold")
+
+    def _line(self, row, style: str = "") -> Line:
+        styles = (column.style(row) if column.style else "" for column in self.columns)
+        return Line(tuple(column.cell(row) for column in self.columns), tuple(styles), style)

@@ -25,7 +25,7 @@ from fewbit.policies.records import (
     vector_sum,
 )
 from fewbit.policies.unobserved import FORGOTTEN
-from fewbit.runtime.saved.probe import SPREAD, VarianceProbe
+from fewbit.runtime.probes.variance_probe import SPREAD, VarianceProbe
 from fewbit.schema.shapes import (
     MOST_ELEMENTS,
     MOST_SLOTS,

@@ -10,7 +10,7 @@ from fewbit.render.formats import amount
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import words_of_total
 from fewbit.runtime.interop.checkpoint import in_checkpoint
-from fewbit.runtime.saved.probe import SPREAD
+from fewbit.runtime.probes.variance_probe import SPREAD
 
 _SLACK = 4 * words_of_total(32, 1) + SPREAD
 """Largest number of bytes by which a tensor's codes exceed bits * elements / 8, if its samples share bits in SPREAD parts."""

@@ -201,7 +201,7 @@ def test_states_of_something_else_change_nothing(state, found):
     with pytest.raises(InputError, match=expected):
         controller.load_state_dict(state)
     assert_same_state(controller.state_dict(), before)
-    other, fixed, *_ = build(bits=4)
+    other, fixed, *_ = build(bits=fewbit.FixedBits(4))
     with pytest.raises(
         InputError, match="^expected the state of a controller of fewbit.FixedBits.4., got one"
     ):

@@ -14,7 +14,7 @@ from torch import nn
 import fewbit
 from fewbit.errors import InputError
 from fewbit.policies.adaptive import AdaptivePolicy, SlotVariance
-from fewbit.runtime.saved.probe import VarianceProbe
+from fewbit.runtime.probes.variance_probe import VarianceProbe
 
 
 def build(name="convnet", **options):

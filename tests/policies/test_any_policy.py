@@ -85,20 +85,20 @@ class Regions(nn.Module):
 @pytest.mark.fast(3)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
-    "options",
+    "config",
     [
-        {"bits": 2.5, "interval": 1},
-        {"bits": 2.5, "interval": 4},
-        {"policy": "error-bound", "e2": 2.0, "interval": 1, "codec": "quant"},
-        {"policy": "error-bound", "e2": 2.0, "interval": 1, "codec": "quant+zvc"},
+        fewbit.AdaptiveBits(2.5, interval=1),
+        fewbit.AdaptiveBits(2.5, interval=4),
+        fewbit.ErrorBound(2.0, interval=1),
+        fewbit.ErrorBound(2.0, interval=1, codec="quant+zvc"),
     ],
-    ids=lambda options: "-".join(map(str, options.values())),
+    ids=repr,
 )
-def test_checkpointed_regions_are_recomputed_as_they_were(options, reentrant):
+def test_checkpointed_regions_are_recomputed_as_they_were(config, reentrant):
     """Also if a measurement or another batch size comes between a forward pass and its backward pass."""
     torch.manual_seed(0)
     model = Regions(reentrant)
-    controller = fewbit.compress_(model, verbose=False, **options)
+    controller = fewbit.compress_(model, config, verbose=False)
     for i in range(6):
         first, second = (normal((size, 6, 32), scale=1.0) for size in (4 + i, 6))
         a, b = loss_of(model(first)), loss_of(model(second))

@@ -75,7 +75,7 @@ X = normal((6, 3, 6, 6), scale=1.0)
 @pytest.mark.parametrize("copies", [1, 2])
 def test_eight_bits_are_as_close_as_fixed_ones(copies, device):
     x, exact = X.to(device), build().to(device)
-    model = shared(build().to(device), 8, layers=fewbit.LayerSettings(copies=copies))
+    model = shared(build().to(device), 8, copies=copies)
     assert relative(gradient(model, x), gradient(exact, x)) < 0.02
 
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.runtime.backends.reference_quantizer import squares
+from fewbit.runtime.probes.variance_probe import MOST_EARLIER, VarianceProbe
 from fewbit.runtime.saved.assignment import TensorSlot
 from fewbit.runtime.saved.bit_policy import BitPolicy
-from fewbit.runtime.saved.probe import MOST_EARLIER, VarianceProbe
 from fewbit.runtime.saved.single_backward import once_differentiable
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -623,7 +623,7 @@ class Counted(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.count.passes += 1
         weight, *kept = ctx.saved_tensors
-        return grad * weight, (ctx.recipe.restore(kept) * grad).sum(0), None
+        return grad * weight, (ctx.spec.dequantize(kept) * grad).sum(0), None
 
 
 class Collective(Counted):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from fewbit.config import MAX_BITS, MIN_BITS
-from fewbit.runtime.saved.probe import SPREAD
+from fewbit.runtime.probes.variance_probe import SPREAD
 
 NOISE = [0.25 / (2.0**bits - 1) ** 2 for bits in range(MIN_BITS, MAX_BITS + 1)]
 """Largest squared error per square, for each number of bits from MIN_BITS to MAX_BITS."""
@@ -52,7 +52,7 @@ def least_average(squares, samples: int, elements: int, limit: float) -> float |
 
 
 def sizes(samples: int) -> list[int]:
-    """Return the number of samples in each part of a spread (`fewbit.runtime.saved.probe`); [1] for no samples."""
+    """Return the number of samples in each part of a spread (`fewbit.runtime.probes.variance_probe`); [1] for no samples."""
     count = min(samples, SPREAD)
     ends = [round(i * samples / count) for i in range(count + 1)] if count else [0, 1]
     return [b - a for a, b in pairwise(ends)]

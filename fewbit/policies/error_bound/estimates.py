@@ -28,7 +28,7 @@ from fewbit.policies.error_bound.observations import (
 )
 from fewbit.policies.records import Record, entry, keyed, named_tuple, vector
 from fewbit.policies.unobserved import FORGOTTEN
-from fewbit.runtime.saved.probe import SPREAD
+from fewbit.runtime.probes.variance_probe import SPREAD
 from fewbit.schema.shapes import (
     MOST_ELEMENTS,
     MOST_RATIO,

@@ -26,7 +26,7 @@ from fewbit.policies.records import (
     vector_mean,
     vector_sum,
 )
-from fewbit.runtime.saved.probe import SPREAD
+from fewbit.runtime.probes.variance_probe import SPREAD
 from fewbit.schema.shapes import (
     MOST_ELEMENTS,
     MOST_SLOTS,

@@ -41,11 +41,11 @@ from fewbit.policies.error_bound.observations import (
     ProbeResult,
     TensorNorms,
 )
+from fewbit.runtime.probes.norms import is_dense, norm
+from fewbit.runtime.probes.restoring import Restoring
+from fewbit.runtime.probes.variance_probe import SPREAD, VarianceProbe
 from fewbit.runtime.quantizers.spec import QuantizationRecord
 from fewbit.runtime.saved.assignment import TensorSlot
-from fewbit.runtime.saved.norms import is_dense, norm
-from fewbit.runtime.saved.probe import SPREAD, VarianceProbe
-from fewbit.runtime.saved.restoring import Restoring
 
 _LEAST_ERROR = 1.0 / (6.0 * (2.0**MAX_BITS - 1) ** 2)
 """The sum of squared errors of rounding to 8 bits, divided by the sum of length times range squared. Noise that is tried

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fewbit.runtime.saved import restoring
+from fewbit.runtime.probes import restoring
 
 
 class SlotCodec(Protocol):

@@ -11,7 +11,7 @@ from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import quantizer_ops
-from fewbit.runtime.saved import restoring
+from fewbit.runtime.probes import restoring
 from fewbit.runtime.saved.assignment import TensorSlot
 
 

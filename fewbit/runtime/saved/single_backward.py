@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from fewbit.errors import GradientError
 from fewbit.runtime.ops.library import NO_SECOND_DERIVATIVE
-from fewbit.runtime.saved.restoring import observed
+from fewbit.runtime.probes.restoring import observed
 
 
 def once_differentiable(backward):

@@ -32,8 +32,8 @@ import torch
 
 from fewbit.runtime.interop.async_host_copy import AsyncHostCopy
 from fewbit.runtime.interop.containers import tensors_in
-from fewbit.runtime.saved.norms import by_edge, is_dense, norm, squared
-from fewbit.runtime.saved.restoring import OBSERVED, Restoring
+from fewbit.runtime.probes.norms import by_edge, is_dense, norm, squared
+from fewbit.runtime.probes.restoring import OBSERVED, Restoring
 
 SPREAD = 16
 """Parts that a slot's samples are remembered in, by what they share bits by."""

@@ -185,12 +185,14 @@ def test_python_of_the_guide_runs(capsys):
 
 def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    names = run_blocks("README.md", given())
-    assert "modules converted" in capsys.readouterr().out
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = run_blocks("README.md", {})
+    printed = {line.rstrip() for line in capsys.readouterr().out.splitlines()}
+    (shown,) = re.findall(r"^```\n(\d+ modules.*?)^```", readme, flags=re.MULTILINE | re.DOTALL)
+    assert {line for line in shown.splitlines() if line != "..."} <= printed
     assert (tmp_path / "gelu.json").stat().st_size > 0
     assert names["table"].lower_bound <= names["table"].error
-    assert names["y"].shape == names["z"].shape == names["x"].shape
-    assert type(names["model"][2]).__module__.startswith("fewbit")
+    assert names["y"].shape == names["x"].shape
 
 
 def test_python_of_the_meter_runs(tmp_path, monkeypatch):

@@ -29,7 +29,6 @@ from fewbit.runtime.interop.module_calls import (
     untracked_class,
 )
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved.bit_policy import BitPolicy
 from fewbit.runtime.saved.calls import CallGuard
 from fewbit.runtime.saved.context import ForwardContext
 
@@ -94,7 +93,7 @@ def convert(
         restore_(model)
         selected = selection.of(model, settings)
     before()
-    context = ForwardContext(policy=BitPolicy() if settings.shares_samples else None)
+    context = ForwardContext()
     fused = {
         id(child)
         for module in model.modules()

@@ -100,7 +100,7 @@ def compress_(
         settings = replace(settings, bits=average)
         conversion = convert(model, settings, selection)
         config = AdaptiveBits(average, config.interval)
-    facts = facts_of(model, selection.of(model, settings), settings.bits, budget, elements)
+    facts = facts_of(model, conversion.selected, settings.bits, budget, elements)
     conversion.context.policy = make_policy(config, facts)
     allocator = _offloaded(conversion.context, offload)
     notes = _notes(given, config, offload, model, settings, allocator)

@@ -72,13 +72,13 @@ def _activations(selected: list[Selected]) -> tuple[tuple[str, ...], dict[str, i
     """Return `chosen_activations` and `given_activations`, of modules and of functions that modules call."""
     chosen, given = [], {}
     for path, module, attribute, settings in selected:
-        if settings is None or attribute is not None:
+        if settings is None:
             continue
-        bits = {}
-        if kinds.is_activation(type(module)):
-            if is_converted(module):  # otherwise the user made it, with bits of its own
-                bits = {path: module.bits}
-        elif settings.functional and may_call(module):
+        bits, held = {}, module if attribute is None else getattr(module, attribute)
+        if kinds.is_activation(type(held)):
+            if is_converted(held):  # otherwise the user made it, with bits of its own
+                bits = {path: held.bits}
+        elif attribute is None and settings.functional and may_call(module):
             bits = {
                 name_of_call(path, function): bits_of_call(function, settings.activation_bits)
                 for function in ACTIVATIONS

@@ -59,10 +59,12 @@ class Conversion(NamedTuple):
     Attributes:
         report: what was converted.
         context: the context that the model's layers share.
+        selected: the modules of the model and their settings, selected before their classes changed.
     """
 
     report: Report
     context: ForwardContext
+    selected: list[Selected]
 
 
 def convert(
@@ -108,7 +110,7 @@ def convert(
         _attach(model, settings, selected, context)
     converted = tuple(row for row in rows if isinstance(row, ConvertedModule))
     skipped = tuple(row for row in rows if isinstance(row, SkippedModule))
-    return Conversion(Report(converted, skipped), context)
+    return Conversion(Report(converted, skipped), context, selected)
 
 
 @whole_or_not_at_all

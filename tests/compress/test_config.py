@@ -185,3 +185,18 @@ def test_functions_of_single_modules():
     assert codes(overrides={"0": off}) == codes(exclude="0") == everywhere // 2
     assert codes(layers=off) == 0
     assert codes(layers=off, overrides={"0": {"functional": True}}) == everywhere // 2
+
+
+def test_filters_see_the_classes_before_the_conversion():
+    seen = []
+
+    def include(path, module):
+        seen.append(type(module))
+        return type(module) is nn.GELU
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    controller = fewbit.compress_(model, fewbit.ErrorBound(), include=include, verbose=False)
+    assert set(seen) == {nn.Sequential, nn.Linear, nn.GELU}
+    for _ in range(2):
+        model(torch.randn(8, 64)).square().sum().backward()
+    assert [row.name for row in controller.bounds] == ["1"]

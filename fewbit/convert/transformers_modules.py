@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fewbit.functional import sums
-from fewbit.functional.gated import gated
 from fewbit.functional.linear import linear
+from fewbit.functional.products import gated
 from fewbit.nn.base import Quantized
+from fewbit.runtime.format import sums
 from fewbit.runtime.interop.module_calls import class_of
 from fewbit.runtime.quantizers.normalized import (
     dequantize_copies,

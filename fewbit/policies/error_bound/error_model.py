@@ -23,9 +23,10 @@ from torch import Tensor
 
 from fewbit.convert.transformers_modules import _RMSNorm as _TransformersRMSNorm
 from fewbit.convert.transformers_modules import _scale
+from fewbit.functional.batch_norm import _BatchNorm
 from fewbit.functional.convolution import _Convolution
+from fewbit.functional.layer_norm import _GroupNorm, _LayerNorm, _RMSNorm
 from fewbit.functional.linear import _Linear
-from fewbit.functional.normalization import _BatchNorm, _GroupNorm, _LayerNorm, _RMSNorm
 from fewbit.functional.prelu import _PReLU
 from fewbit.policies.error_bound.formulas import Convolution, convolution_d, norm_input_coefficients
 from fewbit.runtime.quantizers.normalized import AffineResultSpec

@@ -14,7 +14,7 @@ from fewbit.config import (
     check_bits,
 )
 from fewbit.convert import kinds
-from fewbit.convert.functions import FunctionSettings
+from fewbit.convert.functions import FunctionQuantizers
 from fewbit.errors import InputError
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.context import ForwardContext
@@ -94,10 +94,11 @@ class ResolvedSettings:
         is_fixed = not self.adapts or self.attention_bits is not None
         return self._quantizer(self.bits_of_attention, context, name, is_fixed)
 
-    def of_functions(self, context: ForwardContext) -> FunctionSettings:
-        """Make the settings of functions that a forward calls."""
-        quantizers = self.quantizer(context), self.attention_quantizer(context)
-        return FunctionSettings(quantizers[0], self.activation_bits, quantizers[1])
+    def of_functions(self, context: ForwardContext) -> FunctionQuantizers:
+        """Make the quantizers of functions that a forward calls."""
+        return FunctionQuantizers(
+            self.quantizer(context), self.activation_bits, self.attention_quantizer(context)
+        )
 
     def _quantizer(self, bits, context, name, is_fixed) -> Quantizer:
         # Compiled code, in which samples cannot share bits, uses the whole number below the average.

@@ -4,7 +4,7 @@ In training they call `fewbit.functional`, in eval mode torch's own functions. T
 and `fewbit.runtime`. It does not know how models are converted.
 """
 
-from torch.nn import Module
+from torch import nn
 
 from fewbit.nn.activations import *  # noqa: F403
 from fewbit.nn.attention import *  # noqa: F403
@@ -22,5 +22,5 @@ from fewbit.nn.softmax import *  # noqa: F403
 __all__ = [
     name
     for name, value in list(globals().items())
-    if isinstance(value, type) and issubclass(value, Module) and value is not Module
+    if isinstance(value, type) and issubclass(value, nn.Module)
 ]

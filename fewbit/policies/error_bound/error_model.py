@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fewbit.convert.transformers_modules import _RMSNorm as _TransformersRMSNorm
-from fewbit.convert.transformers_modules import _scale
+from fewbit.convert.transformers_norms import _RMSNorm as _TransformersRMSNorm
+from fewbit.convert.transformers_norms import scale_of
 from fewbit.functional.batch_norm import _BatchNorm
 from fewbit.functional.convolution import _Convolution
 from fewbit.functional.layer_norm import _GroupNorm, _LayerNorm, _RMSNorm
@@ -181,7 +181,7 @@ def _layer_norm(context, grad, results, errors):
 
 def _transformers_rms_norm(context, grad, results, errors):
     weight, rstd, *kept = context.saved_tensors
-    return _of_rows(context, grad, errors, kept, rstd, _scale(weight, context.offset), 1, 1)
+    return _of_rows(context, grad, errors, kept, rstd, scale_of(weight, context.offset), 1, 1)
 
 
 def _of_rows(context, grad, errors, kept, rstd, weight, dims, place):

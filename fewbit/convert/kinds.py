@@ -87,11 +87,9 @@ TRANSFORMERS_ACTIVATIONS = {
     "ReLUSquaredActivation": Kind(few.ReLUSquared),
     "SqrtSoftplusActivation": Kind(few.SqrtSoftplus),
 }
-# Modules that hold their activation as a plain function.
-FUNCTION_ATTRIBUTES = {
-    nn.TransformerEncoderLayer: "activation",
-    nn.TransformerDecoderLayer: "activation",
-}
+FUNCTION_OWNERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""Classes whose attribute FUNCTION_ATTRIBUTE may be a plain function of FUNCTIONS."""
+FUNCTION_ATTRIBUTE = "activation"
 FUNCTIONS = {F.relu: nn.ReLU, torch.relu: nn.ReLU, F.gelu: nn.GELU}
 
 LEFT_ALONE = {
@@ -127,7 +125,7 @@ _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Return what the module can be converted to, by its class and settings; None if it cannot be converted."""
+    """Return the kind that the module can be converted to, by its class and settings; None if there is none."""
     cls = class_of(module)
     if cls.__module__ == "transformers.activations":
         if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
@@ -168,7 +166,7 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def replaced(module: nn.Module) -> str | None:
-    """Describe what of the module's forward was monkey-patched, so that its class is no guide; None if nothing was."""
+    """Describe the monkey patch of the module's forward, or of a function it calls; None if there is none."""
     cls = class_of(module)
     for name, value in vars(module).items():
         if callable(value) and callable(getattr(cls, name, None)):
@@ -189,11 +187,11 @@ def replaced(module: nn.Module) -> str | None:
 
 
 def _is_torchs(name: str) -> bool:
-    """Return whether torch.nn.functional has what torch defines under that name, or nothing."""
+    """Return whether the function of that name in torch.nn.functional is torch's own, or does not exist."""
     function = vars(F).get(name)
     if function is not _IN_FUNCTIONAL.get(name):
         return False
-    # It may have been replaced before fewbit was imported.
+    # The function may have been replaced before fewbit was imported.
     if not callable(function) or isinstance(function, (type, BuiltinFunctionType)):
         return True
     code = getattr(function, "__code__", None)

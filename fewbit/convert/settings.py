@@ -116,19 +116,6 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
     Raises:
         InputError: `layers` is no LayerSettings, has `bits`, or excludes something of `config`.
     """
-    if not isinstance(layers, LayerSettings | Mapping | None):
-        raise InputError(
-            f"layers: expected fewbit.LayerSettings, or a mapping of its fields, got {layers!r}"
-        )
-    try:
-        layers = LayerSettings.of({} if layers is None else layers)
-    except InputError as error:
-        raise InputError(f"layers: {error}") from None
-    if layers.bits is not None:
-        raise InputError(
-            f"layers: expected no bits, which are given by {config!r}, got bits={layers.bits!r}"
-        )
-    chooses = config.chooses_activation_bits and layers.activation_bits is None
     usual = ResolvedSettings(
         bits=config.initial_bits,
         activation_bits=config.bits_of_activations,
@@ -138,6 +125,16 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
         adapts=config.adapts,
     )
     try:
+        if not isinstance(layers, LayerSettings | Mapping | None):
+            raise InputError(
+                f"expected fewbit.LayerSettings, or a mapping of its fields, got {layers!r}"
+            )
+        layers = LayerSettings.of({} if layers is None else layers)
+        if layers.bits is not None:
+            raise InputError(
+                f"expected no bits, which are given by {config!r}, got bits={layers.bits!r}"
+            )
+        chooses = config.chooses_activation_bits and layers.activation_bits is None
         return replace(usual.changed(layers), chooses_activation_bits=chooses)
     except InputError as error:
         raise InputError(f"layers: {error}") from None

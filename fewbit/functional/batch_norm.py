@@ -19,17 +19,16 @@ from fewbit.functional.layer_norm import (
     is_served,
     per_channel,
     quantizer_for,
+    save_and_share,
     weighted,
 )
 from fewbit.runtime.format import sums
 from fewbit.runtime.interop.original_functions import functional as torch_functional
-from fewbit.runtime.quantizers import preactivation
 from fewbit.runtime.quantizers.normalized import (
     dequantize_copies,
     dequantize_scaled,
     input_gradient,
     save_copies,
-    share_result,
 )
 from fewbit.runtime.quantizers.quantizer import DEFAULT_BITS, Quantizer, is_differentiated
 from fewbit.runtime.saved.single_backward import once_differentiable
@@ -173,18 +172,14 @@ class _BatchNorm(Function):
         ctx.bias_dtype = bias.dtype if needs_bias else None
         saved_tensors = ()
         if needs_x or needs_weight:
-            placed = [_of_channels(stat, view, x.shape) for stat in (mean, rstd)]
             inner = _channel_stride(x) if view == x.shape else math.prod(x.shape[2:])
-            fuses = preactivation.can_keep(quantizer, x, rstd, weight, bias, copies)
-            if fuses and view == x.shape:
-                fixed = preactivation.save_fixed_point(
-                    quantizer, x, y, *placed, inner, weight, bias, 1
-                )
-                tensors, ctx.spec, ctx.inner = fixed.tensors, fixed.spec, inner
+            placed = [_of_channels(stat, view, x.shape) for stat in (mean, rstd)]
+            statistics = *placed, inner
+            if view == x.shape:
+                settings = weight, bias, copies, quantizer
+                y, tensors = save_and_share(ctx, x, y, statistics, *settings, channels=1)
             else:
-                saved, tensors = save_copies(ctx, x, *placed, inner, copies, quantizer)
-                if view == x.shape and rstd.dtype.itemsize > 2:
-                    share_result(quantizer, y, saved, weight, bias, (1, -1, *[1] * (x.dim() - 2)))
+                saved, tensors = save_copies(ctx, x, *statistics, copies, quantizer)
                 y = saved.tie(y)
             saved_tensors = rstd, weight, reserve, *tensors
         ctx.save_for_backward(*saved_tensors)

@@ -53,54 +53,70 @@ _FUSED = ("cuda", "xpu")
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Compute torch.nn.functional.dropout of an input of any shape."""
-    if not _needs_mask(input, p, training, inplace):
-        return torch_functional.dropout(input, p, training, inplace)
-    return _apply(input, p, "plain", None, inplace)
+    return _dropout(torch_functional.dropout, input, p, training, inplace)
 
 
 def dropout1d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """Compute torch.nn.functional.dropout1d of (N, C, L) or (C, L)."""
-    if input.dim() not in (2, 3) or not _needs_mask(input, p, training, inplace):
-        return torch_functional.dropout1d(input, p, training, inplace)
-    return _apply(input, p, "plain", input.dim() - 1, inplace)
+    features = input.dim() - 1 if input.dim() in (2, 3) else 0
+    return _dropout(torch_functional.dropout1d, input, p, training, inplace, features)
 
 
 def dropout2d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """Compute torch.nn.functional.dropout2d of (N, C, H, W). For other inputs torch's own function runs and warns."""
-    if input.dim() != 4 or not _needs_mask(input, p, training, inplace):
-        return torch_functional.dropout2d(input, p, training, inplace)
-    return _apply(input, p, "plain", 2, inplace)
+    features = 2 if input.dim() == 4 else 0
+    return _dropout(torch_functional.dropout2d, input, p, training, inplace, features)
 
 
 def dropout3d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """Compute torch.nn.functional.dropout3d of (N, C, D, H, W) or (C, D, H, W)."""
-    if input.dim() not in (4, 5) or not _needs_mask(input, p, training, inplace):
-        return torch_functional.dropout3d(input, p, training, inplace)
-    return _apply(input, p, "plain", input.dim() - 3, inplace)
+    features = input.dim() - 3 if input.dim() in (4, 5) else 0
+    return _dropout(torch_functional.dropout3d, input, p, training, inplace, features)
 
 
 def alpha_dropout(
     input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
     """Compute torch.nn.functional.alpha_dropout of an input of any shape."""
-    if not _needs_mask(input, p, training, inplace):
-        return torch_functional.alpha_dropout(input, p, training, inplace)
-    return _apply(input, p, "alpha", None, inplace)
+    return _dropout(torch_functional.alpha_dropout, input, p, training, inplace, kind="alpha")
 
 
 def feature_alpha_dropout(
     input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
     """Compute torch.nn.functional.feature_alpha_dropout of (N, C, ...)."""
-    if input.dim() < 2 or not _needs_mask(input, p, training, inplace):
-        return torch_functional.feature_alpha_dropout(input, p, training, inplace)
-    return _apply(input, p, "alpha", 2, inplace)
+    features = 2 if input.dim() >= 2 else 0
+    function = torch_functional.feature_alpha_dropout
+    return _dropout(function, input, p, training, inplace, features, kind="alpha")
+
+
+def _dropout(torchs_own, x, p, training, inplace, features=None, kind="plain") -> Tensor:
+    """Apply dropout.
+
+    Args:
+        torchs_own: torch's function, which runs if there is no mask to save.
+        x: the input.
+        p: as in torch.
+        training: as in torch.
+        inplace: as in torch.
+        features: the number of leading dimensions of the mask, which elements along the others share. None: all dimensions.
+            0: x has a number of dimensions that fewbit's function does not take.
+        kind: "plain" or "alpha".
+    """
+    if features == 0 or not _needs_mask(x, p, training, inplace):
+        return torchs_own(x, p, training, inplace)
+    if torch.compiler.is_compiling():
+        # The levels depend on p, so a symbolic p becomes a constant.
+        p = torch.fx.experimental.symbolic_shapes.guard_scalar(p)
+        y = _Dropout.apply(x, float(p), kind, features, False)
+        return x.copy_(y) if inplace else y
+    return _Dropout.apply(x, float(p), kind, features, inplace)
 
 
 def _needs_mask(x, p, training, inplace) -> bool:
@@ -122,16 +138,6 @@ def _may_overwrite(x) -> bool:
         return True
     allowed = torch._C._autograd.CreationMeta.DEFAULT
     return not x._base.is_leaf and torch._C._autograd._get_creation_meta(x) == allowed
-
-
-def _apply(x, p, kind, features, inplace) -> Tensor:
-    """Apply dropout. features: the number of leading dimensions that the mask has, the others share it; None: all."""
-    if torch.compiler.is_compiling():
-        # A p that the compiler holds as symbolic becomes a constant: the levels depend on it.
-        p = torch.fx.experimental.symbolic_shapes.guard_scalar(p)
-        y = _Dropout.apply(x, float(p), kind, features, False)
-        return x.copy_(y) if inplace else y
-    return _Dropout.apply(x, float(p), kind, features, inplace)
 
 
 class _Dropout(Function):

@@ -181,6 +181,38 @@ def per_channel(vector, dims: int):
     return None if vector is None else vector.view(1, -1, *[1] * (dims - 2))
 
 
+def save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer, channels=None):
+    """Save the normalized x of a norm, and let layers that save the norm's result y use the copy.
+
+    Args:
+        ctx: of the norm's autograd Function; gets `spec` and `inner`.
+        x: the input.
+        y: the result.
+        statistics: mean, rstd and inner, as for `Quantizer.quantize_normalized`.
+        weight: of the norm, or None.
+        bias: of the norm, or None.
+        copies: 1 or 2.
+        quantizer: of the norm.
+        channels: the dimension of y that weight and bias belong to; None: the last ones.
+
+    Returns:
+        (y, the tensors to save).
+    """
+    if preactivation.can_keep(quantizer, x, statistics[1], weight, bias, copies):
+        mean, rstd, ctx.inner = statistics
+        fixed = preactivation.save_fixed_point(
+            quantizer, x, y, mean, rstd, ctx.inner, weight, bias, channels
+        )
+        ctx.spec = fixed.spec
+        return y, fixed.tensors
+    saved, tensors = save_copies(ctx, x, *statistics, copies, quantizer)
+    # 16-bit statistics shift x~ by more than the rounding of y does.
+    if statistics[1].dtype.itemsize > 2:
+        shape = None if channels is None else (1, -1, *[1] * (x.dim() - 2))
+        share_result(quantizer, y, saved, weight, bias, shape)
+    return saved.tie(y), tensors
+
+
 class _LayerNorm(Function):
     @staticmethod
     def forward(ctx, x, shape, weight, bias, eps, copies, quantizer):
@@ -191,17 +223,8 @@ class _LayerNorm(Function):
         saved_tensors = ()
         if needs_x or needs_weight:
             inner = math.prod(shape) if x.is_contiguous() else None
-            if preactivation.can_keep(quantizer, x, rstd, weight, bias, copies):
-                fixed = preactivation.save_fixed_point(
-                    quantizer, x, y, mean, rstd, inner, weight, bias, None
-                )
-                tensors, ctx.spec, ctx.inner = fixed.tensors, fixed.spec, inner
-            else:
-                saved, tensors = save_copies(ctx, x, mean, rstd, inner, copies, quantizer)
-                # 16-bit statistics shift x~ by more than the rounding of y does.
-                if rstd.dtype.itemsize > 2:
-                    share_result(quantizer, y, saved, weight, bias)
-                y = saved.tie(y)
+            statistics = mean, rstd, inner
+            y, tensors = save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer)
             saved_tensors = rstd, weight, *tensors
         ctx.save_for_backward(*saved_tensors)
         return y

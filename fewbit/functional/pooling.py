@@ -142,7 +142,7 @@ def _may_be_empty(dims, x, dilation) -> bool:
 
 
 class _MaxPool(Function):
-    """torch's result and torch's indices. Saves the position of each maximum in its window."""
+    """Max-pooling, which returns torch's result and indices, and saves the position of each maximum in its window."""
 
     @staticmethod
     def forward(ctx, x, dims, arguments, adaptive):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,8 +26,8 @@ class Form(NamedTuple):
 
     Attributes:
         source: of the forward that is recognized.
-        forward: forward(x, weight, eps) returns y and the reciprocal root mean square.
-        offset: is added to the weight.
+        forward: forward(x, scale, eps) returns y and the reciprocal root mean square. scale: the weight plus `offset`.
+        offset: is added to the weight, in float32.
     """
 
     source: str
@@ -61,12 +60,13 @@ class RMSNorm(Quantized):
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, eps, form, copies, quantizer):
-        y, rstd = form.forward(x, weight, eps)
+        scale = scale_of(weight, form.offset)
+        y, rstd = form.forward(x, scale, eps)
         needs_x = ctx.needs_input_grad[0]
         ctx.dtype, ctx.offset = x.dtype, form.offset
         inner = x.shape[-1] if x.is_contiguous() else None
         saved, tensors = save_copies(ctx, x, None, rstd, inner, copies, quantizer)
-        share_result(quantizer, y, saved, scale_of(weight, form.offset), None)
+        share_result(quantizer, y, saved, scale, None)
         ctx.save_for_backward(*((weight, rstd) if needs_x else (None, None)), *tensors)
         ctx.weight_dtype = None if weight is None else weight.dtype
         return saved.tie(y)
@@ -98,31 +98,30 @@ def _normalized(x, eps):
     return x * rstd, rstd
 
 
-def _rounded_then_weighted(x, weight, eps):
+def _rounded_then_weighted(x, scale, eps):
     y, rstd = _normalized(x, eps)
-    return weight * y.to(x.dtype), rstd
+    return scale * y.to(x.dtype), rstd
 
 
-def _weighted_then_rounded(x, weight, eps):
+def _weighted_then_rounded(x, scale, eps):
     y, rstd = _normalized(x, eps)
-    return (weight * y).to(x.dtype), rstd
+    return (scale * y).to(x.dtype), rstd
 
 
-def _weighted_in_float32(x, weight, eps, offset=None):
+def _weighted_in_float32(x, scale, eps):
     y, rstd = _normalized(x, eps)
-    weight = weight.float() if offset is None else offset + weight.float()
-    return (y * weight).to(x.dtype), rstd
+    return (y * scale.float()).to(x.dtype), rstd
 
 
-def _unweighted(x, weight, eps):
+def _unweighted(x, scale, eps):
     y, rstd = _normalized(x, eps)
     return y.to(x.dtype), rstd
 
 
-def _of_t5(x, weight, eps):
+def _of_t5(x, scale, eps):
     rstd = torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
     y = x * rstd
-    return weight * (y.to(weight.dtype) if weight.dtype.itemsize == 2 else y), rstd
+    return scale * (y.to(scale.dtype) if scale.dtype.itemsize == 2 else y), rstd
 
 
 _START = """
@@ -157,7 +156,7 @@ FORMS = (
     y = y * (1.0 + self.weight.float())
     return y.type_as(x)
 """,
-        partial(_weighted_in_float32, offset=1.0),
+        _weighted_in_float32,
         offset=1.0,
     ),
     Form(  # moshi

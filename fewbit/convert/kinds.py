@@ -41,7 +41,7 @@ class Kind(NamedTuple):
 
     @property
     def one_bit(self) -> bool:
-        """Whether the kind is an activation whose derivative has two values, so that 1 bit is exact."""
+        """Return whether the kind is an activation whose derivative has two values, so that 1 bit is exact."""
         return issubclass(self.becomes, TwoValued)
 
 

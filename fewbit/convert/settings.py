@@ -30,13 +30,13 @@ class ResolvedSettings:
     """The settings of one module.
 
     Attributes:
-        bits: of quantized inputs; an average if `shares_samples`.
-        activation_bits: of few-bit activations.
-        attention_bits: of q, k and v; None: as many as `bits`, and at least ATTENTION_BITS if bits do not adapt.
+        bits: the bits of quantized inputs; an average if `shares_samples`.
+        activation_bits: the bits of few-bit activations.
+        attention_bits: the bits of q, k and v; None: as many as `bits`, and at least ATTENTION_BITS if bits do not adapt.
         group_size, min_dtype, copies, functional: as in `LayerSettings`.
         fuses_norms, shares_samples: as in `BitConfig`.
-        adapts: a policy chooses the bits of the module's inputs.
-        chooses_activation_bits: a policy chooses the bits of the module, if it is an activation.
+        adapts: whether a policy chooses the bits of the module's inputs.
+        chooses_activation_bits: whether a policy chooses the bits of the module, if it is an activation.
         families: the families of `kinds` that are converted.
     """
 

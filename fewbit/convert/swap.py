@@ -59,7 +59,7 @@ class Conversion(NamedTuple):
     """The result of `convert`.
 
     Attributes:
-        report: what was converted.
+        report: the modules that were converted, and those that were not.
         context: the context that the model's layers share.
     """
 

@@ -42,7 +42,7 @@ class Form(NamedTuple):
 class RMSNorm(Quantized):
     """A mixin that saves the normalized x quantized, and 4 bytes for each row if x needs a gradient.
 
-    The weight's gradient is exact in expectation. `fewbit.functional.layer_norm` has the bias of x's gradient. `copies` is as
+    The weight's gradient is exact in expectation. `fewbit/functional/layer_norm.py` has the bias of x's. `copies` is as
     in `fewbit.functional.rms_norm`.
     """
 

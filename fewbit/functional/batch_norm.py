@@ -1,6 +1,6 @@
 """Batch, instance and synchronized batch norm, whose normalized input is saved quantized.
 
-`fewbit.functional.layer_norm` explains what is saved, and the bias of the input's gradient.
+`fewbit/functional/layer_norm.py` explains what is saved, and how exact the gradients are.
 """
 
 from __future__ import annotations

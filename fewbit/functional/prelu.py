@@ -111,7 +111,7 @@ def _broadcast(weight, x):
 
 
 class RandomSlopes(Function):
-    """torch's RReLU in training, to the bit. It saves `4 * ceil(n / 32)` bytes and the generator's state."""
+    """The RReLU of torch in training, equal to the bit. It saves `4 * ceil(n / 32)` bytes and the generator's state."""
 
     @staticmethod
     def forward(ctx, x, lower, upper, inplace):

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class _Norm(Quantized):
-    """A mixin: `copies`, which is 2 for an input gradient that is exact in expectation (`fewbit.functional.layer_norm`)."""
+    """A mixin: `copies`, which is 2 for an input gradient that is exact in expectation (see `fewbit/functional/layer_norm.py`)."""
 
     copies = 1
 

@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.nn.functional import gelu
 
 import fewbit
-from fewbit.convert.functions import Calls, FunctionSettings
+from fewbit.convert.functions import FunctionMode, FunctionQuantizers
 from fewbit.nn.base import Quantized
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import SavedTensors
@@ -108,9 +108,9 @@ def rounded(x: Tensor, bits: int, generator: torch.Generator) -> tuple[Tensor, T
     return torch.stack((least, step)), codes.to(torch.uint8)
 
 
-def of_functions(controller) -> FunctionSettings:
+def of_functions(controller) -> FunctionQuantizers:
     """What functions keep that the model's modules call."""
-    return next(c.settings for c in controller.context.contexts if isinstance(c, Calls))
+    return next(c.settings for c in controller.context.contexts if isinstance(c, FunctionMode))
 
 
 def use_one_range(controller) -> None:

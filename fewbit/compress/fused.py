@@ -6,12 +6,12 @@ from torch import nn
 
 from fewbit.analysis.saved_bytes import STATE, SavedBytes
 from fewbit.convert.report import ConvertedModule
-from fewbit.convert.transformers_modules import _Conv1D
+from fewbit.convert.transformers_modules import Conv1D
 from fewbit.nn import LeakyReLU, ReLU
 from fewbit.nn.preactivation import LINEAR, NORMS
 from fewbit.sizes import counted
 
-FOLLOWING = (*LINEAR.values(), _Conv1D, ReLU, LeakyReLU)
+FOLLOWING = (*LINEAR.values(), Conv1D, ReLU, LeakyReLU)
 """The layers that can restore their input from the tensor that a norm saved."""
 
 

@@ -1,4 +1,7 @@
-"""Functions that a forward calls, rather than modules: few-bit versions in their place while a model trains."""
+"""The function mode of a converted model: functions that its forward calls run as fewbit's while the model trains.
+
+`FunctionMode.TABLE` lists the functions; docs/decisions/0009 says why they are a table.
+"""
 
 from __future__ import annotations
 
@@ -18,70 +21,68 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 
 _ACTIVATIONS = (
     "celu elu gelu hardsigmoid hardswish leaky_relu logsigmoid mish selu silu softplus softsign tanhshrink "
-    "relu relu6 rrelu"
+    "relu relu6 rrelu sigmoid tanh"
 )
-ACTIVATIONS = (*_ACTIVATIONS.split(), "sigmoid", "tanh")
-"""Names of functions that keep few-bit codes."""
+ACTIVATIONS = tuple(_ACTIVATIONS.split())
+"""Names of functions that save few-bit codes."""
 _ONE_BIT = ("relu", "relu6", "leaky_relu", "rrelu", "hardsigmoid")
 _QUANTIZED = (
-    "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm "
-    "layer_norm rms_norm group_norm instance_norm prelu softmax log_softmax scaled_dot_product_attention"
+    "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm layer_norm rms_norm "
+    "group_norm instance_norm prelu softmax log_softmax scaled_dot_product_attention matmul mul"
 )
-QUANTIZED = (*_QUANTIZED.split(), "matmul", "mul")
-"""Names of functions that keep quantized inputs."""
+QUANTIZED = tuple(_QUANTIZED.split())
+"""Names of functions that save quantized inputs."""
 _EXACT = (
-    "embedding dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
-    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d "
+    "embedding dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout max_pool1d max_pool2d max_pool3d "
+    "avg_pool1d avg_pool2d avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d "
     "adaptive_avg_pool2d adaptive_avg_pool3d interpolate pad"
 )
 
 
-def _softmax(ours):
-    """torch.softmax and Tensor.softmax take dtype where torch.nn.functional's takes something else."""
-
-    def softmax(input, dim, dtype=None, **kwargs):
-        return ours(input, dim, dtype=dtype, **kwargs)
-
-    softmax.__name__ = ours.__name__
-    return softmax
-
-
 def _torch_dropout(input, p, train):
-    """torch.dropout names its last argument otherwise than torch.nn.functional's."""
+    """Compute torch.dropout, whose last argument has another name than torch.nn.functional's."""
     return F.dropout(input, p, train)
 
 
-_torch_softmax, _torch_log_softmax = _softmax(F.softmax), _softmax(F.log_softmax)
-_ELSEWHERE = {  # other names of the same functions
+def _torch_softmax(input, dim, dtype=None, **kwargs):
+    """Compute torch.softmax, whose third argument is another one than torch.nn.functional's."""
+    return F.softmax(input, dim, dtype=dtype, **kwargs)
+
+
+def _torch_log_softmax(input, dim, dtype=None, **kwargs):
+    """Compute torch.log_softmax, whose third argument is another one than torch.nn.functional's."""
+    return F.log_softmax(input, dim, dtype=dtype, **kwargs)
+
+
+# Slots and seeds have the functions' names.
+_torch_softmax.__name__, _torch_log_softmax.__name__ = "softmax", "log_softmax"
+
+_OTHER_NAMES = {
     "relu": (torch.relu, torch.Tensor.relu),
     "sigmoid": (torch.sigmoid, torch.Tensor.sigmoid),
     "tanh": (torch.tanh, torch.Tensor.tanh),
     "matmul": (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__),
     "mul": (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__),
 }  # fmt: skip
-
-
-_OF_ATTENTION = (F.scaled_dot_product_attention, F.matmul, F.softmax, _torch_softmax)
+_ATTENTION = (F.scaled_dot_product_attention, F.matmul, F.softmax, _torch_softmax)
+"""Functions of which attention consists; they have the bits of q, k and v."""
 
 
 def _table() -> dict:
-    """{torch's function: (ours, "activation", "one bit", "quantized" or "exact")}."""
-    table = {}
-    families = {
-        "activation": ACTIVATIONS,
-        "quantized": QUANTIZED,
-        "exact": _EXACT.split(),
+    """Return {torch's function: (fewbit's, its family)}; families: "activation", "one bit", "quantized" and "exact"."""
+    families = {"activation": ACTIVATIONS, "quantized": QUANTIZED, "exact": _EXACT.split()}
+    table = {
+        torch.dropout: (_torch_dropout, "exact"),
+        torch.softmax: (_torch_softmax, "quantized"),
+        torch.Tensor.softmax: (_torch_softmax, "quantized"),
+        torch.log_softmax: (_torch_log_softmax, "quantized"),
+        torch.Tensor.log_softmax: (_torch_log_softmax, "quantized"),
     }
     for family, names in families.items():
         for name in names:
-            each = "one bit" if name in _ONE_BIT else family
-            theirs = {getattr(torch_functional, name, None), *_ELSEWHERE.get(name, ())} - {None}
-            table.update({function: (getattr(F, name), each) for function in theirs})
-    table[torch.dropout] = _torch_dropout, "exact"
-    for function in (torch.softmax, torch.Tensor.softmax):
-        table[function] = _torch_softmax, "quantized"
-    for function in (torch.log_softmax, torch.Tensor.log_softmax):
-        table[function] = _torch_log_softmax, "quantized"
+            entry = getattr(F, name), "one bit" if name in _ONE_BIT else family
+            theirs = {getattr(torch_functional, name, None), *_OTHER_NAMES.get(name, ())} - {None}
+            table |= dict.fromkeys(theirs, entry)
     return table
 
 
@@ -95,27 +96,31 @@ _EXPOSING = {
 
 
 @dataclass(frozen=True)
-class FunctionSettings:
-    """What functions keep that modules call."""
+class FunctionQuantizers:
+    """The settings of functions that modules call.
+
+    Attributes:
+        quantizer: makes the copies of functions that are no part of attention.
+        activation_bits: of codes.
+        attention_quantizer: makes the copies of functions that are part of attention.
+        own: {name of a call: its quantizer}, of those that have happened.
+    """
 
     quantizer: Quantizer
     activation_bits: int
     attention_quantizer: Quantizer
-    own: dict[str, Quantizer] = field(
-        default_factory=dict, compare=False
-    )  # by name, of those that have called
+    own: dict[str, Quantizer] = field(default_factory=dict, compare=False)
 
     def call(self, ours, family, function, args, kwargs):
-        if family == "quantized":
-            if ours in (F.mul, F.matmul) and not _both_are_made(args, kwargs):
-                return function(*args, **kwargs)
-            quantizer = self.attention_quantizer if ours in _OF_ATTENTION else self.quantizer
-            if quantizer.context is not None:
-                quantizer = self._named(quantizer, ours)
-            return ours(*args, **kwargs, quantizer=quantizer)
+        """Call a function of fewbit's with these settings, or torch's `function` if fewbit's cannot take the arguments."""
         if family == "exact":
             return ours(*args, **kwargs)
-        if not takes(args[0] if args else kwargs.get("input")):
+        if family == "quantized":
+            if ours in (F.mul, F.matmul) and not _are_results(args, kwargs):
+                return function(*args, **kwargs)
+            return ours(*args, **kwargs, quantizer=self._quantizer_of(ours))
+        x = args[0] if args else kwargs.get("input")
+        if not takes(x):
             return function(*args, **kwargs)
         bits = {"bits": self.activation_bits} if family == "activation" else {}
         context, named = self.quantizer.context, nullcontext()
@@ -123,39 +128,40 @@ class FunctionSettings:
             name = name_of_call(context.path(), ours.__name__)
             named = context.activation(name)
             if bits:
-                x = args[0] if args else kwargs["input"]
                 bits["bits"] = context.activation_bits(name, self.activation_bits, x)
         try:
             with named:
                 return ours(*args, **kwargs, **bits)
-        except FunctionError:  # of parameters that torch alone takes
+        except FunctionError:  # of parameters that torch alone accepts
             return function(*args, **kwargs)
 
-    def _named(self, quantizer: Quantizer, ours) -> Quantizer:
-        """For all calls of that function by the module that runs."""
+    def _quantizer_of(self, ours) -> Quantizer:
+        """Return the quantizer of all calls of a function by the module that runs."""
+        quantizer = self.attention_quantizer if ours in _ATTENTION else self.quantizer
+        if quantizer.context is None:
+            return quantizer
         name = name_of_call(quantizer.context.path(), ours.__name__)
-        own = self.own.get(name)
-        if own is None:
-            own = self.own[name] = quantizer.copy_for(name)
-        return own
+        if name not in self.own:
+            self.own[name] = quantizer.copy_for(name)
+        return self.own[name]
 
 
 def name_of_call(path: str, function: str) -> str:
-    """The name of what a function keeps that the module at that path calls."""
+    """Return the name of a function that the module at a path calls."""
     return f"{path}:{function}"
 
 
 def bits_of_call(function: str, bits: int) -> int:
-    """Of the codes that an activation keeps which a module calls. bits: of those whose derivative has more than two values."""
+    """Return the bits of the codes of an activation that a module calls. bits: if its derivative has more than two values."""
     return 1 if function in _ONE_BIT else bits
 
 
-class Calls(TorchFunctionMode):
-    """Within it torch's functions of the table run as fewbit's, on tensors that need a gradient."""
+class FunctionMode(TorchFunctionMode):
+    """The mode in which torch's functions of the table run as fewbit's, if gradients are enabled."""
 
     TABLE = _table()
 
-    def __init__(self, settings: FunctionSettings):
+    def __init__(self, settings: FunctionQuantizers):
         self.settings = settings
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -172,11 +178,12 @@ class Calls(TorchFunctionMode):
         if context is not None and not context.compresses_functions():
             return function(*args, **kwargs)
         ours, family = found
-        if not all(isinstance(each, torch.Tensor) for each in args[:1]) or "out" in kwargs:
+        if not all(isinstance(x, torch.Tensor) for x in args[:1]) or "out" in kwargs:
             return function(*args, **kwargs)
         return (own or self.settings).call(ours, family, function, args, kwargs)
 
     def _expose(self, args) -> None:
+        """Let no layer share the copy of a tensor whose memory may be written to unnoticed."""
         context = self.settings.quantizer.context
         if context is not None and args and isinstance(args[0], torch.Tensor):
             context.cache.stop_sharing(args[0])
@@ -187,7 +194,7 @@ class Calls(TorchFunctionMode):
 
     def depth(self) -> int:
         """Return how often this mode is entered in this thread."""
-        return sum(each is self for each in _get_current_function_mode_stack())
+        return sum(mode is self for mode in _get_current_function_mode_stack())
 
     def cut(self, depth: int) -> None:
         """Exit this mode until it is entered only `depth` times. Other modes on torch's stack stay entered."""
@@ -203,16 +210,13 @@ class Calls(TorchFunctionMode):
                 torch._C._push_on_torch_function_stack(mode)
 
 
-leave_to_interpreter(Calls.__torch_function__.__code__)
+leave_to_interpreter(FunctionMode.__torch_function__.__code__)
 
 
-def _both_are_made(args, kwargs) -> bool:
-    """Whether both factors come from layers: then torch would keep both."""
-    return (
-        len(args) == 2
-        and not kwargs
-        and all(
-            isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf
-            for each in args
-        )
-    )
+def _are_results(args, kwargs) -> bool:
+    """Return whether a product has two factors that layers computed. Only then does torch save both."""
+    return len(args) == 2 and not kwargs and all(map(_is_result, args))
+
+
+def _is_result(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf

@@ -1,10 +1,10 @@
-"""The registry of kinds: the class that each class of module is converted to, and the reasons why others stay as they are."""
+"""The registry of kinds: the class that each class of module is converted to, or the reason why it stays as it is."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from types import BuiltinFunctionType
+from collections.abc import Mapping
+from types import BuiltinFunctionType, MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from fewbit import functions
 from fewbit import nn as few
 from fewbit.convert import transformers_modules
 from fewbit.errors import FunctionError
+from fewbit.nn.activations import TwoValued
 from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.module_calls import class_of
 
@@ -31,44 +32,29 @@ class Kind(NamedTuple):
     Attributes:
         becomes: the class, a subclass of the module's own.
         family: one of the families above.
-        one_bit: the module is an activation whose derivative has two values, so that 1 bit is exact.
-        attributes: returns the attributes of a module that the new class needs and the old one lacks.
+        attributes: {name: value} of the attributes that the new class needs and the old one lacks.
     """
 
     becomes: type[nn.Module]
     family: str = ACTIVATION
-    one_bit: bool = False
-    attributes: Callable[[nn.Module], dict] = lambda module: {}
+    attributes: Mapping[str, object] = MappingProxyType({})
+
+    @property
+    def one_bit(self) -> bool:
+        """Return whether the kind is an activation whose derivative has two values, so that 1 bit is exact."""
+        return issubclass(self.becomes, TwoValued)
 
 
-_NONE = {"approximate": "none"}
-_TANH = {"approximate": "tanh"}
+def _of_torch(names: str, family: str) -> dict[type, Kind]:
+    return {getattr(nn, name): Kind(getattr(few, name), family) for name in names.split()}
+
 
 # Classes are compared exactly, because a subclass may compute something else.
-ACTIVATIONS = {
-    nn.ReLU: Kind(few.ReLU, one_bit=True),
-    nn.ReLU6: Kind(few.ReLU6, one_bit=True),
-    nn.LeakyReLU: Kind(few.LeakyReLU, one_bit=True),
-    nn.RReLU: Kind(few.RReLU, one_bit=True),
-    nn.Threshold: Kind(few.Threshold, one_bit=True),
-    nn.Hardtanh: Kind(few.Hardtanh, one_bit=True),
-    nn.Hardsigmoid: Kind(few.Hardsigmoid, one_bit=True),
-    nn.Hardshrink: Kind(few.Hardshrink, one_bit=True),
-    nn.Softshrink: Kind(few.Softshrink, one_bit=True),
-    nn.ELU: Kind(few.ELU),
-    nn.CELU: Kind(few.CELU),
-    nn.SELU: Kind(few.SELU),
-    nn.GELU: Kind(few.GELU),
-    nn.SiLU: Kind(few.SiLU),
-    nn.Mish: Kind(few.Mish),
-    nn.Hardswish: Kind(few.Hardswish),
-    nn.Sigmoid: Kind(few.Sigmoid),
-    nn.LogSigmoid: Kind(few.LogSigmoid),
-    nn.Tanh: Kind(few.Tanh),
-    nn.Tanhshrink: Kind(few.Tanhshrink),
-    nn.Softsign: Kind(few.Softsign),
-    nn.Softplus: Kind(few.Softplus),
-}
+ACTIVATIONS = _of_torch(
+    "ReLU ReLU6 LeakyReLU RReLU Threshold Hardtanh Hardsigmoid Hardshrink Softshrink ELU CELU SELU GELU SiLU Mish Hardswish "
+    "Sigmoid LogSigmoid Tanh Tanhshrink Softsign Softplus",
+    ACTIVATION,
+)
 _CONVOLUTIONS = "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d"
 _LAYERS = (
     "Linear Bilinear BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm LayerNorm RMSNorm GroupNorm "
@@ -76,43 +62,34 @@ _LAYERS = (
 )
 _EXACT = (
     "Embedding Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout "
-    "MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d AvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d "
-    "AdaptiveAvgPool3d Upsample UpsamplingNearest2d UpsamplingBilinear2d"
+    "MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d AvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d "
+    "AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d Upsample UpsamplingNearest2d UpsamplingBilinear2d"
 )
-
-
-def _of_torch(names: str, family: str) -> dict[type, Kind]:
-    return {getattr(nn, name): Kind(getattr(few, name), family) for name in names.split()}
-
-
 TORCH = {
     **ACTIVATIONS,
     **_of_torch(_CONVOLUTIONS, CONVOLUTION),
     **_of_torch(_LAYERS, LAYER),
     **_of_torch(_EXACT, EXACT),
 }
+_GELU_TANH = Kind(few.GELU, attributes={"approximate": "tanh"})
 # By class name in transformers.activations, so that transformers need not be installed.
 TRANSFORMERS_ACTIVATIONS = {
-    "GELUActivation": Kind(few.GELU, attributes=lambda module: _NONE),
-    "NewGELUActivation": Kind(few.GELU, attributes=lambda module: _TANH),
-    "GELUTanh": Kind(few.GELU, attributes=lambda module: _TANH),
-    "PytorchGELUTanh": Kind(few.GELU, attributes=lambda module: _TANH),
-    "AccurateGELUActivation": Kind(few.GELU, attributes=lambda module: _TANH),
+    "GELUActivation": Kind(few.GELU, attributes={"approximate": "none"}),
+    "NewGELUActivation": _GELU_TANH,
+    "GELUTanh": _GELU_TANH,
+    "PytorchGELUTanh": _GELU_TANH,
+    "AccurateGELUActivation": _GELU_TANH,
     "FastGELUActivation": Kind(few.FastGELU),
     "QuickGELUActivation": Kind(few.QuickGELU),
-    "SiLUActivation": Kind(few.SiLU, attributes=lambda module: {"inplace": False}),
-    "MishActivation": Kind(few.Mish, attributes=lambda module: {"inplace": False}),
-    "LaplaceActivation": Kind(
-        few.Laplace, attributes=lambda module: {"mu": 0.707107, "sigma": 0.282095}
-    ),
+    "SiLUActivation": Kind(few.SiLU, attributes={"inplace": False}),
+    "MishActivation": Kind(few.Mish, attributes={"inplace": False}),
+    "LaplaceActivation": Kind(few.Laplace, attributes={"mu": 0.707107, "sigma": 0.282095}),
     "ReLUSquaredActivation": Kind(few.ReLUSquared),
     "SqrtSoftplusActivation": Kind(few.SqrtSoftplus),
 }
-# Modules that hold their activation as a plain function.
-FUNCTION_ATTRIBUTES = {
-    nn.TransformerEncoderLayer: "activation",
-    nn.TransformerDecoderLayer: "activation",
-}
+FUNCTION_OWNERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""Classes whose attribute FUNCTION_ATTRIBUTE may be a plain function of FUNCTIONS."""
+FUNCTION_ATTRIBUTE = "activation"
 FUNCTIONS = {F.relu: nn.ReLU, torch.relu: nn.ReLU, F.gelu: nn.GELU}
 
 LEFT_ALONE = {
@@ -148,7 +125,7 @@ _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Return what the module can be converted to, by its class and settings; None if it cannot be converted."""
+    """Return the kind that the module can be converted to, by its class and settings; None if there is none."""
     cls = class_of(module)
     if cls.__module__ == "transformers.activations":
         if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
@@ -172,13 +149,6 @@ def _misfit_of(module: nn.Module) -> str | None:
     return None
 
 
-def of_class(cls: type) -> Kind:
-    """Return the kind of an activation class that was converted."""
-    if cls.__name__ == "ClippedGELUActivation":
-        return Kind(few.ClippedGELU)
-    return ACTIVATIONS.get(cls) or TRANSFORMERS_ACTIVATIONS[cls.__name__]
-
-
 def why_not(module: nn.Module) -> str | None:
     """Return why a module without a `kind_of` is not converted; None if that needs no explanation."""
     cls = class_of(module)
@@ -196,7 +166,7 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def replaced(module: nn.Module) -> str | None:
-    """Describe what of the module's forward was monkey-patched, so that its class is no guide; None if nothing was."""
+    """Describe the monkey patch of the module's forward, or of a function it calls; None if there is none."""
     cls = class_of(module)
     for name, value in vars(module).items():
         if callable(value) and callable(getattr(cls, name, None)):
@@ -217,11 +187,11 @@ def replaced(module: nn.Module) -> str | None:
 
 
 def _is_torchs(name: str) -> bool:
-    """Return whether torch.nn.functional has what torch defines under that name, or nothing."""
+    """Return whether the function of that name in torch.nn.functional is torch's own, or does not exist."""
     function = vars(F).get(name)
     if function is not _IN_FUNCTIONAL.get(name):
         return False
-    # It may have been replaced before fewbit was imported.
+    # The function may have been replaced before fewbit was imported.
     if not callable(function) or isinstance(function, (type, BuiltinFunctionType)):
         return True
     code = getattr(function, "__code__", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -34,7 +34,7 @@ class ModelFacts:
     given_activations: Mapping[str, int]
     average: float
     budget: int | None = None
-    elements: Mapping[tuple[str, int], int] | None = field(default=None)
+    elements: Mapping[tuple[str, int], int] | None = None
 
 
 def facts_of(

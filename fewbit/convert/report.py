@@ -21,10 +21,10 @@ class ConvertedModule(NamedTuple):
         path: The dotted path, "" for the model itself.
         before: The old class.
         after: The new class.
-        bits: The bits of its quantized input (an average, at level L2.5 and above) or its codes; None if the module keeps
-            less than that and stays exact.
-        shared: Whether the module keeps nothing of its own, since the fixed-point copy of a norm serves (`fuse`); None if
-            it follows such a norm and no sample has shown whether the copy serves.
+        bits: The bits of its quantized input (an average, if samples share bits) or its codes; None if the module saves less
+            than that and stays exact.
+        shared: Whether the module saves nothing of its own, because it uses the fixed-point copy of a norm; None if it
+            follows such a norm and no sample has shown whether it uses the copy.
     """
 
     path: str
@@ -35,7 +35,7 @@ class ConvertedModule(NamedTuple):
 
     @property
     def keeps(self) -> str:
-        """The kept bits in words."""
+        """The saved bits in words."""
         if self.shared:
             return "the norm's"
         return _bits(self.bits) + (" or the norm's" if self.shared is None else "")
@@ -56,7 +56,7 @@ class Report(Result):
     Attributes:
         converted: The modules that were replaced.
         left_alone: The modules that were not, each with the reason.
-        kept: {op: bytes kept for backward} before and after, if a sample was given.
+        kept: {op: bytes saved for backward} before and after, if a sample was given.
         functions: The bits of functions that a forward calls (of inputs, attention, activations), if those are compressed.
         is_training: Whether the model was in training mode when `kept` was measured.
         notes: Lines about the model as a whole.
@@ -74,6 +74,7 @@ class Report(Result):
         return [row._asdict() for row in self.converted]
 
     def view(self) -> View:
+        """Return the table of modules, the notes, and the table of bytes if a sample was given."""
         count = len(self.converted)
         title = f"{counted(count, 'module')} converted" if count else "no module converted"
         columns = (
@@ -106,7 +107,7 @@ class Report(Result):
         before, after = self.kept
         totals = sum(before.values()), sum(after.values())
         unit = unit_of(max(totals), "MiB")
-        # What is kept now says what to do next, and what is gone what was done.
+        # Ops that save most now come first, because they are the next to compress.
         names = sorted(
             {*before, *after}, key=lambda name: (-after.get(name, 0), -before.get(name, 0), name)
         )

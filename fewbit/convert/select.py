@@ -41,15 +41,11 @@ class Selection:
         included = _matches(found, self.include, "include")
         excluded = _matches(found, self.exclude, "exclude")
         own = _overridden(found, settings, {} if self.overrides is None else self.overrides)
-        return [
-            Selected(place.paths[0], place.module, place.attribute, settings if chosen else None)
-            for place, chosen, settings in zip(
-                found,
-                (a and not b for a, b in zip(included, excluded, strict=True)),
-                own,
-                strict=True,
-            )
-        ]
+        result = []
+        for place, is_in, is_out, given in zip(found, included, excluded, own, strict=True):
+            given = given if is_in and not is_out else None
+            result.append(Selected(place.paths[0], place.module, place.attribute, given))
+        return result
 
 
 class Selected(NamedTuple):
@@ -84,8 +80,9 @@ def _found(model: nn.Module) -> list[_Place]:
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
         found.setdefault((id(module), None), _Place([], module, None)).paths.append(path)
-        attribute = kinds.FUNCTION_ATTRIBUTES.get(class_of(module))
-        if attribute is not None and getattr(module, attribute, None) in kinds.FUNCTIONS:
+        attribute = kinds.FUNCTION_ATTRIBUTE
+        is_owner = class_of(module) in kinds.FUNCTION_OWNERS
+        if is_owner and getattr(module, attribute, None) in kinds.FUNCTIONS:
             of_owner = found.setdefault((id(module), attribute), _Place([], module, attribute))
             of_owner.paths.append(f"{path}.{attribute}".lstrip("."))
     return list(found.values())

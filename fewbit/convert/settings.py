@@ -14,7 +14,7 @@ from fewbit.config import (
     check_bits,
 )
 from fewbit.convert import kinds
-from fewbit.convert.functions import FunctionSettings
+from fewbit.convert.functions import FunctionQuantizers
 from fewbit.errors import InputError
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.context import ForwardContext
@@ -30,13 +30,13 @@ class ResolvedSettings:
     """The settings of one module.
 
     Attributes:
-        bits: of quantized inputs; an average if `shares_samples`.
-        activation_bits: of few-bit activations.
-        attention_bits: of q, k and v; None: as many as `bits`, and at least ATTENTION_BITS if bits do not adapt.
+        bits: the bits of quantized inputs; an average if `shares_samples`.
+        activation_bits: the bits of few-bit activations.
+        attention_bits: the bits of q, k and v; None: as many as `bits`, and at least ATTENTION_BITS if bits do not adapt.
         group_size, min_dtype, copies, functional: as in `LayerSettings`.
         fuses_norms, shares_samples: as in `BitConfig`.
-        adapts: a policy chooses the bits of the module's inputs.
-        chooses_activation_bits: a policy chooses the bits of the module, if it is an activation.
+        adapts: whether a policy chooses the bits of the module's inputs.
+        chooses_activation_bits: whether a policy chooses the bits of the module, if it is an activation.
         families: the families of `kinds` that are converted.
     """
 
@@ -94,10 +94,11 @@ class ResolvedSettings:
         is_fixed = not self.adapts or self.attention_bits is not None
         return self._quantizer(self.bits_of_attention, context, name, is_fixed)
 
-    def of_functions(self, context: ForwardContext) -> FunctionSettings:
-        """Make the settings of functions that a forward calls."""
-        quantizers = self.quantizer(context), self.attention_quantizer(context)
-        return FunctionSettings(quantizers[0], self.activation_bits, quantizers[1])
+    def of_functions(self, context: ForwardContext) -> FunctionQuantizers:
+        """Make the quantizers of functions that a forward calls."""
+        return FunctionQuantizers(
+            self.quantizer(context), self.activation_bits, self.attention_quantizer(context)
+        )
 
     def _quantizer(self, bits, context, name, is_fixed) -> Quantizer:
         # Compiled code, in which samples cannot share bits, uses the whole number below the average.
@@ -115,19 +116,6 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
     Raises:
         InputError: `layers` is no LayerSettings, has `bits`, or excludes something of `config`.
     """
-    if not isinstance(layers, LayerSettings | Mapping | None):
-        raise InputError(
-            f"layers: expected fewbit.LayerSettings, or a mapping of its fields, got {layers!r}"
-        )
-    try:
-        layers = LayerSettings.of({} if layers is None else layers)
-    except InputError as error:
-        raise InputError(f"layers: {error}") from None
-    if layers.bits is not None:
-        raise InputError(
-            f"layers: expected no bits, which are given by {config!r}, got bits={layers.bits!r}"
-        )
-    chooses = config.chooses_activation_bits and layers.activation_bits is None
     usual = ResolvedSettings(
         bits=config.initial_bits,
         activation_bits=config.bits_of_activations,
@@ -137,6 +125,16 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
         adapts=config.adapts,
     )
     try:
+        if not isinstance(layers, LayerSettings | Mapping | None):
+            raise InputError(
+                f"expected fewbit.LayerSettings, or a mapping of its fields, got {layers!r}"
+            )
+        layers = LayerSettings.of({} if layers is None else layers)
+        if layers.bits is not None:
+            raise InputError(
+                f"expected no bits, which are given by {config!r}, got bits={layers.bits!r}"
+            )
+        chooses = config.chooses_activation_bits and layers.activation_bits is None
         return replace(usual.changed(layers), chooses_activation_bits=chooses)
     except InputError as error:
         raise InputError(f"layers: {error}") from None

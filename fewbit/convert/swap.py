@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from fewbit.convert import kinds, transformers_attention
-from fewbit.convert.functions import Calls
+from fewbit.convert.functions import FunctionMode
 from fewbit.convert.report import ConvertedModule, Report, SkippedModule
 from fewbit.convert.select import Selected, Selection, settings_by_module
 from fewbit.convert.settings import ResolvedSettings
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
+from fewbit.nn.activations import TwoValued
 from fewbit.nn.base import Quantized
 from fewbit.nn.preactivation import PreActivation
 from fewbit.runtime.interop.bypass import ModeHooks
@@ -57,7 +58,7 @@ class Conversion(NamedTuple):
     """The result of `convert`.
 
     Attributes:
-        report: what was converted.
+        report: the modules that were converted, and those that were not.
         context: the context that the model's layers share.
         selected: the modules of the model and their settings, selected before their classes changed.
     """
@@ -138,8 +139,10 @@ def restore_(model: nn.Module) -> None:
         untrack(module)
         _remove_hooks(module)
         original = vars(module).pop(_ORIGINAL, None)
-        if original is None and isinstance(module, Quantized) and not _is_private(module.quantizer):
-            module.quantizer.context = None  # the module was made as fewbit's own
+        if original is None and isinstance(module, Quantized):
+            quantizer = module.quantizer  # the module was made as fewbit's own
+            if quantizer.context is not None and not quantizer.context.is_private:
+                quantizer.context = None
         if original is not None:
             for name in original.added:
                 vars(module).pop(name, None)
@@ -211,17 +214,16 @@ def _convert(
         setattr(module, attribute, held.train(module.training))
         name = f"{name} (function)"
     _change_class(held, kind)
-    bits = _configure(path, held, kind.one_bit, settings, context)
+    bits = _configure(path, held, settings, context)
     return ConvertedModule(path, name, kinds.name_of(kind.becomes), bits)
 
 
 def _change_class(module: nn.Module, kind) -> None:
     """Give a module the class of its kind, and note what it was."""
-    attributes = kind.attributes(module)
-    names = (*attributes, *_configured_attributes(kind.becomes))
+    names = (*kind.attributes, *_configured_attributes(kind.becomes))
     replaced = {name: vars(module)[name] for name in names if name in vars(module)}
     vars(module)[_ORIGINAL] = Original(type(module), kind.becomes, replaced, names)
-    vars(module).update(attributes)
+    vars(module).update(kind.attributes)
     module.__class__ = kind.becomes
 
 
@@ -243,8 +245,7 @@ def _convert_again(
     original = vars(module).get(_ORIGINAL)
     if original is None or settings is None:
         return SkippedModule(path, type(module).__name__, f"few-bit already: {module!r}")
-    kind = kinds.of_class(original.cls)
-    bits = _configure(path, module, kind.one_bit, settings, context)
+    bits = _configure(path, module, settings, context)
     return ConvertedModule(path, original.cls.__name__, kinds.name_of(type(module)), bits)
 
 
@@ -255,7 +256,7 @@ def _configured_attributes(cls: type[nn.Module]) -> tuple[str, ...]:
     return ("bits", "table") if kinds.is_activation(cls) else ()
 
 
-def _configure(path, module, one_bit, settings, context) -> float | None:
+def _configure(path, module, settings, context) -> float | None:
     """Set the attributes of a module of fewbit's. Return its bits; None if the module saves no codes."""
     if isinstance(module, Quantized):
         module.quantizer = settings.quantizer(context, path)
@@ -266,22 +267,17 @@ def _configure(path, module, one_bit, settings, context) -> float | None:
             module.attention_quantizer = settings.attention_quantizer(context, name)
         return settings.bits
     if kinds.is_activation(type(module)):
-        module.bits, module.table = 1 if one_bit else settings.activation_bits, None
+        is_exact = isinstance(module, TwoValued)
+        module.bits, module.table = 1 if is_exact else settings.activation_bits, None
         return module.bits
     return None
-
-
-def _is_private(quantizer: Quantizer) -> bool:
-    """Return whether the quantizer belongs to a block that stays as it was made, whatever is around it."""
-    return quantizer.context is not None and quantizer.context.is_private
 
 
 def _class_before(path: str, module: nn.Module, original: Original) -> type[nn.Module]:
     """Return the class that `restore_` gives a converted module. Raise InputError if it cannot be determined."""
     cls = untracked_class(module)
-    before = (
-        rebase(cls, original.becomes, original.cls) if issubclass(cls, original.becomes) else None
-    )
+    is_known = issubclass(cls, original.becomes)
+    before = rebase(cls, original.becomes, original.cls) if is_known else None
     if before is None:
         raise InputError(
             f"{path}: expected the class that compress_ gave it, got {type(module).__name__}, which was put in its "
@@ -320,8 +316,8 @@ def _attach(
 ) -> None:
     """Make the model's forwards run within the context."""
     own = [one.settings for one in selected if one.settings is not None]
-    if settings.functional or any(each.functional for each in own):
-        context.contexts = (Calls(settings.of_functions(context)),)
+    if settings.functional or any(module_settings.functional for module_settings in own):
+        context.contexts = (FunctionMode(settings.of_functions(context)),)
     elif not any(isinstance(module, Quantized) for module in model.modules()):
         return
     guard, tracked = CallGuard(context), {}
@@ -337,26 +333,24 @@ def _attach(
 
 
 def _switch_functions(model, settings, selected: list[Selected], context: ForwardContext) -> None:
-    """Keep functions exact that excluded modules call, and give those that other modules call the modules' own settings."""
+    """Leave functions exact that excluded modules call, and give those that other modules call the modules' own settings."""
     own = settings_by_module(selected)
-    if all(each is settings for each in own.values()):
+    if all(module_settings is settings for module_settings in own.values()):
         return
     made = {}
     for module in model.modules():
         if id(module) not in own or _is_scripted(module):
             continue  # the conversion made the module from a function
         mine = own[id(module)]
-        if mine is None:
-            says = True
+        if mine is None or (may_call(module) and not mine.functional):
+            mode = True
         elif not may_call(module):
             continue
-        elif not mine.functional:
-            says = True
         elif mine is settings:
-            says = False
+            mode = False
         else:
-            says = made.setdefault(mine, mine.of_functions(context))
-        switch = ModeHooks(says)
+            mode = made.setdefault(mine, mine.of_functions(context))
+        switch = ModeHooks(mode)
         module.register_forward_pre_hook(switch.enter, prepend=True)
         module.register_forward_hook(switch.leave, always_call=True)
 
@@ -367,7 +361,8 @@ def _is_scripted(module: nn.Module) -> bool:
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    vars(module).pop(PATH, None), vars(module).pop(GUARD, None)
+    vars(module).pop(PATH, None)
+    vars(module).pop(GUARD, None)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in list(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), ModeHooks):

@@ -179,11 +179,8 @@ def _attention_forward(
     unusual = unusual or kwargs.get("output_attentions", False)
     repeats = getattr(module, "num_key_value_groups", 1)
     length = query.shape[2]
-    if attached is None or not module.training or unusual or (repeats > 1 and length == 1):
-        quantizer = None
-    else:
-        quantizer = attached.quantizer
-    if quantizer is None or not is_differentiated(*inputs):
+    unusual = unusual or (repeats > 1 and length == 1)
+    if attached is None or not module.training or unusual or not is_differentiated(*inputs):
         arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         if position_bias is not None:
             arguments["position_bias"] = position_bias
@@ -196,5 +193,5 @@ def _attention_forward(
         if position_bias is not None:
             position_bias = position_bias[:, :, :, :length]
     how = How(dropout, is_causal, scaling, enable_gqa, 1 if enable_gqa else repeats)
-    y = attention(query, key, value, attention_mask, position_bias, how, quantizer)
+    y = attention(query, key, value, attention_mask, position_bias, how, attached.quantizer)
     return y.transpose(1, 2).contiguous(), None

@@ -1,17 +1,22 @@
 """Activations with torch.nn.functional's signatures plus `bits` and `table`.
 
-Every function takes a float32, float64, float16 or bfloat16 tensor of any shape and strides and returns
-f(input) with its shape, dtype and memory format. For the backward pass it keeps ``4 * b * ceil(n / 32)``
-bytes for n elements, b bits each (fewer where the table has fewer levels), and nothing else; the gradient
-is ``q(input) * grad`` with the step function q of the table (Few-bit Backward, Novikov et al., ICML 2023).
-Where no gradient is needed torch's own function runs.
+Every function computes f(input) by torch, in the input's shape, dtype and memory format. For the backward pass it saves codes
+alone, `4 * b * ceil(n / 32)` bytes for n elements of b bits each (fewer bits if the table has fewer levels). The gradient is
+`q(input) * grad` with the step function q of the table (Few-bit Backward, Novikov et al., ICML 2023). If no gradient is
+needed, torch's own function runs.
 
-bits: 1 to 8, or None for torch's own function and derivative. table: a `fewbit.Table` of the same function and
-parameters, in place of the default one.
-inplace: as in torch; the input is overwritten, codes are taken first.
+Args of all functions:
+    input: float32, float64, float16 or bfloat16, of any shape and strides.
+    inplace: as in torch. The input is overwritten after its codes are computed.
+    bits: 1 to 8, or None for torch's own function and derivative.
+    table: a `fewbit.Table` of the same function and parameters, in place of the default table.
 
-They raise FunctionError, SolveError or TableError for parameters, bits or a table that do not fit,
-InputError for a dtype or an in-place call that is not possible, GradientError for a second derivative.
+Raises of all functions:
+    FunctionError: the function does not exist for these parameters.
+    SolveError: no table can be solved for these parameters.
+    TableError: the table is for another function or other parameters.
+    InputError: for other bits or dtypes, or a call in place that is not possible.
+    GradientError: in the backward pass, if a second derivative is requested.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fewbit.errors import FunctionError
-from fewbit.functional.rrelu import RandomSlopes
+from fewbit.functional.prelu import RandomSlopes
 from fewbit.runtime.activations.apply import (
     apply,
     apply_callable,
@@ -70,8 +75,8 @@ __all__ = [
 ]
 
 
-# torch compares with these functions' parameters in float32 (float64 for float64 inputs) and saturates there. (The
-# two shrinks: in the input's own type, which differs at one value of a 16-bit type if it cannot hold lambd.)
+# torch compares with these functions' parameters in float32 (float64 for float64 inputs) and saturates there. The two
+# shrinks compare in the input's own dtype; that differs at one value of a 16-bit dtype that cannot represent lambd.
 _COMPARED = {"threshold", "hardtanh", "hardshrink", "softshrink"}
 
 
@@ -79,7 +84,7 @@ def _apply(input, function, parameters, bits, table, inplace=False):
     if bits is None:
         return torchs_own(input, function, tuple(parameters), inplace)
     if torch.compiler.is_compiling():
-        # Numbers that the compiler holds as symbolic become constants: the table depends on them.
+        # The table depends on these numbers, so symbolic ones become constants.
         parameters = tuple(map(torch.fx.experimental.symbolic_shapes.guard_scalar, parameters))
         bits = next((number for number in range(1, 9) if number == bits), bits)
     designed_for = parameters = tuple(map(float, parameters)) if parameters else ()
@@ -89,20 +94,20 @@ def _apply(input, function, parameters, bits, table, inplace=False):
     return apply(input, function, parameters, encoding, inplace)
 
 
-# -- a derivative of two values: 1 bit is exact, and more are never stored -----------------------------------
+# -- derivatives with two values: 1 bit is exact, and more is never saved ------------------------------------
 
 
 def relu(
     input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
-    """torch.nn.functional.relu."""
+    """Compute torch.nn.functional.relu."""
     return _apply(input, "relu", (), bits, table, inplace)
 
 
 def relu6(
     input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
-    """torch.nn.functional.relu6."""
+    """Compute torch.nn.functional.relu6."""
     return _apply(input, "relu6", (), bits, table, inplace)
 
 
@@ -114,7 +119,7 @@ def leaky_relu(
     bits: int | None = 1,
     table: Table | None = None,
 ) -> Tensor:
-    """torch.nn.functional.leaky_relu."""
+    """Compute torch.nn.functional.leaky_relu."""
     return _apply(input, "leaky_relu", (negative_slope,), bits, table, inplace)
 
 
@@ -127,7 +132,7 @@ def threshold(
     bits: int | None = 1,
     table: Table | None = None,
 ) -> Tensor:
-    """torch.nn.functional.threshold."""
+    """Compute torch.nn.functional.threshold."""
     return _apply(input, "threshold", (threshold, value), bits, table, inplace)
 
 
@@ -140,28 +145,28 @@ def hardtanh(
     bits: int | None = 1,
     table: Table | None = None,
 ) -> Tensor:
-    """torch.nn.functional.hardtanh."""
+    """Compute torch.nn.functional.hardtanh."""
     return _apply(input, "hardtanh", (min_val, max_val), bits, table, inplace)
 
 
 def hardsigmoid(
     input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
-    """torch.nn.functional.hardsigmoid."""
+    """Compute torch.nn.functional.hardsigmoid."""
     return _apply(input, "hardsigmoid", (), bits, table, inplace)
 
 
 def hardshrink(
     input: Tensor, lambd: float = 0.5, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
-    """torch.nn.functional.hardshrink."""
+    """Compute torch.nn.functional.hardshrink."""
     return _apply(input, "hardshrink", (lambd,), bits, table)
 
 
 def softshrink(
     input: Tensor, lambd: float = 0.5, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
-    """torch.nn.functional.softshrink."""
+    """Compute torch.nn.functional.softshrink."""
     return _apply(input, "softshrink", (lambd,), bits, table)
 
 
@@ -175,11 +180,11 @@ def rrelu(
     bits: int | None = 1,
     table: Table | None = None,
 ) -> Tensor:
-    """torch.nn.functional.rrelu, also in training, where its slopes are random.
+    """Compute torch.nn.functional.rrelu, also in training, in which its slopes are random.
 
-    Then the signs are kept, in 1 bit, and the state of torch's generator (5056 bytes on the CPU, 16 on
-    CUDA), from which the same slopes are drawn again: the gradient is torch's, whatever bits and table are.
-    Where that state cannot be read (torch.compile, CUDA graphs) torch's own runs.
+    In training the signs are saved in 1 bit, and the state of torch's generator (5056 bytes on the CPU, 16 on CUDA). The
+    backward pass draws the same slopes from it, so the gradient is torch's, for all bits and tables. If that state cannot be
+    read (torch.compile, CUDA graphs), torch's own function runs.
     """
     if training:
         if bits is None or not needs_grad(input) or not can_replay(input):
@@ -196,7 +201,7 @@ def rrelu(
 def gelu(
     input: Tensor, approximate: str = "none", *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
-    """torch.nn.functional.gelu; approximate: "none" or "tanh"."""
+    """Compute torch.nn.functional.gelu; approximate: "none" or "tanh"."""
     if approximate not in ("none", "tanh"):
         raise FunctionError(f"gelu: expected 'none' or 'tanh' for approximate, got {approximate!r}")
     function = "gelu" if approximate == "none" else "gelu_tanh"
@@ -211,7 +216,7 @@ def elu(
     bits: int | None = 3,
     table: Table | None = None,
 ) -> Tensor:
-    """torch.nn.functional.elu."""
+    """Compute torch.nn.functional.elu."""
     return _apply(input, "elu", (alpha,), bits, table, inplace)
 
 
@@ -223,60 +228,60 @@ def celu(
     bits: int | None = 3,
     table: Table | None = None,
 ) -> Tensor:
-    """torch.nn.functional.celu."""
+    """Compute torch.nn.functional.celu."""
     return _apply(input, "celu", (alpha,), bits, table, inplace)
 
 
 def selu(
     input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
-    """torch.nn.functional.selu."""
+    """Compute torch.nn.functional.selu."""
     return _apply(input, "selu", (), bits, table, inplace)
 
 
 def silu(
     input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
-    """torch.nn.functional.silu."""
+    """Compute torch.nn.functional.silu."""
     return _apply(input, "silu", (), bits, table, inplace)
 
 
 def mish(
     input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
-    """torch.nn.functional.mish."""
+    """Compute torch.nn.functional.mish."""
     return _apply(input, "mish", (), bits, table, inplace)
 
 
 def hardswish(
     input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
-    """torch.nn.functional.hardswish."""
+    """Compute torch.nn.functional.hardswish."""
     return _apply(input, "hardswish", (), bits, table, inplace)
 
 
 def sigmoid(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """torch.sigmoid."""
+    """Compute torch.sigmoid."""
     return _apply(input, "sigmoid", (), bits, table)
 
 
 def logsigmoid(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """torch.nn.functional.logsigmoid."""
+    """Compute torch.nn.functional.logsigmoid."""
     return _apply(input, "logsigmoid", (), bits, table)
 
 
 def tanh(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """torch.tanh."""
+    """Compute torch.tanh."""
     return _apply(input, "tanh", (), bits, table)
 
 
 def tanhshrink(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """torch.nn.functional.tanhshrink."""
+    """Compute torch.nn.functional.tanhshrink."""
     return _apply(input, "tanhshrink", (), bits, table)
 
 
 def softsign(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """torch.nn.functional.softsign."""
+    """Compute torch.nn.functional.softsign."""
     return _apply(input, "softsign", (), bits, table)
 
 
@@ -288,32 +293,32 @@ def softplus(
     bits: int | None = 3,
     table: Table | None = None,
 ) -> Tensor:
-    """torch.nn.functional.softplus."""
+    """Compute torch.nn.functional.softplus."""
     return _apply(input, "softplus", (beta, threshold), bits, table)
 
 
 def quick_gelu(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """transformers' quick_gelu, x sigmoid(1.702 x)."""
+    """Compute transformers' quick_gelu, x sigmoid(1.702 x)."""
     return _apply(input, "quick_gelu", (), bits, table)
 
 
 def relu_squared(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """transformers' relu2, relu(x)**2; its derivative is unbounded, codes saturate at the table's domain."""
+    """Compute transformers' relu2, relu(x)**2. Its derivative is unbounded; codes saturate at the ends of the table's domain."""
     return _apply(input, "relu_squared", (), bits, table)
 
 
 def gelu_fast(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """transformers' gelu_fast."""
+    """Compute transformers' gelu_fast."""
     return _apply(input, "gelu_fast", (), bits, table)
 
 
 def gelu_10(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """transformers' gelu_10: gelu clipped to [-10, 10]."""
+    """Compute transformers' gelu_10, which is gelu clipped to [-10, 10]."""
     return _apply(input, "gelu_10", (), bits, table)
 
 
 def sqrtsoftplus(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """transformers' sqrtsoftplus."""
+    """Compute transformers' sqrtsoftplus."""
     return _apply(input, "sqrtsoftplus", (), bits, table)
 
 
@@ -325,16 +330,16 @@ def laplace(
     bits: int | None = 3,
     table: Table | None = None,
 ) -> Tensor:
-    """transformers' laplace, (1 + erf((x - mu) / (sigma sqrt(2)))) / 2."""
+    """Compute transformers' laplace, (1 + erf((x - mu) / (sigma sqrt(2)))) / 2."""
     return _apply(input, "laplace", (mu, sigma), bits, table)
 
 
 def identity(input: Tensor) -> Tensor:
-    """The input itself: its derivative is 1, nothing needs keeping."""
+    """Return the input itself. Its derivative is 1, so nothing is saved."""
     return input
 
 
-# -- anything else ---------------------------------------------------------------------------------------------
+# -- callables -------------------------------------------------------------------------------------------------
 
 
 def pointwise(
@@ -345,7 +350,7 @@ def pointwise(
     Only the input gets a gradient. If the input needs none, the callable runs as it is.
 
     In eager mode parameters, buffers and numbers that the callable uses may change between calls. docs/runtime.md says
-    which changes are noticed. Compiled code keeps the table that it was compiled with, whatever changes later.
+    which changes are noticed. Compiled code uses the table that it was compiled with, whatever changes later.
 
     Args:
         input: A floating tensor of any shape and strides.
@@ -368,8 +373,8 @@ def pointwise(
     if not needs_grad(input):
         return function(input)
     if torch.compiler.is_compiling():
-        # The compiler takes functions with the same code for the same one, whatever they enclose; by its
-        # identity it compiles each by itself, with the table that was solved for it.
+        # The compiler takes functions with the same code for one function, even if they enclose different values. Asking
+        # for the identity makes it compile each function on its own, with the table that was solved for it.
         id(function)
     encoding = callable_encoding_text(
         function, bits, table, input.device, input.dtype, is_plain(input)

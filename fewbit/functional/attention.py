@@ -1,29 +1,29 @@
-"""Scaled dot-product attention with queries, keys and values kept quantized, and nothing else.
+"""Scaled dot-product attention, which saves queries, keys and values quantized, and nothing else.
 
-torch keeps query, key, value, the output and the log-sum-exp of each row, or, where no fused kernel
-serves (dropout on the CPU, a mask that needs a gradient), matrices of L x S elements. Here output
-and log-sum-exp are not kept: the backward pass computes torch's own attention again from the
-restored q^, k^, v^, whose softmax then fits them, and differentiates that.
+torch saves query, key, value, the output and the log-sum-exp of each row. If it has no fused kernel (dropout on the CPU, a
+mask that needs a gradient), it saves matrices of L x S elements. Here the backward pass runs torch's own attention again on
+the dequantized q^, k^ and v^, and differentiates that run. Its softmax is therefore the softmax of q^ and k^, and no output
+or log-sum-exp has to be saved.
 
-So it is not linear in what is kept. The draws are independent and exact in expectation, so that for
-every gradient G, a function of the elements x of q, k and v,
+The gradients are not linear in the copies. The copies are rounded independently, and each is exact in expectation. Every
+gradient G is a function of the elements x of q, k and v, and
 
     E[G^] - G = 1/2 sum_x Var[x^] d2G / dx2
 
-to the first order that does not vanish (ActNN, long version, appendix B.2, has the like for norms).
-Var[x^] is what rounding adds: f (1 - f) step^2 for an element that lies the fraction f of a step
-above a level. For the value's gradient, P^T g with the probabilities P and g the gradient of the
-output, this is (E[P^] - P)^T g, where with the scores S = scale q k^T and rows i
+up to the first term that does not vanish (ActNN, long version, appendix B.2, has the same for norms). Var[x^] is the
+variance that rounding adds: f (1 - f) step^2 for an element that lies a fraction f of a step above a level. The value's
+gradient is P^T g, with the probabilities P and the gradient g of the output. Its bias is (E[P^] - P)^T g. With the scores
+S = scale q k^T and rows i,
 
     E[P^_ij] - P_ij = P_ij / 2 (w_ij - sum_m P_im w_im)     w_ij = Var[S^_ij - sum_m P_im S^_im]
     w_ij = scale^2 sum_d (Var[q^_id] (k_jd - a_id)^2 + q_id^2 Var[k^_jd - a^_id])
 
-with a_i = sum_m P_im k_m: scores that rounding leaves less certain get more weight.
+with a_i = sum_m P_im k_m. Scores that rounding makes less certain get more weight.
 
-For normal q, k and v (one head, 16 queries and keys of 16 features, median of 96 draws of those) it
-is 25, 5 and 1.1 % of the gradients of query and key at 2, 3 and 4 bits, and 15, 3.0 and 0.6 % of
-the value's. A single backward pass is off by much more, which averages out: 160, 62 and 28 % for
-query and key, 1.7 % at 8 bits. All grow with the size of the scores.
+For normal q, k and v (one head, 16 queries and keys of 16 features, median of 96 draws of all three), the bias is 25, 5 and
+1.1 % of the gradients of query and key at 2, 3 and 4 bits, and 15, 3.0 and 0.6 % of the value's. The error of a single
+backward pass is much larger, but averages out: 160, 62 and 28 % for query and key, 1.7 % at 8 bits. All grow with the size
+of the scores.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
 from fewbit.runtime.ops.library import define
+from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
     Quantizer,
@@ -69,20 +70,33 @@ def scaled_dot_product_attention(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention; kept: query, key and value, quantized.
+    """Compute torch.nn.functional.scaled_dot_product_attention and save query, key and value quantized.
 
-    query: (N, ..., Hq, L, E), key: (N, ..., H, S, E), value: (N, ..., H, S, Ev), floating.
-    attn_mask: boolean or floating, a shape that broadcasts to (N, ..., Hq, L, S), kept as it is.
-    Returns (N, ..., Hq, L, Ev). quantizer: in place of bits and group_size.
+    The module's docstring has the gradients' bias. If only `value` needs a gradient, it is not saved, because its gradient
+    does not depend on it. With dropout, the state of torch's generator is saved too (5056 bytes on the CPU, 16 on CUDA). The
+    backward pass draws the same mask from it, which does not change what torch draws next.
 
-    Output and log-sum-exp are computed again: see the module, also for the gradients' bias. With
-    dropout the state of torch's generator is kept too (5056 bytes on the CPU, 16 on CUDA), from
-    which the same mask is drawn again; what torch draws next is not changed by that. Where only
-    value needs a gradient it is not kept: its gradient does not depend on it.
+    torch's own function runs for nested tensors. With dropout it also runs under torch.compile, during the capture of a CUDA
+    graph, and on devices other than CPU and CUDA, because the state of a generator cannot be read there.
 
-    With dropout torch's own function runs under torch.compile and in the capture of a CUDA graph,
-    where the state of a generator cannot be read, and on devices other than CPU and CUDA; for
-    nested tensors always. Raises InputError for bits or group_size that there are not.
+    Args:
+        query: (N, ..., Hq, L, E), floating.
+        key: (N, ..., H, S, E), floating.
+        value: (N, ..., H, S, Ev), floating.
+        attn_mask: boolean or floating, of a shape that broadcasts to (N, ..., Hq, L, S); saved as it is.
+        dropout_p: as in torch.
+        is_causal: as in torch.
+        scale: as in torch.
+        enable_gqa: as in torch.
+        bits: 1 to 8, of an element of a copy.
+        group_size: the number of elements that share a minimum and a range, a multiple of 32.
+        quantizer: makes the copies in place of one of `bits` and `group_size`.
+
+    Returns:
+        (N, ..., Hq, L, Ev).
+
+    Raises:
+        InputError: for other bits or group sizes.
     """
     quantizer = quantizer or quantizer_of(bits, group_size)
     how = How(dropout_p, is_causal, scale, enable_gqa)
@@ -90,11 +104,16 @@ def scaled_dot_product_attention(
 
 
 class How(NamedTuple):
-    """What attention computes.
+    """The settings of an attention.
 
-    repeats: how often each head of key and value is repeated, as transformers does before the call.
-    weighed: also yields the probabilities, as torch.nn.functional.multi_head_attention_forward
-    computes them; scale, is_causal, enable_gqa and repeats are not used then.
+    Attributes:
+        dropout_p: as in torch.
+        is_causal: as in torch.
+        scale: as in torch.
+        enable_gqa: as in torch.
+        repeats: the number of times that each head of key and value is repeated, as transformers does before the call.
+        weighed: whether the probabilities are returned too, as torch.nn.functional.multi_head_attention_forward computes
+            them. It uses neither scale, is_causal, enable_gqa nor repeats.
     """
 
     dropout_p: float = 0.0
@@ -106,10 +125,20 @@ class How(NamedTuple):
 
 
 def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: Quantizer):
-    """Attention, or (attention, probabilities) if how.weighed; kept: query, key, value, quantized.
+    """Compute attention and save query, key and value quantized.
 
-    position_bias: None, or a floating tensor to add to the scores. It is kept apart from the mask,
-    as both are usually those of other layers too.
+    Args:
+        query: as in `scaled_dot_product_attention`.
+        key: as in `scaled_dot_product_attention`.
+        value: as in `scaled_dot_product_attention`.
+        attn_mask: as in `scaled_dot_product_attention`.
+        position_bias: None, or a floating tensor that is added to the scores. It is not added to the mask before it is
+            saved, because other layers usually save the same two tensors.
+        how: the settings.
+        quantizer: makes the copies.
+
+    Returns:
+        The result, or (result, probabilities) if `how.weighed`.
     """
     inputs = query, key, value, attn_mask, position_bias
     if not is_differentiated(*inputs):
@@ -119,33 +148,29 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
     return _Attention.apply(*inputs, how, quantizer)
 
 
-# -- what is computed ------------------------------------------------------------------------------
+# -- the computation -------------------------------------------------------------------------------
 
 
 def _attend(query, key, value, mask, bias, how: How):
-    """As torch and transformers compute it."""
+    """Compute attention as torch and transformers do."""
     with bypass():
-        return _torchs_own(query, key, value, mask, bias, how)
-
-
-def _torchs_own(query, key, value, mask, bias, how: How):
-    if how.repeats > 1:
-        key, value = _repeated(key, how.repeats), _repeated(value, how.repeats)
-    is_causal = how.is_causal
-    if bias is not None:
-        mask, is_causal = _biased(query, key, mask, bias, is_causal), False
-    if how.weighed:
-        return _weighed(query, key, value, mask, how.dropout_p)
-    return torch_functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=how.dropout_p,
-        is_causal=is_causal,
-        scale=how.scale,
-        enable_gqa=how.enable_gqa,
-    )
+        if how.repeats > 1:
+            key, value = _repeated(key, how.repeats), _repeated(value, how.repeats)
+        is_causal = how.is_causal
+        if bias is not None:
+            mask, is_causal = _biased(query, key, mask, bias, is_causal), False
+        if how.weighed:
+            return _weighed(query, key, value, mask, how.dropout_p)
+        return torch_functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=how.dropout_p,
+            is_causal=is_causal,
+            scale=how.scale,
+            enable_gqa=how.enable_gqa,
+        )
 
 
 def _weighed(query, key, value, mask, dropout_p):
@@ -165,7 +190,7 @@ def _repeated(x, times: int):
 
 
 def _biased(query, key, mask, bias, is_causal: bool):
-    """The mask that adds bias; the floor, not -inf, where masked, as transformers has it."""
+    """Return the mask plus bias. Masked scores get the smallest finite number, not -inf, as in transformers."""
     floor = torch.finfo(key.dtype).min
     if mask is None and is_causal:
         rows, columns = (torch.arange(x.shape[-2], device=key.device) for x in (query, key))
@@ -176,13 +201,13 @@ def _biased(query, key, mask, bias, is_causal: bool):
     return both.contiguous()
 
 
-# -- what is kept ----------------------------------------------------------------------------------
+# -- the autograd Function -------------------------------------------------------------------------
 
 
 class _Attention(Function):
     @staticmethod
     def forward(ctx, query, key, value, mask, bias, how, quantizer):
-        # Probabilities that nobody differentiates cost no backward pass of their own.
+        # Without a gradient of the probabilities, the backward pass does not differentiate them.
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[:5]
         state = state_of(query) if how.dropout_p > 0 else None
@@ -191,30 +216,25 @@ class _Attention(Function):
         results = tuple(y.detach() for y in (results if how.weighed else (results,)))
         ctx.how, ctx.needs, ctx.autocast = how, needs, _autocast(query)
         ctx.shape, ctx.dtype, ctx.device = value.shape, value.dtype, value.device
-        kept, ctx.kept = [], []
-        factors = query, key, value
-        for i, is_needed in enumerate(_factors(needs)):
-            if is_needed:
-                saved = quantizer.quantize_independent(*factors[i::-1])
-                results = (saved.tie(results[0]), *results[1:])
-                kept += saved.tensors
-            ctx.kept.append((saved.spec, len(saved.tensors)) if is_needed else None)
-        ctx.save_for_backward(mask, bias, state, *kept)
-        return results if how.weighed else results[0]
+        factors = [
+            quantizer.quantize(query),
+            quantizer.quantize_independent(key, query),
+            # The value's own gradient does not depend on the value.
+            quantizer.quantize_independent(value, key, query)
+            if any((*needs[:2], *needs[3:]))
+            else None,
+        ]
+        y, *weights = results
+        y = copies.save(ctx, y, factors, mask, bias, state)
+        return (y, *weights) if how.weighed else y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        mask, bias, state, *kept = ctx.saved_tensors
-        factors = []
-        for each in ctx.kept:
-            if each is None:
-                factors.append(torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device))
-            else:
-                spec, count = each
-                factors.append(spec.dequantize(kept[:count]))
-                kept = kept[count:]
-        inputs = *factors, mask, bias
+        (query, key, value), (mask, bias, state) = copies.load(ctx)
+        if value is None:
+            value = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
+        inputs = query, key, value, mask, bias
         if torch.compiler.is_compiling():
             gradients = _gradients_op(*inputs, list(grads), ctx.needs, ctx.autocast, *ctx.how)
         else:
@@ -223,15 +243,16 @@ class _Attention(Function):
         return *(next(gradients) if is_needed else None for is_needed in ctx.needs), None, None
 
 
-def _factors(needs) -> tuple[bool, bool, bool]:
-    """Which of query, key and value the gradients depend on: the value's own not on the value."""
-    return True, True, any((*needs[:2], *needs[3:]))
-
-
 def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Tensor]:
-    """The gradients of those inputs that need one, by torch's own attention of them.
+    """Return the gradients of those inputs that need one, by differentiating torch's own attention.
 
-    autocast: the dtype in which the forward pass had torch cast, None without.
+    Args:
+        inputs: query, key, value, mask and bias.
+        grads: the gradients of the results, each None if it has none.
+        needs: whether each input needs a gradient.
+        autocast: the dtype to which autocast cast in the forward pass, or None.
+        how: the settings.
+        state: the state of torch's generator before the forward pass, or None.
     """
     query = inputs[0]
     inputs = [
@@ -242,8 +263,8 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
     cast = nullcontext()
     if torch.amp.is_autocast_available(query.device.type):  # on the meta device it is not
         cast = torch.autocast(query.device.type, autocast, enabled=autocast is not None)
-    drawn_again = nullcontext() if state is None else replayed(query, state)
-    with torch.enable_grad(), cast, drawn_again:
+    replay = nullcontext() if state is None else replayed(query, state)
+    with torch.enable_grad(), cast, replay:
         results = _attend(*inputs, how)
     results = results if how.weighed else (results,)
     used = [(y, grad) for y, grad in zip(results, grads, strict=True) if grad is not None]
@@ -261,9 +282,9 @@ def _autocast(x) -> torch.dtype | None:
 
 @contextmanager
 def _choosing(x, needs):
-    """Where torch chooses a kernel by whether there will be a gradient, it sees that there will be.
+    """Let torch choose the kernel that it chooses if gradients are needed: on CUDA, or for a mask that needs a gradient.
 
-    On CUDA it does; anywhere for a mask that needs a gradient. Nothing of the graph is kept.
+    The graph that torch builds is thrown away.
     """
     if torch.compiler.is_compiling() or not (x.is_cuda or any(needs[3:])):
         yield
@@ -278,24 +299,23 @@ def _choosing(x, needs):
 
 def _attention_backward(query, key, value, mask, bias, grads, needs, autocast, *how):
     inputs = query, key, value, mask, bias
-    taken, results = {_place(x) for x in (*inputs, *grads) if x is not None}, []
+    memory, results = {_address(x) for x in (*inputs, *grads) if x is not None}, []
     for gradient in _gradients(inputs, grads, needs, autocast, How(*how)):
         stride = layout.contiguous_stride(gradient.shape)
         result = layout.bring_to(gradient, stride).as_strided(gradient.shape, stride)
-        if _place(result) in taken or result.storage_offset():
-            result = (
-                result.clone()
-            )  # an op's results share no memory, with each other or what it was given
-        taken.add(_place(result))
+        # The results of an op must share no memory with each other or with its inputs.
+        if _address(result) in memory or result.storage_offset():
+            result = result.clone()
+        memory.add(_address(result))
         results.append(result)
     return results
 
 
-def _place(x) -> int:
+def _address(x) -> int:
     return x.untyped_storage().data_ptr()
 
 
-# As one op: a compiler follows no call of autograd inside a backward pass.
+# One op, because a compiler traces no call of autograd inside a backward pass.
 _gradients_op = define(
     "attention_backward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, "
     "Tensor?[] grads, bool[] needs, ScalarType? autocast, float dropout_p, bool is_causal, "

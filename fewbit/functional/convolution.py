@@ -1,4 +1,4 @@
-"""Convolutions, plain and transposed, with quantized inputs kept for the weight's gradient."""
+"""Convolutions, plain and transposed, whose inputs are saved quantized for the weight's gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fewbit.config import GROUP_SIZE
-from fewbit.functional import sums
+from fewbit.runtime.format import sums
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
@@ -27,13 +27,6 @@ __all__ = [
     "conv_transpose3d",
 ]
 
-_CONV = {1: torch_functional.conv1d, 2: torch_functional.conv2d, 3: torch_functional.conv3d}
-_CONV_TRANSPOSE = {
-    1: torch_functional.conv_transpose1d,
-    2: torch_functional.conv_transpose2d,
-    3: torch_functional.conv_transpose3d,
-}
-
 
 def conv1d(
     input: Tensor,
@@ -48,17 +41,32 @@ def conv1d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """torch.nn.functional.conv1d; the input is kept in `bits` bits an element, for the weight's gradient.
+    """Compute torch.nn.functional.conv1d and save the input quantized.
 
-    input: (N, C, L) or (C, L), float32, float64, float16 or bfloat16; weight: (out, C / groups, kernel);
-    bias: (out,). padding also "same" or "valid". quantizer: in place of bits and group_size.
+    The gradients of input and bias are exact. The weight's gradient is exact in expectation (ActNN, long version,
+    appendix B.1). If the weight needs no gradient, nothing of the input is saved.
 
-    The gradients of the input and the bias are exact, that of the weight is exact in expectation (ActNN,
-    long version, appendix B.1). Nothing of the input is kept where the weight needs no gradient. Raises
-    InputError for bits or group_size that there are not.
+    Args:
+        input: (N, C, L) or (C, L), float32, float64, float16 or bfloat16. Its copy takes `4 * bits * ceil(n / 32)` bytes
+            for n elements, and 4 bytes for each group (6 if minimums are float32).
+        weight: (out, C / groups, kernel).
+        bias: (out,), or None.
+        stride: as in torch, a number or one for each dimension.
+        padding: as in torch, numbers, "same" or "valid".
+        dilation: as in torch.
+        groups: as in torch.
+        bits: 1 to 8, of an element of the copy.
+        group_size: the number of elements that share a minimum and a range, a multiple of 32.
+        quantizer: makes the copy in place of one of `bits` and `group_size`.
+
+    Returns:
+        (N, out, L') or (out, L').
+
+    Raises:
+        InputError: for other bits or group sizes.
     """
-    quantizer = quantizer or quantizer_of(bits, group_size)
-    return _conv(1, input, weight, bias, stride, padding, dilation, groups, quantizer)
+    settings = stride, padding, dilation, False, 0, groups
+    return _convolve(1, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
 
 
 def conv2d(
@@ -74,9 +82,9 @@ def conv2d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """torch.nn.functional.conv2d, kept as in `conv1d`. input: (N, C, H, W) or (C, H, W)."""
-    quantizer = quantizer or quantizer_of(bits, group_size)
-    return _conv(2, input, weight, bias, stride, padding, dilation, groups, quantizer)
+    """Compute torch.nn.functional.conv2d of (N, C, H, W) or (C, H, W); all else is as in `conv1d`."""
+    settings = stride, padding, dilation, False, 0, groups
+    return _convolve(2, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
 
 
 def conv3d(
@@ -92,9 +100,9 @@ def conv3d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """torch.nn.functional.conv3d, kept as in `conv1d`. input: (N, C, D, H, W) or (C, D, H, W)."""
-    quantizer = quantizer or quantizer_of(bits, group_size)
-    return _conv(3, input, weight, bias, stride, padding, dilation, groups, quantizer)
+    """Compute torch.nn.functional.conv3d of (N, C, D, H, W) or (C, D, H, W); all else is as in `conv1d`."""
+    settings = stride, padding, dilation, False, 0, groups
+    return _convolve(3, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
 
 
 def conv_transpose1d(
@@ -111,10 +119,9 @@ def conv_transpose1d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """torch.nn.functional.conv_transpose1d, kept as in `conv1d`; weight: (C, out / groups, kernel)."""
-    quantizer = quantizer or quantizer_of(bits, group_size)
-    others = stride, padding, output_padding, groups, dilation
-    return _conv_transpose(1, input, weight, bias, *others, quantizer)
+    """Compute torch.nn.functional.conv_transpose1d; weight: (C, out / groups, kernel); all else is as in `conv1d`."""
+    settings = stride, padding, dilation, True, output_padding, groups
+    return _convolve(1, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
 
 
 def conv_transpose2d(
@@ -131,10 +138,9 @@ def conv_transpose2d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """torch.nn.functional.conv_transpose2d, kept as in `conv1d`; weight: (C, out / groups, kH, kW)."""
-    quantizer = quantizer or quantizer_of(bits, group_size)
-    others = stride, padding, output_padding, groups, dilation
-    return _conv_transpose(2, input, weight, bias, *others, quantizer)
+    """Compute torch.nn.functional.conv_transpose2d; weight: (C, out / groups, kH, kW); all else is as in `conv2d`."""
+    settings = stride, padding, dilation, True, output_padding, groups
+    return _convolve(2, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
 
 
 def conv_transpose3d(
@@ -151,39 +157,29 @@ def conv_transpose3d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """torch.nn.functional.conv_transpose3d, kept as in `conv1d`; weight: (C, out / groups, kD, kH, kW)."""
-    quantizer = quantizer or quantizer_of(bits, group_size)
-    others = stride, padding, output_padding, groups, dilation
-    return _conv_transpose(3, input, weight, bias, *others, quantizer)
+    """Compute torch.nn.functional.conv_transpose3d; weight: (C, out / groups, kD, kH, kW); all else is as in `conv3d`."""
+    settings = stride, padding, dilation, True, output_padding, groups
+    return _convolve(3, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
 
 
-def _conv(dims, x, weight, bias, stride, padding, dilation, groups, quantizer):
-    if not is_differentiated(x, weight, bias) or x.dim() not in (dims + 1, dims + 2):
-        return _CONV[dims](x, weight, bias, stride, padding, dilation, groups)
-    stride, dilation = _per_dim(stride, dims), _per_dim(dilation, dims)
+def _convolve(dims, x, weight, bias, settings, quantizer):
+    """Compute a convolution over `dims` dimensions. settings: arguments of `torch.convolution`, not checked yet."""
+    stride, padding, dilation, transposed, output_padding, groups = settings
+    served = is_differentiated(x, weight, bias) and x.dim() in (dims + 1, dims + 2)
     if isinstance(padding, str):
-        if padding not in ("same", "valid") or (padding == "same" and set(stride) != {1}):
-            return _CONV[dims](x, weight, bias, stride, padding, dilation, groups)  # torch refuses
+        same = padding == "same" and set(_per_dim(stride, dims)) == {1}
+        served = served and not transposed and (padding == "valid" or same)
+    if not served:
+        return _by_torch(dims, x, weight, bias, *settings)
+    stride, dilation, output_padding = (
+        _per_dim(numbers, dims) for numbers in (stride, dilation, output_padding)
+    )
+    if isinstance(padding, str):
         x, padding = _padded(x, weight, padding, dilation)
-    settings = stride, _per_dim(padding, dims), dilation, False, (0,) * dims, groups
-    return _apply(x, weight, bias, settings, quantizer)
-
-
-def _conv_transpose(
-    dims, x, weight, bias, stride, padding, output_padding, groups, dilation, quantizer
-):
-    if not is_differentiated(x, weight, bias) or x.dim() not in (dims + 1, dims + 2):
-        arguments = stride, padding, output_padding, groups, dilation
-        return _CONV_TRANSPOSE[dims](x, weight, bias, *arguments)
-    each = [_per_dim(value, dims) for value in (stride, padding, dilation, output_padding)]
-    settings = *each[:3], True, each[3], groups
-    return _apply(x, weight, bias, settings, quantizer)
-
-
-def _apply(x, weight, bias, settings, quantizer):
+    settings = stride, _per_dim(padding, dims), dilation, transposed, output_padding, groups
     if x.dim() == weight.dim():
         return _Convolution.apply(x, weight, bias, settings, quantizer)
-    # torch adds the dimension of one sample too.
+    # An unbatched input is a batch of one in torch too.
     return _Convolution.apply(x.unsqueeze(0), weight, bias, settings, quantizer).squeeze(0)
 
 
@@ -193,59 +189,59 @@ def _per_dim(value, dims: int) -> tuple[int, ...]:
 
 
 def _padded(x, weight, padding: str, dilation):
-    """x and the padding left to do: "same" may need one more at the end than in front, as torch does it."""
+    """Return x and the padding left to do: as in torch, "same" may pad one element more at the end than in front."""
     if padding == "valid":
         return x, (0,) * len(dilation)
     total = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
-    front = tuple(each // 2 for each in total)
-    extra = [each % 2 for each in total]
+    extra = [amount % 2 for amount in total]
     if any(extra):
-        x = torch_functional.pad(x, [n for each in reversed(extra) for n in (0, each)])
-    return x, front
+        x = torch_functional.pad(x, [n for one in reversed(extra) for n in (0, one)])
+    return x, tuple(amount // 2 for amount in total)
 
 
-def _torchs_own(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
-    """By the functions that autocast knows, not by torch.convolution."""
-    dims = weight.dim() - 2
+def _by_torch(dims, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+    """Compute the convolution by the functions that autocast knows; it does not know torch.convolution."""
     if transposed:
-        others = stride, padding, output_padding, groups, dilation
-        return _CONV_TRANSPOSE[dims](x, weight, bias, *others)
-    return _CONV[dims](x, weight, bias, stride, padding, dilation, groups)
+        function = getattr(torch_functional, f"conv_transpose{dims}d")
+        return function(x, weight, bias, stride, padding, output_padding, groups, dilation)
+    function = getattr(torch_functional, f"conv{dims}d")
+    return function(x, weight, bias, stride, padding, dilation, groups)
 
 
 class _Convolution(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, settings, quantizer):
         with as_torch_casts():
-            y = _torchs_own(x, weight, bias, *settings)
+            y = _by_torch(weight.dim() - 2, x, weight, bias, *settings)
         ctx.settings = settings
         ctx.size = tuple(x.shape)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        kept = ()
+        tensors = ()
         if ctx.needs_input_grad[1]:
             saved = quantizer.quantize_or_reuse(x)
-            kept, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
-        # Without an input gradient only the weight's shape matters.
-        ctx.save_for_backward(weight, *kept)
+            tensors, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
+        # The weight's gradient needs the weight too, for its shape.
+        ctx.save_for_backward(weight, *tensors)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        weight, *kept = ctx.saved_tensors
+        weight, *tensors = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         if not (needs[0] or needs[1]):
             return None, None, sums.over_channels(grad).to(ctx.dtypes[2]), None, None
         if needs[1]:
-            x = ctx.spec.dequantize(kept, grad.dtype)
+            x = ctx.spec.dequantize(tensors, grad.dtype)
         else:
             x = grad.new_zeros(()).expand(ctx.size)  # only its shape matters
         bias_size = None if ctx.dtypes[2] is None else [grad.shape[1]]
         grads = torch.ops.aten.convolution_backward(
             grad, x, weight.to(grad.dtype), bias_size, *ctx.settings, needs
         )
-        grads = [
-            each if each is None else each.to(dtype)
-            for each, dtype in zip(grads, ctx.dtypes, strict=True)
-        ]
-        return *grads, None, None
+        pairs = zip(grads, ctx.dtypes, strict=True)
+        return (
+            *(result if result is None else result.to(dtype) for result, dtype in pairs),
+            None,
+            None,
+        )

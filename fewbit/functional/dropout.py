@@ -1,17 +1,18 @@
-"""Dropout with its mask kept in 1 bit an element.
+"""Dropout, whose mask is saved in 1 bit for each element.
 
-Every function has the signature of torch.nn.functional's, and for the same state of torch's
-generator its result, which it leaves in the same state. Their gradients are torch's, to the bit:
-the mask times the factor as torch rounds it. (A compiled graph draws by its compiler's rules, as it
-does for torch's own.)
+Every function has the signature of torch.nn.functional's. From the same state of torch's generator it computes the same
+result and leaves the generator in the same state. Gradients equal torch's to the bit: they are multiplied with the mask and
+the factor as torch rounds it. A compiled graph draws by its compiler's rules, as it does for torch's own functions.
 
-For the backward pass they keep ``4 * ceil(n / 32)`` bytes for the n elements of the mask: as many
-as the input has, or one a channel of each sample (`dropout1d` to `dropout3d`,
-`feature_alpha_dropout`). torch keeps 1 to 8 bytes an element. Where p is 0 or 1 torch's own runs,
-which keeps nothing of size.
+The functions save `4 * ceil(n / 32)` bytes for the n elements of the mask: one for each element of the input, or one for
+each channel of a sample (`dropout1d` to `dropout3d`, `feature_alpha_dropout`). torch saves 1 to 8 bytes for each. If p is 0
+or 1, torch's own function runs, which saves nothing of the input's size.
 
-input: float32, float64, float16 or bfloat16, any strides. inplace: as in torch. What torch refuses,
-torch refuses.
+Args of all functions:
+    input: float32, float64, float16 or bfloat16, of any strides.
+    p: as in torch.
+    training: as in torch.
+    inplace: as in torch. Calls that torch does not allow raise torch's errors.
 """
 
 from __future__ import annotations
@@ -44,65 +45,82 @@ __all__ = [
     "feature_alpha_dropout",
 ]
 
-_ALPHA = 1.7580993408473766  # as in torch: minus the limit of selu at -inf
-# Where torch runs one kernel for the mask and the product; else a Bernoulli draw and a product.
+_ALPHA = 1.7580993408473766
+"""Minus the limit of selu at -inf, as in torch."""
 _FUSED = ("cuda", "xpu")
+"""Devices on which torch computes mask and product in one kernel. On others it draws the mask, then multiplies."""
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """torch.nn.functional.dropout. input: any shape."""
-    if not _keeps(input, p, training, inplace):
-        return torch_functional.dropout(input, p, training, inplace)
-    return _apply(input, p, "plain", None, inplace)
+    """Compute torch.nn.functional.dropout of an input of any shape."""
+    return _dropout(torch_functional.dropout, input, p, training, inplace)
 
 
 def dropout1d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """torch.nn.functional.dropout1d. input: (N, C, L) or (C, L)."""
-    if input.dim() not in (2, 3) or not _keeps(input, p, training, inplace):
-        return torch_functional.dropout1d(input, p, training, inplace)
-    return _apply(input, p, "plain", input.dim() - 1, inplace)
+    """Compute torch.nn.functional.dropout1d of (N, C, L) or (C, L)."""
+    features = input.dim() - 1 if input.dim() in (2, 3) else 0
+    return _dropout(torch_functional.dropout1d, input, p, training, inplace, features)
 
 
 def dropout2d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """torch.nn.functional.dropout2d. input: (N, C, H, W); of others torch warns; its own runs."""
-    if input.dim() != 4 or not _keeps(input, p, training, inplace):
-        return torch_functional.dropout2d(input, p, training, inplace)
-    return _apply(input, p, "plain", 2, inplace)
+    """Compute torch.nn.functional.dropout2d of (N, C, H, W). For other inputs torch's own function runs and warns."""
+    features = 2 if input.dim() == 4 else 0
+    return _dropout(torch_functional.dropout2d, input, p, training, inplace, features)
 
 
 def dropout3d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """torch.nn.functional.dropout3d. input: (N, C, D, H, W) or (C, D, H, W)."""
-    if input.dim() not in (4, 5) or not _keeps(input, p, training, inplace):
-        return torch_functional.dropout3d(input, p, training, inplace)
-    return _apply(input, p, "plain", input.dim() - 3, inplace)
+    """Compute torch.nn.functional.dropout3d of (N, C, D, H, W) or (C, D, H, W)."""
+    features = input.dim() - 3 if input.dim() in (4, 5) else 0
+    return _dropout(torch_functional.dropout3d, input, p, training, inplace, features)
 
 
 def alpha_dropout(
     input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    """torch.nn.functional.alpha_dropout. input: any shape."""
-    if not _keeps(input, p, training, inplace):
-        return torch_functional.alpha_dropout(input, p, training, inplace)
-    return _apply(input, p, "alpha", None, inplace)
+    """Compute torch.nn.functional.alpha_dropout of an input of any shape."""
+    return _dropout(torch_functional.alpha_dropout, input, p, training, inplace, kind="alpha")
 
 
 def feature_alpha_dropout(
     input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    """torch.nn.functional.feature_alpha_dropout. input: (N, C, ...)."""
-    if input.dim() < 2 or not _keeps(input, p, training, inplace):
-        return torch_functional.feature_alpha_dropout(input, p, training, inplace)
-    return _apply(input, p, "alpha", 2, inplace)
+    """Compute torch.nn.functional.feature_alpha_dropout of (N, C, ...)."""
+    features = 2 if input.dim() >= 2 else 0
+    function = torch_functional.feature_alpha_dropout
+    return _dropout(function, input, p, training, inplace, features, kind="alpha")
 
 
-def _keeps(x, p, training, inplace) -> bool:
-    """Whether there is a mask to keep, of a call that torch allows."""
+def _dropout(torchs_own, x, p, training, inplace, features=None, kind="plain") -> Tensor:
+    """Apply dropout.
+
+    Args:
+        torchs_own: torch's function, which runs if there is no mask to save.
+        x: the input.
+        p: as in torch.
+        training: as in torch.
+        inplace: as in torch.
+        features: the number of leading dimensions of the mask, which elements along the others share. None: all dimensions.
+            0: x has a number of dimensions that fewbit's function does not take.
+        kind: "plain" or "alpha".
+    """
+    if features == 0 or not _needs_mask(x, p, training, inplace):
+        return torchs_own(x, p, training, inplace)
+    if torch.compiler.is_compiling():
+        # The levels depend on p, so a symbolic p becomes a constant.
+        p = torch.fx.experimental.symbolic_shapes.guard_scalar(p)
+        y = _Dropout.apply(x, float(p), kind, features, False)
+        return x.copy_(y) if inplace else y
+    return _Dropout.apply(x, float(p), kind, features, inplace)
+
+
+def _needs_mask(x, p, training, inplace) -> bool:
+    """Return whether the call needs a mask and is one that torch allows."""
     if not training or not 0 < p < 1 or not is_differentiated(x):
         return False
     if x.dtype not in FLOATING or x.layout is not torch.strided or not x.numel():
@@ -111,7 +129,7 @@ def _keeps(x, p, training, inplace) -> bool:
 
 
 def _may_overwrite(x) -> bool:
-    """Whether autograd lets x be written to; where not, torch's own call says why."""
+    """Return whether autograd allows writing to x. If not, torch's own call raises an error."""
     if torch.compiler.is_compiling():
         return True
     if x.is_leaf or layout.overlaps(x):
@@ -120,16 +138,6 @@ def _may_overwrite(x) -> bool:
         return True
     allowed = torch._C._autograd.CreationMeta.DEFAULT
     return not x._base.is_leaf and torch._C._autograd._get_creation_meta(x) == allowed
-
-
-def _apply(x, p, kind, features, inplace):
-    """features: None, or the leading dimensions that the mask has; the rest share."""
-    if torch.compiler.is_compiling():
-        # A p that the compiler holds as symbolic becomes a constant: the levels depend on it.
-        p = torch.fx.experimental.symbolic_shapes.guard_scalar(p)
-        y = _Dropout.apply(x, float(p), kind, features, False)
-        return x.copy_(y) if inplace else y
-    return _Dropout.apply(x, float(p), kind, features, inplace)
 
 
 class _Dropout(Function):
@@ -166,7 +174,7 @@ class _Dropout(Function):
 
 
 def _drawn(x, p, kind, features, inplace, plain):
-    """(result, mask, packed mask), step for step as torch's composite dropout."""
+    """Return (result, mask, packed mask), by the steps of torch's composite dropout."""
     if features is None:
         noise = torch.empty_like(x)
     else:
@@ -197,13 +205,13 @@ def _decode_mul(grad, packed, ctx):
 
 
 def _slope(p: float) -> float:
-    """What alpha dropout multiplies with, to keep the variance."""
+    """Return the factor by which alpha dropout preserves the variance."""
     return 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
 
 
 @constant
 def _factor(p: float, kind: str, dtype: torch.dtype) -> float:
-    """What torch multiplies an element with that stays, rounded as torch rounds it."""
+    """Return the factor of elements that are not dropped, rounded as torch rounds it."""
     return _rounded_factor(p, kind, dtype)
 
 
@@ -215,6 +223,6 @@ def _rounded_factor(p, kind, dtype):
 
 @constant
 def _encoding(factor: float) -> str:
-    """The encoding of a mask of zeros and ones, with the factor for the ones."""
+    """Return the encoding of a mask of zeros and ones, with the factor for the ones."""
     document = {"bits": 1, "levels": [0.0, factor], "breaks": [0.5], "codes": [0, 1]}
     return json.dumps(document, separators=(",", ":"))

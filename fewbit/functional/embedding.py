@@ -1,4 +1,4 @@
-"""Embedding with its indices kept in the narrowest integers."""
+"""Embedding, whose indices are saved in the narrowest integer dtype."""
 
 from __future__ import annotations
 
@@ -23,12 +23,22 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.embedding, and its gradient, to the bit.
+    """Compute torch.nn.functional.embedding and save the indices in the narrowest dtype. The gradient equals torch's to the bit.
 
-    input: int64 or int32, any shape. weight: (V, D). Returns (*input.shape, D). Keeps n indices as
-    uint8 (V up to 256), int16 (32768) or int32, never wider than they come; nothing where the
-    weight needs no gradient. max_norm changes rows of the weight in place, as in torch. What torch
-    refuses, torch refuses.
+    n indices take n bytes (V up to 256), 2 n bytes (V up to 32768) or 4 n bytes, and never more than the input itself. If
+    the weight needs no gradient, nothing is saved.
+
+    Args:
+        input: int64 or int32, any shape.
+        weight: (V, D).
+        padding_idx: as in torch.
+        max_norm: as in torch; changes rows of the weight in place.
+        norm_type: as in torch.
+        scale_grad_by_freq: as in torch.
+        sparse: as in torch.
+
+    Returns:
+        (*input.shape, D).
     """
     if not is_differentiated(weight) or weight.dim() != 2:
         return torch_functional.embedding(

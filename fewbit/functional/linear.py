@@ -1,15 +1,16 @@
-"""`linear` with a quantized input kept for the weight's gradient."""
+"""Linear and bilinear maps, whose inputs are saved quantized for the weight's gradient."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from fewbit.config import GROUP_SIZE
-from fewbit.functional import sums
-from fewbit.runtime.format import layout
+from fewbit.runtime.format import layout, sums
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
     Quantizer,
@@ -18,7 +19,7 @@ from fewbit.runtime.quantizers.quantizer import (
 )
 from fewbit.runtime.saved.single_backward import once_differentiable
 
-__all__ = ["linear"]
+__all__ = ["bilinear", "linear"]
 
 
 def linear(
@@ -30,20 +31,68 @@ def linear(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """torch.nn.functional.linear; the input is kept in `bits` bits an element, for the weight's gradient.
+    """Compute torch.nn.functional.linear and save the input quantized.
 
-    input: (*, in_features), float32, float64, float16 or bfloat16. weight: (out_features, in_features).
-    bias: (out_features,). Returns (*, out_features). quantizer: in place of bits and group_size.
+    The gradients of input and bias are exact. The weight's gradient is exact in expectation (ActNN, section 3.3). If the
+    weight needs no gradient, nothing of the input is saved.
 
-    The gradients of the input and the bias are exact; that of the weight is exact in expectation (ActNN,
-    section 3.3). Nothing of the input is kept where the weight needs no gradient. Raises InputError for bits or
-    group_size that there are not.
+    Args:
+        input: (*, in_features), float32, float64, float16 or bfloat16. Its copy takes `4 * bits * ceil(n / 32)` bytes for
+            n elements, and 4 bytes for each group (6 if minimums are float32).
+        weight: (out_features, in_features).
+        bias: (out_features,), or None.
+        bits: 1 to 8, of an element of the copy.
+        group_size: the number of elements that share a minimum and a range, a multiple of 32.
+        quantizer: makes the copy in place of one of `bits` and `group_size`.
+
+    Returns:
+        (*, out_features).
+
+    Raises:
+        InputError: for other bits or group sizes.
     """
     quantizer = quantizer or quantizer_of(bits, group_size)
     usual = weight.dim() == 2 and (bias is None or bias.dim() == 1) and input.dim() > 0
     if not usual or not is_differentiated(input, weight, bias):
         return torch_functional.linear(input, weight, bias)
     return _Linear.apply(input, weight, bias, quantizer)
+
+
+def bilinear(
+    input1: Tensor,
+    input2: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.bilinear and save both inputs quantized.
+
+    The bias's gradient is exact, the others are exact in expectation: each is linear in a copy, or in both copies, which are
+    rounded independently even if the inputs are one tensor. input1 is saved if input2 or the weight needs a gradient, and
+    input2 if input1 or the weight does.
+
+    Args:
+        input1: (*, I), floating.
+        input2: (*, J), floating.
+        weight: (K, I, J).
+        bias: (K,), or None.
+        bits: as in `linear`.
+        group_size: as in `linear`.
+        quantizer: as in `linear`.
+
+    Returns:
+        (*, K).
+
+    Raises:
+        InputError: as `linear`.
+    """
+    quantizer = quantizer or quantizer_of(bits, group_size)
+    if not is_differentiated(input1, input2, weight, bias):
+        return torch_functional.bilinear(input1, input2, weight, bias)
+    return _Bilinear.apply(input1, input2, weight, bias, quantizer)
 
 
 class _Linear(Function):
@@ -53,17 +102,17 @@ class _Linear(Function):
             y = layout.unviewed(torch_functional.linear(x, weight, bias))
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        kept = ()
+        tensors = ()
         if needs_weight:
             saved = quantizer.quantize_or_reuse(x)
-            kept, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
-        ctx.save_for_backward(weight if needs_x else None, *kept)
+            tensors, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
+        ctx.save_for_backward(weight if needs_x else None, *tensors)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        weight, *kept = ctx.saved_tensors
+        weight, *tensors = ctx.saved_tensors
         dtype_x, dtype_weight, dtype_bias = ctx.dtypes
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
@@ -71,8 +120,46 @@ class _Linear(Function):
             grad_x = (grad @ weight.to(grad.dtype)).to(dtype_x)
         rows = sums.rows(grad)
         if needs_weight:
-            x = ctx.spec.dequantize(kept, grad.dtype)
+            x = ctx.spec.dequantize(tensors, grad.dtype)
             grad_weight = (rows.t() @ sums.rows(x)).to(dtype_weight)
         if needs_bias:
             grad_bias = rows.sum(0).to(dtype_bias)
         return grad_x, grad_weight, grad_bias, None
+
+
+class _Bilinear(Function):
+    @staticmethod
+    def forward(ctx, x1, x2, weight, bias, quantizer):
+        with as_torch_casts():
+            y = layout.unviewed(torch_functional.bilinear(x1, x2, weight, bias))
+        needs_1, needs_2, needs_weight, *_ = ctx.needs_input_grad
+        ctx.dtypes = x1.dtype, x2.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.sizes = tuple(x1.shape), tuple(x2.shape)
+        first = quantizer.quantize(x1) if needs_2 or needs_weight else None
+        second = quantizer.quantize_independent(x2, x1) if needs_1 or needs_weight else None
+        return copies.save(ctx, y, (first, second), weight if needs_1 or needs_2 else None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x1, x2), (weight,) = copies.load(ctx, grad.dtype)
+        needs_1, needs_2, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dtype1, dtype2, dtype_weight, dtype_bias = ctx.dtypes
+        rows = sums.rows(grad)
+        x1, x2 = (x if x is None else sums.rows(x) for x in (x1, x2))
+        grad1 = grad2 = grad_weight = grad_bias = None
+        if weight is not None:
+            weight = weight.to(grad.dtype)
+        # As in torch, the result is the sum over I and J of tensors (N, 1, I, 1), (1, K, I, J) and (N, 1, 1, J).
+        if needs_1:
+            grad1 = torch._trilinear(rows, weight, x2, (2, 3), (0,), (1, 2), (1, 3))
+            grad1 = grad1.reshape(ctx.sizes[0]).to(dtype1)
+        if needs_2:
+            grad2 = torch._trilinear(x1, weight, rows, (1, 3), (0,), (2, 3), (1, 2))
+            grad2 = grad2.reshape(ctx.sizes[1]).to(dtype2)
+        if needs_weight:
+            grad_weight = torch._trilinear(x1, rows, x2, (1, 3), (2, 3), (1, 2), (0,))
+            grad_weight = grad_weight.to(dtype_weight)
+        if needs_bias:
+            grad_bias = rows.sum(0).to(dtype_bias)
+        return grad1, grad2, grad_weight, grad_bias, None

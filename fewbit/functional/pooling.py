@@ -1,18 +1,17 @@
-"""Pooling that keeps of its input nothing, or the place of each maximum in its window.
+"""Pooling, which saves nothing, or the position of each maximum in its window.
 
-Every function has the signature of torch.nn.functional's and its value. Their gradients are
-torch's, to the bit. torch keeps the whole input, for its size alone, and for max-pooling an int64
-an output as well.
+Every function has the signature and the values of torch.nn.functional's. Gradients equal torch's to the bit. torch saves the
+whole input, for its size alone, and for max-pooling an int64 for each output as well.
 
-Max-pooling, the adaptive one too, keeps for n outputs of windows of k elements, b = ceil(log2 k),
+Max-pooling, also adaptive, saves for n outputs of windows of k elements, with b = ceil(log2 k),
 
     0 bytes                     k = 1
     4 * b * ceil(n / 32)        k <= 256
     2 * n                       k <= 32768, else 4 * n
 
-An adaptive window has as many elements as the longest along each dimension. Average pooling keeps
-nothing. Inputs are floating, (N, C, ...) or (C, ...), channels-last or not. What torch refuses,
-torch refuses.
+The k of adaptive pooling is that of a window which is as long as the longest in each dimension. Average pooling saves
+nothing. Inputs are floating, (N, C, ...) or (C, ...), channels-last or not. Calls that torch does not allow raise torch's
+errors.
 """
 
 from __future__ import annotations
@@ -46,8 +45,6 @@ __all__ = [
     "max_pool3d",
 ]
 
-_aten = torch.ops.aten
-
 
 # -- max-pooling -----------------------------------------------------------------------------------
 
@@ -61,7 +58,7 @@ def max_pool1d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ):
-    """torch.nn.functional.max_pool1d. input: (N, C, L) or (C, L)."""
+    """Compute torch.nn.functional.max_pool1d of (N, C, L) or (C, L)."""
     arguments = kernel_size, stride, padding, dilation, ceil_mode
     return _max_pool(1, input, arguments, return_indices)
 
@@ -75,7 +72,7 @@ def max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ):
-    """torch.nn.functional.max_pool2d. input: (N, C, H, W) or (C, H, W)."""
+    """Compute torch.nn.functional.max_pool2d of (N, C, H, W) or (C, H, W)."""
     arguments = kernel_size, stride, padding, dilation, ceil_mode
     return _max_pool(2, input, arguments, return_indices)
 
@@ -89,45 +86,36 @@ def max_pool3d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ):
-    """torch.nn.functional.max_pool3d. input: (N, C, D, H, W) or (C, D, H, W)."""
+    """Compute torch.nn.functional.max_pool3d of (N, C, D, H, W) or (C, D, H, W)."""
     arguments = kernel_size, stride, padding, dilation, ceil_mode
     return _max_pool(3, input, arguments, return_indices)
 
 
 def adaptive_max_pool1d(input: Tensor, output_size, return_indices: bool = False):
-    """torch.nn.functional.adaptive_max_pool1d. input: (N, C, L) or (C, L)."""
+    """Compute torch.nn.functional.adaptive_max_pool1d of (N, C, L) or (C, L)."""
     return _max_pool(1, input, output_size, return_indices, adaptive=True)
 
 
 def adaptive_max_pool2d(input: Tensor, output_size, return_indices: bool = False):
-    """torch.nn.functional.adaptive_max_pool2d. input: (N, C, H, W) or (C, H, W)."""
+    """Compute torch.nn.functional.adaptive_max_pool2d of (N, C, H, W) or (C, H, W)."""
     return _max_pool(2, input, output_size, return_indices, adaptive=True)
 
 
 def adaptive_max_pool3d(input: Tensor, output_size, return_indices: bool = False):
-    """torch.nn.functional.adaptive_max_pool3d. input: (N, C, D, H, W) or (C, D, H, W)."""
+    """Compute torch.nn.functional.adaptive_max_pool3d of (N, C, D, H, W) or (C, D, H, W)."""
     return _max_pool(3, input, output_size, return_indices, adaptive=True)
-
-
-_MAX = {
-    1: torch_functional.max_pool1d,
-    2: torch_functional.max_pool2d,
-    3: torch_functional.max_pool3d,
-}
-_ADAPTIVE_MAX = {
-    1: torch_functional.adaptive_max_pool1d,
-    2: torch_functional.adaptive_max_pool2d,
-    3: torch_functional.adaptive_max_pool3d,
-}
 
 
 def _torch_max(dims, x, arguments, return_indices, adaptive):
     if adaptive:
-        return _ADAPTIVE_MAX[dims](x, arguments, return_indices=return_indices)
-    kernel_size, stride, padding, dilation, ceil_mode = arguments
-    return _MAX[dims](
-        x, kernel_size, stride, padding, dilation, ceil_mode, return_indices=return_indices
-    )
+        function = _of_torch("adaptive_max_pool", dims)
+        return function(x, arguments, return_indices=return_indices)
+    return _of_torch("max_pool", dims)(x, *arguments, return_indices=return_indices)
+
+
+def _of_torch(name: str, dims: int):
+    """Return torch's function of that name for so many dimensions."""
+    return getattr(torch_functional, f"{name}{dims}d")
 
 
 def _max_pool(dims, x, arguments, return_indices, adaptive=False):
@@ -140,21 +128,21 @@ def _max_pool(dims, x, arguments, return_indices, adaptive=False):
 
 
 def _in_float32(x):
-    """x as the CPU's autocast passes it to max_pool3d, but not where indices are asked for."""
+    """Return x as the CPU's autocast passes it to max_pool3d if no indices are returned."""
     if x.device.type == "cpu" and x.dtype.itemsize == 2 and torch.is_autocast_enabled("cpu"):
         return x.to(torch.float32)
     return x
 
 
 def _may_be_empty(dims, x, dilation) -> bool:
-    """Whether a dilated window may step over the whole input; torch's index of it lies nowhere."""
+    """Return whether a dilated window may step over the whole input, so that torch's index is no position in it."""
     if x.dim() not in (dims + 1, dims + 2):
-        return True  # torch refuses it
-    return any(n < step for n, step in zip(x.shape[-dims:], _each(dilation, dims), strict=True))
+        return True  # torch raises an error
+    return any(n < step for n, step in zip(x.shape[-dims:], _per_dim(dilation, dims), strict=True))
 
 
 class _MaxPool(Function):
-    """(torch's result, torch's indices) with the positions of the maxima kept."""
+    """Max-pooling, which returns torch's result and indices, and saves the position of each maximum in its window."""
 
     @staticmethod
     def forward(ctx, x, dims, arguments, adaptive):
@@ -164,20 +152,19 @@ class _MaxPool(Function):
             ctx.windows, ctx.arguments = Windows.adaptive(size, out), None
         else:
             kernel, stride, padding, dilation, ceil_mode = arguments
-            kernel, padding, dilation = (_each(each, dims) for each in (kernel, padding, dilation))
-            stride = _each(stride, dims) if stride not in (None, (), []) else kernel
+            kernel, padding, dilation = (_per_dim(n, dims) for n in (kernel, padding, dilation))
+            stride = _per_dim(stride, dims) if stride not in (None, (), []) else kernel
             ctx.windows = Windows.fixed(size, out, kernel, stride, padding, dilation)
             ctx.arguments = kernel, stride, padding, dilation, ceil_mode
-        kept = ()
+        tensors = ()
         ctx.spec = ctx.out = None
         if ctx.windows.count == 1:
             ctx.out = tuple(y.shape)
         else:
             saved = integers.pack(ctx.windows.positions(indices), ctx.windows.count)
-            kept, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
-        ctx.source = _Source.of(x)
-        ctx.dims = dims
-        ctx.save_for_backward(*kept)
+            tensors, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
+        ctx.source = _Source.of(x, dims)
+        ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(indices)
         return y, indices
 
@@ -190,16 +177,12 @@ class _MaxPool(Function):
             positions = ctx.spec.flat(ctx.saved_tensors)
             indices = ctx.windows.indices(positions, ctx.spec.size, ctx.spec.stride)
         if ctx.arguments is None:
-            backward = _aten.adaptive_max_pool3d_backward
-            if ctx.dims < 3:
-                backward = _aten.adaptive_max_pool2d_backward
-            return ctx.source.gradient(ctx.dims, backward, grad, indices), None, None, None
-        *places, ceil_mode = ctx.arguments
-        backward = _aten.max_pool3d_with_indices_backward
-        if ctx.dims < 3:
-            backward = _aten.max_pool2d_with_indices_backward
-        places = _as_2d(ctx.dims, *places)
-        grad = ctx.source.gradient(ctx.dims, backward, grad, *places, ceil_mode, indices)
+            grad = ctx.source.gradient("adaptive_max_pool{}d_backward", grad, indices)
+        else:
+            *windows, ceil_mode = ctx.arguments
+            windows = _as_2d(ctx.source.dims, *windows)
+            name = "max_pool{}d_with_indices_backward"
+            grad = ctx.source.gradient(name, grad, *windows, ceil_mode, indices)
         return grad, None, None, None
 
 
@@ -214,7 +197,7 @@ def avg_pool1d(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> Tensor:
-    """torch.nn.functional.avg_pool1d. input: (N, C, L) or (C, L)."""
+    """Compute torch.nn.functional.avg_pool1d of (N, C, L) or (C, L)."""
     arguments = kernel_size, stride, padding, ceil_mode, count_include_pad
     return _avg_pool(1, input, arguments)
 
@@ -228,7 +211,7 @@ def avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor:
-    """torch.nn.functional.avg_pool2d. input: (N, C, H, W) or (C, H, W)."""
+    """Compute torch.nn.functional.avg_pool2d of (N, C, H, W) or (C, H, W)."""
     arguments = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
     return _avg_pool(2, input, arguments)
 
@@ -242,22 +225,16 @@ def avg_pool3d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor:
-    """torch.nn.functional.avg_pool3d. input: (N, C, D, H, W) or (C, D, H, W)."""
+    """Compute torch.nn.functional.avg_pool3d of (N, C, D, H, W) or (C, D, H, W)."""
     arguments = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
     return _avg_pool(3, input, arguments)
 
 
-_AVG = {
-    1: torch_functional.avg_pool1d,
-    2: torch_functional.avg_pool2d,
-    3: torch_functional.avg_pool3d,
-}
-
-
 def _torch_avg(dims, x, arguments):
     kernel_size, stride, *rest = arguments
-    # The builtin functions take no None for a tuple of strides.
-    return _AVG[dims](x, kernel_size, kernel_size if stride is None else stride, *rest)
+    # The builtin functions do not accept None as strides.
+    stride = kernel_size if stride is None else stride
+    return _of_torch("avg_pool", dims)(x, kernel_size, stride, *rest)
 
 
 def _avg_pool(dims, x, arguments):
@@ -271,47 +248,38 @@ class _AvgPool(Function):
     def forward(ctx, x, dims, arguments):
         y = layout.unviewed(_torch_avg(dims, x, arguments))
         kernel, stride, padding, ceil_mode, count_include_pad, *divisor = arguments
-        kernel = _each(kernel, dims)
-        stride = _each(stride, dims) if stride not in (None, (), []) else kernel
-        places = _as_2d(dims, kernel, stride, _each(padding, dims), fill=(1, 1, 0))
-        ctx.arguments = *places, ceil_mode, count_include_pad, *(divisor or (None,))
-        ctx.source = _Source.of(x)
-        ctx.dims = dims
+        kernel = _per_dim(kernel, dims)
+        stride = _per_dim(stride, dims) if stride not in (None, (), []) else kernel
+        windows = _as_2d(dims, kernel, stride, _per_dim(padding, dims))
+        ctx.arguments = *windows, ceil_mode, count_include_pad, *(divisor or (None,))
+        ctx.source = _Source.of(x, dims)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        backward = _aten.avg_pool2d_backward if ctx.dims < 3 else _aten.avg_pool3d_backward
-        return ctx.source.gradient(ctx.dims, backward, grad, *ctx.arguments), None, None
+        return ctx.source.gradient("avg_pool{}d_backward", grad, *ctx.arguments), None, None
 
 
 def adaptive_avg_pool1d(input: Tensor, output_size) -> Tensor:
-    """torch.nn.functional.adaptive_avg_pool1d. input: (N, C, L) or (C, L)."""
+    """Compute torch.nn.functional.adaptive_avg_pool1d of (N, C, L) or (C, L)."""
     return _adaptive_avg_pool(1, input, output_size)
 
 
 def adaptive_avg_pool2d(input: Tensor, output_size) -> Tensor:
-    """torch.nn.functional.adaptive_avg_pool2d. input: (N, C, H, W) or (C, H, W)."""
+    """Compute torch.nn.functional.adaptive_avg_pool2d of (N, C, H, W) or (C, H, W)."""
     return _adaptive_avg_pool(2, input, output_size)
 
 
 def adaptive_avg_pool3d(input: Tensor, output_size) -> Tensor:
-    """torch.nn.functional.adaptive_avg_pool3d. input: (N, C, D, H, W) or (C, D, H, W)."""
+    """Compute torch.nn.functional.adaptive_avg_pool3d of (N, C, D, H, W) or (C, D, H, W)."""
     return _adaptive_avg_pool(3, input, output_size)
 
 
-_ADAPTIVE_AVG = {
-    1: torch_functional.adaptive_avg_pool1d,
-    2: torch_functional.adaptive_avg_pool2d,
-    3: torch_functional.adaptive_avg_pool3d,
-}
-
-
 def _adaptive_avg_pool(dims, x, output_size):
-    # To one element torch takes the mean, whose backward pass keeps nothing.
+    # torch pools to one element by a mean, whose backward pass needs nothing saved.
     if not is_differentiated(x) or _is_mean(dims, x, output_size):
-        return _ADAPTIVE_AVG[dims](x, output_size)
+        return _of_torch("adaptive_avg_pool", dims)(x, output_size)
     return _AdaptiveAvgPool.apply(x, dims, output_size)
 
 
@@ -325,53 +293,57 @@ def _is_mean(dims, x, output_size) -> bool:
 class _AdaptiveAvgPool(Function):
     @staticmethod
     def forward(ctx, x, dims, output_size):
-        ctx.source = _Source.of(x)
-        ctx.dims = dims
-        return layout.unviewed(_ADAPTIVE_AVG[dims](x, output_size))
+        ctx.source = _Source.of(x, dims)
+        return layout.unviewed(_of_torch("adaptive_avg_pool", dims)(x, output_size))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        backward = _aten._adaptive_avg_pool3d_backward
-        if ctx.dims < 3:
-            backward = _aten._adaptive_avg_pool2d_backward
-        return ctx.source.gradient(ctx.dims, backward, grad), None, None
+        return ctx.source.gradient("_adaptive_avg_pool{}d_backward", grad), None, None
 
 
 # -- gradients by torch's own ----------------------------------------------------------------------
 
 
 class _Source(NamedTuple):
-    """The size, memory format and dtype of an input: all that its gradient depends on."""
+    """All that the gradient of an input depends on.
 
+    Attributes:
+        dims: the number of dimensions that are pooled. One dimension is pooled as the last of two, as torch does it.
+        size: of the input.
+        stride: of the input's memory format.
+        dtype: of the input.
+    """
+
+    dims: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, x):
+    def of(cls, x, dims: int):
         size = tuple(x.shape)
         stride = tuple(x.stride() if _is_channels_last(x) else layout.contiguous_stride(size))
-        return cls(size, stride, x.dtype)
+        return cls(dims, size, stride, x.dtype)
 
-    def gradient(self, dims, backward, grad, *arguments):
-        """backward(grad, the input, *arguments), without the input."""
-        if dims == 1:
-            grad, *arguments = (
-                each.unsqueeze(-2) if isinstance(each, Tensor) else each
-                for each in (grad, *arguments)
-            )
-        result = self._call(dims, backward, grad, arguments)
-        return (result.squeeze(-2) if dims == 1 else result).to(self.dtype)
+    def gradient(self, name: str, grad, *arguments):
+        """Return the result of torch's op `name`, which takes (grad, input, *arguments), without the input."""
+        backward = getattr(torch.ops.aten, name.format(max(self.dims, 2)))
+        if self.dims > 1:
+            return self._call(backward, grad, arguments, self.size, self.stride).to(self.dtype)
+        grad, *arguments = (
+            value.unsqueeze(-2) if isinstance(value, Tensor) else value
+            for value in (grad, *arguments)
+        )
+        (*leading, length), (*outer, inner) = self.size, self.stride
+        size, stride = (*leading, 1, length), (*outer, outer[-1], inner)
+        return self._call(backward, grad, arguments, size, stride).squeeze(-2).to(self.dtype)
 
-    def _call(self, dims, backward, grad, arguments):
+    def _call(self, backward, grad, arguments, size, stride):
         kind = {"dtype": grad.dtype, "device": grad.device}
-        size, stride = self.size, self.stride
-        if dims == 1:
-            size, stride = (*size[:-1], 1, size[-1]), (*stride[:-1], stride[-2], stride[-1])
-        if is_plain(grad) and dims < 3 and hasattr(backward, "grad_input"):
-            # The result, not yet written to, has the size and strides of the input: it stands in
-            # for it. (In three dimensions torch takes a given result for a contiguous one.)
+        if is_plain(grad) and self.dims < 3 and hasattr(backward, "grad_input"):
+            # The result, which is not written to yet, stands in for the input: it has the same size and strides. In three
+            # dimensions torch assumes that a given result is contiguous.
             result = torch.empty_strided(size, stride, **kind)
             return backward.grad_input(grad, result, *arguments, grad_input=result)
         if is_plain(grad) and stride != layout.contiguous_stride(size):
@@ -386,15 +358,15 @@ def _is_channels_last(x) -> bool:
     return x.is_contiguous(memory_format=formats[x.dim()])
 
 
-def _each(value, dims: int) -> tuple[int, ...]:
-    """One number a dimension, as torch takes one for all."""
+def _per_dim(value, dims: int) -> tuple[int, ...]:
+    """Return one number for each dimension; like torch, accept one number for all."""
     if not isinstance(value, tuple | list):
         return (value,) * dims
     return tuple(value) * dims if len(value) == 1 else tuple(value)
 
 
-def _as_2d(dims: int, *arguments, fill=(1, 1, 0, 1)):
-    """kernel, stride, padding (, dilation), those of one dimension as torch runs them in two."""
+def _as_2d(dims: int, *windows):
+    """Return kernel, stride, padding and maybe dilation; those of one dimension as torch passes them in two."""
     if dims > 1:
-        return arguments
-    return tuple((other, *argument) for other, argument in zip(fill, arguments, strict=True))
+        return windows
+    return tuple((other, *one) for other, one in zip((1, 1, 0, 1), windows, strict=False))

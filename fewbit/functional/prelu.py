@@ -1,4 +1,4 @@
-"""PReLU with the sign of its input in 1 bit and the rest of it quantized."""
+"""PReLU, and RReLU in training: the sign of the input is saved in 1 bit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fewbit.config import GROUP_SIZE
-from fewbit.functional import sums
+from fewbit.runtime.format import sums
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.random_replay import replayed, state_of
 from fewbit.runtime.quantizers import integers
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
@@ -21,6 +22,9 @@ from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["prelu"]
 
+_rrelu = torch.ops.aten.rrelu_with_noise
+_rrelu_ = torch.ops.aten.rrelu_with_noise_
+
 
 def prelu(
     input: Tensor,
@@ -30,15 +34,24 @@ def prelu(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """torch.nn.functional.prelu; input > 0 is kept in 1 bit, min(input, 0) in `bits` bits.
+    """Compute torch.nn.functional.prelu and save the input's sign and its negative part.
 
-    input: (N, C, ...), floating; weight: (1,) or (C,), the slopes. quantizer: in place of bits and
-    group_size.
+    If the input needs a gradient, its sign takes `4 * ceil(n / 32)` bytes for n elements, and the gradient equals torch's to
+    the bit. If the slopes need a gradient, min(input, 0) is saved quantized. Their gradient is linear in it, and therefore
+    exact in expectation.
 
-    The sign is kept where the input needs a gradient: ``4 * ceil(n / 32)`` bytes, and the gradient
-    is torch's, to the bit. min(input, 0) is kept where the weight needs one, which is then exact in
-    expectation: it is linear in what is kept. Raises InputError for bits or group_size that there
-    are not.
+    Args:
+        input: (N, C, ...), floating.
+        weight: (1,) or (C,), the slopes.
+        bits: 1 to 8, of an element of min(input, 0).
+        group_size: the number of elements that share a minimum and a range, a multiple of 32.
+        quantizer: makes the copy in place of one of `bits` and `group_size`.
+
+    Returns:
+        The size and dtype of torch's result.
+
+    Raises:
+        InputError: for other bits or group sizes.
     """
     quantizer = quantizer or quantizer_of(bits, group_size)
     if not is_differentiated(input, weight):
@@ -54,35 +67,35 @@ class _PReLU(Function):
         needs_x, needs_weight, _ = ctx.needs_input_grad
         ctx.dtypes = x.dtype, weight.dtype
         ctx.shape = tuple(weight.shape)
-        seen = x.to(y.dtype)
-        sign = kept = ()
+        cast = x.to(y.dtype)
+        sign = negative = ()
         if needs_x:
-            saved = integers.pack(seen > 0, 2)
+            saved = integers.pack(cast > 0, 2)
             sign, ctx.sign, y = saved.tensors, saved.spec, saved.tie(y)
         if needs_weight:
-            saved = quantizer.quantize(seen.clamp(max=0), shared=False)
-            kept, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
-        ctx.save_for_backward(weight if needs_x else None, *sign, *kept)
+            saved = quantizer.quantize(cast.clamp(max=0), shared=False)
+            negative, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
+        ctx.save_for_backward(weight if needs_x else None, *sign, *negative)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        weight, *kept = ctx.saved_tensors
+        weight, *tensors = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
         grad_x = grad_weight = positive = None
         if needs_x:
-            sign, *kept = kept
+            sign, *tensors = tensors
             positive = ctx.sign.dequantize((sign,))
             # Inductor makes C++ code of the view that does not compile; it fuses the comparison.
             is_traced = torch.compiler.is_compiling()
             positive = positive > 0 if is_traced else positive.view(torch.bool)
-            slope = _beside(weight.to(grad.dtype), grad)
+            slope = _broadcast(weight.to(grad.dtype), grad)
             grad_x = torch.where(positive, grad, slope * grad).to(ctx.dtypes[0])
         if needs_weight:
-            product = ctx.spec.dequantize(kept, grad.dtype) * grad
+            product = ctx.spec.dequantize(tensors, grad.dtype) * grad
             if positive is not None:
-                # These elements are 0 in expectation; known to be 0, they add no noise.
+                # These elements are 0 in expectation. Setting them to 0 removes their noise.
                 product = product.masked_fill_(positive, 0)
             is_one = ctx.shape in ((), (1,))
             total = product.sum() if is_one else sums.over_channels(product)
@@ -90,8 +103,35 @@ class _PReLU(Function):
         return grad_x, grad_weight, None
 
 
-def _beside(weight, x):
-    """The slopes in a shape that broadcasts with x: one for all, or one a channel (dimension 1)."""
+def _broadcast(weight, x):
+    """Return the slopes, one for all elements or one for each channel (dimension 1), in a shape that broadcasts to x."""
     if weight.numel() == 1:
         return weight.reshape(())
     return weight.reshape(-1, *[1] * (x.dim() - 2))
+
+
+class RandomSlopes(Function):
+    """The RReLU of torch in training, equal to the bit. It saves `4 * ceil(n / 32)` bytes and the generator's state."""
+
+    @staticmethod
+    def forward(ctx, x, lower, upper, inplace):
+        # torch's own comparison, which draws a slope for 0 and none for NaN.
+        saved = integers.pack(~(x <= 0), 2)
+        ctx.positive, ctx.bounds = saved.spec, (lower, upper)
+        ctx.like = {"size": x.shape, "dtype": x.dtype, "device": x.device}
+        ctx.save_for_backward(*saved.tensors, state_of(x))
+        if inplace:
+            ctx.mark_dirty(x)
+        slopes = torch.empty(**ctx.like)
+        return (_rrelu_ if inplace else _rrelu)(x, slopes, *ctx.bounds, True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        positive, state = ctx.saved_tensors
+        # Contiguous, because torch draws and reads slopes in logical order.
+        sign, slopes = torch.empty(**ctx.like), torch.empty(**ctx.like)
+        sign.copy_(ctx.positive.dequantize((positive,))).mul_(2).sub_(1)
+        with replayed(sign, state):
+            _rrelu_(sign, slopes, *ctx.bounds, True)
+        return grad * slopes, None, None, None

@@ -1,20 +1,19 @@
-"""Softmax and its logarithm with the probabilities quantized.
+"""Softmax and its logarithm, whose probabilities are saved quantized.
 
-The gradient of softmax multiplies its result y with itself, so with y^ = y + e in its place it is
-not exact in expectation. With g the gradient of y,
+The gradient of softmax multiplies its result y with itself. With y^ = y + e in place of y it is not exact in expectation.
+With the gradient g of y,
 
     grad_j = y_j (g_j - sum_i g_i y_i)
     grad^_j - grad_j = e_j (g_j - sum_i g_i y_i) - y_j sum_i g_i e_i - e_j sum_i g_i e_i
 
-The e_i are independent and their means are 0: of the last term's products only that with i = j is
-left, and
+The e_i are independent and have mean 0. In expectation only the product with i = j of the last term remains:
 
     E[grad^_j] - grad_j = -g_j Var[e_j]
 
-elementwise, where Var[e_j] = f (1 - f) step^2 for an element that lies the fraction f of a step
-above a level; at most step^2 / 4, with step = (range of the group) / (2^bits - 1).
+elementwise. Var[e_j] = f (1 - f) step^2 for an element that lies a fraction f of a step above a level, and is at most
+step^2 / 4. The step is (range of the group) / (2^bits - 1).
 
-That of log_softmax is linear in exp(y), grad = g - exp(y) sum(g): it keeps that, and is exact in
+The gradient of log_softmax, g - exp(y) sum(g), is linear in exp(y). exp(y) is saved, and the gradient is exact in
 expectation.
 """
 
@@ -47,16 +46,30 @@ def softmax(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """torch.nn.functional.softmax; its result is kept in `bits` bits an element.
+    """Compute torch.nn.functional.softmax and save the result quantized.
 
-    input: any shape, floating. dtype: of the result, and of the computation. quantizer: in place of
-    bits and group_size. The gradient has the bias that this module's documentation gives. Raises
-    InputError for bits or group_size that there are not.
+    The module's docstring has the gradient's bias.
+
+    Args:
+        input: any shape, floating.
+        dim: as in torch. If it is None, torch chooses a dimension and warns.
+        _stacklevel: of that warning, as in torch.
+        dtype: of the result and the computation, as in torch.
+        bits: 1 to 8, of an element of the copy.
+        group_size: the number of elements that share a minimum and a range, a multiple of 32.
+        quantizer: makes the copy in place of one of `bits` and `group_size`.
+
+    Returns:
+        The size of the input.
+
+    Raises:
+        InputError: for other bits or group sizes.
     """
     quantizer = quantizer or quantizer_of(bits, group_size)
     if not is_differentiated(input):
         return torch_functional.softmax(input, dim, _stacklevel + 1, dtype)
-    dim = _dim("softmax", input, dim, _stacklevel)
+    if dim is None:
+        dim = torch_functional._get_softmax_dim("softmax", input.dim(), _stacklevel)
     return _Softmax.apply(input, dim, dtype, quantizer)
 
 
@@ -70,22 +83,16 @@ def log_softmax(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """torch.nn.functional.log_softmax; the probabilities are kept in `bits` bits an element.
+    """Compute torch.nn.functional.log_softmax and save the probabilities quantized.
 
-    Arguments as in `softmax`. The gradient is exact in expectation.
+    Arguments are as in `softmax`. The gradient is exact in expectation.
     """
     quantizer = quantizer or quantizer_of(bits, group_size)
     if not is_differentiated(input):
         return torch_functional.log_softmax(input, dim, _stacklevel + 1, dtype)
-    dim = _dim("log_softmax", input, dim, _stacklevel)
-    return _LogSoftmax.apply(input, dim, dtype, quantizer)
-
-
-def _dim(name, x, dim, stacklevel):
-    """The dimension, which torch chooses with a warning where none is given."""
     if dim is None:
-        return torch_functional._get_softmax_dim(name, x.dim(), stacklevel + 1)
-    return dim
+        dim = torch_functional._get_softmax_dim("log_softmax", input.dim(), _stacklevel)
+    return _LogSoftmax.apply(input, dim, dtype, quantizer)
 
 
 class _Softmax(Function):

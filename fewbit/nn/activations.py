@@ -1,7 +1,15 @@
 """Activation modules with torch.nn's signatures plus `bits` and `table`.
 
-Each is a subclass of torch's own module, has no parameters, no buffers and no `state_dict` keys, and is
-otherwise what `fewbit.functional` says. In evaluation mode torch's own function runs.
+Each module is a subclass of torch's own and has no parameters, no buffers and no `state_dict` keys. In training it computes
+the function of `fewbit.functional` that its docstring names, in evaluation mode torch's own function.
+
+Args of all modules:
+    bits: 1 to 8, of an element's code.
+    table: a `fewbit.Table` of the same function and parameters, in place of the default table.
+
+Raises of all modules:
+    InputError: for other bits.
+    TableError: `table` is no table.
 """
 
 from __future__ import annotations
@@ -10,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbit import functional as F
-from fewbit.nn.guarded import Guarded
+from fewbit.nn.base import Guarded
 from fewbit.runtime.activations.tables import check_choice
 from fewbit.runtime.interop.module_calls import GUARD, PATH
 from fewbit.table import Table
@@ -49,24 +57,21 @@ __all__ = [
 
 
 class _FewBit(Guarded):
-    """What every module here has besides torch's: `bits`, `table`, and both in its repr."""
+    """The base of all modules here: `bits` and `table`, and both in the repr."""
 
     bits: int
     table: Table | None
 
-    def _configure(self, bits: int, table: Table | None) -> None:
+    def __init__(self, *args, bits: int = 3, table: Table | None = None, **kwargs):
+        super().__init__(*args, **kwargs)
         check_choice(bits, table)
         self.bits = bits
         self.table = table
 
-    @property
-    def _training_bits(self) -> int | None:
-        """None, torch's own function, in evaluation mode: gradients asked for there are to be exact."""
-        return self.bits if self.training else None
-
     def _run(self, function, input, *arguments):
-        """function(input, *arguments), with what this module keeps; in a converted model it is known by its path there."""
-        settings = {"bits": self._training_bits, "table": self.table}
+        """Return function(input, *arguments) with the module's settings, under its path if the model is converted."""
+        # Gradients in evaluation mode are exact: None stands for torch's own function.
+        settings = {"bits": self.bits if self.training else None, "table": self.table}
         guard = None if torch.compiler.is_compiling() else vars(self).get(GUARD)
         if guard is None or guard.context.policy is None or not self.training:
             return function(input, *arguments, **settings)
@@ -81,387 +86,229 @@ class _FewBit(Guarded):
         return ", ".join(filter(None, [super().extra_repr(), ours]))
 
 
-class ReLU(_FewBit, nn.ReLU):
-    """torch.nn.ReLU; 1 bit is exact."""
+class TwoValued(_FewBit):
+    """The base of activations whose derivative has two values, so that 1 bit is exact."""
 
-    def __init__(self, inplace: bool = False, *, bits: int = 1, table: Table | None = None):
-        super().__init__(inplace)
-        self._configure(bits, table)
+    def __init__(self, *args, bits: int = 1, table: Table | None = None, **kwargs):
+        super().__init__(*args, bits=bits, table=table, **kwargs)
+
+
+class ReLU(TwoValued, nn.ReLU):
+    """A torch.nn.ReLU that computes `fewbit.functional.relu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.relu, input, self.inplace)
 
 
-class ReLU6(_FewBit, nn.ReLU6):
-    """torch.nn.ReLU6; 1 bit is exact."""
-
-    def __init__(self, inplace: bool = False, *, bits: int = 1, table: Table | None = None):
-        super().__init__(inplace)
-        self._configure(bits, table)
+class ReLU6(TwoValued, nn.ReLU6):
+    """A torch.nn.ReLU6 that computes `fewbit.functional.relu6`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.relu6, input, self.inplace)
 
 
-class LeakyReLU(_FewBit, nn.LeakyReLU):
-    """torch.nn.LeakyReLU; 1 bit is exact."""
-
-    def __init__(
-        self,
-        negative_slope: float = 0.01,
-        inplace: bool = False,
-        *,
-        bits: int = 1,
-        table: Table | None = None,
-    ):
-        super().__init__(negative_slope, inplace)
-        self._configure(bits, table)
+class LeakyReLU(TwoValued, nn.LeakyReLU):
+    """A torch.nn.LeakyReLU that computes `fewbit.functional.leaky_relu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.leaky_relu, input, self.negative_slope, self.inplace)
 
 
-class Threshold(_FewBit, nn.Threshold):
-    """torch.nn.Threshold; 1 bit is exact."""
-
-    def __init__(
-        self,
-        threshold: float,
-        value: float,
-        inplace: bool = False,
-        *,
-        bits: int = 1,
-        table: Table | None = None,
-    ):
-        super().__init__(threshold, value, inplace)
-        self._configure(bits, table)
+class Threshold(TwoValued, nn.Threshold):
+    """A torch.nn.Threshold that computes `fewbit.functional.threshold`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.threshold, input, self.threshold, self.value, self.inplace)
 
 
-class Hardtanh(_FewBit, nn.Hardtanh):
-    """torch.nn.Hardtanh; 1 bit is exact."""
-
-    def __init__(
-        self,
-        min_val: float = -1.0,
-        max_val: float = 1.0,
-        inplace: bool = False,
-        min_value: float | None = None,
-        max_value: float | None = None,
-        *,
-        bits: int = 1,
-        table: Table | None = None,
-    ):
-        super().__init__(min_val, max_val, inplace, min_value, max_value)
-        self._configure(bits, table)
+class Hardtanh(TwoValued, nn.Hardtanh):
+    """A torch.nn.Hardtanh that computes `fewbit.functional.hardtanh`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.hardtanh, input, self.min_val, self.max_val, self.inplace)
 
 
-class Hardsigmoid(_FewBit, nn.Hardsigmoid):
-    """torch.nn.Hardsigmoid; 1 bit is exact."""
-
-    def __init__(self, inplace: bool = False, *, bits: int = 1, table: Table | None = None):
-        super().__init__(inplace)
-        self._configure(bits, table)
+class Hardsigmoid(TwoValued, nn.Hardsigmoid):
+    """A torch.nn.Hardsigmoid that computes `fewbit.functional.hardsigmoid`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.hardsigmoid, input, self.inplace)
 
 
-class Hardshrink(_FewBit, nn.Hardshrink):
-    """torch.nn.Hardshrink; 1 bit is exact."""
-
-    def __init__(self, lambd: float = 0.5, *, bits: int = 1, table: Table | None = None):
-        super().__init__(lambd)
-        self._configure(bits, table)
+class Hardshrink(TwoValued, nn.Hardshrink):
+    """A torch.nn.Hardshrink that computes `fewbit.functional.hardshrink`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.hardshrink, input, self.lambd)
 
 
-class Softshrink(_FewBit, nn.Softshrink):
-    """torch.nn.Softshrink; 1 bit is exact."""
-
-    def __init__(self, lambd: float = 0.5, *, bits: int = 1, table: Table | None = None):
-        super().__init__(lambd)
-        self._configure(bits, table)
+class Softshrink(TwoValued, nn.Softshrink):
+    """A torch.nn.Softshrink that computes `fewbit.functional.softshrink`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.softshrink, input, self.lambd)
 
 
-class RReLU(_FewBit, nn.RReLU):
-    """torch.nn.RReLU; 1 bit is exact, in training too, where its random slopes are drawn again."""
-
-    def __init__(
-        self,
-        lower: float = 1.0 / 8.0,
-        upper: float = 1.0 / 3.0,
-        inplace: bool = False,
-        *,
-        bits: int = 1,
-        table: Table | None = None,
-    ):
-        super().__init__(lower, upper, inplace)
-        self._configure(bits, table)
+class RReLU(TwoValued, nn.RReLU):
+    """A torch.nn.RReLU that computes `fewbit.functional.rrelu`, which is exact in training too."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.rrelu, input, self.lower, self.upper, self.training, self.inplace)
 
 
 class GELU(_FewBit, nn.GELU):
-    """torch.nn.GELU; approximate: "none" or "tanh"."""
-
-    def __init__(self, approximate: str = "none", *, bits: int = 3, table: Table | None = None):
-        super().__init__(approximate)
-        self._configure(bits, table)
+    """A torch.nn.GELU that computes `fewbit.functional.gelu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.gelu, input, self.approximate)
 
 
 class ELU(_FewBit, nn.ELU):
-    """torch.nn.ELU."""
-
-    def __init__(
-        self,
-        alpha: float = 1.0,
-        inplace: bool = False,
-        *,
-        bits: int = 3,
-        table: Table | None = None,
-    ):
-        super().__init__(alpha, inplace)
-        self._configure(bits, table)
+    """A torch.nn.ELU that computes `fewbit.functional.elu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.elu, input, self.alpha, self.inplace)
 
 
 class CELU(_FewBit, nn.CELU):
-    """torch.nn.CELU."""
-
-    def __init__(
-        self,
-        alpha: float = 1.0,
-        inplace: bool = False,
-        *,
-        bits: int = 3,
-        table: Table | None = None,
-    ):
-        super().__init__(alpha, inplace)
-        self._configure(bits, table)
+    """A torch.nn.CELU that computes `fewbit.functional.celu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.celu, input, self.alpha, self.inplace)
 
 
 class SELU(_FewBit, nn.SELU):
-    """torch.nn.SELU."""
-
-    def __init__(self, inplace: bool = False, *, bits: int = 3, table: Table | None = None):
-        super().__init__(inplace)
-        self._configure(bits, table)
+    """A torch.nn.SELU that computes `fewbit.functional.selu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.selu, input, self.inplace)
 
 
 class SiLU(_FewBit, nn.SiLU):
-    """torch.nn.SiLU."""
-
-    def __init__(self, inplace: bool = False, *, bits: int = 3, table: Table | None = None):
-        super().__init__(inplace)
-        self._configure(bits, table)
+    """A torch.nn.SiLU that computes `fewbit.functional.silu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.silu, input, self.inplace)
 
 
 class Mish(_FewBit, nn.Mish):
-    """torch.nn.Mish."""
-
-    def __init__(self, inplace: bool = False, *, bits: int = 3, table: Table | None = None):
-        super().__init__(inplace)
-        self._configure(bits, table)
+    """A torch.nn.Mish that computes `fewbit.functional.mish`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.mish, input, self.inplace)
 
 
 class Hardswish(_FewBit, nn.Hardswish):
-    """torch.nn.Hardswish."""
-
-    def __init__(self, inplace: bool = False, *, bits: int = 3, table: Table | None = None):
-        super().__init__(inplace)
-        self._configure(bits, table)
+    """A torch.nn.Hardswish that computes `fewbit.functional.hardswish`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.hardswish, input, self.inplace)
 
 
 class Sigmoid(_FewBit, nn.Sigmoid):
-    """torch.nn.Sigmoid."""
-
-    def __init__(self, *, bits: int = 3, table: Table | None = None):
-        super().__init__()
-        self._configure(bits, table)
+    """A torch.nn.Sigmoid that computes `fewbit.functional.sigmoid`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.sigmoid, input)
 
 
 class LogSigmoid(_FewBit, nn.LogSigmoid):
-    """torch.nn.LogSigmoid."""
-
-    def __init__(self, *, bits: int = 3, table: Table | None = None):
-        super().__init__()
-        self._configure(bits, table)
+    """A torch.nn.LogSigmoid that computes `fewbit.functional.logsigmoid`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.logsigmoid, input)
 
 
 class Tanh(_FewBit, nn.Tanh):
-    """torch.nn.Tanh."""
-
-    def __init__(self, *, bits: int = 3, table: Table | None = None):
-        super().__init__()
-        self._configure(bits, table)
+    """A torch.nn.Tanh that computes `fewbit.functional.tanh`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.tanh, input)
 
 
 class Tanhshrink(_FewBit, nn.Tanhshrink):
-    """torch.nn.Tanhshrink."""
-
-    def __init__(self, *, bits: int = 3, table: Table | None = None):
-        super().__init__()
-        self._configure(bits, table)
+    """A torch.nn.Tanhshrink that computes `fewbit.functional.tanhshrink`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.tanhshrink, input)
 
 
 class Softsign(_FewBit, nn.Softsign):
-    """torch.nn.Softsign."""
-
-    def __init__(self, *, bits: int = 3, table: Table | None = None):
-        super().__init__()
-        self._configure(bits, table)
+    """A torch.nn.Softsign that computes `fewbit.functional.softsign`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.softsign, input)
 
 
 class Softplus(_FewBit, nn.Softplus):
-    """torch.nn.Softplus."""
-
-    def __init__(
-        self,
-        beta: float = 1.0,
-        threshold: float = 20.0,
-        *,
-        bits: int = 3,
-        table: Table | None = None,
-    ):
-        super().__init__(beta, threshold)
-        self._configure(bits, table)
+    """A torch.nn.Softplus that computes `fewbit.functional.softplus`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.softplus, input, self.beta, self.threshold)
 
 
 class QuickGELU(_FewBit, nn.Module):
-    """transformers' QuickGELUActivation."""
-
-    def __init__(self, *, bits: int = 3, table: Table | None = None):
-        super().__init__()
-        self._configure(bits, table)
+    """The QuickGELUActivation of transformers, computed by `fewbit.functional.quick_gelu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.quick_gelu, input)
 
 
 class FastGELU(_FewBit, nn.Module):
-    """transformers' FastGELUActivation."""
-
-    def __init__(self, *, bits: int = 3, table: Table | None = None):
-        super().__init__()
-        self._configure(bits, table)
+    """The FastGELUActivation of transformers, computed by `fewbit.functional.gelu_fast`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.gelu_fast, input)
 
 
 class ClippedGELU(_FewBit, nn.Module):
-    """transformers' gelu_10: GELU clipped to [-10, 10]."""
-
-    def __init__(self, *, bits: int = 3, table: Table | None = None):
-        super().__init__()
-        self._configure(bits, table)
+    """The gelu_10 of transformers, GELU clipped to [-10, 10], computed by `fewbit.functional.gelu_10`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.gelu_10, input)
 
 
 class ReLUSquared(_FewBit, nn.Module):
-    """transformers' ReLUSquaredActivation; see `fewbit.functional.relu_squared`."""
-
-    def __init__(self, *, bits: int = 3, table: Table | None = None):
-        super().__init__()
-        self._configure(bits, table)
+    """The ReLUSquaredActivation of transformers, computed by `fewbit.functional.relu_squared`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.relu_squared, input)
 
 
 class SqrtSoftplus(_FewBit, nn.Module):
-    """transformers' sqrtsoftplus."""
-
-    def __init__(self, *, bits: int = 3, table: Table | None = None):
-        super().__init__()
-        self._configure(bits, table)
+    """The sqrtsoftplus of transformers, computed by `fewbit.functional.sqrtsoftplus`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.sqrtsoftplus, input)
 
 
 class Laplace(_FewBit, nn.Module):
-    """transformers' LaplaceActivation."""
+    """The LaplaceActivation of transformers, computed by `fewbit.functional.laplace`."""
 
-    def __init__(
-        self,
-        mu: float = 0.707107,
-        sigma: float = 0.282095,
-        *,
-        bits: int = 3,
-        table: Table | None = None,
-    ):
-        super().__init__()
+    def __init__(self, mu: float = 0.707107, sigma: float = 0.282095, **kwargs):
+        super().__init__(**kwargs)
         self.mu = mu
         self.sigma = sigma
-        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.laplace, input, self.mu, self.sigma)
 
 
 class Pointwise(_FewBit, nn.Module):
-    """The layer of a pointwise callable that has no parameters that need a gradient; see `fewbit.functional.pointwise`.
+    """The layer of a pointwise callable, computed by `fewbit.functional.pointwise`.
 
-    Compiled code keeps the table that it was compiled with, also if the callable changes later.
+    The callable must have no parameters that need a gradient. Compiled code uses the table that it was compiled with, also if
+    the callable changes later.
+
+    Args:
+        function: the callable, which takes a tensor and returns a tensor.
+        bits: as of all modules here.
+        table: as of all modules here.
     """
 
-    def __init__(self, function, *, bits: int = 3, table: Table | None = None):
-        super().__init__()
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
         self.function = function
-        self._configure(bits, table)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.pointwise, input, self.function)

@@ -1,4 +1,4 @@
-"""Multi-head attention that keeps quantized tensors."""
+"""Multi-head attention, which saves projections and their inputs quantized."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as torch_functional
 
+from fewbit import functional as F
 from fewbit.functional.attention import How, attention
-from fewbit.functional.linear import linear
 from fewbit.nn.base import Quantized
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
 
@@ -15,14 +15,15 @@ __all__ = ["MultiheadAttention"]
 
 
 class MultiheadAttention(Quantized, nn.MultiheadAttention):
-    """torch.nn.MultiheadAttention; kept: the inputs of the projections, and projected q, k and v.
+    """A torch.nn.MultiheadAttention that saves q, k and v, and the inputs of all projections, quantized.
 
-    All in `bits` bits an element: the input of each projection that torch computes as one product
-    (one where query, key and value are one tensor, two where key and value are), q, k and v as in
-    `fewbit.functional.scaled_dot_product_attention`, and the input of the output projection. The
-    attention probabilities are computed again also where need_weights asks for them.
+    All copies have `bits` bits for each element. torch computes the three input projections in one product if query, key and
+    value are one tensor, and in two if key and value are; each product saves one input. q, k and v are saved as in
+    `fewbit.functional.scaled_dot_product_attention`. Attention probabilities are not saved, even if `need_weights` requests
+    them.
 
-    attention_quantizer: for q, k and v, if not `quantizer`.
+    Attributes:
+        attention_quantizer: makes the copies of q, k and v; None for `quantizer`.
     """
 
     attention_quantizer: Quantizer | None = None
@@ -45,7 +46,7 @@ class MultiheadAttention(Quantized, nn.MultiheadAttention):
             return self._exact(query, key, value, *masks)
         if not (self.batch_first and query.dim() == 3):
             return self._attend(query, key, value, *masks)
-        # Inputs that are one tensor stay one, as then one product projects them.
+        # Inputs that are one tensor must stay one tensor, so that one product projects them.
         if query is key and key is value:
             query = key = value = query.transpose(1, 0)
         elif key is value:
@@ -67,7 +68,7 @@ class MultiheadAttention(Quantized, nn.MultiheadAttention):
         average_attn_weights,
         is_causal,
     ):
-        """torch.nn.functional.multi_head_attention_forward, step by step; sequences come first."""
+        """Compute attention by the steps of torch.nn.functional.multi_head_attention_forward. Dimension 0 is the sequence."""
         is_batched = torch_functional._mha_shape_check(
             query, key, value, key_padding_mask, attn_mask, self.num_heads
         )
@@ -120,7 +121,7 @@ class MultiheadAttention(Quantized, nn.MultiheadAttention):
         if padding is not None:
             padding = _checked(padding, batch, k.shape[1]).view(batch, 1, 1, k.shape[1])
 
-        # Both masks are kept as they came, and added up where they are used: their sum is large.
+        # Both masks are saved as they are, and added in `attention`, because their sum is large.
         weights = None
         if need_weights:
             if padding is not None:
@@ -162,10 +163,10 @@ class MultiheadAttention(Quantized, nn.MultiheadAttention):
             raise AssertionError(f"key shape {key.shape} does not match value shape {value.shape}")
 
     def _linear(self, x, weight, bias):
-        return linear(x, weight, bias, quantizer=self.quantizer)
+        return F.linear(x, weight, bias, quantizer=self.quantizer)
 
     def _projected(self, query, key, value):
-        """The projections, in as few products as torch makes."""
+        """Return the projections, computed in as few products as in torch."""
         size, bias = self.embed_dim, self.in_proj_bias
         if not self._qkv_same_embed_dim:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
@@ -187,14 +188,14 @@ def _is_ordinary(x) -> bool:
 
 
 def _parts(projected, count: int):
-    """A packed projection's parts, each contiguous, as torch has them."""
+    """Split a packed projection into parts that are contiguous, as in torch."""
     parts = projected.unflatten(-1, (count, projected.shape[-1] // count))
     return parts.unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous().unbind(0)
 
 
 def _three_dimensional(mask, heads, length, keys):
     if mask is None or mask.dim() not in (2, 3):
-        return mask  # torch's own check has refused another dimension
+        return mask  # torch's own check has raised for other dimensions
     expected = (length, keys) if mask.dim() == 2 else (heads, length, keys)
     if mask.shape != expected:
         raise RuntimeError(
@@ -204,7 +205,7 @@ def _three_dimensional(mask, heads, length, keys):
 
 
 def _extended(*masks):
-    """Masks that let all attend to one more key."""
+    """Return the masks for one more key, which no mask excludes."""
     return tuple(None if mask is None else torch_functional.pad(mask, (0, 1)) for mask in masks)
 
 

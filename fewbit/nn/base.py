@@ -1,29 +1,41 @@
-"""What modules that keep quantized tensors have besides torch's."""
+"""The base classes of fewbit's modules."""
 
 from __future__ import annotations
 
 import inspect
+from functools import wraps
 
 from torch import nn
+from torch.fx import Proxy, Tracer
 
 from fewbit.config import GROUP_SIZE
-from fewbit.nn.guarded import Guarded
 from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.quantizers.quantizer import DEFAULT_BITS, Quantizer
 
 
+class Guarded:
+    """A mixin that wraps the forward of its subclasses for two cases.
+
+    torch.fx.symbolic_trace records the layer as a leaf module, as it records torch's layers. If the bound forward of a
+    converted module was saved, for instance by a wrapper, it runs torch's forward after the model is restored.
+    """
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if not issubclass(cls, nn.Module):
+            return  # a mixin
+        cls.__signature__ = _signature_of(cls)
+        if "forward" in vars(cls) or not hasattr(cls.forward, "is_guarded"):
+            cls.forward = _guarded(cls.forward, f"{cls.__qualname__}.forward")
+
+
 class Quantized(Guarded):
-    """torch's signature plus bits= and group_size=, and `quantizer`, which the forward keeps with.
+    """A mixin: torch's signature plus `bits` and `group_size`, and a `quantizer` that makes the forward's copies.
 
     In eval mode a module is torch's own and compresses nothing.
     """
 
     quantizer: Quantizer
-
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        if issubclass(cls, nn.Module):  # not for mixins, which are no modules
-            cls.__signature__ = _signature_of(cls)
 
     def __init__(self, *args, bits: int = DEFAULT_BITS, group_size: int = GROUP_SIZE, **kwargs):
         quantizer = Quantizer(bits, group_size)
@@ -31,7 +43,7 @@ class Quantized(Guarded):
         self.quantizer = quantizer
 
     def _exact(self, *args, **kwargs):
-        """The forward of the class that is replaced."""
+        """Run the forward of torch's class."""
         with bypass():
             return super().forward(*args, **kwargs)
 
@@ -39,23 +51,37 @@ class Quantized(Guarded):
         return ", ".join(filter(None, [super().extra_repr(), repr(self.quantizer)]))
 
 
+def _guarded(forward, name):
+    @wraps(forward)
+    def guarded(self, *args, **kwargs):
+        if not isinstance(self, Guarded):
+            return type(self).forward(self, *args, **kwargs)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Proxy) and isinstance(value.tracer, Tracer):
+                path = value.tracer.path_of_module(self)
+                return value.tracer.create_proxy("call_module", path, args, kwargs)
+        return forward(self, *args, **kwargs)
+
+    guarded.is_guarded = True
+    # A name of its own makes a code object for each layer: Dynamo compiles only a few versions of each code object.
+    guarded.__code__ = guarded.__code__.replace(co_qualname=name)
+    return guarded
+
+
 def _signature_of(cls) -> inspect.Signature:
     """Return the signature of torch's class plus the options of fewbit's mixins.
 
     `torch.nn.utils.skip_init` looks for `device` in the signature, which `*args, **kwargs` would hide. A subclass with an
-    `__init__` of its own keeps that signature, unless it is one of fewbit's and takes `*args, **kwargs`.
+    `__init__` of its own keeps that signature, unless it is one of fewbit's and takes `**kwargs`.
     """
     inits = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
-    ours, parameters = [], {}
+    parameters = {}
     for init in inits:
-        parameters = dict(inspect.signature(init).parameters)
-        own = [each for each in parameters.values() if each.kind is each.KEYWORD_ONLY]
-        passes_on = {each.kind for each in parameters.values()} >= _REST
-        if not passes_on or not init.__module__.startswith("fewbit."):
+        own = dict(list(inspect.signature(init).parameters.items())[1:])
+        is_open = init.__module__.startswith("fewbit.") and "kwargs" in own
+        if is_open or init is nn.Module.__init__:
+            own = {name: value for name, value in own.items() if name not in ("args", "kwargs")}
+        parameters = own | parameters
+        if not is_open:
             break
-        ours += own
-    _, *theirs = parameters.values()
-    return inspect.Signature(sorted([*theirs, *ours], key=lambda each: each.kind))
-
-
-_REST = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return inspect.Signature(sorted(parameters.values(), key=lambda parameter: parameter.kind))

@@ -1,18 +1,11 @@
-"""Dropout with its mask kept in 1 bit an element."""
+"""Dropout, whose mask is saved in 1 bit for each element."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fewbit.functional.dropout import (
-    alpha_dropout,
-    dropout,
-    dropout1d,
-    dropout2d,
-    dropout3d,
-    feature_alpha_dropout,
-)
-from fewbit.nn.guarded import Guarded
+from fewbit import functional as F
+from fewbit.nn.base import Guarded
 
 __all__ = [
     "AlphaDropout",
@@ -25,42 +18,42 @@ __all__ = [
 
 
 class Dropout(Guarded, nn.Dropout):
-    """torch.nn.Dropout; see `fewbit.functional.dropout`."""
+    """A torch.nn.Dropout that computes `fewbit.functional.dropout`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return dropout(input, self.p, self.training, self.inplace)
+        return F.dropout(input, self.p, self.training, self.inplace)
 
 
 class Dropout1d(Guarded, nn.Dropout1d):
-    """torch.nn.Dropout1d; see `fewbit.functional.dropout1d`."""
+    """A torch.nn.Dropout1d that computes `fewbit.functional.dropout1d`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return dropout1d(input, self.p, self.training, self.inplace)
+        return F.dropout1d(input, self.p, self.training, self.inplace)
 
 
 class Dropout2d(Guarded, nn.Dropout2d):
-    """torch.nn.Dropout2d; see `fewbit.functional.dropout2d`."""
+    """A torch.nn.Dropout2d that computes `fewbit.functional.dropout2d`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return dropout2d(input, self.p, self.training, self.inplace)
+        return F.dropout2d(input, self.p, self.training, self.inplace)
 
 
 class Dropout3d(Guarded, nn.Dropout3d):
-    """torch.nn.Dropout3d; see `fewbit.functional.dropout3d`."""
+    """A torch.nn.Dropout3d that computes `fewbit.functional.dropout3d`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return dropout3d(input, self.p, self.training, self.inplace)
+        return F.dropout3d(input, self.p, self.training, self.inplace)
 
 
 class AlphaDropout(Guarded, nn.AlphaDropout):
-    """torch.nn.AlphaDropout; see `fewbit.functional.alpha_dropout`."""
+    """A torch.nn.AlphaDropout that computes `fewbit.functional.alpha_dropout`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return alpha_dropout(input, self.p, self.training)
+        return F.alpha_dropout(input, self.p, self.training)
 
 
 class FeatureAlphaDropout(Guarded, nn.FeatureAlphaDropout):
-    """torch.nn.FeatureAlphaDropout; see `fewbit.functional.feature_alpha_dropout`."""
+    """A torch.nn.FeatureAlphaDropout that computes `fewbit.functional.feature_alpha_dropout`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return feature_alpha_dropout(input, self.p, self.training)
+        return F.feature_alpha_dropout(input, self.p, self.training)

@@ -1,22 +1,22 @@
-"""Embedding with its indices kept in the narrowest integers."""
+"""Embedding, whose indices are saved in the narrowest integer dtype."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fewbit.functional.embedding import embedding
-from fewbit.nn.guarded import Guarded
+from fewbit import functional as F
+from fewbit.nn.base import Guarded
 
 __all__ = ["Embedding"]
 
 
 class Embedding(Guarded, nn.Embedding):
-    """torch.nn.Embedding; see `fewbit.functional.embedding`."""
+    """A torch.nn.Embedding that computes `fewbit.functional.embedding`."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        return embedding(
+        return F.embedding(
             input,
             self.weight,
             self.padding_idx,

@@ -1,12 +1,12 @@
-"""Gated units that keep quantized factors; they have no parameters."""
+"""Gated units without parameters, whose factors are saved quantized."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.nn import functional as torch_functional
 
+from fewbit import functional as F
 from fewbit.errors import InputError
-from fewbit.functional.gated import geglu, reglu, swiglu
 from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.bypass import bypass
 
@@ -14,17 +14,17 @@ __all__ = ["GEGLU", "ReGLU", "SwiGLU"]
 
 
 class SwiGLU(Quantized, nn.Module):
-    """silu(gate) * up; see `fewbit.functional.swiglu`."""
+    """The product silu(gate) * up, computed by `fewbit.functional.swiglu`."""
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         if not self.training:
             with bypass():
                 return torch_functional.silu(gate) * up
-        return swiglu(gate, up, quantizer=self.quantizer)
+        return F.swiglu(gate, up, quantizer=self.quantizer)
 
 
 class GEGLU(Quantized, nn.Module):
-    """gelu(gate, approximate) * up; see `fewbit.functional.geglu`."""
+    """The product gelu(gate, approximate) * up, computed by `fewbit.functional.geglu`."""
 
     def __init__(self, approximate: str = "none", **kwargs):
         if approximate not in ("none", "tanh"):
@@ -36,17 +36,17 @@ class GEGLU(Quantized, nn.Module):
         if not self.training:
             with bypass():
                 return torch_functional.gelu(gate, approximate=self.approximate) * up
-        return geglu(gate, up, self.approximate, quantizer=self.quantizer)
+        return F.geglu(gate, up, self.approximate, quantizer=self.quantizer)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}, {super().extra_repr()}"
 
 
 class ReGLU(Quantized, nn.Module):
-    """relu(gate) * up; see `fewbit.functional.reglu`."""
+    """The product relu(gate) * up, computed by `fewbit.functional.reglu`."""
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         if not self.training:
             with bypass():
                 return torch_functional.relu(gate) * up
-        return reglu(gate, up, quantizer=self.quantizer)
+        return F.reglu(gate, up, quantizer=self.quantizer)

@@ -1,4 +1,4 @@
-"""Linear layers that keep quantized inputs."""
+"""Linear layers, which save their inputs quantized."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ from torch import Tensor, nn
 from fewbit import functional as F
 from fewbit.nn.base import Quantized
 
-__all__ = ["Linear"]
+__all__ = ["Bilinear", "Linear"]
 
 
 class Linear(Quantized, nn.Linear):
-    """torch.nn.Linear; see `fewbit.functional.linear`."""
+    """A torch.nn.Linear that computes `fewbit.functional.linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return self._exact(input)
         return F.linear(input, self.weight, self.bias, quantizer=self.quantizer)
+
+
+class Bilinear(Quantized, nn.Bilinear):
+    """A torch.nn.Bilinear that computes `fewbit.functional.bilinear`."""
+
+    def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
+        if not self.training:
+            return self._exact(input1, input2)
+        return F.bilinear(input1, input2, self.weight, self.bias, quantizer=self.quantizer)

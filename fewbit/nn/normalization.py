@@ -1,4 +1,4 @@
-"""Normalization that keeps quantized inputs."""
+"""Norms, which save their normalized inputs quantized."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fewbit import functional as F
 from fewbit.config import check_copies
-from fewbit.functional.sync_batch_norm import sync_batch_norm
+from fewbit.functional.batch_norm import sync_batch_norm
 from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.bypass import bypass
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class _Norm(Quantized):
-    """`copies`: 2 for an input gradient that is exact in expectation (see `fewbit.functional`)."""
+    """A mixin: `copies`, which is 2 for an input gradient that is exact in expectation (see `fewbit/functional/layer_norm.py`)."""
 
     copies = 1
 
@@ -36,7 +36,7 @@ class _Norm(Quantized):
         self.copies = copies
 
     @property
-    def _kept(self) -> dict:
+    def _options(self) -> dict:
         return {"copies": self.copies, "quantizer": self.quantizer}
 
     def extra_repr(self) -> str:
@@ -44,36 +44,36 @@ class _Norm(Quantized):
 
 
 class LayerNorm(_Norm, nn.LayerNorm):
-    """torch.nn.LayerNorm; see `fewbit.functional.layer_norm`."""
+    """A torch.nn.LayerNorm that computes `fewbit.functional.layer_norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return self._exact(input)
         vectors = self.weight, self.bias
-        return F.layer_norm(input, self.normalized_shape, *vectors, self.eps, **self._kept)
+        return F.layer_norm(input, self.normalized_shape, *vectors, self.eps, **self._options)
 
 
 class RMSNorm(_Norm, nn.RMSNorm):
-    """torch.nn.RMSNorm; see `fewbit.functional.rms_norm`."""
+    """A torch.nn.RMSNorm that computes `fewbit.functional.rms_norm`."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return self._exact(x)
-        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps, **self._kept)
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps, **self._options)
 
 
 class GroupNorm(_Norm, nn.GroupNorm):
-    """torch.nn.GroupNorm; see `fewbit.functional.group_norm`."""
+    """A torch.nn.GroupNorm that computes `fewbit.functional.group_norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return self._exact(input)
         vectors = self.weight, self.bias
-        return F.group_norm(input, self.num_groups, *vectors, self.eps, **self._kept)
+        return F.group_norm(input, self.num_groups, *vectors, self.eps, **self._options)
 
 
 class _BatchNorm(_Norm):
-    """The forward of torch's batch norms in training."""
+    """The forward of BatchNorm1d to BatchNorm3d and SyncBatchNorm."""
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
@@ -82,7 +82,7 @@ class _BatchNorm(_Norm):
             self.num_batches_tracked.add_(1)
             if self.momentum is None:  # the average over all batches
                 momentum = 1.0 / float(self.num_batches_tracked)
-        # Without running statistics those of the batch are used in eval mode too.
+        # Without running statistics, the batch's are used in eval mode too.
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
         tracked = not self.training or self.track_running_stats
         vectors = (
@@ -97,23 +97,26 @@ class _BatchNorm(_Norm):
         return self._normalize(input, vectors, by_batch, momentum)
 
     def _normalize(self, input, vectors, by_batch, momentum) -> Tensor:
-        return F.batch_norm(input, *vectors, by_batch, momentum, self.eps, **self._kept)
+        return F.batch_norm(input, *vectors, by_batch, momentum, self.eps, **self._options)
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
-    """torch.nn.BatchNorm1d; see `fewbit.functional.batch_norm`."""
+    """A torch.nn.BatchNorm1d that computes `fewbit.functional.batch_norm`."""
 
 
 class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
-    """torch.nn.BatchNorm2d; see `fewbit.functional.batch_norm`."""
+    """A torch.nn.BatchNorm2d that computes `fewbit.functional.batch_norm`."""
 
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
-    """torch.nn.BatchNorm3d; see `fewbit.functional.batch_norm`."""
+    """A torch.nn.BatchNorm3d that computes `fewbit.functional.batch_norm`."""
 
 
 class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
-    """torch.nn.SyncBatchNorm; one copy only. `convert_sync_batchnorm` makes torch's own: convert first."""
+    """A torch.nn.SyncBatchNorm, which saves one copy whatever `copies` is.
+
+    `convert_sync_batchnorm` makes torch's own layer. Call it before a model is converted.
+    """
 
     def _normalize(self, input, vectors, by_batch, momentum) -> Tensor:
         group = self._group() if by_batch else None
@@ -124,7 +127,7 @@ class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
         return sync_batch_norm(input, weight, bias, *statistics, quantizer=self.quantizer)
 
     def _group(self):
-        """The processes to synchronize with, or None."""
+        """Return the processes to synchronize with, or None."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return None
         group = self.process_group or torch.distributed.group.WORLD
@@ -132,7 +135,7 @@ class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
 
 
 class _InstanceNorm(_Norm):
-    """The call that torch's instance norms make, in training."""
+    """The method that the forward of torch's instance norms calls."""
 
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -140,16 +143,16 @@ class _InstanceNorm(_Norm):
                 return super()._apply_instance_norm(input)
         momentum = 0.0 if self.momentum is None else self.momentum
         vectors = self.running_mean, self.running_var, self.weight, self.bias
-        return F.instance_norm(input, *vectors, True, momentum, self.eps, **self._kept)
+        return F.instance_norm(input, *vectors, True, momentum, self.eps, **self._options)
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
-    """torch.nn.InstanceNorm1d; see `fewbit.functional.instance_norm`."""
+    """A torch.nn.InstanceNorm1d that computes `fewbit.functional.instance_norm`."""
 
 
 class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
-    """torch.nn.InstanceNorm2d; see `fewbit.functional.instance_norm`."""
+    """A torch.nn.InstanceNorm2d that computes `fewbit.functional.instance_norm`."""
 
 
 class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
-    """torch.nn.InstanceNorm3d; see `fewbit.functional.instance_norm`."""
+    """A torch.nn.InstanceNorm3d that computes `fewbit.functional.instance_norm`."""

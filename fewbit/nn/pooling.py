@@ -1,11 +1,13 @@
-"""Pooling that keeps of its input nothing, or the places of the maxima."""
+"""Pooling and upsampling, which save nothing, or the positions of maxima in their windows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
-from fewbit.functional import pooling as F
-from fewbit.nn.guarded import Guarded
+from fewbit import functional as F
+from fewbit.nn.base import Guarded
 
 __all__ = [
     "AdaptiveAvgPool1d",
@@ -20,128 +22,124 @@ __all__ = [
     "MaxPool1d",
     "MaxPool2d",
     "MaxPool3d",
+    "Upsample",
+    "UpsamplingBilinear2d",
+    "UpsamplingNearest2d",
 ]
 
 
-def _max_pool(function, module, input):
-    return function(
-        input,
-        module.kernel_size,
-        module.stride,
-        module.padding,
-        module.dilation,
-        ceil_mode=module.ceil_mode,
-        return_indices=module.return_indices,
-    )
+class _Resizing(Guarded):
+    """The forward of pooling and upsampling. _function: fewbit's. _names: of the attributes that are its arguments."""
 
-
-def _avg_pool(function, module, input, *divisor):
-    return function(
-        input,
-        module.kernel_size,
-        module.stride,
-        module.padding,
-        module.ceil_mode,
-        module.count_include_pad,
-        *divisor,
-    )
-
-
-class MaxPool1d(Guarded, nn.MaxPool1d):
-    """torch.nn.MaxPool1d; see `fewbit.functional.max_pool1d`."""
-
-    def forward(self, input: Tensor):
-        return _max_pool(F.max_pool1d, self, input) if self.training else super().forward(input)
-
-
-class MaxPool2d(Guarded, nn.MaxPool2d):
-    """torch.nn.MaxPool2d; see `fewbit.functional.max_pool2d`."""
-
-    def forward(self, input: Tensor):
-        return _max_pool(F.max_pool2d, self, input) if self.training else super().forward(input)
-
-
-class MaxPool3d(Guarded, nn.MaxPool3d):
-    """torch.nn.MaxPool3d; see `fewbit.functional.max_pool3d`."""
-
-    def forward(self, input: Tensor):
-        return _max_pool(F.max_pool3d, self, input) if self.training else super().forward(input)
-
-
-class AvgPool1d(Guarded, nn.AvgPool1d):
-    """torch.nn.AvgPool1d; see `fewbit.functional.avg_pool1d`."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return _avg_pool(F.avg_pool1d, self, input) if self.training else super().forward(input)
-
-
-class AvgPool2d(Guarded, nn.AvgPool2d):
-    """torch.nn.AvgPool2d; see `fewbit.functional.avg_pool2d`."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(input)
-        return _avg_pool(F.avg_pool2d, self, input, self.divisor_override)
-
-
-class AvgPool3d(Guarded, nn.AvgPool3d):
-    """torch.nn.AvgPool3d; see `fewbit.functional.avg_pool3d`."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(input)
-        return _avg_pool(F.avg_pool3d, self, input, self.divisor_override)
-
-
-class AdaptiveMaxPool1d(Guarded, nn.AdaptiveMaxPool1d):
-    """torch.nn.AdaptiveMaxPool1d; see `fewbit.functional.adaptive_max_pool1d`."""
+    _function: Callable
+    _names: tuple[str, ...]
 
     def forward(self, input: Tensor):
         if not self.training:
             return super().forward(input)
-        return F.adaptive_max_pool1d(input, self.output_size, self.return_indices)
+        return self._function(input, **{name: getattr(self, name) for name in self._names})
 
 
-class AdaptiveMaxPool2d(Guarded, nn.AdaptiveMaxPool2d):
-    """torch.nn.AdaptiveMaxPool2d; see `fewbit.functional.adaptive_max_pool2d`."""
-
-    def forward(self, input: Tensor):
-        if not self.training:
-            return super().forward(input)
-        return F.adaptive_max_pool2d(input, self.output_size, self.return_indices)
+class _MaxPool(_Resizing):
+    _names = "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"
 
 
-class AdaptiveMaxPool3d(Guarded, nn.AdaptiveMaxPool3d):
-    """torch.nn.AdaptiveMaxPool3d; see `fewbit.functional.adaptive_max_pool3d`."""
+class MaxPool1d(_MaxPool, nn.MaxPool1d):
+    """A torch.nn.MaxPool1d that computes `fewbit.functional.max_pool1d`."""
 
-    def forward(self, input: Tensor):
-        if not self.training:
-            return super().forward(input)
-        return F.adaptive_max_pool3d(input, self.output_size, self.return_indices)
+    _function = staticmethod(F.max_pool1d)
 
 
-class AdaptiveAvgPool1d(Guarded, nn.AdaptiveAvgPool1d):
-    """torch.nn.AdaptiveAvgPool1d; see `fewbit.functional.adaptive_avg_pool1d`."""
+class MaxPool2d(_MaxPool, nn.MaxPool2d):
+    """A torch.nn.MaxPool2d that computes `fewbit.functional.max_pool2d`."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(input)
-        return F.adaptive_avg_pool1d(input, self.output_size)
+    _function = staticmethod(F.max_pool2d)
 
 
-class AdaptiveAvgPool2d(Guarded, nn.AdaptiveAvgPool2d):
-    """torch.nn.AdaptiveAvgPool2d; see `fewbit.functional.adaptive_avg_pool2d`."""
+class MaxPool3d(_MaxPool, nn.MaxPool3d):
+    """A torch.nn.MaxPool3d that computes `fewbit.functional.max_pool3d`."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(input)
-        return F.adaptive_avg_pool2d(input, self.output_size)
+    _function = staticmethod(F.max_pool3d)
 
 
-class AdaptiveAvgPool3d(Guarded, nn.AdaptiveAvgPool3d):
-    """torch.nn.AdaptiveAvgPool3d; see `fewbit.functional.adaptive_avg_pool3d`."""
+class _AvgPool(_Resizing):
+    _names = "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad"
 
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(input)
-        return F.adaptive_avg_pool3d(input, self.output_size)
+
+class AvgPool1d(_AvgPool, nn.AvgPool1d):
+    """A torch.nn.AvgPool1d that computes `fewbit.functional.avg_pool1d`."""
+
+    _function = staticmethod(F.avg_pool1d)
+
+
+class AvgPool2d(_AvgPool, nn.AvgPool2d):
+    """A torch.nn.AvgPool2d that computes `fewbit.functional.avg_pool2d`."""
+
+    _function = staticmethod(F.avg_pool2d)
+    _names = *_AvgPool._names, "divisor_override"
+
+
+class AvgPool3d(_AvgPool, nn.AvgPool3d):
+    """A torch.nn.AvgPool3d that computes `fewbit.functional.avg_pool3d`."""
+
+    _function = staticmethod(F.avg_pool3d)
+    _names = *_AvgPool._names, "divisor_override"
+
+
+class _AdaptiveMaxPool(_Resizing):
+    _names = "output_size", "return_indices"
+
+
+class AdaptiveMaxPool1d(_AdaptiveMaxPool, nn.AdaptiveMaxPool1d):
+    """A torch.nn.AdaptiveMaxPool1d that computes `fewbit.functional.adaptive_max_pool1d`."""
+
+    _function = staticmethod(F.adaptive_max_pool1d)
+
+
+class AdaptiveMaxPool2d(_AdaptiveMaxPool, nn.AdaptiveMaxPool2d):
+    """A torch.nn.AdaptiveMaxPool2d that computes `fewbit.functional.adaptive_max_pool2d`."""
+
+    _function = staticmethod(F.adaptive_max_pool2d)
+
+
+class AdaptiveMaxPool3d(_AdaptiveMaxPool, nn.AdaptiveMaxPool3d):
+    """A torch.nn.AdaptiveMaxPool3d that computes `fewbit.functional.adaptive_max_pool3d`."""
+
+    _function = staticmethod(F.adaptive_max_pool3d)
+
+
+class _AdaptiveAvgPool(_Resizing):
+    _names = ("output_size",)
+
+
+class AdaptiveAvgPool1d(_AdaptiveAvgPool, nn.AdaptiveAvgPool1d):
+    """A torch.nn.AdaptiveAvgPool1d that computes `fewbit.functional.adaptive_avg_pool1d`."""
+
+    _function = staticmethod(F.adaptive_avg_pool1d)
+
+
+class AdaptiveAvgPool2d(_AdaptiveAvgPool, nn.AdaptiveAvgPool2d):
+    """A torch.nn.AdaptiveAvgPool2d that computes `fewbit.functional.adaptive_avg_pool2d`."""
+
+    _function = staticmethod(F.adaptive_avg_pool2d)
+
+
+class AdaptiveAvgPool3d(_AdaptiveAvgPool, nn.AdaptiveAvgPool3d):
+    """A torch.nn.AdaptiveAvgPool3d that computes `fewbit.functional.adaptive_avg_pool3d`."""
+
+    _function = staticmethod(F.adaptive_avg_pool3d)
+
+
+class Upsample(_Resizing, nn.Upsample):
+    """A torch.nn.Upsample that computes `fewbit.functional.interpolate`."""
+
+    _function = staticmethod(F.interpolate)
+    _names = "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor"
+
+
+class UpsamplingNearest2d(Upsample, nn.UpsamplingNearest2d):
+    """A torch.nn.UpsamplingNearest2d, which saves nothing in torch either."""
+
+
+class UpsamplingBilinear2d(Upsample, nn.UpsamplingBilinear2d):
+    """A torch.nn.UpsamplingBilinear2d, which saves nothing in torch either."""

@@ -1,4 +1,4 @@
-"""The pre-activation block: a norm, an activation and a linear layer that share one K-bit tensor."""
+"""The pre-activation block: a norm, an activation and a linear layer that share one fixed-point copy."""
 
 from __future__ import annotations
 
@@ -25,23 +25,28 @@ LINEAR = {
     **_pairs(convolution, "Conv1d", "Conv2d", "Conv3d"),
     **_pairs(convolution, "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"),
 }
-"""What each class of torch becomes. Subclasses of these may compute something else."""
+"""{torch's class: fewbit's}. Classes are compared exactly, because a subclass may compute something else."""
 
 
 class PreActivation(nn.Module):
-    """linear(activation(norm(x))), keeping one fixed-point tensor of `bits` bits an element (BLPA).
+    """A block that computes linear(activation(norm(x))) and saves one fixed-point copy (BLPA, section 3.2).
 
-    norm: a torch.nn.BatchNorm1d to 3d or LayerNorm. linear: a Linear, or a plain or transposed
-    convolution. activation: a ReLU (also None), LeakyReLU or Identity. They are children of those names and become
-    fewbit's in place, which are subclasses of torch's: `state_dict` keys are norm.weight, linear.weight ...
-    bits: 1 to 8.
+    The forward is torch's own. In training the block saves `4 * bits * ceil(n / 32)` bytes for n elements of the norm's input,
+    and a reciprocal deviation for each channel (batch norm) or row (layer norm). Both biases' gradients are exact, and so is
+    the gradient that passes through linear layer and activation. The input's gradient is exact except for the variance term.
+    Both weights' gradients are computed from the dequantized copy (docs/preactivation.md). In evaluation mode the block is
+    torch's own. It works alone and inside a converted model, and a conversion leaves it as it is.
 
-    In training the forward is torch's own. Kept: 4 * bits * ceil(n / 32) bytes for n elements of the norm's input, and a
-    deviation for each channel (batch norm) or row (layer norm). The gradients of the norm's bias and the linear bias, and
-    that through linear layer and activation, are exact; that of the input but for the term of the variance; those of
-    both weights are made from the restored tensor (docs/preactivation.md). In evaluation mode it is torch's own.
+    Args:
+        norm: a torch.nn.BatchNorm1d to BatchNorm3d or a LayerNorm. Like the other two modules it becomes the child of that
+            name, and its class becomes fewbit's, which is a subclass of torch's. Keys of the `state_dict` are norm.weight,
+            linear.weight and so on.
+        linear: a torch.nn.Linear, or a plain or transposed convolution.
+        activation: a torch.nn.ReLU, LeakyReLU or Identity; None for a ReLU.
+        bits: 1 to 8, of an element of the copy.
 
-    Works alone and inside of a converted model, which leaves it as it is. Raises InputError for other modules or bits.
+    Raises:
+        InputError: for other modules or bits.
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class PreActivation(nn.Module):
             module.__class__ = classes.get(type(module), type(module))
         self.norm.quantizer, self.norm.copies = quantizer, 1
         self.linear.quantizer = quantizer.copy_for("linear")
-        if hasattr(type(self.activation), "_training_bits"):
+        if isinstance(self.activation, activations.TwoValued):
             self.activation.bits, self.activation.table = 1, None
 
     def __call__(self, *args, **kwargs):
@@ -81,7 +86,7 @@ class PreActivation(nn.Module):
 
     @property
     def bits(self) -> int:
-        """Kept of each element of the norm's input."""
+        """The saved bits for each element of the norm's input."""
         return self.norm.quantizer.bits
 
     def extra_repr(self) -> str:

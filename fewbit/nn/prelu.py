@@ -1,19 +1,19 @@
-"""PReLU with the sign of its input in 1 bit and the rest of it quantized."""
+"""PReLU, which saves the sign of its input in 1 bit and the negative part quantized."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fewbit.functional.prelu import prelu
+from fewbit import functional as F
 from fewbit.nn.base import Quantized
 
 __all__ = ["PReLU"]
 
 
 class PReLU(Quantized, nn.PReLU):
-    """torch.nn.PReLU; see `fewbit.functional.prelu`."""
+    """A torch.nn.PReLU that computes `fewbit.functional.prelu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return self._exact(input)
-        return prelu(input, self.weight, quantizer=self.quantizer)
+        return F.prelu(input, self.weight, quantizer=self.quantizer)

@@ -357,7 +357,7 @@ def _synchronize_on_the_cpu():
 
 
 def sync_batch_norm(rank):
-    from fewbit.functional.sync_batch_norm import sync_batch_norm
+    from fewbit.functional.batch_norm import sync_batch_norm
     from fewbit.runtime.quantizers.quantizer import Quantizer
 
     _synchronize_on_the_cpu()

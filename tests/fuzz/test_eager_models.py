@@ -23,7 +23,7 @@ from cases import CHUNKS, seeds
 from random_models import Model
 
 import fewbit
-from fewbit.functional import sums
+from fewbit.runtime.format import sums
 from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as torch_f
 from torch.utils.checkpoint import checkpoint
 
-from fewbit.convert.functions import Calls, FunctionSettings
+from fewbit.convert.functions import FunctionMode, FunctionQuantizers
 from fewbit.errors import GradientError, InputError
 from fewbit.functional.attention import How, attention, scaled_dot_product_attention
 from fewbit.nn.attention import MultiheadAttention
@@ -398,14 +398,14 @@ def test_where_functions_are_replaced(device):
     tensors = inputs(device)
 
     def run():
-        with Calls(FunctionSettings(Quantizer(2), 3, Quantizer(2))):
+        with FunctionMode(FunctionQuantizers(Quantizer(2), 3, Quantizer(2))):
             return torch_f.scaled_dot_product_attention(*tensors, mask)
 
     y, storages, _ = kept_by(run)
     assert sum(storages.values()) == sum(quantized_bytes(x.shape, 2) for x in tensors) + mask.nbytes
     assert torch.equal(y, torch_f.scaled_dot_product_attention(*tensors, mask))
     quantizer = Remembering(2)
-    with Calls(FunctionSettings(quantizer, 3, quantizer)):
+    with FunctionMode(FunctionQuantizers(quantizer, 3, quantizer)):
         layer, _ = pair(device, bits=2)
         layer(*sequences(layer, device=device))
         layer.eval()(*sequences(layer, device=device))

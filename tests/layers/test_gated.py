@@ -10,7 +10,7 @@ from samples import normal
 from torch.nn import functional as torch_f
 
 from fewbit.errors import GradientError, InputError
-from fewbit.functional.gated import geglu, reglu, swiglu
+from fewbit.functional.products import geglu, reglu, swiglu
 from fewbit.nn.gated import GEGLU, ReGLU, SwiGLU
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import quantized_bytes

@@ -12,28 +12,27 @@ from samples import DTYPES, LAYOUTS, name_of, normal, same
 from torch import nn
 from torch.nn import functional as torch_f
 
+import fewbit.nn
 from fewbit.errors import GradientError, InputError
-from fewbit.functional.bilinear import bilinear
-from fewbit.functional.embedding import embedding
-from fewbit.functional.interpolation import interpolate
-from fewbit.functional.prelu import prelu
-from fewbit.functional.products import matmul, mul
-from fewbit.functional.softmax import log_softmax, softmax
-from fewbit.nn import bilinear as nn_bilinear
-from fewbit.nn import embedding as nn_sparse
-from fewbit.nn import prelu as nn_prelu
-from fewbit.nn import softmax as nn_softmax
-from fewbit.nn import upsampling as nn_upsampling
+from fewbit.functional import (
+    bilinear,
+    embedding,
+    interpolate,
+    log_softmax,
+    matmul,
+    mul,
+    prelu,
+    softmax,
+)
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torch.*", "ignore:.*isinstance.*treespec"
 )
-OURS = {
-    name: getattr(module, name)
-    for module in (nn_bilinear, nn_prelu, nn_softmax, nn_sparse, nn_upsampling)
-    for name in module.__all__
-}
+NAMES = (
+    "Bilinear PReLU LogSoftmax Softmax Embedding Upsample UpsamplingBilinear2d UpsamplingNearest2d"
+)
+OURS = {name: getattr(fewbit.nn, name) for name in NAMES.split()}
 
 
 def quantized_bytes(shape, bits, group=256):

@@ -11,8 +11,8 @@ from test_variance_probe import Fixed, converted, loss_of
 from torch import nn
 from torch.nn import functional as F
 
-from fewbit.functional.gated import gated as fewbit_gated
 from fewbit.functional.linear import _Linear
+from fewbit.functional.products import gated as fewbit_gated
 from fewbit.policies.error_bound.error_model import labels
 from fewbit.policies.error_bound.probe import ErrorBoundProbe
 

@@ -34,7 +34,7 @@ NO_TORCH_YET = {
 }  # what a table is at run time, for those who have no torch
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 MOST_FILES = 15
-"""The largest number of Python files in a folder. functional and nn exceed it until their small files are merged."""
+"""The largest number of Python files in a folder."""
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -59,7 +59,7 @@ def imported(path):
 
 
 def test_folders_are_small():
-    folders = {path.parent for path in FILES} - {PACKAGE / "functional", PACKAGE / "nn"}
+    folders = {path.parent for path in FILES}
     for folder in folders:
         assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder
         assert (folder / "__init__.py").exists(), folder

@@ -21,11 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fewbit.convert.transformers_modules import _RMSNorm as _TransformersRMSNorm
-from fewbit.convert.transformers_modules import _scale
+from fewbit.convert.transformers_norms import _RMSNorm as _TransformersRMSNorm
+from fewbit.convert.transformers_norms import scale_of
+from fewbit.functional.batch_norm import _BatchNorm
 from fewbit.functional.convolution import _Convolution
+from fewbit.functional.layer_norm import _GroupNorm, _LayerNorm, _RMSNorm
 from fewbit.functional.linear import _Linear
-from fewbit.functional.normalization import _BatchNorm, _GroupNorm, _LayerNorm, _RMSNorm
 from fewbit.functional.prelu import _PReLU
 from fewbit.policies.error_bound.formulas import Convolution, convolution_d, norm_input_coefficients
 from fewbit.runtime.quantizers.normalized import AffineResultSpec
@@ -180,7 +181,7 @@ def _layer_norm(context, grad, results, errors):
 
 def _transformers_rms_norm(context, grad, results, errors):
     weight, rstd, *kept = context.saved_tensors
-    return _of_rows(context, grad, errors, kept, rstd, _scale(weight, context.offset), 1, 1)
+    return _of_rows(context, grad, errors, kept, rstd, scale_of(weight, context.offset), 1, 1)
 
 
 def _of_rows(context, grad, errors, kept, rstd, weight, dims, place):

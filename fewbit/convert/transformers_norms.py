@@ -1,0 +1,194 @@
+"""Root-mean-square norms of transformers' models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fewbit.nn.base import Quantized
+from fewbit.runtime.format import sums
+from fewbit.runtime.quantizers.normalized import (
+    dequantize_copies,
+    input_gradient,
+    save_copies,
+    share_result,
+)
+from fewbit.runtime.quantizers.quantizer import is_differentiated
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+
+class Form(NamedTuple):
+    """One way to compute the norm.
+
+    Attributes:
+        source: of the forward that is recognized.
+        forward: forward(x, scale, eps) returns y and the reciprocal root mean square. scale: the weight plus `offset`.
+        offset: is added to the weight, in float32.
+    """
+
+    source: str
+    forward: Callable
+    offset: float = 0.0
+
+    def mixin(self) -> type[RMSNorm]:
+        """Return the mixin of adapted classes that compute the norm in this form."""
+        return type("RMSNorm", (RMSNorm,), {"__module__": __name__, "form": self})
+
+
+class RMSNorm(Quantized):
+    """A mixin that saves the normalized x quantized, and 4 bytes for each row if x needs a gradient.
+
+    The weight's gradient is exact in expectation. `fewbit/functional/layer_norm.py` has the bias of x's. `copies` is as
+    in `fewbit.functional.rms_norm`.
+    """
+
+    form: Form
+    copies = 1
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = getattr(self, "weight", None)
+        if not self.training or not is_differentiated(hidden_states, weight):
+            return self._exact(hidden_states)
+        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        return _RMSNorm.apply(hidden_states, weight, eps, self.form, self.copies, self.quantizer)
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, form, copies, quantizer):
+        scale = scale_of(weight, form.offset)
+        y, rstd = form.forward(x, scale, eps)
+        needs_x = ctx.needs_input_grad[0]
+        ctx.dtype, ctx.offset = x.dtype, form.offset
+        inner = x.shape[-1] if x.is_contiguous() else None
+        saved, tensors = save_copies(ctx, x, None, rstd, inner, copies, quantizer)
+        share_result(quantizer, y, saved, scale, None)
+        ctx.save_for_backward(*((weight, rstd) if needs_x else (None, None)), *tensors)
+        ctx.weight_dtype = None if weight is None else weight.dtype
+        return saved.tie(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        weight, rstd, *tensors = ctx.saved_tensors
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        first, second = dequantize_copies(ctx, tensors)
+        grad, grad_x, grad_weight = grad.to(first.dtype), None, None
+        if needs_x:
+            g = grad if weight is None else grad * scale_of(weight, ctx.offset).to(first.dtype)
+            grad_x = input_gradient(g, first, second, rstd, -1, centered=False).to(ctx.dtype)
+        if needs_weight:
+            grad_weight = sums.over_rows(grad * first).to(ctx.weight_dtype)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def scale_of(weight, offset):
+    """Return the factor of the normalized x; None if there is no weight."""
+    return weight if weight is None or not offset else offset + weight.float()
+
+
+def _normalized(x, eps):
+    """Return x over its root mean square, and the reciprocal of that, in float32."""
+    x = x.to(torch.float32)
+    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return x * rstd, rstd
+
+
+def _rounded_then_weighted(x, scale, eps):
+    y, rstd = _normalized(x, eps)
+    return scale * y.to(x.dtype), rstd
+
+
+def _weighted_then_rounded(x, scale, eps):
+    y, rstd = _normalized(x, eps)
+    return (scale * y).to(x.dtype), rstd
+
+
+def _weighted_in_float32(x, scale, eps):
+    y, rstd = _normalized(x, eps)
+    return (y * scale.float()).to(x.dtype), rstd
+
+
+def _unweighted(x, scale, eps):
+    y, rstd = _normalized(x, eps)
+    return y.to(x.dtype), rstd
+
+
+def _of_t5(x, scale, eps):
+    rstd = torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
+    y = x * rstd
+    return scale * (y.to(scale.dtype) if scale.dtype.itemsize == 2 else y), rstd
+
+
+_START = """
+def forward(self, x):
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.variance_epsilon)
+"""
+_SHORT = """
+def _norm(self, x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+def forward(self, x):
+"""
+FORMS = (
+    Form(  # llama
+        _START + "    return self.weight * x.to(dtype)",
+        _rounded_then_weighted,
+    ),
+    Form(  # olmo2
+        _START + "    return (self.weight * x).to(dtype)",
+        _weighted_then_rounded,
+    ),
+    Form(  # helium
+        _START + "    return (self.weight.to(torch.float32) * x).to(dtype)",
+        _weighted_in_float32,
+    ),
+    Form(  # gemma
+        _SHORT
+        + """
+    y = self._norm(x.float())
+    y = y * (1.0 + self.weight.float())
+    return y.type_as(x)
+""",
+        _weighted_in_float32,
+        offset=1.0,
+    ),
+    Form(  # moshi
+        _SHORT
+        + """
+    y = self._norm(x.float())
+    y = y * self.weight.float()
+    return y.type_as(x)
+""",
+        _weighted_in_float32,
+    ),
+    Form(  # llama4
+        _SHORT
+        + """
+    y = self._norm(x.float()).type_as(x)
+    return y * self.weight
+""",
+        _rounded_then_weighted,
+    ),
+    Form(  # unweighted
+        _SHORT + "    return self._norm(x.float()).type_as(x)",
+        _unweighted,
+    ),
+    Form(  # t5
+        """
+def forward(self, x):
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.variance_epsilon)
+    if self.weight.dtype in [torch.float16, torch.bfloat16]:
+        x = x.to(self.weight.dtype)
+    return self.weight * x
+""",
+        _of_t5,
+    ),
+)

@@ -1,0 +1,353 @@
+"""Batch, instance and synchronized batch norm, whose normalized input is saved quantized.
+
+`fewbit/functional/layer_norm.py` explains what is saved, and how exact the gradients are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+from torch.autograd import Function
+from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
+
+from fewbit.config import GROUP_SIZE
+from fewbit.functional.layer_norm import (
+    contiguous,
+    is_served,
+    per_channel,
+    quantizer_for,
+    save_and_share,
+    weighted,
+)
+from fewbit.runtime.format import sums
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers.normalized import (
+    dequantize_copies,
+    dequantize_scaled,
+    input_gradient,
+    save_copies,
+)
+from fewbit.runtime.quantizers.quantizer import DEFAULT_BITS, Quantizer, is_differentiated
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+__all__ = ["batch_norm", "instance_norm"]
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantizer: Quantizer | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.batch_norm and save the normalized input quantized.
+
+    The gradients of bias and weight are as in `layer_norm`, and so is the bias of the input's gradient. Without `training`
+    nothing is quantized, and nothing of the input is saved unless the weight needs a gradient.
+
+    Args:
+        input: (N, C, *), floating. Its copy takes as many bytes as in `layer_norm`, and a reciprocal deviation for each
+            channel is saved too.
+        running_mean: (C,), or None.
+        running_var: (C,), or None.
+        weight: (C,), or None.
+        bias: (C,), or None.
+        training: as in torch.
+        momentum: as in torch.
+        eps: as in torch.
+        bits: as in `layer_norm`.
+        group_size: as in `layer_norm`.
+        copies: as in `layer_norm`.
+        quantizer: as in `layer_norm`.
+
+    Returns:
+        The input's shape.
+
+    Raises:
+        InputError: as `layer_norm`.
+    """
+    quantizer = quantizer_for(quantizer, bits, group_size, copies)
+    vectors = running_mean, running_var, *contiguous(weight, bias)
+    served = is_served(input, weight, bias) and input.dim() >= 2
+    if not served or _are_differentiated(running_mean, running_var):  # torch raises for the last
+        return torch_functional.batch_norm(input, *vectors, training, momentum, eps)
+    if not training:
+        if weight is not None and weight.requires_grad:
+            return torch_functional.batch_norm(input, *vectors, False, momentum, eps)
+        return _FrozenBatchNorm.apply(input, *vectors, eps)
+    torch_functional._verify_batch_size(input.size())
+    return _train_batch_norm(input, input.shape, *vectors, momentum, eps, copies, quantizer)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantizer: Quantizer | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.instance_norm of (N, C, *); all else is as in `batch_norm`.
+
+    As in torch, it is the batch norm of one sample with N C channels, so a reciprocal deviation is saved for each.
+    """
+    quantizer = quantizer_for(quantizer, bits, group_size, copies)
+    vectors = running_mean, running_var, weight, bias
+    served = use_input_stats and is_served(input, weight, bias) and input.dim() > 2
+    if not served or _are_differentiated(running_mean, running_var):  # torch raises for the last
+        return torch_functional.instance_norm(input, *vectors, use_input_stats, momentum, eps)
+    torch_functional._verify_spatial_size(input.size())
+    n, c = input.shape[:2]
+    mean, var, weight, bias = (None if vector is None else vector.repeat(n) for vector in vectors)
+    if input.dtype.itemsize > 2:  # torch accepts running statistics of any dtype here
+        mean, var = (None if stat is None else stat.to(input.dtype) for stat in (mean, var))
+    x = input.contiguous()
+    view = 1, n * c, *x.shape[2:]
+    y = _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantizer)
+    for running, repeated in ((running_mean, mean), (running_var, var)):
+        if running is not None:
+            running.detach().copy_(repeated.view(n, c).mean(0))
+    return y.view(input.shape)
+
+
+def _are_differentiated(*vectors) -> bool:
+    return any(vector is not None and vector.requires_grad for vector in vectors)
+
+
+def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantizer):
+    """Compute the batch norm of x viewed in the shape `view`. x is quantized in its own shape."""
+    if not torch.compiler.is_compiling():
+        arguments = view, mean, var, weight, bias, momentum, eps, copies, quantizer
+        return _BatchNorm.apply(x, *arguments)[0]
+    # Dynamo puts a symbolic eps into the graph that uses it first, and that must not be the graph of the Function.
+    eps = eps + 0.0
+    # A compiler traces no in-place change inside a Function.
+    arguments = view, None, None, weight, bias, momentum, eps, copies, quantizer
+    y, batch_mean, rstd = _BatchNorm.apply(x, *arguments)
+    if mean is not None:
+        count = x.numel() / batch_mean.numel()
+        batch_var = (1.0 / rstd.square() - eps) * (count / (count - 1))
+        mean.lerp_(batch_mean.to(mean.dtype), momentum)
+        var.lerp_(batch_var.to(var.dtype), momentum)
+    return y
+
+
+class _BatchNorm(Function):
+    """Batch norm, which returns (y, mean, reciprocal deviation)."""
+
+    @staticmethod
+    def forward(
+        ctx, x, view, running_mean, running_var, weight, bias, momentum, eps, copies, quantizer
+    ):
+        vectors = weight, bias, running_mean, running_var
+        viewed = _as(x, view)
+        reserve, ctx.implementation = None, None
+        if torch.compiler.is_compiling():
+            y, mean, rstd = torch.native_batch_norm(viewed, *vectors, True, momentum, eps)
+        else:
+            cudnn = torch.backends.cudnn.enabled
+            y, mean, rstd, reserve, ctx.implementation = torch._batch_norm_impl_index(
+                viewed, *vectors, True, momentum, eps, cudnn
+            )
+        ctx.view, ctx.eps, ctx.dtype = view, eps, x.dtype
+        needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
+        ctx.bias_dtype = bias.dtype if needs_bias else None
+        saved_tensors = ()
+        if needs_x or needs_weight:
+            inner = _channel_stride(x) if view == x.shape else math.prod(x.shape[2:])
+            placed = [_of_channels(stat, view, x.shape) for stat in (mean, rstd)]
+            statistics = *placed, inner
+            if view == x.shape:
+                settings = weight, bias, copies, quantizer
+                y, tensors = save_and_share(ctx, x, y, statistics, *settings, channels=1)
+            else:
+                saved, tensors = save_copies(ctx, x, *statistics, copies, quantizer)
+                y = saved.tie(y)
+            saved_tensors = rstd, weight, reserve, *tensors
+        ctx.save_for_backward(*saved_tensors)
+        ctx.mark_non_differentiable(mean, rstd)
+        return y, mean, rstd
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, *_):
+        needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
+        grad_x = grad_weight = grad_bias = None
+        if needs_x or needs_weight:
+            rstd, weight, reserve, *tensors = ctx.saved_tensors
+            size = ctx.spec.size
+            x = dequantize_scaled(ctx, tensors, _of_channels(rstd, ctx.view, size), ctx.dtype)
+            mask = [needs_x and len(tensors) == ctx.spec.count, needs_weight, False]
+            means = torch.zeros_like(rstd)
+            statistics = weight, None, None, means, rstd, True, ctx.eps, mask
+            if ctx.implementation is None:
+                grads = torch.ops.aten.native_batch_norm_backward(
+                    grad, _as(x, ctx.view), *statistics
+                )
+            else:
+                grads = torch.ops.aten._batch_norm_impl_index_backward(
+                    ctx.implementation, _as(x, ctx.view), grad, *statistics, reserve
+                )
+            grad_x, grad_weight, _ = grads
+            if needs_x and len(tensors) > ctx.spec.count:
+                g = weighted(grad, per_channel(weight, grad.dim()))
+                dims = [dim for dim in range(grad.dim()) if dim != 1]
+                first, second = (_as(x, ctx.view) for x in dequantize_copies(ctx, tensors))
+                grad_x = input_gradient(g, first, second, per_channel(rstd, grad.dim()), dims)
+            grad_x = grad_x.to(ctx.dtype).reshape(size) if needs_x else None
+            grad_weight = grad_weight.to(weight.dtype) if needs_weight else None
+        if needs_bias:
+            grad_bias = sums.over_channels(grad).to(ctx.bias_dtype)
+        return grad_x, None, None, None, grad_weight, grad_bias, None, None, None, None
+
+
+def _as(x, view):
+    """Return x viewed in a shape; x itself if it has that shape, as a view may change strides of dimensions of size 1."""
+    return x if x.shape == view else x.view(view)
+
+
+def _of_channels(statistic, view, shape):
+    """Return a statistic for each channel of the shape `view`, in a shape that broadcasts to `shape`."""
+    placed = (1, -1) if view == shape else shape[:2]
+    return statistic.view(*placed, *[1] * (len(shape) - 2))
+
+
+def _channel_stride(x) -> int | None:
+    """Return how many consecutive elements, in storage order, have the same channel; None for other layouts."""
+    if x.is_contiguous():
+        return math.prod(x.shape[2:])
+    return 1 if x.is_contiguous(memory_format=suggest_memory_format(x)) else None
+
+
+class _FrozenBatchNorm(Function):
+    """Batch norm with running statistics and a frozen weight, whose gradients need nothing of the input."""
+
+    @staticmethod
+    def forward(ctx, x, running_mean, running_var, weight, bias, eps):
+        ctx.eps = eps
+        ctx.bias_dtype = bias.dtype if ctx.needs_input_grad[4] else None
+        ctx.save_for_backward(*((running_var, weight) if ctx.needs_input_grad[0] else ()))
+        vectors = running_mean, running_var, weight, bias
+        return torch_functional.batch_norm(x, *vectors, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            running_var, weight = ctx.saved_tensors
+            factor = weighted(torch.rsqrt(running_var + ctx.eps), weight)
+            grad_x = grad * per_channel(factor, grad.dim()).to(grad.dtype)
+        if ctx.needs_input_grad[4]:
+            grad_bias = sums.over_channels(grad).to(ctx.bias_dtype)
+        return grad_x, None, None, None, grad_bias, None
+
+
+def sync_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    eps: float,
+    momentum: float,
+    process_group,
+    *,
+    quantizer: Quantizer,
+) -> Tensor:
+    """Compute torch.nn.SyncBatchNorm in training, in a group of two processes or more.
+
+    The normalized input is saved quantized, a reciprocal deviation for each channel, and a count for each process. The bias
+    of the input's gradient is as in `batch_norm`. Forward and backward are torch's own, which get the dequantized copy in
+    place of the input.
+
+    Args:
+        input: (N, C, *), on a device for which torch has the layer.
+        weight: (C,), or None.
+        bias: (C,), or None.
+        running_mean: (C,), or None.
+        running_var: (C,), or None.
+        eps: as in torch.
+        momentum: as in torch.
+        process_group: the processes that share statistics.
+        quantizer: makes the copy.
+
+    Returns:
+        The input's shape.
+    """
+    vectors = weight, bias, running_mean, running_var
+    if not is_differentiated(input, weight, bias):
+        # Processes synchronize their statistics all the same.
+        size = process_group.size()
+        return TorchSyncBatchNorm.apply(input, *vectors, eps, momentum, process_group, size)
+    return _SyncBatchNorm.apply(input, *vectors, eps, momentum, process_group, quantizer)
+
+
+class _Context:
+    """A stand-in for the context of torch's Function."""
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+
+class _SyncBatchNorm(Function):
+    backward_has_collectives = True
+
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, running_mean, running_var, eps, momentum, process_group, quantizer
+    ):
+        context = _Context()
+        vectors = weight, bias, running_mean, running_var
+        y = TorchSyncBatchNorm.forward(
+            context, x, *vectors, eps, momentum, process_group, process_group.size()
+        )
+        _, weight, mean, rstd, count = context.saved_tensors
+        ctx.process_group = process_group
+        tensors = ()
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            placed = (per_channel(stat, x.dim()) for stat in (mean, rstd))
+            saved = quantizer.quantize_normalized(x, *placed, None)
+            tensors, ctx.spec = saved.tensors, saved.spec
+        ctx.size, ctx.dtype = tuple(x.shape), x.dtype
+        ctx.save_for_backward(weight, rstd, count, *tensors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        weight, rstd, count, *tensors = ctx.saved_tensors
+        context = _Context()
+        # For the bias alone only the input's shape matters.
+        x = grad.new_zeros(()).expand(ctx.size)
+        if tensors:
+            x = ctx.spec.dequantize(tensors).div_(per_channel(rstd, grad.dim()))
+            x = _in_torch_format(x.to(ctx.dtype))
+        context.saved_tensors = x, weight, torch.zeros_like(rstd), rstd, count
+        context.process_group, context.needs_input_grad = ctx.process_group, ctx.needs_input_grad
+        return TorchSyncBatchNorm.backward(context, grad)
+
+
+def _in_torch_format(x):
+    """Return x in a memory format that torch's own layer preserves."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if channels_last is not None and x.is_contiguous(memory_format=channels_last):
+        return x
+    return x.contiguous()

@@ -1,0 +1,353 @@
+"""Layer, root-mean-square and group norm, whose normalized input is saved quantized.
+
+x~ = (x - mean) / s is saved, with the standard deviation s, and not x itself. All channels or rows of x~ have the same scale,
+whatever their offset, and therefore share the ranges of groups well (docs/decisions/0007). With the gradient g of the result
+times the weight, and the number N of elements over which a mean is taken (ActNN, long version, appendix B.2),
+
+    grad = (g - mean(g) - x~ mean(x~ g)) / s
+
+This formula multiplies two values that are computed from the dequantized x~^, so it is not linear in x~^. The gradients of
+weight and bias are exact in expectation. The input's gradient has the bias
+
+    E[grad^] - grad = -g Var[x~^] / (N s)
+
+elementwise. Var[x~^] is the variance that rounding adds: f (1 - f) step^2 for an element that lies a fraction f of a step
+above a level. With `copies=2` two copies are saved that are rounded independently. The product is then exact in expectation,
+for twice the memory.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+from torch.autograd import Function
+
+from fewbit.config import GROUP_SIZE, check_copies
+from fewbit.runtime.format import sums
+from fewbit.runtime.interop.autocast import in_float32
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers import preactivation
+from fewbit.runtime.quantizers.normalized import (
+    dequantize_copies,
+    dequantize_scaled,
+    input_gradient,
+    save_copies,
+    share_result,
+)
+from fewbit.runtime.quantizers.quantizer import (
+    DEFAULT_BITS,
+    Quantizer,
+    is_differentiated,
+    quantizer_of,
+)
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+__all__ = ["group_norm", "layer_norm", "rms_norm"]
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantizer: Quantizer | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.layer_norm and save the normalized input quantized.
+
+    The bias's gradient is exact, the weight's is exact in expectation. The module's docstring has the bias of the input's.
+
+    Args:
+        input: (*, *normalized_shape), floating. Its copy takes `4 * bits * ceil(n / 32)` bytes for n elements, and 4 bytes
+            for each group (6 if minimums are float32). A reciprocal deviation for each row is saved too.
+        normalized_shape: as in torch.
+        weight: normalized_shape, or None.
+        bias: normalized_shape, or None.
+        eps: as in torch.
+        bits: 1 to 8, of an element of the copy.
+        group_size: the number of elements that share a minimum and a range, a multiple of 32.
+        copies: 1, or 2 for an input gradient that is exact in expectation.
+        quantizer: makes the copies in place of one of `bits` and `group_size`.
+
+    Returns:
+        The input's shape.
+
+    Raises:
+        InputError: for other bits, group sizes or numbers of copies.
+    """
+    quantizer = quantizer_for(quantizer, bits, group_size, copies)
+    if not is_served(input, weight, bias):
+        return torch_functional.layer_norm(input, normalized_shape, weight, bias, eps)
+    shape = _shape(normalized_shape)
+    weight, bias = contiguous(weight, bias)
+    return _LayerNorm.apply(input, shape, weight, bias, eps, copies, quantizer)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantizer: Quantizer | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.rms_norm; all else is as in `layer_norm`, with the root mean square in place of s."""
+    quantizer = quantizer_for(quantizer, bits, group_size, copies)
+    shape = _shape(normalized_shape)
+    # torch's kernel checks neither.
+    fits = input.shape[-len(shape) :] == shape and (weight is None or weight.shape == shape)
+    if not fits or not is_served(input, weight):
+        return torch_functional.rms_norm(input, normalized_shape, weight, eps)
+    x, weight = map(in_float32, (input, *contiguous(weight)))
+    return _RMSNorm.apply(x, shape, weight, eps, copies, quantizer)
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantizer: Quantizer | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.group_norm of (N, C, *), with weight and bias (C,); all else is as in `layer_norm`.
+
+    A reciprocal deviation is saved for each sample and group of channels.
+    """
+    quantizer = quantizer_for(quantizer, bits, group_size, copies)
+    served = is_served(input, weight, bias) and input.dim() >= 2
+    if not served or num_groups <= 0 or input.shape[1] % num_groups:  # the last two raise in torch
+        if weight is None and bias is not None:
+            weight = torch.ones_like(bias)  # torch's backward needs a weight
+        return torch_functional.group_norm(input, num_groups, weight, bias, eps)
+    n, c, *spatial = input.shape
+    torch_functional._verify_batch_size([n * c // num_groups, num_groups, *spatial])
+    x, weight, bias = map(in_float32, (input, *contiguous(weight, bias)))
+    return _GroupNorm.apply(x, num_groups, weight, bias, eps, copies, quantizer)
+
+
+def quantizer_for(quantizer, bits, group_size, copies) -> Quantizer:
+    """Return the quantizer, or one of bits and group_size. Raise InputError for bad bits, group_size or copies."""
+    check_copies(copies)
+    return quantizer or quantizer_of(bits, group_size)
+
+
+def is_served(input, *vectors) -> bool:
+    """Return whether the input needs to be quantized. An empty batch does not: torch saves nothing of an empty input."""
+    return is_differentiated(input, *vectors) and _has_elements(input)
+
+
+def _has_elements(input) -> bool:
+    """Return whether the input has elements; True for sizes that a compiler does not know, which it cannot branch on."""
+    if not torch.compiler.is_compiling():
+        return input.numel() > 0
+    symbolic = torch.fx.experimental.symbolic_shapes
+    if hasattr(symbolic, "guard_or_true"):
+        return symbolic.guard_or_true(input.numel() > 0)
+    return symbolic.guard_size_oblivious(input.numel() > 0)  # torch < 2.8
+
+
+def contiguous(*vectors) -> tuple[Tensor | None, ...]:
+    """Return contiguous weights and biases, because torch's native kernels ignore their strides."""
+    return tuple(None if vector is None else vector.contiguous() for vector in vectors)
+
+
+def _shape(normalized_shape) -> tuple[int, ...]:
+    whole = isinstance(normalized_shape, int)
+    return (normalized_shape,) if whole else tuple(normalized_shape)
+
+
+def weighted(grad, weight):
+    """Return grad * weight, or grad if weight is None."""
+    return grad if weight is None else grad * weight
+
+
+def per_channel(vector, dims: int):
+    """Return a vector, one entry for each channel, in a shape that broadcasts to an input of `dims` dimensions."""
+    return None if vector is None else vector.view(1, -1, *[1] * (dims - 2))
+
+
+def save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer, channels=None):
+    """Save the normalized x of a norm, and let layers that save the norm's result y use the copy.
+
+    Args:
+        ctx: of the norm's autograd Function; gets `spec` and `inner`.
+        x: the input.
+        y: the result.
+        statistics: mean, rstd and inner, as for `Quantizer.quantize_normalized`.
+        weight: of the norm, or None.
+        bias: of the norm, or None.
+        copies: 1 or 2.
+        quantizer: of the norm.
+        channels: the dimension of y that weight and bias belong to; None: the last ones.
+
+    Returns:
+        (y, the tensors to save).
+    """
+    if preactivation.can_keep(quantizer, x, statistics[1], weight, bias, copies):
+        mean, rstd, ctx.inner = statistics
+        fixed = preactivation.save_fixed_point(
+            quantizer, x, y, mean, rstd, ctx.inner, weight, bias, channels
+        )
+        ctx.spec = fixed.spec
+        return y, fixed.tensors
+    saved, tensors = save_copies(ctx, x, *statistics, copies, quantizer)
+    # 16-bit statistics shift x~ by more than the rounding of y does.
+    if statistics[1].dtype.itemsize > 2:
+        shape = None if channels is None else (1, -1, *[1] * (x.dim() - 2))
+        share_result(quantizer, y, saved, weight, bias, shape)
+    return saved.tie(y), tensors
+
+
+class _LayerNorm(Function):
+    @staticmethod
+    def forward(ctx, x, shape, weight, bias, eps, copies, quantizer):
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.shape, ctx.dtype = shape, x.dtype
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        ctx.bias_dtype = bias.dtype if needs_bias else None
+        saved_tensors = ()
+        if needs_x or needs_weight:
+            inner = math.prod(shape) if x.is_contiguous() else None
+            statistics = mean, rstd, inner
+            y, tensors = save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer)
+            saved_tensors = rstd, weight, *tensors
+        ctx.save_for_backward(*saved_tensors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if needs_x or needs_weight:
+            rstd, weight, *tensors = ctx.saved_tensors
+            mask = needs_x and len(tensors) == ctx.spec.count, needs_weight, False
+            x = dequantize_scaled(ctx, tensors, rstd, grad.dtype)
+            scale = weight
+            if weight is not None and weight.dtype.itemsize < grad.dtype.itemsize:
+                scale = weight.to(grad.dtype)  # autocast passed it to the forward in that dtype
+            grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
+                grad, x, ctx.shape, torch.zeros_like(rstd), rstd, scale, None, mask
+            )
+            if needs_x and len(tensors) > ctx.spec.count:
+                dims = tuple(range(-len(ctx.shape), 0))
+                g = weighted(grad, weight).to(rstd.dtype)
+                grad_x = input_gradient(g, *dequantize_copies(ctx, tensors), rstd, dims)
+            grad_x = None if grad_x is None else grad_x.to(ctx.dtype)
+            grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        if needs_bias:
+            grad_bias = sums.over_rows(grad, len(ctx.shape)).to(ctx.bias_dtype)
+        return grad_x, None, grad_weight, grad_bias, None, None, None
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx, x, shape, weight, eps, copies, quantizer):
+        y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+        ctx.shape, ctx.dtype = shape, x.dtype
+        inner = math.prod(shape) if x.is_contiguous() else None
+        saved, tensors = save_copies(ctx, x, None, rstd, inner, copies, quantizer)
+        share_result(quantizer, y, saved, weight, None)
+        ctx.save_for_backward(rstd, weight, *tensors)
+        return saved.tie(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        rstd, weight, *tensors = ctx.saved_tensors
+        needs_x, _, needs_weight, *_ = ctx.needs_input_grad
+        first, second = dequantize_copies(ctx, tensors)
+        grad = grad.to(rstd.dtype)
+        grad_x = grad_weight = None
+        if needs_x:
+            dims = tuple(range(-len(ctx.shape), 0))
+            g = weighted(grad, weight)
+            grad_x = input_gradient(g, first, second, rstd, dims, centered=False).to(ctx.dtype)
+        if needs_weight:
+            grad_weight = sums.over_rows(grad * first, len(ctx.shape)).to(weight.dtype)
+        return grad_x, None, grad_weight, None, None, None
+
+
+class _GroupNorm(Function):
+    @staticmethod
+    def forward(ctx, x, num_groups, weight, bias, eps, copies, quantizer):
+        n, c = x.shape[:2]
+        ctx.sizes = n, c, x.numel() // (n * c), num_groups
+        # As torch's own function calls the op.
+        on_cpu = x.device.type == "cpu"
+        format = suggest_memory_format(x) if on_cpu else torch.contiguous_format
+        y, mean, rstd = torch.native_group_norm(
+            x.contiguous(memory_format=format), weight, bias, *ctx.sizes, eps
+        )
+        ctx.format, ctx.dtype = format, x.dtype
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        ctx.bias_dtype = bias.dtype if needs_bias else None
+        saved_tensors = ()
+        if needs_x or needs_weight:
+            placed = [_of_groups(stat, ctx.sizes, x.dim()) for stat in (mean, rstd)]
+            inner = ctx.sizes[2] if x.is_contiguous() else None
+            saved, tensors = save_copies(ctx, x, *placed, inner, copies, quantizer)
+            y, saved_tensors = saved.tie(y), (rstd, weight, *tensors)
+        ctx.save_for_backward(*saved_tensors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if needs_x or needs_weight:
+            rstd, weight, *tensors = ctx.saved_tensors
+            placed = _of_groups(rstd, ctx.sizes, grad.dim())
+            x = dequantize_scaled(ctx, tensors, placed, grad.dtype)
+            # Without the input's gradient torch's channels-last kernel writes to address 0.
+            mask = True, needs_weight, False
+            grad_x, grad_weight, _ = torch.ops.aten.native_group_norm_backward(
+                grad.contiguous(memory_format=ctx.format),
+                x.contiguous(memory_format=ctx.format),
+                torch.zeros_like(rstd),
+                rstd,
+                weight,
+                *ctx.sizes,
+                mask,
+            )
+            if needs_x and len(tensors) > ctx.spec.count:
+                grad_x = _group_gradient(
+                    ctx.sizes, grad, *dequantize_copies(ctx, tensors), rstd, weight
+                )
+                grad_x = grad_x.contiguous(memory_format=ctx.format)
+            grad_x = grad_x.to(ctx.dtype) if needs_x else None
+            grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        if needs_bias:
+            grad_bias = sums.over_channels(grad).to(ctx.bias_dtype)
+        return grad_x, None, grad_weight, grad_bias, None, None, None
+
+
+def _of_groups(statistic, sizes, dims):
+    """Return a statistic, (N, groups), for each channel, in a shape that broadcasts to an input of `dims` dimensions."""
+    n, c, _, num_groups = sizes
+    statistic = statistic.view(n, num_groups, 1).expand(n, num_groups, c // num_groups)
+    return statistic.reshape(n, c, *[1] * (dims - 2))
+
+
+def _group_gradient(sizes, grad, first, second, rstd, weight):
+    n, c, spatial, num_groups = sizes
+    grad = weighted(grad, per_channel(weight, grad.dim()))
+    shape = n, num_groups, (c // num_groups) * spatial
+    g, first, second = (x.reshape(shape).to(rstd.dtype) for x in (grad, first, second))
+    return input_gradient(g, first, second, rstd.view(n, num_groups, 1), (2,)).view(grad.shape)

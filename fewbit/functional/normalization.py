@@ -244,7 +244,7 @@ class _LayerNorm(Function):
         kept = ()
         if needs_x or needs_weight:
             inner = math.prod(shape) if x.is_contiguous() else None
-            if preactivation.can_keep(quantizer, x, rstd, weight, bias, copies):
+            if preactivation.can_save_fixed_point(quantizer, x, rstd, weight, bias, copies):
                 fixed = preactivation.save_fixed_point(
                     quantizer, x, y, mean, rstd, inner, weight, bias, None
                 )
@@ -426,7 +426,7 @@ class _BatchNorm(Function):
         if needs_x or needs_weight:
             placed = [_of_channels(each, view, x.shape) for each in (mean, rstd)]
             inner = _channel_stride(x) if view == x.shape else math.prod(x.shape[2:])
-            fuses = preactivation.can_keep(quantizer, x, rstd, weight, bias, copies)
+            fuses = preactivation.can_save_fixed_point(quantizer, x, rstd, weight, bias, copies)
             if fuses and view == x.shape:
                 fixed = preactivation.save_fixed_point(
                     quantizer, x, y, *placed, inner, weight, bias, 1

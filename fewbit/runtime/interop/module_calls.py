@@ -55,6 +55,7 @@ class TrackedModule:
             super().__init_subclass__(**kwargs)
 
     def __call__(self, *args, **kwargs):
+        """Call the module within its guard, unless a compiler traces or compiles the call."""
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
         guard = vars(self).get(GUARD)

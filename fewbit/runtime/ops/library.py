@@ -27,7 +27,7 @@ NO_FORWARD_MODE = (
 
 
 def define(schema: str, implementation):
-    """Define an op with that schema and implementation. Return its default overload."""
+    """Define an op with that schema and implementation, and return its default overload."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=_TAGS)
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")

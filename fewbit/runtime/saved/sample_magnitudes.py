@@ -28,6 +28,7 @@ class SampleIndices:
         return len(self.indices)
 
     def to(self, device) -> SampleIndices:
+        """Return the rows on that device."""
         return SampleIndices(self.indices.to(device, non_blocking=True), self.size)
 
 
@@ -119,6 +120,7 @@ class GradientMagnitudes:
         return table
 
     def state(self) -> list[dict]:
+        """Return the squared norms for `load`, on the CPU."""
         return [
             {"name": name, "input": slot, "squares": table.detach().to("cpu", copy=True)}
             for (name, slot), table in self._tables.items()

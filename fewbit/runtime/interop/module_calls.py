@@ -46,6 +46,11 @@ def is_compiled_code() -> bool:
     return torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether the module was compiled, by `torch.compile` or by its own method `compile`."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
 class TrackedModule:
     """A mixin: calls of the module run within its model's guard. Without a guard they are torch's own."""
 

@@ -334,7 +334,7 @@ def _table(encoding: Encoding):
 def _native_table(encoding: Encoding):
     if len(encoding.breaks64) > _MOST_BREAKS:
         return None
-    if encoding.unbiased and len(encoding.points) > _MOST_POINTS:
+    if encoding.unbiased and len(encoding.draw.points) > _MOST_POINTS:
         return None
     return _kernels.Table(
         encoding.bits,
@@ -345,12 +345,7 @@ def _native_table(encoding: Encoding):
         encoding.flips64,
         encoding.lut32,
         encoding.lut64,
-        points=encoding.points,
-        origins=encoding.origins,
-        values=encoding.values,
-        slopes=encoding.slopes,
-        levels=encoding.levels32,
-        inverse_gaps=encoding.inverse_gaps,
+        **(encoding.draw._asdict() if encoding.unbiased else {}),
     )
 
 

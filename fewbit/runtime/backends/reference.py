@@ -103,15 +103,7 @@ def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.
     """Return codes of one draw: docs/table_schema.md, "A draw", operation for operation in float32."""
     x = flat.to(torch.float32)
     points, origins, values, slopes, levels, inverse_gaps = (
-        _constant(array, x.device)
-        for array in (
-            encoding.points,
-            encoding.origins,
-            encoding.values,
-            encoding.slopes,
-            encoding.levels32,
-            encoding.inverse_gaps,
-        )
+        _constant(array, x.device) for array in encoding.draw
     )
     segment = torch.bucketize(x, points)
     i = (segment - 1).clamp(0, len(slopes) - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,26 @@ def packed_words(n: int, bits: int) -> int:
 def gray(index):
     """Return the Gray code of a level. Codes of neighboring levels differ in one bit, so a break flips one plane."""
     return index ^ (index >> 1)
+
+
+class Draw(NamedTuple):
+    """The constants of a draw (docs/table_schema.md), all float32.
+
+    Args:
+        points: (n,), strict: x is beyond a point if x > point.
+        origins: (n,), the points that the formula subtracts.
+        values: (n,), the stand-in for f' at the points.
+        slopes: (n-1,), its slopes between the points.
+        levels: (K,), ascending.
+        inverse_gaps: (K-1,), the reciprocal distance of each level to the next.
+    """
+
+    points: np.ndarray
+    origins: np.ndarray
+    values: np.ndarray
+    slopes: np.ndarray
+    levels: np.ndarray
+    inverse_gaps: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,39 +130,20 @@ class Encoding:
         """(2**bits,) float32, the levels rounded to nearest."""
         return self.lut64.astype(np.float32)
 
-    # -- the constants of a draw (docs/table_schema.md), None unless unbiased -----------------------------
-
     @cached_property
-    def levels32(self) -> np.ndarray | None:
-        """(K,) float32, ascending."""
-        return self.levels.astype(np.float32) if self.unbiased else None
-
-    @cached_property
-    def points(self) -> np.ndarray | None:
-        """(n,) float32, strict: x is beyond a point if x > point."""
-        if not self.unbiased:
+    def draw(self) -> Draw | None:
+        """The constants of a draw; None unless unbiased."""
+        if self.knots is None:
             return None
-        return _strict(round_breaks(self.knots.points, self.knots.closed), self.knots.closed)
-
-    @cached_property
-    def origins(self) -> np.ndarray | None:
-        """(n,) float32: the points that the formula subtracts."""
-        return round_breaks(self.knots.points, self.knots.closed) if self.unbiased else None
-
-    @cached_property
-    def values(self) -> np.ndarray | None:
-        """(n,) float32: the stand-in for f' (docs/table_schema.md) at the points."""
-        return self.knots.values.astype(np.float32) if self.unbiased else None
-
-    @cached_property
-    def slopes(self) -> np.ndarray | None:
-        """(n-1,) float32: the slopes between the points."""
-        return self.knots.slopes.astype(np.float32) if self.unbiased else None
-
-    @cached_property
-    def inverse_gaps(self) -> np.ndarray | None:
-        """(K-1,) float32: the reciprocal distance to the next level."""
-        return (1.0 / np.diff(self.levels)).astype(np.float32) if self.unbiased else None
+        points = round_breaks(self.knots.points, self.knots.closed)
+        return Draw(
+            points=_strict(points, self.knots.closed),
+            origins=points,
+            values=self.knots.values.astype(np.float32),
+            slopes=self.knots.slopes.astype(np.float32),
+            levels=self.levels.astype(np.float32),
+            inverse_gaps=(1.0 / np.diff(self.levels)).astype(np.float32),
+        )
 
 
 def _strict(limits: np.ndarray, closed) -> np.ndarray:

@@ -23,7 +23,7 @@ GUARD = "_fewbit_guard"
 """The attribute of a module or activation that holds its model's `CallGuard`."""
 
 PATH = "_fewbit_path"
-"""The attribute of a module that says where in the converted model it is."""
+"""The attribute of a module that holds its path in the converted model."""
 
 _made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made from it}
 
@@ -90,11 +90,11 @@ class TrackedGraph(TrackedModule):
         return _recreated, (made, args), *rest
 
     def __copy__(self):
-        return self._tracked_alike(super().__copy__(), lambda each: each)
+        return self._tracked_alike(super().__copy__(), lambda guard: guard)
 
     def __deepcopy__(self, memo):
         return self._tracked_alike(
-            super().__deepcopy__(memo), lambda each: copy.deepcopy(each, memo)
+            super().__deepcopy__(memo), lambda guard: copy.deepcopy(guard, memo)
         )
 
     def _tracked_alike(self, other, copied):
@@ -140,7 +140,7 @@ def _new_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict) -
 
 
 def graph_class_of(module: nn.Module) -> type | None:
-    """Return the class that torch.fx made for this module alone, which keeps the code of its graph; None if there is none.
+    """Return the class that torch.fx made for this module alone, with the code of its graph; None if there is none.
 
     torch.fx writes to that class and refers to it, so the class has to stay: `track` changes its bases.
     """

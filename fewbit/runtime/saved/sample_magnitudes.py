@@ -160,6 +160,6 @@ def _described(value) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     if isinstance(value, Mapping):
-        entries = (f"{name}: {_described(each)}" for name, each in islice(value.items(), 4))
+        entries = (f"{name}: {_described(entry)}" for name, entry in islice(value.items(), 4))
         return printable(f"one of {', '.join(entries)}")[:200]
     return type(value).__name__

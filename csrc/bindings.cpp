@@ -234,12 +234,12 @@ class Entry {
 struct QuantizedShape {
   int64_t samples, features;
   int group_size;
-  bool wide;
+  bool fp32_min;
 
   int64_t elements() const { return samples * features; }
 };
 
-QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size, bool wide) {
+QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size, bool fp32_min) {
   if (samples < 0) refuse("samples", "0 or more", std::to_string(samples));
   if (features < 0) refuse("features", "0 or more", std::to_string(features));
   if (features > 0 && samples > INT64_MAX / 16 / features) {
@@ -249,7 +249,7 @@ QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size
   if (group_size < fewbit::kBlock || group_size > fewbit::kMostGroupSize || group_size % fewbit::kBlock != 0) {
     refuse("group_size", "a multiple of 32 from 32 to 65536", std::to_string(group_size));
   }
-  return {samples, features, group_size, wide};
+  return {samples, features, group_size, fp32_min};
 }
 
 // Packed codes and ranges of a quantized tensor, of several widths at least as many as there are.
@@ -261,7 +261,7 @@ struct Copy {
 
 Copy copy_at(const Entry& entry, const Buffer& packed, const Buffer& ranges, const fewbit::Streams& streams,
              bool is_mixed) {
-  const int64_t columns = fewbit::columns(streams.wide), limits = streams.groups * columns;
+  const int64_t columns = fewbit::columns(streams.fp32_min), limits = streams.groups * columns;
   if (!is_mixed) {
     return {entry.exactly<uint32_t>("packed", packed, streams.words, kInt32),
             entry.exactly<uint16_t>("ranges", ranges, limits, static_cast<int>(DType::bfloat16)), streams.words,
@@ -472,11 +472,11 @@ class Cpu {
   }
 
   std::pair<float, float> quantize(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits,
-                                   const Buffer& widths, bool wide, const Buffer& seed, const Buffer& packed,
+                                   const Buffer& widths, bool fp32_min, const Buffer& seed, const Buffer& packed,
                                    const Buffer& ranges, int threads, const Buffer& mean, const Buffer& rstd,
                                    int64_t inner) const {
     const Entry entry("quantize", kDevice);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, wide);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     const uint64_t key = seed_at(entry.seed("seed", seed));
@@ -488,7 +488,7 @@ class Cpu {
                                                    key, copy.packed, copy.ranges, threads);
     // More was allocated than is taken where only a bound was known.
     std::fill(copy.packed + plan.streams.words, copy.packed + copy.words, 0u);
-    const int columns = fewbit::columns(wide);
+    const int columns = fewbit::columns(fp32_min);
     std::fill(copy.ranges + plan.streams.groups * columns, copy.ranges + copy.groups * columns, uint16_t{0});
     return {extent.least, extent.greatest};
   }
@@ -509,10 +509,10 @@ class Cpu {
   // None, with nothing done, where the threads' shares would cut a group.
   std::optional<std::pair<float, float>> forward_quantized(
       int function, double p0, double p1, const OwnedTable& table, const Buffer& x, int64_t samples, int64_t features,
-      const Buffer& y, const Buffer& codes, const Buffer& seed, int group_size, int bits, bool wide,
+      const Buffer& y, const Buffer& codes, const Buffer& seed, int group_size, int bits, bool fp32_min,
       const Buffer& quantizer_seed, const Buffer& packed, const Buffer& ranges, int threads) const {
     const Entry entry("forward_quantized", kDevice);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, wide);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min);
     const Elements of = activated(entry, function, table, x, y, codes, seed, "codes");
     numbers_of(entry, "x", x, shape);
     check_threads(threads);
@@ -528,11 +528,11 @@ class Cpu {
     return std::pair(extent.least, extent.greatest);
   }
 
-  void dequantize(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& widths, bool wide,
+  void dequantize(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& widths, bool fp32_min,
                   int64_t samples, int64_t features, int group_size, const Buffer& out, int threads,
                   const Buffer& scale, const Buffer& shift, int64_t inner) const {
     const Entry entry("dequantize", kDevice);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, wide);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = widths.exists && features < fewbit::kLeastFeatures;
     const auto affine = entry.affine(scale, shift, inner, shape.elements(), scattered);
@@ -609,7 +609,7 @@ class Cpu {
     } else {
       check_bits(bits);
     }
-    return fewbit::plan_streams(shape.samples, shape.features, shape.group_size, shape.wide, bits, widths_of);
+    return fewbit::plan_streams(shape.samples, shape.features, shape.group_size, shape.fp32_min, bits, widths_of);
   }
 
   static int64_t packed_bytes(int64_t n, int bits) {
@@ -676,10 +676,10 @@ struct Cuda {
   }
 
   void quantize(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits, const Buffer& order,
-                const Buffer& counts, bool wide, const Buffer& seed, const Buffer& packed, const Buffer& ranges,
+                const Buffer& counts, bool fp32_min, const Buffer& seed, const Buffer& packed, const Buffer& ranges,
                 int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
     const Entry entry("quantize", device);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, wide);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     const int64_t* key = entry.seed("seed", seed);
@@ -703,10 +703,10 @@ struct Cuda {
   }
 
   void dequantize(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& order, const Buffer& counts,
-                  bool wide, int64_t samples, int64_t features, int group_size, const Buffer& out, int device,
+                  bool fp32_min, int64_t samples, int64_t features, int group_size, const Buffer& out, int device,
                   uintptr_t stream, const Buffer& scale, const Buffer& shift, int64_t inner) const {
     const Entry entry("dequantize", device);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, wide);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = counts.exists && features < fewbit::kLeastFeatures;
     const auto affine = entry.affine(scale, shift, inner, shape.elements(), scattered);
@@ -776,7 +776,7 @@ struct Cuda {
                                                             const Buffer& packed, const Buffer& ranges) {
     check_bits(bits);
     const bool is_mixed = order.exists || counts.exists;
-    fewbit::Streams streams = fewbit::one_stream(shape.samples, shape.features, shape.group_size, shape.wide, bits);
+    fewbit::Streams streams = fewbit::one_stream(shape.samples, shape.features, shape.group_size, shape.fp32_min, bits);
     const int64_t *samples = nullptr, *widths = nullptr;
     if (is_mixed) {
       samples = entry.exactly<const int64_t>("order", order, shape.samples, kInt64);
@@ -784,7 +784,7 @@ struct Cuda {
       streams.words = streams.groups = 0;
     }
     const Copy copy = copy_at(entry, packed, ranges, streams, is_mixed);
-    return {{shape.samples, shape.features, shape.group_size, shape.wide, bits, samples, widths, copy.words,
+    return {{shape.samples, shape.features, shape.group_size, shape.fp32_min, bits, samples, widths, copy.words,
              copy.groups},
             copy};
   }
@@ -814,7 +814,7 @@ void bind_cuda(py::module_& module) {
            py::arg("x"), py::arg("y"), py::arg("packed"), py::arg("seed"), py::arg("device_index"),
            py::arg("stream_ptr"))
       .def("quantize", &Cuda::quantize, py::arg("x"), py::arg("samples"), py::arg("features"),
-           py::arg("group_size"), py::arg("bits"), py::arg("order"), py::arg("counts"), py::arg("wide"),
+           py::arg("group_size"), py::arg("bits"), py::arg("order"), py::arg("counts"), py::arg("fp32_min"),
            py::arg("seed"), py::arg("packed"), py::arg("ranges"), py::arg("device_index"),
            py::arg("stream_ptr"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner")
            = 1)
@@ -822,7 +822,7 @@ void bind_cuda(py::module_& module) {
            py::arg("group_size"), py::arg("out"), py::arg("device_index"), py::arg("stream_ptr"),
            py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner") = 1)
       .def("dequantize", &Cuda::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
-           py::arg("order"), py::arg("counts"), py::arg("wide"), py::arg("samples"), py::arg("features"),
+           py::arg("order"), py::arg("counts"), py::arg("fp32_min"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("out"), py::arg("device_index"), py::arg("stream_ptr"),
            py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1)
       .def("grid_fixed", &Cuda::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"),
@@ -886,11 +886,11 @@ PYBIND11_MODULE(_kernels, module) {
       .def("forward_quantized", &Cpu::forward_quantized, py::arg("function"), py::arg("p0"),
            py::arg("p1"), py::arg("table"), py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("y"), py::arg("codes"), py::arg("seed"), py::arg("group_size"), py::arg("bits"),
-           py::arg("wide"), py::arg("quantizer_seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"),
+           py::arg("fp32_min"), py::arg("quantizer_seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"),
            "forward, with codes in codes, and quantize of y, in one pass; None, with nothing done, where "
            "threads would have to share groups.")
       .def("quantize", &Cpu::quantize, py::arg("x"), py::arg("samples"), py::arg("features"),
-           py::arg("group_size"), py::arg("bits"), py::arg("widths"), py::arg("wide"), py::arg("seed"),
+           py::arg("group_size"), py::arg("bits"), py::arg("widths"), py::arg("fp32_min"), py::arg("seed"),
            py::arg("packed"), py::arg("ranges"), py::arg("threads"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
            "x to packed codes and ranges; (least, greatest) element. widths: a uint8 a sample, or None: "
@@ -901,7 +901,7 @@ PYBIND11_MODULE(_kernels, module) {
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
            "length * range^2 of each group, float32; mean, rstd as in quantize.")
       .def("dequantize", &Cpu::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
-           py::arg("widths"), py::arg("wide"), py::arg("samples"), py::arg("features"), py::arg("group_size"),
+           py::arg("widths"), py::arg("fp32_min"), py::arg("samples"), py::arg("features"), py::arg("group_size"),
            py::arg("out"), py::arg("threads"), py::arg("scale") = py::none(), py::arg("shift") = py::none(),
            py::arg("inner") = 1,
            "Packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantize; "

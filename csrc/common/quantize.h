@@ -62,9 +62,9 @@ FEWBIT_HD inline float toward_bfloat16(float x, bool up) {
 
 // Of a group with these extremes; clean: all its elements are finite. A zero is stored as +0, as which of two
 // zeros is the lesser is nobody's rule.
-FEWBIT_HD inline GroupLimits limits_of(float least, float greatest, bool clean, int bits, bool wide) {
+FEWBIT_HD inline GroupLimits limits_of(float least, float greatest, bool clean, int bits, bool fp32_min) {
   GroupLimits limits;
-  const float low = (wide ? least : toward_bfloat16(least, false)) + 0.0f;
+  const float low = (fp32_min ? least : toward_bfloat16(least, false)) + 0.0f;
   const float range = toward_bfloat16(greatest - low, true) + 0.0f;
   const bool kept = clean && is_finite(low) && is_finite(range);
   const float nan = float_of(0x7FC00000u);
@@ -110,19 +110,19 @@ FEWBIT_HD inline float within_float16(float x) {
 
 FEWBIT_HD inline float unit_of(int bits) { return 1.0f / static_cast<float>(top_of(bits)); }
 
-FEWBIT_HD inline void store_limits(const GroupLimits& limits, bool wide, int64_t group, uint16_t* ranges) {
-  uint16_t* row = ranges + group * columns(wide);
+FEWBIT_HD inline void store_limits(const GroupLimits& limits, bool fp32_min, int64_t group, uint16_t* ranges) {
+  uint16_t* row = ranges + group * columns(fp32_min);
   const uint32_t minimum = bits_of(limits.minimum);
   row[0] = static_cast<uint16_t>(minimum >> 16);
   row[1] = static_cast<uint16_t>(bits_of(limits.range) >> 16);
-  if (wide) row[2] = static_cast<uint16_t>(minimum);
+  if (fp32_min) row[2] = static_cast<uint16_t>(minimum);
 }
 
 // minimum and range alone.
-FEWBIT_HD inline GroupLimits load_limits(const uint16_t* ranges, bool wide, int64_t group) {
-  const uint16_t* row = ranges + group * columns(wide);
+FEWBIT_HD inline GroupLimits load_limits(const uint16_t* ranges, bool fp32_min, int64_t group) {
+  const uint16_t* row = ranges + group * columns(fp32_min);
   GroupLimits limits;
-  limits.minimum = float_of(static_cast<uint32_t>(row[0]) << 16 | (wide ? row[2] : 0u));
+  limits.minimum = float_of(static_cast<uint32_t>(row[0]) << 16 | (fp32_min ? row[2] : 0u));
   limits.range = float_of(static_cast<uint32_t>(row[1]) << 16);
   limits.scale = 0.0f;
   return limits;

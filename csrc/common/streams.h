@@ -24,7 +24,7 @@ struct Stream {
 struct Streams {
   int64_t features;  // of a sample
   int group_size;
-  bool wide;     // minimums in float32
+  bool fp32_min;     // minimums in float32
   int count;     // streams; some may be empty
   int64_t groups;  // of all streams
   int64_t words;   // of all streams
@@ -45,17 +45,17 @@ FEWBIT_HD constexpr int64_t quotient_up(int64_t a, int64_t b) { return a / b + (
 FEWBIT_HD constexpr bool by_sample(const Streams& streams) { return streams.features >= kLeastFeatures; }
 
 // uint16 columns of the ranges.
-FEWBIT_HD constexpr int columns(bool wide) { return wide ? 3 : 2; }
+FEWBIT_HD constexpr int columns(bool fp32_min) { return fp32_min ? 3 : 2; }
 
 FEWBIT_HD constexpr int64_t elements(const Streams& streams, const Stream& stream) {
   return stream.samples * streams.features;
 }
 
 // None yet. (In place, as CUDA makes them in shared memory.)
-FEWBIT_HD inline void clear(Streams& streams, int64_t features, int group_size, bool wide) {
+FEWBIT_HD inline void clear(Streams& streams, int64_t features, int group_size, bool fp32_min) {
   streams.features = features;
   streams.group_size = group_size;
-  streams.wide = wide;
+  streams.fp32_min = fp32_min;
   streams.count = 0;
   streams.groups = 0;
   streams.words = 0;
@@ -86,17 +86,17 @@ FEWBIT_HD inline void append_mixed(Streams& streams, const int64_t* counts) {
 }
 
 // Of samples that all have one width.
-inline Streams one_stream(int64_t samples, int64_t features, int group_size, bool wide, int bits) {
+inline Streams one_stream(int64_t samples, int64_t features, int group_size, bool fp32_min, int bits) {
   Streams streams;
-  clear(streams, features, group_size, wide);
+  clear(streams, features, group_size, fp32_min);
   append(streams, bits, samples, 0);
   return streams;
 }
 
 // Of samples of several widths.
-inline Streams mixed_streams(const int64_t* counts, int64_t features, int group_size, bool wide) {
+inline Streams mixed_streams(const int64_t* counts, int64_t features, int group_size, bool fp32_min) {
   Streams streams;
-  clear(streams, features, group_size, wide);
+  clear(streams, features, group_size, fp32_min);
   append_mixed(streams, counts);
   return streams;
 }

@@ -242,8 +242,8 @@ void quantize_groups(const Streams& streams, const int64_t* order, const typenam
       }
       spread.least = least < spread.least ? least : spread.least;
       spread.greatest = greatest > spread.greatest ? greatest : spread.greatest;
-      const GroupLimits limits = limits_of(least, greatest, clean, bits, streams.wide);
-      store_limits(limits, streams.wide, cursor.number(), ranges);
+      const GroupLimits limits = limits_of(least, greatest, clean, bits, streams.fp32_min);
+      store_limits(limits, streams.fp32_min, cursor.number(), ranges);
       for (int at = 0; at < group.length; at += kPart) {
         const int m = part_size(group, at);
         uint32_t* direct = writer.direct(m);
@@ -355,7 +355,7 @@ void dequantize_groups(const Streams& streams, const int64_t* order, const uint3
     Cursor cursor(streams, stream, order, begin - stream.first_group, last - stream.first_group);
     for (; cursor.exists(); cursor.advance()) {
       const Group& group = cursor.group();
-      const GroupLimits limits = load_limits(ranges, streams.wide, cursor.number());
+      const GroupLimits limits = load_limits(ranges, streams.fp32_min, cursor.number());
       for (int at = 0; at < group.length; at += kPart) {
         const int m = part_size(group, at), n = blocks_of(m) * kBlock;
         const uint32_t* words =

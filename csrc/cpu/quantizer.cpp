@@ -85,12 +85,12 @@ Unit unit_of_forward(const Streams& streams) {
 
 }  // namespace
 
-StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool wide, int bits,
+StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool fp32_min, int bits,
                         const uint8_t* widths) {
-  if (!widths) return {one_stream(samples, features, group_size, wide, bits), {}};
+  if (!widths) return {one_stream(samples, features, group_size, fp32_min, bits), {}};
   int64_t counts[kMaxBits + 1] = {};
   for (int64_t i = 0; i < samples; ++i) ++counts[widths[i]];
-  StreamPlan plan{mixed_streams(counts, features, group_size, wide),
+  StreamPlan plan{mixed_streams(counts, features, group_size, fp32_min),
                   std::vector<int64_t>(static_cast<size_t>(samples))};
   for (int i = 0; i < plan.streams.count; ++i) counts[plan.streams.of[i].bits] = plan.streams.of[i].first_sample;
   for (int64_t i = 0; i < samples; ++i) plan.order[static_cast<size_t>(counts[widths[i]]++)] = i;
@@ -102,7 +102,7 @@ Extent quantize(const Kernels& kernels, const StreamPlan& plan, const void* x, D
   const Streams& streams = plan.streams;
   if (streams.groups == 0) return {0.0f, 0.0f};
   will_write(packed, streams.words * static_cast<int64_t>(sizeof(uint32_t)));
-  will_write(ranges, streams.groups * columns(streams.wide) * static_cast<int64_t>(sizeof(uint16_t)));
+  will_write(ranges, streams.groups * columns(streams.fp32_min) * static_cast<int64_t>(sizeof(uint16_t)));
   const int shares = threads_for(element_count(streams), threads);
   for (int share = 1; share < shares; ++share) {
     const int64_t group = share_begin(streams.groups, share, shares);
@@ -140,7 +140,7 @@ Extent forward_quantized(const Kernels& kernels, const Streams& streams, const F
   will_write(forward.y, n * item_size(forward.dtype));
   will_write(forward.codes, packed_words(n, forward.table->bits) * word);
   will_write(packed, streams.words * word);
-  will_write(ranges, streams.groups * columns(streams.wide) * static_cast<int64_t>(sizeof(uint16_t)));
+  will_write(ranges, streams.groups * columns(streams.fp32_min) * static_cast<int64_t>(sizeof(uint16_t)));
   const Unit unit = unit_of_forward(streams);
   const int shares = threads_of_forward(streams, threads);
   std::vector<Spread> spreads(static_cast<size_t>(shares), kNothing);

@@ -19,7 +19,7 @@ struct StreamPlan {
 };
 
 // widths: (samples,), each 1 to 8; null: `bits` for all.
-StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool wide, int bits,
+StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool fp32_min, int bits,
                         const uint8_t* widths);
 
 // Least and greatest element; NaN if one is, 0 where there is none.

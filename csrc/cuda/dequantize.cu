@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const Stream& stream = stream_of(streams, number);
     const Group group = group_at(streams, stream, number - stream.first_group);
     const GroupPlace place(streams, stream, order, group);
-    const GroupLimits limits = load_limits(ranges, streams.wide, number);
+    const GroupLimits limits = load_limits(ranges, streams.fp32_min, number);
     const uint32_t* words = packed + stream.first_word;
     const float unit = unit_of(stream.bits);
     for (int begin = 0; begin < group.length; begin += kDrawBlock) {

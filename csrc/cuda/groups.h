@@ -18,7 +18,7 @@ namespace fewbit::cuda {
 // The streams where all samples have one width; else only what does not depend on the widths, and of samples, words and
 // groups those that there are.
 inline Streams uniform_streams(const Quantized& of) {
-  Streams streams = one_stream(of.samples, of.features, of.group_size, of.wide, of.bits);
+  Streams streams = one_stream(of.samples, of.features, of.group_size, of.fp32_min, of.bits);
   if (of.counts) {
     streams.words = of.words;
     streams.groups = of.groups;
@@ -38,7 +38,7 @@ __device__ inline bool fits(const Streams& streams, const Streams& most) {
 __device__ inline void share_streams(Streams& shared, const Streams& uniform, const int64_t* counts) {
   if (threadIdx.x == 0) {
     if (counts) {
-      clear(shared, uniform.features, uniform.group_size, uniform.wide);
+      clear(shared, uniform.features, uniform.group_size, uniform.fp32_min);
       append_mixed(shared, counts);
       if (!fits(shared, uniform)) __trap();
     } else {

@@ -55,7 +55,7 @@ void forward(int function, double p0, double p1, const Table& table, const void*
 struct Quantized {
   int64_t samples, features;
   int group_size;
-  bool wide;
+  bool fp32_min;
   int bits;
   const int64_t* order;
   const int64_t* counts;

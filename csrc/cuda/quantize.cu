@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kThreads, 3)
 
     float values[kPerLane] = {};
     const Extremes extremes = extremes_of<Normalized>(values, x, normalization, place, length, lane);
-    const GroupLimits limits = limits_of(extremes.least, extremes.greatest, true, bits, streams.wide);
-    if (lane == 0) store_limits(limits, streams.wide, number, ranges);
+    const GroupLimits limits = limits_of(extremes.least, extremes.greatest, true, bits, streams.fp32_min);
+    if (lane == 0) store_limits(limits, streams.fp32_min, number, ranges);
 
     const float most = most_of(bits);
     for (int begin = 0; begin < length; begin += kDrawBlock) {
@@ -105,7 +105,7 @@ void quantize(const Quantized& of, const void* x, int dtype, const Normalization
     check(cudaMemsetAsync(packed, 0, static_cast<size_t>(words) * sizeof(uint32_t), on), "clearing packed codes");
   }
   if (of.counts) {
-    const size_t bytes = static_cast<size_t>(groups) * columns(of.wide) * sizeof(uint16_t);
+    const size_t bytes = static_cast<size_t>(groups) * columns(of.fp32_min) * sizeof(uint16_t);
     check(cudaMemsetAsync(ranges, 0, bytes, on), "clearing ranges");
   }
   if (groups <= 0) return;

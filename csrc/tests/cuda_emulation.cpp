@@ -105,10 +105,10 @@ const char* emulated_forward(int function, double p0, double p1, const void* tab
 }
 
 const char* emulated_quantize(const void* x, int dtype, int64_t samples, int64_t features, int group_size, int bits,
-                              const int64_t* order, const int64_t* counts, int wide, const int64_t* seed,
+                              const int64_t* order, const int64_t* counts, int fp32_min, const int64_t* seed,
                               int32_t* packed, int64_t words, uint16_t* ranges, int64_t groups, const float* mean,
                               const float* rstd, int64_t entries, int64_t inner) {
-  const fewbit::cuda::Quantized of{samples, features, group_size, wide != 0, bits, order, counts, words, groups};
+  const fewbit::cuda::Quantized of{samples, features, group_size, fp32_min != 0, bits, order, counts, words, groups};
   const fewbit::Normalization by{mean, rstd, {entries, inner}};
   return guarded([&] { fewbit::cuda::quantize(of, x, dtype, by, seed, packed, ranges, 1, nullptr); });
 }
@@ -121,10 +121,10 @@ const char* emulated_squares(const void* x, int dtype, int64_t samples, int64_t 
 }
 
 const char* emulated_dequantize(const int32_t* packed, int64_t words, const uint16_t* ranges, int64_t groups, int bits,
-                                const int64_t* order, const int64_t* counts, int wide, int64_t samples,
+                                const int64_t* order, const int64_t* counts, int fp32_min, int64_t samples,
                                 int64_t features, int group_size, void* out, int dtype, const float* scale,
                                 const float* shift, int64_t entries, int64_t inner) {
-  const fewbit::cuda::Quantized of{samples, features, group_size, wide != 0, bits, order, counts, words, groups};
+  const fewbit::cuda::Quantized of{samples, features, group_size, fp32_min != 0, bits, order, counts, words, groups};
   const fewbit::Affine by{scale, shift, {entries, inner}};
   return guarded([&] { fewbit::cuda::dequantize(of, packed, ranges, by, out, dtype, 1, nullptr); });
 }

@@ -20,7 +20,7 @@ std::mt19937_64 generator(20250101);
 struct Case {
   int64_t samples, features;
   int group_size;
-  bool wide;
+  bool fp32_min;
   int bits;
   bool mixed;
   bool fused;  // with normalization and, unless mixed, an affine map
@@ -81,11 +81,11 @@ void test_case(const Kernels& kernels, const Case& c) {
   for (int64_t i = 0; i < c.samples; ++i) widths.push_back(c.mixed ? 1 + generator() % 8 : c.bits);
   const uint64_t seed = generator();
 
-  const StreamPlan plan = plan_streams(c.samples, c.features, c.group_size, c.wide, c.bits,
+  const StreamPlan plan = plan_streams(c.samples, c.features, c.group_size, c.fp32_min, c.bits,
                                        c.mixed ? widths.data() : nullptr);
   const Streams& streams = plan.streams;
   Exact<uint32_t> packed(streams.words);
-  Exact<uint16_t> ranges(streams.groups * columns(c.wide));
+  Exact<uint16_t> ranges(streams.groups * columns(c.fp32_min));
   for (int64_t i = 0; i < streams.words; ++i) packed[i] = 0xA5A5A5A5u;
   Vectors statistics(n), map(n);
   Normalization normalization{};
@@ -127,8 +127,8 @@ void test_case(const Kernels& kernels, const Case& c) {
     }
     all_least = std::fmin(all_least, least);
     all_greatest = std::fmax(all_greatest, greatest);
-    const GroupLimits limits = limits_of(least, greatest, clean, stream.bits, c.wide);
-    const GroupLimits stored = load_limits(ranges.data(), c.wide, number);
+    const GroupLimits limits = limits_of(least, greatest, clean, stream.bits, c.fp32_min);
+    const GroupLimits stored = load_limits(ranges.data(), c.fp32_min, number);
     CHECK(equal(limits.minimum, stored.minimum) && equal(limits.range, stored.range));
     CHECK(!clean || (limits.minimum <= least && greatest - limits.minimum <= limits.range));
     for (int i = 0; i < group.length; ++i, ++seen) {
@@ -175,8 +175,8 @@ void test_forward_case(const Kernels& kernels, const Table& table, const Case& c
   for (int64_t i = 0; i < n; ++i) numbers.push_back(N::narrow(normal(generator)));
   if (n > 300) numbers[generator() % n] = N::narrow(generator() % 2 ? NAN : INFINITY);
   Exact<T> x(numbers), y(n), expected_y(n);
-  const StreamPlan plan = plan_streams(c.samples, c.features, c.group_size, c.wide, c.bits, nullptr);
-  const int64_t words = packed_words(n, table.bits), rows = plan.streams.groups * columns(c.wide);
+  const StreamPlan plan = plan_streams(c.samples, c.features, c.group_size, c.fp32_min, c.bits, nullptr);
+  const int64_t words = packed_words(n, table.bits), rows = plan.streams.groups * columns(c.fp32_min);
   Exact<uint32_t> codes(words), expected_codes(words), packed(plan.streams.words), expected(plan.streams.words);
   Exact<uint16_t> ranges(rows), expected_ranges(rows);
   for (int64_t i = 0; i < plan.streams.words; ++i) packed[i] = 0xA5A5A5A5u;

@@ -15,7 +15,7 @@ import torch
 
 from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.quantizers.spec import SavedTensors
+from fewbit.runtime.quantizers.spec import SavedTensors, map_affine
 
 
 class Noise:
@@ -109,12 +109,7 @@ class _Deferred(NamedTuple):
         x, number = tensors
         seed = self.quantizer.noise.seed_of(self.context, number.item())
         values = x.clone() if seed is None else self._rounded(x, seed)
-        scale, shift, _ = affine or (None, None, None)
-        if scale is not None:
-            values.mul_(scale)
-        if shift is not None:
-            values.add_(shift)
-        return values.to(dtype or self.dtype)
+        return map_affine(values, affine).to(dtype or self.dtype)
 
     def _rounded(self, x, seed: int) -> torch.Tensor:
         quantizer = _Seeded(self.quantizer, seed)

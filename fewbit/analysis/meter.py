@@ -28,6 +28,7 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.format.groups import FP32_MIN_COLUMNS
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.interrupts import leaves_nothing, undo_after
+from fewbit.runtime.interop.module_calls import is_compiled
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.saved.context import measuring
 
@@ -229,10 +230,6 @@ def _outside_compiled(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.M
         if is_compiled(module):
             inside.update(id(child) for child in module.modules() if child is not module)
         yield path, module
-
-
-def is_compiled(module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def _origin(tensor) -> str:

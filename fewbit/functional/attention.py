@@ -282,15 +282,16 @@ def _autocast(x) -> torch.dtype | None:
 
 @contextmanager
 def _choosing(x, needs):
-    """Let torch choose the kernel that it chooses if gradients are needed: on CUDA, or for a mask that needs a gradient.
+    """Let torch choose the kernel that it chooses for inputs that need a gradient.
 
-    The graph that torch builds is thrown away.
+    On CUDA the choice depends on that, and on any device if the mask needs a gradient. The graph is never differentiated.
     """
     if torch.compiler.is_compiling() or not (x.is_cuda or any(needs[3:])):
         yield
         return
-    itself = lambda tensor: tensor  # noqa: E731
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(itself, itself):
+    # A hook that returned the tensor itself would make a node hold its own result, a cycle that nothing ever frees.
+    drop = lambda tensor: None  # noqa: E731
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(drop, drop):
         yield
 
 

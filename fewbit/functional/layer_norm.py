@@ -198,7 +198,7 @@ def save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer, chann
     Returns:
         (y, the tensors to save).
     """
-    if preactivation.can_keep(quantizer, x, statistics[1], weight, bias, copies):
+    if preactivation.can_save_fixed_point(quantizer, x, statistics[1], weight, bias, copies):
         mean, rstd, ctx.inner = statistics
         fixed = preactivation.save_fixed_point(
             quantizer, x, y, mean, rstd, ctx.inner, weight, bias, channels

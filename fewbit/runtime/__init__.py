@@ -1,4 +1,4 @@
-"""What is saved between the forward and the backward pass, and how: nothing here knows a layer class or a policy.
+"""Tensors saved between the forward and the backward pass. Nothing here knows a layer class or a policy.
 
 `docs/architecture.md` lists the folders in the order in which they may import each other. This package may import
 `fewbit.functions`, `fewbit.table` and `fewbit.catalog`. It is the lower part of the half of fewbit that needs torch.

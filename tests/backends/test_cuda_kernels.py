@@ -379,7 +379,7 @@ def unbiased_encoding(bits, knots, seed=0):
 def inputs(n, dtype, encoding, seed=0, offset=0):
     """n values, `offset` elements off alignment: random, breaks, their neighbors, and specials."""
     rng = np.random.default_rng(seed)
-    near = encoding.points if encoding.unbiased else encoding.breaks32
+    near = encoding.draw.points if encoding.unbiased else encoding.breaks32
     special = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1e-45, -1e-45, 1e-39, 6e-8, -6e-8]
     special += [3.4e38, -3.4e38, 65504.0, -65504.0]
     pool = torch.tensor(

@@ -1,6 +1,8 @@
 """The structure that docs/architecture.md describes: who may import whom, and what stays lazy."""
 
 import ast
+import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,22 +11,22 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "fewbit"
 
-# A module imports only from the layers above its own (or its own). Lazy imports count as well. A folder without an entry
-# belongs to the layer of the folder that it is in.
-LAYERS = [
-    {"_version", "errors", "text", "files", "sizes", "config"},
-    {"functions"},
-    {"schema"},
-    {"render"},
-    {"table", "catalog", "solver"},
-    {"runtime"},
-    {"functional"},
-    {"nn"},
-    {"models"},
-    {"convert", "policies", "analysis", "compress", "planning"},
-    {"demo"},
-    {"cli"},
-]
+
+def orders():
+    """Return the rows of the two tables of docs/architecture.md, {name: row}: those of packages, and of runtime's folders."""
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    found, last = [], ""
+    for line in text.splitlines():
+        if line.startswith("| `") and last.startswith("|---"):
+            found.append({})
+        if line.startswith("| `"):
+            names = re.findall(r"`(\w+)/?`", line.split("|")[1])
+            found[-1] |= dict.fromkeys(names, len(set(found[-1].values())))
+        last = line
+    return found
+
+
+PACKAGES, RUNTIME = orders()
 # The torch half; all else works where torch is not installed.
 TORCH = {
     "runtime", "functional", "nn", "models", "convert", "policies", "analysis", "compress", "planning", "demo",
@@ -32,30 +34,34 @@ TORCH = {
 NO_TORCH_YET = {
     "runtime/format/encoding.py"
 }  # what a table is at run time, for those who have no torch
-DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 MOST_FILES = 15
 """The largest number of Python files in a folder."""
 FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path):
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in FILES}
 
 
 def layer_of(path):
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
-def imported(path):
-    """Names of the modules of this package that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported(nodes):
+    """Yield the modules of this package that these nodes of a syntax tree import."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = [node.module]
-            if node.module == "fewbit":
-                names = [f"fewbit.{alias.name}" for alias in node.names]
+            members = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [member if member in MODULES else node.module for member in members]
         else:
             continue
-        for name in names:
-            if name.startswith("fewbit."):
-                yield name.split(".")[1]
+        yield from (name for name in names if name.split(".")[0] == "fewbit")
 
 
 def test_folders_are_small():
@@ -67,16 +73,30 @@ def test_folders_are_small():
 
 def test_every_module_has_a_layer():
     named = {layer_of(path) for path in FILES} - {"__init__", "__main__"}
-    assert named == set(DEPTH)
+    assert named == set(PACKAGES)
+    assert {path.name for path in (PACKAGE / "runtime").iterdir() if path.is_dir()} >= set(RUNTIME)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_point_upwards(path):
-    if layer_of(path) in {"__init__", "__main__"}:
-        return
-    for name in imported(path):
-        if name in DEPTH:
-            assert DEPTH[name] <= DEPTH[layer_of(path)], f"{path.name} imports {name}"
+def place(module):
+    """Return the place of a module in the order of imports: the rows of its package and, in runtime, of its folder."""
+    _, package, *inner = module.split(".")
+    return PACKAGES[package], RUNTIME[inner[0]] if package == "runtime" and inner else -1
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"fewbit", "fewbit.__main__"}))
+def test_imports_point_upwards(module):
+    """Lazy imports count as well."""
+    for name in imported(ast.walk(ast.parse(MODULES[module].read_text()))):
+        assert name == "fewbit" or place(name) <= place(module), f"{module} imports {name}"
+
+
+def test_no_circle_of_imports():
+    """Between modules, as they are loaded; imports inside functions do not count."""
+    graph = {}
+    for name, path in MODULES.items():
+        top = imported(ast.parse(path.read_text()).body)
+        graph[name] = {other for other in top if other != name}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

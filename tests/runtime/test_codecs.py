@@ -19,6 +19,7 @@ from fewbit.runtime.codecs.jpeg import _coefficients
 from fewbit.runtime.codecs.payload import Exact
 from fewbit.runtime.codecs.quant import ByChannel, widths_for
 from fewbit.runtime.codecs.zero_value import Sparse
+from fewbit.runtime.quantizers.codec import CodecSpec
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors
 
 try:
@@ -437,14 +438,16 @@ def test_streams_come_back(data):
 
 
 @names
-def test_payloads_are_what_layers_keep(name):
-    """Kept(*payload): restored in another dtype, and with an affine map."""
+def test_layers_dequantize_payloads(name):
+    """`CodecSpec` dequantizes them in another dtype, and with an affine map."""
     x = activations()
-    kept = SavedTensors(*codec(name).compress(x, 1e-2))
-    values = codec(name).decompress(kept)
+    payload = codec(name).compress(x, 1e-2)
+    values = codec(name).decompress(SavedTensors(*payload))
+    place = QuantizedTensorSpec(8, 256, tuple(x.shape), x.stride(), x.dtype)
+    spec = CodecSpec(payload.spec, place)
     scale, shift = torch.full((5, 1, 1), 2.0), torch.ones(5, 1, 1)
-    assert torch.equal(kept.spec.dequantize(kept.tensors, torch.float64), values.double())
-    mapped = kept.spec.dequantize(kept.tensors, None, (scale, shift, 12 * 9))
+    assert torch.equal(spec.dequantize(payload.tensors, torch.float64), values.double())
+    mapped = spec.dequantize(payload.tensors, None, (scale, shift, 12 * 9))
     assert torch.allclose(mapped, values * 2 + 1, atol=1e-6)
 
 

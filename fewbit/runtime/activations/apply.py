@@ -21,13 +21,21 @@ _ANY_VIEW = torch._C._autograd.CreationMeta.DEFAULT
 
 
 def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inplace: bool = False):
-    """f(x), differentiable once, with `Encoding.parse(encoding)` in place of f'.
+    """Return f(x), differentiable once, with a table in place of f'.
 
-    x: floating, any shape and strides. function: a name of `fewbit.functions`; parameters in its order.
-    Where no gradient is needed torch's own function runs and nothing is kept; so it does for nested and sparse
-    tensors. Raises InputError for a
-    dtype that is not float32, float64, float16 or bfloat16, and for an in-place call that torch or the
-    packed codes do not allow; GradientError where a second or a forward-mode derivative is asked for.
+    If no gradient is needed, and for nested and sparse tensors, torch's own function runs and fewbit saves nothing.
+
+    Args:
+        x: a floating tensor of any shape and strides.
+        function: the name of f in `fewbit.functions`.
+        parameters: of f, in the order of `fewbit.functions`.
+        encoding: the text of the table's encoding, see `Encoding.parse`.
+        inplace: whether to write f(x) to x.
+
+    Raises:
+        InputError: the dtype is not float32, float64, float16 or bfloat16, or torch or the packed codes do not allow the
+            in-place call.
+        GradientError: a second or a forward-mode derivative is computed.
     """
     if not needs_grad(x) or not _is_strided(x):
         return torchs_own(x, function, parameters, inplace)
@@ -55,20 +63,26 @@ def _is_strided(x) -> bool:
 
 
 def takes(x) -> bool:
-    """Whether `apply` has a few-bit derivative for x, a tensor or not."""
+    """Return whether x is a tensor for which `apply` has a few-bit derivative."""
     return isinstance(x, torch.Tensor) and x.dtype in FLOATING
 
 
 def torchs_own(x: torch.Tensor, function: str, parameters: tuple, inplace: bool = False):
-    """f(x) by torch, with torch's derivative. Takes what `apply` takes."""
+    """Return f(x), computed and differentiated by torch. The arguments are those of `apply`."""
     with bypass():
         return (IN_PLACE if inplace else FORWARD)[function](x, *parameters)
 
 
 def apply_callable(x: torch.Tensor, function, encoding: str):
-    """The same for any callable on tensors: its own forward, then the codes of x.
+    """Return function(x), differentiable once, with a table in place of the callable's derivative.
 
-    Raises FunctionError if the callable's result needs a gradient of something other than x, which it would not get.
+    Args:
+        x: a floating tensor of any shape and strides.
+        function: a callable on tensors.
+        encoding: as for `apply`.
+
+    Raises:
+        FunctionError: the callable's result needs a gradient of something other than x, which it would not get.
     """
     if not needs_grad(x) or not _is_strided(x):
         return function(x)
@@ -91,15 +105,15 @@ def _forward(function, parameters):
 
 
 def needs_grad(x) -> bool:
-    """Whether a gradient with respect to x may be asked for, at any level of torch.func's transforms.
+    """Return whether x may get a gradient, at any level of torch.func's transforms.
 
-    torch.jit.trace is to see torch's own function, as torch.export does: ours could not be saved.
+    torch.jit.trace sees torch's own function, as torch.export does, since a trace with fewbit's could not be saved.
     """
     if not torch.is_grad_enabled() or torch.jit.is_tracing():
         return False
     if x.requires_grad or torch.compiler.is_compiling():
         return x.requires_grad
-    # A batched tensor does not tell that what it wraps is being differentiated.
+    # A batched tensor does not show that the tensor which it wraps is being differentiated.
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
         if x.requires_grad:
@@ -108,14 +122,15 @@ def needs_grad(x) -> bool:
 
 
 def seed_for(x, encoding: str):
-    """A fresh seed if the encoding draws its codes. (A look at the text, which a compiler can trace.)"""
+    """Return a new seed if the encoding draws codes at random, else None."""
+    # A compiler can trace a search in the text, but not the parsing of it.
     return library.new_seed(x) if '"knots"' in encoding else None
 
 
 def check_transforms(x) -> None:
-    """GradientError if a transform of torch.func around this call differentiates it a second time.
+    """Raise GradientError if a transform of torch.func differentiates x a second time, or in forward mode.
 
-    Codes are integers, so a second derivative would come out as zero without a word.
+    Codes are integers, so a second derivative would silently be zero.
     """
     if torch.compiler.is_compiling():
         return
@@ -124,7 +139,8 @@ def check_transforms(x) -> None:
     if torch._C._functorch.maybe_current_level() is None:
         return
     transforms = torch._C._functorch.TransformType
-    kinds = [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    kinds = [interpreter.key() for interpreter in stack]
     inner = x
     while torch._C._functorch.is_functorch_wrapped_tensor(inner):
         inner = torch._C._functorch.get_unwrapped(inner)
@@ -142,14 +158,14 @@ def _check_input(x, function: str) -> None:
 
 
 def _autocast(x, function: str):
-    """x as torch's autocast would pass it to this function."""
+    """Return x as torch's autocast would pass it to this function."""
     device = x.device.type
     float32 = function in AUTOCAST_FLOAT32.get(device, ()) and torch.is_autocast_enabled(device)
     return x.to(torch.float32) if float32 and x.dtype.itemsize == 2 else x
 
 
 def check_inplace(x, function: str, plain: bool) -> None:
-    """Everything that makes writing to x wrong, found before anything is written."""
+    """Raise InputError if f(x) may not be written to x, before anything is written. plain: whether x `is_plain`."""
     view = plain and x._is_view()
     if x.is_leaf or (view and x._base.is_leaf):
         raise InputError(

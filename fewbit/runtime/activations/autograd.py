@@ -1,8 +1,8 @@
 """autograd Functions around the implementations of `ops`.
 
-`Activation` is the eager path of named functions: fused kernels, and no dispatcher, whose cost for an op
-written in Python is twice that of torch's own activation on a small tensor. `Traceable` is for callables,
-and for all functions where the compiler or `torch.func` has to follow.
+`Activation` runs named functions in eager mode. It calls fused kernels without the dispatcher, which for an op written in
+Python costs twice as much as torch's own activation of a small tensor. `Traceable` runs callables, and any function that a
+compiler or `torch.func` traces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fewbit.runtime.saved.single_backward import graph_anchors
 
 
 class Activation(Function):
-    """f(x) with the packed codes of x kept for the backward pass, and nothing else."""
+    """f(x), for which only the packed codes of x are saved."""
 
     @staticmethod
     def forward(ctx, x, function, parameters, encoding, inplace):
@@ -59,20 +59,20 @@ class Activation(Function):
 
     @classmethod
     def of_plain(cls, *arguments):
-        """`apply` for a plain tensor: Function's own spends a third of its time on torch.func's wrappers."""
+        """Apply the Function to a plain tensor. Function.apply would spend a third of its time on wrappers for torch.func."""
         return super(Function, cls).apply(*arguments)
 
 
 def _in_context(context, x, *arguments):
-    """f(x) and packed codes; if a layer will keep f(x), its copy is made in the same pass."""
+    """Return f(x) and packed codes. If a layer is going to save f(x), the layer's copy is made in the same pass."""
     quantizer = context.cache.consumer_quantizer(x) if x.is_contiguous() else None
     made = quantizer and activation_ops.activation_quantized(x, *arguments, quantizer)
     if not made:
         y, packed = activation_ops.activation(x, *arguments, False)
         context.cache.record_output(x, y)
         return y, packed
-    y, packed, kept = made
-    context.cache.record_output(x, y, quantizer, kept)
+    y, packed, saved = made
+    context.cache.record_output(x, y, quantizer, saved)
     return y, packed
 
 
@@ -83,8 +83,8 @@ class Traceable(Function):
 
     @staticmethod
     def forward(x, function, encoding, seed):
-        # The product makes the forward's result depend on the codes; else the compiler's partitioner
-        # takes them for a matter of the backward pass, and would keep x to make them there.
+        # The product makes f(x) depend on the codes. Otherwise the compiler's partitioner would save x and make the codes in
+        # the backward pass.
         packed, one = activation_ops.encode_kept_op(x, encoding, layout.dense_stride(x), seed)
         return function(x) * one, packed
 
@@ -103,7 +103,7 @@ class Traceable(Function):
 
 
 def _product(ctx, grad, packed, encoding):
-    """lut[code] * grad, through the op; whoever differentiates it is told."""
+    """Return lut[code] * grad by the op, tied to the graph so that differentiating it raises GradientError."""
     if torch.compiler.is_compiling():
         return activation_ops.decode_mul_op(grad, packed, encoding, ctx.stride)
     anchors = graph_anchors(ctx) if torch.is_grad_enabled() else ()
@@ -111,7 +111,7 @@ def _product(ctx, grad, packed, encoding):
 
 
 class Product(Function):
-    """lut[code] * grad, whose derivative is refused. (An op's own autograd does not work in torch.func.)"""
+    """lut[code] * grad, whose backward raises GradientError. An op's own autograd does not work in torch.func."""
 
     generate_vmap_rule = True
 

@@ -64,7 +64,7 @@ def is_same(before: State | None, now: State | None) -> bool:
 
 
 def contents(function: types.FunctionType) -> list:
-    """Return what a function encloses; None for a variable that has no value yet."""
+    """Return the values of the variables that a function encloses; None for a variable that has no value yet."""
     return [_content(cell) for cell in function.__closure__ or ()]
 
 
@@ -84,8 +84,8 @@ def _visit(value, parts: State, visited: set) -> None:
     if id(value) in visited:
         return
     visited.add(id(value))
-    for each in _inside(value, parts):
-        _visit(each, parts, visited)
+    for inner in _inside(value, parts):
+        _visit(inner, parts, visited)
 
 
 def _inside(value, parts: State):
@@ -148,7 +148,7 @@ def _object(value, parts):
     attributes = vars(value)
     if isinstance(value, torch.nn.Module):
         skipped = _attributes_of_modules()
-        attributes = {name: each for name, each in attributes.items() if name not in skipped}
+        attributes = {name: part for name, part in attributes.items() if name not in skipped}
     method = getattr(kind, "forward" if isinstance(value, torch.nn.Module) else "__call__", None)
     return attributes, method
 
@@ -160,5 +160,5 @@ def _is_transparent(kind: type) -> bool:
 
 @functools.cache
 def _attributes_of_modules() -> set[str]:
-    """Return the attributes of every module that are no matter of its values: hooks and flags of torch's."""
+    """Return the names of attributes of every module that do not affect its values: torch's hooks and flags."""
     return set(vars(torch.nn.Module())) - _OF_MODULES

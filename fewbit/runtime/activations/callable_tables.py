@@ -29,9 +29,17 @@ def callable_encoding_text(
 ) -> str:
     """Return the text of the encoding for a callable on tensors of that device and dtype.
 
-    If is_plain, `apply_callable` refuses a callable that needs a gradient, by the result of the forward. Otherwise (while
-    compiling, in transforms, with fake tensors) the callable is evaluated here in every call. While a CUDA graph is
-    captured, values cannot be compared; the existing table is used.
+    While a CUDA graph is captured, values cannot be compared, and the existing table is used.
+
+    Args:
+        function: the callable.
+        bits: 1 to 8, for a table that is solved.
+        table: the user's table, or None.
+        device: of the tensors.
+        dtype: of the tensors.
+        is_plain: whether the callable's input `is_plain`. If so, `apply_callable` checks the result of the forward for a
+            gradient. Otherwise (while compiling, in transforms, with fake tensors) the callable is evaluated and checked
+            here in every call.
     """
     if table is not None:
         if not is_plain:
@@ -116,9 +124,12 @@ def _remember(key, solved: _Solved) -> None:
 
 
 def _probe(function, device, dtype) -> torch.Tensor:
-    """Return function at 64 numbers between -10 and 10. FunctionError if a parameter of the callable needs a gradient.
+    """Return the callable's values at 64 numbers between -10 and 10.
 
     Autocast is off, so that values in and outside of autocast can be compared.
+
+    Raises:
+        FunctionError: a parameter of the callable needs a gradient.
     """
     points = torch.linspace(-9.7, 9.9, _POINTS, dtype=dtype, device=device)
     with torch.enable_grad(), bypass(), _without_autocast(device.type):

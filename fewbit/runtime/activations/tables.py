@@ -1,4 +1,4 @@
-"""Which table a layer uses: the one it was given, or the default for its function and bits."""
+"""The table of an activation: the one that the user gave, or the default for its function and bits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.table import Table, describe, describe_function
 
 DEFAULT = {"weight": "uniform", "objective": "mse", "tails": "free", "form": "levels"}
-"""How default tables are designed (docs/decisions/0005)."""
+"""The design of default tables (docs/decisions/0005)."""
 
 
 @constant
 def encoding_text(function: str, parameters: tuple, bits: int, table: Table | None = None) -> str:
-    """The text of the encoding for a named function; parameters in the order of `fewbit.functions`.
+    """Return the text of the encoding for a named function.
 
-    Raises FunctionError, SolveError or TableError, one line each, if there is no such table.
+    Args:
+        function: a name of `fewbit.functions`.
+        parameters: of the function, in the order of `fewbit.functions`.
+        bits: 1 to 8, for the default table.
+        table: the user's table, or None.
+
+    Raises:
+        FunctionError, SolveError, TableError: there is no such table; the message has one line.
     """
     check_choice(bits, table)
     if table is None:
@@ -66,7 +73,7 @@ def text_of(table) -> str:
 
 
 def check_choice(bits, table) -> None:
-    """Raises InputError or TableError if `bits` is not a whole number from 1 to 8, or `table` no table."""
+    """Raise InputError unless `bits` is a whole number from 1 to 8, and TableError unless `table` is a table or None."""
     check_bits(bits)
     if table is not None and not isinstance(table, Table):
         raise TableError(

@@ -1,6 +1,7 @@
-"""Which backend serves a device. Nothing here is configured: the best one that works is taken.
+"""Backends: the kernels of a device, compiled or in plain torch. The best backend that works is chosen for each device.
 
-A backend has pack, unpack, encode, decode_mul and forward, with the signatures of `reference`.
+A backend has the functions of `reference`, with the same signatures. This folder may import `runtime.format` and
+`runtime.interop`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _chosen: dict[torch.device, object] = {}
 
 
 def of(tensor: torch.Tensor):
-    """The backend of the tensor's device: compiled kernels, or the reference backend and one warning."""
+    """Return the backend of the tensor's device: the compiled kernels, or the reference backend after one warning."""
     device = tensor.device
     backend = _chosen.get(device)
     if backend is None:

@@ -17,18 +17,23 @@ from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
-# Longer tables than this do not fit the constants of a CUDA kernel; strange user functions have them.
+# Longer tables, which only unusual functions of a user have, do not fit the parameters of a CUDA kernel.
 _MOST_BREAKS = 2048
 _MOST_POINTS = 1800
 
 
 class Kernels:
-    """One set of kernels; `where(tensor)` gives the trailing arguments that say where to run.
+    """The compiled kernels of one device type, with the signatures of `reference`.
 
-    Tensors are passed as buffers (`_buffer`). A kernel raises ValueError if a buffer does not fit what the kernel reads or writes.
+    Tensors are passed as buffers, see `_buffer`. A kernel raises ValueError if a buffer has not the size that the kernel
+    reads or writes.
 
-    streams(widths) gives tensors to keep alive during a call of the group quantizer, and the arguments that
-    say which samples have which width.
+    Args:
+        kernels: the object from the extension module.
+        where: where(tensor) returns the last arguments of each call, which say where to run.
+        streams: streams(widths) returns tensors to keep alive during a call of the group quantizer, and the arguments
+            that say which samples have which width.
+        name: of the kernels.
     """
 
     def __init__(self, kernels, where, streams, name):
@@ -38,19 +43,19 @@ class Kernels:
         self.name = name
 
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
-        """codes: (n,) uint8, contiguous. Returns packed int32 words."""
+        """See `reference.pack`."""
         packed = _packed(codes.numel(), bits, codes.device)
         self._kernels.pack(_buffer(codes), bits, _buffer(packed), *self._where(codes))
         return packed
 
     def unpack(self, packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
-        """The n codes of packed, uint8."""
+        """See `reference.unpack`."""
         codes = torch.empty(n, dtype=torch.uint8, device=packed.device)
         self._kernels.unpack(_buffer(packed), bits, _buffer(codes), *self._where(packed))
         return codes
 
     def encode(self, x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None):
-        """The packed codes of a dense x."""
+        """See `reference.encode`."""
         table = _table(encoding)
         if table is None:
             return reference.encode(x, encoding, seed)
@@ -59,7 +64,7 @@ class Kernels:
             table,
             _buffer(x),
             _buffer(packed),
-            None if seed is None else _buffer(seed),
+            _optional(seed),
             *self._where(x),
         )
         return packed
@@ -67,7 +72,7 @@ class Kernels:
     def decode_mul(
         self, grad: torch.Tensor, packed: torch.Tensor, encoding: Encoding, out: torch.Tensor
     ) -> None:
-        """out = lut[code] * grad in storage order; grad laid out as out, or a broadcast scalar."""
+        """See `reference.decode_mul`."""
         table = _table(encoding)
         if table is None:
             return reference.decode_mul(grad, packed, encoding, out)
@@ -80,25 +85,29 @@ class Kernels:
         )
 
     def forward(self, x, name, parameters, encoding, seed, out):
-        """f(x) into `out` (laid out as the dense x; x itself will do), and the packed codes.
+        """Compute f(x) and the codes of x in one pass over memory.
 
-        None, with nothing done, if this function or dtype has no fused kernel.
+        Args:
+            x: a dense tensor.
+            name: of f in `fewbit.functions`.
+            parameters: of f, in the order of `fewbit.functions`.
+            encoding: of the codes.
+            seed: (1,) int64 if the encoding is unbiased, else None.
+            out: the tensor for f(x), with the strides of x; may be x itself.
+
+        Returns:
+            The packed codes. None, with nothing done, if this function or dtype has no fused kernel.
         """
-        number = _NUMBERS.get(name)
-        table = _table(encoding)
-        if number is None or table is None or x.dtype == torch.float64:
+        function = _fused(x, name, parameters, encoding)
+        if function is None:
             return None
-        p0, p1 = (*parameters, 0.0, 0.0)[:2] if parameters else (0.0, 0.0)
         packed = _packed(x.numel(), encoding.bits, x.device)
         self._kernels.forward(
-            number,
-            p0,
-            p1,
-            table,
+            *function,
             _buffer(x),
             _buffer(out),
             _buffer(packed),
-            None if seed is None else _buffer(seed),
+            _optional(seed),
             *self._where(x),
         )
         return packed
@@ -116,30 +125,39 @@ class Kernels:
         group_size,
         fp32_min=False,
     ):
-        """`forward` of an x with samples outermost, and `quantize` of `out` with qseed, in one pass over memory.
+        """Compute `forward` and quantize f(x) in one pass over memory.
 
-        Returns packed codes and (packed, ranges, spread), the same as of the two. None, with nothing done, where
-        there is no fused kernel, on CUDA, or where groups do not lie so that threads can share the work.
+        Args:
+            x: a tensor with samples outermost.
+            name: as for `forward`.
+            parameters: as for `forward`.
+            encoding: as for `forward`.
+            seed: as for `forward`.
+            out: as for `forward`.
+            qseed: the seed for `quantize`.
+            bits: as for `quantize`.
+            group_size: as for `quantize`.
+            fp32_min: as for `quantize`.
+
+        Returns:
+            The packed codes, and (packed, ranges, spread) of `quantize`. None, with nothing done, if there is no fused
+            kernel, as on CUDA, or if threads cannot share the groups.
         """
-        number, table = _NUMBERS.get(name), _table(encoding)
-        if x.device.type != "cpu" or number is None or table is None or x.dtype == torch.float64:
+        function = _fused(x, name, parameters, encoding)
+        if x.device.type != "cpu" or function is None:
             return None
-        p0, p1 = (*parameters, 0.0, 0.0)[:2] if parameters else (0.0, 0.0)
         samples, features = groups.samples_of(x.shape)
         codes = _packed(x.numel(), encoding.bits, x.device)
         packed = _packed(x.numel(), bits, x.device)
         ranges = _ranges(groups.group_count(samples, features, group_size), fp32_min, x.device)
         spread = self._kernels.forward_quantized(
-            number,
-            p0,
-            p1,
-            table,
+            *function,
             _buffer(x),
             samples,
             features,
             _buffer(out),
             _buffer(codes),
-            None if seed is None else _buffer(seed),
+            _optional(seed),
             group_size,
             bits,
             fp32_min,
@@ -153,7 +171,7 @@ class Kernels:
     def quantize(
         self, x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None
     ):
-        """As `reference.quantize`; the spread as Python floats, (None, None) on CUDA."""
+        """See `reference.quantize`. The spread is two Python floats, or (None, None) on CUDA."""
         samples, features = groups.samples_of(x.shape)
         if widths is None:
             words = packed_words(x.numel(), bits)
@@ -162,13 +180,13 @@ class Kernels:
             rows = groups.most_groups(samples, features, group_size)
         packed = torch.empty(words, dtype=torch.int32, device=x.device)
         ranges = _ranges(rows, fp32_min, x.device)
-        kept, streams = self._streams(widths)
+        _alive, streams = self._streams(widths)
         spread = self._kernels.quantize(
             _buffer(x),
             samples,
             features,
             group_size,
-            1 if widths is not None else bits,  # where it says nothing it need not be valid
+            1 if widths is not None else bits,  # bits are not valid beside widths
             *streams,
             fp32_min,
             _buffer(seed),
@@ -180,7 +198,7 @@ class Kernels:
         return packed, ranges, spread or (None, None)
 
     def squares(self, x, group_size, normalize=None):
-        """As `reference.squares`."""
+        """See `reference.squares`."""
         samples, features = groups.samples_of(x.shape)
         if features < groups.LEAST_FEATURES:
             return reference.squares(x, group_size, normalize)
@@ -198,13 +216,13 @@ class Kernels:
         return out.view(samples, count // max(samples, 1)).sum(1)
 
     def dequantize(self, packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
-        """As `reference.dequantize`."""
+        """See `reference.dequantize`."""
         samples, features = groups.samples_of(out.shape)
-        kept, streams = self._streams(widths)
+        _alive, streams = self._streams(widths)
         self._kernels.dequantize(
             _buffer(packed),
             _buffer(ranges),
-            1 if widths is not None else bits,  # where it says nothing it need not be valid
+            1 if widths is not None else bits,  # bits are not valid beside widths
             *streams,
             ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,),
             samples,
@@ -216,7 +234,7 @@ class Kernels:
         )
 
     def grid_fixed(self, gamma, beta, bits):
-        """As `reference.grid_fixed`."""
+        """See `reference.grid_fixed`."""
         if gamma.dtype != torch.float32:
             return reference.grid_fixed(gamma, beta, bits)
         n = len(gamma)
@@ -226,7 +244,7 @@ class Kernels:
         return grid
 
     def encode_fixed(self, x, y, grid, bits, inner, normalize=None):
-        """As `reference.encode_fixed`."""
+        """See `reference.encode_fixed`."""
         packed = _packed(x.numel(), bits, x.device)
         self._kernels.encode_fixed(
             _buffer(x),
@@ -241,7 +259,7 @@ class Kernels:
         return packed
 
     def decode_fixed(self, packed, grid, bits, inner, out, slope=None, scale=None) -> None:
-        """As `reference.decode_fixed`."""
+        """See `reference.decode_fixed`."""
         self._kernels.decode_fixed(
             _buffer(packed),
             _buffer(grid),
@@ -255,7 +273,7 @@ class Kernels:
         )
 
     def mask_fixed(self, grad, packed, grid, bits, inner, slope, out) -> None:
-        """As `reference.mask_fixed`."""
+        """See `reference.mask_fixed`."""
         self._kernels.mask_fixed(
             _buffer(grad),
             _buffer(packed),
@@ -275,6 +293,11 @@ def _buffer(tensor):
     return tensor.data_ptr(), tensor.numel(), _DTYPES.get(tensor.dtype, -1), tensor.get_device()
 
 
+def _optional(tensor):
+    """Return the buffer of a tensor, or None for None."""
+    return None if tensor is None else _buffer(tensor)
+
+
 def _element(tensor, like):
     """Return the buffer of one element, for an expanded tensor. ValueError unless the tensor has as many elements as `like`."""
     if tensor.numel() != like.numel():
@@ -283,16 +306,24 @@ def _element(tensor, like):
 
 
 def _vectors(given, n):
-    """The trailing arguments for `normalize` or `affine` of n elements."""
+    """Return the last arguments of a kernel, for `normalize` or `affine` of n elements."""
     if given is None:
         return ()
     *vectors, inner = given
     check_vectors(vectors, inner, n)
-    return *(None if each is None else _buffer(each) for each in vectors), inner
+    return *map(_optional, vectors), inner
+
+
+def _fused(x, name, parameters, encoding):
+    """Return the arguments (function number, parameters, table) of a fused kernel, or None if there is none for x."""
+    number, table = _NUMBERS.get(name), _table(encoding)
+    if number is None or table is None or x.dtype == torch.float64:
+        return None
+    return number, *(*parameters, 0.0, 0.0)[:2], table
 
 
 def _table(encoding: Encoding):
-    """The kernels' copy of the constants, kept with the encoding; None for a table they do not take."""
+    """Return the kernels' copy of the constants, which the encoding holds; None for a table that kernels do not take."""
     try:
         return encoding.native
     except AttributeError:
@@ -303,7 +334,7 @@ def _table(encoding: Encoding):
 def _native_table(encoding: Encoding):
     if len(encoding.breaks64) > _MOST_BREAKS:
         return None
-    if encoding.unbiased and len(encoding.points) > _MOST_POINTS:
+    if encoding.unbiased and len(encoding.draw.points) > _MOST_POINTS:
         return None
     return _kernels.Table(
         encoding.bits,
@@ -314,12 +345,7 @@ def _native_table(encoding: Encoding):
         encoding.flips64,
         encoding.lut32,
         encoding.lut64,
-        points=encoding.points,
-        origins=encoding.origins,
-        values=encoding.values,
-        slopes=encoding.slopes,
-        levels=encoding.levels32,
-        inverse_gaps=encoding.inverse_gaps,
+        **(encoding.draw._asdict() if encoding.unbiased else {}),
     )
 
 
@@ -354,15 +380,15 @@ def _asked_isa() -> str | None:
 
 
 def _widths(widths):
-    """The widths as the CPU's kernels take them: a byte a sample."""
+    """Return the widths as the CPU's kernels take them: one byte for each sample."""
     if widths is None:
         return None, (None,)
-    kept = widths.contiguous()
-    return kept, (_buffer(kept),)
+    widths = widths.contiguous()
+    return widths, (_buffer(widths),)
 
 
 def cuda() -> Kernels:
-    """The CUDA kernels; they run on the tensor's device and torch's current stream."""
+    """Return the CUDA kernels, which run on the tensor's device and torch's current stream."""
 
     def where(tensor):
         index = tensor.device.index
@@ -372,17 +398,17 @@ def cuda() -> Kernels:
 
 
 def _order(widths):
-    """The widths as the CUDA kernels take them: samples in the order of streams, and how many have each width."""
+    """Return the widths as the CUDA kernels take them: samples in the order of streams, and their number for each width."""
     if widths is None:
         return None, (None, None)
     order = torch.argsort(widths, stable=True)
-    each = torch.arange(9, dtype=widths.dtype, device=widths.device)
-    counts = (widths[None, :] == each[:, None]).sum(1)
+    possible = torch.arange(9, dtype=widths.dtype, device=widths.device)
+    counts = (widths[None, :] == possible[:, None]).sum(1)
     return (order, counts), (_buffer(order), _buffer(counts))
 
 
 def cuda_unusable(device: torch.device) -> str:
-    """Why the CUDA kernels cannot run on that device; empty if they can."""
+    """Return the reason why the CUDA kernels cannot run on that device; empty if they can."""
     if _kernels.cuda is None:
         return "fewbit was built without CUDA"
     usable, reason = _kernels.cuda.available(device.index)

@@ -1,6 +1,6 @@
 """The reference backend: plain torch, any device, and the oracle of every other backend.
 
-Inputs are dense (see layout). Every function here follows docs/table_schema.md to the letter.
+Inputs are dense, see `runtime.format.layout`. Every function here follows docs/table_schema.md to the letter.
 """
 
 from __future__ import annotations
@@ -37,17 +37,21 @@ __all__ = [
 
 
 def forward(*_) -> None:
-    """Nothing is fused here: the runtime calls torch's own function, then encode."""
-    return None
+    """Do nothing: there is no fused kernel here, so the runtime calls torch's function and `encode`."""
 
 
 def forward_quantized(*_) -> None:
-    """Nor here."""
-    return None
+    """Do nothing, see `forward`."""
 
 
 def encode(x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None) -> torch.Tensor:
-    """The packed codes of a dense x of any floating dtype; seed: one int64, for unbiased tables."""
+    """Return the packed codes of x.
+
+    Args:
+        x: a dense tensor of a floating dtype.
+        encoding: of the codes.
+        seed: (1,) int64 if the encoding is unbiased, else None.
+    """
     entry = Entry("encode", x)
     entry.check_numbers("x", x)
     entry.check_seed(seed, encoding.unbiased)
@@ -59,9 +63,13 @@ def encode(x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None) -> to
 def decode_mul(
     grad: torch.Tensor, packed: torch.Tensor, encoding: Encoding, out: torch.Tensor
 ) -> None:
-    """out = lut[code] * grad, in storage order.
+    """Write lut[code] * grad, rounded once, into `out`.
 
-    grad: laid out as the dense `out`, or a broadcast scalar; one rounding to its dtype, which is out's.
+    Args:
+        grad: a gradient with the dtype and strides of `out`, or a broadcast scalar.
+        packed: packed codes.
+        encoding: of the codes.
+        out: a dense tensor.
     """
     n = out.numel()
     entry = Entry("decode_mul", grad)
@@ -70,15 +78,14 @@ def decode_mul(
     entry.check("grad", grad, n, out.dtype)
     entry.check_packed(packed, n, encoding.bits)
     flat = storage_order(grad)
-    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    lut = encoding.lut64 if wide == torch.float64 else encoding.lut32
+    lut = _constant(encoding.lut64 if grad.dtype == torch.float64 else encoding.lut32, grad.device)
     codes = unpack(packed, encoding.bits, n).to(torch.int64)
-    product = _constant(lut, grad.device)[codes] * flat.to(wide)
+    product = lut[codes] * flat.to(lut.dtype)
     storage_order(out).copy_(product.to(grad.dtype))
 
 
 def _located(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """codes of flat: the initial code with the flips of all breaks below x."""
+    """Return the codes of flat: the initial code with the flips of all breaks below the element."""
     if flat.dtype == torch.float64:
         breaks, flips = encoding.breaks64, encoding.flips64
     else:
@@ -93,18 +100,10 @@ def _located(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
 
 
 def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.Tensor:
-    """codes of one draw: docs/table_schema.md, "A draw", operation for operation in float32."""
+    """Return codes of one draw: docs/table_schema.md, "A draw", operation for operation in float32."""
     x = flat.to(torch.float32)
     points, origins, values, slopes, levels, inverse_gaps = (
-        _constant(array, x.device)
-        for array in (
-            encoding.points,
-            encoding.origins,
-            encoding.values,
-            encoding.slopes,
-            encoding.levels32,
-            encoding.inverse_gaps,
-        )
+        _constant(array, x.device) for array in encoding.draw
     )
     segment = torch.bucketize(x, points)
     i = (segment - 1).clamp(0, len(slopes) - 1)
@@ -119,7 +118,7 @@ def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.
 
 
 def uniform(seed: torch.Tensor, n: int) -> torch.Tensor:
-    """(n,) float32 in [0, 1) on seed's device: fewbit.table.philox.uniform(seed, arange(n))."""
+    """Return fewbit.table.philox.uniform(seed, arange(n)) on the seed's device: (n,) float32 in [0, 1)."""
     index = torch.arange(n, dtype=torch.int64, device=seed.device)
     return (philox_words(seed, index)[0] >> 8).to(torch.float32) * 2.0**-24
 

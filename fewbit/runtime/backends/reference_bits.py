@@ -1,4 +1,4 @@
-"""Bit-planes and Philox counters in plain torch."""
+"""Parts that the functions of the reference backend share: bit-planes, Philox counters, vectors over a tensor."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import torch
 
 from fewbit.config import BLOCK
 from fewbit.runtime.format.buffers import Entry, check_bits
+from fewbit.runtime.format.layout import check_vectors
 from fewbit.table import philox
 
 _MASK32 = 0xFFFFFFFF
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """codes: (n,) uint8, below 2**bits. Returns (bits * ceil(n / 32),) int32, zero-padded bit-planes."""
+    """Return the bit-planes of codes, zero-padded: (bits * ceil(n / 32),) int32. codes: (n,) uint8 below 2**bits."""
     check_bits(bits)
     Entry("pack", codes).check("codes", codes, codes.numel(), torch.uint8)
     blocks = -(-codes.numel() // BLOCK)
@@ -26,7 +27,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
-    """packed: (bits * ceil(n / 32),) int32. Returns the n codes, uint8."""
+    """Return the n codes, uint8, of packed: (bits * ceil(n / 32),) int32."""
     Entry("unpack", packed).check_packed(packed, n, bits)
     lanes = torch.arange(BLOCK, device=packed.device)
     planes = torch.arange(bits, device=packed.device)
@@ -37,7 +38,7 @@ def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
 
 
 def philox_words(seed: torch.Tensor, counter: torch.Tensor):
-    """The four words (int64, below 2**32) of each counter: fewbit.table.philox.philox4x32."""
+    """Return the four words (int64, below 2**32) of each counter: fewbit.table.philox.philox4x32."""
     c0, c1 = counter & _MASK32, counter >> 32
     c2 = c3 = torch.zeros_like(counter)
     k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32
@@ -55,6 +56,17 @@ def philox_words(seed: torch.Tensor, counter: torch.Tensor):
     return c0, c1, c2, c3
 
 
+def entries_of(values: torch.Tensor, vectors, inner: int) -> list[torch.Tensor | None]:
+    """Return the entries of vectors for the elements of values, in values' shape; None stays None.
+
+    vectors, inner: as for `layout.check_vectors`.
+    """
+    n = values.numel()
+    entries = check_vectors(vectors, inner, n)
+    index = torch.arange(n, device=values.device).view(values.shape) // inner % max(entries, 1)
+    return [None if vector is None else vector[index] for vector in vectors]
+
+
 def _to_int32(words: torch.Tensor) -> torch.Tensor:
-    """Unsigned 32-bit numbers in int64 as the int32 of the same bits."""
+    """Return the int32 with the same bits as unsigned 32-bit numbers in int64."""
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -1,22 +1,23 @@
-"""The fixed-point code of pre-activations in plain torch: any device, and the oracle of the kernels.
+"""The fixed-point code of pre-activations in plain torch, for any device, and the oracle of the kernels.
 
-`fixed_point` says what a grid is. All is float32, operation for operation as in csrc/common/fixed_point.h.
+`fewbit.runtime.ops.fixed_point` defines the grid. All operations are in float32 and in the order of
+csrc/common/fixed_point.h.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fewbit.runtime.backends.reference_bits import pack, unpack
+from fewbit.runtime.backends.reference_bits import entries_of, pack, unpack
 from fewbit.runtime.format.buffers import Entry
-from fewbit.runtime.format.layout import check_vectors, storage_order
+from fewbit.runtime.format.layout import storage_order
 
 REACH = 3.0
-"""Deviations on each side of the mean that have levels."""
+"""The levels reach this many standard deviations to each side of the mean."""
 
 
 def grid_fixed(gamma, beta, bits: int) -> torch.Tensor:
-    """(7, channels) float32 of gamma and beta, (channels,) float32 or float64: see `fixed_point.grid_of`."""
+    """Return the grid of gamma and beta, (channels,) float32 or float64: (7, channels) float32, see `fixed_point.grid_of`."""
     entry = Entry("grid_fixed", gamma)
     entry.check_numbers("gamma", gamma)
     entry.check("beta", beta, gamma.numel(), gamma.dtype)
@@ -27,7 +28,7 @@ def grid_fixed(gamma, beta, bits: int) -> torch.Tensor:
     is_constant = ~zero.to(torch.float32).isfinite()
     is_inside = zero.abs() <= REACH
     infinity = torch.full_like(zero, torch.inf)
-    # (A product: torch divides by a number on the CPU, and multiplies with its reciprocal on CUDA.)
+    # A product, since torch divides by a number on the CPU but multiplies with its reciprocal on CUDA.
     per_unit = torch.tensor(levels / 6.0, dtype=torch.float32).to(zero)
     first = (levels // 2 + (zero * per_unit).floor()).clamp(1, levels - 1)
     start = torch.where(is_inside, zero - first * step, -REACH)
@@ -46,11 +47,18 @@ def grid_fixed(gamma, beta, bits: int) -> torch.Tensor:
 
 
 def encode_fixed(x, y, grid, bits, inner, normalize=None):
-    """The packed codes, (bits * ceil(n / 32),) int32, of a dense x.
+    """Return the packed codes of x~.
 
-    x: the normalized input, or with normalize = (mean, rstd, inner), as in `reference.quantize`, what it is made
-    of. y: the norm's result, laid out as x and of its dtype, for its sign. grid: (7, channels) float32, of which
-    element e in storage order has column (e div inner) mod channels.
+    Args:
+        x: x~ as a dense tensor, or the norm's input if `normalize` is given.
+        y: the norm's result, whose sign is encoded, with the strides and dtype of x.
+        grid: (7, channels) float32, see `grid_fixed`.
+        bits: of a code.
+        inner: element e in storage order has column (e div inner) mod channels of the grid.
+        normalize: (mean, rstd, inner) as for `reference_quantizer.quantize`, or None.
+
+    Returns:
+        (bits * ceil(n / 32),) int32.
     """
     entry = Entry("encode_fixed", x)
     entry.check_numbers("x", x)
@@ -60,11 +68,11 @@ def encode_fixed(x, y, grid, bits, inner, normalize=None):
     values = storage_order(x.detach()).to(torch.float32)
     if normalize is not None:
         *vectors, every = normalize
-        mean, rstd = _placed(values, vectors, every)
+        mean, rstd = entries_of(values, vectors, every)
         values = (values - mean) * rstd
-    start, first, _, _, sign, _, _ = _placed(values, list(grid), inner)
+    start, first, _, _, sign, _, _ = entries_of(values, list(grid), inner)
     steps = (sign * values - start) * torch.tensor(levels / 6.0, dtype=torch.float32)
-    # By comparisons, in which NaN is 0.
+    # Comparisons turn NaN into 0.
     steps = torch.where(steps > 0, steps, 0.0)
     steps = torch.where(steps < levels, steps, float(levels))
     codes = (steps.ceil() - 1).clamp(min=0).to(torch.int64)
@@ -75,10 +83,16 @@ def encode_fixed(x, y, grid, bits, inner, normalize=None):
 
 
 def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None:
-    """Restored values into a dense `out`, rounded once to its dtype; grid, inner: as in `encode_fixed`.
+    """Write restored values, rounded once, into `out`.
 
-    slope: None for the normalized input, times scale = (vector, inner) if given; else y where it is positive and
-    y * slope elsewhere, 0 for slope 0.
+    Args:
+        packed: the result of `encode_fixed`.
+        grid: as for `encode_fixed`.
+        bits: as for `encode_fixed`.
+        inner: as for `encode_fixed`.
+        out: a dense tensor.
+        slope: None to restore the normalized input x~; else y if y is positive, and y * slope otherwise.
+        scale: (vector, inner) to multiply x~ with, or None.
     """
     entry = Entry("decode_fixed", out)
     entry.check_numbers("out", out)
@@ -94,7 +108,7 @@ def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None
     if slope is None:
         values = sign * values
         if scale is not None:
-            values = values * _placed(values, scale[:1], scale[1])[0]
+            values = values * entries_of(values, scale[:1], scale[1])[0]
     else:
         values = factor * values + shift
         # Rounding may not take a value across zero.
@@ -105,7 +119,17 @@ def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None
 
 
 def mask_fixed(grad, packed, grid, bits, inner, slope, out) -> None:
-    """out = grad where y is positive, elsewhere grad * slope, 0 for slope 0; grad laid out as the dense `out`."""
+    """Write grad into `out` for positive y, and grad * slope (0 for slope 0) for other y.
+
+    Args:
+        grad: a gradient with the strides of the dense `out`.
+        packed: the result of `encode_fixed`.
+        grid: as for `encode_fixed`.
+        bits: as for `encode_fixed`.
+        inner: as for `encode_fixed`.
+        slope: of the activation below 0.
+        out: a dense tensor.
+    """
     entry = Entry("mask_fixed", grad)
     entry.check_numbers("grad", grad)
     entry.check("out", out, grad.numel(), grad.dtype)
@@ -113,19 +137,12 @@ def mask_fixed(grad, packed, grid, bits, inner, slope, out) -> None:
     entry.check_packed(packed, grad.numel(), bits)
     flat = storage_order(grad)
     codes, grid = _codes(packed, grid, bits, inner, flat.numel())
-    wide = flat.to(torch.float64 if flat.dtype == torch.float64 else torch.float32)
-    below = wide * slope if slope else torch.zeros_like(wide)
-    storage_order(out).copy_(torch.where(codes >= grid[1], wide, below).to(out.dtype))
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    below = flat * slope if slope else torch.zeros_like(flat)
+    storage_order(out).copy_(torch.where(codes >= grid[1], flat, below).to(out.dtype))
 
 
 def _codes(packed, grid, bits, inner, n):
-    """(n,) float32 codes, and the entries of the grid for each."""
+    """Return the codes, (n,) float32, and the entries of the grid for each code."""
     codes = unpack(packed, bits, n).to(torch.float32)
-    return codes, _placed(codes, list(grid), inner)
-
-
-def _placed(flat, vectors, inner):
-    n = flat.numel()
-    entries = check_vectors(vectors, inner, n)
-    index = torch.arange(n, device=flat.device) // inner % max(entries, 1)
-    return [each[index] for each in vectors]
+    return codes, entries_of(codes, list(grid), inner)

@@ -1,27 +1,37 @@
-"""The group quantizer in plain torch: any device, and the oracle of the kernels (docs/quantizer.md)."""
+"""The group quantizer in plain torch, for any device, and the oracle of the kernels (docs/quantizer.md)."""
 
 from __future__ import annotations
 
 import torch
 
-from fewbit.runtime.backends.reference_bits import pack, philox_words, unpack
+from fewbit.runtime.backends.reference_bits import entries_of, pack, philox_words, unpack
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.buffers import Entry, check_bits
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.format.layout import check_vectors, storage_order
+from fewbit.runtime.format.layout import storage_order
 
 _MASK32 = 0xFFFFFFFF
-_BLOCK = 256  # elements whose draws come from 32 counters, 8 each
+_BLOCK = 256  # the elements whose draws come from 32 counters, 8 draws from each
 
 
 def quantize(x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None):
-    """(packed, ranges, spread) of a dense x with samples outermost.
+    """Quantize x.
 
-    seed: (1,) int64. bits: one width for all; or widths: (N,) uint8, one a sample, and words: int32 words to
-    allocate for all codes. fp32_min: minimums in float32. packed: int32 words; ranges: (groups, 2) bfloat16,
-    minimum and range, or (groups, 3) where fp32_min. spread: (least, greatest) element of all, 0-D float32.
-    normalize: (mean or None, rstd, inner): element number e, in storage order, is (x - mean[i]) * rstd[i] in
-    float32, i = (e div inner) mod their length; mean and rstd: 1-D contiguous float32.
+    Args:
+        x: a dense tensor with samples outermost.
+        seed: (1,) int64.
+        bits: of all samples, unless `widths` is given.
+        group_size: elements of a group.
+        fp32_min: whether minimums are float32.
+        widths: (N,) uint8, the bits of each sample, or None.
+        words: with widths the int32 words to allocate for all codes.
+        normalize: (mean or None, rstd, inner) if (x - mean[i]) * rstd[i] in float32 is quantized, with 1-D contiguous
+            float32 vectors of which element number e in storage order has entry i = (e div inner) mod length; or None.
+
+    Returns:
+        packed: int32 words.
+        ranges: (groups, 2) bfloat16, minimum and range, or (groups, 3) with fp32_min.
+        spread: the smallest and the largest element, 0-D float32.
     """
     entry = Entry("quantize", x)
     entry.check_numbers("x", x)
@@ -45,9 +55,9 @@ def quantize(x, seed, bits, group_size, fp32_min, widths=None, words=None, norma
         most = groups.most_groups(samples, features, group_size)
         ranges = torch.zeros(most, 3 if fp32_min else 2, dtype=torch.bfloat16, device=x.device)
         word = group = 0
-        for each in range(1, 9):
-            stream = rows[widths == each]
-            codes, limits = _stream(stream, seed, each, group_size, fp32_min, group)
+        for width in range(1, 9):
+            stream = rows[widths == width]
+            codes, limits = _stream(stream, seed, width, group_size, fp32_min, group)
             packed[word : word + len(codes)] = codes
             ranges[group : group + len(limits)] = limits
             word, group = word + len(codes), group + len(limits)
@@ -56,10 +66,15 @@ def quantize(x, seed, bits, group_size, fp32_min, widths=None, words=None, norma
 
 
 def squares(x, group_size, normalize=None):
-    """(N,) float32: of each sample the sum of length * range^2 over its groups, from exact ranges.
+    """Return the sum of length * range^2 over the groups of each sample, from exact ranges.
 
-    x, normalize: as in `quantize`. Samples of fewer than 64 features count as a group of their own. NaN for a
-    sample with an element that is not finite.
+    Args:
+        x: as for `quantize`. A sample of fewer than 64 features counts as a group of its own.
+        group_size: as for `quantize`.
+        normalize: as for `quantize`.
+
+    Returns:
+        (N,) float32; NaN for a sample with an element that is not finite.
     """
     Entry("squares", x).check_numbers("x", x)
     samples, features = groups.samples_of(x.shape)
@@ -79,10 +94,17 @@ def squares(x, group_size, normalize=None):
 
 
 def dequantize(packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
-    """The quantized values into a dense `out` with samples outermost, rounded once to its dtype.
+    """Write the quantized values, rounded once, into `out`.
 
-    affine: (scale or None, shift or None, inner), not for short samples of several widths: values * scale[i] + shift[i] in float32
-    before they are rounded, indexed as in `quantize`.
+    Args:
+        packed: from `quantize`.
+        ranges: from `quantize`.
+        bits: as for `quantize`.
+        group_size: as for `quantize`.
+        out: a dense tensor with samples outermost.
+        widths: as for `quantize`.
+        affine: (scale or None, shift or None, inner) for values * scale[i] + shift[i], computed in float32 before they
+            are rounded, with entries i as for `quantize`; or None. Not for short samples of several widths.
     """
     entry = Entry("dequantize", out)
     entry.check_numbers("out", out)
@@ -95,19 +117,13 @@ def dequantize(packed, ranges, bits, group_size, out, widths=None, affine=None) 
     else:
         rows = torch.empty(samples, features, dtype=torch.float32, device=out.device)
         word = group = 0
-        for each in range(1, 9):
-            chosen = widths == each
+        for width in range(1, 9):
+            chosen = widths == width
             count = int(chosen.sum())
-            n_words = packed_words(count * features, each)
+            n_words = packed_words(count * features, width)
             n_groups = groups.group_count(count, features, group_size)
-            rows[chosen] = _restored(
-                packed[word : word + n_words],
-                ranges[group : group + n_groups],
-                each,
-                group_size,
-                count,
-                features,
-            )
+            stream = packed[word : word + n_words], ranges[group : group + n_groups]
+            rows[chosen] = _restored(*stream, width, group_size, count, features)
             word, group = word + n_words, group + n_groups
     if affine is not None:
         rows = _mapped(rows, *affine)
@@ -125,42 +141,34 @@ def in_dtype(values, dtype):
 def _normalized(rows, mean, rstd, inner):
     if rstd is None:
         raise ValueError("expected rstd, got None")
-    mean, rstd = _placed(rows, (mean, rstd), inner)
+    mean, rstd = entries_of(rows, (mean, rstd), inner)
     if mean is not None:
         rows = rows - mean
     return rows * rstd
 
 
 def _mapped(rows, scale, shift, inner):
-    scale, shift = _placed(rows, (scale, shift), inner)
+    scale, shift = entries_of(rows, (scale, shift), inner)
     if scale is not None:
         rows = rows * scale
     return rows if shift is None else rows + shift
 
 
-def _placed(rows, vectors, inner):
-    """The entry of each vector for each element of rows; None stays."""
-    n = rows.numel()
-    entries = check_vectors(vectors, inner, n)
-    index = torch.arange(n, device=rows.device) // inner % max(entries, 1)
-    return [None if each is None else each[index].view(rows.shape) for each in vectors]
-
-
 def _stream(rows, seed, bits, group_size, fp32_min, first_group):
-    """(packed, ranges) of rows that all have one width; groups are numbered from first_group on."""
+    """Return (packed, ranges) of rows that all have one width. Their groups are numbered from first_group on."""
     top = 2**bits - 1
     cut, exists = _cut(rows, group_size)  # (groups, group_size)
     low = torch.where(exists, cut, torch.inf).amin(1) if len(cut) else cut.new_zeros(0)
     high = torch.where(exists, cut, -torch.inf).amax(1) if len(cut) else cut.new_zeros(0)
-    # Adding 0 makes zeros +0: which of two zeros amin finds is not defined.
+    # Adding 0 turns -0 into +0, since amin may find either zero.
     minimum = (low if fp32_min else toward(low, -torch.inf)) + 0.0
     extent = toward(high - minimum, torch.inf) + 0.0
-    # Of a group with a non-finite element, or a range beyond bfloat16, nothing is left.
+    # A group with a non-finite element, or a range beyond bfloat16, is restored as NaN.
     finite = (torch.isfinite(cut) | ~exists).all(1) & minimum.isfinite() & extent.isfinite()
     minimum = torch.where(finite, minimum, torch.nan)
     extent = torch.where(finite, extent, torch.nan)
-    # The limit is for ranges below 1e-31, whose quotient could overflow.
-    # (torch takes `number / tensor` for a product with the reciprocal, which rounds twice.)
+    # The quotient of a range below 1e-31 could overflow, hence the clamp. torch computes `number / tensor` as a product
+    # with the reciprocal, which rounds twice, hence full_like.
     steps = torch.full_like(extent, top) / extent
     scale = torch.where(extent > 0, steps.clamp(max=2.0**111), 0.0) * 65536.0
     fixed = ((cut - minimum[:, None]) * scale[:, None]).round().clamp(0, top * 65536.0)
@@ -175,7 +183,7 @@ def _stream(rows, seed, bits, group_size, fp32_min, first_group):
 
 
 def _restored(packed, ranges, bits, group_size, samples, features):
-    """(samples, features) float32: minimum + range * (code * (1 / (2**bits - 1)))."""
+    """Return minimum + range * (code * (1 / (2**bits - 1))), (samples, features) float32."""
     codes = unpack(packed, bits, samples * features).view(samples, features)
     cut, exists = _cut(codes.to(torch.float32), group_size)
     minimum, extent = limits_of(ranges)
@@ -185,7 +193,7 @@ def _restored(packed, ranges, bits, group_size, samples, features):
 
 
 def limits_of(ranges):
-    """(minimum, range) of each group, float32."""
+    """Return (minimum, range) of each group, float32."""
     bits = ranges.view(torch.int16).to(torch.int64) & 0xFFFF
     minimum = bits[:, 0] << 16
     if ranges.shape[1] == groups.FP32_MIN_COLUMNS:
@@ -194,10 +202,18 @@ def limits_of(ranges):
 
 
 def draws(seed, group, group_size):
-    """(groups, group_size) int64 in [0, 2**16): element i of group g has draw number g * padded + i.
+    """Return the random draws of the elements of groups.
 
-    Eight draws come from one Philox counter: of draw number e, counter 32 (e div 256) + e mod 32, half
-    word (e div 32) mod 8, lower halves first.
+    Element i of group g has draw number e = g * (group_size rounded up to 256) + i. Eight draws come from one Philox
+    counter: draw e is half word (e div 32) mod 8 of counter 32 (e div 256) + e mod 32, lower halves first.
+
+    Args:
+        seed: (1,) int64.
+        group: (groups,) int64, the numbers of the groups.
+        group_size: elements of a group.
+
+    Returns:
+        (groups, group_size) int64 in [0, 2**16).
     """
     blocks = -(-group_size // _BLOCK)
     counter = 32 * (group[:, None] * blocks + torch.arange(blocks, device=group.device))
@@ -208,7 +224,7 @@ def draws(seed, group, group_size):
 
 
 def _cut(rows, group_size):
-    """(groups, group_size) of rows' elements with zeros where a group is shorter, and which exist."""
+    """Return rows' elements as (groups, group_size), shorter groups padded with zeros, and a mask of those that exist."""
     samples, features = rows.shape
     if features < groups.LEAST_FEATURES:
         rows = rows.reshape(1, -1)
@@ -223,10 +239,10 @@ def _cut(rows, group_size):
 
 
 def toward(x, limit):
-    """float32 x as the next bfloat16 toward -inf or +inf, still in float32."""
+    """Return the next bfloat16 from x toward limit, -inf or +inf, in float32 like x."""
     bits = x.view(torch.int32).to(torch.int64) & _MASK32
     cut = bits & 0xFFFF0000
-    away = (x < 0) if limit < 0 else (x > 0)  # truncation brings these to the wrong side
+    away = (x < 0) if limit < 0 else (x > 0)  # truncation moves these away from the limit
     moved = torch.where(away & (bits != cut), cut + 0x10000, cut)
     return torch.where(x.isnan(), x, _float(moved))
 
@@ -237,7 +253,7 @@ def _float(bits):
 
 
 def _upper(x):
-    """The upper half of each float32, as int16."""
+    """Return the upper half of each float32, as int16."""
     return (x.contiguous().view(torch.int32) >> 16).to(torch.int16)
 
 

@@ -1,7 +1,9 @@
-"""Codecs: what a layer keeps of a tensor within a bound on its error, behind one protocol (docs/codecs.md).
+"""Codecs: compression of saved tensors within a bound on the error, behind one interface (docs/codecs.md).
 
-payload = codec("quant").compress(tensor, bound)
-values = codec("quant").decompress(payload)
+    payload = codec("quant").compress(tensor, bound)
+    values = codec("quant").decompress(payload)
+
+This folder may import the other folders of `fewbit.runtime` except `activations`. A new codec is a new file here.
 """
 
 from __future__ import annotations
@@ -16,20 +18,20 @@ from fewbit.runtime.codecs.zero_value import ZeroValue
 __all__ = ["CODECS", "DEFAULT", "Codec", "Payload", "check_codec", "codec"]
 
 CODECS: dict[str, Codec] = {
-    each.name: each for each in (Quant(), ZeroValue(), ErrorBounded(), Jpeg())
+    member.name: member for member in (Quant(), ZeroValue(), ErrorBounded(), Jpeg())
 }
 DEFAULT = "quant"
-"""The fastest by far (docs/codecs.md, "Measured")."""
+"""The name of the default codec, the fastest by far (docs/codecs.md, "Measured")."""
 
 
 def codec(name: str) -> Codec:
-    """The codec of that name. Raises InputError for any other."""
+    """Return the codec of that name. Raises InputError if there is none."""
     if not isinstance(name, str) or name not in CODECS:
         raise InputError(f"expected {', '.join(CODECS)} for a codec, got {name!r}")
     return CODECS[name]
 
 
 def check_codec(name: str) -> None:
-    """Raises InputError if there is none of that name, or it needs a package that is not there."""
+    """Raise InputError if there is no codec of that name, or if it needs a package that is not installed."""
     if isinstance(codec(name), ErrorBounded):
         check_library()

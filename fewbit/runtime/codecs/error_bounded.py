@@ -1,54 +1,53 @@
-"""`error-bounded`: prediction and entropy coding with a bound on every error (AC-GC, section 5: AutoCuSZ's role).
+"""The codec `error-bounded`: prediction and entropy coding with a bound on every error (as AutoCuSZ in AC-GC, section 5).
 
-SZ3 (Liang et al., IEEE TBD 2023) through the package imagecodecs.
+It calls SZ3 (Liang et al., IEEE TBD 2023) through the package imagecodecs.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 import torch
 
 from fewbit.errors import InputError
 from fewbit.runtime.codecs.payload import (
+    Codec,
     Payload,
-    checked,
     exact,
     largest,
     left_over,
-    mapped,
-    restored,
     smaller,
 )
 
 SHARE = 1 - 2.0**-10
-"""Of the bound that the library is given: its errors exceed it by float32's rounding."""
+"""The share of the bound that is passed to the library, whose errors exceed its bound by a rounding in float32."""
 LEAST = 2.0**-18
-"""Of the greatest magnitude: below such an error nothing is gained."""
+"""The smallest error, relative to the largest magnitude, that makes a tensor smaller."""
 MOST_DIMS = 4
+"""The largest number of dimensions that the library takes."""
 
 
-class ErrorBounded:
-    """SZ3: no element's error exceeds the square root of the (channel's) bound.
+class ErrorBounded(Codec):
+    """SZ3: no element's error exceeds the square root of the bound, or of its channel's bound.
 
-    That is checked, element by element, after compressing, and what failed would be kept as it is. Errors are
-    rounding to nearest: not unbiased, and zeros stay zero only where the prediction is. On the host: tensors of
-    GPUs go there and back. Needs `pip install 'fewbit[codecs]'`; InputError without. The seed is not used.
+    The errors of all elements are checked after compressing; a tensor that fails the check is saved exactly. Values are
+    rounded to nearest, so they are not exact in expectation, and a zero stays zero only if its prediction is. SZ3 runs on
+    the host, so tensors on GPUs are copied there and back. It needs `pip install 'fewbit[codecs]'`, and raises InputError
+    without. The seed is not used.
     """
 
     name = "error-bounded"
 
-    def compress(self, tensor, bound, seed=None) -> Payload:
-        """As `Codec.compress`."""
-        limits, library = checked(tensor, bound, seed), _library()
-        x = tensor.detach()
+    def _compress(self, x, limits, seed) -> Payload:
+        library = _library()
         if not x.numel():
             return exact(x)
         magnitude = largest(x, len(limits) > 1)
         most = left_over(limits, magnitude, x.dtype).sqrt()
         if not bool((magnitude.isfinite() & (most > LEAST * magnitude)).all()):
             return exact(x)
-        # Beyond the magnitude all is zero, as at it.
+        # With a step of the magnitude all values become zero, so a longer step gains nothing.
         steps = torch.where(magnitude > 0, torch.minimum(most, magnitude), 1.0).to(x.device)
         scaled = _scaled(x, steps.reciprocal())
         if not bool(scaled.isfinite().all()):
@@ -59,33 +58,26 @@ class ErrorBounded:
         payload = smaller(x, (data, steps), Predicted(tuple(x.shape), x.dtype))
         return payload if _holds(x, payload, limits) else exact(x)
 
-    def decompress(self, payload: Payload) -> torch.Tensor:
-        return restored(payload)
-
 
 class Predicted(NamedTuple):
-    """How the library's bytes become values."""
+    """The spec of (the library's bytes, steps)."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
     codec = ErrorBounded.name
     count = 2
 
-    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, contiguous; affine: as for `QuantizedTensorSpec.dequantize`."""
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return the values, contiguous."""
         data, steps = tensors
-        wide = _wide(self.dtype)
-        as_numpy = torch.empty(0, dtype=wide).numpy().dtype
+        as_numpy = torch.empty(0, dtype=_computed_in(self.dtype)).numpy().dtype
         array = _library().sz3_decode(data.cpu().numpy().tobytes(), _shape(self.size), as_numpy)
         scaled = torch.from_numpy(array).reshape(self.size).to(data.device)
-        values = _scaled(scaled, steps)
-        if affine is None:
-            return values.to(dtype or self.dtype)
-        return mapped(values.to(self.dtype), dtype or self.dtype, affine)
+        return _scaled(scaled, steps).to(self.dtype)
 
 
 def check_library() -> None:
-    """InputError, with what to install, where the package is not there."""
+    """Raise InputError, which says what to install, if imagecodecs is not installed."""
     _library()
 
 
@@ -108,21 +100,20 @@ def _holds(x, payload: Payload, limits) -> bool:
 
 
 def _scaled(x, factors) -> torch.Tensor:
-    """x times the factor of all or of each channel, in float32 or float64, contiguous."""
-    factors = factors.to(_wide(x.dtype))
+    """Return x times the factor of all elements or of each channel, in float32 or float64, contiguous."""
+    factors = factors.to(_computed_in(x.dtype))
     if len(factors) > 1:
         factors = factors.view(-1, *(1,) * (x.dim() - 2))
     return (x.to(factors.dtype) * factors).contiguous()
 
 
-def _wide(dtype):
+def _computed_in(dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
 def _shape(size) -> tuple[int, ...]:
-    """The same with 1 to 4 dimensions."""
+    """Return a shape of 1 to 4 dimensions for as many elements: leading dimensions are merged."""
     size = tuple(size) or (1,)
-    first = 1
-    for each in size[: 1 - MOST_DIMS]:
-        first *= each
-    return size if len(size) <= MOST_DIMS else (first, *size[1 - MOST_DIMS :])
+    if len(size) <= MOST_DIMS:
+        return size
+    return prod(size[: 1 - MOST_DIMS]), *size[1 - MOST_DIMS :]

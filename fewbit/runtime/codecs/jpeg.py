@@ -1,4 +1,4 @@
-"""`jpeg`: block cosine transform of spatial activations (AC-GC, section 5: AutoJPEG's role, not its method).
+"""The codec `jpeg`: a cosine transform of blocks of spatial activations (as AutoJPEG in AC-GC, section 5, by another method).
 
 The paper finds the relation of JPEG's levels to the error by experiment. This transform is orthonormal, so the
 squared error of the coefficients is that of the values, and the step follows from the bound.
@@ -15,40 +15,35 @@ import torch
 from fewbit.errors import InputError
 from fewbit.runtime.codecs import streams
 from fewbit.runtime.codecs.payload import (
+    Codec,
     Payload,
-    checked,
     exact,
     largest,
     left_over,
-    mapped,
-    restored,
     smaller,
 )
 
 EDGE = 8
-"""Of a block; a smaller image is one block."""
-FACTORS = tuple(2.0 ** (each / 4) for each in (8, 6, 4, 3, 2, 1))
-"""By which the step that suffices for any data is made longer, where the error expected of this data allows it."""
+"""The edge of a block; a smaller image is one block."""
+FACTORS = tuple(2.0 ** (quarters / 4) for quarters in (8, 6, 4, 3, 2, 1))
+"""Factors by which the step that suffices for any data is lengthened if the expected error of this data allows it."""
 ROUNDINGS = 32
-"""Of a value, in float32, by the transform and back."""
+"""How often a value is rounded in float32 by the transform and its inverse."""
 MOST_STEPS = 2**15 - 1
-"""Of a coefficient; a bound that asks for more gains nothing."""
+"""The largest number of steps in a coefficient; with a bound that requires more, the tensor would not become smaller."""
 
 
-class Jpeg:
-    """Cosine transform of 8 by 8 blocks, coefficients rounded at random to multiples of one step. Unbiased.
+class Jpeg(Codec):
+    """A cosine transform of 8 by 8 blocks; coefficients are rounded at random to multiples of one step.
 
-    For (N, C, H, W) only; InputError for any other shape. The expected squared error is at most the bound, on
-    average over the tensor, or over each channel: it is computed from the coefficients. Sizes and widths depend on the data: it
-    synchronizes several times.
+    Values are exact in expectation. The expected squared error, which is computed from the coefficients, is at most the
+    bound on average over the tensor, or over each channel. Only tensors (N, C, H, W) are taken; others raise InputError.
+    Sizes depend on the data, so the host waits for the device several times.
     """
 
     name = "jpeg"
 
-    def compress(self, tensor, bound, seed=None) -> Payload:
-        """As `Codec.compress`."""
-        limits = checked(tensor, bound, seed)
-        x = tensor.detach()
+    def _compress(self, x, limits, seed) -> Payload:
         if x.dim() != 4:
             raise InputError(
                 f"expected activations of shape (N, C, H, W) for jpeg, got shape {tuple(x.shape)}"
@@ -59,16 +54,21 @@ class Jpeg:
         rest = left_over(limits, magnitude, x.dtype, ROUNDINGS)
         if not bool(((rest > 0) & magnitude.isfinite() & (magnitude < 1e30)).all()):
             return exact(x)
-        # All is zero at a bound of the greatest square, and beyond it.
+        # With a bound of the largest square all values become zero, so a larger bound gains nothing.
         rest = torch.where(magnitude > 0, torch.minimum(rest, magnitude.square()), 1.0)
-        return _compressed(x, rest, seed)
-
-    def decompress(self, payload: Payload) -> torch.Tensor:
-        return restored(payload)
+        coefficients = _coefficients(x)
+        steps = _steps(coefficients, rest, x.numel() // len(rest)).to(x.device, torch.float32)
+        generator = None if seed is None else torch.Generator(x.device).manual_seed(int(seed))
+        draws = torch.rand(coefficients.shape, generator=generator, device=x.device)
+        numbers = (coefficients / steps.view(-1, 1, 1) + draws).floor()
+        if float(numbers.abs().amax()) > MOST_STEPS:
+            return exact(x)
+        words, widths, nonzeros = streams.write(numbers.to(torch.int32).transpose(1, 2))
+        return smaller(x, (steps, widths, words), Transformed(tuple(x.shape), x.dtype, nonzeros))
 
 
 class Transformed(NamedTuple):
-    """How coefficients become values. nonzeros: as `streams.read` asks for."""
+    """The spec of (steps, widths, words of the coefficients). nonzeros: as `streams.read` takes them."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -76,8 +76,8 @@ class Transformed(NamedTuple):
     codec = Jpeg.name
     count = 3
 
-    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, contiguous; affine: as for `QuantizedTensorSpec.dequantize`."""
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return the values, contiguous."""
         steps, widths, words = tensors
         samples, channels, height, width = self.size
         h, w = min(EDGE, height), min(EDGE, width)
@@ -91,27 +91,13 @@ class Transformed(NamedTuple):
         )
         values = values.permute(1, 0, 2, 4, 3, 5).reshape(samples, channels, rows * h, columns * w)
         values = values[:, :, :height, :width].contiguous()
-        # What a long step moved beyond the range of a 16-bit dtype comes nearer so.
-        most = min(torch.finfo(each).max for each in (self.dtype, torch.float32))
-        values = values.clamp(-most, most)
-        if affine is None:
-            return values.to(dtype or self.dtype)
-        return mapped(values.to(self.dtype), dtype or self.dtype, affine)
-
-
-def _compressed(x, rest, seed) -> Payload:
-    coefficients = _coefficients(x)
-    steps = _steps(coefficients, rest, x.numel() // len(rest)).to(x.device, torch.float32)
-    draws = torch.rand(coefficients.shape, generator=_generator(x, seed), device=x.device)
-    numbers = (coefficients / steps.view(-1, 1, 1) + draws).floor()
-    if float(numbers.abs().amax()) > MOST_STEPS:
-        return exact(x)
-    words, widths, nonzeros = streams.write(numbers.to(torch.int32).transpose(1, 2))
-    return smaller(x, (steps, widths, words), Transformed(tuple(x.shape), x.dtype, nonzeros))
+        # A long step can move a value beyond the range of a 16-bit dtype.
+        most = min(torch.finfo(dtype).max for dtype in (self.dtype, torch.float32))
+        return values.clamp(-most, most).to(self.dtype)
 
 
 def _coefficients(x) -> torch.Tensor:
-    """(C, blocks, K) float32, K of a block; images are continued by their last rows and columns."""
+    """Return the (C, blocks, K) float32 coefficients, K for each block. Images are padded with their last rows and columns."""
     samples, channels, height, width = x.shape
     h, w = min(EDGE, height), min(EDGE, width)
     padded = torch.nn.functional.pad(x.float(), (0, -width % w, 0, -height % h), mode="replicate")
@@ -122,10 +108,15 @@ def _coefficients(x) -> torch.Tensor:
 
 
 def _steps(coefficients, rest, elements: int) -> torch.Tensor:
-    """(1,) or (C,) float64 on the CPU, as rest: the longest steps whose expected error is within it.
+    """Return the longest steps whose expected squared error is at most `rest`: float64 on the CPU, of the shape of rest.
 
-    A coefficient c is rounded to s (floor(c / s) + 0 or 1) with variance s^2 p (1 - p), p = c / s - floor(c / s), at most
-    s^2 / 4; so is that of any value then, as the rows of the transform have norm 1. elements: for each rest.
+    A coefficient c is rounded to s (floor(c / s) + 0 or 1) with variance s^2 p (1 - p), p = c / s - floor(c / s), which is
+    at most s^2 / 4. The variance of any value is then at most s^2 / 4 too, since the rows of the transform have norm 1.
+
+    Args:
+        coefficients: the result of `_coefficients`.
+        rest: (1,) or (C,) float64 on the CPU.
+        elements: the number of elements for each entry of rest.
     """
     least = 2 * rest.sqrt()
     steps, parts = least.clone(), coefficients.reshape(len(rest), -1)
@@ -139,13 +130,9 @@ def _steps(coefficients, rest, elements: int) -> torch.Tensor:
     return steps
 
 
-def _generator(x, seed) -> torch.Generator | None:
-    return None if seed is None else torch.Generator(x.device).manual_seed(int(seed))
-
-
 @lru_cache(maxsize=64)
 def _cosines(n: int, device) -> torch.Tensor:
-    """(n, n) float32: the orthonormal DCT-II, a frequency a row."""
+    """Return the orthonormal DCT-II, (n, n) float32, with one frequency in each row."""
     place = torch.arange(n, dtype=torch.float64)
     rows = torch.cos(math.pi / n * (place + 0.5) * place.view(-1, 1)) * math.sqrt(2 / n)
     rows[0] = math.sqrt(1 / n)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from math import prod
 from numbers import Real
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +24,10 @@ EXACT = "exact"
 class Payload(NamedTuple):
     """A compressed tensor. For a layer `SavedTensors(*payload)` is the same.
 
-    tensors: everything that takes memory, for `save_for_backward`. spec: plain data with `dequantize` and `count` as of
-    `QuantizedTensorSpec`.
+    Args:
+        tensors: everything that takes memory, for `save_for_backward`.
+        spec: plain data with `count`, the number of tensors, and dequantize(tensors), which returns the values in the
+            compressed tensor's size and dtype, in memory of their own.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -38,7 +41,7 @@ class Payload(NamedTuple):
     @property
     def codec(self) -> str:
         """The name of the codec that made the payload, or EXACT. A codec may leave a tensor to another one."""
-        return kept_by(self.spec)
+        return codec_of(self.spec)
 
     def __repr__(self) -> str:
         """Show the codec, the size and dtype of the tensor, and how small the payload is."""
@@ -51,45 +54,65 @@ class Payload(NamedTuple):
         )
 
 
-class Codec(Protocol):
-    """Compresses tensors within a bound on the error. The class's docstring says what is guaranteed."""
+class Codec(ABC):
+    """Compresses tensors within a bound on the error. The docstring of each subclass says what is guaranteed."""
 
     name: str
 
     def compress(self, tensor: torch.Tensor, bound, seed: torch.Tensor | None = None) -> Payload:
-        """tensor: float32, 64, 16 or bfloat16, of any shape and strides, in eager mode.
+        """Return the payload of a tensor.
 
-        bound: of the squared error of an element, at least 0: a number, or (C,) numbers, one a channel
-        (dimension 1). seed: (1,) int64 on the tensor's device, of the draws; drawn from torch's generator unless given.
-        A tensor with a number that is not finite, or that would not become smaller, is kept as it is (a part of a
-        larger storage as a copy), and so is what cannot be kept within the bound. Raises InputError for bad input.
+        A tensor is saved exactly (a part of a larger storage as a copy) if it has a number that is not finite, would not
+        become smaller, or cannot be saved within the bound.
+
+        Args:
+            tensor: float32, float64, float16 or bfloat16, of any shape and strides, in eager mode.
+            bound: the bound on the squared error of an element, at least 0: a number, or (C,) numbers, one for each
+                channel (dimension 1).
+            seed: (1,) int64 on the tensor's device, from which rounding is drawn. Drawn from torch's generator unless given.
+
+        Raises:
+            InputError: for other tensors, bounds and seeds.
         """
+        limits = checked(tensor, bound, seed)
+        return self._compress(tensor.detach(), limits, seed)
+
+    @abstractmethod
+    def _compress(self, x: torch.Tensor, limits: torch.Tensor, seed) -> Payload:
+        """Return the payload of x. limits: the result of `checked`."""
 
     def decompress(self, payload: Payload) -> torch.Tensor:
-        """Return the values in the tensor's size and dtype, in memory of their own. Raises InputError if not given a payload."""
+        """Return the values of a payload of any codec, in the tensor's size and dtype and in memory of their own.
+
+        Raises:
+            InputError: not given a payload.
+        """
+        if not isinstance(payload, Payload | SavedTensors):
+            raise InputError(f"expected a Payload, got {type(payload).__name__}")
+        return payload.spec.dequantize(payload.tensors)
 
 
 class Exact(NamedTuple):
-    """The spec of a tensor that is saved exactly. codec: the name that a payload with this spec shows."""
+    """The spec of a tensor that is saved exactly."""
 
     dtype: torch.dtype
     codec = EXACT
     count = 1
 
-    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """Return a copy in dtype. affine: as for `QuantizedTensorSpec.dequantize`."""
-        return mapped(tensors[0].clone(), dtype or self.dtype, affine)
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return a copy of the tensor."""
+        return tensors[0].clone()
 
 
-def kept_by(spec) -> str:
+def codec_of(spec) -> str:
     """Return the name of the codec that made a payload with this spec, see `Payload.codec`."""
     return getattr(spec, "codec", "quant")  # a layer's own spec is the quantizer's
 
 
 def exact(x: torch.Tensor) -> Payload:
     """Return a payload of x itself, or of a copy if x is a part of a larger storage."""
-    # torch's own layer keeps the part, and with it all of the storage, which it shares with other layers that do. Here
-    # they keep a few bits, so that the rest would stay for x alone; of parts that are all kept the copies are no more.
+    # torch's own layer saves the part and thereby the whole storage, which other layers save too. Layers of fewbit save a
+    # few bits instead, so the rest of the storage would stay for x alone. Copies of all parts take no more memory.
     return Payload((x.clone() if layout.is_part(x) else x,), Exact(x.dtype))
 
 
@@ -102,27 +125,14 @@ def smaller(x: torch.Tensor, tensors, spec) -> Payload:
     return payload
 
 
-def restored(payload: Payload) -> torch.Tensor:
-    """Return the values of a payload of any codec. Raises InputError if not given a payload."""
-    if not isinstance(payload, Payload | SavedTensors):
-        raise InputError(f"expected a Payload, got {type(payload).__name__}")
-    return payload.spec.dequantize(payload.tensors)
-
-
-def mapped(values: torch.Tensor, dtype: torch.dtype, affine) -> torch.Tensor:
-    """Return values * scale + shift in dtype, computed in place. affine: (scale, shift, inner) or None."""
-    scale, shift, _ = affine or (None, None, None)
-    if scale is not None:
-        values.mul_(scale)
-    if shift is not None:
-        values.add_(shift)
-    return values.to(dtype)
-
-
 def checked(tensor: torch.Tensor, bound, seed=None) -> torch.Tensor:
-    """Return the bound as float64 on the CPU, (1,) or (C,), a number for each channel. Raises InputError for bad input.
+    """Check the arguments of `Codec.compress`. If the bound is a tensor on another device, the host waits for it.
 
-    Reads a bound that is a tensor on another device, which waits for it.
+    Returns:
+        The bound as float64 on the CPU: (1,), or (C,), a number for each channel.
+
+    Raises:
+        InputError: for bad arguments.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATING:
         got = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -171,17 +181,33 @@ def _check_seed(seed, tensor) -> None:
 
 
 def largest(x: torch.Tensor, channels: bool) -> torch.Tensor:
-    """Return the greatest magnitude, of all or of each channel: (1,) or (C,) float64 on the CPU. x must not be empty."""
+    """Return the largest magnitude of x, which must not be empty.
+
+    Args:
+        x: values, channels in dimension 1.
+        channels: whether to return one number for each channel.
+
+    Returns:
+        (1,) or (C,) float64 on the CPU.
+    """
     dims = [dim for dim in range(x.dim()) if not channels or dim != 1]
     return x.abs().amax(dims).reshape(-1).to("cpu", torch.float64)
 
 
 def left_over(limits, magnitude, dtype: torch.dtype, roundings: int = 3) -> torch.Tensor:
-    """Return the part of the limits that is left to a codec that computes in float32: float64, or 0 if nothing is.
+    """Return the part of the limits that is left for quantization by a codec that computes in float32.
 
-    roundings: of a value in float32. Root mean squares of errors add up to at most their sum. The last rounding, to dtype,
-    adds at most half a unit of the magnitude; and at most the error itself, as the exact value is of that dtype.
-    NaN where the magnitude is.
+    The root mean square of a sum of errors is at most the sum of their root mean squares. The last rounding, to dtype, adds
+    at most half a unit of the magnitude, and at most the error itself, since the exact value has that dtype.
+
+    Args:
+        limits: the result of `checked`.
+        magnitude: the result of `largest`.
+        dtype: of the values.
+        roundings: how often a value is rounded in float32.
+
+    Returns:
+        float64 of the limits' shape; 0 if nothing is left, NaN if the magnitude is NaN.
     """
     root = limits.sqrt() - roundings * 2.0**-24 * magnitude
     unit = torch.finfo(dtype).eps / 2 * magnitude

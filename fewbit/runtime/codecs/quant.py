@@ -1,4 +1,4 @@
-"""`quant`: the group quantizer with as few bits as the bound allows (AC-GC, section 5: AutoQuant)."""
+"""The codec `quant`: the group quantizer with as few bits as the bound allows (AutoQuant in AC-GC, section 5)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 from fewbit.config import GROUP_SIZE
 from fewbit.runtime.backends.reference_quantizer import limits_of
 from fewbit.runtime.codecs.payload import (
+    Codec,
     Exact,
     Payload,
-    checked,
-    kept_by,
+    codec_of,
     left_over,
-    mapped,
-    restored,
     smaller,
 )
 from fewbit.runtime.codecs.payload import exact as exact_payload
@@ -25,31 +23,31 @@ from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 
 FIRST_BITS = 4
-"""Tried first: the ranges that this yields are those of any width."""
+"""The number of bits that is tried first; the resulting ranges do not depend on it."""
 
 
-class Quant:
-    """Codes of 1 to 8 bits in groups of 256 (docs/quantizer.md). Unbiased.
+class Quant(Codec):
+    """Codes of 1 to 8 bits in groups of 256 (docs/quantizer.md).
 
-    The expected squared error is at most the bound, on average over the tensor, or over each channel: a
-    rounding error's variance is at most a quarter of the squared step, whatever the data.
-    Fewest bits need the ranges on the host: one synchronization.
+    Values are exact in expectation. The expected squared error is at most the bound, on average over the tensor, or over
+    each channel: the variance of a rounding error is at most a quarter of the squared step, whatever the data. The host
+    waits for the ranges once, to choose the fewest bits.
     """
 
     name = "quant"
 
-    def compress(self, tensor, bound, seed=None) -> Payload:
-        """As `Codec.compress`."""
-        limits = checked(tensor, bound, seed)
-        x = tensor.detach()
+    def _compress(self, x, limits, seed) -> Payload:
         return joined(x, pieces(x, limits, seed))
-
-    def decompress(self, payload: Payload) -> torch.Tensor:
-        return restored(payload)
 
 
 class Piece(NamedTuple):
-    """Channels (None: all) that have one width: their elements, channels outermost unless all, and the payload."""
+    """The channels that have one number of bits.
+
+    Args:
+        channels: their numbers, or None for all channels.
+        x: their elements, channels outermost unless these are all channels.
+        payload: of x.
+    """
 
     channels: tuple[int, ...] | None
     x: torch.Tensor
@@ -57,49 +55,56 @@ class Piece(NamedTuple):
 
 
 class ByChannel(NamedTuple):
-    """How pieces become the tensor again."""
+    """The spec of a tensor whose channels have several numbers of bits. parts: (channels, spec) of each piece."""
 
-    parts: tuple[tuple[tuple[int, ...], object], ...]  # channels, spec
+    parts: tuple[tuple[tuple[int, ...], object], ...]
     size: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def codec(self) -> str:
-        """`quant+zvc` where zeros were left out of some part."""
-        codecs = {kept_by(spec) for _, spec in self.parts}
+        """`quant+zvc` if zeros were left out of some part."""
+        codecs = {codec_of(spec) for _, spec in self.parts}
         return "quant+zvc" if "quant+zvc" in codecs else Quant.name
 
     @property
     def count(self) -> int:
+        """The number of tensors."""
         return sum(spec.count for _, spec in self.parts)
 
-    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, contiguous; affine: as for `QuantizedTensorSpec.dequantize`."""
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return the values, contiguous."""
         values = torch.empty(self.size, dtype=self.dtype, device=tensors[0].device)
         rows, rest = values.transpose(0, 1), tuple(tensors)
         for channels, spec in self.parts:
             index = torch.tensor(channels, device=values.device)
             rows[index] = spec.dequantize(rest[: spec.count])
             rest = rest[spec.count :]
-        return mapped(values, dtype or self.dtype, affine)
+        return values
 
 
 def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> list[Piece]:
-    """x quantized, channel by channel where limits has more than one entry."""
+    """Return the pieces of quantized x, one for each number of bits if `limits` has an entry for each channel.
+
+    Args:
+        x: any tensor that `Codec.compress` takes.
+        limits: (1,) or (C,) float64 on the CPU.
+        seed: as for `Codec.compress`.
+    """
     if not x.numel():
         return [Piece(None, x, exact_payload(x))]
     seed = library.new_seed(x) if seed is None else seed
     if len(limits) == 1 or x.numel() // x.shape[1] < groups.LEAST_FEATURES:
-        # Groups would run across channels so short: they share the smallest bound.
+        # Groups run across channels that are so short, so all channels share the smallest bound.
         return [_whole(x, limits.min(), seed)]
     rows = x.transpose(0, 1).contiguous()
     found = quantizer_ops.quantize(rows, seed, 1, GROUP_SIZE, _fp32_min(x))
     widths = widths_for(found[1], rows.shape, limits, x.dtype)
     result = []
     for bits in sorted(set(widths)):
-        channels = tuple(channel for channel, each in enumerate(widths) if each == bits)
+        channels = tuple(channel for channel, width in enumerate(widths) if width == bits)
         part = rows[list(channels)]
-        # In streams of their own, as no two pieces may share draws.
+        # Two pieces may not share draws, so each has a seed of its own.
         own = seed + len(result)
         payload = _quantized(part, own, bits, found[1].shape[1] == groups.FP32_MIN_COLUMNS)
         result.append(Piece(channels, part, payload))
@@ -107,7 +112,7 @@ def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> 
 
 
 def joined(x: torch.Tensor, parts: list[Piece]) -> Payload:
-    """One payload of all pieces of x."""
+    """Return one payload of all pieces of x."""
     if parts[0].channels is None:
         return parts[0].payload
     if all(isinstance(piece.payload.spec, Exact) for piece in parts):
@@ -118,24 +123,31 @@ def joined(x: torch.Tensor, parts: list[Piece]) -> Payload:
 
 
 def widths_for(ranges, size, limits, dtype) -> list[int]:
-    """Of each sample the fewest bits of 1 to 8 that keep the expected squared error within its limit, else 0.
+    """Return the fewest bits, 1 to 8, with which each sample's expected squared error is within its limit.
 
-    ranges: those of the group quantizer, of a tensor of that size, samples of 64 features or more; or of any
-    size, for a single limit: one width for all. limits: (samples,) or (1,) float64. dtype: of the values.
-    At most range^2 / (4 (2^bits - 1)^2) of an element's squared error is rounding to codes.
+    At most range^2 / (4 (2^bits - 1)^2) of an element's squared error comes from rounding to codes.
+
+    Args:
+        ranges: minimum and range of each group, from `quantizer_ops.quantize`.
+        size: of the quantized tensor, with samples of 64 features or more unless there is a single limit.
+        limits: (samples,) float64; or (1,), for which all samples get one number of bits.
+        dtype: of the values.
+
+    Returns:
+        A list of bits; 0 if 8 bits are not enough.
     """
     square, magnitude = _spread(ranges, size)
     if len(limits) == 1:
         square, magnitude = square.mean(0, keepdim=True), magnitude.amax(0, keepdim=True)
     square, magnitude = torch.stack((square, magnitude)).cpu()
     rest = left_over(limits, magnitude, dtype)
-    # The greatest code's value may be a little beyond the greatest element, and so beyond the dtype.
-    rest[magnitude > min(torch.finfo(each).max for each in (dtype, torch.float32))] = 0
-    return [_bits(each, limit) for each, limit in zip(square.tolist(), rest.tolist(), strict=True)]
+    # The value of the largest code may be a little beyond the largest element, and so beyond the dtype.
+    rest[magnitude > min(torch.finfo(kind).max for kind in (dtype, torch.float32))] = 0
+    return [_bits(*sample) for sample in zip(square.tolist(), rest.tolist(), strict=True)]
 
 
 def _bits(square: float, limit: float) -> int:
-    """square: the mean of range^2. 0 where 8 bits are not enough, or a range is not finite."""
+    """Return the bits for a sample whose mean of range^2 is `square`; 0 if 8 are not enough or a range is not finite."""
     if not (math.isfinite(square) and limit > 0):
         return 0
     fits = (bits for bits in range(1, 9) if square <= limit * 4 * (2**bits - 1) ** 2)
@@ -143,11 +155,11 @@ def _bits(square: float, limit: float) -> int:
 
 
 def _spread(ranges, size):
-    """Of each sample (those of fewer than 64 features together): mean of range^2, and greatest magnitude; float64."""
+    """Return the mean of range^2 and the largest magnitude of each sample, float64; short samples count as one."""
     samples, features = groups.samples_of(size)
     if features < groups.LEAST_FEATURES:
         samples, features = 1, samples * features
-    minimum, extent = (each.double().view(samples, -1) for each in limits_of(ranges))
+    minimum, extent = (column.double().view(samples, -1) for column in limits_of(ranges))
     length = torch.full_like(minimum[0], GROUP_SIZE)
     length[-1] = features - (len(length) - 1) * GROUP_SIZE
     square = (extent.square() * length).sum(1) / features
@@ -175,5 +187,5 @@ def _spec(x, bits: int) -> QuantizedTensorSpec:
 
 
 def _fp32_min(x) -> bool | None:
-    """On a GPU minimums are always float32: there only a synchronization of its own could tell."""
+    """Return True on a GPU, where the host would have to wait to learn whether x needs float32 minimums; else None."""
     return True if x.is_cuda else None

@@ -1,4 +1,4 @@
-"""Many small integers in as few bits as each row of them needs, rows with many zeros without their zeros."""
+"""Rows of small integers, each row packed with as few bits as it needs, and without its zeros if there are many."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from fewbit.runtime import backends
 from fewbit.runtime.format.encoding import packed_words
 
 SPARSE = 128
-"""Added to the width of a row whose zeros a mask names."""
+"""The number that is added to the width of a row whose zeros are given by a mask."""
 BYTE = 8
+"""The number of bits in a byte, the largest width of packed codes."""
 
 
 def write(numbers: torch.Tensor):
-    """(words, widths, nonzeros) of numbers: (C, K, n) int32, of magnitude below 2^15.
+    """Pack integers. The host waits for the device.
 
-    words: 1-D int32, the packed integers of all rows (docs/quantizer.md has the format), by ascending entry of widths.
-    widths: (C, K) uint8, bits of each row's integers, plus SPARSE where only those that are not zero are kept,
-    after a bit each. nonzeros: how many, of each sparse width. Waits for the device.
+    Args:
+        numbers: (C, K, n) int32, of magnitude below 2^15.
+
+    Returns:
+        words: 1-D int32, the packed integers of all rows in ascending order of widths (docs/quantizer.md has the format).
+        widths: (C, K) uint8, the bits of each row's integers, plus SPARSE if zeros are left out. The nonzero integers
+            then follow a mask with one bit for each integer.
+        nonzeros: the number of nonzero integers for each width that has SPARSE.
     """
-    # 0, 1, -1, 2, -2 ... as 0, 1, 2, 3, 4 ...
+    # 0, 1, -1, 2, -2 ... become 0, 1, 2, 3, 4 ...
     folded = 2 * numbers.abs() - (numbers > 0).to(torch.int32)
     rows = folded.reshape(-1, numbers.shape[2])
     widths = torch.frexp(rows.amax(1).float()).exponent
@@ -29,9 +35,9 @@ def write(numbers: torch.Tensor):
     for width in widths.unique().tolist():
         chosen = rows[widths == width].reshape(-1)
         if width >= SPARSE:
-            is_kept = chosen != 0
-            words.append(_pack(is_kept.to(torch.int32), 1))
-            chosen = chosen[is_kept]
+            is_saved = chosen != 0
+            words.append(_pack(is_saved.to(torch.int32), 1))
+            chosen = chosen[is_saved]
             nonzeros.append(len(chosen))
         if width:
             words.append(_pack(chosen, width % SPARSE))
@@ -40,7 +46,7 @@ def write(numbers: torch.Tensor):
 
 
 def read(words, widths, n: int, nonzeros) -> torch.Tensor:
-    """(C, K, n) int32: what `write` was given. Waits for the device."""
+    """Return the (C, K, n) int32 integers that `write` packed. The host waits for the device."""
     flat, nonzeros = widths.reshape(-1), iter(nonzeros)
     rows = torch.zeros(len(flat), n, dtype=torch.int32, device=words.device)
     for width in flat.unique().tolist():
@@ -59,7 +65,7 @@ def read(words, widths, n: int, nonzeros) -> torch.Tensor:
 
 
 def _pack(values: torch.Tensor, width: int) -> torch.Tensor:
-    """values: (n,) int32 in [0, 2^width), width up to 16. More than 8 bits go as two streams."""
+    """Pack (n,) int32 values in [0, 2^width), width up to 16. More than 8 bits are packed as two streams."""
     backend = backends.of(values)
     low = backend.pack((values & 255).to(torch.uint8), min(width, BYTE))
     if width <= BYTE:
@@ -68,7 +74,7 @@ def _pack(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _unpack(words, width: int, n: int):
-    """(the first n values, int32, the words after them)."""
+    """Return (the first n values, int32; the words after them)."""
     backend = backends.of(words)
     low, high = packed_words(n, min(width, BYTE)), packed_words(n, max(width - BYTE, 0))
     values = backend.unpack(words[:low].contiguous(), min(width, BYTE), n).to(torch.int32)

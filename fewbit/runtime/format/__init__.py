@@ -1,4 +1,4 @@
-"""How elements are counted, packed into words, grouped and given bits: sizes and layouts, no kernels.
+"""Sizes and layouts: the order of elements, their packing into words, groups and bits. There are no kernels here.
 
 This folder may import `runtime.interop` and the tables. Every backend and every op relies on these definitions.
 """

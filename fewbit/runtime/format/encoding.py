@@ -1,10 +1,11 @@
-"""The constants that every backend computes with, made from a table once. No torch here."""
+"""The constants of a table with which every backend computes, made once for each table. Nothing here needs torch."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,24 +15,49 @@ from fewbit.table import Knots, Table, round_breaks
 
 
 def packed_words(n: int, bits: int) -> int:
-    """int32 words that n elements take at that many bits: bit-planes over blocks of 32."""
+    """Return the int32 words of n elements of that many bits each, packed as bit-planes over blocks of 32."""
     return bits * ((n + BLOCK - 1) // BLOCK)
 
 
 def gray(index):
-    """The packed code of a level: neighboring levels differ in one bit, so a break flips one plane."""
+    """Return the Gray code of a level. Codes of neighboring levels differ in one bit, so a break flips one plane."""
     return index ^ (index >> 1)
+
+
+class Draw(NamedTuple):
+    """The constants of a draw (docs/table_schema.md), all float32.
+
+    Args:
+        points: (n,), strict: x is beyond a point if x > point.
+        origins: (n,), the points that the formula subtracts.
+        values: (n,), the stand-in for f' at the points.
+        slopes: (n-1,), its slopes between the points.
+        levels: (K,), ascending.
+        inverse_gaps: (K-1,), the reciprocal distance of each level to the next.
+    """
+
+    points: np.ndarray
+    origins: np.ndarray
+    values: np.ndarray
+    slopes: np.ndarray
+    levels: np.ndarray
+    inverse_gaps: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """What a table is at run time.
+    """A table at run time.
 
-    levels: (K,) float64. breaks: (M-1,) float64; codes: (M,) int64; closed: M-1 of "right" / "left".
-    knots: for an unbiased table. Everything else follows:
+    The packed code of x is ``initial ^ XOR of flips[j] over the breaks with not (x <= breaks[j])``, so NaN is beyond every
+    break. The value q(x) is ``lut[code]``.
 
-    The packed code of x is ``initial ^ XOR of flips[j] over the breaks with not (x <= breaks[j])``, so NaN
-    is beyond every break; q(x) is ``lut[code]``.
+    Args:
+        bits: of a code.
+        levels: (K,) float64.
+        breaks: (M-1,) float64.
+        codes: (M,) int64, the level of each piece.
+        closed: for each break "right" or "left", the piece that the break belongs to.
+        knots: of an unbiased table, else None.
     """
 
     bits: int
@@ -43,17 +69,17 @@ class Encoding:
 
     @classmethod
     def of(cls, table: Table) -> Encoding:
-        """The constants of a table; tables that are equal at run time share one object."""
+        """Return the constants of a table. Tables that are equal at run time share one object."""
         return Encoding.parse(_text(table))
 
     @classmethod
     def parse(cls, text: str) -> Encoding:
-        """The encoding that `text` describes. Raises TableError if it is not an encoding's text."""
+        """Return the encoding with that text. Raises TableError if it is not an encoding's text."""
         return _parse(text)
 
     @cached_property
     def text(self) -> str:
-        """One line of JSON that says it all: ops carry it, so an exported program needs nothing else."""
+        """The encoding as one line of JSON, an argument of ops, so that an exported program needs nothing else."""
         return _text(self)
 
     def __reduce__(self):
@@ -63,7 +89,7 @@ class Encoding:
 
     @property
     def unbiased(self) -> bool:
-        """Whether the code is drawn, so that a seed is needed."""
+        """Whether codes are drawn at random, so that a seed is needed."""
         return self.knots is not None
 
     @cached_property
@@ -78,7 +104,7 @@ class Encoding:
 
     @cached_property
     def flips64(self) -> np.ndarray:
-        """(m,) uint8: what a break changes in the code."""
+        """(m,) uint8: the planes of the code that each break flips."""
         codes = gray(self.codes)
         return (codes[1:] ^ codes[:-1]).astype(np.uint8)
 
@@ -89,7 +115,7 @@ class Encoding:
 
     @property
     def flips32(self) -> np.ndarray:
-        """(m,) uint8, for breaks32."""
+        """(m,) uint8: the same for breaks32."""
         return self.flips64
 
     @cached_property
@@ -104,45 +130,26 @@ class Encoding:
         """(2**bits,) float32, the levels rounded to nearest."""
         return self.lut64.astype(np.float32)
 
-    # -- the constants of a draw (docs/table_schema.md), None unless unbiased -----------------------------
-
     @cached_property
-    def levels32(self) -> np.ndarray | None:
-        """(K,) float32, ascending."""
-        return self.levels.astype(np.float32) if self.unbiased else None
-
-    @cached_property
-    def points(self) -> np.ndarray | None:
-        """(n,) float32, strict: x is beyond a point if x > point."""
-        if not self.unbiased:
+    def draw(self) -> Draw | None:
+        """The constants of a draw; None unless unbiased."""
+        if self.knots is None:
             return None
-        return _strict(round_breaks(self.knots.points, self.knots.closed), self.knots.closed)
-
-    @cached_property
-    def origins(self) -> np.ndarray | None:
-        """(n,) float32: the points as the formula subtracts them."""
-        return round_breaks(self.knots.points, self.knots.closed) if self.unbiased else None
-
-    @cached_property
-    def values(self) -> np.ndarray | None:
-        """(n,) float32: the stand-in at the points."""
-        return self.knots.values.astype(np.float32) if self.unbiased else None
-
-    @cached_property
-    def slopes(self) -> np.ndarray | None:
-        """(n-1,) float32, between the points."""
-        return self.knots.slopes.astype(np.float32) if self.unbiased else None
-
-    @cached_property
-    def inverse_gaps(self) -> np.ndarray | None:
-        """(K-1,) float32: 1 / the distance to the next level."""
-        return (1.0 / np.diff(self.levels)).astype(np.float32) if self.unbiased else None
+        points = round_breaks(self.knots.points, self.knots.closed)
+        return Draw(
+            points=_strict(points, self.knots.closed),
+            origins=points,
+            values=self.knots.values.astype(np.float32),
+            slopes=self.knots.slopes.astype(np.float32),
+            levels=self.levels.astype(np.float32),
+            inverse_gaps=(1.0 / np.diff(self.levels)).astype(np.float32),
+        )
 
 
 def _strict(limits: np.ndarray, closed) -> np.ndarray:
-    """The same limits such that "x > limit" is the one comparison: a closed "left" one moves down a step.
+    """Return limits for which "x > limit" decides; those closed "left" move down to the next number.
 
-    Limits stay finite: one below the lowest number moves up to it (no activation lives down there).
+    A limit that would become -inf moves up to the lowest finite number, which no activation reaches.
     """
     left = np.array([side == "left" for side in closed], bool)
     with np.errstate(over="ignore"):
@@ -152,7 +159,7 @@ def _strict(limits: np.ndarray, closed) -> np.ndarray:
 
 def _text(source) -> str:
     document = {
-        # As many planes as the levels need: an exact table of two levels takes one, whatever was asked.
+        # An exact table may have fewer levels than was asked for, and then takes fewer planes.
         "bits": max(1, (len(source.levels) - 1).bit_length()),
         "levels": source.levels.tolist(),
         "breaks": source.breaks.tolist(),

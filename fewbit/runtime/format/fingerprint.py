@@ -13,12 +13,12 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.interop.tensor_kinds import is_plain
 
 SMALL = 1024
-"""Largest number of bytes for which a CRC of all bytes is faster than sums of columns."""
+"""The largest number of bytes for which a CRC of all bytes is faster than sums of columns."""
 WIDTHS = (61, 67, 71), (1021, 1031, 1033)
-"""Numbers of columns, primes, for small and large tensors.
+"""The candidates for the number of columns, all primes, for small and for large tensors.
 
-One is taken that does not divide the number of words, so that no row of a tensor is a multiple of it: rows that are
-reordered come into other columns, unless they move by a multiple of so many rows.
+The first one that does not divide the number of words is taken, so that the length of a tensor's rows is no multiple of it.
+Rows of the tensor that are reordered then change columns, unless they move by a multiple of that many rows.
 """
 
 
@@ -44,8 +44,8 @@ def fingerprint(x: torch.Tensor) -> int | bytes | None:
         return zlib.crc32(_bytes(size).from_address(address))
     words = size // 8
     widths = WIDTHS[size > 64 * WIDTHS[1][0]]
-    width = next((each for each in widths if words % each), widths[0])
-    # An odd number of rows: the same number added to every word, as a changed sign or exponent is, then shows in the sums.
+    width = next((width for width in widths if words % width), widths[0])
+    # With an odd number of rows the sums show if one number is added to every word, as by a changed sign or exponent.
     words = ((words // width - 1) | 1) * width
     rows = np.frombuffer(_bytes(8 * words).from_address(address), np.uint64).reshape(-1, width)
     rest = zlib.crc32(_bytes(size - 8 * words).from_address(address + 8 * words))

@@ -1,7 +1,7 @@
 """The groups that a tensor is cut into, and the bytes of its quantized copy (docs/quantizer.md).
 
-A sample is a slice along dimension 0. Samples of 64 features or more are cut into groups one by one;
-shorter ones follow each other and groups run across them. Nothing here needs torch.
+A sample is a slice along dimension 0. Samples of 64 features or more are cut into groups one by one. Shorter ones are
+concatenated, and groups run across them. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -67,6 +67,6 @@ def quantized_bytes(shape, bits: int, group_size: int = GROUP_SIZE, fp32_min: bo
 
 
 def fp32_min_bytes(ranges) -> int:
-    """Return the bytes by which (groups, 2 or 3) ranges grow if their minimums become float32."""
+    """Return the bytes by which ranges, (groups, 2 or 3), grow if their minimums become float32."""
     count, columns = ranges.shape
     return 2 * count * (FP32_MIN_COLUMNS - columns)

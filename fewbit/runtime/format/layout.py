@@ -1,4 +1,4 @@
-"""Storage order: the one order in which elements are counted, packed and drawn for."""
+"""Storage order: the order in which the elements of a tensor are counted, packed and given random draws."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def is_dense(x: torch.Tensor) -> bool:
-    """Whether x's elements fill a stretch of its storage, each once (channels-last and transposes do)."""
+    """Return whether x's elements fill a contiguous part of its storage, as those of channels-last tensors and transposes do."""
     # While a graph is traced, empty_like may give a dense tensor with dimensions of size 1 other strides.
     if torch.compiler.is_compiling():
         return x.is_contiguous() or are_dense(x.shape, x.stride())
@@ -31,7 +31,7 @@ def are_dense(shape, stride) -> bool:
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """x if it is dense, else its contiguous copy, whose storage order is x's logical order."""
+    """Return x if it is dense, else its contiguous copy, whose storage order is x's logical order."""
     return x if is_dense(x) else x.contiguous()
 
 
@@ -82,7 +82,7 @@ def _channels_last_stride(shape) -> tuple[int, ...]:
 
 
 def is_by_sample(x: torch.Tensor) -> bool:
-    """Whether x is dense and its samples (dimension 0) are outermost in storage."""
+    """Return whether x is dense and its samples (dimension 0) are outermost in storage."""
     if x.is_contiguous():
         return True
     if not is_dense(x):
@@ -91,15 +91,15 @@ def is_by_sample(x: torch.Tensor) -> bool:
 
 
 def is_part(x: torch.Tensor) -> bool:
-    """Whether x holds on to a storage that is larger than its elements, each counted as often as it has a place in x."""
+    """Return whether x keeps a storage alive that is larger than its elements. Elements of expanded dimensions count repeatedly."""
     return x.untyped_storage().nbytes() > x.numel() * x.element_size()
 
 
 def storage_permutation(x: torch.Tensor) -> tuple[int, ...] | None:
-    """The order of dimensions in which a dense x is contiguous; None if x is not dense, or by sample."""
-    return (
-        None if is_by_sample(x) or not is_dense(x) else tuple(_outermost_first(x.shape, x.stride()))
-    )
+    """Return the order of dimensions in which a dense x is contiguous; None if x is not dense, or `is_by_sample`."""
+    if is_by_sample(x) or not is_dense(x):
+        return None
+    return tuple(_outermost_first(x.shape, x.stride()))
 
 
 def _outermost_first(shape, stride) -> list[int]:
@@ -122,7 +122,7 @@ def _lies_inside(stride, shape, a: int, b: int) -> bool:
 
 
 def by_sample_stride(x: torch.Tensor) -> tuple[int, ...]:
-    """The strides of x where `is_by_sample`, else those of its contiguous copy."""
+    """Return the strides of x if it `is_by_sample`, else those of its contiguous copy."""
     return _stride(x) if is_by_sample(x) else contiguous_stride(x.shape)
 
 
@@ -144,7 +144,7 @@ def _stride(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def unviewed(y: torch.Tensor) -> torch.Tensor:
-    """y, as a result of a Function that may be written to: autograd lets no view be, which torch's layers yield."""
+    """Return y as a tensor that is no view: a Function's result that is a view could not be written to in place."""
     if torch.compiler.is_compiling() or not y._is_view():
         return y
     result = torch.ops.aten._unsafe_view(y, y.shape)
@@ -155,23 +155,33 @@ def unviewed(y: torch.Tensor) -> torch.Tensor:
 
 
 def storage_order(x: torch.Tensor) -> torch.Tensor:
-    """A dense x as the 1-D view of its elements in storage order."""
+    """Return the 1-D view of a dense x's elements in storage order."""
     return x.view(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
 
 
 def check_vectors(vectors, inner: int, n: int) -> int:
-    """How many entries vectors have that n elements in storage order share: element e has entry (e div inner) mod that.
+    """Check vectors whose entries are shared by the elements of a tensor in storage order.
 
-    ValueError unless those that are not None, one at least, are 1-D contiguous float32 of one length, and
-    length * inner divides n.
+    Element number e has entry (e div inner) mod (number of entries).
+
+    Args:
+        vectors: 1-D contiguous float32 tensors of one length, or None; at least one tensor.
+        inner: the number of consecutive elements with the same entry.
+        n: the number of elements, a multiple of entries * inner.
+
+    Returns:
+        The number of entries.
+
+    Raises:
+        ValueError: for other arguments.
     """
-    given = [each for each in vectors if each is not None]
-    for each in given:
-        if each.dtype != torch.float32 or each.dim() != 1 or not each.is_contiguous():
+    given = [vector for vector in vectors if vector is not None]
+    for vector in given:
+        if vector.dtype != torch.float32 or vector.dim() != 1 or not vector.is_contiguous():
             raise ValueError(
-                f"expected 1-D contiguous float32 vectors, got {each.dim()}-D {each.dtype}"
+                f"expected 1-D contiguous float32 vectors, got {vector.dim()}-D {vector.dtype}"
             )
-    lengths = {len(each) for each in given}
+    lengths = {len(vector) for vector in given}
     if len(lengths) != 1:
         raise ValueError(f"expected vectors of one length, got lengths {sorted(lengths)}")
     (entries,) = lengths
@@ -183,12 +193,12 @@ def check_vectors(vectors, inner: int, n: int) -> int:
 
 
 def is_broadcast_scalar(x: torch.Tensor) -> bool:
-    """Whether every element of x is one element of storage, as in the gradient of a sum."""
+    """Return whether all elements of x are the same element of storage, as in the gradient of a sum."""
     return not x.is_contiguous() and not any(x.stride())
 
 
 def contiguous_stride(shape) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of that shape (symbolic sizes will do)."""
+    """Return the strides of a contiguous tensor of that shape, whose sizes may be symbolic."""
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
@@ -197,14 +207,14 @@ def contiguous_stride(shape) -> tuple[int, ...]:
 
 
 def has_stride(x: torch.Tensor, stride) -> bool:
-    """Whether x's elements lie as those strides say; the stride of a dimension of size 1 says nothing."""
+    """Return whether x has the given strides, apart from dimensions of size 1, whose strides mean nothing."""
     return x.stride() == stride or all(
         size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), stride, strict=True)
     )
 
 
 def bring_to(x: torch.Tensor, stride) -> torch.Tensor:
-    """x with those strides (of a dense tensor of its shape): itself, or a copy."""
+    """Return x, or a copy that has the given strides, those of a dense tensor of its shape."""
     if has_stride(x, stride):
         return x
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
@@ -245,7 +255,7 @@ def check_stride(shape, stride, by_sample: bool = False) -> None:
 
 
 def overlaps(x: torch.Tensor) -> bool:
-    """Whether two elements of x may lie in the same place, so that writing to x has no one meaning."""
+    """Return whether two elements of x may share a place in storage, so that the result of writing to x is not defined."""
     if x.numel() <= 1 or is_dense(x):
         return False
     # Sorted by stride, each dimension must step over all that the smaller ones span.

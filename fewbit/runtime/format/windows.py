@@ -1,12 +1,10 @@
-"""Where the windows of a pooling lie, and where in its window an element does.
+"""The indices of max-pooling, as positions within windows.
 
-torch's max-pooling returns the flat index of each maximum in its plane, an int64. The same index is
-the number of the window, which its place in the result says, and the position within it, a number
-below the window's size: that is what is kept.
+torch's max-pooling returns the flat index of each maximum in its plane, an int64. The place in the result gives the window,
+so a layer saves only the position within the window, a number below the window's size.
 
-Some of torch's kernels for channels-last tensors return an index outside a window that is all -inf.
-No position is that, so both directions clamp: the index of such a window comes out somewhere in the
-plane.
+For a window that is all -inf some of torch's kernels for channels-last tensors return an index outside the window, which
+is no position. Both directions therefore clamp, and the index of such a window is restored to some index in the plane.
 """
 
 from __future__ import annotations
@@ -18,11 +16,14 @@ import torch
 
 
 class Windows(NamedTuple):
-    """The windows of one plane; every field has one entry a spatial dimension.
+    """The windows of one plane. Every field has one entry for each spatial dimension.
 
-    size: of the plane. out: of the result. stride, padding: of fixed windows; None for adaptive
-    ones, which start at floor(o * size / out). extent: the (longest) window's elements. dilation:
-    their distance.
+    Args:
+        size: of the plane.
+        out: the size of the result.
+        extent: the number of elements of the longest window.
+        dilation: the distance of neighboring elements of a window.
+        stride, padding: of fixed windows; None for adaptive ones, which start at floor(o * size / out).
     """
 
     size: tuple[int, ...]
@@ -34,22 +35,22 @@ class Windows(NamedTuple):
 
     @classmethod
     def fixed(cls, size, out, kernel, stride, padding, dilation) -> Windows:
-        """Those of MaxPool."""
+        """Return the windows of MaxPool."""
         return cls(size, out, kernel, dilation, stride, padding)
 
     @classmethod
     def adaptive(cls, size, out) -> Windows:
-        """Those of AdaptiveMaxPool: from floor(o * size / out) up to ceil((o + 1) * size / out)."""
+        """Return the windows of AdaptiveMaxPool, from floor(o * size / out) up to ceil((o + 1) * size / out)."""
         extent = tuple(map(_longest, size, out))
         return cls(size, out, extent, (1,) * len(size), None, None)
 
     @property
     def count(self) -> int:
-        """Positions in a window."""
+        """The number of positions in a window."""
         return prod(self.extent)
 
     def positions(self, indices: torch.Tensor) -> torch.Tensor:
-        """indices: (..., *out), torch's. Returns each one's row-major position in its window."""
+        """Return the row-major position within its window for each of torch's indices, (..., *out)."""
         if prod(self.size) < 1 << 31:
             indices = indices.to(torch.int32)
         position, scale, rest = 0, 1, indices
@@ -66,18 +67,27 @@ class Windows(NamedTuple):
         return position.clamp_(0, self.count - 1)
 
     def indices(self, positions: torch.Tensor, size, stride) -> torch.Tensor:
-        """torch's indices, int64, of that size and stride; positions: (n,), in storage order."""
+        """Return torch's indices.
+
+        Args:
+            positions: (n,) integers, in storage order of the result.
+            size: of the result.
+            stride: of the result.
+
+        Returns:
+            int64 of that size and stride.
+        """
         table, first = self._tables(positions)
         found = table.index_select(0, positions.to(torch.int32))
         return found.as_strided(size, stride).add_(first).clamp_(0, prod(self.size) - 1)
 
     def only(self, size, device) -> torch.Tensor:
-        """The indices, of that size, where every window has one element."""
+        """Return the indices of windows that have one element: int64 of the given size."""
         first = self._tables(torch.empty(0, device=device))[1]
         return first.expand(size).contiguous()
 
     def _starts(self, dim: int, like: torch.Tensor) -> torch.Tensor:
-        """Where each window starts along a dimension, to be added to a tensor (..., *out)."""
+        """Return the start of each window along a dimension, which broadcasts to (..., *out)."""
         starts = torch.arange(self.out[dim], device=like.device)
         if self.stride is None:
             starts = torch.div(starts * self.size[dim], self.out[dim], rounding_mode="trunc")
@@ -87,7 +97,7 @@ class Windows(NamedTuple):
         return starts.to(like.dtype).view(-1, *[1] * after)
 
     def _tables(self, like) -> tuple[torch.Tensor, torch.Tensor]:
-        """(count,) what a position adds to an index; (*out) the index where each window starts."""
+        """Return the number that each position adds to an index, (count,), and the index where each window starts, (*out)."""
         table = first = torch.zeros((), dtype=torch.int64, device=like.device)
         for dim in range(len(self.size)):
             after = len(self.size) - 1 - dim
@@ -99,5 +109,5 @@ class Windows(NamedTuple):
 
 
 def _longest(size: int, out: int) -> int:
-    """Elements of the longest of `out` adaptive windows along a dimension of that size."""
+    """Return the number of elements of the longest of `out` adaptive windows along a dimension of that size."""
     return max([1, *(-(-(o + 1) * size // out) - o * size // out for o in range(out))])

@@ -84,7 +84,8 @@ _ENTER = _GeneratorContextManager.__enter__.__code__
 def close_suspended(error: BaseException) -> None:
     """Close the generators of contexts whose `__enter__` the error ended after their `yield`, as torch's around each mode.
 
-    Their frames are kept by the traceback. When it goes they would run what follows the `yield`, and undo our clean-up.
+    The traceback keeps their frames alive. When it is freed, the generators would run the code after the `yield`, which
+    would undo the clean-up.
     """
     traceback = error.__traceback__
     while traceback is not None:
@@ -101,8 +102,8 @@ def undone_if_it_raises(snapshot: Callable) -> Callable:
     """Return a decorator that restores a snapshot if the decorated function raises.
 
     Args:
-        snapshot: Called with the arguments of the function before each call. What it returns has a method `put_back()`,
-            which is called twice, in case an interrupt stops the first call.
+        snapshot: a function that is called with the arguments of the decorated function before each call, and returns an
+            object with a method `put_back()`. That method is called twice, in case an interrupt stops the first call.
     """
 
     def decorator(function):

@@ -23,7 +23,7 @@ GUARD = "_fewbit_guard"
 """The attribute of a module or activation that holds its model's `CallGuard`."""
 
 PATH = "_fewbit_path"
-"""The attribute of a module that says where in the converted model it is."""
+"""The attribute of a module that holds its path in the converted model."""
 
 _made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made from it}
 
@@ -46,6 +46,11 @@ def is_compiled_code() -> bool:
     return torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether the module was compiled, by `torch.compile` or by its own method `compile`."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
 class TrackedModule:
     """A mixin: calls of the module run within its model's guard. Without a guard they are torch's own."""
 
@@ -55,6 +60,7 @@ class TrackedModule:
             super().__init_subclass__(**kwargs)
 
     def __call__(self, *args, **kwargs):
+        """Call the module within its guard, unless a compiler traces or compiles the call."""
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
         guard = vars(self).get(GUARD)
@@ -84,11 +90,11 @@ class TrackedGraph(TrackedModule):
         return _recreated, (made, args), *rest
 
     def __copy__(self):
-        return self._tracked_alike(super().__copy__(), lambda each: each)
+        return self._tracked_alike(super().__copy__(), lambda guard: guard)
 
     def __deepcopy__(self, memo):
         return self._tracked_alike(
-            super().__deepcopy__(memo), lambda each: copy.deepcopy(each, memo)
+            super().__deepcopy__(memo), lambda guard: copy.deepcopy(guard, memo)
         )
 
     def _tracked_alike(self, other, copied):
@@ -134,7 +140,7 @@ def _new_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict) -
 
 
 def graph_class_of(module: nn.Module) -> type | None:
-    """Return the class that torch.fx made for this module alone, which keeps the code of its graph; None if there is none.
+    """Return the class that torch.fx made for this module alone, with the code of its graph; None if there is none.
 
     torch.fx writes to that class and refers to it, so the class has to stay: `track` changes its bases.
     """

@@ -18,8 +18,8 @@ LIBRARY = Library("fewbit", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 NO_SECOND_DERIVATIVE = (
-    "a layer or activation of fewbit has no second derivative: too little of its input is kept; "
-    "use torch's own where you differentiate twice"
+    "a layer or activation of fewbit has no second derivative: it saves too little of its input; "
+    "use torch's own if you differentiate twice"
 )
 NO_FORWARD_MODE = (
     "a few-bit activation has no forward-mode derivative; use torch's own function there"
@@ -27,7 +27,7 @@ NO_FORWARD_MODE = (
 
 
 def define(schema: str, implementation):
-    """Define an op with that schema and implementation. Return its default overload."""
+    """Define an op with that schema and implementation, and return its default overload."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=_TAGS)
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")

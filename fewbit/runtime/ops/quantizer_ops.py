@@ -1,7 +1,7 @@
 """The torch ops of the group quantizer, and their implementations, which eager mode calls directly.
 
-quantize(x, stride, seed, bits, group_size, fp32_min) -> packed, ranges, and a 1 to multiply the layer's result with
-dequantize(packed, ranges, bits, group_size, size, stride, dtype) -> the values, with those strides
+    quantize(x, stride, seed, bits, group_size, fp32_min) -> packed, ranges, and a 1 to multiply the layer's result with
+    dequantize(packed, ranges, bits, group_size, size, stride, dtype) -> the values, with those strides
 
 Both ops take the same strides, which define the order of the elements.
 """
@@ -23,11 +23,16 @@ from fewbit.runtime.ops.library import define, save_results
 def quantize(x, seed, bits, group_size, fp32_min=None, normalize=None, widths=None, words=None):
     """Return (packed, ranges) of x (docs/quantizer.md).
 
-    x: floating, any strides. seed: (1,) int64 on x's device. bits: 1 to 8, for all samples; or widths: (N,)
-    uint8, for each, with the int32 words to allocate (`groups.mixed_words`, or more). fp32_min: whether
-    minimums are float32; None: where the tensor's offset asks for it (never on CUDA, where only a
-    synchronization could tell: see `offset`). normalize: as in `reference.quantize`, for an x that is
-    `layout.is_by_sample`.
+    Args:
+        x: a floating tensor of any strides.
+        seed: (1,) int64 on x's device.
+        bits: 1 to 8, for all samples, unless `widths` is given.
+        group_size: elements of a group.
+        fp32_min: whether minimums are float32. None decides by the tensor's offset on the CPU, and means False on CUDA,
+            where the host would have to wait (`saved/min_dtype.py` decides there).
+        normalize: as for `reference_quantizer.quantize`, for an x that is `layout.is_by_sample`.
+        widths: (N,) uint8, the bits of each sample.
+        words: with widths the int32 words to allocate, `groups.mixed_words` or more.
     """
     x = x.detach()
     source = x if layout.is_by_sample(x) else x.contiguous()
@@ -55,8 +60,8 @@ def quantize_samples(x, seed, slot, samples, group_size, fp32_min=None, normaliz
     of_samples = _sensitivities(source, slot, group_size, normalize)
     widths = share_bits(of_samples, total)
     words = groups.words_of_total(total, features)
-    kept = quantize(source, seed, 0, group_size, fp32_min, normalize, widths, words)
-    return *kept, widths, of_samples
+    tensors = quantize(source, seed, 0, group_size, fp32_min, normalize, widths, words)
+    return *tensors, widths, of_samples
 
 
 def sensitivities(x, slot, samples, group_size, fp32_min=None, normalize=None):
@@ -89,8 +94,12 @@ def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generat
     The variance is estimated from two draws, so that neither the ranges nor the exact values are needed.
 
     Args:
+        x: a floating tensor of any strides.
         samples: their number; None: as many as dimension 0 has.
+        group_size: as for `quantize`.
+        fp32_min: as for `quantize`.
         normalize: as for `quantize`.
+        bits: 1 to 8.
         generator: a function from a device to a generator of seeds.
     """
     stride = layout.by_sample_stride(x)
@@ -100,8 +109,8 @@ def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generat
         seed = torch.randint(
             2**62, (1,), dtype=torch.int64, device=x.device, generator=generator(x.device)
         )
-        kept = quantize(x, seed, bits, group_size, fp32_min, normalize)
-        return dequantize(*kept, bits, group_size, tuple(x.shape), stride, dtype)
+        tensors = quantize(x, seed, bits, group_size, fp32_min, normalize)
+        return dequantize(*tensors, bits, group_size, tuple(x.shape), stride, dtype)
 
     rows = layout.storage_order(drawn() - drawn()).view(samples or (len(x) if x.dim() else 1), -1)
     return (rows.square().mean(1) / 2).float()
@@ -112,9 +121,7 @@ def dequantize_samples(
 ):
     """Return the values of `quantize_samples`, see `dequantize`."""
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
-    rows = out
-    if len(out) != samples:
-        rows = out.view(samples, -1)
+    rows = out if len(out) == samples else out.view(samples, -1)
     backends.of(packed).dequantize(packed, ranges, 0, group_size, rows, widths, affine)
     return out
 
@@ -123,8 +130,15 @@ def dequantize(packed, ranges, bits, group_size, size, stride, dtype, widths=Non
     """Return the dequantized values in that size, stride and dtype.
 
     Args:
+        packed: from `quantize`.
+        ranges: from `quantize`.
+        bits: as for `quantize`.
+        group_size: as for `quantize`.
+        size: of the quantized tensor.
         stride: `layout.by_sample_stride` of the quantized tensor.
-        affine: as in `reference.dequantize`.
+        dtype: of the values.
+        widths: as for `quantize`.
+        affine: as for `reference_quantizer.dequantize`.
     """
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     backends.of(packed).dequantize(packed, ranges, bits, group_size, out, widths, affine)

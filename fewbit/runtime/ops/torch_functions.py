@@ -1,5 +1,7 @@
-"""torch's own forward of every named function: what runs when no gradient is needed, and where no
-fused kernel exists. Parameters come in the order of `fewbit.functions`."""
+"""torch's own forward of every named function, for inputs that need no gradient or have no fused kernel.
+
+Parameters come in the order of `fewbit.functions`.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ IN_PLACE: dict[str, Callable[..., torch.Tensor]] = {
     "hardswish": lambda x: F.hardswish(x, inplace=True),
     "hardsigmoid": lambda x: F.hardsigmoid(x, inplace=True),
 }
-"""The functions that torch has in place."""
+"""The functions that torch can compute in place."""
 
 AUTOCAST_FLOAT32 = {"cuda": {"softplus", "sqrtsoftplus"}}
 """By device: functions that torch's autocast runs in float32."""
@@ -88,7 +90,7 @@ CONTIGUOUS = {"logsigmoid", "rrelu"}
 """Functions with contiguous results in torch on at least one device, for inputs of any strides."""
 
 OTHER_STRIDES = {"relu6", "hardtanh", "identity"}
-"""Functions that leave other strides to dimensions of size 1 than `layout.result_stride` says."""
+"""Functions whose results have other strides than `layout.result_stride` in dimensions of size 1."""
 
 MADE_CONTIGUOUS = {"cpu": {"logsigmoid"}}
 """{device type: functions that torch computes from a contiguous copy of the input, with a contiguous gradient}."""

@@ -42,7 +42,7 @@ def norm(tensors) -> torch.Tensor | None:
     ]
     if len(norms) < 2:
         return norms[0] if norms else None
-    return torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
+    return torch.linalg.vector_norm(torch.stack([part.to(norms[0].device) for part in norms]))
 
 
 def squared(host: dict[int, list[float]], norm: torch.Tensor | None) -> float:

@@ -20,6 +20,8 @@ def observed(backward, context, grads):
 
     Args:
         backward: the backward of the layer's autograd Function, called with `context` and `grads`.
+        context: the Function's context.
+        grads: the gradients of the Function's results.
     """
     probes = getattr(context, OBSERVED, ())
     if probes:
@@ -66,17 +68,14 @@ class Restoring:
             yield self
 
     def is_target(self, slot) -> bool:
+        """Return whether tensors of the slot get noise."""
         return self.target is not None and slot.name == self.target.name
 
     def restored(self, values, spec, packed):
+        """Record the slot of a dequantized tensor and return its values, to which noise may be added in place."""
         slot = spec.slot
         self.slots.setdefault(slot.name, slot)
-        return self.changed(values, spec, packed) if self.is_target(slot) else values
-
-    def changed(self, values, spec, packed):
-        """Add noise to the values in place and return them."""
-        slot = spec.slot
-        if slot.rounding is not None:
+        if self.is_target(slot) and slot.rounding is not None:
             flat = layout.storage_order(values)
             rows = flat.view(spec.samples or (len(values) if values.dim() else 1), -1)
             noise = self._noise.get(packed.data_ptr())

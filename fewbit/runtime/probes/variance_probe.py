@@ -1,24 +1,25 @@
-"""What rounding each slot adds to the variance of a model's gradient, found out in one backward pass.
+"""The variance that rounding each slot adds to a model's gradient, measured in one backward pass.
 
-Theorem 3 of ActNN (long version, section 3) is a sum over the tensors that are kept: what rounding one of them adds
-to the gradients of the parameters of its own layer and, where the gradient of the layer's input depends on it, of
-all layers below. Three things are measured while the backward pass of one forward runs, for one draw each:
+Theorem 3 of ActNN (long version, section 3) is a sum over saved tensors. Rounding a tensor adds variance to the gradients of
+the parameters of its own layer. If the gradient of the layer's input depends on the tensor, rounding also adds variance to
+the gradients of all layers below. Three kinds of numbers are measured, each from one random draw:
 
-- Each layer runs its own backward again with noise added to one of the tensors it restores, of the variance that
-  rounding it has. The difference is what that noise does to the layer's gradients, own[p] of a parameter p and
-  out[e] of an edge e of the graph, as sums of squares.
-- It runs it again with random signs on the gradient that came in. What comes out says how noise in that gradient is
-  carried on: gain[e], and what it does to the layer's parameters: both relative to the sum of squares of what came in.
-  Where that gradient comes straight from a layer above, noise of the layer above is carried on as it is: that of batch
-  norm is a multiple of the convolution's result in each channel, far from random signs.
-- Of every other node of the graph the gain is that of the gradient itself.
+- A layer runs its backward again with noise in one of its dequantized tensors; the noise has the variance of rounding. The
+  difference is the effect of the noise on the layer's gradients: own[p] of a parameter p and out[e] of an edge e of the
+  graph, both sums of squares.
+- The layer runs its backward once more with random signs on the incoming gradient. The results tell how noise in that
+  gradient propagates to the edges, gain[e], and to the layer's parameters, gain[p], both relative to the sum of squares of
+  the incoming gradient. If the incoming gradient comes directly from a layer above, that layer's noise itself is passed on
+  instead, since it can be far from random signs: the noise of batch norm is a multiple of the convolution's result in each
+  channel.
+- The gain of every other node of the graph is that of the gradient itself.
 
-Noise from different sources is uncorrelated, so that sums of squares add up along the graph. With
+Noise from different sources is uncorrelated, so sums of squares add up along the graph. With
 
     S(node) = sum over its parameters of gain[p]  +  sum over its edges of gain[e] S(node below e)
 
-rounding the tensor adds  sum of own[p] + sum of out[e] S(node below e)  in all (docs/controller.md). That is found
-out for 1 bit, and for the bits that the slot has or 2: in between what 1 bit adds is least like the rest.
+rounding the tensor adds  sum of own[p] + sum of out[e] S(node below e)  in all (docs/controller.md). This number is measured
+for 1 bit, whose noise is least like that of other bits, and for the slot's bits or 2, whichever is more.
 """
 
 from __future__ import annotations
@@ -36,24 +37,28 @@ from fewbit.runtime.probes.norms import by_edge, is_dense, norm, squared
 from fewbit.runtime.probes.restoring import OBSERVED, Restoring
 
 SPREAD = 16
-"""Parts that a slot's samples are remembered in, by what they share bits by."""
+"""The number of parts into which a slot's samples are divided, by the numbers by which they share bits."""
 LEVELS = (1, 2)
-"""Bits for which rounding is measured. The noise of more bits is as that of 2, but smaller."""
+"""The bits for which rounding is measured. The noise of more bits is like that of 2, but smaller."""
 MOST_EARLIER = 1024
-"""Nodes of a graph that was there before the forward; those further below count as if they had no parameters."""
+"""The number of nodes made before the forward that are followed; nodes below them count as if they had no parameters."""
 _PARAMETER, _NOTHING = -1, -2  # below an edge in place of a node
 
 
 @dataclass
 class RoundingEffect:
-    """Of one slot in one forward and its backward.
+    """The effect of rounding one slot, in one forward and its backward pass.
 
-    average: bits it had, fixed or not. elements: of all its tensors. samples: that share its bits, 0 where they do
-    not. sensitivity: the variance that rounding adds, times (2^bits - 1)^2; 0 where no gradient came by. at_one: the
-    variance that rounding to 1 bit adds. spread: SPREAD values in rising order, what samples share bits by, each the
-    mean of as many samples; of fewer samples than that the values themselves, and zeros. Of several tensors their sums.
-    is_known: whether that is so; not of a layer that the backward pass reached on a way that was not watched, or that
-    cannot be probed.
+    Args:
+        average: the bits per element that the slot had.
+        is_fixed: whether these bits were fixed.
+        elements: the number of elements of all tensors of the slot.
+        samples: the number of samples that share the bits, or 0.
+        sensitivity: the variance that rounding adds, times (2^bits - 1)^2; 0 if no gradient reached the layer.
+        at_one: the variance that rounding to 1 bit adds.
+        spread: SPREAD numbers in ascending order by which samples share bits, each the mean of equally many samples. If
+            there are fewer samples, their own numbers and zeros. The spreads of several tensors are added.
+        is_known: False if the backward pass reached the layer by a path that was not watched, or cannot probe the layer.
     """
 
     average: float
@@ -68,7 +73,15 @@ class RoundingEffect:
 
 @dataclass
 class _Noise:
-    """Norms by edge of what noise in a slot does. is_own: in the layer itself, which the one below takes over."""
+    """The effect of noise in a slot on the edges of a node.
+
+    Args:
+        name: of the slot.
+        level: the bits whose rounding the noise imitates.
+        scale: the factor from squared norms to `RoundingEffect`.
+        norms: one for each edge, or None.
+        is_own: whether the slot is the layer's own. If the layer below probes itself, it takes over the noise.
+    """
 
     name: tuple[str, int]
     level: int
@@ -79,10 +92,17 @@ class _Noise:
 
 @dataclass
 class _Node:
-    """Of the graph. below: by edge the number of a node, _PARAMETER or _NOTHING. exists: whether an edge leads on.
+    """A node of the autograd graph.
 
-    arriving, leaving: norms of a gradient and, by edge, of what it becomes. handed: (slot's name, level, scale,
-    noise) from the layer above.
+    Args:
+        below: for each edge the number of the node below, _PARAMETER or _NOTHING.
+        exists: for each input of the node whether it has an edge.
+        is_layer: whether the node is an autograd Function.
+        arriving: the norm of the incoming gradient.
+        leaving: the norms of the gradients on the edges.
+        handed: (slot's name, level, scale, noise) from the layer above.
+        noise: the effects of noise on the edges.
+        is_probed: whether `probe` has measured the node.
     """
 
     below: list[int]
@@ -96,9 +116,12 @@ class _Node:
 
 
 class VarianceProbe:
-    """Of one forward and the backward pass through it. seed: of the noise.
+    """The probe of one forward and the backward pass through it, see `assignment.Probe`.
 
-    Nothing that it meets makes it raise: where gradients are not plain, dense or COO, it is void.
+    It never raises. If gradients are neither plain nor COO, it becomes void and has no results.
+
+    Args:
+        seed: of the noise.
     """
 
     def __init__(self, seed: int):
@@ -106,21 +129,26 @@ class VarianceProbe:
         self.is_void = False
         self._seed = seed
         self._generators = {}
-        self._reached_within = set()  # names of slots, by a backward pass in the forward
+        self._reached_within = (
+            set()
+        )  # names of slots that a backward pass within the forward has reached
         self._nodes: list[_Node] = []
-        self._hooks = []  # of those nodes
+        self._hooks = []  # on the nodes
         self._is_open = True
         self._is_watching = False
-        self._start = torch.autograd._get_sequence_nr()  # of the first node that the forward makes
+        self._start = (
+            torch.autograd._get_sequence_nr()
+        )  # number of the first node that the forward makes
         self._runs = False
         self._is_over = False
-        self._arrival = None
+        self._host_copy = None
 
     # -- in the forward ----------------------------------------------------------------------------------
 
     def record_saved(
         self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0
     ) -> None:
+        """Note that a layer saved a tensor, see `assignment.Probe`."""
         if not self._is_open:
             return
         seen = self.slots.setdefault(slot.name, RoundingEffect(slot.average, slot.is_fixed))
@@ -134,24 +162,27 @@ class VarianceProbe:
             seen.spread = spread
 
     def record_rounding(self, slot, record) -> dict[int, torch.Tensor] | None:
-        """{level: (samples,) variance of an element} of a tensor that is kept, if that is to be known.
+        """Return {level: (samples,) variance of an element} for a saved tensor, or None after `end`.
 
-        record: a `QuantizationRecord`.
+        Args:
+            slot: of the tensor.
+            record: a `QuantizationRecord`.
         """
         if not self._is_open:
             return None
         return {level: record.variance(level, self._generator) for level in LEVELS}
 
     def knows(self, name: tuple[str, int]) -> bool:
+        """Return whether a tensor of that slot was recorded."""
         return name in self.slots
 
     def watch(self, outputs) -> None:
-        """Follows the backward pass from those results of the forward: tensors, in any nest of containers."""
+        """Follow the backward pass from the results of the forward: tensors, in any nest of containers."""
         self._is_watching = True
         tensors = tensors_in(outputs)
         if not self._can_measure(tensors):
             return
-        roots = [each.grad_fn for each in tensors if each.grad_fn is not None]
+        roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         reached, numbers, entered = self._reached(roots), {}, set()
         waiting = [(node, False) for node in roots if node in reached]
         while waiting:
@@ -169,7 +200,7 @@ class VarianceProbe:
                 waiting += [(child, False) for child in following if child in reached]
 
     def _reached(self, roots) -> set:
-        """The nodes from those on, without leaves. Of what was there before the forward the nearest, but not all."""
+        """Return the nodes that `roots` lead to, without leaves. Of nodes made before the forward only the nearest are included."""
         reached, waiting, earlier = set(), deque(roots), 0
         while waiting:
             node = waiting.popleft()
@@ -185,8 +216,8 @@ class VarianceProbe:
 
     def _attach(self, node, number) -> None:
         if _is_function(node):
-            # A graph below this forward may be followed by other probes too.
-            others = (each for each in getattr(node, OBSERVED, ()) if each[0]._is_open)
+            # Other probes may follow the part of the graph that is below this forward.
+            others = (entry for entry in getattr(node, OBSERVED, ()) if entry[0]._is_open)
             setattr(node, OBSERVED, (*others, (self, number)))
         self._hooks.append(node.register_hook(partial(self._passed, number)))
 
@@ -199,20 +230,20 @@ class VarianceProbe:
         if self._is_open and not node.is_probed and self._can_measure((*leaving, *arriving)):
             node.arriving = norm(arriving)
             edges = zip(leaving, node.exists, strict=False)
-            node.leaving = [norm([each]) for each, exists in edges if exists]
+            node.leaving = [norm([grad]) for grad, exists in edges if exists]
 
     def _begins(self) -> None:
-        """A backward pass has come by."""
+        """Note that a backward pass has reached a node."""
         if self._is_open and not self._runs:
             self._runs = True
             torch.autograd.Variable._execution_engine.queue_callback(_End(self))
 
     def reached(self, slots) -> None:
-        """A backward pass restores those, in a layer that is not probed.
+        """Note that a backward pass restores these slots in a layer that is not probed.
 
-        One within the forward is no part of the step's: then what the step's says of them counts.
+        A backward pass within the forward is no part of the step's. The step's decides then whether they are known.
         """
-        names = {each.name for each in slots} & self.slots.keys()
+        names = {slot.name for slot in slots} & self.slots.keys()
         if not self._is_open:
             return
         if self._is_watching:
@@ -222,10 +253,10 @@ class VarianceProbe:
             self._reached_within |= names
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
-        """Runs a layer's backward again, with noise in those slots that it restores, and in `grads`."""
+        """Run a layer's backward again, with noise in the slots that it restores and in `grads`, see `assignment.Probe`."""
         node = self._nodes[number]
         results = by_edge(context, results)
-        self.is_void |= any(each is not None and each.is_sparse for each in grads)
+        self.is_void |= any(grad is not None and grad.is_sparse for grad in grads)
         if not (self._is_open and self._can_measure((*grads, *results))):
             return
         node.noise, handed, node.handed = [], node.handed, []
@@ -242,17 +273,17 @@ class VarianceProbe:
                 (like,) = grads
                 passed = by_edge(context, backward(context, change.to(like.dtype)))
                 del change
-                norms = [norm([each]) for each in passed]
+                norms = [norm([grad]) for grad in passed]
                 del passed
                 node.noise.append(_Noise(name, level, scale, norms, False))
             with Restoring().running():
                 carried = backward(context, self._with_signs(*grads))
-            node.leaving = [norm([each]) for each in by_edge(context, carried)]
+            node.leaving = [norm([grad]) for grad in by_edge(context, carried)]
             node.arriving, node.is_probed = norm(grads), True
 
     def _can_measure(self, tensors) -> bool:
         self.is_void |= not all(
-            each is None or each.is_sparse or is_dense(each) for each in tensors
+            tensor is None or tensor.is_sparse or is_dense(tensor) for tensor in tensors
         )
         return not self.is_void
 
@@ -263,29 +294,29 @@ class VarianceProbe:
             noisy[at] = None
             norms.append(norm([change]))
             if change is not None and below >= 0 and self._nodes[below].is_layer:
-                # (Two of these wait at a time: half the room, and noise needs no more.)
+                # Two of these are held at a time, and noise needs no more precision.
                 noise = change.bfloat16() if change.dtype == torch.float32 else change
                 self._nodes[below].handed.append((slot.name, level, scale, noise))
             del change
         node.noise.append(_Noise(slot.name, level, scale, norms, True))
 
     def _ends(self) -> None:
-        """At the end of a backward pass."""
+        """Note that a backward pass has ended."""
         self._runs, self._is_over = False, True
         self._let_go()
 
     def _fails(self) -> None:
-        """Where a backward pass has raised: perhaps there is another one."""
+        """Note that a backward pass has raised. Another one may follow."""
         self._runs = False
         self._let_go()
 
     def _let_go(self) -> None:
-        """Of noise that was handed to layers whose backward did not run."""
+        """Drop noise that was handed to layers whose backward did not run."""
         for node in self._nodes:
             node.handed = []
 
     def noise(self, rows: torch.Tensor, slot, level: int) -> torch.Tensor:
-        """As rounding restored values (samples, features) has, on average over each sample; float32."""
+        """Return noise for restored values, (samples, features) float32, with the mean variance of rounding in each sample."""
         variance = slot.rounding[level].nan_to_num(0.0)
         if len(variance) != len(rows):
             variance = variance.mean().expand(len(rows))
@@ -308,54 +339,53 @@ class VarianceProbe:
     # -- afterwards --------------------------------------------------------------------------------------
 
     def has_run(self) -> bool:
-        """Whether a backward pass has come by, to its end."""
+        """Return whether a backward pass has ended, or the probe is void."""
         return self.is_void or self._is_over
 
     def runs(self) -> bool:
-        """Whether a backward pass is under way, perhaps in another thread."""
+        """Return whether a backward pass is running, perhaps in another thread."""
         return self._runs
 
     def end(self) -> None:
-        """No more is measured."""
+        """Stop measuring."""
         self._is_open = False
         while self._hooks:
             self._hooks.pop().remove()
 
     def send(self) -> None:
-        """Ends it, and starts to bring the measurements to the host; nothing waits for a device."""
+        """Stop measuring, and start to copy the measurements to the host. Nothing waits for a device."""
         self.end()
         self._let_go()
-        self._arrival = self._sent()
+        self._host_copy = self._sent()
 
     def _sent(self) -> AsyncHostCopy:
-        spreads = [each.spread for each in self.slots.values() if each.spread is not None]
+        spreads = [seen.spread for seen in self.slots.values() if seen.spread is not None]
         return AsyncHostCopy([*self._measured(), *spreads])
 
     def _measured(self):
         for node in self._nodes:
-            yield from (each for each in (node.arriving, *node.leaving) if each is not None)
-            for noise in node.noise:
-                yield from (each for each in noise.norms if each is not None)
+            norms = [node.arriving, *node.leaving]
+            norms += [found for noise in node.noise for found in noise.norms]
+            yield from (found for found in norms if found is not None)
 
     def is_there(self) -> bool:
-        """Whether `results` would not wait."""
-        return self._arrival.is_there()
+        """Return whether `results` would not wait."""
+        return self._host_copy.is_there()
 
     def results(self) -> dict[tuple, RoundingEffect]:
-        """By slot, with sensitivities of 0 where no backward pass came by.
+        """Return the effects by slot, with a sensitivity of 0 if no backward pass reached the layer.
 
-        Nothing if void, or where a gradient was not finite: such a step says nothing, and whoever scales losses
-        skips it.
+        Returns {} if the probe is void or a gradient was not finite. With scaled losses such a step is skipped.
         """
-        return self._summed_up(self._arrival.values())
+        return self._summed_up(self._host_copy.values())
 
     def snapshot(self) -> dict[tuple, RoundingEffect]:
-        """`results` of what was measured so far; waits for the devices, and goes on."""
+        """Return `results` of the measurements so far. Waits for the devices; measuring continues."""
         return self._summed_up(self._sent().values())
 
     def _summed_up(self, host) -> dict[tuple, RoundingEffect]:
-        # (What came after it was sent, from a backward pass in another thread, is not there.)
-        if self.is_void or any(id(each) not in host for each in self._measured()):
+        # A backward pass in another thread may have measured more since the copy was started.
+        if self.is_void or any(id(found) not in host for found in self._measured()):
             return {}
         sums = {(name, level): 0.0 for name in self.slots for level in LEVELS}
         below = []  # S of each node; nodes come after those below them
@@ -384,7 +414,7 @@ class VarianceProbe:
 
 
 class _End:
-    """What autograd calls at the end of a backward pass; one that raises drops it uncalled."""
+    """The callback that autograd calls at the end of a backward pass, and drops uncalled if the pass raises."""
 
     def __init__(self, probe: VarianceProbe):
         self._probe = probe
@@ -399,23 +429,23 @@ class _End:
 
 
 def _means(values: torch.Tensor) -> torch.Tensor:
-    """(SPREAD,) float64: of parts of equal length, as far as whole values allow."""
-    ends, lengths = _ends(len(values), values.device)
+    """Return the means of SPREAD parts of nearly equal length, (SPREAD,) float64."""
+    ends, lengths = _part_ends(len(values), values.device)
     sums = torch.nn.functional.pad(values.double().cumsum(0), (1, 0))
     parts = sums[ends].diff() / lengths
     return torch.nn.functional.pad(parts, (0, SPREAD - len(lengths)))
 
 
 @lru_cache(maxsize=256)
-def _ends(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where parts of `count` values end, after a 0 at which the first begins, and how long they are."""
+def _part_ends(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 0 and the ends of the parts of `count` values, and the lengths of the parts."""
     parts = min(count, SPREAD)
     ends = torch.tensor([round(i * count / parts) for i in range(parts + 1)], device="cpu")
     return ends.to(device), ends.diff().double().to(device)
 
 
 def _levels(slot, level: int) -> float:
-    """2^bits - 1 of the noise that is tried: of 1 bit, or of the slot's own and 2 at least."""
+    """Return 2^bits - 1 of the noise that is tried: for level 1 of 1 bit, else of the slot's own bits, at least 2."""
     return 1.0 if level == 1 else max(slot.levels, 3.0)
 
 

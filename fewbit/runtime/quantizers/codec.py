@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from fewbit.runtime.probes import restoring
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, map_affine
 
 
 class SlotCodec(Protocol):
@@ -29,11 +30,13 @@ class SlotCodec(Protocol):
 class CodecSpec(NamedTuple):
     """The spec of tensors that a codec has saved, with the interface of `QuantizedTensorSpec`.
 
-    inner: the codec's own spec. place: a `QuantizedTensorSpec` with everything but the bits.
+    Args:
+        inner: the codec's own spec.
+        place: a spec with everything but the bits.
     """
 
     inner: object
-    place: object
+    place: QuantizedTensorSpec
 
     @property
     def count(self) -> int:
@@ -42,22 +45,27 @@ class CodecSpec(NamedTuple):
 
     @property
     def size(self) -> tuple[int, ...]:
+        """The size of the values."""
         return self.place.size
 
     @property
     def stride(self) -> tuple[int, ...]:
+        """The strides of the values."""
         return self.place.stride
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
         return self.place.dtype
 
     @property
     def samples(self) -> int | None:
+        """The number of samples with bits of their own, or None."""
         return self.place.samples
 
     @property
     def slot(self):
+        """The slot that the tensor was saved for."""
         return self.place.slot
 
     def with_slot(self, slot) -> CodecSpec:
@@ -71,12 +79,7 @@ class CodecSpec(NamedTuple):
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         """Return the values, see `QuantizedTensorSpec.dequantize`."""
         values = restoring.restored(self.dequantize_exact(tensors), self, tensors[0])
-        scale, shift, _ = affine or (None, None, None)
-        if scale is not None:
-            values.mul_(scale)
-        if shift is not None:
-            values.add_(shift)
-        return values.to(dtype or self.dtype)
+        return map_affine(values, affine).to(dtype or self.dtype)
 
     def dequantize_exact(self, tensors) -> torch.Tensor:
         """Return the values without the noise that a probe may add."""

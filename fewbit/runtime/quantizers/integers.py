@@ -66,6 +66,7 @@ class NarrowIntegersSpec(NamedTuple):
     dtype: torch.dtype
 
     def dequantize(self, tensors) -> torch.Tensor:
+        """Return the integers in their own dtype."""
         return tensors[0].to(self.dtype)
 
 
@@ -90,11 +91,11 @@ def narrow(values: torch.Tensor, count: int) -> SavedTensors:
     if dtype.itemsize >= values.dtype.itemsize:
         return SavedTensors((values,), NarrowIntegersSpec(values.dtype))
     if is_plain(values):
-        kept = values.to(dtype)
-        offload.mark(kept)
-        return SavedTensors((kept,), NarrowIntegersSpec(values.dtype))
-    kept, one = narrow_kept_op(values, dtype)
-    return SavedTensors((kept,), NarrowIntegersSpec(values.dtype), one)
+        narrowed = values.to(dtype)
+        offload.mark(narrowed)
+        return SavedTensors((narrowed,), NarrowIntegersSpec(values.dtype))
+    narrowed, one = narrow_kept_op(values, dtype)
+    return SavedTensors((narrowed,), NarrowIntegersSpec(values.dtype), one)
 
 
 # -- ops -------------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ def narrow(values: torch.Tensor, count: int) -> SavedTensors:
 def _pack(values, bits, count):
     flat = layout.storage_order(values)
     if bits > MOST_BITS:
-        return flat.to(dtype_of(count), copy=True)  # an op may not return what it was given
+        return flat.to(dtype_of(count), copy=True)  # an op may not return its input
     return backends.of(values).pack(flat.to(torch.uint8), bits)
 
 

@@ -13,13 +13,16 @@ from typing import NamedTuple
 import torch
 
 from fewbit.runtime.format import layout
-from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, unsharded
 
 
 class AffineResultSpec(NamedTuple):
     """The spec of a norm's result y, dequantized from (packed, ranges, weight, bias). The bias may be None.
 
-    normalized: the spec of x~. channels: the shape in which weight and bias broadcast to y; None: they do as they are.
+    Args:
+        normalized: the spec of x~.
+        dtype: of y.
+        channels: the shape in which weight and bias broadcast to y; None if they broadcast as they are.
     """
 
     normalized: QuantizedTensorSpec
@@ -28,9 +31,9 @@ class AffineResultSpec(NamedTuple):
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return y in the size of x. dtype: of the result; that of y unless given."""
-        *kept, weight, bias = tensors
+        *saved, weight, bias = tensors
         affine = self._placed(weight), self._placed(bias), self._inner()
-        return self.normalized.dequantize(kept, dtype or self.dtype, affine)
+        return self.normalized.dequantize(saved, dtype or self.dtype, affine)
 
     def for_consumer(self, name: str) -> AffineResultSpec:
         """Return this spec for the layer `name`, see `QuantizedTensorSpec.for_consumer`."""
@@ -49,26 +52,26 @@ class AffineResultSpec(NamedTuple):
         return vector if vector is None or self.channels is None else vector.view(self.channels)
 
 
-def share_result(quantizer, y, kept: SavedTensors, weight, bias, channels=None) -> None:
+def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None) -> None:
     """Let layers of the same model that save the norm's result y use the norm's copy of x~.
 
     Args:
         quantizer: of the norm.
         y: the result.
-        kept: the SavedTensors of x~.
-        weight, bias: of the norm; the bias may be None.
+        saved: the SavedTensors of x~.
+        weight: of the norm.
+        bias: of the norm, or None.
         channels: as of `AffineResultSpec`.
     """
-    if quantizer.context is None or kept.trace_anchor is not None:
+    if quantizer.context is None or saved.trace_anchor is not None:
         return
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # If parameters are sharded, the norm's may be gone when the layer after it runs backward.
-        weight, bias = (None if each is None else each.detach().clone() for each in (weight, bias))
-    elif channels is not None and bias is not None:
-        # torch's batch norm does not save the bias, so users may change the bias before backward; a clone keeps its value.
-        bias = bias.detach().clone()
-    spec = AffineResultSpec(kept.spec, y.dtype, channels)
-    quantizer.context.cache.put(y, quantizer.key, SavedTensors((*kept.tensors, weight, bias), spec))
+    weight, result_bias = unsharded(weight, bias)
+    if channels is not None and bias is not None and result_bias is bias:
+        # torch's batch norm does not save the bias, so users may change the bias before backward.
+        result_bias = bias.detach().clone()
+    spec = AffineResultSpec(saved.spec, y.dtype, channels)
+    tensors = *saved.tensors, weight, result_bias
+    quantizer.context.cache.put(y, quantizer.key, SavedTensors(tensors, spec))
 
 
 def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
@@ -76,8 +79,12 @@ def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
 
     Args:
         ctx: of the norm's autograd Function; gets `spec` and `inner`.
-        x, mean, rstd, inner: as for `Quantizer.quantize_normalized`.
+        x: as for `Quantizer.quantize_normalized`.
+        mean: as for `Quantizer.quantize_normalized`.
+        rstd: as for `Quantizer.quantize_normalized`.
+        inner: as for `Quantizer.quantize_normalized`.
         copies: 1 or 2.
+        quantizer: of the norm.
 
     Returns:
         (SavedTensors of the first copy, all tensors to save).
@@ -87,17 +94,17 @@ def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
     return parts[0], [tensor for part in parts for tensor in part.tensors]
 
 
-def dequantize_copies(ctx, kept):
+def dequantize_copies(ctx, saved):
     """Return the two factors x~^ of the backward pass: twice the same copy, or two independent ones."""
     count = ctx.spec.count
-    first = ctx.spec.dequantize(kept[:count])
-    return first, first if len(kept) == count else ctx.spec.dequantize(kept[count:])
+    first = ctx.spec.dequantize(saved[:count])
+    return first, first if len(saved) == count else ctx.spec.dequantize(saved[count:])
 
 
-def dequantize_scaled(ctx, kept, rstd, dtype):
+def dequantize_scaled(ctx, saved, rstd, dtype):
     """Return x~^ of the first copy divided by rstd: an input of mean 0 for torch's own backward functions."""
     deviation = rstd.to(ctx.spec.dtype).reciprocal()
-    return ctx.spec.dequantize(kept[: ctx.spec.count], dtype, (deviation, None, ctx.inner))
+    return ctx.spec.dequantize(saved[: ctx.spec.count], dtype, (deviation, None, ctx.inner))
 
 
 def input_gradient(g, first, second, rstd, dims, centered=True):
@@ -105,9 +112,11 @@ def input_gradient(g, first, second, rstd, dims, centered=True):
 
     Args:
         g: the gradient of the result times the weight.
-        first, second: dequantized x~.
+        first: dequantized x~1.
+        second: dequantized x~2, perhaps the same copy.
         rstd: broadcasts over `dims`.
         dims: the dimensions over which means are taken.
+        centered: whether the norm subtracts the mean.
     """
     inner = g - first * (second * g).mean(dims, keepdim=True)
     if centered:

@@ -18,7 +18,7 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.ops import fixed_point
-from fewbit.runtime.quantizers.spec import SavedTensors, flat
+from fewbit.runtime.quantizers.spec import SavedTensors, flat, map_affine, unsharded
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.context import current
 from fewbit.runtime.saved.single_backward import once_differentiable
@@ -27,7 +27,11 @@ from fewbit.runtime.saved.single_backward import once_differentiable
 class FixedPointSpec(NamedTuple):
     """The spec of x~, dequantized from (packed, weight, bias). Weight and bias may be None.
 
-    inner: element e in storage order has channel (e div inner) mod channels.
+    Args:
+        bits: of the codes.
+        inner: element e in storage order has channel (e div inner) mod channels.
+        size, stride: of the norm's result y.
+        dtype: of x~.
     """
 
     bits: int
@@ -46,12 +50,7 @@ class FixedPointSpec(NamedTuple):
         scale, shift, inner = affine or (None, None, None)
         if shift is None and inner is not None and self.dtype == torch.float32:
             return self._decode(tensors, dtype or self.dtype, scale=(flat(scale), inner))
-        values = self._decode(tensors, self.dtype)
-        if scale is not None:
-            values.mul_(scale)
-        if shift is not None:
-            values.add_(shift)
-        return values.to(dtype or self.dtype)
+        return map_affine(self._decode(tensors, self.dtype), affine).to(dtype or self.dtype)
 
     def result(self, tensors, dtype: torch.dtype, slope: float) -> torch.Tensor:
         """Return y if positive, else y * slope, element by element."""
@@ -76,7 +75,13 @@ class FixedPointSpec(NamedTuple):
 
 
 class PreActivationSpec(NamedTuple):
-    """The spec of y, or of its ReLU or LeakyReLU, dequantized from the same tensors. slope: below 0; 1 for y itself."""
+    """The spec of y, or of its ReLU or LeakyReLU, dequantized from the same tensors.
+
+    Args:
+        fixed: the spec of x~.
+        dtype: of the values.
+        slope: of the activation below 0; 1 for y itself.
+    """
 
     fixed: FixedPointSpec
     dtype: torch.dtype
@@ -87,11 +92,11 @@ class PreActivationSpec(NamedTuple):
         return self.fixed.result(tensors, dtype or self.dtype, self.slope)
 
 
-def can_keep(quantizer, x, rstd, weight, bias, copies: int) -> bool:
+def can_save_fixed_point(quantizer, x, rstd, weight, bias, copies: int) -> bool:
     """Return whether a norm saves x~ in fixed point: not if a compiler traces or statistics have 16 bits."""
     if not quantizer.fuse or copies != 1 or rstd.dtype.itemsize <= 2:
         return False
-    return all(each is None or is_eager(each) for each in (x, weight, bias))
+    return all(tensor is None or is_eager(tensor) for tensor in (x, weight, bias))
 
 
 def save_fixed_point(
@@ -101,9 +106,13 @@ def save_fixed_point(
 
     Args:
         quantizer: of the norm.
-        x, mean, rstd, inner: as for `Quantizer.quantize_normalized`.
+        x: as for `Quantizer.quantize_normalized`.
         y: the norm's result.
-        weight, bias: of the norm, or None.
+        mean: as for `Quantizer.quantize_normalized`.
+        rstd: as for `Quantizer.quantize_normalized`.
+        inner: as for `Quantizer.quantize_normalized`.
+        weight: of the norm, or None.
+        bias: of the norm, or None.
         channels: the dimension that weight and bias belong to; None: the last ones, in y's order.
 
     Returns:
@@ -125,10 +134,7 @@ def save_fixed_point(
     grid = fixed_point.grid_of(weight, bias, quantizer.bits, x.device)
     packed = fixed_point.encode(source, result, grid, quantizer.bits, of_channels, normalize)
     offload.mark(packed)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # If parameters are sharded, the norm's may be gone when the layer after it runs backward.
-        weight, bias = (None if each is None else each.detach().clone() for each in (weight, bias))
-    tensors = packed, weight, bias
+    tensors = packed, *unsharded(weight, bias)
     spec = FixedPointSpec(quantizer.bits, of_channels, tuple(y.shape), result.stride(), dtype)
     context = quantizer.fixed_point_context
     if context is not None:
@@ -141,8 +147,7 @@ def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
 
     The copy is put into the cache for the result as well.
 
-    Args:
-        x, function, parameters, encoding, inplace: as for `activations.apply.apply`.
+    The arguments are those of `activations.apply.apply`.
     """
     if function not in ("relu", "leaky_relu"):
         return None
@@ -150,12 +155,12 @@ def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
     if context is None or not context.cache.has_fixed_point or not context.recomputes_alike():
         return None
     context.record_save()
-    kept = context.cache.get_fixed_point(x)
+    saved = context.cache.get_fixed_point(x)
     slope = float(parameters[0]) if parameters else 0.0
-    if kept is None or kept.spec.slope != 1.0 or not _is_exact(encoding, slope):
+    if saved is None or saved.spec.slope != 1.0 or not _is_exact(encoding, slope):
         return None
-    y = _TwoValued.apply(x, slope, inplace, kept)
-    context.cache.put_fixed_point(y, SavedTensors(kept.tensors, kept.spec._replace(slope=slope)))
+    y = _TwoValued.apply(x, slope, inplace, saved)
+    context.cache.put_fixed_point(y, SavedTensors(saved.tensors, saved.spec._replace(slope=slope)))
     return y
 
 
@@ -163,15 +168,14 @@ class _TwoValued(Function):
     """The activation itself, whose gradient is computed from the signs in the norm's copy."""
 
     @staticmethod
-    def forward(ctx, x, slope, inplace, kept):
-        ctx.spec, ctx.slope = kept.spec.fixed, slope
-        ctx.save_for_backward(*kept.tensors)
+    def forward(ctx, x, slope, inplace, saved):
+        ctx.spec, ctx.slope = saved.spec.fixed, slope
+        ctx.save_for_backward(*saved.tensors)
         if inplace:
             ctx.mark_dirty(x)
         if slope == 0.0:
             return torch.relu_(x) if inplace else torch.relu(x)
-        leaky_relu = torch.nn.functional.leaky_relu
-        return leaky_relu(x, slope, inplace)
+        return torch.nn.functional.leaky_relu(x, slope, inplace)
 
     @staticmethod
     @once_differentiable

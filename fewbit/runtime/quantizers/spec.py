@@ -18,8 +18,11 @@ from fewbit.runtime.saved.assignment import TensorSlot
 class QuantizedTensorSpec(NamedTuple):
     """Everything but the tensors that is needed to dequantize a saved tensor.
 
-    bits, group_size: as of the quantizer. size, stride, dtype: of the values. samples: the number of samples with bits of
-    their own, or None. slot: the slot that the tensor was saved for, if a policy chooses bits.
+    Args:
+        bits, group_size: of the quantizer.
+        size, stride, dtype: of the values.
+        samples: the number of samples with bits of their own, or None.
+        slot: the slot that the tensor was saved for, if a policy chooses bits.
     """
 
     bits: int
@@ -52,13 +55,7 @@ class QuantizedTensorSpec(NamedTuple):
         fits = plain and inner is not None and self.dtype == torch.float32 and self._is_mapped()
         if fits and not restoring.is_changed(self):
             return self._dequantize(tensors, dtype or self.dtype, (*map(flat, vectors), inner))
-        scale, shift = vectors
-        values = self.dequantize(tensors)
-        if scale is not None:
-            values.mul_(scale)
-        if shift is not None:
-            values.add_(shift)
-        return in_dtype(values, dtype or self.dtype)
+        return in_dtype(map_affine(self.dequantize(tensors), affine), dtype or self.dtype)
 
     def with_slot(self, slot: TensorSlot) -> QuantizedTensorSpec:
         """Return this spec for another slot."""
@@ -109,7 +106,10 @@ class PermutedSpec(NamedTuple):
 class SavedTensors(NamedTuple):
     """Tensors for `save_for_backward` and the spec that dequantizes them.
 
-    trace_anchor: when a compiler traces, a 1 to multiply the layer's result with (docs/decisions/0004); else None.
+    Args:
+        tensors: the saved tensors.
+        spec: turns them into values.
+        trace_anchor: when a compiler traces, a 1 to multiply the layer's result with (docs/decisions/0004); else None.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -122,9 +122,14 @@ class SavedTensors(NamedTuple):
 
 
 class QuantizationRecord(NamedTuple):
-    """A tensor x and the saved tensors made of x, or of x normalized by `normalize`: what a probe measures.
+    """A tensor and its quantized copy, which a probe measures.
 
-    normalize: (mean or None, rstd, inner) as for `Quantizer.quantize_normalized`, or None.
+    Args:
+        x: the tensor.
+        tensors: the saved tensors that were made of x, or of x normalized.
+        spec: of the saved tensors.
+        group_size, fp32_min: as for `quantizer_ops.quantize`.
+        normalize: (mean or None, rstd, inner) as for `Quantizer.quantize_normalized`, or None.
     """
 
     x: torch.Tensor
@@ -145,7 +150,7 @@ class QuantizationRecord(NamedTuple):
         """Return the sum over groups of length times squared range, 0-D float32."""
         x = self.x if layout.is_by_sample(self.x) else self.x.contiguous()
         if x.numel() < groups.LEAST_FEATURES * len(x):
-            x = layout.storage_order(x).view(1, -1)  # as groups run across samples so short
+            x = layout.storage_order(x).view(1, -1)  # groups run across samples that are so short
         return quantizer_ops.squares(x, self.group_size, self.normalize).sum()
 
     def exact(self) -> torch.Tensor:
@@ -162,10 +167,30 @@ class QuantizationRecord(NamedTuple):
         return x
 
     def errors(self, exact: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the dequantized values minus the exact ones. exact: the result of `exact`, if it is there."""
+        """Return the dequantized values minus the exact ones. exact: the result of `exact()` if the caller has it."""
         if exact is None:
             exact = self.x if self.normalize is None else self.exact()
         return self.spec.dequantize_exact(self.tensors).sub_(exact)
+
+
+def unsharded(weight, bias) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return a norm's weight and bias, as copies if the model may be distributed.
+
+    If parameters are sharded, those of the norm may be gone when the layer after the norm runs backward.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return weight, bias
+    return tuple(None if vector is None else vector.detach().clone() for vector in (weight, bias))
+
+
+def map_affine(values: torch.Tensor, affine) -> torch.Tensor:
+    """Compute values * scale + shift in place and return it. affine: as for `QuantizedTensorSpec.dequantize`."""
+    scale, shift, _ = affine or (None, None, None)
+    if scale is not None:
+        values.mul_(scale)
+    if shift is not None:
+        values.add_(shift)
+    return values
 
 
 def flat(vector: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,5 +1,5 @@
-"""The state of one forward pass: bits and seeds of each tensor, copies that layers share, copies on the host, probes.
+"""The state of one forward pass: bits and seeds of each tensor, copies that layers share, copies on the host.
 
-This folder may import `runtime.ops` and what `runtime.ops` may import. It does not know which quantizer makes a copy, nor
+This folder may import `runtime.probes` and what `runtime.probes` may import. It does not know which quantizer makes a copy, nor
 which policy chooses its bits.
 """

@@ -1,4 +1,4 @@
-"""What the layers of one converted model ask for during a forward: bits, seeds, and the copies that they share."""
+"""The context of a forward, from which the layers of one converted model get bits, seeds, and the copies that they share."""
 
 from __future__ import annotations
 

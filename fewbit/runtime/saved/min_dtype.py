@@ -14,9 +14,10 @@ from fewbit.runtime.format.groups import STEPS
 
 
 class MinDtypeSelector:
-    """Selects float32 or bfloat16 for one layer. Tensors number 1, 2, 4, 8 ... and then every 256th are examined."""
+    """Selects the dtype for one layer. Tensors number 1, 2, 4, 8 ... and then every 256th are examined."""
 
     EVERY = 256
+    """The period with which tensors are examined in the long run."""
 
     def __init__(self):
         self.is_large = False

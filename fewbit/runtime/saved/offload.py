@@ -1,8 +1,8 @@
 """Compressed tensors on the host between forward and backward (ActNN's level L4, section 5.2).
 
-What layers keep is marked where it is made. Within an `Offload` saved-tensor hooks put a handle in its place,
-and its bytes go to the host while the forward goes on. The backward pass asks for handles in the reverse order
-of the forward's; as it asks for those of one layer, those of the layers before it are on their way already.
+Layers mark the tensors that they make to save them. Within an `Offload`, hooks on saved tensors replace a marked tensor by a
+handle, and its bytes are copied to the host while the forward continues. The backward pass unpacks handles in the reverse
+order. When it unpacks those of one layer, the bytes of the layers before are already being copied back.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from fewbit.runtime.interop.interrupts import hold
 from fewbit.runtime.saved.transfers import CudaTransfers, OnDevice
 
 LEAST_BYTES = 64 * 1024
+"""The size of the smallest storage that is moved, unless given."""
 AHEAD = 2
+"""The number of layers whose tensors are being copied at once, unless given."""
 TRANSFERS = {"cuda": CudaTransfers}
-"""By device type. What is kept on other devices stays: it is in the host's memory as it is."""
+"""{device type: class of copies}. Tensors on other devices are in the host's memory anyway."""
 
 
 class _Running(threading.local):
-    """The offloads entered in a thread, innermost last, each as (Offload, _Forward, or None if it does nothing)."""
+    """The offloads entered in a thread, innermost last: pairs (Offload, _Forward, or None if it moves nothing)."""
 
     def __init__(self):
         self.entered = []
@@ -41,27 +43,32 @@ _running = _Running()
 
 
 def mark(*tensors: torch.Tensor) -> None:
-    """Says that those were made to be kept for the backward pass, and for nothing else: plain tensors."""
+    """Mark plain tensors that were made to be saved for the backward pass and are used for nothing else."""
     forward = _running.forward()
     if forward is not None:
         forward.mark(tensors)
 
 
 def is_active() -> bool:
-    """Whether what is marked in this thread now leaves the device."""
+    """Return whether tensors that are marked in this thread now are moved to the host."""
     return _running.forward() is not None
 
 
 class Offload:
-    """A context around a forward: what fewbit keeps in it is on the host until the backward pass.
+    """A context around a forward. Tensors that fewbit saves within it are on the host until the backward pass.
 
-    least: bytes of a storage that is worth it. ahead: how many layers' tensors are on their way at once: so
-    many still leave while the forward goes on, the last ones stay at its end, as backward begins with them,
-    and so many come back before they are asked for. transfers: {device type: class}.
+    Nothing is moved in a backward pass (a recomputed region), under other hooks on saved tensors (a meter, save_on_cpu, a
+    checkpointed region), and while a CUDA graph is captured.
 
-    Nothing is moved in a backward pass (a checkpointed region that is made again), under saved-tensor hooks of
-    somebody else's (a meter, save_on_cpu, a checkpointed region), and while a CUDA graph is captured.
-    Raises InputError for a negative number, or what is no integer.
+    Args:
+        least: bytes of the smallest storage that is moved.
+        ahead: the number of layers whose tensors are being copied at once. In the forward, that many layers' tensors may
+            still be on the device, and those of the last layers stay there, since backward begins with them. In the
+            backward pass, that many layers' tensors are copied back ahead of time.
+        transfers: {device type: class}, `TRANSFERS` unless given.
+
+    Raises:
+        InputError: `least` or `ahead` is no integer, or negative.
     """
 
     def __init__(self, least: int = LEAST_BYTES, ahead: int = AHEAD, transfers=None):
@@ -87,7 +94,7 @@ class Offload:
 
     @property
     def bytes_on_host(self) -> int:
-        """Those of the graphs that are alive now."""
+        """The bytes on the host that graphs hold now."""
         return sum(len(copy.host) for copy in tuple(self._on_host))
 
     def __enter__(self) -> Offload:
@@ -116,7 +123,7 @@ class Offload:
             _running.entered.pop()
 
     def transfers_of(self, device: torch.device):
-        """Those of that device, or None if what is there stays."""
+        """Return the copies between that device and the host, or None if tensors stay there."""
         kind = self._kinds.get(device.type)
         if kind is None:
             return None
@@ -126,7 +133,7 @@ class Offload:
             return self._transfers[device]
 
     def send(self, transfers, source: torch.Tensor) -> tuple[_Copy, OnDevice]:
-        """The copy on the host of those bytes, which are on the device until it is made."""
+        """Start a copy of bytes to the host. Return it, and the bytes on the device until it is complete."""
         host, event = transfers.to_host(source)
         copy = _Copy(host)
         self._on_host.add(copy)
@@ -134,24 +141,23 @@ class Offload:
         return copy, OnDevice(transfers, source, event)
 
     def fetch(self, transfers, copy: _Copy) -> OnDevice:
+        """Start to copy bytes back to the device."""
         self.bytes_back += len(copy.host)
         return OnDevice(transfers, *transfers.to_device(copy.host))
 
 
 class _Forward:
-    """One forward within an Offload: what is marked in it, and what it has saved by device.
+    """One forward within an Offload: the marked storages, and a lane for each device.
 
-    Only handles hold it after its end, and nothing in it holds handles: it lasts as long as the graph.
+    After its end only handles refer to it, and it refers to no handles, so it lives as long as the graph.
     """
 
     def __init__(self, offload: Offload):
         self._offload = offload
         pack, unpack = _hooks()
-        self.hooks = (
-            partial(pack),
-            unpack,
-        )  # identified by the first hook, a new object in each forward
-        self._marked = {}  # by the address of a storage, which a weak reference keeps from being used again
+        # The first hook identifies this forward's hooks: it is a new object in each forward.
+        self.hooks = partial(pack), unpack
+        self._marked = {}  # {address of a storage: _Marked}, whose weak reference keeps the address from being reused
         self._layer = 0
         self._lanes = {}
 
@@ -190,7 +196,7 @@ class _Forward:
 
 
 class _Marked:
-    """A storage that was made to be kept, and its copy on the host, if there is one."""
+    """A storage that was made to be saved, and a weak reference to its copy on the host, if any."""
 
     def __init__(self, storage):
         self.storage = StorageWeakRef(storage)
@@ -198,18 +204,20 @@ class _Marked:
 
 
 class _Lane:
-    """What one forward has saved on one device, layer by layer.
+    """The tensors that one forward has saved on one device, layer by layer.
 
-    A layer is what is saved between one marking and the next. Autograd runs nodes in the reverse order of
-    their making, so that layers are asked for in the reverse order of these.
+    A layer is here all that is saved between one call of `mark` and the next. Autograd runs nodes in the reverse order in
+    which they were made, so it unpacks layers in reverse order.
     """
 
     def __init__(self, offload: Offload, transfers):
         self.transfers = transfers
         self._offload, self._lock = offload, offload._lock
         self._number = None
-        self._layers = []  # lists of weak references to handles
-        self._leaving = deque()  # (number of the layer, copy, OnDevice), oldest first
+        self._layers = []  # a list of weak references to handles for each layer
+        self._leaving = (
+            deque()
+        )  # (number of the layer, copy, OnDevice) of copies to the host, oldest first
         self._present = weakref.WeakSet()  # copies whose bytes are on the device
 
     # -- Forward -----------------------------------------------------------------------------------------
@@ -228,7 +236,7 @@ class _Lane:
             handle = _Handle(self, here, copy, tensor)
             copy.handles.append(weakref.ref(handle))
             self._layers[here].append(weakref.ref(handle))
-            # The forward waits where copies do not keep up with it; else memory would hold all of them.
+            # The forward waits if copies are slower; otherwise the device would hold the tensors of all layers.
             while self._leaving and self._leaving[0][0] <= here - self._offload.ahead:
                 self._leaving.popleft()[2].use()
             return handle
@@ -242,7 +250,7 @@ class _Lane:
     # -- Backward ----------------------------------------------------------------------------------------
 
     def restore(self, handle: _Handle) -> torch.Tensor:
-        """The bytes of a handle, for what the current stream does from now on."""
+        """Return the bytes of a handle for later work of the current stream, and start to fetch the layers before."""
         with hold(self._lock):
             self._fetch(handle.copy)
             self._fetch_before(handle.layer)
@@ -258,10 +266,8 @@ class _Lane:
             found += self._fetch_layer(layer)
 
     def _fetch_layer(self, layer: int) -> bool:
-        """Whether the graph still has anything of it."""
-        handles = [
-            handle for handle in (ref() for ref in self._layers[layer]) if handle is not None
-        ]
+        """Fetch the layer's tensors. Return whether the graph still has any."""
+        handles = _alive(self._layers[layer])
         for handle in handles:
             self._fetch(handle.copy)
         return bool(handles)
@@ -272,13 +278,11 @@ class _Lane:
 
     def _put(self, copy: _Copy, value: OnDevice) -> None:
         copy.value = value
-        copy.wanted_by.update(
-            handle for handle in (ref() for ref in copy.handles) if handle is not None
-        )
+        copy.wanted_by.update(_alive(copy.handles))
         self._present.add(copy)
 
     def _forget(self, layer: int) -> None:
-        """Frees what no handle of this layer or one before it waits for: backward has passed the others by."""
+        """Free copies that no handle of this layer or of one before wants: backward has passed the other layers."""
         for copy in tuple(self._present):
             if not any(handle.layer <= layer for handle in copy.wanted_by):
                 copy.value = None
@@ -287,10 +291,10 @@ class _Lane:
 
 
 class _Copy:
-    """A storage on the host, as long as a graph has it.
+    """A storage on the host, which lives as long as a graph has handles of it.
 
-    value: its bytes on the device (OnDevice), from when they are fetched until all of wanted_by, the handles
-    that had not been asked for then, have been.
+    The attribute `value` holds the bytes on the device (OnDevice) from when they are fetched until all handles in
+    `wanted_by`, those that had not been unpacked by then, are unpacked.
     """
 
     def __init__(self, host: torch.Tensor):
@@ -301,7 +305,7 @@ class _Copy:
 
 
 class _Handle:
-    """What autograd holds in place of a tensor."""
+    """The object that autograd holds in place of a tensor on the host."""
 
     def __init__(self, lane: _Lane, layer: int, copy: _Copy, tensor: torch.Tensor):
         self.lane, self.layer, self.copy = lane, layer, copy
@@ -309,21 +313,24 @@ class _Handle:
         self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def unpack(self) -> torch.Tensor:
+        """Return the tensor, for later work of the current stream."""
         memory = self.lane.restore(self)
         view = torch.empty(0, dtype=self._dtype, device=memory.device)
         return view.set_(memory.untyped_storage(), *self._place)
 
 
 class _Stayed(NamedTuple):
-    """A tensor that stays where it is, detached, as its node may be the one that saves it.
+    """A tensor that is not moved.
 
-    Under hooks autograd does not look at versions.
+    It is detached, since the node that saves it may be its own. The version is checked here, because autograd does not check
+    versions under hooks.
     """
 
     tensor: torch.Tensor
     version: int
 
     def unpack(self) -> torch.Tensor:
+        """Return the tensor. Raise RuntimeError, as torch does, if it was written to since."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
@@ -334,17 +341,22 @@ class _Stayed(NamedTuple):
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of its storage."""
+    """Return all bytes of a tensor's storage."""
     storage = tensor.untyped_storage()
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _alive(references) -> list[_Handle]:
+    """Return the handles that still exist."""
+    return [handle for reference in references if (handle := reference()) is not None]
 
 
 # -- Hooks -----------------------------------------------------------------------------------------------
 
 
 def _pack(tensor):
-    # Autograd takes the hooks of whoever calls backward with it to its own threads.
+    # Autograd enters the hooks of the thread that calls backward in its own threads too, where no offload is entered.
     forward = _running.forward()
     return _Stayed(tensor.detach(), tensor._version) if forward is None else forward.pack(tensor)
 
@@ -354,7 +366,7 @@ def _unpack(packed):
 
 
 def _hooks() -> tuple:
-    """Where parts of a model are compiled, the hooks must not be."""
+    """Return the hooks, which a compiler may not trace if it compiles parts of the model."""
     return _uncompiled() if "torch._dynamo" in sys.modules else (_pack, _unpack)
 
 
@@ -364,7 +376,7 @@ def _uncompiled() -> tuple:
 
 
 def _may_enter() -> bool:
-    """Whether those of an Offload may be put on top: in no backward pass, and on nobody else's."""
+    """Return whether an Offload may push its hooks: not in a backward pass, and not on top of other hooks."""
     autograd = torch._C._autograd
     if torch._C._current_graph_task_id() != -1 or not autograd._saved_tensors_hooks_is_enabled():
         return False
@@ -385,5 +397,5 @@ def _take_off(hooks) -> None:
                 above.append(top)
             autograd._pop_saved_tensors_default_hooks()
     finally:
-        for each in reversed(above):
-            autograd._push_saved_tensors_default_hooks(*each)
+        for pair in reversed(above):
+            autograd._push_saved_tensors_default_hooks(*pair)

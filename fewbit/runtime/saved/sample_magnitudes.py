@@ -28,6 +28,7 @@ class SampleIndices:
         return len(self.indices)
 
     def to(self, device) -> SampleIndices:
+        """Return the rows on that device."""
         return SampleIndices(self.indices.to(device, non_blocking=True), self.size)
 
 
@@ -119,6 +120,7 @@ class GradientMagnitudes:
         return table
 
     def state(self) -> list[dict]:
+        """Return the squared norms for `load`, on the CPU."""
         return [
             {"name": name, "input": slot, "squares": table.detach().to("cpu", copy=True)}
             for (name, slot), table in self._tables.items()
@@ -158,6 +160,6 @@ def _described(value) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     if isinstance(value, Mapping):
-        entries = (f"{name}: {_described(each)}" for name, each in islice(value.items(), 4))
+        entries = (f"{name}: {_described(entry)}" for name, entry in islice(value.items(), 4))
         return printable(f"one of {', '.join(entries)}")[:200]
     return type(value).__name__

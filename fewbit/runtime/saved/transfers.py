@@ -1,7 +1,4 @@
-"""Copies between a CUDA device and pinned host memory on a stream of their own.
-
-All tensors here are bytes: uint8, (n,).
-"""
+"""Copies between a CUDA device and pinned host memory on a side stream. All tensors here are bytes: uint8, (n,)."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import torch
 
 
 class CudaTransfers:
-    """Those of one device. The host never waits; streams wait for one another."""
+    """The copies between one device and the host. The host never waits; streams wait for one another."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -19,27 +16,39 @@ class CudaTransfers:
 
     @staticmethod
     def is_ready() -> bool:
-        """Whether the process uses such devices."""
+        """Return whether the process uses CUDA."""
         return torch.cuda.is_initialized()
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is captured into a CUDA graph, of which a side stream would be no part."""
+        """Return whether the current stream is captured into a CUDA graph, which would not include a side stream."""
         with torch.cuda.device(self.device):
             return torch.cuda.is_current_stream_capturing()
 
     def current(self) -> torch.cuda.Stream:
+        """Return the device's current stream."""
         return torch.cuda.current_stream(self.device)
 
     def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """(pinned copy, event after which it is there). Until then source's memory must stay as it is."""
-        # The device is named, as a default one could be set.
+        """Start a copy to the host.
+
+        Args:
+            source: bytes on the device, whose memory may not change until the event.
+
+        Returns:
+            The copy in pinned memory, and the event after which it is complete.
+        """
+        # The device is given explicitly because the user may have set another default.
         host = torch.empty(len(source), dtype=torch.uint8, device="cpu", pin_memory=True)
         return host, self._copy(host, source)
 
     def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """(copy in memory of the current stream, event after which it is there).
+        """Start a copy to the device.
 
-        host: from `to_host`, whose copy the side stream has made before it makes this one.
+        Args:
+            host: a copy from `to_host`, which the side stream completes before it starts this one.
+
+        Returns:
+            The copy in memory of the current stream, and the event after which it is complete.
         """
         target = torch.empty(len(host), dtype=torch.uint8, device=self.device)
         return target, self._copy(target, host)
@@ -51,20 +60,25 @@ class CudaTransfers:
             return self.side.record_event()
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """What the current stream does from now on comes after the event."""
+        """Make the current stream wait for the event."""
         self.current().wait_event(event)
 
     def hold(self, memory: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """Once freed, memory is used again only after what that stream, the side stream, has been given."""
+        """Prevent memory, once freed, from being reused before `stream` (the side stream) has done its work so far."""
         memory.record_stream(self.side if stream is None else stream)
 
 
 class OnDevice:
-    """Bytes on the device, which the side stream reads or writes until `event`.
+    """Bytes on the device, which the side stream reads or writes until an event.
 
-    They are memory of the stream that is current now. Once that has waited for the event they need no `hold`:
-    whatever gets the memory next comes after the event too, in the order of that stream. (Memory that is held
-    is free only when the device has got there; the host, far ahead, would have taken new memory meanwhile.)
+    The bytes are memory of the stream that is current at the start. Once that stream has waited for the event they need no
+    `hold`, because the next user of the memory comes later in the order of that stream. Without `hold` the memory can be
+    reused at once; with it only after the device has got there, and the host, far ahead, would allocate new memory.
+
+    Args:
+        transfers: the `CudaTransfers` of the device.
+        memory: the bytes.
+        event: the event after which the side stream has done its work on them.
     """
 
     def __init__(self, transfers, memory: torch.Tensor, event):
@@ -73,7 +87,7 @@ class OnDevice:
         self._is_waited_for = False
 
     def use(self) -> torch.Tensor:
-        """The bytes, for what the current stream does from now on."""
+        """Return the bytes for later work of the current stream."""
         self.transfers.wait(self.event)
         current = self.transfers.current()
         if current != self._home:

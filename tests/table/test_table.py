@@ -22,7 +22,7 @@ from fewbit.errors import (
     TableError,
     WeightError,
 )
-from fewbit.policies.error_bound.formulas import largest_table_error
+from fewbit.policies.error_bound.tables import largest_table_error
 from fewbit.table import (
     Knots,
     Table,

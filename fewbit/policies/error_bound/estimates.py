@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fewbit.policies.error_bound.bits import least_average
-from fewbit.policies.error_bound.formulas import table_error
-from fewbit.policies.error_bound.formulas.shares import polynomial_error, tolerance
+from fewbit.policies.error_bound.formulas import polynomial_error, tolerance
 from fewbit.policies.error_bound.observations import (
     EXPECTED,
     MEASURED,
@@ -26,6 +25,7 @@ from fewbit.policies.error_bound.observations import (
     parts_of,
     slot_of,
 )
+from fewbit.policies.error_bound.tables import allowed_error
 from fewbit.policies.records import Record, entry, keyed, named_tuple, vector
 from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.runtime.probes.variance_probe import SPREAD
@@ -244,9 +244,9 @@ class ActivationEstimate(Record):
     def allowed(self, e2: float, window: str) -> float:
         """Return the largest error of the table (not squared) that the bound allows; with "max" in each measurement."""
         if window == "max":
-            return min(table_error(row.grad2, e2, row.v2) for row in self.rows)
+            return min(allowed_error(row.grad2, e2, row.v2) for row in self.rows)
         v2, grad2 = (mean(values) for values in zip(*self.rows, strict=True))
-        return table_error(grad2, e2, v2)
+        return allowed_error(grad2, e2, v2)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from fewbit.analysis import meter
 from fewbit.analysis.gradients import (
     Measured,
     batches_of,
@@ -27,6 +26,7 @@ from fewbit.analysis.gradients import (
     explained,
     tensors_of,
 )
+from fewbit.analysis.unchanged import alone, unchanged
 from fewbit.convert.swap import restore_
 from fewbit.errors import BoundWarning, InputError
 from fewbit.render.formats import limit_text, module_name
@@ -153,8 +153,8 @@ def gradient_ratio(
     check_count("seed", seed, 0)
     check_model(model)
     check_loss(loss)
-    batches = [tree_map(meter.alone, each) for each in batches_of(batch)]
-    with meter.unchanged(dict(model.named_modules()), tensors_of(batches)):
+    batches = [tree_map(alone, each) for each in batches_of(batch)]
+    with unchanged(dict(model.named_modules()), tensors_of(batches)):
         exact, measured = (Measured(copied(model), loss, seed) for _ in range(2))
         context = _context_of(measured.model)
         restore_(exact.model)

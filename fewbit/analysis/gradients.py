@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fewbit.analysis import meter
+from fewbit.analysis.unchanged import unchanged
 from fewbit.convert import kinds
 from fewbit.errors import InputError
 from fewbit.functions.callables import misfit_of
+from fewbit.runtime.interop.module_calls import is_compiled
 from fewbit.schema import shorten
 
 Loss = Callable[[nn.Module, object], torch.Tensor]
@@ -46,7 +47,7 @@ class Measured:
     def forward(self, batch, number: int):
         """Yields the loss of a batch, with its graph. number: dropout is as it was for that."""
         modules, tensors = dict(self.model.named_modules()), tensors_of(batch)
-        with meter.unchanged(modules, tensors):
+        with unchanged(modules, tensors):
             devices = {each.device for each in (*self.parameters, *tensors)}
             _seed_generators(devices, self.seed + number)
             with torch.enable_grad():
@@ -171,7 +172,7 @@ def check_model(model) -> None:
         raise InputError(
             "model: expected one in training mode, got one in evaluation mode, in which nothing is compressed"
         )
-    if any(map(meter.is_compiled, model.modules())):
+    if any(map(is_compiled, model.modules())):
         raise InputError("model: expected one that is not compiled, got one of torch.compile")
     if not any(each.requires_grad for each in model.parameters()):
         raise InputError("model: expected parameters that require grad, got none")

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from fewbit.analysis import meter
 from fewbit.analysis.deferred import Noise
 from fewbit.analysis.gradients import (
     CHUNKS,
@@ -40,6 +39,8 @@ from fewbit.analysis.gradients import (
 )
 from fewbit.analysis.profile import VarianceProfile
 from fewbit.analysis.progress import Progress
+from fewbit.analysis.recorder import Place, Recorder
+from fewbit.analysis.unchanged import unchanged
 from fewbit.config import FixedBits, LayerSettings
 from fewbit.convert.select import Filter, Selection
 from fewbit.convert.settings import ResolvedSettings, resolve
@@ -92,7 +93,7 @@ def variance_profile(
     check_model(model)
     check_loss(loss)
     batches = batches_of(batch)
-    with meter.unchanged(dict(model.named_modules()), tensors_of(batches)):
+    with unchanged(dict(model.named_modules()), tensors_of(batches)):
         exact = _Measured(copied(model), loss, seed)
         restore_(exact.model)
         exact.defer()
@@ -142,11 +143,11 @@ class _Deferring(ResolvedSettings):
         return self.noise.defer(super().attention_quantizer(*args, **kwargs))
 
 
-class _Recorder(meter._Recorder):
+class _Recorder(Recorder):
     """Also remembers when modules were first called. called: {path: contexts that there were before}."""
 
     def __init__(self, noise: Noise):
-        super().__init__(meter._Place("", "", False))
+        super().__init__(Place("", "", False))
         self.noise = noise
         self.called: dict[str, int] = {}
 

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from fewbit.analysis import meter
 from fewbit.analysis.gradients import (
     CHUNKS,
     Measured,
@@ -36,7 +35,9 @@ from fewbit.analysis.gradients import (
     size_of,
     tensors_of,
 )
+from fewbit.analysis.meter import saved_bytes
 from fewbit.analysis.progress import Progress
+from fewbit.analysis.unchanged import alone, unchanged
 from fewbit.convert.swap import restore_
 from fewbit.errors import InputError
 from fewbit.planning.candidates import Candidate, check_candidates, default_candidates
@@ -92,8 +93,8 @@ def plan(
     if candidates is not None:
         candidates = check_candidates(candidates)
     # The meter counts all of a tensor that batches are parts of.
-    batches = [tree_map(meter.alone, each) for each in batches_of(batch)]
-    with meter.unchanged(dict(model.named_modules()), tensors_of(batches)):
+    batches = [tree_map(alone, each) for each in batches_of(batch)]
+    with unchanged(dict(model.named_modules()), tensors_of(batches)):
         steps = _Steps(copied(model), loss, seed)
         restore_(steps.model)
         if candidates is None:
@@ -246,7 +247,7 @@ def _passes(steps: _Steps, batches, found: list[_Found], draws: int) -> tuple[li
 
 
 def _saved_bytes(steps: _Steps, batch) -> int:
-    return meter.saved_bytes(partial(steps.loss, steps.model), batch).total
+    return saved_bytes(partial(steps.loss, steps.model), batch).total
 
 
 def _squared(gradient) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Container
 
 from torch import nn
 
-from fewbit.analysis.meter import is_compiled
+from fewbit.runtime.interop.module_calls import is_compiled
 from fewbit.runtime.saved.assignment import ALONE, COMPILED, REENTRANT
 
 FORGOTTEN = 8

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import fewbit  # noqa: E402
-from fewbit.analysis import meter  # noqa: E402
+from fewbit.analysis import recorder  # noqa: E402
 from fewbit.analysis.meter import saved_bytes  # noqa: E402
 from fewbit.analysis.saved_bytes import MOST_BARS, rows  # noqa: E402
 from fewbit.errors import FewbitError, OutputExistsError  # noqa: E402
@@ -484,7 +484,7 @@ def test_nothing_changes(fails):
     assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
     assert hooks_of(model) == hooks
     assert model.training and all(p.grad is None for p in model.parameters())
-    assert sum(type(each) is meter._Token for each in gc.get_objects()) == 0
+    assert sum(type(each) is recorder.Token for each in gc.get_objects()) == 0
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         nn.Linear(2, 2)(torch.ones(1, 2))

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from fewbit.policies.error_bound.choices import choose_bits, has_enough_bits
+from fewbit.policies.error_bound.codecs import ExactCodec
+from fewbit.policies.error_bound.tables import is_known, table_error
 from fewbit.render.formats import decimal, digits, limit_text, module_name
 from fewbit.render.rows import Rows
 from fewbit.render.view import Column, View
+from fewbit.runtime.codecs.payload import EXACT
 from fewbit.sizes import counted
+
+WORST = "worst case"
+"""The kind of an activation's bound."""
 
 
 class Bounded(NamedTuple):
@@ -157,3 +164,41 @@ def _kept(row: Bounded) -> str:
     if row.kept != "bits":
         return f"{row.bits:.3g} {row.kept}"
     return decimal(row.bits) + " given" * row.is_fixed + "*" * (not row.is_met)
+
+
+def rows_of(policy) -> Iterator[Bounded]:
+    """Yield a row for each slot of an `ErrorBoundPolicy`, then for each activation, in the order of the forward."""
+    for name, slot in policy.knowledge.slots.items():
+        choice = policy.choices.get(name) or choose_bits(slot, policy.bound)
+        codec = None if slot.is_fixed else policy.codec_of(name)
+        kept, bits = "bits", slot.average if slot.is_fixed else choice.average
+        if isinstance(codec, ExactCodec):
+            kept, bits = EXACT, None
+        elif codec is not None:
+            kept, bits = codec.stats.kept or codec.name, codec.stats.bits
+            bits = None if kept == EXACT else bits
+        constraint = choice.constraint
+        yield Bounded(
+            *name,
+            demand="" if constraint is None else constraint.label,
+            kind="" if constraint is None else constraint.kind,
+            dx=math.sqrt(choice.dx2),
+            kept=kept,
+            bits=bits,
+            elements=slot.elements,
+            is_fixed=slot.is_fixed,
+            is_met=not slot.is_fixed or has_enough_bits(slot, choice, policy.bound),
+            ratio=slot.ratio,
+        )
+    # Activations were measured in the backward pass, which goes the other way.
+    for name, activation in reversed(policy.knowledge.activations.items()):
+        bits = policy.given.get(name, policy.activations.get(name))
+        if bits is None:
+            continue
+        allowed = activation.allowed(policy.bound.e2, policy.bound.window)
+        function = activation.function, activation.parameters
+        is_met = not is_known(*function) or table_error(*function, bits) <= allowed
+        is_fixed = name in policy.given
+        yield Bounded(
+            name, None, "input", WORST, allowed, "bits", float(bits), None, is_fixed, is_met
+        )

@@ -15,28 +15,18 @@ from fewbit.config import MAX_BITS, WINDOWS, ErrorBound
 from fewbit.errors import FewbitError, InputError
 from fewbit.policies.allocation_report import Allocation
 from fewbit.policies.error_bound import monitor
-from fewbit.policies.error_bound.bounds import Bounded, Bounds
-from fewbit.policies.error_bound.choices import (
-    choose,
-    choose_codec,
-)
+from fewbit.policies.error_bound.bounds import Bounds, rows_of
+from fewbit.policies.error_bound.choices import choose, choose_codec
 from fewbit.policies.error_bound.codecs import ExactCodec, PayloadStats
 from fewbit.policies.error_bound.estimates import BoundKnowledge
 from fewbit.policies.error_bound.observations import ProbeResult
 from fewbit.policies.error_bound.probe import ErrorBoundProbe
-from fewbit.policies.error_bound.rows import activation_rows, slot_rows
 from fewbit.policies.error_bound.updates import updated_activation, updated_slot
 from fewbit.policies.probing import ProbingPolicy
 from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.runtime.format.groups import LEAST_FEATURES
 from fewbit.runtime.saved.assignment import BitAssignment, ChannelWeights
-from fewbit.schema.shapes import (
-    Shape,
-    check_layer,
-    choice,
-    real,
-    text,
-)
+from fewbit.schema.shapes import Shape, check_layer, choice, real, text
 
 POLICY = "error-bound"
 _SETTINGS = "e2", "window", "codec", "by_channel"
@@ -89,12 +79,11 @@ class ErrorBoundPolicy(ProbingPolicy):
         return monitor.total_ratio(self.knowledge.slots, self._exact())
 
     def tables(self, model, ended: str) -> dict:
-        rows = [Bounded(*row) for row in (*slot_rows(self), *activation_rows(self))]
         empty = "no bounds found yet: that comes after the first steps of training, with gradients that are finite"
         unobserved = self.unobserved_layers(model)
         return {
             "allocation": Allocation(empty="bits follow from an error bound: see bounds"),
-            "bounds": Bounds(rows, self.bound.e2, self.ratio, empty, unobserved, ended),
+            "bounds": Bounds(rows_of(self), self.bound.e2, self.ratio, empty, unobserved, ended),
         }
 
     def number_samples(self, numbers) -> None:

@@ -162,14 +162,6 @@ class ErrorBoundProbe(VarianceProbe):
         super().end()
         self._let_go()
 
-    def results(self) -> ProbeResult | None:
-        """Return the result; None if no backward pass came by, or a gradient was not finite."""
-        return super().results()
-
-    def snapshot(self) -> ProbeResult | None:
-        """Return the result of what was measured so far, and go on. Waits for the devices."""
-        return super().snapshot()
-
     def _measured(self):
         for tensor in self._tensors:
             yield from (tensor.error, tensor.squares, tensor.deviation)

@@ -221,3 +221,8 @@ def rebase(cls: type, old: type, new: type) -> type | None:
         return None  # super() without arguments refers to cls itself
     bases = [rebase(base, old, new) for base in cls.__bases__]
     return None if None in bases else _new_class(type(cls), cls.__name__, tuple(bases), own)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module was compiled, by `torch.compile(module)` or `module.compile()`."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

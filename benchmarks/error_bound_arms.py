@@ -54,7 +54,7 @@ def compress(model: nn.Module, arm: str, interval: int = INTERVAL):
 
 
 def saved_bytes(model: nn.Module, loss, batch) -> int:
-    """What a forward and its loss keep for backward. The batch in memory of its own, as the meter counts whole storages."""
+    """Return the bytes that a forward and its loss save for backward. The batch is in memory of its own, as the meter counts whole storages."""
     return fewbit.saved_bytes(partial(loss, model), tree_map(alone, batch)).total
 
 

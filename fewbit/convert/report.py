@@ -56,7 +56,7 @@ class Report(Result):
     Attributes:
         converted: The modules that were replaced.
         left_alone: The modules that were not, each with the reason.
-        kept: {op: bytes kept for backward} before and after, if a sample was given.
+        kept: {op: bytes saved for backward} before and after, if a sample was given.
         functions: The bits of functions that a forward calls (of inputs, attention, activations), if those are compressed.
         is_training: Whether the model was in training mode when `kept` was measured.
         notes: Lines about the model as a whole.
@@ -121,7 +121,7 @@ class Report(Result):
         rows = [row for row in [*filter(is_shown, rows), others] if is_shown(row)]
         ratio = f" ({totals[0] / totals[1]:.2f}x less)" if totals[1] else ""
         columns = (
-            Column("kept for backward, by op", lambda row: row[0], "name"),
+            Column("saved for backward, by op", lambda row: row[0], "name"),
             Column(f"before, {unit[0]}", lambda row: amount(row[1], unit)),
             Column(f"now, {unit[0]}", lambda row: amount(row[2], unit)),
         )

@@ -239,7 +239,7 @@ def test_json_has_the_counted_bytes():
 def test_a_batch_is_shown_with_its_total():
     each = measure("vgg11", batch=4)
     lines = [line.split() for line in run("vgg11", "--batch", "4").stdout.splitlines()]
-    assert [f"{each.activation_bytes / MB:.1f}", *"kept at batch 4".split()] in lines
+    assert [f"{each.activation_bytes / MB:.1f}", *"saved at batch 4".split()] in lines
     total = 4 * each.model_bytes + each.activation_bytes
     assert [f"{total / MB:.1f}", *"with 4 copies of the model".split()] in lines
 

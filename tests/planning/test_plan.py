@@ -695,6 +695,15 @@ def test_batches_that_are_all_alike_have_no_variance_between_them():
     assert "% of it" in made(("a", 2, 300, 5.0)).title
 
 
+def test_the_call_of_the_recommended_candidate_is_shown():
+    found = made(("a", 2, 300, 0.05))
+    call = found.recommended.candidate.call
+    assert call in str(found)
+    assert f"<pre>{call}</pre>" in found._repr_html_()
+    none = made(("a", 2, 300, 5.0))
+    assert call not in str(none) and "<pre>" not in none._repr_html_()
+
+
 def test_html_is_one_piece_with_the_picture():
     found = made(("a<b", 2, 300, 0.05))
     text = found._repr_html_()

@@ -150,6 +150,7 @@ class TensorEstimate(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def check(self, where: str) -> None:
+        """Raise InputError if the number of spreads or of weights is wrong."""
         parts, last = parts_of(self.samples), len(self.spreads[-1])
         if last != parts:
             raise wrong(f"{where}.spreads", f"{parts} entries in the last one", last)
@@ -239,6 +240,7 @@ class ActivationEstimate(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def check(self, where: str) -> None:
+        """Raise InputError if the function does not have such parameters."""
         check_parameters(self.function, self.parameters, f"{where}.parameters")
 
     def allowed(self, e2: float, window: str) -> float:
@@ -283,6 +285,7 @@ def ratio_of(pair: Pair) -> float | None:
 
 
 def sum_of(pairs: list[Pair]) -> Pair:
+    """Return the sum of pairs."""
     hat2 = exact2 = 0.0
     for pair in pairs:
         hat2, exact2 = hat2 + pair.hat2, exact2 + pair.exact2
@@ -290,6 +293,7 @@ def sum_of(pairs: list[Pair]) -> Pair:
 
 
 def mean(values) -> float:
+    """Return the mean of values, whose sum is exact."""
     return math.fsum(values) / len(values)
 
 

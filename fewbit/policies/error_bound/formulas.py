@@ -141,6 +141,7 @@ def convolution_d(dx2, layer: Convolution, grad2, expectation: bool = False) -> 
 
 
 def check_groups(grad2: Tensor, layer: Convolution) -> None:
+    """Raise InputError if grad2 does not have one entry for each group of channels."""
     if len(grad2) != layer.groups:
         raise InputError(f"expected grad2 of {layer.groups} groups, got {len(grad2)}")
 

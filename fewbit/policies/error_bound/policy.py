@@ -79,6 +79,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         return monitor.total_ratio(self.knowledge.slots, self._exact())
 
     def tables(self, model, ended: str) -> dict:
+        """Return {"bounds": the errors that are allowed}, and an empty allocation that refers to them."""
         empty = "no bounds found yet: that comes after the first steps of training, with gradients that are finite"
         unobserved = self.unobserved_layers(model)
         return {
@@ -87,6 +88,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         }
 
     def number_samples(self, numbers) -> None:
+        """Raise InputError: bits do not go by samples."""
         raise InputError(
             "expected SampleBits or AdaptiveBits for numbers of samples, got ErrorBound, whose bits follow from bounds"
         )
@@ -94,9 +96,11 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- In a forward pass -----------------------------------------------------------------------------------
 
     def new_probe(self) -> ErrorBoundProbe:
+        """Return a probe that also computes exact gradients of the monitored slots."""
         return ErrorBoundProbe(self.step, frozenset(self.monitored()))
 
     def apply_to(self, assignment: BitAssignment) -> None:
+        """Set the bits, codecs and channels of a forward pass."""
         assignment.averages, assignment.codecs = self.averages, self._codecs
         assignment.activations = self.activations
         assignment.channels, assignment.channel_weights = self._channels, self._channel_weights
@@ -119,9 +123,11 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- Learning --------------------------------------------------------------------------------------------
 
     def merge(self, results: list[ProbeResult | None]) -> ProbeResult:
+        """Return the sums over processes, by slot and activation."""
         return ProbeResult.merged([result or ProbeResult() for result in results])
 
     def learn(self, result: ProbeResult | None) -> BoundKnowledge:
+        """Return the knowledge after one more measurement."""
         known, result = self.knowledge, result or ProbeResult()
         total = math.fsum(
             constraint.v2 for slot in result.slots.values() for constraint in slot.constraints
@@ -152,6 +158,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         return slots
 
     def adopt(self, knowledge: BoundKnowledge) -> None:
+        """Set the knowledge, and choose bits, codecs and tables by it."""
         choices = choose(knowledge, self.bound, self.given)
         self.knowledge = knowledge
         self.choices, self.activations = choices.slots, choices.activations
@@ -175,6 +182,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         }
 
     def take_in(self, result: ProbeResult | None) -> None:
+        """Learn from a result, and warn once if gradients exceed the bound."""
         before = self.knowledge
         super().take_in(result)
         known, ratio, limit = self.knowledge, self.ratio, self.limit
@@ -187,9 +195,11 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- State -----------------------------------------------------------------------------------------------
 
     def settings(self) -> dict:
+        """Return the name of the policy and the settings of the bound."""
         return {"policy": POLICY, **{name: getattr(self.bound, name) for name in _SETTINGS}}
 
     def setting_shapes(self) -> dict[str, Shape]:
+        """Return the shapes of the entries of `settings`."""
         return {
             "policy": choice(POLICY),
             "e2": real(),
@@ -199,10 +209,12 @@ class ErrorBoundPolicy(ProbingPolicy):
         }
 
     def check_result(self, result: ProbeResult) -> None:
+        """Raise InputError if a result has a layer that the model lacks."""
         for layer, _ in result.slots:
             check_layer(layer, self._layers)
 
     def fit(self, knowledge: BoundKnowledge, settings: Mapping) -> BoundKnowledge:
+        """Return the knowledge of a state that concerns this model and these settings."""
         self._check_slots(knowledge)
         taken = {
             name: activation

@@ -88,6 +88,7 @@ class ErrorBoundProbe(VarianceProbe):
     # -- In the forward pass ---------------------------------------------------------------------------------
 
     def record_rounding(self, slot: TensorSlot, record: QuantizationRecord) -> _Rounding | None:
+        """Measure the errors of a saved tensor. Return the object that the graph holds for it."""
         if not self._is_open:
             return None
         exact = record.exact() if slot.name in self.monitored else None
@@ -122,6 +123,7 @@ class ErrorBoundProbe(VarianceProbe):
                 self._passes[number] = sizes
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
+        """Measure the gradients of one layer, in its backward pass. The arguments are those of `VarianceProbe.probe`."""
         self._begins()
         results = _as_tuple(results)
         if not self._is_open or not _are_dense((*grads, *results)):
@@ -159,6 +161,7 @@ class ErrorBoundProbe(VarianceProbe):
     # -- Afterwards ------------------------------------------------------------------------------------------
 
     def end(self) -> None:
+        """End the measurement, and free the exact values."""
         super().end()
         self._let_go()
 

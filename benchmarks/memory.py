@@ -79,7 +79,9 @@ def row(name):
 def main():
     about = harness.machine("torch", "transformers")
     print(", ".join(f"{key} {value}" for key, value in about.items()))
-    print(f"\n{'':16}{'model MB':^24}{'saved MB':^24}{'nonlinear MB':^24}{'batch':^18}{'2 bit':^18}")
+    print(
+        f"\n{'':16}{'model MB':^24}{'saved MB':^24}{'nonlinear MB':^24}{'batch':^18}{'2 bit':^18}"
+    )
     rows = []
     for name in models.names():
         each = row(name)

@@ -93,8 +93,8 @@ def test_an_in_place_relu_keeps_nothing_that_the_next_layer_does_not():
     assert relu.nonlinear_bytes == 4 * 512 * 8 * 8
     assert gelu.nonlinear_bytes == sum(4 * elements for elements in gelu.activation_inputs)
     assert gelu.activation_inputs == relu.activation_inputs
-    assert "codes save nothing" in run("resnet18", "--activation", "own").stdout
-    assert "codes save nothing" not in run("resnet18", "--activation", "gelu").stdout
+    assert "codes gain nothing" in run("resnet18", "--activation", "own").stdout
+    assert "codes gain nothing" not in run("resnet18", "--activation", "gelu").stdout
 
 
 @pytest.mark.slow

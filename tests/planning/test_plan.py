@@ -1023,6 +1023,6 @@ def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, capsys):
 
 def test_a_title_says_if_no_setting_saves_anything():
     found = made(("a", 8, 4096, 0.0), ("a", 4, 5000, 0.2))
-    assert "no setting keeps less than the 4.00 KiB of the exact model" in " ".join(
+    assert "no setting saves less than the 4.00 KiB of the exact model" in " ".join(
         found.title.split()
     )

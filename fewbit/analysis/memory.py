@@ -310,7 +310,7 @@ def _notes(measured: Measurement) -> Iterator[str]:
     yield "saved, batch: the paper's arithmetic, the nonlinear part at b of 32 bits."
     yield "fewbit's: the batch with the bytes that fewbit's layers save."
     if measured.nonlinear_bytes < 0.01 * measured.activation_bytes:
-        yield "Other layers save the same tensors as these nonlinearities; few-bit codes gain nothing."
+        yield "Other layers save the same tensors; few-bit codes gain nothing."
     stand_in = measured.activation
     if stand_in is not None and stand_in == paper_activation(measured.model):
         yield f"{stand_in} in place of relu, as in the paper; --activation own: as it is."

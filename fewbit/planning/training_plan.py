@@ -15,6 +15,8 @@ from fewbit.render.view import Column, View
 from fewbit.schema import PLAN
 from fewbit.sizes import counted
 
+ERRORS = ("error", "error_error", "variance", "variance_error", "bias")
+"""The fields of `Planned` that are errors, in the order of records."""
 UNSURE = 0.2
 """The standard error, as a share of an error, above which the notes ask for more batches."""
 
@@ -136,11 +138,7 @@ class TrainingPlan(Document):
                 "setting": row.label,
                 "saved_bytes": row.saved_bytes,
                 "bytes_ratio": self.exact_bytes / row.saved_bytes if row.saved_bytes else None,
-                "error": row.error,
-                "error_error": row.error_error,
-                "variance": row.variance,
-                "variance_error": row.variance_error,
-                "bias": row.bias,
+                **{name: getattr(row, name) for name in ERRORS},
                 "relative_error": row.error / self.gradient,
                 "error_of_sampling": row.error / self.sampling if self.sampling else None,
                 "variance_of_sampling": row.variance / self.sampling if self.sampling else None,

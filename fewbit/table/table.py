@@ -49,7 +49,6 @@ from fewbit.table.knots import (
     to_float32,
 )
 
-
 SCALARS = (
     *(("bits", int), ("revision", int), ("form", str), ("objective", str), ("tails", str)),
     *(("error", float), ("lower_bound", float), ("relative_error", float)),

@@ -366,7 +366,7 @@ def test_the_cheapest_within_the_share_is_recommended(rows, expected):
     else:
         row = found.rows[expected]
         assert (
-            f"{row.policy} at {row.label} keeps {row.saved_bytes} B in place of 4.00 KiB" in title
+            f"{row.policy} at {row.label} saves {row.saved_bytes} B in place of 4.00 KiB" in title
         )
         assert "2.00 times as long (1.6 to 2.5)" in title
         assert f"{row.label}*" in str(found)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from fewbit.config import MAX_BITS, WINDOWS, ErrorBound
 from fewbit.errors import FewbitError, InputError
@@ -21,9 +22,8 @@ from fewbit.policies.error_bound.codecs import ExactCodec, PayloadStats
 from fewbit.policies.error_bound.estimates import BoundKnowledge
 from fewbit.policies.error_bound.observations import ProbeResult
 from fewbit.policies.error_bound.probe import ErrorBoundProbe
-from fewbit.policies.error_bound.updates import updated_activation, updated_slot
+from fewbit.policies.error_bound.updates import updated, updated_activation, updated_slot
 from fewbit.policies.probing import ProbingPolicy
-from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.runtime.format.groups import LEAST_FEATURES
 from fewbit.runtime.saved.assignment import BitAssignment, ChannelWeights
 from fewbit.schema.shapes import Shape, check_layer, choice, real, text
@@ -134,28 +134,22 @@ class ErrorBoundPolicy(ProbingPolicy):
         ) or math.fsum(activation.v2 for activation in result.activations.values())
         if not 0 < total < math.inf:
             return known
-        slots, activations = self._updated_slots(result, total), {}
-        for name in {**known.activations, **result.activations}:
-            before, now = known.activations.get(name), result.activations.get(name)
-            if now is None and before.missed < FORGOTTEN:
-                activations[name] = replace(before, missed=before.missed + 1)
-            elif now is not None and name in self._bounded_activations:
-                activations[name] = updated_activation(before, now, total)
+        seen = {
+            (layer, number): norms
+            if layer in self._channels and number == 0
+            else replace(norms, channel_weights=None)
+            for (layer, number), norms in result.slots.items()
+        }
+        slots = updated(known.slots, seen, partial(updated_slot, total=total))
+        bounded = {
+            name: norms
+            for name, norms in result.activations.items()
+            if name in self._bounded_activations
+        }
+        activations = updated(known.activations, bounded, partial(updated_activation, total=total))
         turn = self.monitored()
         following = monitor.next_start(turn, known.next, known.slots, slots, result.slots)
         return BoundKnowledge(slots, activations, following, known.has_warned)
-
-    def _updated_slots(self, result: ProbeResult, total: float) -> dict:
-        slots = {}
-        for name in {**self.knowledge.slots, **result.slots}:
-            before, now = self.knowledge.slots.get(name), result.slots.get(name)
-            if now is not None:
-                if name[0] not in self._channels or name[1]:
-                    now = replace(now, channel_weights=None)
-                slots[name] = updated_slot(before, now, total)
-            elif before.missed < FORGOTTEN:
-                slots[name] = replace(before, missed=before.missed + 1)
-        return slots
 
     def adopt(self, knowledge: BoundKnowledge) -> None:
         """Set the knowledge, and choose bits, codecs and tables by it."""

@@ -170,7 +170,7 @@ class ErrorBoundProbe(VarianceProbe):
             yield from (tensor.error, tensor.squares, tensor.deviation)
         for found in self._found.values():
             for gradient in found:
-                yield from (gradient.size, *gradient.numbers)
+                yield from (gradient.size, *gradient.part.numbers)
                 if gradient.exact is not None:
                     yield gradient.exact
         for sizes in self._passes.values():
@@ -264,9 +264,7 @@ def _gradient(slot: TensorSlot, part: Part, labels, kind, results, exact) -> Mea
         exact_size = norm([part.of(exact)])
     size = norm([part.of(results)])
     tensor = slot.rounding.tensor
-    return MeasuredGradient(
-        part.place, label, kind, tensor, size, part.numbers, part.finish, exact_size
-    )
+    return MeasuredGradient(part, label, kind, tensor, size, exact_size)
 
 
 def _measured(results, noisy, tensor: MeasuredTensor) -> list[Part]:

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import fewbit
-from fewbit.analysis import meter
 from fewbit.analysis.gradients import Measured, difference
+from fewbit.analysis.unchanged import alone
 from fewbit.runtime.saved.context import measuring
 
 INTERVAL = 100
@@ -54,8 +54,8 @@ def compress(model: nn.Module, arm: str, interval: int = INTERVAL):
 
 
 def saved_bytes(model: nn.Module, loss, batch) -> int:
-    """What a forward and its loss keep for backward. The batch in memory of its own, as the meter counts whole storages."""
-    return fewbit.saved_bytes(partial(loss, model), tree_map(meter.alone, batch)).total
+    """Return the bytes that a forward and its loss save for backward. The batch is in memory of its own, as the meter counts whole storages."""
+    return fewbit.saved_bytes(partial(loss, model), tree_map(alone, batch)).total
 
 
 class Ratio(NamedTuple):

@@ -79,7 +79,9 @@ def row(name):
 def main():
     about = harness.machine("torch", "transformers")
     print(", ".join(f"{key} {value}" for key, value in about.items()))
-    print(f"\n{'':16}{'model MB':^24}{'kept MB':^24}{'nonlinear MB':^24}{'batch':^18}{'2 bit':^18}")
+    print(
+        f"\n{'':16}{'model MB':^24}{'saved MB':^24}{'nonlinear MB':^24}{'batch':^18}{'2 bit':^18}"
+    )
     rows = []
     for name in models.names():
         each = row(name)
@@ -101,7 +103,7 @@ def main():
     harness.save("memory", about, rows)
     compared = [each for each in rows if each["paper_model_mb"] is not None]
     near = sum(abs(each["ratio_activation_mb"] - 1) <= 0.02 for each in compared)
-    print(f"\nkept MB within 2 % of the paper's: {near} of {len(compared)}")
+    print(f"\nsaved MB within 2 % of the paper's: {near} of {len(compared)}")
     near = sum(
         abs(each["activation_mb_allocated"] / each["paper_activation_mb"] - 1) <= 0.02
         for each in compared

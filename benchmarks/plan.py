@@ -23,7 +23,7 @@ import variance_profile
 from torch.utils._pytree import tree_map
 
 import fewbit
-from fewbit.analysis import meter
+from fewbit.analysis.unchanged import alone
 from fewbit.models.workload import workload
 from fewbit.planning.candidates import Candidate
 
@@ -88,7 +88,7 @@ def following(model, batches, loss, candidates) -> tuple[list[dict], float]:
             error = squared(x - y for x, y in zip(found, exact, strict=True))
             errors[i] += error / len(batches)
             copy.zero_grad(set_to_none=True)
-    last = tree_map(meter.alone, batches[-1])  # the meter counts whole storages
+    last = tree_map(alone, batches[-1])  # the meter counts whole storages
     rows = [
         {
             "next_bytes": fewbit.saved_bytes(partial(loss, copy), last).total,

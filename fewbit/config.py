@@ -8,7 +8,7 @@ root of the package. It does not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from numbers import Real
 from typing import Any, ClassVar
@@ -44,56 +44,95 @@ def plain_number(value):
 
 def check_bits(bits, name: str = "bits") -> None:
     """Raise InputError if `bits` is not a whole number from 1 to 8."""
-    if isinstance(bits, bool) or not isinstance(bits, int) or not MIN_BITS <= bits <= MAX_BITS:
-        raise InputError(f"expected a whole number from 1 to 8 for {name}, got {bits!r}")
+    _require(_is_whole(bits, MIN_BITS, MAX_BITS), "a whole number from 1 to 8", name, bits)
 
 
 def check_average(bits, name: str = "bits") -> None:
     """Raise InputError if `bits` is not a number from 1 to 8."""
     is_number = isinstance(bits, int | float) and not isinstance(bits, bool)
-    if not is_number or not MIN_BITS <= bits <= MAX_BITS:
-        raise InputError(f"expected a number from 1 to 8 for {name}, got {bits!r}")
+    _require(is_number and MIN_BITS <= bits <= MAX_BITS, "a number from 1 to 8", name, bits)
 
 
-def check_group_size(group_size) -> int:
+def check_group_size(group_size, name: str = "group_size") -> int:
     """Return the group size. Raise InputError if it is not a multiple of 32 from 32 to 65536."""
-    whole = isinstance(group_size, int) and not isinstance(group_size, bool)
-    if not whole or group_size % BLOCK or not BLOCK <= group_size <= LARGEST_GROUP:
-        raise InputError(
-            f"expected a multiple of {BLOCK} from {BLOCK} to {LARGEST_GROUP} for group_size, "
-            f"got {group_size!r}"
-        )
-    return group_size
+    is_multiple = _is_whole(group_size, BLOCK, LARGEST_GROUP) and group_size % BLOCK == 0
+    expected = f"a multiple of {BLOCK} from {BLOCK} to {LARGEST_GROUP}"
+    return _require(is_multiple, expected, name, group_size)
 
 
-def check_copies(copies) -> None:
-    """Raise InputError if `copies` is neither 1 nor 2."""
-    if not isinstance(copies, int) or isinstance(copies, bool) or copies not in (1, 2):
-        raise InputError(f"expected 1 or 2 for copies, got {copies!r}")
+def check_copies(copies, name: str = "copies") -> int:
+    """Return the number of copies. Raise InputError if it is neither 1 nor 2."""
+    return _require(_is_whole(copies, 1, 2), "1 or 2", name, copies)
 
 
-def check_min_dtype(min_dtype) -> None:
-    """Raise InputError if `min_dtype` is none of MIN_DTYPES."""
-    if min_dtype not in MIN_DTYPES:
-        raise InputError(f"expected auto, bfloat16 or float32 for min_dtype, got {min_dtype!r}")
+def check_min_dtype(min_dtype, name: str = "min_dtype") -> str:
+    """Return the name of a dtype. Raise InputError if it is none of MIN_DTYPES."""
+    return _require(min_dtype in MIN_DTYPES, "auto, bfloat16 or float32", name, min_dtype)
 
 
-def check_interval(interval) -> None:
-    """Raise InputError if `interval` is not a positive whole number."""
-    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
-        raise InputError(f"expected a positive whole number for interval, got {interval!r}")
+def _require(is_good: bool, expected: str, name: str, value):
+    """Return the value of a field. Raise InputError if it is not good."""
+    if not is_good:
+        raise InputError(f"expected {expected} for {name}, got {value!r}")
+    return value
 
 
-def _check_flag(value, name: str) -> None:
-    if not isinstance(value, bool):
-        raise InputError(f"expected True or False for {name}, got {value!r}")
+def _is_whole(value, least: int, most: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-# -- What all configuration objects can do -------------------------------------------------------------------
+# Each of these takes the value and the name of a field, and returns the value in the form in which it is stored.
+
+
+def _bits(value, name: str) -> int:
+    value = plain_number(value)
+    check_bits(value, name)
+    return value
+
+
+def _average(value, name: str) -> float:
+    value = plain_number(value)
+    check_average(value, name)
+    return value
+
+
+def _interval(value, name: str) -> int:
+    return _require(_is_whole(value, 1), "a positive whole number", name, value)
+
+
+def _positive(value, name: str) -> float:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    is_good = is_number and 0 < value < math.inf
+    return float(_require(is_good, "a finite number above 0", name, value))
+
+
+def _flag(value, name: str) -> bool:
+    return _require(isinstance(value, bool), "True or False", name, value)
+
+
+def _one_of(choices: tuple[str, ...], expected: str, noun: str) -> Callable:
+    """Return the check of a field with the name of one of several choices. The message calls the field `noun`."""
+    return lambda value, name: _require(
+        isinstance(value, str) and value in choices, expected, noun, value
+    )
+
+
+def _optional(check: Callable) -> Callable:
+    return lambda value, name: None if value is None else check(value, name)
+
+
+# -- The base of all configuration objects ---------------------------------------------------------------------
 
 
 class _Config:
-    """A frozen dataclass with a short repr and a plain form."""
+    """A frozen dataclass with checked fields, a short repr and a plain form."""
+
+    _checks: ClassVar[Mapping[str, Callable]] = {}
+    """{field: check}, applied when an object is made."""
+
+    def __post_init__(self):
+        for name, check in self._checks.items():
+            object.__setattr__(self, name, check(getattr(self, name), name))
 
     def __repr__(self) -> str:
         """Return an expression that makes an equal object, without the fields that have their default values."""
@@ -109,11 +148,6 @@ class _Config:
 
     def _shown(self, name: str) -> str:
         return repr(getattr(self, name))
-
-    def _replace(self, **values) -> None:
-        """Store checked values. Only `__post_init__` may call this: the dataclass is frozen."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
         """Return {field: value} of plain JSON values."""
@@ -167,8 +201,8 @@ class BitConfig(_Config):
 
     @property
     def initial_bits(self) -> float:
-        """The bits per element, an average if samples share them, until the policy chooses others."""
-        raise NotImplementedError
+        """The bits per element, an average if samples share them, until the policy chooses others: the first field."""
+        return getattr(self, fields(self)[0].name)
 
     def describe(self) -> str:
         """Return how bits are chosen, in words for the report; "" if there is nothing to add to the repr."""
@@ -202,6 +236,7 @@ class FixedBits(BitConfig):
     """
 
     kind = "fixed"
+    _checks = {"bits": _bits}
 
     bits: int = 4
 
@@ -212,13 +247,7 @@ class FixedBits(BitConfig):
                 f"expected a whole number for FixedBits, got {bits!r}; fewbit.AdaptiveBits({bits!r}) and "
                 f"fewbit.SampleBits({bits!r}) take averages"
             )
-        check_bits(bits)
-        self._replace(bits=bits)
-
-    @property
-    def initial_bits(self) -> int:
-        """The bits per element."""
-        return self.bits
+        super().__post_init__()
 
 
 @dataclass(frozen=True, repr=False)
@@ -231,17 +260,9 @@ class SampleBits(BitConfig):
 
     kind = "samples"
     shares_samples = True
+    _checks = {"average": _average}
 
     average: float = 4
-
-    def __post_init__(self):
-        self._replace(average=plain_number(self.average))
-        check_average(self.average, "average")
-
-    @property
-    def initial_bits(self) -> float:
-        """The average."""
-        return self.average
 
     def describe(self) -> str:
         """Return how bits are chosen, in words for the report."""
@@ -259,19 +280,10 @@ class AdaptiveBits(BitConfig):
 
     kind = "adaptive"
     shares_samples = adapts = True
+    _checks = {"average": _average, "interval": _interval}
 
     average: float = 4
     interval: int = 200
-
-    def __post_init__(self):
-        self._replace(average=plain_number(self.average))
-        check_average(self.average, "average")
-        check_interval(self.interval)
-
-    @property
-    def initial_bits(self) -> float:
-        """The average."""
-        return self.average
 
     def describe(self) -> str:
         """Return how bits are chosen, in words for the report."""
@@ -289,13 +301,10 @@ class Budget(BitConfig):
 
     kind = "budget"
     shares_samples = adapts = True
+    _checks = {"bytes": lambda value, _: _byte_count(value), "interval": _interval}
 
     bytes: int | str
     interval: int = 200
-
-    def __post_init__(self):
-        self._replace(bytes=_byte_count(self.bytes))
-        check_interval(self.interval)
 
     @property
     def initial_bits(self) -> float:
@@ -328,24 +337,19 @@ class ErrorBound(BitConfig):
     kind = "error-bound"
     shares_samples = adapts = chooses_activation_bits = True
     bits_of_activations = MAX_BITS
+    _checks = {
+        "e2": _positive,
+        "window": _one_of(WINDOWS, "mean or max", "window"),
+        "codec": _one_of(CODECS, ", ".join(CODECS), "a codec"),
+        "by_channel": _flag,
+        "interval": _interval,
+    }
 
     e2: float = 0.5
     window: str = "mean"
     codec: str = "quant"
     by_channel: bool = False
     interval: int = 100
-
-    def __post_init__(self):
-        is_number = isinstance(self.e2, Real) and not isinstance(self.e2, bool)
-        if not is_number or not 0 < self.e2 < math.inf:
-            raise InputError(f"expected a finite number above 0 for e2, got {self.e2!r}")
-        self._replace(e2=float(self.e2))
-        if self.window not in WINDOWS:
-            raise InputError(f"expected {' or '.join(WINDOWS)} for window, got {self.window!r}")
-        if not isinstance(self.codec, str) or self.codec not in CODECS:
-            raise InputError(f"expected {', '.join(CODECS)} for a codec, got {self.codec!r}")
-        _check_flag(self.by_channel, "by_channel")
-        check_interval(self.interval)
 
     @property
     def initial_bits(self) -> int:
@@ -376,17 +380,9 @@ class PreActivationBits(BitConfig):
 
     kind = "pre-activation"
     fuses_norms = True
+    _checks = {"bits": _bits}
 
     bits: int = 4
-
-    def __post_init__(self):
-        self._replace(bits=plain_number(self.bits))
-        check_bits(self.bits)
-
-    @property
-    def initial_bits(self) -> int:
-        """The bits per element."""
-        return self.bits
 
 
 @dataclass(frozen=True, repr=False)
@@ -402,14 +398,16 @@ class Level(BitConfig):
     """
 
     kind = "level"
+    _checks = {
+        "name": _one_of(LEVELS, f"one of {', '.join(LEVELS)}", "a level"),
+        "bits": lambda value, _: plain_number(value),
+    }
 
     name: str
     bits: float | None = None
 
     def __post_init__(self):
-        if not isinstance(self.name, str) or self.name not in LEVELS:
-            raise InputError(f"expected one of {', '.join(LEVELS)} for a level, got {self.name!r}")
-        self._replace(bits=plain_number(self.bits))
+        super().__post_init__()
         if self.name == "L0" and self.bits is not None:
             raise InputError("expected no bits at level L0, which compresses nothing")
         _ = self.config
@@ -512,6 +510,16 @@ class LayerSettings(_Config):
             model trains in eager mode, such as F.gelu and F.scaled_dot_product_attention (usually True).
     """
 
+    _checks = {
+        "bits": _optional(_average),
+        "activation_bits": _optional(_bits),
+        "attention_bits": _optional(_average),
+        "group_size": _optional(check_group_size),
+        "min_dtype": _optional(check_min_dtype),
+        "copies": _optional(check_copies),
+        "functional": _optional(_flag),
+    }
+
     bits: float | None = None
     activation_bits: int | None = None
     attention_bits: float | None = None
@@ -519,24 +527,6 @@ class LayerSettings(_Config):
     min_dtype: str | None = None
     copies: int | None = None
     functional: bool | None = None
-
-    def __post_init__(self):
-        for name in ("bits", "activation_bits", "attention_bits"):
-            self._replace(**{name: plain_number(getattr(self, name))})
-        if self.bits is not None:
-            check_average(self.bits)
-        if self.activation_bits is not None:
-            check_bits(self.activation_bits, "activation_bits")
-        if self.attention_bits is not None:
-            check_average(self.attention_bits, "attention_bits")
-        if self.group_size is not None:
-            check_group_size(self.group_size)
-        if self.min_dtype is not None:
-            check_min_dtype(self.min_dtype)
-        if self.copies is not None:
-            check_copies(self.copies)
-        if self.functional is not None:
-            _check_flag(self.functional, "functional")
 
     @classmethod
     def of(cls, change) -> LayerSettings | None:
@@ -566,7 +556,6 @@ class HostOffload(_Config):
         expandable_segments: whether PyTorch's allocator also reserves the GPU's memory in expandable segments.
     """
 
-    expandable_segments: bool = False
+    _checks = {"expandable_segments": _flag}
 
-    def __post_init__(self):
-        _check_flag(self.expandable_segments, "expandable_segments")
+    expandable_segments: bool = False

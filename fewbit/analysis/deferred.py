@@ -1,7 +1,7 @@
 """Quantizers that round in the backward pass, so that one forward serves many draws.
 
-Rounding changes what backward restores and nothing that forward computes. A deferred quantizer keeps the tensor
-itself, and each backward pass over the same graph rounds it anew, alike, or not at all, as `Noise` says.
+Rounding changes the tensors that backward restores, and nothing that forward computes. A deferred quantizer saves the tensor
+itself. Every backward pass over the same graph rounds the tensor anew, as in another pass, or not at all, as `Noise` decides.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from fewbit.runtime.quantizers.spec import SavedTensors, map_affine
 
 
 class Noise:
-    """Which contexts a backward pass rounds, and with which draws.
+    """The choice of the contexts that a backward pass rounds, and of their draws.
 
-    A context is all that one module keeps of its inputs, known by the module's path. path: tells that of the
-    module that runs. contexts: how many tensors each has kept, in the order of their first.
+    A context is all tensors that one module saves of its inputs. Its name is the module's path.
+
+    Args:
+        seed: the seed of all draws.
+        path: returns the path of the module that runs now.
+
+    Attributes:
+        contexts: {context: number of tensors that it has saved}, in the order of their first.
     """
 
     def __init__(self, seed: int, path: Callable[[], str]):
@@ -32,25 +38,27 @@ class Noise:
         self._draws, self._again = None, {}
 
     def defer(self, quantizer: Quantizer) -> Quantizer:
-        """The same object, from now on deferred."""
+        """Make a quantizer a deferred one, in place, and return it."""
         quantizer.__class__ = DeferredQuantizer
         quantizer.noise = self
         return quantizer
 
     @contextmanager
     def drawn(self, draws: Mapping[str, object]):
-        """A backward pass. draws: {context: name of its draws}; contexts that are not in there stay exact.
+        """Return a context manager for a backward pass.
 
-        Equal names, of anything with a repr, give equal draws.
+        Args:
+            draws: {context: name of its draws}; other contexts stay exact. Names can be any objects: names with the same
+                repr give the same draws.
         """
         with undo_after(lambda: setattr(self, "_draws", None)):
             self._draws, self._again = draws, {}
             yield
 
-    def kept(self) -> tuple[str, int]:
-        """The context that keeps a tensor now, and the tensor's number among its own.
+    def number_saved(self) -> tuple[str, int]:
+        """Count a tensor that is saved now. Return its context and its number in the context.
 
-        What a checkpoint makes again in a pass has negative numbers, counted anew in each.
+        Tensors that a checkpoint recomputes in a backward pass have negative numbers, counted anew in every pass.
         """
         path, sign = self.path(), 1 if self._draws is None else -1
         numbers = self.contexts if self._draws is None else self._again
@@ -58,7 +66,7 @@ class Noise:
         return path, sign * numbers[path]
 
     def seed_of(self, context: str, number: int) -> int | None:
-        """The seed of a tensor in the pass that runs, an int64, or None where that leaves it exact."""
+        """Return the seed of a tensor in the backward pass that runs, an int64; None if the tensor stays exact."""
         draws = (self._draws or {}).get(context)
         if draws is None:
             return None
@@ -67,31 +75,31 @@ class Noise:
 
 
 class DeferredQuantizer(Quantizer):
-    """One that rounds in the backward pass. Every layer rounds for itself: copies are not shared."""
+    """A quantizer that rounds in the backward pass. Layers do not share copies."""
 
     noise: Noise
 
     def quantize(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> SavedTensors:
-        """x itself."""
+        """Save x itself."""
         return self._save_exactly(x.detach(), False)
 
     def quantize_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
-        """(x - mean) rstd itself."""
+        """Save (x - mean) rstd itself."""
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
         return self._save_exactly(x, True)
 
     def _save_exactly(self, x, is_normalized) -> SavedTensors:
-        context, number = self.noise.kept()
+        context, number = self.noise.number_saved()
         spec = _Deferred(self, context, is_normalized, tuple(x.shape), x.dtype)
         return SavedTensors((x, torch.tensor(number)), spec)
 
 
 class _Deferred(NamedTuple):
-    """How an exact tensor becomes what its quantized copy would be, with the interface of `QuantizedTensorSpec`.
+    """The spec of an exact tensor that becomes a quantized copy in the backward pass, like a `QuantizedTensorSpec`.
 
-    The tensor's number is kept beside it: one spec may dequantize several.
+    The tensor's number is saved beside the tensor, because one spec may dequantize several tensors.
     """
 
     quantizer: DeferredQuantizer
@@ -105,7 +113,13 @@ class _Deferred(NamedTuple):
         return 2
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """The values, in the dtype that was kept unless given; affine: as for `QuantizedTensorSpec.dequantize`."""
+        """Return the values.
+
+        Args:
+            tensors: the exact tensor and its number.
+            dtype: the dtype of the result; by default that of the layer's tensor.
+            affine: as for `QuantizedTensorSpec.dequantize`.
+        """
         x, number = tensors
         seed = self.quantizer.noise.seed_of(self.context, number.item())
         values = x.clone() if seed is None else self._rounded(x, seed)
@@ -114,14 +128,14 @@ class _Deferred(NamedTuple):
     def _rounded(self, x, seed: int) -> torch.Tensor:
         quantizer = _Seeded(self.quantizer, seed)
         if self.is_normalized:
-            kept = quantizer.quantize_normalized(x, None, torch.ones((), device=x.device), None)
+            saved = quantizer.quantize_normalized(x, None, torch.ones((), device=x.device), None)
         else:
-            kept = quantizer.quantize(x)
-        return kept.spec.dequantize(kept.tensors, self.dtype)
+            saved = quantizer.quantize(x)
+        return saved.spec.dequantize(saved.tensors, self.dtype)
 
 
 class _Seeded(Quantizer):
-    """A deferred quantizer's own rounding, with a given seed."""
+    """A quantizer that rounds as a deferred one does, with a given seed."""
 
     def __init__(self, like: Quantizer, seed: int):
         super().__init__(like.bits, like.group_size, like.min_dtype)

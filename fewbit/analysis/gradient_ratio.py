@@ -1,6 +1,6 @@
-"""The true ratio E|g^|^2 / E|g|^2 of a compressed model's gradients on given batches, by drawing them.
+"""The true ratio E|g^|^2 / E|g|^2 of a compressed model's gradients on given batches, measured with several draws.
 
-|g|^2 is that of the exact model, so that all layers' errors are in it, and what they do to the layers below.
+|g|^2 is that of the exact model, so the ratio contains the errors of all layers and their effect on the layers below.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from fewbit.analysis import meter
 from fewbit.analysis.gradients import (
     Measured,
     batches_of,
@@ -27,6 +26,7 @@ from fewbit.analysis.gradients import (
     explained,
     tensors_of,
 )
+from fewbit.analysis.unchanged import alone, unchanged
 from fewbit.convert.swap import restore_
 from fewbit.errors import BoundWarning, InputError
 from fewbit.render.formats import limit_text, module_name
@@ -78,6 +78,7 @@ class GradientRatio(Result):
 
     @property
     def title(self) -> str:
+        """The ratio, its standard error, the limit and the relative error in one line."""
         text = f"E|g^|^2 / E|g|^2 = {self.ratio:.4g} +- {self.error:.2g}"
         if self.limit is not None:
             text += f", {self._verdict} {limit_text(self.limit)}"
@@ -103,6 +104,7 @@ class GradientRatio(Result):
         ]
 
     def view(self) -> View:
+        """Return a table with a row for each module with parameters."""
         columns = (
             Column("module", lambda row: module_name(row["module"]), "name"),
             Column("ratio", lambda row: _number(row["ratio"], self.limit)),
@@ -144,21 +146,29 @@ def gradient_ratio(
     seed: int,
     limit: float | None,
 ) -> GradientRatio:
-    """Measure the ratio on given batches; `Controller.gradient_ratio` describes the arguments.
+    """Measure the ratio on given batches.
 
     Args:
+        model: the compressed model.
+        batch: as for `Controller.gradient_ratio`, as are `loss`, `draws` and `seed`.
+        loss: the loss, given the model and a batch.
+        draws: independent roundings of each batch.
+        seed: the seed of dropout.
         limit: 1 + e2 of the model's bound, None if it has no bound.
+
+    Raises:
+        InputError: the model or a batch cannot be measured.
     """
     check_count("draws", draws, 2)
     check_count("seed", seed, 0)
     check_model(model)
     check_loss(loss)
-    batches = [tree_map(meter.alone, each) for each in batches_of(batch)]
-    with meter.unchanged(dict(model.named_modules()), tensors_of(batches)):
+    batches = [tree_map(alone, one) for one in batches_of(batch)]
+    with unchanged(dict(model.named_modules()), tensors_of(batches)):
         exact, measured = (Measured(copied(model), loss, seed) for _ in range(2))
         context = _context_of(measured.model)
         restore_(exact.model)
-        found = []  # of each batch (|g|^2, |g^|^2 of each draw, |g^ - g|^2 of each draw), by module
+        found = []  # for each batch: |g|^2, then |g^|^2 and |g^ - g|^2 of each draw, by module
         with measuring(), explained(batch):
             for number, part in enumerate(batches):
                 found.append(_of_batch(measured, exact, context, part, number, draws))
@@ -186,7 +196,7 @@ def gradient_ratio(
         named = ", ".join(f"{name or 'the model'} ({by_module[name]:.3g})" for name in most)
         warnings.warn(
             f"gradients are larger than their bound, 1 + e2, allows: {ratio.title}; most in {named}. "
-            "A smaller e2 keeps more bits",
+            "A smaller e2 gives more bits",
             BoundWarning,
             stacklevel=4,  # the caller of the controller, beyond the wrapper of leaves_nothing
         )

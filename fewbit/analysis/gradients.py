@@ -1,6 +1,6 @@
-"""Gradients of a copy of a model on given batches, for what measures them: what is given, checked; passes; squares.
+"""Gradients of a copy of a model on given batches: checks of the arguments, passes, and squared norms.
 
-The model that is given, and torch's random state, stay as they were.
+The user's model and torch's random state stay as they were.
 """
 
 from __future__ import annotations
@@ -15,24 +15,32 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fewbit.analysis import meter
+from fewbit.analysis.unchanged import unchanged
 from fewbit.convert import kinds
 from fewbit.errors import InputError
 from fewbit.functions.callables import misfit_of
+from fewbit.runtime.interop.module_calls import is_compiled
 from fewbit.schema import shorten
 
 Loss = Callable[[nn.Module, object], torch.Tensor]
 
 CHUNKS = 8
-"""Parts of a single batch, from which the variance between minibatches is taken unless told otherwise."""
+"""The default number of parts of a single batch, from which the variance between minibatches is estimated."""
 
 EXPECTED_LOSS = "expected a function (model, batch) -> scalar tensor, as lambda model, batch: criterion(model(batch[0]), batch[1])"
 
 
 class Measured:
-    """A copy of the model, whose gradients are taken.
+    """A copy of the model whose gradients are measured.
 
-    groups: {path of a module: its own parameters that require grad}, each parameter once. seed: of dropout.
+    Args:
+        model: the copy.
+        loss: returns the scalar loss of (model, batch).
+        seed: the seed of dropout.
+
+    Attributes:
+        groups: as `groups_of` returns them.
+        parameters: the parameters of all groups.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, seed: int):
@@ -40,14 +48,19 @@ class Measured:
         self.loss = loss
         self.seed = seed
         self.groups = groups_of(model)
-        self.parameters = [each for group in self.groups.values() for each in group]
+        self.parameters = [parameter for group in self.groups.values() for parameter in group]
 
     @contextmanager
     def forward(self, batch, number: int):
-        """Yields the loss of a batch, with its graph. number: dropout is as it was for that."""
+        """Return a context manager that yields the loss of a batch, with its graph.
+
+        Args:
+            batch: the batch.
+            number: the number of the batch. Dropout is the same in all passes with one number.
+        """
         modules, tensors = dict(self.model.named_modules()), tensors_of(batch)
-        with meter.unchanged(modules, tensors):
-            devices = {each.device for each in (*self.parameters, *tensors)}
+        with unchanged(modules, tensors):
+            devices = {tensor.device for tensor in (*self.parameters, *tensors)}
             _seed_generators(devices, self.seed + number)
             with torch.enable_grad():
                 value = self.value(batch)
@@ -55,7 +68,7 @@ class Measured:
             yield value
 
     def value(self, batch) -> torch.Tensor:
-        """Return the loss. Raises InputError if the loss takes the model for its output."""
+        """Return the loss of a batch. Raise InputError if the loss function uses the model as a tensor."""
         try:
             return self.loss(self.model, batch)
         except (TypeError, AttributeError) as error:
@@ -66,9 +79,16 @@ class Measured:
             ) from error
 
     def backward(self, value: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
-        """Return the gradient of each of `parameters`, zeros for one without a gradient. again: the graph is retained.
+        """Return the gradients of `parameters`, zeros for a parameter without a gradient.
 
         The gradient of a complex parameter is viewed as real numbers, so that squared norms can be summed as usual.
+
+        Args:
+            value: the loss.
+            again: whether the graph is retained for another backward pass.
+
+        Raises:
+            InputError: the loss does not depend on any parameter, or the model has reentrant checkpoints.
         """
         try:
             found = torch.autograd.grad(
@@ -81,30 +101,30 @@ class Measured:
                 "model: expected checkpoints with use_reentrant=False, got reentrant ones, whose gradients cannot be "
                 "asked for one by one"
             ) from None
-        if all(each is None for each in found):
+        if all(gradient is None for gradient in found):
             raise InputError(
                 "loss: expected a loss of the model that it is called with, got one that depends on none of "
                 "its parameters"
             )
         return [
-            _as_real(torch.zeros_like(parameter) if each is None else each.to_dense())
-            for parameter, each in zip(self.parameters, found, strict=True)
+            _as_real(torch.zeros_like(parameter) if gradient is None else gradient.to_dense())
+            for parameter, gradient in zip(self.parameters, found, strict=True)
         ]
 
     def gradient(self, batch, number: int) -> list[torch.Tensor]:
-        """One step's."""
+        """Return the gradients of one forward and backward pass. The arguments are those of `forward`."""
         with self.forward(batch, number) as value:
             return self.backward(value)
 
     def inner(self, a, b) -> np.ndarray:
-        """(P,) float64: the inner products of two gradients by group."""
+        """Return the inner products of two gradients by group, (P,) float64."""
         products = [(x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)]
-        device = products[0].device  # one transfer of them all, also of a model on several devices
-        products = iter(torch.stack([each.to(device) for each in products]).tolist())
+        device = products[0].device  # a single transfer, also for a model on several devices
+        products = iter(torch.stack([product.to(device) for product in products]).tolist())
         return np.array([sum(next(products) for _ in group) for group in self.groups.values()])
 
     def halved(self, a, b) -> np.ndarray:
-        """(P,): half the squared difference of two gradients by group."""
+        """Return half the squared difference of two gradients by group, (P,) float64."""
         between = difference(a, b)
         return self.inner(between, between) / 2
 
@@ -114,12 +134,12 @@ def _as_real(x: torch.Tensor) -> torch.Tensor:
 
 
 def difference(a, b) -> list[torch.Tensor]:
-    """a - b, of two gradients."""
+    """Return the difference a - b of two gradients."""
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def sampling(exact: Measured, parts) -> np.ndarray:
-    """(pairs, P): half the squared differences of the exact gradients of two minibatches.
+    """Return half the squared differences of the exact gradients of pairs of minibatches, (pairs, P).
 
     Their mean is the variance between minibatches.
     """
@@ -131,9 +151,13 @@ def sampling(exact: Measured, parts) -> np.ndarray:
 
 
 def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.ndarray, str]:
-    """`sampling` between batches, or of one batch from its chunks, and what it was measured from.
+    """Return `sampling` between batches, or between chunks of a single batch, and a text that says which.
 
-    batch: what was given; batches: what `batches_of` made of it.
+    Args:
+        exact: the exact model.
+        batch: the user's argument.
+        batches: the batches that `batches_of` returned for it.
+        chunks: the number of chunks of a single batch.
     """
     if len(batches) > 1:
         with explained(batch):
@@ -146,15 +170,15 @@ def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.
     return found, text
 
 
-# -- What is given -------------------------------------------------------------------------------------------
+# -- Arguments -------------------------------------------------------------------------------------------------
 
 
 def groups_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """{path of a module: its own parameters that require grad}, each parameter once."""
+    """Return {path of a module: its own parameters that require grad}; a shared parameter appears once."""
     groups, seen = {}, set()
     for path, module in model.named_modules():
         if type(module) is kinds._PART_OF_ATTENTION:
-            # Never called: its parameters are those of the attention around it.
+            # This module is never called. Its parameters belong to the attention around it.
             path = path.rpartition(".")[0]
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in seen:
@@ -164,27 +188,27 @@ def groups_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def check_model(model) -> None:
-    """InputError for what has no gradients that rounding changes."""
+    """Raise InputError unless the model is a module whose gradients compression can change."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not model.training:
         raise InputError(
             "model: expected one in training mode, got one in evaluation mode, in which nothing is compressed"
         )
-    if any(map(meter.is_compiled, model.modules())):
+    if any(map(is_compiled, model.modules())):
         raise InputError("model: expected one that is not compiled, got one of torch.compile")
-    if not any(each.requires_grad for each in model.parameters()):
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError("model: expected parameters that require grad, got none")
 
 
 def has_batch_norm(model) -> bool:
-    """Whether samples of a batch change each other's gradients."""
+    """Return whether the model has batch norms in training mode, in which samples change each other's gradients."""
     norms = nn.modules.batchnorm._BatchNorm
-    return any(isinstance(each, norms) and each.training for each in model.modules())
+    return any(isinstance(module, norms) and module.training for module in model.modules())
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A deep copy; InputError where there is none."""
+    """Return a deep copy of the model. Raise InputError if it cannot be copied."""
     try:
         return deepcopy(model)
     except Exception as error:
@@ -192,7 +216,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def check_loss(loss) -> None:
-    """InputError for what cannot be called as loss(model, batch)."""
+    """Raise InputError if the loss cannot be called as loss(model, batch)."""
     if not callable(loss):
         raise InputError(
             f"loss: expected a function (model, batch) -> scalar tensor, got {type(loss).__name__}"
@@ -229,7 +253,7 @@ def _check_value(value) -> None:
 
 
 def check_count(name: str, value, least: int, even: bool = False) -> None:
-    """InputError for what is not an integer of at least that."""
+    """Raise InputError if a value is not an integer of at least `least`, or, if `even`, not an even one."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < least or (even and value % 2):
         kind = "an even integer" if even else "an integer"
@@ -237,7 +261,14 @@ def check_count(name: str, value, least: int, even: bool = False) -> None:
 
 
 def batches_of(batch) -> list:
-    """The batches that are given, one or several, of equal sizes; mappings as dictionaries."""
+    """Return a list of batches.
+
+    Args:
+        batch: a batch, which is a tensor, or a tuple or mapping of tensors; or an iterable of batches of one size.
+
+    Raises:
+        InputError: `batch` is anything else, or has no samples.
+    """
     if isinstance(batch, torch.Tensor | tuple | Mapping):
         batch = [batch]
     if not isinstance(batch, Iterable) or isinstance(batch, str):
@@ -245,10 +276,10 @@ def batches_of(batch) -> list:
             "batch: expected a tensor, a tuple or a mapping of tensors, or a list of batches, got "
             f"{type(batch).__name__}"
         )
-    batches = [dict(each) if isinstance(each, Mapping) else each for each in batch]
+    batches = [dict(one) if isinstance(one, Mapping) else one for one in batch]
     if not batches:
         raise InputError("batch: expected a batch or several, got an empty list")
-    sizes = [size_of(each) for each in batches]
+    sizes = [size_of(one) for one in batches]
     if 0 in sizes:
         raise InputError("batch: expected at least one sample, got 0")
     if len(set(sizes)) > 1:
@@ -260,13 +291,16 @@ def batches_of(batch) -> list:
 
 @contextmanager
 def explained(batch):
-    """What a data loader calls a batch, a list [inputs, targets], is several batches here."""
+    """Return a context manager that explains errors of a loss if the user gave a list [inputs, targets].
+
+    A data loader calls such a list a batch. Here a list is several batches.
+    """
     try:
         yield
-    except InputError:  # of what the loss returned: it could be called
+    except InputError:  # the loss could be called, and returned something else than a loss
         raise
     except Exception as error:
-        if isinstance(batch, list) and all(isinstance(each, torch.Tensor) for each in batch):
+        if isinstance(batch, list) and all(isinstance(one, torch.Tensor) for one in batch):
             raise InputError(
                 f"batch: expected a list of batches, got {len(batch)} tensors that loss cannot be called with one by "
                 f"one ({shorten(error, 120)}); if they are one batch, give tuple(batch)"
@@ -275,20 +309,20 @@ def explained(batch):
 
 
 def tensors_of(batch) -> list[torch.Tensor]:
-    """All tensors of a batch, or of several."""
-    return [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
+    """Return all tensors of a batch, or of several."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 def size_of(batch) -> int:
-    """How many samples a batch has: dimension 0 of its first tensor that has one."""
-    for each in tree_leaves(batch):
-        if isinstance(each, torch.Tensor) and each.dim():
-            return len(each)
+    """Return the number of samples of a batch: dimension 0 of its first tensor that is not 0-D."""
+    for tensor in tensors_of(batch):
+        if tensor.dim():
+            return len(tensor)
     raise InputError("batch: expected a tensor with samples in dimension 0, got none")
 
 
 def parts_of(batch, chunks: int) -> list:
-    """Equal parts; tensors with another dimension 0 than the batch's size are in each of them."""
+    """Cut a batch into equal parts. Tensors with another dimension 0 than the batch's size are in all parts."""
     size = size_of(batch)
     if size % chunks:
         raise InputError(
@@ -296,16 +330,16 @@ def parts_of(batch, chunks: int) -> list:
         )
     step = size // chunks
 
-    def part(start, each):
-        is_split = isinstance(each, torch.Tensor) and each.dim() and len(each) == size
-        return each[start : start + step] if is_split else each
+    def part(start, leaf):
+        is_split = isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == size
+        return leaf[start : start + step] if is_split else leaf
 
     return [tree_map(partial(part, start), batch) for start in range(0, size, step)]
 
 
 def _seed_generators(devices, seed: int) -> None:
-    """The CPU's and those of the devices; torch.manual_seed would reach those of others."""
-    seed %= 2**63  # torch takes no more
+    """Seed the generators of the CPU and the devices. torch.manual_seed would seed those of all devices."""
+    seed %= 2**63  # torch accepts no larger seed
     torch.default_generator.manual_seed(seed)
     for device in devices:
         if device.type != "cpu" and device.type != "meta":

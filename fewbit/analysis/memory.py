@@ -1,6 +1,6 @@
-"""The memory that training a model takes: its size, the bytes kept for backward, the largest batch (docs/memory.md).
+"""The memory that training a model takes: its size, the bytes saved for backward, the largest batch (docs/memory.md).
 
-The arithmetic is appendix B of Few-bit Backward (Novikov et al., ICML 2023). The meter counts the kept bytes in a forward
+The arithmetic is appendix B of Few-bit Backward (Novikov et al., ICML 2023). The meter counts the saved bytes in a forward
 on fake tensors, which have shapes and no memory.
 """
 
@@ -47,15 +47,15 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """The bytes that one forward of a model keeps at `batch` samples, in float32.
+    """The bytes that one forward of a model saves at `batch` samples, in float32.
 
     Attributes:
         size: Pixels of an image's side, or tokens.
         activation: The name of the nonlinearity that was built in, None for the architecture's own.
         parameters: The number of parameters.
         model_bytes: Bytes of parameters and buffers.
-        activation_bytes: All bytes that are kept for backward.
-        nonlinear_bytes: The part of them that only activation modules keep.
+        activation_bytes: All bytes that are saved for backward.
+        nonlinear_bytes: The part of them that only activation modules save.
         activation_inputs: The number of elements that go into each activation.
     """
 
@@ -72,7 +72,7 @@ class Measurement:
 
     @property
     def share(self) -> float:
-        """The nonlinearities' part of the kept bytes."""
+        """The nonlinearities' part of the saved bytes."""
         return self.nonlinear_bytes / self.activation_bytes
 
     @property
@@ -83,22 +83,27 @@ class Measurement:
         return self.model in PAPER and own and self.size == size and not self.dropout
 
     def kept(self, bits: int | None) -> float:
-        """Return the bytes kept by the paper's arithmetic: the nonlinear part at `bits` of 32 per element."""
+        """Return the bytes saved by the paper's arithmetic: the nonlinear part at `bits` of 32 per element."""
         fraction = 1 if bits is None else bits / 32
         return self.activation_bytes - self.nonlinear_bytes * (1 - fraction)
 
     def kept_packed(self, bits: int) -> int:
-        """Return the bytes that fewbit keeps: one packed copy of the codes of each activation's input."""
+        """Return the bytes that fewbit saves: one packed copy of the codes of each activation's input."""
         packed = sum(4 * bits * -(-elements // 32) for elements in self.activation_inputs)
         return self.activation_bytes - self.nonlinear_bytes + packed
 
     def max_batch(self, kept: float, device_bytes: int) -> int:
-        """Return the largest batch beside four copies of the model, if `batch` samples keep `kept` bytes."""
+        """Return the largest batch beside four copies of the model.
+
+        Args:
+            kept: The bytes that `batch` samples save.
+            device_bytes: The memory of the device.
+        """
         return max(0, int((device_bytes - COPIES * self.model_bytes) * self.batch // kept))
 
 
 def paper_activation(name):
-    """Return the activation that the paper's figures imply: a function that keeps its input, in place of ReLU."""
+    """Return the activation that the paper's figures imply: a function that saves its input, in place of ReLU."""
     return "gelu" if models.family(name) in ("ResNet", "VGG", "DenseNet") else None
 
 
@@ -110,7 +115,7 @@ def measure(
     activation: str | None = "paper",
     dropout: bool = False,
 ) -> Measurement:
-    """Count the bytes that one training forward of a model keeps.
+    """Count the bytes that one training forward of a model saves.
 
     Args:
         name: A name of :func:`fewbit.models.names`.
@@ -195,15 +200,14 @@ def _watch_activations(model):
 
 
 def _nonlinear(model, saved):
-    """Count the bytes of the storages that activation modules keep and no other module does."""
+    """Count the bytes of the storages that activation modules save and no other module does."""
     from fewbit.models.activations import is_activation
 
     paths = {path for path, module in model.named_modules() if is_activation(module)}
     return sum(entry.bytes for entry in saved.kept if {entry.module, *entry.shared_with} <= paths)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The report
+# -- The report ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
@@ -235,18 +239,19 @@ class MemoryReport(Result):
         return measured.max_batch(measured.kept(bits), self.device_bytes)
 
     def _packed_batch(self, measured: Measurement, bits: int | None) -> int:
-        """Return the largest batch with the bytes that fewbit keeps."""
+        """Return the largest batch with the bytes that fewbit saves."""
         kept = measured.kept(None) if bits is None else measured.kept_packed(bits)
         return measured.max_batch(kept, self.device_bytes)
 
     def view(self) -> View:
+        """Return a table with a row for each model; for one model a row for each size of code."""
         if len(self.measurements) == 1:
             return self._one(self.measurements[0])
         device = f"{format_size(self.device_bytes)} device"
         columns = [
             Column("MB per sample", lambda row: row.model, "name"),
             Column("model", lambda row: _mb(row.model_bytes), drop=3),
-            Column("kept", lambda row: _mb(row.activation_bytes / row.batch)),
+            Column("saved", lambda row: _mb(row.activation_bytes / row.batch)),
             Column("nonl.", lambda row: _mb(row.nonlinear_bytes / row.batch), drop=2),
             Column("share", lambda row: f"{100 * row.share:.0f} %", drop=1),
             Column("batch", lambda row: str(self._batch(row, None))),
@@ -256,7 +261,7 @@ class MemoryReport(Result):
             drop = 3 + len(self.bits) - place
             columns.append(Column(f"{bits} b", lambda row, cell=cell: str(cell(row)), drop=drop))
         notes = [
-            "kept: for backward; nonl.: the part kept by nothing but nonlinearities.",
+            "saved: for backward; nonl.: the part saved by nothing but nonlinearities.",
             "batch: the largest, beside four copies of the model; then at 1, 2, ... bits.",
             UNITS_NOTE,
         ]
@@ -268,7 +273,7 @@ class MemoryReport(Result):
         standard, first = measured.kept(None), self._batch(measured, None)
         printed = measured.like_paper and self.device_bytes == DEVICE_BYTES
 
-        def saved(bits: int | None) -> str:
+        def less(bits: int | None) -> str:
             return f"{100 * (1 - measured.kept(bits) / standard):.1f} %"
 
         def gain(bits: int | None) -> str:
@@ -280,8 +285,8 @@ class MemoryReport(Result):
 
         columns = (
             Column("nonlinearities", lambda bits: counted(bits or 32, "bit"), "name"),
-            Column("kept MB", lambda bits: _mb(measured.kept(bits) / measured.batch), drop=4),
-            Column("saved", saved, drop=2),
+            Column("saved MB", lambda bits: _mb(measured.kept(bits) / measured.batch), drop=4),
+            Column("less", less, drop=2),
             Column("batch", lambda bits: str(self._batch(measured, bits))),
             Column("gain", gain, drop=1),
             Column("fewbit's", lambda bits: str(self._packed_batch(measured, bits))),
@@ -302,10 +307,10 @@ UNITS_NOTE = "MB = 2^20 bytes, float32. docs/memory.md says how each figure is c
 
 
 def _notes(measured: Measurement) -> Iterator[str]:
-    yield "kept, batch: the paper's arithmetic, the nonlinear part at b of 32 bits."
-    yield "fewbit's: the batch with the bytes that fewbit's layers keep."
+    yield "saved, batch: the paper's arithmetic, the nonlinear part at b of 32 bits."
+    yield "fewbit's: the batch with the bytes that fewbit's layers save."
     if measured.nonlinear_bytes < 0.01 * measured.activation_bytes:
-        yield "Other layers keep what these nonlinearities keep; few-bit codes save nothing."
+        yield "Other layers save the same tensors; few-bit codes gain nothing."
     stand_in = measured.activation
     if stand_in is not None and stand_in == paper_activation(measured.model):
         yield f"{stand_in} in place of relu, as in the paper; --activation own: as it is."
@@ -325,7 +330,7 @@ def _facts(measured: Measurement) -> View:
             f"{measured.parameters:,} parameters, and buffers",
         ),
         (
-            "kept",
+            "saved",
             measured.activation_bytes / measured.batch,
             printed[1],
             "for backward, per sample",
@@ -333,7 +338,7 @@ def _facts(measured: Measurement) -> View:
         ("nonlinear", measured.nonlinear_bytes / measured.batch, printed[2], share),
     ]
     if measured.batch != 1:
-        kept, copies = f"kept at batch {measured.batch}", f"with {COPIES} copies of the model"
+        kept, copies = f"saved at batch {measured.batch}", f"with {COPIES} copies of the model"
         rows += [("", measured.activation_bytes, "", kept), ("", total, "", copies)]
     columns = (
         Column("", lambda row: row[0], "word"),
@@ -368,7 +373,9 @@ def memory(
         device_bytes: The memory of the device.
         image_size: Pixels of a side, for models of images.
         sequence_length: The number of tokens, for models of text.
-        batch, activation, dropout: As for :func:`measure`.
+        batch: As for :func:`measure`, as are `activation` and `dropout`.
+        activation: The nonlinearity.
+        dropout: Whether dropout is on.
         progress: Called as ``progress(what, done, total)``.
     """
     names = [models.resolve(name) for name in names or models.names()]

@@ -34,7 +34,7 @@ class VarianceProfile(Document):
     Errors are those of the draws, given the batches, except `sampling_error`.
 
     Attributes:
-        contexts: The paths of the modules whose kept tensors are rounded, in the order of the forward ("" is the model).
+        contexts: The paths of the modules whose saved tensors are rounded, in the order of the forward ("" is the model).
         parameters: The paths of the modules that own parameters which require grad, in the same order.
         terms: (C, P), the variance that rounding a context adds to a module's gradient.
         sampling: (P,), the variance of the exact gradient between minibatches.
@@ -67,21 +67,21 @@ class VarianceProfile(Document):
 
     @property
     def quantization(self) -> np.ndarray:
-        """(P,): the sum of the terms over contexts, which rounding adds by Theorem 3."""
+        """The sum of the terms over contexts, which rounding adds by Theorem 3, (P,)."""
         return self.terms.sum(0)
 
     @property
     def quantization_error(self) -> np.ndarray:
-        """(P,): its standard error; the draws of different contexts are independent."""
+        """The standard error of `quantization`, (P,). The draws of different contexts are independent."""
         return np.sqrt(np.square(self.terms_error).sum(0))
 
     def total(self) -> np.ndarray:
-        """(P,): the variance of the compressed gradient by Theorem 3, sampling and quantization."""
+        """Return the variance of the compressed gradient by Theorem 3, (P,): sampling and quantization."""
         return self.sampling + self.quantization
 
     @property
     def agreement(self) -> np.ndarray:
-        """(P,): `quantization` minus `direct` in standard errors of that difference; 0 if nothing rounds."""
+        """The difference of `quantization` and `direct` in its standard errors, (P,); 0 if nothing rounds."""
         error = np.hypot(self.quantization_error, self.direct_error)
         difference = self.quantization - self.direct
         return np.divide(difference, error, out=np.zeros_like(error), where=error > 0)
@@ -93,7 +93,7 @@ class VarianceProfile(Document):
 
     @property
     def own(self) -> np.ndarray:
-        """(P,): the term of the module's own context; 0 if it has none."""
+        """The term of the module's own context, (P,); 0 if it has none."""
         rows = {context: row for row, context in enumerate(self.contexts)}
         return np.array(
             [
@@ -134,6 +134,7 @@ class VarianceProfile(Document):
 
     @property
     def title(self) -> str:
+        """The ratio of sampling to quantization variance, and the share of modules' own contexts."""
         return (
             f"{self._name_and_bits}: sampling variance is {self.sampling_ratio:.3g} times quantization "
             f"variance, {100 * self.own_share:.0f}% of which comes from modules' own contexts"
@@ -144,7 +145,7 @@ class VarianceProfile(Document):
         return f"{self.model}, {counted(self.bits, 'bit')}"
 
     def view(self) -> View:
-        """Modules by their quantization variance, largest first, and all of them together."""
+        """Return a table of modules by their quantization variance, largest first, and their sum."""
         columns = (
             Column("module", lambda row: module_name(row["parameters"]), "name", least=24),
             _variances("sampling"),

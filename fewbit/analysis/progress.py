@@ -11,7 +11,12 @@ PATIENCE = 2.0  # seconds before progress is shown
 
 
 class Progress:
-    """A bar on standard error, if asked for, and if it takes long. Nothing unless that is a terminal or a notebook."""
+    """A bar on standard error that appears after PATIENCE seconds, if standard error is a terminal or a notebook.
+
+    Args:
+        name: The text beside the bar.
+        is_asked: Whether there may be a bar at all.
+    """
 
     def __init__(self, name: str, is_asked: bool):
         self._name, self._is_asked = name, is_asked
@@ -24,7 +29,7 @@ class Progress:
             yield self
 
     def step(self, of: int) -> None:
-        """One more of as many steps."""
+        """Note one more step. of: the number of all steps."""
         self._done += 1
         if not self._is_asked or time.monotonic() - self._started < PATIENCE:
             return

@@ -1,4 +1,4 @@
-"""The bytes that one forward keeps for backward: their sums, their table and their picture."""
+"""The bytes that one forward saves for backward: their sums, their table and their picture."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MOST_LABEL = 36
 STATE = ("parameter", "buffer")
 """Kinds that exist whether or not they are saved, and are not in the total."""
 NOTHING = (
-    "Nothing is kept for backward: no output depends on anything that requires grad, "
+    "Nothing is saved for backward: no output depends on anything that requires grad, "
     "or the forward switches gradients off (torch.no_grad)."
 )
-# In this order, and in these colors (safe for color-blind readers), wherever kinds stand side by side.
+# The order and the colors of kinds that stand side by side. The colors are safe for color-blind readers.
 COLORS = {
     "activation": "#4477aa",
     "input": "#66ccee",
@@ -75,14 +75,14 @@ class Entry:
 
 @dataclass(frozen=True, repr=False)
 class SavedBytes(Result):
-    """The storages that one forward of `model` keeps for backward; `entries` are in the order of saving."""
+    """The storages that one forward of `model` saves for backward; `entries` are in the order of saving."""
 
     model: str
     entries: tuple[Entry, ...]
 
     @property
     def total(self) -> int:
-        """Bytes kept for backward: all kinds but parameters and buffers, which exist anyway."""
+        """The bytes saved for backward: all kinds but parameters and buffers, which exist anyway."""
         return sum(entry.bytes for entry in self.kept)
 
     @property
@@ -92,17 +92,17 @@ class SavedBytes(Result):
 
     @property
     def parameters(self) -> int:
-        """Bytes of the parameters that were saved, not in the total."""
+        """The bytes of the parameters that were saved, not in the total."""
         return self.by_kind().get("parameter", 0)
 
     @property
     def buffers(self) -> int:
-        """Bytes of the buffers that were saved, not in the total."""
+        """The bytes of the buffers that were saved, not in the total."""
         return self.by_kind().get("buffer", 0)
 
     @property
     def inputs(self) -> int:
-        """Bytes of the model's own inputs that were saved, in the total."""
+        """The bytes of the model's own inputs that were saved, in the total."""
         return self.by_kind().get("input", 0)
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
@@ -151,11 +151,13 @@ class SavedBytes(Result):
 
     @property
     def title(self) -> str:
+        """The total and the number of storages."""
         storages = sum(entry.bytes > 0 for entry in self.kept)
         name = f"{self.model}: " if self.model else ""
-        return f"{name}{amount(self.total)} kept for backward, in {counted(storages, 'storage')}"
+        return f"{name}{amount(self.total)} saved for backward, in {counted(storages, 'storage')}"
 
     def view(self) -> View:
+        """Return a table of storages, largest first, with those of alike modules in one row."""
         if not self.total:
             return View(self.title, notes=[NOTHING, *self._notes()])
         unit = unit_of(self.total, "MiB")
@@ -187,11 +189,8 @@ class SavedBytes(Result):
             lines.append(
                 f"in storages of earlier modules, 0 bytes: {counted(shared, 'more saved tensor')}"
             )
-        wide = [
-            e
-            for e in self.kept
-            if e.kind == "range" and e.shape[1:] == (FP32_MIN_COLUMNS,) and e.bytes
-        ]
+        ranges = [entry for entry in self.kept if entry.kind == "range" and entry.bytes]
+        wide = [entry for entry in ranges if entry.shape[1:] == (FP32_MIN_COLUMNS,)]
         if wide:
             names = sorted({module_name(entry.module) for entry in wide})
             more = ", ..." * (len(names) > 3)
@@ -265,7 +264,7 @@ def _cut(path: str, depth: int | None) -> str:
 
 
 class Row(NamedTuple):
-    """Entries that differ only in which of several alike modules they belong to, or a sum of rows."""
+    """The entries of alike modules, which differ in their module only; or a sum of rows."""
 
     module: str
     module_type: str
@@ -342,10 +341,10 @@ def _draw_bars(figure, bars: dict[str, dict[str, int]], saved: SavedBytes) -> No
     axes.set_xlim(0, 1.22 * max(left, default=1) or 1)
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(f"kept for backward, {unit[0]}")
+    axes.set_xlabel(f"saved for backward, {unit[0]}")
     figures.title(axes, saved.title)
     if len(axes.containers) > 1:
         axes.legend(loc="lower right")
     if not bars:
         where = {"transform": axes.transAxes, "ha": "center", "color": figures.MUTED}
-        axes.text(0.5, 0.5, "nothing is kept", **where)
+        axes.text(0.5, 0.5, "nothing is saved", **where)

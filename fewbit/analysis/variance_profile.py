@@ -1,17 +1,17 @@
-"""The variance profile: where the variance of a compressed model's gradient comes from.
+"""The variance profile: the sources of the variance of a compressed model's gradient.
 
-ActNN, long version, Theorem 3: with the gradient arriving at layer m as it is, noise of the later contexts and
-all, what rounding m's context alone adds to the gradient of a parameter theta, the earlier contexts exact, are
-the terms of
+Theorem 3 of ActNN (long version) splits the variance of the gradient of a parameter theta:
 
     Var[grad^ theta] = Var[grad theta] + sum over m of E[ Var[ G^(theta ~ m)(grad^ H(m), C^(m)) | grad^ H(m) ] ]
 
-Each is measured: half the squared difference of two gradients that differ in m's draws alone has that mean. So
-have, with all contexts drawn anew, the variance that the sum has to agree with, and, with two minibatches in
-place of two draws, the first term. Appendix C.2 and figure 8 of the paper show the profile of a ResNet-50.
+The term of layer m is the variance that rounding the context of m alone adds. The gradient that arrives at m has the noise
+of later contexts, and earlier contexts are exact. Every term is measured: half the squared difference of two gradients that
+differ in m's draws alone has the term as its mean. With all contexts drawn anew, half the squared difference has a mean with
+which the sum must agree. With two minibatches in place of two draws, its mean is the first term. Appendix C.2 and figure 8 of
+the paper show the profile of a ResNet-50.
 
-One forward serves all passes over a batch (`deferred`). Rounding is unbiased in layers that are linear in what
-they keep; where it is not (docs/layers.md), the sum agrees up to terms of the order of that bias.
+One forward serves all passes over a batch (`deferred`). Rounding is unbiased in layers that are linear in the tensors that
+they save. In other layers (docs/layers.md) the sum agrees up to terms of the order of the bias.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from fewbit.analysis import meter
 from fewbit.analysis.deferred import Noise
 from fewbit.analysis.gradients import (
     CHUNKS,
@@ -40,6 +39,8 @@ from fewbit.analysis.gradients import (
 )
 from fewbit.analysis.profile import VarianceProfile
 from fewbit.analysis.progress import Progress
+from fewbit.analysis.recorder import Place, Recorder
+from fewbit.analysis.unchanged import unchanged
 from fewbit.config import FixedBits, LayerSettings
 from fewbit.convert.select import Filter, Selection
 from fewbit.convert.settings import ResolvedSettings, resolve
@@ -65,25 +66,34 @@ def variance_profile(
     seed: int = 0,
     progress: bool = True,
 ) -> VarianceProfile:
-    """Measures the terms of ActNN's Theorem 3 (long version, section 3.4) for a model and a minibatch.
+    """Measure the terms of ActNN's Theorem 3 (long version, section 3.4) for a model and a minibatch.
 
-    model: in training mode, compressed already or not; it is only copied, twice, and stays as it is, as
-    does torch's random state. batch: a tensor, or a tuple or mapping of tensors, samples in dimension 0; a list,
-    or another iterable, is several batches. loss: called as `loss(model, batch)` with a copy of the
-    model, returns a scalar tensor, a mean over the samples:
-    `lambda model, batch: cross_entropy(model(batch[0]), batch[1])`.
+    The model and torch's random state stay as they are. The measurement takes two copies of the model, and 2 draws (C + 1)
+    backward passes a batch with C contexts. Few-bit activations are not random: they are compressed in all passes but the
+    exact ones of `sampling` and `bias`.
 
-    bits to overrides: as for `compress_`, whatever the model was compressed with; modules that were made as
-    fewbit's keep theirs. draws: pairs of independent draws for each context and batch. chunks: of one batch,
-    equal parts whose gradients' variance over their number is taken for the sampling variance of the
-    batch's; of several batches it is that between them. With batch norm give several: statistics of a chunk make
-    its gradient another than its part of the batch's, and the estimate too large, often by much. seed: of the draws, and of dropout, which draws alike in all passes over a batch. progress: show how
-    far it is on standard error if it takes longer than two seconds. Few-bit activations are not random: they
-    are as compressed in all passes but the exact ones of `sampling` and `bias`.
+    Args:
+        model: A model in training mode, compressed already or not.
+        batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable, is
+            several batches. With batch norm give several: the gradient of a chunk depends on the statistics of the chunk, so
+            that the sampling variance from chunks is too large, often by much.
+        loss: Called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor, a mean over the samples,
+            as ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
+        bits: Bits per element, as for `compress_`, whatever the model was compressed with. Modules that were made as
+            fewbit's keep their bits.
+        layers: As for `compress_`, as are `include`, `exclude` and `overrides`.
+        include: The modules that are converted.
+        exclude: The modules that are not converted.
+        overrides: Settings of single modules.
+        draws: Pairs of independent draws for each context and batch, 2 at least.
+        chunks: Equal parts of a single batch, an even number. The variance of their gradients, divided by their number, is
+            the sampling variance. Of several batches it is the variance between them.
+        seed: The seed of the draws, and of dropout, which is the same in all passes over a batch.
+        progress: Whether to show a bar on standard error if it takes longer than two seconds.
 
-    Takes 2 draws (C + 1) backward passes a batch with C contexts. Raises InputError for settings that there are
-    not, a model in evaluation mode, one that cannot be copied, or that rounds nothing, and for a batch or loss
-    that cannot be used.
+    Raises:
+        InputError: A setting is not valid, the model is in evaluation mode, cannot be copied or rounds nothing, or the batch
+            or the loss cannot be used.
     """
     settings = resolve(FixedBits(bits), layers)
     check_count("draws", draws, 2)
@@ -92,7 +102,7 @@ def variance_profile(
     check_model(model)
     check_loss(loss)
     batches = batches_of(batch)
-    with meter.unchanged(dict(model.named_modules()), tensors_of(batches)):
+    with unchanged(dict(model.named_modules()), tensors_of(batches)):
         exact = _Measured(copied(model), loss, seed)
         restore_(exact.model)
         exact.defer()
@@ -107,12 +117,12 @@ def variance_profile(
                 for number, one in enumerate(batches)
             ]
     terms, direct, bias = zip(*samples, strict=True)
-    if len({each.shape for each in terms}) > 1:
+    if len({of_batch.shape for of_batch in terms}) > 1:
         raise InputError("batch: expected batches that go through the same modules, got others")
     arrays = {"sampling": sampling[None], "terms": terms, "direct": direct, "bias": bias}
     numbers, order = {}, compressed.order()
-    for name, each in arrays.items():
-        mean, error = _summed_up(each)
+    for name, batches_of_array in arrays.items():
+        mean, error = _summed_up(batches_of_array)
         numbers[name], numbers[f"{name}_error"] = mean[..., order], error[..., order]
     return VarianceProfile(
         model=type(model).__name__,
@@ -142,11 +152,15 @@ class _Deferring(ResolvedSettings):
         return self.noise.defer(super().attention_quantizer(*args, **kwargs))
 
 
-class _Recorder(meter._Recorder):
-    """Also remembers when modules were first called. called: {path: contexts that there were before}."""
+class _Recorder(Recorder):
+    """A recorder that also notes when modules were first called.
+
+    Attributes:
+        called: {path: number of contexts that existed before the module's first call}.
+    """
 
     def __init__(self, noise: Noise):
-        super().__init__(meter._Place("", "", False))
+        super().__init__(Place("", "", False))
         self.noise = noise
         self.called: dict[str, int] = {}
 
@@ -156,7 +170,7 @@ class _Recorder(meter._Recorder):
 
 
 class _Measured(Measured):
-    """A copy of the model, whose gradients are taken with the noise that is asked for."""
+    """A copy of the model whose gradients are measured with chosen noise."""
 
     def __init__(self, model: nn.Module, loss, seed: int):
         super().__init__(model, loss, seed)
@@ -164,9 +178,10 @@ class _Measured(Measured):
         self._recorder = _Recorder(self.noise)
 
     def order(self) -> list[int]:
-        """The groups in the order of the forward: contexts in theirs, others where they are first called.
+        """Return the numbers of the groups in the order of the forward.
 
-        Those of modules that are never called themselves come last.
+        Groups of contexts have the order of the contexts, other groups that of the modules' first calls. Groups of modules
+        that are never called come last.
         """
         contexts = {path: place for place, path in enumerate(self.noise.contexts)}
         called = {path: place for place, path in enumerate(self._recorder.called)}
@@ -181,7 +196,7 @@ class _Measured(Measured):
         return sorted(range(len(paths)), key=lambda i: place(paths[i]))
 
     def defer(self) -> None:
-        """Defers the quantizers that modules had when they were made, too."""
+        """Defer the quantizers that modules had when they were made, too."""
         for module in self.model.modules():
             for value in vars(module).values():
                 if type(value) is Quantizer:
@@ -189,7 +204,7 @@ class _Measured(Measured):
 
     @contextmanager
     def drawing(self, batch, number: int):
-        """Yields a function from draws (`Noise.drawn`) to gradients. number: as for `forward`."""
+        """Return a context manager that yields a function from draws (`Noise.drawn`) to gradients; arguments as `forward`."""
         modules = dict(self.model.named_modules())
         with self._recorder.watching(modules), self.forward(batch, number) as value:
             yield lambda draws: self._drawn(value, draws)
@@ -199,21 +214,21 @@ class _Measured(Measured):
             return self.backward(value, again=True)
 
     def gradient(self, batch, number: int):
-        """One step's, without noise."""
+        """Return the gradients of one forward and backward pass without noise."""
         with self.drawing(batch, number) as gradient:
             return gradient({})
 
 
 def _measured(compressed: _Measured, exact: _Measured, batch, number, draws, batches, bar):
-    """Of a batch: terms (draws, C, P), direct and bias (draws, P)."""
+    """Measure a batch. Return terms (draws, C, P), direct (draws, P) and bias (draws, P)."""
     true = exact.gradient(batch, number)
     terms, direct, bias = [], [], []
     with compressed.drawing(batch, number) as gradient:
         contexts = list(compressed.noise.contexts)
         if not contexts:
             raise InputError(
-                "model: expected layers that quantize what they keep for parameters that require grad, got "
-                "none: fewbit.compress_ says what it converts"
+                "model: expected layers that quantize tensors for parameters that require grad, got none: "
+                "the report of fewbit.compress_ shows the layers that it converts"
             )
         steps = batches * draws * (len(contexts) + 1)
         for draw in range(draws):
@@ -227,16 +242,16 @@ def _measured(compressed: _Measured, exact: _Measured, batch, number, draws, bat
             terms.append(pairs)
             pair = [gradient(dict.fromkeys(contexts, (number, draw, side))) for side in (0, 1)]
             direct.append(compressed.halved(*pair))
-            bias.append(compressed.inner(*(difference(each, true) for each in pair)))
+            bias.append(compressed.inner(*(difference(drawn, true) for drawn in pair)))
             bar.step(steps)
     return np.array(terms), np.array(direct), np.array(bias)
 
 
 def _summed_up(batches) -> tuple[np.ndarray, np.ndarray]:
-    """The mean over batches, of (draws, ...) each, and its standard error, NaN for one draw."""
-    draws = [np.asarray(each) for each in batches]
-    mean = np.mean([each.mean(0) for each in draws], axis=0)
+    """Return the mean over batches, (draws, ...) arrays, and its standard error, NaN for one draw."""
+    draws = [np.asarray(batch) for batch in batches]
+    mean = np.mean([batch.mean(0) for batch in draws], axis=0)
     if min(map(len, draws)) < 2:
         return mean, np.full_like(mean, np.nan)
-    squares = [each.var(0, ddof=1) / len(each) for each in draws]
+    squares = [batch.var(0, ddof=1) / len(batch) for batch in draws]
     return mean, np.sqrt(np.sum(squares, axis=0)) / len(draws)

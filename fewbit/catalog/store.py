@@ -16,14 +16,13 @@ from fewbit.errors import FewbitError
 from fewbit.files import write_atomic
 from fewbit.schema.documents import parse_json, read_text
 from fewbit.solver.request import (
-    check_choice,
-    check_parameters,
+    check_request,
     checked_domain,
     count_levels,
     domain_of,
 )
 from fewbit.solver.weight import make_weight
-from fewbit.table import FORMS, OBJECTIVES, TAILS, Table, load_file
+from fewbit.table import Table, load_file
 from fewbit.text import printable
 
 CACHED = "fewbit.cached/1"
@@ -101,10 +100,7 @@ def load_table(
         SolveError: An argument is out of range, or the request cannot be satisfied.
     """
     count, all_bits = count_levels(bits, levels)
-    check_choice("form", form, FORMS)
-    check_choice("objective", objective, OBJECTIVES)
-    check_choice("tails", tails, TAILS)
-    check_parameters(parameters)
+    check_request(form, objective, tails, parameters)
     domain = checked_domain(domain)
     request = {
         "bits": None if bits is None else all_bits,
@@ -150,18 +146,15 @@ def _find_shipped(function, weight, parameters, request):
     wanted = {"uniform": {"kind": "uniform"}, "normal": {"kind": "normal", "mean": 0.0, "std": 1.0}}
     if not isinstance(weight, str) or weight not in wanted:
         return None
-    asked = dict(functions.get(function, parameters).parameters)
-    for table in shipped_tables(function):
-        if (
-            table.bits == request["bits"]
-            and table.form == request["form"]
-            and table.objective == request["objective"]
-            and table.tails == request["tails"]
-            and table.weight == wanted[weight]
-            and table.parameters == asked
-        ):
-            return table
-    return None
+    asked = {name: request[name] for name in ("bits", "form", "objective", "tails")}
+    asked["parameters"] = dict(functions.get(function, parameters).parameters)
+    asked["weight"] = wanted[weight]
+    return next((table for table in shipped_tables(function) if _has_all(table, asked)), None)
+
+
+def _has_all(table, values):
+    """Return whether a table's fields have the given values."""
+    return all(getattr(table, name) == value for name, value in values.items())
 
 
 def _cached(name, asked, expected, solved):
@@ -184,7 +177,7 @@ def _cached(name, asked, expected, solved):
         table = Table.from_document(document["table"])
         if (
             document["asked"] == asked
-            and all(getattr(table, field) == value for field, value in expected.items())
+            and _has_all(table, expected)
             and len(table.levels) <= asked["levels"]
         ):
             return table

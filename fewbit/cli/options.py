@@ -150,6 +150,11 @@ function_option = click.option(
 )
 
 
+def number(name, help, metavar="N", type=int):
+    """Return an option for a number. Its range is checked by the library."""
+    return click.option(name, type=type, metavar=metavar, help=help)
+
+
 def several_bits(name="--bits", of="", default="1 to 4", type=int):
     """Return an option for numbers of bits that may be repeated."""
     return click.option(
@@ -162,7 +167,7 @@ def several_bits(name="--bits", of="", default="1 to 4", type=int):
 
 
 _REQUEST = (
-    click.option("--bits", type=int, metavar="B", help="Bits per element, 1 to 8; 2^B levels."),
+    number("--bits", "Bits per element, 1 to 8; 2^B levels.", metavar="B"),
     click.option(
         "--form",
         type=click.Choice(["levels", "intervals"]),
@@ -192,7 +197,7 @@ _REQUEST = (
         type=click.Choice(["free", "pinned"]),
         help="pinned: the outermost pieces have the limits of f' at infinity.",
     ),
-    click.option("--levels", type=int, metavar="K", help="The number of levels, instead of 2^B."),
+    number("--levels", "The number of levels, instead of 2^B.", metavar="K"),
     click.option(
         "--param",
         "parameters",

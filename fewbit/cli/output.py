@@ -16,6 +16,16 @@ def print_json(value):
     click.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
+def print_result(result, as_json, *saved):
+    """Print a result: with `as_json` its records or its document, else for people, with the paths that were written."""
+    if not as_json:
+        print_report(result, *saved)
+    elif hasattr(result, "to_dict"):
+        print_json(result.to_dict())
+    else:
+        print_json(result.records())
+
+
 def print_report(report, *saved):
     """Print a result for people.
 

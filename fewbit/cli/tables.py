@@ -13,11 +13,12 @@ from fewbit.cli.options import (
     function_option,
     given,
     json_option,
+    number,
     output_options,
     several_bits,
     table_options,
 )
-from fewbit.cli.output import print_json, print_report
+from fewbit.cli.output import print_report, print_result
 from fewbit.cli.progress import Progress
 from fewbit.cli.selection import select_tables
 from fewbit.errors import TableError
@@ -27,14 +28,9 @@ from fewbit.text import printable
 @app.command()
 @click.argument("name", type=FunctionName())
 @table_options
-@click.option(
-    "--grid",
-    type=int,
-    metavar="N",
-    help="Cells of the discrete problem; more cells narrow the certified gap.",
-)
+@number("--grid", "Cells of the discrete problem; more cells narrow the certified gap.")
 @click.option("--no-refine", is_flag=True, help="Keep the levels of the discrete problem.")
-@click.option("--threads", type=int, metavar="N", help="Use at most N threads.")
+@number("--threads", "Use at most N threads.")
 @output_options("the table document", ".json")
 @json_option
 def solve(name, no_refine, output, force, as_json, **request):
@@ -73,11 +69,7 @@ def list_(as_json):
     """
     from fewbit.catalog.listing import FunctionList
 
-    functions = FunctionList()
-    if as_json:
-        print_json(functions.records())
-    else:
-        print_report(functions)
+    print_result(FunctionList(), as_json)
 
 
 @app.command()
@@ -153,10 +145,7 @@ def compare(names, bits, output, force, as_json):
         comparison = compare(names or None, progress=progress, **given(bits=bits))
     if output is not None:
         comparison.save(output, force=force)
-    if as_json:
-        print_json(comparison.records())
-    else:
-        print_report(comparison, output)
+    print_result(comparison, as_json, output)
 
 
 @app.command()
@@ -194,16 +183,13 @@ def verify(files, function, as_json):
                 complain("error", error)
                 is_unreadable = True
     verification = Verification(tuple(found))
-    if as_json:
-        print_json(verification.records())
-    elif found:
-        print_report(verification)
-    if is_unreadable:
-        click.get_current_context().exit(BAD_INPUT)
-    if any(finding.problems for finding in verification.findings):
-        click.get_current_context().exit(FAILED)
-    if any(finding.unchecked for finding in verification.findings):
-        click.get_current_context().exit(BAD_INPUT)
+    if as_json or found:
+        print_result(verification, as_json)
+    is_wrong = any(finding.problems for finding in verification.findings)
+    is_unchecked = any(finding.unchecked for finding in verification.findings)
+    if is_unreadable or is_wrong or is_unchecked:
+        context = click.get_current_context()
+        context.exit(FAILED if is_wrong and not is_unreadable else BAD_INPUT)
 
 
 def _show_table(table, as_json, saved=None):

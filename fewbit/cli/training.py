@@ -13,10 +13,11 @@ from fewbit.cli.options import (
     force_option,
     given,
     json_option,
+    number,
     output_options,
     several_bits,
 )
-from fewbit.cli.output import needs_torch, print_json, print_report
+from fewbit.cli.output import needs_torch, print_result
 from fewbit.cli.progress import Progress
 from fewbit.errors import FewbitError
 from fewbit.files import check_writable
@@ -36,13 +37,9 @@ from fewbit.text import one_line
     show_default=True,
     help="The device's memory, as 80GB or 11264MB.",
 )
-@click.option(
-    "--batch", type=int, metavar="N", help="Samples of the counted forward pass.  [default: 1]"
-)
-@click.option(
-    "--image-size", type=int, metavar="N", help="Pixels of a side, at least 64.  [default: 256]"
-)
-@click.option("--sequence-length", type=int, metavar="N", help="Tokens.  [default: 256]")
+@number("--batch", "Samples of the counted forward pass.  [default: 1]")
+@number("--image-size", "Pixels of a side, at least 64.  [default: 256]")
+@number("--sequence-length", "Tokens.  [default: 256]")
 @click.option(
     "--activation",
     metavar="NAME",
@@ -78,24 +75,14 @@ def memory(names, is_all, activation, dropout, as_json, **options):
         options["activation"] = None if activation == "own" else activation
     with Progress() as progress:
         report = memory(names, dropout=dropout, progress=progress, **options)
-    if as_json:
-        print_json(report.records())
-    else:
-        print_report(report)
+    print_result(report, as_json)
 
 
 @app.command()
 @click.argument("name", metavar="MODEL|FUNCTION")
-@click.option(
-    "--batch", type=int, metavar="N", help="Samples of a batch.  [default: 16 images or 4 texts]"
-)
-@click.option("--batches", type=int, metavar="N", help="Batches to measure on.  [default: 4]")
-@click.option(
-    "--size",
-    type=int,
-    metavar="N",
-    help="Pixels of a side, at least 64, or tokens.  [default: 64]",
-)
+@number("--batch", "Samples of a batch.  [default: 16 images or 4 texts]")
+@number("--batches", "Batches to measure on.  [default: 4]")
+@number("--size", "Pixels of a side, at least 64, or tokens.  [default: 64]")
 @click.option(
     "--policy",
     "policies",
@@ -103,19 +90,14 @@ def memory(names, is_all, activation, dropout, as_json, **options):
     metavar="NAME",
     help="Measure this policy only, as fixed; may be repeated.  [default: all]",
 )
-@click.option(
+@number(
     "--share",
-    type=float,
-    metavar="S",
-    help="The largest error of a recommended setting, relative to the variance between "
+    "The largest error of a recommended setting, relative to the variance between "
     "minibatches.  [default: 0.1]",
+    metavar="S",
+    type=float,
 )
-@click.option(
-    "--draws",
-    type=int,
-    metavar="D",
-    help="How often every batch is rounded, at least 2.  [default: 2]",
-)
+@number("--draws", "How often every batch is rounded, at least 2.  [default: 2]", metavar="D")
 @output_options(
     "the plan, JSON, HTML, CSV, PNG or SVG by its ending,", ".json", ".html", ".csv", *PICTURES
 )
@@ -146,10 +128,7 @@ def plan(name, batch, batches, size, policies, share, draws, output, force, as_j
     found = plan(*work, **given(candidates=candidates, share=share, draws=draws))
     if output is not None:
         found.save(output, force=force)
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        print_report(found, output)
+    print_result(found, as_json, output)
 
 
 def _synthetic_workload(name, sizes):
@@ -208,12 +187,9 @@ def _call(name):
 
 
 @app.command()
-@click.option("--steps", type=int, metavar="N", help="Steps of every training.  [default: 600]")
-@click.option(
-    "--seeds",
-    type=int,
-    metavar="N",
-    help="Train every model from N seeds, for means and standard deviations.  [default: 1]",
+@number("--steps", "Steps of every training.  [default: 600]")
+@number(
+    "--seeds", "Train every model from N seeds, for means and standard deviations.  [default: 1]"
 )
 @several_bits(of="Bits of few-bit GELUs", default="3")
 @several_bits("--everything", of="Bits of models that are compressed as a whole", default="none")
@@ -280,10 +256,7 @@ def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json
         )
     for path in paths:
         result.save(path, force=force)
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        print_report(result, *paths)
+    print_result(result, as_json, *paths)
 
 
 def _make_directory(path):

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from fewbit.analysis.meter import SavedBytes, alone, saved_bytes
+from fewbit.analysis.meter import saved_bytes
+from fewbit.analysis.saved_bytes import SavedBytes
+from fewbit.analysis.unchanged import alone
 from fewbit.errors import InputError
 from fewbit.policies.budget import SizeProbe
 from fewbit.runtime.saved.context import measuring

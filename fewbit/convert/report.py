@@ -122,7 +122,7 @@ class Report(Result):
         rows = [row for row in [*filter(is_shown, rows), others] if is_shown(row)]
         ratio = f" ({totals[0] / totals[1]:.2f}x less)" if totals[1] else ""
         columns = (
-            Column("kept for backward, by op", lambda row: row[0], "name"),
+            Column("saved for backward, by op", lambda row: row[0], "name"),
             Column(f"before, {unit[0]}", lambda row: amount(row[1], unit)),
             Column(f"now, {unit[0]}", lambda row: amount(row[2], unit)),
         )

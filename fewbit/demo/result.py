@@ -28,7 +28,7 @@ class Arm:
 
     Attributes:
         bits: The bits of GELU; None for torch.nn.GELU.
-        activation_bytes: Bytes that the GELUs keep for backward in one step (counted by :func:`fewbit.saved_bytes`).
+        activation_bytes: Bytes that the GELUs save for backward in one step (counted by :func:`fewbit.saved_bytes`).
         model_bytes: Bytes that the whole model keeps.
         runs: The trainings, in the order of the seeds.
         seconds: The time of all trainings.
@@ -210,7 +210,7 @@ class Demo(Result):
 
     def _notes(self) -> Iterator[str]:
         size = f"{self.settings.batch} x {self.settings.context} characters"
-        yield f"bytes: what one step keeps for the backward pass ({size})."
+        yield f"bytes: what one step saves for the backward pass ({size})."
         yield "loss: nats per character of held-out text; equal seeds start and draw alike."
         if any(arm.everything is not None for arm in self.arms):
             yield "all: every layer's input quantized to those bits, attention's to 4, GELU at 3 (compress_)."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -69,49 +68,34 @@ def _elementwise(f: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray]
 
 
 def make_function(
-    name: str,
     value: Callable[[np.ndarray], np.ndarray],
     derivative: Callable[[np.ndarray], np.ndarray],
     *,
     slopes: tuple[float, float],
     reference: str,
-    parameters: Mapping[str, float] | None = None,
     kinks: tuple[float, ...] = (),
     domain: tuple[float, float] | None = None,
     even: bool = False,
 ) -> Function:
-    """Make a Function from formulas.
+    """Make a Function from formulas. The registry adds its name and its parameters.
 
     Args:
-        name: The canonical name.
         value: f for float64 arrays without NaN. The formula must not divide by zero, and must not form inf - inf.
         derivative: f', likewise.
         slopes: The limits of f' at minus and plus infinity.
         reference: The definition of f.
-        parameters: The parameters by torch's names.
         kinks: The points at which f' is not smooth, in any order.
         domain: The default domain; if None, `domain_around` the kinks.
         even: Whether f' is even.
-
-    Raises:
-        FunctionError: A kink or the domain is not finite, because a parameter is too large.
     """
-    kinks = tuple(sorted({kink + 0.0 for kink in kinks}))  # adding 0.0 turns -0.0 into 0.0
-    domain = domain or domain_around(*kinks)
-    require(
-        all(map(math.isfinite, (*kinks, *domain))),
-        name,
-        "parameters of moderate size",
-        **(parameters or {}),
-    )
     return Function(
-        name=name,
-        parameters=dict(parameters or {}),
+        name="",
+        parameters={},
         value=_elementwise(value),
         derivative=_elementwise(derivative),
-        kinks=kinks,
+        kinks=tuple(sorted({kink + 0.0 for kink in kinks})),  # adding 0.0 turns -0.0 into 0.0
         slopes=slopes,
-        domain=domain,
+        domain=domain or domain_around(*kinks),
         reference=reference,
         even_derivative=even,
     )

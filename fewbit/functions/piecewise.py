@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -18,7 +17,6 @@ def _scaled(slope: float, x: np.ndarray) -> np.ndarray:
 def identity() -> Function:
     """Return the identity, f(x) = x."""
     return make_function(
-        "identity",
         lambda x: x,
         np.ones_like,
         slopes=(1.0, 1.0),
@@ -27,15 +25,11 @@ def identity() -> Function:
     )
 
 
-def _two_slopes(
-    name: str, slope: float, reference: str, parameters: Mapping[str, float] | None = None
-) -> Function:
+def _two_slopes(slope: float, reference: str) -> Function:
     """Return the function that is x for x > 0 and slope * x otherwise."""
     return make_function(
-        name,
         lambda x: np.where(x > 0, x, _scaled(slope, x)),
         lambda x: np.where(x > 0, 1.0, slope),
-        parameters=parameters,
         kinks=(0.0,),
         slopes=(slope, 1.0),
         reference=reference,
@@ -44,56 +38,38 @@ def _two_slopes(
 
 def relu() -> Function:
     """Return max(x, 0)."""
-    return _two_slopes("relu", 0.0, "torch.nn.ReLU; Nair and Hinton, ICML 2010")
+    return _two_slopes(0.0, "torch.nn.ReLU; Nair and Hinton, ICML 2010")
 
 
-def leaky_relu(negative_slope: float) -> Function:
+def leaky_relu(negative_slope: float = 0.01) -> Function:
     """Return x for x > 0, `negative_slope` x otherwise."""
-    return _two_slopes(
-        "leaky_relu",
-        negative_slope,
-        "torch.nn.LeakyReLU; Maas, Hannun and Ng, ICML 2013",
-        {"negative_slope": negative_slope},
-    )
+    return _two_slopes(negative_slope, "torch.nn.LeakyReLU; Maas, Hannun and Ng, ICML 2013")
 
 
-def rrelu(lower: float, upper: float) -> Function:
+def rrelu(lower: float = 1.0 / 8.0, upper: float = 1.0 / 3.0) -> Function:
     """Return the randomized ReLU of evaluation mode, whose negative slope is the mean of its bounds."""
     require(lower <= upper, "rrelu", "lower <= upper", lower=lower, upper=upper)
     return _two_slopes(
-        "rrelu",
-        (lower + upper) / 2.0,
-        "torch.nn.RReLU in evaluation mode; Xu et al., arXiv:1505.00853",
-        {"lower": lower, "upper": upper},
+        (lower + upper) / 2.0, "torch.nn.RReLU in evaluation mode; Xu et al., arXiv:1505.00853"
     )
 
 
-def threshold(threshold: float, value: float) -> Function:
+def threshold(threshold: float = 0.0, value: float = 0.0) -> Function:
     """Return x for x > `threshold`, `value` otherwise."""
     return make_function(
-        "threshold",
         lambda x: np.where(x > threshold, x, value),
         lambda x: np.where(x > threshold, 1.0, 0.0),
-        parameters={"threshold": threshold, "value": value},
         kinks=(threshold,),
         slopes=(0.0, 1.0),
         reference="torch.nn.Threshold",
     )
 
 
-def _clamp(
-    name: str,
-    low: float,
-    high: float,
-    reference: str,
-    parameters: Mapping[str, float] | None = None,
-) -> Function:
+def _clamp(low: float, high: float, reference: str) -> Function:
     """Return the function that clips x to [low, high]."""
     return make_function(
-        name,
         lambda x: np.clip(x, low, high),
         lambda x: np.where((x > low) & (x < high), 1.0, 0.0),
-        parameters=parameters,
         kinks=(low, high),
         slopes=(0.0, 0.0),
         even=low == -high,
@@ -103,21 +79,18 @@ def _clamp(
 
 def relu6() -> Function:
     """Return x clipped to [0, 6]."""
-    return _clamp("relu6", 0.0, 6.0, "torch.nn.ReLU6; Krizhevsky, 2010")
+    return _clamp(0.0, 6.0, "torch.nn.ReLU6; Krizhevsky, 2010")
 
 
-def hardtanh(min_val: float, max_val: float) -> Function:
+def hardtanh(min_val: float = -1.0, max_val: float = 1.0) -> Function:
     """Return x clipped to [`min_val`, `max_val`]."""
     require(min_val < max_val, "hardtanh", "min_val < max_val", min_val=min_val, max_val=max_val)
-    return _clamp(
-        "hardtanh", min_val, max_val, "torch.nn.Hardtanh", {"min_val": min_val, "max_val": max_val}
-    )
+    return _clamp(min_val, max_val, "torch.nn.Hardtanh")
 
 
 def hardsigmoid() -> Function:
     """Return (x + 3) / 6 clipped to [0, 1]."""
     return make_function(
-        "hardsigmoid",
         lambda x: np.clip((x + 3.0) / 6.0, 0.0, 1.0),
         lambda x: np.where(np.abs(x) < 3.0, 1.0 / 6.0, 0.0),
         kinks=(-3.0, 3.0),
@@ -127,14 +100,12 @@ def hardsigmoid() -> Function:
     )
 
 
-def hardshrink(lambd: float) -> Function:
+def hardshrink(lambd: float = 0.5) -> Function:
     """Return x for |x| > `lambd`, 0 otherwise."""
     require(lambd >= 0.0, "hardshrink", "lambd >= 0", lambd=lambd)
     return make_function(
-        "hardshrink",
         lambda x: np.where(np.abs(x) > lambd, x, 0.0),
         lambda x: np.where(np.abs(x) > lambd, 1.0, 0.0),
-        parameters={"lambd": lambd},
         kinks=(-lambd, lambd),
         slopes=(1.0, 1.0),
         even=True,
@@ -142,14 +113,12 @@ def hardshrink(lambd: float) -> Function:
     )
 
 
-def softshrink(lambd: float) -> Function:
+def softshrink(lambd: float = 0.5) -> Function:
     """Return x moved towards 0 by `lambd`, and 0 for |x| <= `lambd`."""
     require(lambd >= 0.0, "softshrink", "lambd >= 0", lambd=lambd)
     return make_function(
-        "softshrink",
         lambda x: x - np.clip(x, -lambd, lambd),
         lambda x: np.where(np.abs(x) > lambd, 1.0, 0.0),
-        parameters={"lambd": lambd},
         kinks=(-lambd, lambd),
         slopes=(1.0, 1.0),
         even=True,
@@ -169,7 +138,6 @@ def hardswish() -> Function:
         return np.where(x <= -3.0, 0.0, np.where(x >= 3.0, 1.0, (2.0 * inner + 3.0) / 6.0))
 
     return make_function(
-        "hardswish",
         value,
         derivative,
         kinks=(-3.0, 3.0),
@@ -181,7 +149,6 @@ def hardswish() -> Function:
 def relu_squared() -> Function:
     """Return max(x, 0)**2."""
     return make_function(
-        "relu_squared",
         lambda x: np.maximum(x, 0.0) ** 2,
         lambda x: 2.0 * np.maximum(x, 0.0),
         kinks=(0.0,),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from fewbit.errors import FunctionError
 from fewbit.functions import piecewise, smooth
-from fewbit.functions.function import Function
+from fewbit.functions.function import Function, require
 
 _BUILDERS: dict[str, Callable[..., Function]] = {
     "relu": piecewise.relu,
@@ -43,20 +45,6 @@ _BUILDERS: dict[str, Callable[..., Function]] = {
     "softplus": smooth.softplus,
     "sqrtsoftplus": smooth.sqrtsoftplus,
     "identity": piecewise.identity,
-}
-
-
-_DEFAULTS: dict[str, dict[str, float]] = {
-    "leaky_relu": {"negative_slope": 0.01},
-    "rrelu": {"lower": 1.0 / 8.0, "upper": 1.0 / 3.0},
-    "threshold": {"threshold": 0.0, "value": 0.0},
-    "elu": {"alpha": 1.0},
-    "celu": {"alpha": 1.0},
-    "laplace": {"mu": 0.707107, "sigma": 0.282095},
-    "hardtanh": {"min_val": -1.0, "max_val": 1.0},
-    "hardshrink": {"lambd": 0.5},
-    "softshrink": {"lambd": 0.5},
-    "softplus": {"beta": 1.0, "threshold": 20.0},
 }
 
 
@@ -124,15 +112,20 @@ def get(name: str, parameters: Mapping[str, float] | None = None) -> Function:
             torch, has threshold=0 and value=0, which is relu.
 
     Raises:
-        FunctionError: The name or a parameter is unknown, or a parameter is not a valid number.
+        FunctionError: The name or a parameter is unknown, or a parameter is not a valid number, or too large.
     """
     name = canonical(name)
-    return _BUILDERS[name](**_resolved(name, parameters or {}))
+    resolved = _resolved(name, parameters or {})
+    function = _BUILDERS[name](**resolved)
+    is_moderate = all(map(math.isfinite, (*function.kinks, *function.domain)))
+    require(is_moderate, name, "parameters of moderate size", **resolved)
+    return replace(function, name=name, parameters=resolved)
 
 
 def _resolved(name: str, given: Mapping[str, float]) -> dict[str, float]:
     """Return all parameters of a function, after the given ones are checked."""
-    defaults = _DEFAULTS.get(name, {})
+    signature = inspect.signature(_BUILDERS[name])
+    defaults = {key: parameter.default for key, parameter in signature.parameters.items()}
     for key, number in given.items():
         if key not in defaults:
             expected = ", ".join(defaults) or "none"

@@ -69,28 +69,33 @@ def _gated(
     return value, derivative
 
 
-def elu(alpha: float) -> Function:
+def _gated_function(
+    lower: Callable[[np.ndarray], np.ndarray],
+    lower_slope: Callable[[np.ndarray], np.ndarray],
+    reference: str,
+) -> Function:
+    """Return the function that `_gated` describes, with slopes 0 and 1."""
+    return make_function(*_gated(lower, lower_slope), slopes=(0.0, 1.0), reference=reference)
+
+
+def elu(alpha: float = 1.0) -> Function:
     """Return x for x > 0, `alpha` (exp(x) - 1) otherwise."""
     return make_function(
-        "elu",
         lambda x: np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0.0))),
         lambda x: np.where(x > 0, 1.0, alpha * np.exp(np.minimum(x, 0.0))),
-        parameters={"alpha": alpha},
         kinks=(0.0,),
         slopes=(0.0, 1.0),
         reference="torch.nn.ELU; Clevert et al., arXiv:1511.07289",
     )
 
 
-def celu(alpha: float) -> Function:
+def celu(alpha: float = 1.0) -> Function:
     """Return x for x > 0, `alpha` (exp(x / `alpha`) - 1) otherwise."""
     # torch also accepts a negative alpha. f' is then exp(|x / alpha|), which is useless as an activation.
     require(alpha > 0.0, "celu", "alpha > 0", alpha=alpha)
     return make_function(
-        "celu",
         lambda x: np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0.0) / alpha)),
         lambda x: np.where(x > 0, 1.0, np.exp(np.minimum(x, 0.0) / alpha)),
-        parameters={"alpha": alpha},
         kinks=(0.0,),
         slopes=(0.0, 1.0),
         domain=domain_around(reach=10.0 * alpha),
@@ -102,7 +107,6 @@ def selu() -> Function:
     """Return a scaled `elu` with the constants of self-normalizing networks."""
     left = _SELU_SCALE * _SELU_ALPHA
     return make_function(
-        "selu",
         lambda x: np.where(x > 0, _SELU_SCALE * x, left * np.expm1(np.minimum(x, 0.0))),
         lambda x: np.where(x > 0, _SELU_SCALE, left * np.exp(np.minimum(x, 0.0))),
         kinks=(0.0,),
@@ -123,13 +127,8 @@ def _gelu_lower_slope(x: np.ndarray) -> np.ndarray:
 
 def gelu() -> Function:
     """Return x times the normal distribution function."""
-    value, derivative = _gated(_gelu_lower, _gelu_lower_slope)
-    return make_function(
-        "gelu",
-        value,
-        derivative,
-        slopes=(0.0, 1.0),
-        reference="torch.nn.GELU; Hendrycks and Gimpel, arXiv:1606.08415",
+    return _gated_function(
+        _gelu_lower, _gelu_lower_slope, "torch.nn.GELU; Hendrycks and Gimpel, arXiv:1606.08415"
     )
 
 
@@ -137,7 +136,6 @@ def gelu_10() -> Function:
     """Return `gelu` clipped to [-10, 10]."""
     value, derivative = _gated(_gelu_lower, _gelu_lower_slope)
     return make_function(
-        "gelu_10",
         lambda x: np.minimum(value(x), 10.0),  # gelu is never as low as -10
         lambda x: np.where(x > 10.0, 0.0, derivative(x)),
         kinks=(10.0,),  # gelu(x) is 10 at 10 + 1e-22, which float64 rounds to 10
@@ -146,7 +144,7 @@ def gelu_10() -> Function:
     )
 
 
-def _tanh_gelu(name: str, scale: float, reference: str) -> Function:
+def _tanh_gelu(scale: float, reference: str) -> Function:
     """Return x (1 + tanh(u)) / 2 = x sigmoid(2 u), with u = scale (x + 0.044715 x**3)."""
 
     def gate(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -161,14 +159,12 @@ def _tanh_gelu(name: str, scale: float, reference: str) -> Function:
         x, e = gate(x)
         return e / (1.0 + e) * (1.0 + 2.0 * scale * x * (1.0 + 0.134145 * x * x) / (1.0 + e))
 
-    value, derivative = _gated(lower, lower_slope)
-    return make_function(name, value, derivative, slopes=(0.0, 1.0), reference=reference)
+    return _gated_function(lower, lower_slope, reference)
 
 
 def gelu_tanh() -> Function:
     """Return torch's approximation of `gelu` by tanh."""
     return _tanh_gelu(
-        "gelu_tanh",
         math.sqrt(2.0 / math.pi),
         "torch.nn.GELU(approximate='tanh'); Hendrycks and Gimpel, arXiv:1606.08415",
     )
@@ -176,9 +172,7 @@ def gelu_tanh() -> Function:
 
 def gelu_fast() -> Function:
     """Return `gelu_tanh` with sqrt(2 / pi) rounded to ten digits, which changes f' by up to 1e-12."""
-    return _tanh_gelu(
-        "gelu_fast", 0.7978845608, "transformers gelu_fast; github.com/hendrycks/GELUs"
-    )
+    return _tanh_gelu(0.7978845608, "transformers gelu_fast; github.com/hendrycks/GELUs")
 
 
 def _silu_lower(x: np.ndarray) -> np.ndarray:
@@ -195,28 +189,17 @@ def _silu_lower_slope(x: np.ndarray) -> np.ndarray:
 
 def silu() -> Function:
     """Return x sigmoid(x)."""
-    value, derivative = _gated(_silu_lower, _silu_lower_slope)
-    return make_function(
-        "silu",
-        value,
-        derivative,
-        slopes=(0.0, 1.0),
-        reference="torch.nn.SiLU; Elfwing et al., arXiv:1702.03118",
+    return _gated_function(
+        _silu_lower, _silu_lower_slope, "torch.nn.SiLU; Elfwing et al., arXiv:1702.03118"
     )
 
 
 def quick_gelu() -> Function:
     """Return x sigmoid(1.702 x)."""
-    value, derivative = _gated(
+    return _gated_function(
         lambda x: _silu_lower(1.702 * np.maximum(x, -_EXP_END)) / 1.702,
         lambda x: _silu_lower_slope(1.702 * np.maximum(x, -_EXP_END)),
-    )
-    return make_function(
-        "quick_gelu",
-        value,
-        derivative,
-        slopes=(0.0, 1.0),
-        reference="transformers quick_gelu; github.com/hendrycks/GELUs",
+        "transformers quick_gelu; github.com/hendrycks/GELUs",
     )
 
 
@@ -244,7 +227,6 @@ def mish() -> Function:
         return t + np.clip(x, -_EXP_END, _EXP_END) * slope
 
     return make_function(
-        "mish",
         value,
         derivative,
         slopes=(0.0, 1.0),
@@ -255,7 +237,6 @@ def mish() -> Function:
 def sigmoid() -> Function:
     """Return 1 / (1 + exp(-x))."""
     return make_function(
-        "sigmoid",
         _sigmoid,
         _sigmoid_slope,
         slopes=(0.0, 0.0),
@@ -267,7 +248,6 @@ def sigmoid() -> Function:
 def logsigmoid() -> Function:
     """Return log(sigmoid(x))."""
     return make_function(
-        "logsigmoid",
         lambda x: -_log1p_exp(-x),
         lambda x: _sigmoid(-x),
         slopes=(1.0, 0.0),
@@ -284,14 +264,13 @@ def tanh() -> Function:
         return 4.0 * u / (1.0 + u) ** 2
 
     return make_function(
-        "tanh", np.tanh, derivative, slopes=(0.0, 0.0), even=True, reference="torch.nn.Tanh"
+        np.tanh, derivative, slopes=(0.0, 0.0), even=True, reference="torch.nn.Tanh"
     )
 
 
 def tanhshrink() -> Function:
     """Return x - tanh(x)."""
     return make_function(
-        "tanhshrink",
         lambda x: x - np.tanh(x),
         lambda x: np.tanh(x) ** 2,
         slopes=(1.0, 1.0),
@@ -308,7 +287,6 @@ def softsign() -> Function:
         return x / (1.0 + np.abs(x))
 
     return make_function(
-        "softsign",
         value,
         lambda x: (1.0 / (1.0 + np.abs(x))) ** 2,
         kinks=(0.0,),
@@ -318,7 +296,7 @@ def softsign() -> Function:
     )
 
 
-def laplace(mu: float, sigma: float) -> Function:
+def laplace(mu: float = 0.707107, sigma: float = 0.282095) -> Function:
     """Return the normal distribution function with mean `mu` and standard deviation `sigma`."""
     require(sigma > 0.0, "laplace", "sigma > 0", sigma=sigma)
 
@@ -331,10 +309,8 @@ def laplace(mu: float, sigma: float) -> Function:
         return np.where(z > 0, 1.0 - tail, tail)
 
     return make_function(
-        "laplace",
         value,
         lambda x: _INV_SQRT_2PI / sigma * _gauss(standard(x)),
-        parameters={"mu": mu, "sigma": sigma},
         slopes=(0.0, 0.0),
         domain=domain_around(reach=abs(mu) + 8.0 * sigma),
         even=mu == 0.0,
@@ -342,15 +318,13 @@ def laplace(mu: float, sigma: float) -> Function:
     )
 
 
-def softplus(beta: float, threshold: float) -> Function:
+def softplus(beta: float = 1.0, threshold: float = 20.0) -> Function:
     """Return log(1 + exp(`beta` x)) / `beta`, and x if `beta` x is above `threshold`, as torch does."""
     require(beta > 0.0, "softplus", "beta > 0", beta=beta)
     switch = _last_below(threshold, beta)
     return make_function(
-        "softplus",
         lambda x: np.where(x > switch, x, _log1p_exp(beta * x) / beta),
         lambda x: np.where(x > switch, 1.0, _sigmoid(beta * x)),
-        parameters={"beta": beta, "threshold": threshold},
         kinks=(switch,),
         slopes=(0.0, 1.0),
         # The switch to x is numerical (at 20 it changes f' by 2e-9), so it does not widen the domain.
@@ -393,7 +367,6 @@ def sqrtsoftplus() -> Function:
         return np.where(x < 0, below, above)
 
     return make_function(
-        "sqrtsoftplus",
         value,
         derivative,
         kinks=(20.0,),

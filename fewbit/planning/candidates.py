@@ -65,13 +65,11 @@ class Candidate:
             shown = [f"level {value}"]
         else:
             shown = [f"{first.name}={_short(value)}"]
-        changed = {each.name: getattr(self.bits, each.name) for each in others}
-        changed = {
-            each.name: changed[each.name] for each in others if changed[each.name] != each.default
-        }
-        shown += [
-            f"{name}={_short(value)}" for name, value in (changed | dict(self.options)).items()
-        ]
+        changed = {field.name: getattr(self.bits, field.name) for field in others}
+        usual = {field.name: field.default for field in others}
+        rest = {name: value for name, value in changed.items() if value != usual[name]}
+        rest |= self.options
+        shown += [f"{name}={_short(value)}" for name, value in rest.items()]
         return ", ".join(shown)
 
     @property
@@ -174,11 +172,11 @@ def default_candidates(
         if kind is not None and kind.family == kinds.ACTIVATION
     ]
     if activations:
-        bits = (1,) if all(each.one_bit for each in activations) else ACTIVATION_BITS
-        found += [Candidate(ACTIVATIONS, each, activations_only=True) for each in bits]
+        bits = (1,) if all(kind.one_bit for kind in activations) else ACTIVATION_BITS
+        found += [Candidate(ACTIVATIONS, count, activations_only=True) for count in bits]
     if policies is None:
         return tuple(found)
-    policies, names = list(policies), list(dict.fromkeys(each.policy for each in found))
+    policies, names = list(policies), list(dict.fromkeys(candidate.policy for candidate in found))
     needed = {curve.policy: curve.needed for curve in CURVES} | {
         ACTIVATIONS: "activations as modules"
     }
@@ -190,7 +188,7 @@ def default_candidates(
                 f"policy {name}: expected a model with {needed[name]}, got one without"
             )
         raise InputError(f"expected one of {', '.join(names)} for policy, got {name!r}")
-    return tuple(each for each in found if each.policy in policies)
+    return tuple(candidate for candidate in found if candidate.policy in policies)
 
 
 def check_candidates(candidates) -> tuple[Candidate, ...]:

@@ -84,7 +84,7 @@ def draw_plan(figure, plan: TrainingPlan) -> None:
     axes.set_yscale("log")
     _mark(axes.xaxis, *axes.get_xlim())
     _mark(axes.yaxis, *axes.get_ylim())
-    axes.set_xlabel(f"kept for the backward pass, {unit}")
+    axes.set_xlabel(f"saved for the backward pass, {unit}")
     axes.set_ylabel("squared error of the gradient")
     figures.title(axes, f"{plan.model}, {counted(plan.batches, 'batch')} of {plan.batch_size}")
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, handlelength=1.8)

@@ -1,12 +1,13 @@
-"""The plan: what each setting of a conversion keeps and what it does to the gradient, measured before a long run.
+"""The plan: bytes and gradient errors of settings of a conversion, measured before a long run.
 
 For a setting with gradients g^ that rounding makes noisy, and the exact gradient g of the same batch,
 
     error = E|g^ - g|^2 = variance + |bias|^2,
 
 in units of the gradient squared, beside the variance of g between minibatches. A setting whose error is a small share of
-that hardly changes what a step of stochastic gradient descent knows (ActNN, section 3.2). The error is not divided
-by |g|^2 of its batch: that differs much more from batch to batch once a model is trained, and hardly goes with the error.
+that variance hardly changes the information in a step of stochastic gradient descent (ActNN, section 3.2). The error is not
+divided by |g|^2 of its batch, because |g|^2 differs much more from batch to batch once a model is trained, and hardly
+correlates with the error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from fewbit.analysis import meter
 from fewbit.analysis.gradients import (
     CHUNKS,
     Measured,
@@ -36,7 +36,9 @@ from fewbit.analysis.gradients import (
     size_of,
     tensors_of,
 )
+from fewbit.analysis.meter import saved_bytes
 from fewbit.analysis.progress import Progress
+from fewbit.analysis.unchanged import alone, unchanged
 from fewbit.convert.swap import restore_
 from fewbit.errors import InputError
 from fewbit.planning.candidates import Candidate, check_candidates, default_candidates
@@ -46,7 +48,7 @@ from fewbit.runtime.saved.context import measuring
 from fewbit.sizes import counted
 
 ADAPTING_STEPS = 3
-"""Steps at the given weights before bits that adapt are measured: two observations, and what follows from them."""
+"""Steps at the given weights before bits that adapt are measured: two observations, and one with the bits that follow."""
 
 
 @leaves_nothing
@@ -62,24 +64,30 @@ def plan(
     seed: int = 0,
     progress: bool = True,
 ) -> TrainingPlan:
-    """Measures what settings of `compress_` keep and do to the gradient, and recommends one, before a long run.
+    """Measure the saved bytes and the gradient errors of settings of `compress_`, and recommend one, before a long run.
 
-    model: in training mode, compressed already or not; it is only copied, once, and stays as it is, as does torch's
-    random state. batch: a tensor, or a tuple or mapping of tensors, samples in dimension 0; a list, or another
-    iterable, is several batches: give 4 or more, as then errors' standard errors tell how they vary between batches.
-    loss: called as `loss(model, batch)` with the copy, returns a scalar tensor, a mean over the samples:
-    `lambda model, batch: cross_entropy(model(batch[0]), batch[1])`.
+    The model and torch's random state stay as they are. Bits that adapt (level L3) are measured as they are after three
+    steps at these weights. The measurement takes about draws * batches forward and backward passes a candidate, and the
+    memory of three gradients and a copy of the model.
 
-    candidates: what to measure; `default_candidates(model)` if not given. share: of the variance between minibatches,
-    what a recommended candidate's error may be at most. draws: of rounding, independent, for each candidate and batch.
-    chunks: of one batch, equal parts from which the variance between minibatches is taken; of several batches it is that
-    between them. With batch norm give several, as for `variance_profile`. seed: of the draws, and of dropout, which draws
-    alike in all passes over a batch. progress: show how far it is on standard error if it takes longer than two seconds.
+    Args:
+        model: A model in training mode, compressed already or not.
+        batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable, is
+            several batches: give 4 or more, since standard errors then show how errors vary between batches. With batch norm
+            give several, as for `variance_profile`.
+        loss: Called as ``loss(model, batch)`` with the copy. It returns a scalar tensor, a mean over the samples, as
+            ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
+        candidates: The settings to measure; by default `default_candidates(model)`.
+        share: The largest error of a recommended candidate, relative to the variance between minibatches.
+        draws: Independent roundings for each candidate and batch, 2 at least.
+        chunks: Equal parts of a single batch, from which the variance between minibatches is estimated, an even number. Of
+            several batches it is the variance between them.
+        seed: The seed of the draws, and of dropout, which is the same in all passes over a batch.
+        progress: Whether to show a bar on standard error if it takes longer than two seconds.
 
-    Bits that adapt (level L3) are measured as they are after three steps at these weights. Takes about
-    draws * batches forward and backward passes a candidate, and the memory of three gradients and a copy of the model.
-    Raises InputError for settings that there are not, a model in evaluation mode or that cannot be copied, and for a batch
-    or loss that cannot be used.
+    Raises:
+        InputError: A setting is not valid, the model is in evaluation mode or cannot be copied, or the batch or the loss
+            cannot be used.
     """
     is_number = isinstance(share, int | float) and not isinstance(share, bool)
     if not is_number or not 0 < share < math.inf:
@@ -92,8 +100,8 @@ def plan(
     if candidates is not None:
         candidates = check_candidates(candidates)
     # The meter counts all of a tensor that batches are parts of.
-    batches = [tree_map(meter.alone, each) for each in batches_of(batch)]
-    with meter.unchanged(dict(model.named_modules()), tensors_of(batches)):
+    batches = [tree_map(alone, one) for one in batches_of(batch)]
+    with unchanged(dict(model.named_modules()), tensors_of(batches)):
         steps = _Steps(copied(model), loss, seed)
         restore_(steps.model)
         if candidates is None:
@@ -102,7 +110,7 @@ def plan(
         exact_bytes = _saved_bytes(steps, batches[0])
         with Progress("plan", progress).shown() as bar:
             done = partial(bar.step, len(candidates) * (1 + len(batches) * draws))
-            found = [_Found(each, steps, batches, done) for each in candidates]
+            found = [_Found(candidate, steps, batches, done) for candidate in candidates]
             squares, seconds = _passes(steps, batches, found, draws)
     variances = sampling.sum(1)
     return TrainingPlan(
@@ -120,7 +128,7 @@ def plan(
         sampling=float(variances.mean()),
         sampling_error=_standard_error(variances),
         sampled=sampled,
-        rows=tuple(each.planned() for each in found),
+        rows=tuple(candidate.planned() for candidate in found),
     )
 
 
@@ -128,7 +136,11 @@ def plan(
 
 
 class _Steps(Measured):
-    """A copy of the model whose passes are timed. seconds: of the latest, forward and backward."""
+    """A copy of the model whose passes are timed.
+
+    Attributes:
+        seconds: The time of the latest forward and backward pass.
+    """
 
     seconds = math.nan
 
@@ -144,16 +156,22 @@ class _Steps(Measured):
         return found
 
     def _wait(self) -> None:
-        for device in {each.device for each in self.parameters}:
+        for device in {parameter.device for parameter in self.parameters}:
             if device.type not in ("cpu", "meta"):
                 torch.get_device_module(device).synchronize(device)
 
 
 class _Found:
-    """What is found out about one candidate, batch by batch."""
+    """The measurements of one candidate, batch by batch. Bits that adapt do so when it is made.
+
+    Args:
+        candidate: The candidate.
+        steps: The copy of the model.
+        batches: All batches.
+        done: Called after the adaptation, and after each draw.
+    """
 
     def __init__(self, candidate: Candidate, steps: _Steps, batches: list, done):
-        """Adapts its bits, if they do, and counts what it keeps. done: called after that, and after each draw."""
         self.candidate = candidate
         self.errors = []  # (draws,) for each batch: |g^ - g|^2
         self.sums = []  # for each batch: |sum over draws of g^ - g|^2
@@ -178,7 +196,7 @@ class _Found:
             raise InputError(f"candidates: {name}: {error}") from error
 
     def measure(self, steps: _Steps, batch, number: int, exact, draws: int) -> None:
-        """Takes in a batch, whose exact gradient is given."""
+        """Measure a batch, whose exact gradient is given."""
         controller, total, errors = self._apply(steps.model), None, []
         if self._state:
             controller.load_state_dict(self._state)
@@ -187,9 +205,8 @@ class _Found:
                 controller.context.salt = draw.to_bytes(8)
             with measuring():
                 error = difference(steps.gradient(batch, number), exact)
-            if (
-                draw
-            ):  # Layers make some copies in one pass with activations from the second forward on.
+            # From the second forward on layers make some copies in one pass with activations.
+            if draw:
                 self.seconds.append(steps.seconds)
             errors.append(_squared(error))
             total = (
@@ -205,7 +222,7 @@ class _Found:
         # Half the mean squared difference of two draws, over all pairs.
         variances = (errors.sum(1) - sums / draws) / (draws - 1)
         biases = (sums - errors.sum(1)) / (draws * (draws - 1))
-        # Of one batch the errors of its draws say how sure its error is, and nothing does of its variance.
+        # The standard error for a single batch comes from its draws; that of its variance is unknown.
         alike = errors.mean(1) if batches > 1 else errors[0]
         return Planned(
             self.candidate,
@@ -222,10 +239,10 @@ class _Found:
 
 
 def _passes(steps: _Steps, batches, found: list[_Found], draws: int) -> tuple[list, list]:
-    """All candidates on all batches: |g|^2 of each batch, and seconds of exact passes.
+    """Measure all candidates on all batches. Return |g|^2 of each batch, and the seconds of exact passes.
 
-    Batches are the outer loop, so that passes of all candidates are spread over the time that it takes; exact ones
-    are before and after them.
+    Batches are the outer loop, so that the passes of all candidates are spread over the whole time. Exact passes run before
+    and after them.
     """
     squares, seconds = [], []
     for number, batch in enumerate(batches):
@@ -237,8 +254,8 @@ def _passes(steps: _Steps, batches, found: list[_Found], draws: int) -> tuple[li
             raise InputError(
                 f"loss: expected a gradient that is finite and not 0, got |g|^2 = {squares[-1]}"
             )
-        for each in found:
-            each.measure(steps, batch, number, exact, draws)
+        for candidate in found:
+            candidate.measure(steps, batch, number, exact, draws)
         restore_(steps.model)
         steps.gradient(batch, number)
         seconds.append(steps.seconds)
@@ -246,23 +263,23 @@ def _passes(steps: _Steps, batches, found: list[_Found], draws: int) -> tuple[li
 
 
 def _saved_bytes(steps: _Steps, batch) -> int:
-    return meter.saved_bytes(partial(steps.loss, steps.model), batch).total
+    return saved_bytes(partial(steps.loss, steps.model), batch).total
 
 
 def _squared(gradient) -> float:
-    """The squared norm, in float64."""
-    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradient]
-    device = norms[0].device  # one transfer of them all, also of a model on several devices
-    return float(torch.stack([each.to(device) for each in norms]).square().sum())
+    """Return the squared norm of a gradient, computed in float64."""
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in gradient]
+    device = norms[0].device  # a single transfer, also for a model on several devices
+    return float(torch.stack([norm.to(device) for norm in norms]).square().sum())
 
 
 def _standard_error(values: np.ndarray) -> float:
-    """Of their mean; NaN of one."""
+    """Return the standard error of the mean of values, NaN for one value."""
     count = len(values)
     return float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
 
 
 def _device_of(steps: _Steps) -> str:
-    devices = sorted({str(each.device) for each in steps.parameters})
+    devices = sorted({str(parameter.device) for parameter in steps.parameters})
     threads = f", {counted(torch.get_num_threads(), 'thread')}" if devices == ["cpu"] else ""
     return ", ".join(devices) + threads

@@ -15,6 +15,8 @@ from fewbit.render.view import Column, View
 from fewbit.schema import PLAN
 from fewbit.sizes import counted
 
+ERRORS = ("error", "error_error", "variance", "variance_error", "bias")
+"""The fields of `Planned` that are errors, in the order of records."""
 UNSURE = 0.2
 """The standard error, as a share of an error, above which the notes ask for more batches."""
 
@@ -26,7 +28,7 @@ class Planned:
     Errors are means over batches and draws, sums over all parameters, in units of the gradient squared.
 
     Attributes:
-        saved_bytes: Bytes that one forward keeps for backward, counted by the meter.
+        saved_bytes: Bytes that one forward saves for backward, counted by the meter.
         error: |g^ - g|^2, with bias.
         error_error: The standard error of `error`, NaN if not known.
         variance: The part of `error` by which draws of rounding differ.
@@ -50,19 +52,21 @@ class Planned:
 
     @property
     def policy(self) -> str:
+        """The name of the candidate's policy."""
         return self.candidate.policy
 
     @property
     def label(self) -> str:
+        """The text that tells the candidate from others of its policy."""
         return self.candidate.label
 
 
 @dataclass(frozen=True, repr=False)
 class TrainingPlan(Document):
-    """The bytes that each candidate keeps, beside its error and its time.
+    """The bytes that each candidate saves, beside its error and its time.
 
     Attributes:
-        exact_bytes: Bytes that the exact model keeps; `exact_seconds`, `exact_seconds_least` and `exact_seconds_most` are
+        exact_bytes: Bytes that the exact model saves; `exact_seconds`, `exact_seconds_least` and `exact_seconds_most` are
             its times, as in `Planned`.
         gradient: The mean of |g|^2 over the batches.
         sampling: The variance of g between minibatches.
@@ -97,7 +101,7 @@ class TrainingPlan(Document):
 
     @property
     def recommended(self) -> Planned | None:
-        """The candidate with the fewest bytes among those within `limit` that keep less than the exact model."""
+        """The candidate with the fewest bytes among those within `limit` that save less than the exact model."""
         fitting = [
             row
             for row in self.rows
@@ -107,7 +111,7 @@ class TrainingPlan(Document):
 
     @property
     def closest(self) -> Planned:
-        """The candidate with the least error among those that keep less than the exact model; if none does, of all."""
+        """The candidate with the least error among those that save less than the exact model; if none does, of all."""
         known = [row for row in self.rows if math.isfinite(row.error)] or self.rows
         saving = [row for row in known if row.saved_bytes < self.exact_bytes] or known
         return min(saving, key=lambda row: (row.error, row.saved_bytes))
@@ -134,11 +138,7 @@ class TrainingPlan(Document):
                 "setting": row.label,
                 "saved_bytes": row.saved_bytes,
                 "bytes_ratio": self.exact_bytes / row.saved_bytes if row.saved_bytes else None,
-                "error": row.error,
-                "error_error": row.error_error,
-                "variance": row.variance,
-                "variance_error": row.variance_error,
-                "bias": row.bias,
+                **{name: getattr(row, name) for name in ERRORS},
                 "relative_error": row.error / self.gradient,
                 "error_of_sampling": row.error / self.sampling if self.sampling else None,
                 "variance_of_sampling": row.variance / self.sampling if self.sampling else None,
@@ -153,18 +153,19 @@ class TrainingPlan(Document):
 
     @property
     def title(self) -> str:
+        """The recommended candidate with its bytes, error and time, or the reason if there is none."""
         chosen, best = self.recommended, self.closest
         exact = amount(self.exact_bytes)
         if chosen is not None:
             less = self.exact_bytes / chosen.saved_bytes if chosen.saved_bytes else math.inf
             return (
-                f"{self.model}: {_name(chosen)} keeps {amount(chosen.saved_bytes)} in place of "
+                f"{self.model}: {_name(chosen)} saves {amount(chosen.saved_bytes)} in place of "
                 f"{exact}, {less:.3g} times less; its error is {_percent(chosen.error, self.sampling) or 0} "
                 f"of the variance between minibatches, its passes take {self._time(chosen):.2f} times as long "
                 f"({self._range(chosen.seconds_least, chosen.seconds_most)})"
             )
         if best.saved_bytes >= self.exact_bytes:
-            return f"{self.model}: no setting keeps less than the {exact} of the exact model"
+            return f"{self.model}: no setting saves less than the {exact} of the exact model"
         share = _percent(best.error, self.sampling)
         how = f"{share} of it" if share else f"an error of {digits(best.error)}"
         return (
@@ -185,7 +186,7 @@ class TrainingPlan(Document):
         return f"{least / self.exact_seconds:.3g} to {most / self.exact_seconds:.3g}"
 
     def view(self) -> View:
-        """The exact model, whose row is None, and the candidates; `*` marks the recommended one."""
+        """Return a table of the exact model, whose row is None, and the candidates; `*` marks the recommended one."""
         chosen, unit = self.recommended, self.unit
 
         def setting(row: Planned) -> str:
@@ -220,7 +221,8 @@ class TrainingPlan(Document):
             _column("passes", passes, exact_passes, drop=1),
         )
         rows = [None, *self.rows]
-        return View(self.title, columns, rows, self._notes(), figure=self.plot)
+        code = "" if chosen is None else chosen.candidate.call
+        return View(self.title, columns, rows, self._notes(), figure=self.plot, code=code)
 
     def _notes(self) -> list[str]:
         batches = f"{counted(self.batches, 'batch')} of {self.batch_size}"
@@ -232,7 +234,7 @@ class TrainingPlan(Document):
         chosen = "*: " if self.recommended is not None else "to be recommended: "
         passes = counted(self.batches * (self.draws - 1), "pass")
         return [
-            f"{self.unit[0]}: kept for the backward pass, metered",
+            f"{self.unit[0]}: saved for the backward pass, metered",
             f"error: squared distance from the exact gradient, bias included (the squared gradient is "
             f"{digits(self.gradient)}), of {batches}, {self.draws} draws each; ±: its standard error, {spread}",
             f"random: the part of the error by which draws differ, an estimate{by_chance * is_above}",

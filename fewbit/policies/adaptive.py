@@ -126,9 +126,11 @@ class SlotVarianceProbe(VarianceProbe):
     """A `VarianceProbe` with results as records."""
 
     def results(self) -> dict[tuple[str, int], SlotVariance]:
+        """Return the effects of rounding by slot. Waits until the numbers are on the host."""
         return _records(super().results())
 
     def snapshot(self) -> dict[tuple[str, int], SlotVariance]:
+        """Return the effects that were measured so far, and go on."""
         return _records(super().snapshot())
 
 
@@ -177,6 +179,7 @@ class AdaptivePolicy(ProbingPolicy):
         super().__init__(bits, names, interval, VarianceKnowledge(budget, bits, rows, {}))
 
     def tables(self, model, ended: str) -> dict:
+        """Return {"allocation": the bits of each slot}."""
         rows = (
             Allocated(
                 *_slot_of(slot),
@@ -193,12 +196,15 @@ class AdaptivePolicy(ProbingPolicy):
         return {"allocation": Allocation(rows, empty, ended, unobserved)}
 
     def new_probe(self) -> SlotVarianceProbe:
+        """Return a probe of the variance that rounding adds."""
         return SlotVarianceProbe(self.step)
 
     def merge(self, results: list) -> dict[tuple[str, int], SlotVariance]:
+        """Return the sums and means over processes, by slot."""
         return merge_by_key(results)
 
     def learn(self, result: dict[tuple[str, int], SlotVariance]) -> VarianceKnowledge:
+        """Return the knowledge with the sensitivities of one more measurement."""
         if not any(slot.sensitivity > 0 for slot in result.values()):
             return self.knowledge
         known = _in_units_of(result, self.knowledge.slots)
@@ -208,6 +214,7 @@ class AdaptivePolicy(ProbingPolicy):
         return replace(self.knowledge, slots=slots)
 
     def adopt(self, knowledge: VarianceKnowledge) -> None:
+        """Set the knowledge, and allocate bits by it."""
         averages = allocated(knowledge)
         slots = {
             name: slot if slot.is_fixed else replace(slot, bits=averages.get(name, knowledge.bits))
@@ -217,6 +224,7 @@ class AdaptivePolicy(ProbingPolicy):
         self.bits, self.averages = knowledge.bits, averages
 
     def fit(self, knowledge: VarianceKnowledge, settings: Mapping) -> VarianceKnowledge:
+        """Return the knowledge of a state with the budget of this policy."""
         own = self.knowledge
         for layer, *_ in (*knowledge.slots, *(knowledge.sizes or ())):
             check_layer(layer, self._layers)
@@ -226,6 +234,7 @@ class AdaptivePolicy(ProbingPolicy):
         return replace(own, slots=knowledge.slots)
 
     def check_result(self, result: dict[tuple[str, int], SlotVariance]) -> None:
+        """Raise InputError if a result has a layer that the model lacks."""
         for layer, _ in result:
             check_layer(layer, self._layers)
 

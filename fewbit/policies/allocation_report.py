@@ -12,7 +12,7 @@ from fewbit.sizes import counted
 
 
 class Allocated(NamedTuple):
-    """The tensor that a layer keeps of one of its inputs.
+    """The tensor that a layer saves of one of its inputs.
 
     Attributes:
         name: The layer's path; for a function that a module calls, the module's path and the function's name.
@@ -47,10 +47,10 @@ class Allocation(Rows):
     """Rows of Allocated, in the order of the forward; equal to an allocation with the same rows.
 
     Args:
-        rows, empty, ended, unobserved: As for `Rows`.
+        rows: As for `Rows`, as are the other arguments.
     """
 
-    _not_observed = "not observed, so that no bits are chosen (compiled layers keep the whole part of the average)"
+    _not_observed = "not observed, so that no bits are chosen (compiled layers have the whole part of the average)"
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Allocation(Rows):
     @property
     def _headline(self) -> str:
         chosen = [row for row in self if not row.is_fixed]
-        tensors = f"{counted(len(chosen), 'tensor')} that layers keep"
+        tensors = f"{counted(len(chosen), 'tensor')} that layers save"
         text = f"{_average(chosen):.4g} bits on average for {tensors}"
         if len(chosen) == len(self):
             return text
@@ -92,9 +92,9 @@ class Allocation(Rows):
         )
         notes = [
             f"codes: {amount(sum(row.codes for row in self))} in all, without ranges",
-            "input: which of the tensors that the layer keeps",
+            "input: the number of the layer's input",
             "variance: each tensor's part of the variance that rounding adds to the gradient",
-            "layers that keep what another has kept of the same tensor have no row",
+            "layers that share the copy of another layer have no row",
             *self._of_unobserved(),
         ]
         return View(self.title, columns, self, notes)

@@ -28,6 +28,7 @@ class SizeProbe:
         self._codes = self._reserve = 0
 
     def record_saved(self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0):
+        """Count the elements of a tensor, and the bytes of its codes. The arguments are those of `VarianceProbe.record_saved`."""
         if in_checkpoint():
             return
         self._reserve += fp32_min_bytes  # of slots with fixed bits too
@@ -45,6 +46,7 @@ class SizeProbe:
         """Do nothing: only the forward pass counts."""
 
     def knows(self, name: tuple[str, int]) -> bool:
+        """Return True: all slots count."""
         return True
 
     def watch(self, outputs) -> None:
@@ -66,8 +68,8 @@ class SizeProbe:
         elements = sum(self.elements.values())
         if not elements:
             raise InputError(
-                "budget: expected a sample for which the model, in training mode, keeps tensors whose bits can "
-                f"change, got one that keeps {amount(saved)} in other ones"
+                "budget: expected a sample for which the model, in training mode, saves tensors whose bits can "
+                f"change, got one that saves {amount(saved)} in other ones"
             )
         fixed = saved - self._codes + self._reserve
         least, most = (fixed + math.ceil(bits * elements / 8) for bits in (MIN_BITS, MAX_BITS))

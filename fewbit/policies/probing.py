@@ -146,6 +146,7 @@ class ProbingPolicy(BitPolicy):
         return self.schedule.step
 
     def report_unobserved(self, layer: str, reason: str) -> None:
+        """Note that no probe sees a layer."""
         self._unobserved.add(layer, reason)
 
     def unobserved_layers(self, model) -> dict[str, str]:
@@ -193,11 +194,13 @@ class ProbingPolicy(BitPolicy):
     # -- In a forward pass ---------------------------------------------------------------------------------------
 
     def assign(self, inputs, probe=None) -> BitAssignment:
+        """Return the assignment of a forward pass, with the bits that this policy has chosen."""
         assignment = super().assign(inputs, probe)
         self.apply_to(assignment)
         return assignment
 
     def begin(self, module, inputs) -> BitAssignment:
+        """Return the assignment of a forward pass that begins, with a probe if a measurement is due."""
         assignment = super().begin(module, inputs)
         if is_capturing() or torch._C._functorch.maybe_current_level() is not None:
             return assignment

@@ -20,10 +20,12 @@ def first(values: list):
 
 
 def mean(values: list) -> float:
+    """Return the mean."""
     return sum(values) / len(values)
 
 
 def rounded_mean(values: list) -> int:
+    """Return the mean as a whole number."""
     return round(mean(values))
 
 

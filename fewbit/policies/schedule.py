@@ -50,6 +50,7 @@ class Schedule(Record):
         return replace(self, step=capped(self.step, MOST_STEPS), turns=turns)
 
     def check(self, where: str) -> None:
+        """Raise InputError if the steps of a turn are not in order."""
         for i, turn in enumerate(self.turns.values()):
             if not turn.measured <= turn.latest <= self.step:
                 raise wrong(f"turns[{i}]", f"steps in order up to {self.step}", tuple(turn))

@@ -30,7 +30,8 @@ def block(view: View) -> str:
     """Make a part of a document, from <div> to </div>."""
     notes = "<br>".join(map(escape, view.notes))
     inside = (
-        bar(view)
+        (f"<pre>{escape(view.code)}</pre>" if view.code else "")
+        + bar(view)
         + table(view)
         + (f"<small>{notes}</small>" if notes else "")
         + picture(view)

@@ -60,6 +60,7 @@ class Rows(Result, Sequence):
 
     @property
     def title(self) -> str:
+        """The headline of a subclass, or the line for no rows."""
         text = self._headline if self else self._empty
         return f"{self._ended}: {text}" if self._ended else text
 
@@ -68,4 +69,5 @@ class Rows(Result, Sequence):
         return [row._asdict() for row in self]
 
     def view(self) -> View:
+        """Return the view of a subclass, or the title alone if there are no rows."""
         return self._full() if self else View(self.title)

@@ -23,6 +23,10 @@ def shown(view: View, width: int) -> Iterator:
 
     if view.title:
         yield Text(view.title, style="bold")
+    if view.code:
+        # A line break inside the parentheses of a call does no harm.
+        yield ""
+        yield Text(view.code, style="cyan")
     left_out = []
     if view.columns:
         table, left_out = grid(view, width)

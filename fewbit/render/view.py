@@ -32,6 +32,7 @@ class Column:
 
     @property
     def side(self) -> str:
+        """The alignment of the column's cells."""
         return "right" if self.kind == "number" else "left"
 
     @property
@@ -63,6 +64,7 @@ class View:
         figure: Makes a matplotlib Figure, for HTML.
         more: Views below this one.
         is_folded: HTML shows no more than the title until the reader opens the rest.
+        code: A Python expression to paste, shown below the title; or "".
     """
 
     title: str
@@ -75,6 +77,7 @@ class View:
     figure: Callable[[], Any] | None = None
     more: Sequence[View] = ()
     is_folded: bool = False
+    code: str = ""
 
     def __rich_console__(self, console, options):
         from fewbit.render.terminal import shown

@@ -54,6 +54,21 @@ def find_error(document, name: str) -> tuple[str, str] | None:
     return None if found is None else (format_path(found[0]), found[1])
 
 
+def find_field_error(value, field: str, name: str) -> tuple[str, str] | None:
+    """Find the first place at which the value of one field violates the schema of its document.
+
+    Args:
+        value: Parsed JSON.
+        field: The name of the field.
+        name: The name of the schema, one of FILES.
+
+    Returns:
+        None if the value is valid, else (path, message) as `find_error` returns them. The path begins with the field.
+    """
+    found = _find(value, load(name)["properties"][field], load(name))
+    return None if found is None else (format_path([field, *found[0]]), found[1])
+
+
 def format_path(parts) -> str:
     """Join the parts of a path, such as `["tables", 3, "codes", 5]`, to `tables[3].codes[5]`."""
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)

@@ -9,6 +9,7 @@ import numpy as np
 
 from fewbit.errors import SolveError
 from fewbit.sizes import counted
+from fewbit.table import FORMS, OBJECTIVES, TAILS
 
 _FARTHEST = 1e30
 
@@ -45,8 +46,11 @@ def check_choice(name, value, choices):
         raise SolveError(f"{name}: expected {' or '.join(choices)}, got {value!r}")
 
 
-def check_parameters(parameters):
-    """Raise SolveError if the parameters of a function are neither None nor a mapping."""
+def check_request(form, objective, tails, parameters):
+    """Raise SolveError for an unknown form, objective or tails, and for parameters that are neither None nor a mapping."""
+    check_choice("form", form, FORMS)
+    check_choice("objective", objective, OBJECTIVES)
+    check_choice("tails", tails, TAILS)
     if parameters is not None and not isinstance(parameters, Mapping):
         raise SolveError(f"parameters: expected a mapping of names to numbers, got {parameters!r}")
 

@@ -31,8 +31,7 @@ from fewbit.solver.partition import Effort
 from fewbit.solver.refine import RESIDUAL, ContiguousPieces, NearestPieces, Solution, refine
 from fewbit.solver.relaxation import relax_intervals, relax_levels, relax_unbiased
 from fewbit.solver.request import (
-    check_choice,
-    check_parameters,
+    check_request,
     checked_domain,
     count_levels,
     domain_of,
@@ -41,7 +40,7 @@ from fewbit.solver.request import (
 from fewbit.solver.steps import nearest_steps, totals
 from fewbit.solver.unbiased import build_stand_in, refine_unbiased, variance, with_tails
 from fewbit.solver.weight import make_weight
-from fewbit.table import FORMS, OBJECTIVES, TAILS, Knots, Table, lower_pieces
+from fewbit.table import Knots, Table, lower_pieces
 
 _FINE = 4096
 _MOST_CELLS = 2**22
@@ -169,12 +168,9 @@ def solve(
 
 
 def _check_arguments(form, objective, tails, threads, parameters):
-    check_choice("form", form, FORMS)
-    check_choice("objective", objective, OBJECTIVES)
-    check_choice("tails", tails, TAILS)
+    check_request(form, objective, tails, parameters)
     if threads is not None and not (is_integer(threads) and threads >= 1):
         raise SolveError(f"threads: expected an integer of at least 1, got {threads!r}")
-    check_parameters(parameters)
     if objective == "unbiased" and form != "levels":
         raise SolveError("objective unbiased: expected form levels (the draw is between levels)")
 

@@ -6,14 +6,13 @@ line that names the field and the index.
 
 from __future__ import annotations
 
-import json
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from fewbit import schema
 from fewbit.errors import TableError
 from fewbit.schema import shorten
 from fewbit.sizes import counted
@@ -31,6 +30,8 @@ MOST_CHARACTERS = 200
 """Largest length of a name. schema/table-1.json repeats this limit and the two above."""
 MOST_COUNT = 2**53
 """Largest revision and grid; float64 has all integers up to this one."""
+WEIGHT_FIELDS = ("kind", "mean", "std", "edges", "density", "name")
+_SOLVER_NUMBERS = (("grid", int), ("seconds", float))
 NARROWEST = 1e-9
 """Smallest width of a domain, relative to its larger end."""
 
@@ -47,53 +48,46 @@ def wrong(field: str, expected: str, got: Any) -> TableError:
     return TableError(f"{field}: expected {expected}, got {shorten(got)}")
 
 
-def checked_text(field: str, value, least: int = 1) -> str:
-    """Return a printable string of valid length."""
-    if not isinstance(value, str) or not least <= len(value) <= MOST_CHARACTERS:
-        expected = (
-            "a string that is not empty"
-            if value == ""
-            else f"a string of {least} to {MOST_CHARACTERS} characters"
-        )
-        raise wrong(field, expected, value)
-    if not value.isprintable():
-        raise wrong(field, "printable characters", value)
+def checked_field(field: str, value) -> Any:
+    """Return the value of a field in plain Python objects, after a check against the schema of table documents.
+
+    Args:
+        field: The name of a field of a document.
+        value: The value; NumPy's numbers count as numbers, and a float without fraction as an integer.
+    """
+    value = _plain(field, value)
+    problem = schema.find_field_error(value, field, schema.TABLE)
+    if problem is not None:
+        raise TableError(": ".join(problem))
     return value
 
 
-def checked_choice(field: str, value, choices: tuple[str, ...]) -> str:
-    """Return a string that is one of the choices."""
-    if value not in choices:
-        raise wrong(field, "one of " + ", ".join(f'"{choice}"' for choice in choices), value)
+def _plain(field: str, value) -> Any:
+    """Copy a value that JSON can hold. The numbers in it are finite."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Mapping):
+        return {key: _plain(f"{field}.{key}", inside) for key, inside in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(f"{field}[{i}]", inside) for i, inside in enumerate(value)]
+    if not isinstance(value, str | bool | int | float | None):
+        raise wrong(field, "a value that JSON can hold", value)
+    if isinstance(value, int | float) and not _is_finite(value):
+        raise wrong(field, "a finite number", value)
     return value
 
 
-def checked_integer(field: str, value, minimum: int, maximum: int) -> int:
-    """Return an integer in a range. A float without fraction counts, since JSON does not tell the two apart."""
-    limits = f"of at least {minimum}" if maximum == MOST_COUNT else f"from {minimum} to {maximum}"
+def _is_finite(number: float) -> bool:
     try:
-        integer = operator.index(
-            int(value) if isinstance(value, float) and value.is_integer() else value
-        )
-    except TypeError:
-        raise wrong(field, f"an integer {limits}", value) from None
-    if isinstance(value, (bool, np.bool_)) or not minimum <= integer <= maximum:
-        raise wrong(field, f"an integer {limits}", value)
-    return integer
+        return math.isfinite(number)
+    except OverflowError:  # an integer that float64 does not reach
+        return False
 
 
-def checked_number(field: str, value, minimum: float = -math.inf) -> float:
-    """Return a finite float that is not below the minimum."""
-    expected = (
-        "a finite number" if minimum == -math.inf else f"a finite number of at least {minimum:g}"
-    )
-    try:
-        number = math.nan if isinstance(value, (str, bool)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or number < minimum:
-        raise wrong(field, expected, value)
-    return number
+def checked_function(value) -> str:
+    """Return the name of a function."""
+    _check_printable("function", checked_field("function", value))
+    return value
 
 
 def checked_numbers(
@@ -135,7 +129,10 @@ def checked_sides(field: str, value, length: int, what: str) -> tuple[str, ...]:
         return ("right",) * length
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise wrong(field, 'a list of "right" or "left"', value)
-    sides = tuple(checked_choice(f"{field}[{i}]", side, SIDES) for i, side in enumerate(value))
+    sides = tuple(value)
+    for i, side in enumerate(sides):
+        if side not in SIDES:
+            raise wrong(f"{field}[{i}]", 'one of "right", "left"', side)
     check_length(field, sides, length, what)
     return sides
 
@@ -152,77 +149,54 @@ def checked_interval(field: str, value) -> tuple[float, float]:
     return tuple(ends.tolist())
 
 
-def checked_parameters(field: str, value) -> dict[str, float]:
+def checked_parameters(value) -> dict[str, float]:
     """Return a function's parameters."""
-    if not isinstance(value, Mapping):
-        raise wrong(field, "an object of numbers", value)
-    return {
-        checked_text(field, name): checked_number(f"{field}.{name}", number)
-        for name, number in value.items()
-    }
+    parameters = checked_field("parameters", value)
+    for name in parameters:
+        _check_printable("parameters", name)
+    return {name: float(number) for name, number in parameters.items()}
 
 
-def checked_weight(field: str, value) -> dict[str, Any]:
+def checked_weight(value) -> dict[str, Any]:
     """Return the weight as in a document: plain floats, and the fields in a fixed order."""
-    kinds = {
-        "uniform": (),
-        "normal": ("mean", "std"),
-        "histogram": ("edges", "density"),
-        "callable": ("name",),
-    }
-    if not isinstance(value, Mapping):
-        raise wrong(field, 'an object with a "kind"', value)
-    kind = checked_choice(f"{field}.kind", value.get("kind"), tuple(kinds))
-    if set(value) != {"kind", *kinds[kind]}:
-        raise wrong(field, f"the fields {', '.join(('kind', *kinds[kind]))}", list(value))
-    if kind == "normal":
-        mean, std = (
-            checked_number(f"{field}.mean", value["mean"]),
-            checked_number(f"{field}.std", value["std"]),
-        )
-        if not std > 0:
-            raise wrong(f"{field}.std", "more than 0", std)
-        return {"kind": kind, "mean": mean, "std": std}
-    if kind == "histogram":
-        return {"kind": kind, **_checked_histogram(field, value)}
-    if kind == "callable":
-        return {"kind": kind, "name": checked_text(f"{field}.name", value["name"])}
-    return {"kind": kind}
+    weight = checked_field("weight", value)
+    if weight["kind"] == "callable":
+        _check_printable("weight.name", weight["name"])
+    if weight["kind"] == "histogram":
+        edges, density = np.array(weight["edges"]), np.array(weight["density"])
+        check_ascending("weight.edges", edges)
+        check_length("weight.density", density, len(edges) - 1, "edges")
+        if not density.max() > 0:
+            raise wrong("weight.density", "numbers that are not all 0", weight["density"])
+    found = {name: weight[name] for name in WEIGHT_FIELDS if name in weight}
+    for name, inside in found.items():
+        if isinstance(inside, list):
+            found[name] = list(map(float, inside))
+        elif not isinstance(inside, str):
+            found[name] = float(inside)
+    return found
 
 
-def _checked_histogram(field: str, value: Mapping) -> dict[str, list[float]]:
-    edges, density = (
-        checked_numbers(f"{field}.edges", value["edges"]),
-        checked_numbers(f"{field}.density", value["density"]),
-    )
-    if len(edges) < 2:
-        raise wrong(f"{field}.edges", "at least 2 numbers", len(edges))
-    check_ascending(f"{field}.edges", edges)
-    check_length(f"{field}.density", density, len(edges) - 1, "edges")
-    if density.min() < 0 or not density.max() > 0:
-        raise wrong(f"{field}.density", "numbers of at least 0, not all 0", density.tolist())
-    return {"edges": edges.tolist(), "density": density.tolist()}
+def checked_solver(value) -> dict[str, Any]:
+    """Return a copy of the solver's record."""
+    solver = checked_field("solver", value)
+    for name in ("version", "status"):
+        _check_printable(f"solver.{name}", solver.get(name, ""))
+    numbers = {name: kind(solver[name]) for name, kind in _SOLVER_NUMBERS if name in solver}
+    return solver | numbers
 
 
-def checked_solver(field: str, value) -> dict[str, Any]:
-    """Return the solver's record as a copy that JSON can represent."""
-    if not isinstance(value, Mapping) or not isinstance(value.get("version"), str):
-        raise wrong(field, 'an object with a "version" and a "grid"', value)
-    solver = dict(value)
-    checked_text(f"{field}.version", value["version"], least=0)
-    solver["grid"] = checked_integer(f"{field}.grid", value.get("grid"), 0, MOST_COUNT)
-    if "seconds" in value:
-        solver["seconds"] = checked_number(f"{field}.seconds", value["seconds"], minimum=0.0)
-    checked_text(f"{field}.status", value.get("status", ""), least=0)
-    try:
-        return copy_json(solver)
-    except (TypeError, ValueError):
-        raise wrong(field, "values that JSON can hold", value) from None
+def _check_printable(field: str, value) -> None:
+    if not isinstance(value, str) or len(value) > MOST_CHARACTERS or not value.isprintable():
+        raise wrong(field, f"up to {MOST_CHARACTERS} printable characters", value)
 
 
-def copy_json(value: Any) -> Any:
-    """Copy a JSON value. Raises TypeError or ValueError for any other value."""
-    return json.loads(json.dumps(value, allow_nan=False))
+def checked_knots_error(value) -> float:
+    """Return the error of a stand-in, a finite number of at least 0."""
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        raise wrong("knots.error", "a finite number of at least 0", value)
+    return float(value)
 
 
 def check_length(field: str, value, length: int, what: str) -> None:

@@ -9,7 +9,7 @@ from fewbit import schema
 from fewbit.errors import TableError
 from fewbit.files import write_atomic
 from fewbit.schema.documents import parse_json, read_text
-from fewbit.table.checks import checked_text, wrong
+from fewbit.table.checks import checked_function, wrong
 from fewbit.table.table import (
     Table,
     build_table,
@@ -63,7 +63,7 @@ def dumps_tables(function: str, tables: Sequence[Table]) -> str:
     Raises:
         TableError: A table is of another function.
     """
-    _check_same_function(checked_text("function", function), tables)
+    _check_same_function(checked_function(function), tables)
     listed = ",\n".join("    " + table.dumps().replace("\n", "\n    ") for table in tables)
     head = {"schema": schema.TABLES, "function": function}
     return (

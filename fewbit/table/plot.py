@@ -52,7 +52,7 @@ def window(table: Table, function=None) -> tuple[float, float]:
 
 
 def derivative_curve(function, low: float, high: float, n: int = 2000) -> Curve:
-    """f' on [low, high] in pieces between its kinks."""
+    """F' on [low, high] in pieces between its kinks."""
     kinks = [kink for kink in map(float, function.kinks) if low < kink < high]
     nudge = 1e-9 * (high - low)  # a jump's own value belongs to neither branch
     ends = zip(

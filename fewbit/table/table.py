@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -20,26 +21,20 @@ from fewbit.sizes import counted
 from fewbit.table import philox
 from fewbit.table.checks import (
     FLOAT32_MAX,
-    FORMS,
-    MOST_COUNT,
     MOST_PIECES,
-    OBJECTIVES,
-    TAILS,
     check_levels,
     check_pieces,
     check_unbiased,
-    checked_choice,
     checked_codes,
-    checked_integer,
+    checked_field,
+    checked_function,
     checked_interval,
-    checked_number,
+    checked_knots_error,
     checked_numbers,
     checked_parameters,
     checked_sides,
     checked_solver,
-    checked_text,
     checked_weight,
-    copy_json,
     set_fields,
     wrong,
 )
@@ -53,6 +48,12 @@ from fewbit.table.knots import (
     round_breaks,
     to_float32,
 )
+
+SCALARS = (
+    *(("bits", int), ("revision", int), ("form", str), ("objective", str), ("tails", str)),
+    *(("error", float), ("lower_bound", float), ("relative_error", float)),
+)
+"""The fields that the schema checks completely, with their types."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -117,23 +118,16 @@ class Table:
         breaks = checked_numbers("breaks", self.breaks, most=MOST_PIECES - 1)
         set_fields(
             self,
-            function=checked_text("function", self.function),
-            parameters=checked_parameters("parameters", self.parameters),
-            bits=checked_integer("bits", self.bits, 1, 8),
-            form=checked_choice("form", self.form, FORMS),
-            objective=checked_choice("objective", self.objective, OBJECTIVES),
-            weight=checked_weight("weight", self.weight),
+            function=checked_function(self.function),
+            parameters=checked_parameters(self.parameters),
+            weight=checked_weight(self.weight),
             domain=checked_interval("domain", self.domain),
-            tails=checked_choice("tails", self.tails, TAILS),
             levels=levels,
             breaks=breaks,
             codes=checked_codes("codes", self.codes, len(levels)),
-            error=checked_number("error", self.error, minimum=0.0),
-            lower_bound=checked_number("lower_bound", self.lower_bound, minimum=0.0),
-            relative_error=checked_number("relative_error", self.relative_error, minimum=0.0),
-            solver=checked_solver("solver", self.solver),
-            revision=checked_integer("revision", self.revision, 1, MOST_COUNT),
+            solver=checked_solver(self.solver),
             closed=checked_sides("closed", self.closed, len(breaks), "breaks"),
+            **{name: kind(checked_field(name, getattr(self, name))) for name, kind in SCALARS},
         )
         check_levels(self.bits, self.form, levels)
         check_pieces(self.form, levels, breaks, self.codes)
@@ -141,9 +135,7 @@ class Table:
             raise wrong("lower_bound", f"at most the error {self.error!r}", self.lower_bound)
         _check_knots_presence(self)
         if self.objective == "unbiased":
-            set_fields(
-                self, knots_error=checked_number("knots.error", self.knots_error, minimum=0.0)
-            )
+            set_fields(self, knots_error=checked_knots_error(self.knots_error))
             check_unbiased(self.form, levels, breaks, self.codes, self.knots)
 
     def __call__(self, x) -> np.ndarray:
@@ -268,7 +260,7 @@ class Table:
             "bits": self.bits,
             "form": self.form,
             "objective": self.objective,
-            "weight": copy_json(self.weight),
+            "weight": deepcopy(self.weight),
             "domain": list(self.domain),
             "tails": self.tails,
             "levels": self.levels.tolist(),
@@ -284,7 +276,7 @@ class Table:
             "lower_bound": self.lower_bound,
             "relative_error": self.relative_error,
             "revision": self.revision,
-            "solver": copy_json(self.solver),
+            "solver": deepcopy(self.solver),
         }
 
     @classmethod

@@ -93,8 +93,8 @@ def test_an_in_place_relu_keeps_nothing_that_the_next_layer_does_not():
     assert relu.nonlinear_bytes == 4 * 512 * 8 * 8
     assert gelu.nonlinear_bytes == sum(4 * elements for elements in gelu.activation_inputs)
     assert gelu.activation_inputs == relu.activation_inputs
-    assert "codes save nothing" in run("resnet18", "--activation", "own").stdout
-    assert "codes save nothing" not in run("resnet18", "--activation", "gelu").stdout
+    assert "codes gain nothing" in run("resnet18", "--activation", "own").stdout
+    assert "codes gain nothing" not in run("resnet18", "--activation", "gelu").stdout
 
 
 @pytest.mark.slow
@@ -239,7 +239,7 @@ def test_json_has_the_counted_bytes():
 def test_a_batch_is_shown_with_its_total():
     each = measure("vgg11", batch=4)
     lines = [line.split() for line in run("vgg11", "--batch", "4").stdout.splitlines()]
-    assert [f"{each.activation_bytes / MB:.1f}", *"kept at batch 4".split()] in lines
+    assert [f"{each.activation_bytes / MB:.1f}", *"saved at batch 4".split()] in lines
     total = 4 * each.model_bytes + each.activation_bytes
     assert [f"{total / MB:.1f}", *"with 4 copies of the model".split()] in lines
 

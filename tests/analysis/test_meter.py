@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import fewbit  # noqa: E402
-from fewbit.analysis import meter  # noqa: E402
+from fewbit.analysis import recorder  # noqa: E402
 from fewbit.analysis.meter import saved_bytes  # noqa: E402
 from fewbit.analysis.saved_bytes import MOST_BARS, rows  # noqa: E402
 from fewbit.errors import FewbitError, OutputExistsError  # noqa: E402
@@ -484,7 +484,7 @@ def test_nothing_changes(fails):
     assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
     assert hooks_of(model) == hooks
     assert model.training and all(p.grad is None for p in model.parameters())
-    assert sum(type(each) is meter._Token for each in gc.get_objects()) == 0
+    assert sum(type(each) is recorder.Token for each in gc.get_objects()) == 0
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         nn.Linear(2, 2)(torch.ones(1, 2))
@@ -585,14 +585,14 @@ def test_nothing_saved_says_so(tmp_path):
     for model in (nn.Identity(), off):
         report = saved_bytes(model, torch.randn(3, 4))
         assert report.total == 0 and report.entries == ()
-        assert "Nothing is kept for backward" in str(report)
-        assert "Nothing is kept for backward" in report._repr_html_()
+        assert "Nothing is saved for backward" in str(report)
+        assert "Nothing is saved for backward" in report._repr_html_()
         report.plot(tmp_path / "none.png", force=True)
 
 
 def test_the_report_is_a_table():
     lines = str(saved_bytes(mlp(), torch.randn(5, 4))).splitlines()
-    assert lines[0] == "Sequential: 720 B kept for backward, in 3 storages"
+    assert lines[0] == "Sequential: 720 B saved for backward, in 3 storages"
     assert lines[2].split() == ["module", "type", "×", "kind", "shape", "dtype", "B", "share"]
     assert lines[4].split() == ["1", "GELU", "activation", "5×16", "float32", "320", "44.4%"]
     assert lines[6].split() == ["0", "Linear", "input", "5×4", "float32", "80", "11.1%"]

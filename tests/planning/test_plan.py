@@ -366,7 +366,7 @@ def test_the_cheapest_within_the_share_is_recommended(rows, expected):
     else:
         row = found.rows[expected]
         assert (
-            f"{row.policy} at {row.label} keeps {row.saved_bytes} B in place of 4.00 KiB" in title
+            f"{row.policy} at {row.label} saves {row.saved_bytes} B in place of 4.00 KiB" in title
         )
         assert "2.00 times as long (1.6 to 2.5)" in title
         assert f"{row.label}*" in str(found)
@@ -695,6 +695,15 @@ def test_batches_that_are_all_alike_have_no_variance_between_them():
     assert "% of it" in made(("a", 2, 300, 5.0)).title
 
 
+def test_the_call_of_the_recommended_candidate_is_shown():
+    found = made(("a", 2, 300, 0.05))
+    call = found.recommended.candidate.call
+    assert call in str(found)
+    assert f"<pre>{call}</pre>" in found._repr_html_()
+    none = made(("a", 2, 300, 5.0))
+    assert call not in str(none) and "<pre>" not in none._repr_html_()
+
+
 def test_html_is_one_piece_with_the_picture():
     found = made(("a<b", 2, 300, 0.05))
     text = found._repr_html_()
@@ -1014,6 +1023,6 @@ def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, capsys):
 
 def test_a_title_says_if_no_setting_saves_anything():
     found = made(("a", 8, 4096, 0.0), ("a", 4, 5000, 0.2))
-    assert "no setting keeps less than the 4.00 KiB of the exact model" in " ".join(
+    assert "no setting saves less than the 4.00 KiB of the exact model" in " ".join(
         found.title.split()
     )

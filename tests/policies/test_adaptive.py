@@ -152,7 +152,7 @@ def test_allocation_shows_itself():
     chosen = [row for row in found if not row.is_fixed]
     average = sum(row.bits * row.elements for row in chosen) / sum(row.elements for row in chosen)
     assert text.splitlines()[0] == (
-        f"{average:.4g} bits on average for {len(chosen)} tensors that layers keep; "
+        f"{average:.4g} bits on average for {len(chosen)} tensors that layers save; "
         f"{found.bits:.4g} with {11 - len(chosen)} of fixed bits"
     )
     assert [line.split()[0] for line in text.splitlines()[4:15]] == [row.name for row in found]

@@ -93,7 +93,7 @@ def test_layers_in_reentrant_checkpoints_are_named(regions):
     text = plain(str(bounds))
     assert f"; {len(named)} layers not observed; " in text
     more = f" and {len(named) - 4} more" * (len(named) > 4)
-    line = f"not observed, so that they keep 8 bits: {', '.join(named[:4])}{more} {IN_CHECKPOINT}"
+    line = f"not observed, so that they have 8 bits: {', '.join(named[:4])}{more} {IN_CHECKPOINT}"
     assert line in text and line in bounds._repr_html_()
 
 
@@ -243,7 +243,7 @@ def test_compiled_layers_are_named(how):
     is_whole = how in (_whole, _in_place, _function)
     assert bounds.unobserved == ("0",) * is_whole + COMPILED
     assert len([row for row in bounds if row.input is not None]) == (not is_whole)
-    named = f"not observed, so that they keep 8 bits: {', '.join(bounds.unobserved[:4])} and "
+    named = f"not observed, so that they have 8 bits: {', '.join(bounds.unobserved[:4])} and "
     assert f"{named}{len(bounds.unobserved) - 4} more {IN_COMPILE}" in plain(str(bounds))
     if is_whole:
         assert str(bounds).startswith("no bounds found; not observed")
@@ -307,8 +307,8 @@ def test_many_reasons_and_names():
     why = dict.fromkeys("abcdef", "here") | {"": "there"}
     text = plain(str(Bounds(empty="nothing", unobserved=why)))
     assert text == (
-        "no bounds found; not observed, so that they keep 8 bits: a, b, c, d and 2 more (here); "
-        "not observed, so that they keep 8 bits: the model (there)"
+        "no bounds found; not observed, so that they have 8 bits: a, b, c, d and 2 more (here); "
+        "not observed, so that they have 8 bits: the model (there)"
     )
     assert Bounds(unobserved=why).unobserved == (*"abcdef", "")
 

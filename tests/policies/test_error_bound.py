@@ -571,7 +571,7 @@ def test_bounds_show_themselves():
     found = controller.bounds
     text, page = str(found), found._repr_html_()
     assert text.startswith(
-        f"e2 = 0.5: {sum(row.input is not None for row in found)} tensors that layers keep, "
+        f"e2 = 0.5: {sum(row.input is not None for row in found)} tensors that layers save, "
     )
     assert "3.5 given" in text and page.count("<tr>") == len(found) + 1
     records = found.records()
@@ -664,6 +664,6 @@ def test_another_bound_goes_on_with_what_was_seen():
 
 def test_python_of_the_page_runs(capsys):
     names = run_blocks("docs/error_bound.md", {})
-    assert "tensors that layers keep" in capsys.readouterr().out
+    assert "tensors that layers save" in capsys.readouterr().out
     controller = names["controller"]
     assert controller.bounds.e2 == 0.1 and len(controller.bounds) == 4

@@ -18,7 +18,7 @@ from fewbit.policies.error_bound import tables
 from fewbit.policies.error_bound.bits import least_average, sizes
 from fewbit.policies.error_bound.codecs import BoundedCodec, ExactCodec
 from fewbit.policies.error_bound.estimates import ConstraintEstimate, Pair, TensorEstimate
-from fewbit.policies.error_bound.formulas.shares import polynomial_error
+from fewbit.policies.error_bound.formulas import polynomial_error
 from fewbit.policies.error_bound.observations import (
     EXPECTED,
     MEASURED,

@@ -10,12 +10,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
+import error_bounds as bounds  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import fewbit  # noqa: E402
 from fewbit import functions  # noqa: E402
 from fewbit.errors import InputError  # noqa: E402
-from fewbit.policies.error_bound import formulas as bounds  # noqa: E402
+from fewbit.policies.error_bound import formulas, tables  # noqa: E402
 
 SIGMAS = 4.5
 DRAWS = 128
@@ -95,7 +96,7 @@ class Case:
     def layer(self):
         y = self(self.x(), self.w())
         steps = self.size if self.transposed else y.shape[2:]
-        return bounds.Convolution(
+        return formulas.Convolution(
             channels=self.channels,
             elements=self.samples * math.prod(self.size),
             filter=self.filter,
@@ -176,7 +177,7 @@ def worst(case, g, adapt):
 def ratio(case, dx, g):
     """Squared gradient error over D, for the tightest D: by channel and group."""
     layer = case.layer()
-    d = bounds.convolution_d(case.by_channel(dx) / layer.elements, layer, case.by_group(g))
+    d = formulas.convolution_d(case.by_channel(dx) / layer.elements, layer, case.by_group(g))
     return square(weight_gradient(case, dx, g)) / d
 
 
@@ -189,7 +190,7 @@ def test_no_error_of_a_weight_exceeds_the_worst_case(case):
         # One number for all elements is enough where it is that of the group that errs most.
         layer = case.layer()
         means = case.by_channel(dx).view(case.groups, -1).mean(1) / layer.elements
-        d = bounds.convolution_d(means.max().item(), layer, square(g))
+        d = formulas.convolution_d(means.max().item(), layer, square(g))
         assert square(weight_gradient(case, dx, g)) <= d * ROUNDING
     assert ratio(case, *worst(case, g.abs(), adapt=True)) <= ROUNDING
 
@@ -225,7 +226,7 @@ def test_a_box_of_errors_keeps_to_the_worst_case(case):
     dx = case.x()
     for _ in range(10):
         dx = math.sqrt(dx2) * input_gradient(case, weight_gradient(case, dx, g), g).sign()
-    assert square(weight_gradient(case, dx, g)) <= ROUNDING * bounds.convolution_d(
+    assert square(weight_gradient(case, dx, g)) <= ROUNDING * formulas.convolution_d(
         dx2, layer, case.by_group(g)
     )
 
@@ -235,12 +236,12 @@ def test_errors_of_a_weight_in_expectation(case):
     """Exactly D without padding, whatever the stride; below with it."""
     layer, dx2 = case.layer(), 0.04
     g = torch.randn_like(case(case.x(), case.w()))
-    d = bounds.convolution_d(dx2, layer, case.by_group(g), expectation=True)
+    d = formulas.convolution_d(dx2, layer, case.by_group(g), expectation=True)
     errors = [square(weight_gradient(case, halves(case.x().shape, dx2), g)) for _ in range(DRAWS)]
     # A transposed filter does not meet all outputs as often as `reads` says.
     is_exact = not any(case.padding) and not case.transposed
     assert_in_expectation(errors, d, least=1.0 if is_exact else 0.05 if case.transposed else 0.3)
-    scalar = bounds.convolution_d(dx2, layer, square(g), expectation=True)
+    scalar = formulas.convolution_d(dx2, layer, square(g), expectation=True)
     assert scalar == pytest.approx(d)
 
 
@@ -249,7 +250,7 @@ def test_rounding_stochastically_keeps_to_the_mean(name):
     case, step = CASES[name], 0.3
     layer, x = case.layer(), case.x()
     g = torch.randn_like(case(x, case.w()))
-    d = bounds.convolution_d(step**2 / 4, layer, square(g), expectation=True)
+    d = formulas.convolution_d(step**2 / 4, layer, square(g), expectation=True)
     errors = [square(weight_gradient(case, rounding_errors(x, step), g)) for _ in range(DRAWS)]
     assert_in_expectation(errors, d, least=0.3)
 
@@ -261,7 +262,7 @@ def test_at_the_error_of_a_weight_d_is_what_is_allowed(case, expectation):
     by_group = torch.arange(1.0, case.groups + 1)
     for grad2 in (3.0, by_group):
         dx2 = bounds.convolution_error(layer, grad2, e2, v2, expectation)
-        assert bounds.convolution_d(dx2, layer, grad2, expectation) == pytest.approx(e2 * v2)
+        assert formulas.convolution_d(dx2, layer, grad2, expectation) == pytest.approx(e2 * v2)
     assert dx2.shape == (case.channels,)
     if not case.filter:
         sizes = layer.elements, layer.channels
@@ -277,8 +278,8 @@ def test_shares_of_channels_are_the_best_ones():
     best = bounds.convolution_error(layer, grad2, 1.0, 1.0)
     for _ in range(50):
         other = best * torch.rand(4, dtype=torch.float64)
-        other *= 1.0 / bounds.convolution_d(other, layer, grad2)
-        assert bounds.convolution_d(other, layer, grad2) == pytest.approx(1.0)
+        other *= 1.0 / formulas.convolution_d(other, layer, grad2)
+        assert formulas.convolution_d(other, layer, grad2) == pytest.approx(1.0)
         assert other.log().sum() < best.log().sum()
 
 
@@ -311,14 +312,14 @@ def test_most_reads_counts_what_a_filter_meets(taps, stride, dilation, size, pad
     read = F.fold(F.unfold(ones, (taps, 1), **how), (size, 1), (taps, 1), **how)
     steps = (size + 2 * padding - window) // stride + 1
     found = round(read.max().item())
-    assert found <= bounds.most_reads(taps, stride, dilation, steps)
-    assert bounds.most_reads(taps, stride, dilation, steps) <= bounds.most_reads(
+    assert found <= formulas.most_reads(taps, stride, dilation, steps)
+    assert formulas.most_reads(taps, stride, dilation, steps) <= formulas.most_reads(
         taps, stride, dilation
     )
     if padding == 0 and steps >= taps * dilation:
-        assert found == bounds.most_reads(taps, stride, dilation)
+        assert found == formulas.most_reads(taps, stride, dilation)
     if math.gcd(stride, dilation) == 1:
-        assert bounds.most_reads(taps, stride, dilation) == math.ceil(taps / stride)
+        assert formulas.most_reads(taps, stride, dilation) == math.ceil(taps / stride)
 
 
 @given(
@@ -365,11 +366,11 @@ def test_wrong_settings_of_linear_layers_are_refused():
     with pytest.raises(InputError, match="expected channels in 3 equal groups, got 4 channels"):
         replace(layer, groups=3)
     with pytest.raises(InputError, match="expected an integer of 1 or more for stride, got 0"):
-        bounds.most_reads(3, 0)
+        formulas.most_reads(3, 0)
     with pytest.raises(InputError, match="one length"):
         replace(layer, stride=(1,))
     with pytest.raises(InputError, match="expected grad2 of each group"):
-        bounds.convolution_d(torch.ones(4), layer, 1.0)
+        formulas.convolution_d(torch.ones(4), layer, 1.0)
 
 
 def test_a_gradient_of_zero_allows_any_error():
@@ -830,31 +831,31 @@ def brute(table, low, high, n=200_001):
 )
 def test_the_largest_error_of_a_table(name, bits, interval):
     table = fewbit.load_table(name, bits=bits)
-    found = bounds.largest_table_error(table, *interval)
+    found = tables.largest_table_error(table, *interval)
     expected = brute(table, *interval)
     assert expected - 1e-6 <= found <= expected + 1e-4
 
 
 def test_the_largest_error_of_a_minimax_table_is_its_error():
     table = fewbit.solve("silu", bits=2, objective="minimax")
-    assert bounds.largest_table_error(table, *table.domain) == pytest.approx(table.error, abs=1e-6)
+    assert tables.largest_table_error(table, *table.domain) == pytest.approx(table.error, abs=1e-6)
 
 
 def test_the_largest_error_of_exact_and_unbiased_tables():
-    assert bounds.largest_table_error(fewbit.load_table("relu", bits=1), -5, 5) == 0.0
+    assert tables.largest_table_error(fewbit.load_table("relu", bits=1), -5, 5) == 0.0
     table = fewbit.solve("gelu", bits=2, objective="unbiased")
     for low, high in ((-4.0, 4.0), (-1.0, -0.3), (-8.0, -5.0), (0.2, 0.5)):
         x = np.linspace(low, high, 20_001)
         slopes = functions.get("gelu").derivative(x)
         drawn = max(np.abs(table.sample(x, seed) - slopes).max() for seed in range(20))
-        found = bounds.largest_table_error(table, low, high)
+        found = tables.largest_table_error(table, low, high)
         assert 0.9 * found < drawn <= found + 1e-6
 
 
 @pytest.mark.parametrize("interval", [(1.0, 1.0), (2.0, 1.0), (-math.inf, 1.0), (0.0, math.nan)])
 def test_intervals_that_are_none_are_refused(interval):
     with pytest.raises(InputError, match="expected finite ends low < high"):
-        bounds.largest_table_error(fewbit.load_table("gelu", bits=2), *interval)
+        tables.largest_table_error(fewbit.load_table("gelu", bits=2), *interval)
 
 
 @pytest.mark.parametrize("bits", [1, 3])
@@ -863,7 +864,7 @@ def test_gradients_through_a_table_keep_to_its_bound(bits):
     table = fewbit.load_table("gelu", bits=bits)
     x = torch.randn(1000)
     low, high = x.min().item(), x.max().item()
-    largest = bounds.largest_table_error(table, low, high)
+    largest = tables.largest_table_error(table, low, high)
     grid = np.linspace(low, high, 100_001)
     off = np.abs(table(grid) - functions.get("gelu").derivative(grid))
     for data, least in ((x, 0.0), (torch.full((1000,), float(grid[off.argmax()])), 0.99)):
@@ -879,7 +880,7 @@ def test_gradients_through_a_table_keep_to_its_bound(bits):
 def test_at_the_error_of_a_pointwise_function_d_is_what_is_allowed():
     dx2 = bounds.pointwise_error(0.8, 3.0, 0.5, 2.0)
     assert bounds.pointwise_d(dx2, 0.8, 3.0) == pytest.approx(1.0)
-    assert bounds.table_d(bounds.table_error(3.0, 0.5, 2.0), 3.0) == pytest.approx(1.0)
+    assert bounds.table_d(tables.allowed_error(3.0, 0.5, 2.0), 3.0) == pytest.approx(1.0)
 
 
 # --- the layers of the package ----------------------------------------------------------------------
@@ -945,10 +946,10 @@ def test_layers_of_the_package_keep_to_their_bounds_in_expectation(kind):
     elif kind == "linear":
         ds = (bounds.linear_d(dx2, 8, 96, g2, True),)
     else:
-        layer = bounds.Convolution(
+        layer = formulas.Convolution(
             8, 4 * 36, (3, 3), (2, 2), (1, 1), 2, kind == "conv_transpose2d", None
         )
-        ds = (bounds.convolution_d(dx2, layer, g2, True),)
+        ds = (formulas.convolution_d(dx2, layer, g2, True),)
     for errors, d in zip(zip(*found, strict=True), ds, strict=True):
         assert_in_expectation(errors, d, least=1e-4 if kind == "attention" else 0.1)
 
@@ -969,9 +970,9 @@ def test_table_1_follows_from_these_bounds():
     r, s, t = 6, 4, 2  # where T divides R and S the average is the count
     m = n * height * width
     papers_convolution = e2 * v2 * t**2 / (2 * r * s * m * c * g2)
-    layer = bounds.Convolution(c, m, (r, s), (t, t), (1, 1))
+    layer = formulas.Convolution(c, m, (r, s), (t, t), (1, 1))
     assert bounds.convolution_error(layer, g2, e2, v2) == pytest.approx(2 * papers_convolution)
-    assert bounds.convolution_d(0.1, layer, g2) == pytest.approx(r * s / t**2 * g2 * 0.1 * m * c)
+    assert formulas.convolution_d(0.1, layer, g2) == pytest.approx(r * s / t**2 * g2 * 0.1 * m * c)
 
     # Batch norm: an error dx of x is one of dx / s in x~. The paper's is what is linear in dx, in expectation, if
     # its g_c^2 bounds both the weight's squared gradient and |g|^2, and M is large.

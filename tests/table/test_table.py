@@ -22,7 +22,7 @@ from fewbit.errors import (
     TableError,
     WeightError,
 )
-from fewbit.policies.error_bound.formulas import largest_table_error
+from fewbit.policies.error_bound.tables import largest_table_error
 from fewbit.table import (
     Knots,
     Table,
@@ -478,12 +478,12 @@ def test_sample_needs_an_unbiased_table():
 KNOTS = Knots([-1.0, 1.0], [0.0, 1.0])
 
 REFUSED = [
-    (dict(function=""), "function: expected a string that is not empty, got ''"),
+    (dict(function=""), "function: expected at least 1 character, got ''"),
     (dict(parameters={"a": math.nan}), "parameters.a: expected a finite number, got nan"),
-    (dict(parameters=[1]), "parameters: expected an object of numbers, got [1]"),
-    (dict(bits=9), "bits: expected an integer from 1 to 8, got 9"),
-    (dict(bits=True), "bits: expected an integer from 1 to 8, got True"),
-    (dict(bits=2.5), "bits: expected an integer from 1 to 8, got 2.5"),
+    (dict(parameters=[1]), "parameters: expected an object, got [1]"),
+    (dict(bits=9), "bits: expected at most 8, got 9"),
+    (dict(bits=True), "bits: expected an integer, got True"),
+    (dict(bits=2.5), "bits: expected an integer, got 2.5"),
     (dict(bits=1), "levels: expected 1 to 2 numbers for 1 bit, got 4"),
     (dict(form="steps"), 'form: expected one of "levels", "intervals", got \'steps\''),
     (dict(objective="l2"), 'objective: expected one of "mse", "unbiased", "minimax", got \'l2\''),
@@ -508,11 +508,11 @@ REFUSED = [
     ),
     (
         dict(weight={"kind": "normal", "mean": 0}),
-        "weight: expected the fields kind, mean, std, got ['kind', 'mean']",
+        'weight: expected the field "std", got none',
     ),
     (
         dict(weight={"kind": "normal", "mean": 0, "std": 0}),
-        "weight.std: expected more than 0, got 0.0",
+        "weight.std: expected more than 0, got 0",
     ),
     (
         dict(weight={"kind": "histogram", "edges": [0, 0], "density": [1]}),
@@ -520,7 +520,7 @@ REFUSED = [
     ),
     (
         dict(weight={"kind": "histogram", "edges": [0, 1], "density": [0]}),
-        "weight.density: expected numbers of at",
+        "weight.density: expected numbers that are not all 0",
     ),
     (
         dict(weight={"kind": "histogram", "edges": [0, 1], "density": [1, 1]}),
@@ -559,23 +559,23 @@ REFUSED = [
     (dict(closed=["right"]), "closed: expected 4 items to match breaks, got 1"),
     (dict(closed=["up"] * 4), 'closed[0]: expected one of "right", "left", got \'up\''),
     (dict(closed="right"), 'closed: expected a list of "right" or "left", got \'right\''),
-    (dict(error=-1), "error: expected a finite number of at least 0, got -1"),
-    (dict(error="1"), "error: expected a finite number of at least 0, got '1'"),
+    (dict(error=-1), "error: expected at least 0, got -1"),
+    (dict(error="1"), "error: expected a number, got '1'"),
     (
         dict(relative_error=math.inf),
-        "relative_error: expected a finite number of at least 0, got inf",
+        "relative_error: expected a finite number, got inf",
     ),
     (dict(lower_bound=0.11), "lower_bound: expected at most the error 0.1, got 0.11"),
-    (dict(revision=0), "revision: expected an integer of at least 1, got 0"),
-    (dict(solver={"version": "1"}), "solver.grid: expected an integer of at least 0, got None"),
-    (dict(solver={}), 'solver: expected an object with a "version" and a "grid", got {}'),
+    (dict(revision=0), "revision: expected at least 1, got 0"),
+    (dict(solver={"version": "1"}), 'solver: expected the field "grid", got none'),
+    (dict(solver={}), 'solver: expected the field "version", got none'),
     (
         dict(solver={"version": "1", "grid": 1, "seconds": -1}),
-        "solver.seconds: expected a finite number of at least 0",
+        "solver.seconds: expected at least 0, got -1",
     ),
     (
         dict(solver={"version": "1", "grid": 1, "f": len}),
-        "solver: expected values that JSON can hold, got",
+        "solver.f: expected a value that JSON can hold, got",
     ),
     (dict(objective="unbiased"), "knots: expected knots for objective unbiased, got None"),
     (dict(knots=KNOTS), "knots: expected none for objective mse, got Knots("),

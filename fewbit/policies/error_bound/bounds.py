@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from fewbit.policies.error_bound.choices import choose_bits, has_enough_bits
+from fewbit.policies.error_bound.codecs import ExactCodec
+from fewbit.policies.error_bound.tables import is_known, table_error
 from fewbit.render.formats import decimal, digits, limit_text, module_name
 from fewbit.render.rows import Rows
 from fewbit.render.view import Column, View
+from fewbit.runtime.codecs.payload import EXACT
 from fewbit.sizes import counted
+
+WORST = "worst case"
+"""The kind of an activation's bound."""
 
 
 class Bounded(NamedTuple):
-    """The tensor that a layer keeps of one of its inputs, or the codes of an activation.
+    """The tensor that a layer saves of one of its inputs, or the codes of an activation.
 
     Attributes:
         name: The layer's path; for a function that a module calls, the module's path and the function's name.
@@ -21,8 +28,8 @@ class Bounded(NamedTuple):
         demand: The gradient that allows the smallest error.
         kind: The kind of the bound on that gradient's error: "in expectation", "measured" (docs/error_bound.md), or
             "worst case" for activations.
-        dx: The root mean square error that the kept tensor may have; for an activation the error of f'.
-        kept: "bits", "exact", or the name of the codec that kept the tensor ("quant" if "jpeg" or "quant+zvc" left it to
+        dx: The root mean square error that the saved tensor may have; for an activation the error of f'.
+        kept: "bits", "exact", or the name of the codec that saved the tensor ("quant" if "jpeg" or "quant+zvc" left it to
             that).
         bits: Bits per element on average; for a codec all bytes of its latest payload in this process, None before that;
             None if exact.
@@ -52,10 +59,10 @@ class Bounds(Rows):
         rows: The rows.
         e2: The bound of `compress_`, None without the policy.
         ratio: E|g^|^2 / E|g|^2 in all, as far as the monitor has seen it; None before that.
-        empty, unobserved, ended: As for `Rows`. Layers that are not observed have 8 bits.
+        empty: As for `Rows`, as are the other arguments. Layers that are not observed have 8 bits.
     """
 
-    _not_observed = "not observed, so that they keep 8 bits"
+    _not_observed = "not observed, so that they have 8 bits"
 
     def __init__(
         self,
@@ -82,7 +89,7 @@ class Bounds(Rows):
 
     @property
     def bits(self) -> float | None:
-        """The average bits of all elements that bits or codecs keep; None without any."""
+        """The average bits of all elements that bits or codecs save; None without any."""
         found = [(row.bits, row.elements) for row in self if row.bits and row.elements]
         elements = sum(count for _, count in found)
         return sum(bits * count for bits, count in found) / elements if elements else None
@@ -91,7 +98,7 @@ class Bounds(Rows):
     def _headline(self) -> str:
         layers = [row for row in self if row.input is not None]
         exact = sum(row.kept == "exact" for row in layers)
-        text = f"e2 = {self.e2:.4g}: {counted(len(layers), 'tensor')} that layers keep"
+        text = f"e2 = {self.e2:.4g}: {counted(len(layers), 'tensor')} that layers save"
         if self.bits is not None:
             text += f", {exact} of them exact, the others" * bool(exact) + ","
             text += f" {self.bits:.4g} bits on average"
@@ -127,10 +134,10 @@ class Bounds(Rows):
         notes += [
             "decides: the gradient that allows the smallest error",
             "bound: on that gradient's squared error in expectation, on the worst case, or measured",
-            "dx*: the root mean square error that the kept tensor may have (of norms the normalized input), of f' the "
+            "dx*: the root mean square error that the saved tensor may have (of norms the normalized input), of f' the "
             "largest that its table may have",
-            "ratio: E|g^|^2 / E|g|^2 of the layer's own gradients, as the monitor saw it; controller.gradient_ratio tells that "
-            "of all layers together",
+            "ratio: E|g^|^2 / E|g|^2 of the layer's own gradients, as the monitor saw it; controller.gradient_ratio measures "
+            "that of all layers together",
         ]
         if any(row.ratio is not None and row.ratio > self.limit for row in self):
             notes.append(
@@ -157,3 +164,41 @@ def _kept(row: Bounded) -> str:
     if row.kept != "bits":
         return f"{row.bits:.3g} {row.kept}"
     return decimal(row.bits) + " given" * row.is_fixed + "*" * (not row.is_met)
+
+
+def rows_of(policy) -> Iterator[Bounded]:
+    """Yield a row for each slot of an `ErrorBoundPolicy`, then for each activation, in the order of the forward."""
+    for name, slot in policy.knowledge.slots.items():
+        choice = policy.choices.get(name) or choose_bits(slot, policy.bound)
+        codec = None if slot.is_fixed else policy.codec_of(name)
+        kept, bits = "bits", slot.average if slot.is_fixed else choice.average
+        if isinstance(codec, ExactCodec):
+            kept, bits = EXACT, None
+        elif codec is not None:
+            kept, bits = codec.stats.kept or codec.name, codec.stats.bits
+            bits = None if kept == EXACT else bits
+        constraint = choice.constraint
+        yield Bounded(
+            *name,
+            demand="" if constraint is None else constraint.label,
+            kind="" if constraint is None else constraint.kind,
+            dx=math.sqrt(choice.dx2),
+            kept=kept,
+            bits=bits,
+            elements=slot.elements,
+            is_fixed=slot.is_fixed,
+            is_met=not slot.is_fixed or has_enough_bits(slot, choice, policy.bound),
+            ratio=slot.ratio,
+        )
+    # Activations were measured in the backward pass, which goes the other way.
+    for name, activation in reversed(policy.knowledge.activations.items()):
+        bits = policy.given.get(name, policy.activations.get(name))
+        if bits is None:
+            continue
+        allowed = activation.allowed(policy.bound.e2, policy.bound.window)
+        function = activation.function, activation.parameters
+        is_met = not is_known(*function) or table_error(*function, bits) <= allowed
+        is_fixed = name in policy.given
+        yield Bounded(
+            name, None, "input", WORST, allowed, "bits", float(bits), None, is_fixed, is_met
+        )

@@ -12,6 +12,7 @@ class ExactCodec:
     """A codec that saves the tensor as it is, as torch's own layer would. Of a part of a larger storage it saves a copy."""
 
     def quantize(self, x, seed):
+        """Return a payload with the exact values."""
         return exact(x)
 
 
@@ -40,6 +41,7 @@ class BoundedCodec:
     stats: PayloadStats = field(default_factory=PayloadStats, compare=False, repr=False)
 
     def quantize(self, x, seed):
+        """Return the payload of a tensor, and note its size in `stats`."""
         bound = self.bound
         if self.channels is not None and x.dim() > 1 and x.shape[1] == len(self.channels):
             bound = self.channels

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fewbit.policies.error_bound.bits import least_average
-from fewbit.policies.error_bound.formulas import table_error
-from fewbit.policies.error_bound.formulas.shares import polynomial_error, tolerance
+from fewbit.policies.error_bound.formulas import polynomial_error, tolerance
 from fewbit.policies.error_bound.observations import (
     EXPECTED,
     MEASURED,
@@ -26,6 +25,7 @@ from fewbit.policies.error_bound.observations import (
     parts_of,
     slot_of,
 )
+from fewbit.policies.error_bound.tables import allowed_error
 from fewbit.policies.records import Record, entry, keyed, named_tuple, vector
 from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.runtime.probes.variance_probe import SPREAD
@@ -150,6 +150,7 @@ class TensorEstimate(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def check(self, where: str) -> None:
+        """Raise InputError if the number of spreads or of weights is wrong."""
         parts, last = parts_of(self.samples), len(self.spreads[-1])
         if last != parts:
             raise wrong(f"{where}.spreads", f"{parts} entries in the last one", last)
@@ -239,14 +240,15 @@ class ActivationEstimate(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def check(self, where: str) -> None:
+        """Raise InputError if the function does not have such parameters."""
         check_parameters(self.function, self.parameters, f"{where}.parameters")
 
     def allowed(self, e2: float, window: str) -> float:
         """Return the largest error of the table (not squared) that the bound allows; with "max" in each measurement."""
         if window == "max":
-            return min(table_error(row.grad2, e2, row.v2) for row in self.rows)
+            return min(allowed_error(row.grad2, e2, row.v2) for row in self.rows)
         v2, grad2 = (mean(values) for values in zip(*self.rows, strict=True))
-        return table_error(grad2, e2, v2)
+        return allowed_error(grad2, e2, v2)
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,7 @@ def ratio_of(pair: Pair) -> float | None:
 
 
 def sum_of(pairs: list[Pair]) -> Pair:
+    """Return the sum of pairs."""
     hat2 = exact2 = 0.0
     for pair in pairs:
         hat2, exact2 = hat2 + pair.hat2, exact2 + pair.exact2
@@ -290,6 +293,7 @@ def sum_of(pairs: list[Pair]) -> Pair:
 
 
 def mean(values) -> float:
+    """Return the mean of values, whose sum is exact."""
     return math.fsum(values) / len(values)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from fewbit.policies.error_bound.error_model import Cost
+from fewbit.policies.error_bound.error_model import Cost, Part
 from fewbit.policies.error_bound.observations import GradientConstraint, MonitoredNorms
 
 
@@ -41,23 +40,19 @@ class MeasuredGradient:
     """The measurements of one gradient of a layer, on their way to the host.
 
     Args:
-        place: the gradient's position among the inputs of the autograd Function.
+        part: the error model of the gradient.
         label: see `GradientConstraint`.
         kind: see `GradientConstraint`.
         tensor: the saved tensor that the gradient is computed from.
         size: 0-D, the norm of the gradient.
-        numbers: see `error_model.Part`.
-        finish: see `error_model.Part`.
         exact: 0-D, the norm of the gradient from exact values, if that is known.
     """
 
-    place: int
+    part: Part
     label: str
     kind: str
     tensor: MeasuredTensor
     size: torch.Tensor
-    numbers: tuple[torch.Tensor, ...]
-    finish: Callable[[list[list[float]], float], Cost]
     exact: torch.Tensor | None = None
 
 
@@ -96,10 +91,12 @@ def _shares(host, gradients: list[MeasuredGradient]) -> list[Share]:
     by_place = {}
     for gradient in gradients:
         error2 = host_square(host, gradient.tensor.error) / gradient.tensor.elements
-        cost = gradient.finish([host[id(numbers)] for numbers in gradient.numbers], error2)
+        cost = gradient.part.finish(
+            [host[id(numbers)] for numbers in gradient.part.numbers], error2
+        )
         if cost.first or cost.second:
             present = (cost.first * math.sqrt(error2) + cost.second * error2) ** 2
-            by_place.setdefault(gradient.place, []).append((gradient, cost, present))
+            by_place.setdefault(gradient.part.place, []).append((gradient, cost, present))
     shares = []
     for same_place in by_place.values():
         present = sum(error for *_, error in same_place)

@@ -95,7 +95,7 @@ def warn(slots: Slots, ratio: float, limit: float) -> None:
     )
     warnings.warn(
         f"gradients are larger than their bound allows: E|g^|^2 / E|g|^2 is {ratio:.3g}, above 1 + e2 = {limit:.3g}; "
-        f"most in {worst}. See controller.bounds; a smaller e2 keeps more bits, where they are not given",
+        f"most in {worst}. See controller.bounds; a smaller e2 gives more bits to layers whose bits are not given",
         BoundWarning,
         stacklevel=2,
     )

@@ -83,10 +83,12 @@ class MonitoredNorms(NamedTuple):
 
 
 def merge_constraints(values: list[Iterable[GradientConstraint]]) -> tuple:
+    """Merge the constraints of all processes by label."""
     return tuple(merge_by_key([by_label(constraints) for constraints in values]).values())
 
 
 def merge_monitored(values: list[Iterable[MonitoredNorms]]) -> tuple:
+    """Add up the norms of all processes by label."""
     sums = [sums_by_label(norms).values() for norms in values]
     return tuple(sums_by_label(norms for process in sums for norms in process).values())
 
@@ -135,6 +137,7 @@ class TensorNorms(Record):
     )
 
     def check(self, where: str) -> None:
+        """Raise InputError if there are too few squares."""
         parts = parts_of(self.samples)
         if len(self.squares) < parts:
             raise wrong(f"{where}.squares", f"at least {parts} entries", len(self.squares))
@@ -185,6 +188,7 @@ class ActivationNorms(Record):
     grad2: float = entry(real(), sum, default=0.0)
 
     def check(self, where: str) -> None:
+        """Raise InputError if the function does not have such parameters."""
         check_parameters(self.function, self.parameters, f"{where}.parameters")
 
 
@@ -194,6 +198,7 @@ def slot_of(made) -> tuple[str, int]:
 
 
 def name_of(made) -> str:
+    """Return the name of a record."""
     return made.name
 
 

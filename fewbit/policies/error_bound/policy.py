@@ -10,33 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from fewbit.config import MAX_BITS, WINDOWS, ErrorBound
 from fewbit.errors import FewbitError, InputError
 from fewbit.policies.allocation_report import Allocation
 from fewbit.policies.error_bound import monitor
-from fewbit.policies.error_bound.bounds import Bounded, Bounds
-from fewbit.policies.error_bound.choices import (
-    choose,
-    choose_codec,
-)
+from fewbit.policies.error_bound.bounds import Bounds, rows_of
+from fewbit.policies.error_bound.choices import choose, choose_codec
 from fewbit.policies.error_bound.codecs import ExactCodec, PayloadStats
 from fewbit.policies.error_bound.estimates import BoundKnowledge
 from fewbit.policies.error_bound.observations import ProbeResult
 from fewbit.policies.error_bound.probe import ErrorBoundProbe
-from fewbit.policies.error_bound.rows import activation_rows, slot_rows
-from fewbit.policies.error_bound.updates import updated_activation, updated_slot
+from fewbit.policies.error_bound.updates import updated, updated_activation, updated_slot
 from fewbit.policies.probing import ProbingPolicy
-from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.runtime.format.groups import LEAST_FEATURES
 from fewbit.runtime.saved.assignment import BitAssignment, ChannelWeights
-from fewbit.schema.shapes import (
-    Shape,
-    check_layer,
-    choice,
-    real,
-    text,
-)
+from fewbit.schema.shapes import Shape, check_layer, choice, real, text
 
 POLICY = "error-bound"
 _SETTINGS = "e2", "window", "codec", "by_channel"
@@ -89,15 +79,16 @@ class ErrorBoundPolicy(ProbingPolicy):
         return monitor.total_ratio(self.knowledge.slots, self._exact())
 
     def tables(self, model, ended: str) -> dict:
-        rows = [Bounded(*row) for row in (*slot_rows(self), *activation_rows(self))]
+        """Return {"bounds": the errors that are allowed}, and an empty allocation that refers to them."""
         empty = "no bounds found yet: that comes after the first steps of training, with gradients that are finite"
         unobserved = self.unobserved_layers(model)
         return {
             "allocation": Allocation(empty="bits follow from an error bound: see bounds"),
-            "bounds": Bounds(rows, self.bound.e2, self.ratio, empty, unobserved, ended),
+            "bounds": Bounds(rows_of(self), self.bound.e2, self.ratio, empty, unobserved, ended),
         }
 
     def number_samples(self, numbers) -> None:
+        """Raise InputError: bits do not go by samples."""
         raise InputError(
             "expected SampleBits or AdaptiveBits for numbers of samples, got ErrorBound, whose bits follow from bounds"
         )
@@ -105,9 +96,11 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- In a forward pass -----------------------------------------------------------------------------------
 
     def new_probe(self) -> ErrorBoundProbe:
+        """Return a probe that also computes exact gradients of the monitored slots."""
         return ErrorBoundProbe(self.step, frozenset(self.monitored()))
 
     def apply_to(self, assignment: BitAssignment) -> None:
+        """Set the bits, codecs and channels of a forward pass."""
         assignment.averages, assignment.codecs = self.averages, self._codecs
         assignment.activations = self.activations
         assignment.channels, assignment.channel_weights = self._channels, self._channel_weights
@@ -130,39 +123,36 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- Learning --------------------------------------------------------------------------------------------
 
     def merge(self, results: list[ProbeResult | None]) -> ProbeResult:
+        """Return the sums over processes, by slot and activation."""
         return ProbeResult.merged([result or ProbeResult() for result in results])
 
     def learn(self, result: ProbeResult | None) -> BoundKnowledge:
+        """Return the knowledge after one more measurement."""
         known, result = self.knowledge, result or ProbeResult()
         total = math.fsum(
             constraint.v2 for slot in result.slots.values() for constraint in slot.constraints
         ) or math.fsum(activation.v2 for activation in result.activations.values())
         if not 0 < total < math.inf:
             return known
-        slots, activations = self._updated_slots(result, total), {}
-        for name in {**known.activations, **result.activations}:
-            before, now = known.activations.get(name), result.activations.get(name)
-            if now is None and before.missed < FORGOTTEN:
-                activations[name] = replace(before, missed=before.missed + 1)
-            elif now is not None and name in self._bounded_activations:
-                activations[name] = updated_activation(before, now, total)
+        seen = {
+            (layer, number): norms
+            if layer in self._channels and number == 0
+            else replace(norms, channel_weights=None)
+            for (layer, number), norms in result.slots.items()
+        }
+        slots = updated(known.slots, seen, partial(updated_slot, total=total))
+        bounded = {
+            name: norms
+            for name, norms in result.activations.items()
+            if name in self._bounded_activations
+        }
+        activations = updated(known.activations, bounded, partial(updated_activation, total=total))
         turn = self.monitored()
         following = monitor.next_start(turn, known.next, known.slots, slots, result.slots)
         return BoundKnowledge(slots, activations, following, known.has_warned)
 
-    def _updated_slots(self, result: ProbeResult, total: float) -> dict:
-        slots = {}
-        for name in {**self.knowledge.slots, **result.slots}:
-            before, now = self.knowledge.slots.get(name), result.slots.get(name)
-            if now is not None:
-                if name[0] not in self._channels or name[1]:
-                    now = replace(now, channel_weights=None)
-                slots[name] = updated_slot(before, now, total)
-            elif before.missed < FORGOTTEN:
-                slots[name] = replace(before, missed=before.missed + 1)
-        return slots
-
     def adopt(self, knowledge: BoundKnowledge) -> None:
+        """Set the knowledge, and choose bits, codecs and tables by it."""
         choices = choose(knowledge, self.bound, self.given)
         self.knowledge = knowledge
         self.choices, self.activations = choices.slots, choices.activations
@@ -186,6 +176,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         }
 
     def take_in(self, result: ProbeResult | None) -> None:
+        """Learn from a result, and warn once if gradients exceed the bound."""
         before = self.knowledge
         super().take_in(result)
         known, ratio, limit = self.knowledge, self.ratio, self.limit
@@ -198,9 +189,11 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- State -----------------------------------------------------------------------------------------------
 
     def settings(self) -> dict:
+        """Return the name of the policy and the settings of the bound."""
         return {"policy": POLICY, **{name: getattr(self.bound, name) for name in _SETTINGS}}
 
     def setting_shapes(self) -> dict[str, Shape]:
+        """Return the shapes of the entries of `settings`."""
         return {
             "policy": choice(POLICY),
             "e2": real(),
@@ -210,10 +203,12 @@ class ErrorBoundPolicy(ProbingPolicy):
         }
 
     def check_result(self, result: ProbeResult) -> None:
+        """Raise InputError if a result has a layer that the model lacks."""
         for layer, _ in result.slots:
             check_layer(layer, self._layers)
 
     def fit(self, knowledge: BoundKnowledge, settings: Mapping) -> BoundKnowledge:
+        """Return the knowledge of a state that concerns this model and these settings."""
         self._check_slots(knowledge)
         taken = {
             name: activation

@@ -88,6 +88,7 @@ class ErrorBoundProbe(VarianceProbe):
     # -- In the forward pass ---------------------------------------------------------------------------------
 
     def record_rounding(self, slot: TensorSlot, record: QuantizationRecord) -> _Rounding | None:
+        """Measure the errors of a saved tensor. Return the object that the graph holds for it."""
         if not self._is_open:
             return None
         exact = record.exact() if slot.name in self.monitored else None
@@ -122,6 +123,7 @@ class ErrorBoundProbe(VarianceProbe):
                 self._passes[number] = sizes
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
+        """Measure the gradients of one layer, in its backward pass. The arguments are those of `VarianceProbe.probe`."""
         self._begins()
         results = _as_tuple(results)
         if not self._is_open or not _are_dense((*grads, *results)):
@@ -159,23 +161,16 @@ class ErrorBoundProbe(VarianceProbe):
     # -- Afterwards ------------------------------------------------------------------------------------------
 
     def end(self) -> None:
+        """End the measurement, and free the exact values."""
         super().end()
         self._let_go()
-
-    def results(self) -> ProbeResult | None:
-        """Return the result; None if no backward pass came by, or a gradient was not finite."""
-        return super().results()
-
-    def snapshot(self) -> ProbeResult | None:
-        """Return the result of what was measured so far, and go on. Waits for the devices."""
-        return super().snapshot()
 
     def _measured(self):
         for tensor in self._tensors:
             yield from (tensor.error, tensor.squares, tensor.deviation)
         for found in self._found.values():
             for gradient in found:
-                yield from (gradient.size, *gradient.numbers)
+                yield from (gradient.size, *gradient.part.numbers)
                 if gradient.exact is not None:
                     yield gradient.exact
         for sizes in self._passes.values():
@@ -269,9 +264,7 @@ def _gradient(slot: TensorSlot, part: Part, labels, kind, results, exact) -> Mea
         exact_size = norm([part.of(exact)])
     size = norm([part.of(results)])
     tensor = slot.rounding.tensor
-    return MeasuredGradient(
-        part.place, label, kind, tensor, size, part.numbers, part.finish, exact_size
-    )
+    return MeasuredGradient(part, label, kind, tensor, size, exact_size)
 
 
 def _measured(results, noisy, tensor: MeasuredTensor) -> list[Part]:

@@ -1,15 +1,25 @@
-"""The bits that an activation's table needs so that its largest error is within a bound."""
+"""The bits that an activation's table needs so that its largest error is within a bound (docs/theory/ac_gc.md, section 8).
+
+The input's gradient is f'(x) g, and a table's few-bit codes stand for f'(x). The error of a table is the same in each step.
+So it never averages out, and has a worst-case bound only.
+"""
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
+
+import numpy as np
 
 from fewbit import functions
 from fewbit.catalog import store
 from fewbit.config import MAX_BITS, MIN_BITS
-from fewbit.errors import FewbitError
-from fewbit.policies.error_bound.formulas import largest_table_error
+from fewbit.errors import FewbitError, FunctionError, InputError
+from fewbit.policies.error_bound.formulas import quotient, square, tolerance
 from fewbit.runtime.activations.tables import DEFAULT
+from fewbit.solver.cells import survey
+from fewbit.solver.weight import Uniform
+from fewbit.table import Table
 
 
 def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> int | None:
@@ -48,3 +58,60 @@ def is_known(function: str, parameters: tuple[float, ...]) -> bool:
     except FewbitError:
         return False
     return True
+
+
+def allowed_error(grad2: float, e2: float, v2: float) -> float:
+    """Return the largest max |q - f'| (not squared) that the bound allows.
+
+    The squared error of the input's gradient is at most largest^2 grad2.
+
+    Args:
+        grad2: |g|^2, where g is the gradient of the result.
+        e2: the relative error that is allowed.
+        v2: the squared norm of the exact gradient of the input.
+    """
+    return math.sqrt(quotient(tolerance(e2, v2), square("grad2", grad2)))
+
+
+def largest_table_error(table: Table, low: float, high: float) -> float:
+    """Return max |q(x) - f'(x)| over low <= x <= high, with q's levels in float32 as they are at run time.
+
+    The error is monotone between breaks, kinks and turns of f', so its maximum is at one of them. Turns are found as in
+    the solver (docs/solver.md).
+
+    Args:
+        table: the table of q. If it is unbiased, q is either of the two levels that may be drawn.
+        low: the lower end of the interval, which may lie outside the table's domain.
+        high: the upper end.
+
+    Raises:
+        InputError: the interval is empty or infinite.
+        FunctionError: fewbit has no function of the table's name.
+    """
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise InputError(f"expected finite ends low < high, got {low} and {high}")
+    f = table.activation
+    if f is None:
+        raise FunctionError(f"expected a table of a function that fewbit has, got {table.function}")
+    domain = (float(low), float(high))
+    scape = survey(
+        f.derivative, f.kinks, Uniform(), domain, f.name, panels=f.panels, accuracy=f.accuracy
+    )
+    knots = () if table.knots is None else table.knots.points
+    points = np.concatenate([table.breaks, scape.kinks, scape.extrema, knots])
+    nodes = np.unique(np.concatenate([[low, high], points[(points > low) & (points < high)]]))
+    left, right = nodes[:-1], nodes[1:]
+    ends = np.stack(scape.end_values(left, right))
+    inside = _worst_distance(table, 0.5 * (left + right), ends)
+    at_nodes = _worst_distance(table, nodes, f.derivative(nodes)[None])
+    return float(max(inside.max(), at_nodes.max())) + f.accuracy
+
+
+def _worst_distance(table: Table, x, slopes) -> np.ndarray:
+    """Return |q - f'|, (k, n), for points x, (n,), and values of f' in `slopes`, (k, n)."""
+    levels = table.levels.astype(np.float32).astype(np.float64)
+    codes = table.code(x)
+    distance = np.abs(slopes - levels[codes])
+    if table.objective == "unbiased":
+        distance = np.maximum(distance, np.abs(slopes - levels[codes + 1]))
+    return distance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from fewbit.policies.error_bound.estimates import (
@@ -64,17 +64,31 @@ def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) 
     )
 
 
-def _updated_constraints(before: Mapping, now: TensorNorms, total: float) -> dict:
-    seen, monitored = by_label(now.constraints), sums_by_label(now.monitored)
+def updated(before: Mapping, now: Mapping, update: Callable) -> dict:
+    """Return estimates by name after one more measurement. Those that were not measured for a long time are forgotten.
+
+    Args:
+        before: the estimates so far, which count the measurements that they have missed.
+        now: the results of the measurement.
+        update: makes an estimate of the one so far, or None, and a result.
+    """
     found = {}
-    for label in {**before, **seen}:
-        estimate = before.get(label, ConstraintEstimate())
-        if label in seen:
-            pair = monitored.get(label)
-            found[label] = _updated_constraint(estimate, seen[label], pair, total)
-        elif estimate.missed < FORGOTTEN:
-            found[label] = replace(estimate, missed=estimate.missed + 1)
+    for name in {**before, **now}:
+        if name in now:
+            found[name] = update(before.get(name), now[name])
+        elif before[name].missed < FORGOTTEN:
+            found[name] = replace(before[name], missed=before[name].missed + 1)
     return found
+
+
+def _updated_constraints(before: Mapping, now: TensorNorms, total: float) -> dict:
+    monitored = sums_by_label(now.monitored)
+
+    def update(estimate: ConstraintEstimate | None, constraint: GradientConstraint):
+        pair = monitored.get(constraint.label)
+        return _updated_constraint(estimate or ConstraintEstimate(), constraint, pair, total)
+
+    return updated(before, by_label(now.constraints), update)
 
 
 def updated_activation(

@@ -186,7 +186,7 @@ def untrack(module: nn.Module) -> None:
     """Undo `track`. If the class still contains `TrackedModule`, calls behave like torch's without a guard."""
     vars(module).pop(GUARD, None)
     cls, own = untracked_class(module), graph_class_of(module)
-    for made in [made for made in type(module).__mro__ if "_fewbit_base" in vars(made)]:
+    for made in [kind for kind in type(module).__mro__ if "_fewbit_base" in vars(kind)]:
         base = vars(made)["_fewbit_base"]
         _move_writes(made, base)
         if own is not None and made in own.__bases__:
@@ -209,7 +209,7 @@ def untracked_class(module: nn.Module) -> type[nn.Module]:
     cls = type(module)
     if graph_class_of(module) is not None:
         return cls
-    made = next((made for made in cls.__mro__ if "_fewbit_base" in vars(made)), None)
+    made = next((kind for kind in cls.__mro__ if "_fewbit_base" in vars(kind)), None)
     return cls if made is None else rebase(cls, made, vars(made)["_fewbit_base"]) or cls
 
 

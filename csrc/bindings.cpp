@@ -1,5 +1,5 @@
-// The Python module fewbit._kernels. Tensors come as buffers, an address with what lies there: there is no libtorch
-// here. Every entry checks each buffer against what it will read or write.
+// The Python module fewbit._kernels. It does not use libtorch: tensors come as buffers, see `Buffer`. Every entry checks that
+// each buffer has the size that the entry reads or writes.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -31,7 +31,7 @@ namespace py = pybind11;
 
 namespace {
 
-// A stretch of memory: (address, number of elements, number of their dtype, device) in Python; None: there is none.
+// A buffer: (address, number of elements, number of their dtype, device) in Python, or None.
 // A device is the index of a CUDA device, or -1 for the CPU.
 struct Buffer {
   bool exists = false;
@@ -41,7 +41,7 @@ struct Buffer {
   int device = -1;
 };
 
-// The dtypes of buffers that are no DType, which have the numbers below.
+// The numbers of buffers' dtypes that are no DType.
 constexpr int kInt32 = 4, kUint8 = 5, kInt64 = 6;
 constexpr const char* kItemNames[] = {"float32", "float64", "float16", "bfloat16", "int32", "uint8", "int64"};
 constexpr int kItems = sizeof kItemNames / sizeof *kItemNames;
@@ -83,7 +83,7 @@ using fewbit::OwnedTable;
 }
 
 void check_size(int64_t n) {
-  // The packed words of anything above could not be counted.
+  // The packed words of more elements could not be counted.
   if (n < 0 || n > INT64_MAX / 16) refuse("n", "a number of elements, 0 or more", std::to_string(n));
 }
 
@@ -102,10 +102,10 @@ void check_function(int function) {
   }
 }
 
-// A call of one entry: what its buffers have to be.
+// The checks of the buffers of one entry's call.
 class Entry {
  public:
-  // device: on which all buffers have to lie.
+  // device: the device of all buffers.
   Entry(const char* name, int device) : name_(name), device_(device) {}
 
   // The address of a buffer of exactly n elements.
@@ -134,7 +134,7 @@ class Entry {
     return nullptr;
   }
 
-  // The dtype of numbers, of which there are as many as can be counted.
+  // The dtype of a buffer of numbers whose elements can be counted.
   DType floating(const char* name, const Buffer& buffer) const {
     if (!buffer.exists || buffer.item < 0 || buffer.item > 3) {
       wrong(name, "float32, float64, float16 or bfloat16", described(buffer));
@@ -143,7 +143,7 @@ class Entry {
     return static_cast<DType>(buffer.item);
   }
 
-  // The same, of a function with a fused kernel.
+  // The same for a function with a fused kernel.
   DType fused(const char* name, const Buffer& buffer) const {
     const DType dtype = floating(name, buffer);
     if (dtype == DType::float64) wrong(name, "float32, float16 or bfloat16", described(buffer));
@@ -165,7 +165,7 @@ class Entry {
     return {count, inner};
   }
 
-  // None unless there is one of the two.
+  // None without both vectors.
   fewbit::Normalization normalization(const Buffer& mean, const Buffer& rstd, int64_t inner, int64_t n) const {
     if (!mean.exists && !rstd.exists) return {};
     const int64_t entries = rstd.exists ? rstd.count : mean.count;
@@ -230,7 +230,7 @@ class Entry {
   int device_;
 };
 
-// What a quantized tensor is.
+// The shape of a quantized tensor.
 struct QuantizedShape {
   int64_t samples, features;
   int group_size;
@@ -252,7 +252,7 @@ QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size
   return {samples, features, group_size, fp32_min};
 }
 
-// Packed codes and ranges of a quantized tensor, of several widths at least as many as there are.
+// Packed codes and ranges of a quantized tensor; for several widths there may be more than needed.
 struct Copy {
   uint32_t* packed;
   uint16_t* ranges;
@@ -280,7 +280,7 @@ fewbit::Streams streams_of_squares(const QuantizedShape& shape) {
 
 int item_of(DType dtype) { return static_cast<int>(dtype); }
 
-// n bits for tensors of those sensitivities and sizes, within a budget of bits in all.
+// Chooses n bits for tensors of those sensitivities and sizes, within a budget of bits in all.
 void allocate(const Buffer& sensitivity, const Buffer& at_one, const Buffer& elements, int64_t budget, int least,
               int most, const Buffer& bits) {
   const Entry entry("allocate", -1);
@@ -354,7 +354,7 @@ Codes codes_at(const Entry& entry, const Buffer& codes, const Buffer& packed, in
   return {codes.count, at, entry.packed("packed", packed, codes.count, bits)};
 }
 
-// x, or a gradient, of n elements, and what becomes of it.
+// The arguments for x, or a gradient, of n elements.
 struct Elements {
   DType dtype;
   int64_t n;
@@ -486,7 +486,7 @@ class Cpu {
     py::gil_scoped_release release;
     const fewbit::Extent extent = fewbit::quantize(*kernels_, plan, address_of<const void>(x), dtype, normalization,
                                                    key, copy.packed, copy.ranges, threads);
-    // More was allocated than is taken where only a bound was known.
+    // Only a bound was known when memory was allocated, so some words may be left over.
     std::fill(copy.packed + plan.streams.words, copy.packed + copy.words, 0u);
     const int columns = fewbit::columns(fp32_min);
     std::fill(copy.ranges + plan.streams.groups * columns, copy.ranges + copy.groups * columns, uint16_t{0});
@@ -506,7 +506,7 @@ class Cpu {
     fewbit::squares(*kernels_, streams, address_of<const void>(x), dtype, normalization, to, threads);
   }
 
-  // None, with nothing done, where the threads' shares would cut a group.
+  // None, with nothing done, if the threads' shares would cut a group.
   std::optional<std::pair<float, float>> forward_quantized(
       int function, double p0, double p1, const OwnedTable& table, const Buffer& x, int64_t samples, int64_t features,
       const Buffer& y, const Buffer& codes, const Buffer& seed, int group_size, int bits, bool fp32_min,
@@ -600,7 +600,7 @@ class Cpu {
  private:
   static constexpr int kDevice = -1;
 
-  // The streams of a tensor all of whose samples have `bits`, or each a width of its own.
+  // The streams of a tensor whose samples all have `bits`, or widths of their own.
   static fewbit::StreamPlan plan_of(const Entry& entry, const QuantizedShape& shape, int bits, const Buffer& widths) {
     const uint8_t* widths_of = nullptr;
     if (widths.exists) {
@@ -770,7 +770,7 @@ struct Cuda {
   }
 
  private:
-  // Widths are only known on the device: there the kernel looks whether its words and groups have room.
+  // Widths are only known on the device, where the kernel checks that words and groups suffice.
   static std::pair<fewbit::cuda::Quantized, Copy> quantized(const Entry& entry, const QuantizedShape& shape, int bits,
                                                             const Buffer& order, const Buffer& counts,
                                                             const Buffer& packed, const Buffer& ranges) {
@@ -855,7 +855,7 @@ py::dict functions() {
 PYBIND11_MODULE(_kernels, module) {
   module.doc() =
       "Compiled kernels. Tensors are buffers, (address, number of elements, position of their dtype in DTYPES, index of "
-      "their CUDA device or -1), or None; a buffer that is not what an entry will read or write is a ValueError.";
+      "their CUDA device or -1), or None; an entry raises ValueError if a buffer is not of the size that it reads or writes.";
 
   py::class_<OwnedTable>(module, "Table", "A table's constants, checked and copied (fewbit.runtime.format.encoding).")
       .def(py::init(&make_table), py::arg("bits"), py::arg("initial"), py::arg("breaks32"), py::arg("flips32"),
@@ -887,7 +887,7 @@ PYBIND11_MODULE(_kernels, module) {
            py::arg("p1"), py::arg("table"), py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("y"), py::arg("codes"), py::arg("seed"), py::arg("group_size"), py::arg("bits"),
            py::arg("fp32_min"), py::arg("quantizer_seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"),
-           "forward, with codes in codes, and quantize of y, in one pass; None, with nothing done, where "
+           "forward, with codes in codes, and quantize of y, in one pass; None, with nothing done, if "
            "threads would have to share groups.")
       .def("quantize", &Cpu::quantize, py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("bits"), py::arg("widths"), py::arg("fp32_min"), py::arg("seed"),
@@ -917,11 +917,11 @@ PYBIND11_MODULE(_kernels, module) {
       .def("decode_fixed", &Cpu::decode_fixed, py::arg("packed"), py::arg("grid"), py::arg("inner"),
            py::arg("bits"), py::arg("activated"), py::arg("slope"), py::arg("out"), py::arg("threads"),
            py::arg("scale") = py::none(), py::arg("inner_of_entries") = 1,
-           "Fixed-point codes to values: activated: y, times slope where it is not positive; else the "
+           "Fixed-point codes to values: activated: y, times slope unless positive; else the "
            "normalized input, times scale[i].")
       .def("mask_fixed", &Cpu::mask_fixed, py::arg("grad"), py::arg("packed"), py::arg("grid"),
            py::arg("inner"), py::arg("bits"), py::arg("slope"), py::arg("out"), py::arg("threads"),
-           "out = grad, times slope where y is not positive; out may be grad.");
+           "out = grad, times slope unless y is positive; out may be grad.");
 
   module.def("cpu_isas", [] { return py::tuple(py::cast(fewbit::cpu_isas())); },
              "Names of the instruction sets that can be used here, best first.");
@@ -935,7 +935,7 @@ PYBIND11_MODULE(_kernels, module) {
         return fewbit::packed_words(n, bits);
       }, py::arg("n"), py::arg("bits"), "int32 words that n elements take.");
   module.def("use_openmp_of", &fewbit::use_openmp_of, py::arg("path"),
-             "Use the OpenMP runtime that the loaded library at path uses; whether there is one.");
+             "Use the OpenMP runtime that the loaded library at path uses; return whether there is one.");
   module.attr("DTYPES") = py::tuple(py::cast(std::vector<std::string>(kItemNames, kItemNames + kItems)));
   module.attr("GRID_ROWS") = fewbit::kGridRows;
   module.attr("FUNCTIONS") = functions();

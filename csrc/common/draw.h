@@ -1,6 +1,6 @@
 // The code of an unbiased table: docs/table_schema.md, "A draw", operation for operation in float32.
 //
-// In parts, because the CPU runs each part over a chunk of elements and CUDA all of them for one.
+// It is cut into parts, because the CPU runs each part over a chunk of elements, and CUDA runs all parts for one element.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
 // One halving of the search for the number of limits below x. padded: 2**steps - 1 limits; half: 2**(steps - 1),
-// then half of it, and so on to 1; place: 0 at first, then what came. NaN is beyond all.
+// then half of it, and so on to 1; place: 0 at first, then the last result. NaN is beyond all.
 template <class T>
 FEWBIT_HD inline int32_t beyond(const T* padded, int32_t place, int32_t half, T x) {
   return place + (x <= padded[place + half - 1] ? 0 : half);
@@ -49,7 +49,7 @@ FEWBIT_HD inline int32_t draw_code(const Knots& knots, int32_t place, float mean
   return level ^ (level >> 1);
 }
 
-// All of it for element number `element` of value x.
+// All parts for element number `element` of value x.
 FEWBIT_HD inline int32_t draw(const Knots& knots, float x, uint64_t seed, uint64_t element) {
   int32_t segment = 0;
   for (int32_t half = 1 << knots.point_steps >> 1; half > 0; half >>= 1) {

@@ -10,7 +10,7 @@
 
 namespace fewbit {
 
-// The numbers of the dtypes, as fewbit.runtime passes them.
+// The numbers of the dtypes that fewbit.runtime passes.
 enum class DType : int { float32 = 0, float64 = 1, float16 = 2, bfloat16 = 3 };
 
 inline namespace FEWBIT_NAMESPACE {

@@ -1,5 +1,5 @@
 // The arithmetic of the fixed-point code of pre-activations, operation for operation in float32:
-// fewbit/runtime/ops/fixed_point.py says what it means, reference_fixed_point.py is the oracle.
+// fewbit/runtime/ops/fixed_point.py defines it, and reference_fixed_point.py is the oracle.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@ namespace fewbit {
 
 constexpr int kGridRows = 7;
 
-// What codes mean, by channel: rows of index.count entries each, one behind the other.
+// The meaning of codes for each channel: rows of index.count entries, one after the other.
 struct Grid {
   const float* rows;
   VectorIndex index;
@@ -26,7 +26,7 @@ struct Grid {
   FEWBIT_HD const float* shift() const { return rows + 6 * index.count; }
 };
 
-// A vector, or none.
+// A vector, or null.
 struct Scale {
   const float* values;
   VectorIndex index;
@@ -37,7 +37,7 @@ inline namespace FEWBIT_NAMESPACE {
 FEWBIT_HD inline float steps_per_unit(int bits) { return static_cast<float>(static_cast<double>(1 << bits) / 6.0); }
 FEWBIT_HD inline float fixed_step(int bits) { return 6.0f / static_cast<float>(1 << bits); }
 
-// Column `channel` of a grid of `count`, of its gamma and beta.
+// Computes column `channel` of a grid of `count` columns from its gamma and beta.
 FEWBIT_HD inline void make_column(float gamma, float beta, int bits, float* rows, int64_t channel, int64_t count) {
   const float levels = static_cast<float>(1 << bits), step = fixed_step(bits), infinity = float_of(0x7F800000u);
   const float scale = float_of(bits_of(gamma) & 0x7FFFFFFFu);
@@ -56,7 +56,7 @@ FEWBIT_HD inline void make_column(float gamma, float beta, int bits, float* rows
   rows[channel + 6 * count] = beta;
 }
 
-// The code of a normalized x. A NaN has that of the first level, or of the first that is positive.
+// The code of a normalized x. A NaN gets the code of the first level, or of the first positive level.
 FEWBIT_HD inline int32_t fixed_code(float x, bool is_positive, float start, float first, float sign, float per_unit,
                                     int levels) {
   const float most = static_cast<float>(levels);
@@ -72,7 +72,7 @@ FEWBIT_HD inline int32_t fixed_code(float x, bool is_positive, float start, floa
   return code < levels - 1 ? code : levels - 1;
 }
 
-// z back from its code.
+// The value z of a code.
 FEWBIT_HD inline float fixed_value(int32_t code, float start, float first, float low, float high, float step) {
   const float number = static_cast<float>(code);
   const float value = start + (number + 0.5f) * step;
@@ -80,7 +80,7 @@ FEWBIT_HD inline float fixed_value(int32_t code, float start, float first, float
   return number >= first ? above : below;
 }
 
-// LeakyReLU of |gamma| z + beta; slope 1: itself. Rounding may not take a value across zero.
+// LeakyReLU of |gamma| z + beta, or with slope 1 the value itself. Rounding may not move a value across zero.
 FEWBIT_HD inline float fixed_activated(int32_t code, float value, float first, float scale, float shift, float slope) {
   const float y = scale * value + shift;
   const float above = y < 0.0f ? 0.0f : y, below = y > 0.0f ? 0.0f : y;

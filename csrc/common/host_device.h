@@ -1,4 +1,4 @@
-// What lets one inline function be compiled by the host compiler, several times, and by nvcc.
+// Macros with which the host compiler, several times, and nvcc compile the same inline function.
 #pragma once
 
 #ifndef FEWBIT_HD

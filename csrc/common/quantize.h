@@ -12,9 +12,9 @@ namespace fewbit {
 constexpr int kDrawBlock = 256;  // elements whose draws come from kDrawCounters counters, 8 each
 constexpr int kDrawCounters = 32;
 
-// What quantizes a group, and what restores it.
+// The minimum and the range with which a group is quantized and dequantized.
 struct GroupLimits {
-  float minimum, range;  // both NaN where nothing of the group is left
+  float minimum, range;  // both NaN if no value of the group can be restored
   float scale;
 };
 
@@ -24,7 +24,8 @@ struct VectorIndex {
   int64_t count = 1, inner = 1;
 };
 
-// What is done to elements before they are quantized: less the mean, times rstd. No rstd: nothing; no mean: 0.
+// Elements are normalized before they are quantized: minus the mean, times rstd. Without rstd they are not; without a
+// mean it is 0.
 struct Normalization {
   const float* mean;
   const float* rstd;
@@ -33,7 +34,7 @@ struct Normalization {
   FEWBIT_HD bool exists() const { return rstd != nullptr; }
 };
 
-// What is done to values before they are rounded to their dtype: times scale, plus shift, each unless null.
+// Values are mapped before they are rounded to their dtype: times scale, plus shift, each unless null.
 struct Affine {
   const float* scale;
   const float* shift;
@@ -44,7 +45,7 @@ struct Affine {
 
 inline namespace FEWBIT_NAMESPACE {
 
-// Where there is no vector a number that changes nothing, not even the sign of a zero, stands in for its entry.
+// Without a vector the entry is a number that changes nothing, not even the sign of a zero.
 FEWBIT_HD inline float mean_at(const Normalization& by, int64_t entry) { return by.mean ? by.mean[entry] : 0.0f; }
 FEWBIT_HD inline float scale_at(const Affine& by, int64_t entry) { return by.scale ? by.scale[entry] : 1.0f; }
 FEWBIT_HD inline float shift_at(const Affine& by, int64_t entry) { return by.shift ? by.shift[entry] : -0.0f; }
@@ -56,12 +57,12 @@ FEWBIT_HD inline bool is_finite(float x) { return (bits_of(x) & 0x7F800000u) != 
 // The next bfloat16 toward -inf (`up` false) or +inf, in float32.
 FEWBIT_HD inline float toward_bfloat16(float x, bool up) {
   const uint32_t bits = bits_of(x), cut = bits & 0xFFFF0000u;
-  const bool away = up ? x > 0.0f : x < 0.0f;  // truncation brings these to the wrong side
+  const bool away = up ? x > 0.0f : x < 0.0f;  // truncation moves these to the wrong side
   return float_of(away && bits != cut ? cut + 0x10000u : cut);
 }
 
-// Of a group with these extremes; clean: all its elements are finite. A zero is stored as +0, as which of two
-// zeros is the lesser is nobody's rule.
+// The limits of a group with these extremes. clean: all its elements are finite. Zeros are stored as +0, since either of
+// two zeros may be found as the smallest element.
 FEWBIT_HD inline GroupLimits limits_of(float least, float greatest, bool clean, int bits, bool fp32_min) {
   GroupLimits limits;
   const float low = (fp32_min ? least : toward_bfloat16(least, false)) + 0.0f;
@@ -78,7 +79,7 @@ FEWBIT_HD inline GroupLimits limits_of(float least, float greatest, bool clean, 
 
 FEWBIT_HD inline bool is_kept(const GroupLimits& limits) { return limits.range == limits.range; }
 
-// A value >= 0, at most 2^24, to the nearest integer, ties to the even one. The sum rounds below 2^23.
+// Rounds a value from 0 to 2^24 to the nearest integer, ties to even. The sum rounds below 2^23.
 FEWBIT_HD inline int32_t nearest(float value) {
 #ifdef __CUDA_ARCH__
   return __float2int_rn(value);
@@ -88,7 +89,7 @@ FEWBIT_HD inline int32_t nearest(float value) {
 #endif
 }
 
-// The code of x, of a group whose limits are finite. most: top * 65536.
+// The code of x in a group whose limits are finite. most: top * 65536.
 FEWBIT_HD inline int32_t code_of(float x, const GroupLimits& limits, float most, uint32_t draw) {
   const float steps = (x - limits.minimum) * limits.scale;
   return (nearest(steps < most ? steps : most) + static_cast<int32_t>(draw)) >> 16;
@@ -96,13 +97,13 @@ FEWBIT_HD inline int32_t code_of(float x, const GroupLimits& limits, float most,
 
 FEWBIT_HD inline float most_of(int bits) { return static_cast<float>(top_of(bits)) * 65536.0f; }
 
-// x back from its code; unit: 1 / top.
+// The value of a code. unit: 1 / top.
 FEWBIT_HD inline float restored(int32_t code, float minimum, float range, float unit) {
   return minimum + range * (static_cast<float>(code) * unit);
 }
 
-// The same within float16, to which it is rounded next: of a group that holds the largest number, the range is rounded
-// to beyond it. NaN stays.
+// The same, clamped to float16, to which the value is rounded next: in a group that holds the largest number the rounded
+// range reaches beyond it. NaN stays NaN.
 FEWBIT_HD inline float within_float16(float x) {
   const float below = x > 65504.0f ? 65504.0f : x;
   return below < -65504.0f ? -65504.0f : below;
@@ -128,7 +129,7 @@ FEWBIT_HD inline GroupLimits load_limits(const uint16_t* ranges, bool fp32_min, 
   return limits;
 }
 
-// The first of the kDrawCounters counters that serve a block of a group: elements kDrawBlock * block and on.
+// The first of the kDrawCounters counters for a block of a group, whose elements begin at kDrawBlock * block.
 FEWBIT_HD constexpr uint64_t first_counter(int64_t group, int block, int group_size) {
   const int64_t blocks = (group_size + kDrawBlock - 1) / kDrawBlock;
   return static_cast<uint64_t>(kDrawCounters * (group * blocks + block));

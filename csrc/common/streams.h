@@ -1,4 +1,4 @@
-// How a quantized tensor is cut into streams and groups: docs/quantizer.md. Everything is 64-bit.
+// The streams and groups of a quantized tensor: docs/quantizer.md. All sizes are 64-bit.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace fewbit {
 
-constexpr int kLeastFeatures = 64;     // of a sample that has groups of its own
+constexpr int kLeastFeatures = 64;     // of a sample with groups of its own
 constexpr int kMostGroupSize = 65536;  // groups are multiples of kBlock
 
-// The samples of one width. What it holds lies behind what the streams before it hold.
+// The samples of one width. Their elements, words and groups follow those of the streams before.
 struct Stream {
   int bits;
   int64_t samples;
@@ -24,17 +24,17 @@ struct Stream {
 struct Streams {
   int64_t features;  // of a sample
   int group_size;
-  bool fp32_min;     // minimums in float32
-  int count;     // streams; some may be empty
+  bool fp32_min;   // minimums in float32
+  int count;       // streams; some may be empty
   int64_t groups;  // of all streams
   int64_t words;   // of all streams
   Stream of[kMaxBits];
 };
 
-// A part of a stream that shares a minimum and a range.
+// A part of a stream whose elements share a minimum and a range.
 struct Group {
-  int64_t first;   // element of the stream
-  int64_t sample;  // of the stream, that it lies in; 0 where groups run across samples
+  int64_t first;   // its first element in the stream
+  int64_t sample;  // the sample of the stream that it is in; 0 if groups run across samples
   int length;
 };
 
@@ -44,14 +44,14 @@ FEWBIT_HD constexpr int64_t quotient_up(int64_t a, int64_t b) { return a / b + (
 
 FEWBIT_HD constexpr bool by_sample(const Streams& streams) { return streams.features >= kLeastFeatures; }
 
-// uint16 columns of the ranges.
+// The uint16 columns of the ranges.
 FEWBIT_HD constexpr int columns(bool fp32_min) { return fp32_min ? 3 : 2; }
 
 FEWBIT_HD constexpr int64_t elements(const Streams& streams, const Stream& stream) {
   return stream.samples * streams.features;
 }
 
-// None yet. (In place, as CUDA makes them in shared memory.)
+// Makes `streams` empty, in place, since CUDA has it in shared memory.
 FEWBIT_HD inline void clear(Streams& streams, int64_t features, int group_size, bool fp32_min) {
   streams.features = features;
   streams.group_size = group_size;
@@ -61,7 +61,7 @@ FEWBIT_HD inline void clear(Streams& streams, int64_t features, int group_size, 
   streams.words = 0;
 }
 
-// One more stream, behind the others.
+// Appends a stream.
 FEWBIT_HD inline void append(Streams& streams, int bits, int64_t samples, int64_t first_sample) {
   Stream& stream = streams.of[streams.count++];
   const int64_t n = samples * streams.features;
@@ -76,7 +76,7 @@ FEWBIT_HD inline void append(Streams& streams, int bits, int64_t samples, int64_
   streams.words += packed_words(n, bits);
 }
 
-// Streams of counts[bits] samples of each width, put in ascending width; counts[0] samples without one come first.
+// Appends streams of counts[bits] samples of each width in ascending order; counts[0] samples without a width come first.
 FEWBIT_HD inline void append_mixed(Streams& streams, const int64_t* counts) {
   int64_t first = counts[0];
   for (int bits = 1; bits <= kMaxBits; ++bits) {
@@ -85,7 +85,7 @@ FEWBIT_HD inline void append_mixed(Streams& streams, const int64_t* counts) {
   }
 }
 
-// Of samples that all have one width.
+// The streams of samples that all have one width.
 inline Streams one_stream(int64_t samples, int64_t features, int group_size, bool fp32_min, int bits) {
   Streams streams;
   clear(streams, features, group_size, fp32_min);
@@ -93,7 +93,7 @@ inline Streams one_stream(int64_t samples, int64_t features, int group_size, boo
   return streams;
 }
 
-// Of samples of several widths.
+// The streams of samples of several widths.
 inline Streams mixed_streams(const int64_t* counts, int64_t features, int group_size, bool fp32_min) {
   Streams streams;
   clear(streams, features, group_size, fp32_min);
@@ -101,7 +101,7 @@ inline Streams mixed_streams(const int64_t* counts, int64_t features, int group_
   return streams;
 }
 
-// The stream that group number `group` belongs to.
+// The stream of group number `group`.
 FEWBIT_HD inline const Stream& stream_of(const Streams& streams, int64_t group) {
   int i = 0;
   while (group >= streams.of[i].first_group + streams.of[i].groups) ++i;

@@ -51,7 +51,7 @@ void check_breaks(const char* breaks_name, const std::vector<T>& breaks, const c
     refuse(breaks_name, "at most " + std::to_string(kMostEntries) + " entries", std::to_string(breaks.size()));
   }
   check_finite(breaks_name, breaks);
-  // Breaks that are different in float64 may meet in float32; both flips then apply.
+  // Breaks that differ in float64 may be equal in float32; both flips then apply.
   check_ascending(breaks_name, breaks, false);
   for (size_t i = 0; i < flips.size(); ++i) {
     if (flips[i] >> bits) {
@@ -86,11 +86,11 @@ void check_knots(const TableArrays& arrays, int bits) {
   check_finite("slopes", arrays.slopes);
   check_finite("levels", arrays.levels);
   check_finite("inverse_gaps", arrays.inverse_gaps);
-  // Levels that are different in float64 may meet in float32.
+  // Levels that differ in float64 may be equal in float32.
   check_ascending("levels", arrays.levels, false);
 }
 
-// The halvings that find a place among that many limits.
+// The number of halvings that find a place among that many limits.
 int steps_for(size_t count) {
   int steps = 0;
   while ((size_t{1} << steps) - 1 < count) ++steps;

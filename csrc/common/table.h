@@ -1,4 +1,4 @@
-// A table as kernels read it: constants in host memory, checked once.
+// A table for kernels: constants in host memory, checked once.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace fewbit {
 
-// Where the code changes, for inputs compared in T. All comparisons are strict, x > b; NaN is beyond all:
+// The breaks, at which the code changes, for inputs compared in T. All comparisons are strict, x > b; NaN is beyond all:
 // code(x) = initial ^ XOR over j with not (x <= values[j]) of flips[j].
 template <class T>
 struct Breaks {
@@ -16,7 +16,7 @@ struct Breaks {
   const uint8_t* flips;  // (m,) planes that change, below 2**bits
 
   // The same by plane: those that flip plane p are by_plane[plane_begin[p]] .. by_plane[plane_begin[p + 1]].
-  // No -0 among them: where it is a limit, 0 is the same one.
+  // None of them is -0, which is the same limit as 0.
   int plane_begin[9];
   const T* by_plane;
 
@@ -70,14 +70,14 @@ struct TableArrays {
   std::vector<uint8_t> flips64;
   std::vector<float> lut32;
   std::vector<double> lut64;
-  // Of unbiased tables only; else all empty.
+  // For unbiased tables; else all empty.
   std::vector<float> points, origins, values, slopes, levels, inverse_gaps;
 };
 
 // A table and the memory it points to.
 class OwnedTable {
  public:
-  // Throws std::invalid_argument with one line that says what was expected and what came.
+  // Throws std::invalid_argument with one line, "expected ..., got ...".
   OwnedTable(int64_t bits, int64_t initial, TableArrays arrays);
   OwnedTable(const OwnedTable&) = delete;
   OwnedTable& operator=(const OwnedTable&) = delete;

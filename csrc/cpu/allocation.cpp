@@ -12,7 +12,7 @@ struct Move {
   int64_t index;
 };
 
-// The tensors: what rounding each adds with 1 bit and, times (2^bits - 1)^2, with more; and their sizes.
+// The tensors: the variance that rounding adds with 1 bit, that with more bits times (2^bits - 1)^2, and their sizes.
 struct Tensors {
   const double* at_one;
   const double* sensitivity;
@@ -24,7 +24,7 @@ struct Tensors {
     return sensitivity[i] / (top * top);
   }
 
-  // What each element's variance rises by when tensor i goes from `bits` to one less.
+  // The increase of the variance per element when tensor i goes from `bits` to one bit less.
   double loss(int64_t i, int bits) const {
     return (variance(i, bits - 1) - variance(i, bits)) / static_cast<double>(elements[i]);
   }

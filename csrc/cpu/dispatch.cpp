@@ -6,7 +6,7 @@
 
 namespace fewbit {
 
-// What kernels.cpp defines for each instruction set that the build has.
+// The kernels that kernels.cpp defines for each instruction set of the build.
 #ifdef FEWBIT_HAVE_X86
 namespace avx512 {
 extern const Kernels kernels;

@@ -14,10 +14,10 @@ class Entries {
  public:
   explicit Entries(const VectorIndex& index) : index_(index) {}
 
-  // Whether elements that are neighbors have entries that are neighbors, up to the last entry.
+  // Returns whether neighboring elements have neighboring entries, up to the last entry.
   bool neighbors() const { return index_.inner == 1; }
 
-  // Whether a part has several runs of one entry each.
+  // Returns whether a part has several runs of one entry each.
   bool short_runs() const { return index_.inner < kDrawBlock; }
 
   // Calls run(entry, at, length) for the runs of m elements from number `element` on; at counts from 0. A run has
@@ -57,7 +57,7 @@ class Entries {
 // An entry for each element of a part.
 class SpreadOut {
  public:
-  // n times the same from place `at` on. Whole vectors are written: what comes behind is overwritten next.
+  // Writes one value n times from place `at` on. Whole vectors are written; the values behind are overwritten next.
   void put(int at, int n, float value) {
     const Vector same = Vector{} + value;
     for (int i = 0; i < n; i += kVector) memcpy(values_ + at + i, &same, sizeof same);

@@ -66,8 +66,7 @@ struct BFloat16 {
 
 // -- Vectors over a tensor -------------------------------------------------------------------------------------
 
-// Gives the entries for the elements of a chunk, an entry an element. Those of the chunk before stay where they are the
-// same.
+// Returns the entries for the elements of a chunk, one for each element. They are reused if the next chunk has the same.
 class Along {
  public:
   Along(const float* vector, const VectorIndex& index) : vector_(vector), index_(index) {}
@@ -99,7 +98,7 @@ class Along {
  private:
   bool neighbors() const { return index_.inner == 1; }
 
-  // Whole vectors are written: what comes behind is overwritten next.
+  // Whole vectors are written; the values behind are overwritten next.
   void put(int at, int n, float value) {
     const Vector same = Vector{} + value;
     for (int i = 0; i < n; i += kVector) memcpy(values_ + at + i, &same, sizeof same);

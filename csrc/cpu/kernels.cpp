@@ -54,15 +54,15 @@ inline const uint32_t* whole_words(const uint32_t* in, int m, int bits, uint32_t
   return buffer;
 }
 
-// The words of m elements out of those of a chunk; what lies beyond m is zero.
+// Copies the words of m elements from those of a chunk; bits beyond m are zero.
 inline void keep_words(uint32_t* buffer, int m, int bits, uint32_t* out) {
   const int64_t last = block_count(m) - 1;
   for (int plane = 0; plane < bits; ++plane) buffer[word_index(last, plane, bits)] &= valid_lanes(last, m);
   memcpy(out, buffer, packed_words(m, bits) * sizeof(uint32_t));
 }
 
-// Where results go: into memory, or past the caches where there are so many that the caches would be of no use to
-// whoever reads them. Then memory need not be read before it is written either.
+// The destination of results: memory, or past the caches if there are too many results to be found in the caches later.
+// Memory then need not be read before it is written either.
 class Results {
  public:
   Results(const void* out, int64_t bytes)
@@ -197,7 +197,7 @@ inline void codes_of_chunk(const Table& table, const double* x, uint64_t seed, i
   }
 }
 
-// The codes of m elements from number `first` on, into their place.
+// Writes the codes of m elements from number `first` on.
 template <class T>
 inline void put_codes(const Table& table, const T* x, int m, uint64_t seed, int64_t first, uint32_t* packed) {
   uint32_t* out = packed + word_index(block_of(first), 0, table.bits);
@@ -249,7 +249,7 @@ void encode(const Table& table, const void* x, DType dtype, int64_t begin, int64
 
 // -- decode_mul -------------------------------------------------------------------------------------------
 
-// The table's lut, times the gradient where that is one number; with at least 16 entries.
+// The table's lut, times the gradient if that is one number, with at least 16 entries.
 struct LocalLut {
   float values[1 << kMaxBits];
 

@@ -16,7 +16,7 @@ namespace fewbit {
 // Elements that a kernel handles at a time; threads divide the work at multiples of it.
 constexpr int kChunk = 512;
 
-// What groups of a tensor span: the least and greatest of its elements, apart from NaN, and whether there is one.
+// The smallest and the largest element of groups, NaN excepted, and whether there is a NaN.
 struct Spread {
   float least, greatest;
   bool nan;
@@ -25,26 +25,26 @@ struct Spread {
 // The group quantizer (docs/quantizer.md). Each function does the groups [begin, end) of all streams. order: the
 // samples by stream, null where they are in order already. Pointers are aligned to one element.
 struct QuantizerKernels {
-  // The words of groups may share blocks with those of other calls (word_writer.h). Adds to `spread`, which is that of
-  // what is quantized.
+  // The words of groups may share blocks with those of other calls (word_writer.h). `spread` is extended by the elements
+  // that are quantized.
   void (*quantize)(const Streams& streams, const int64_t* order, const void* x, DType dtype,
                    const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
                    uint16_t* ranges, Spread& spread);
-  // out[g] = length * range^2 of each group, exact ranges, in float32; NaN where an element is not finite.
+  // out[g] = length * range^2 of each group, from exact ranges, in float32; NaN if an element is not finite.
   void (*squares)(const Streams& streams, const void* x, DType dtype, const Normalization& normalization,
                   int64_t begin, int64_t end, float* out);
-  // affine: none where there is an order and groups run across samples. past_caches: nobody is going to find `out` in
-  // the caches.
+  // affine: null if there is an order and groups run across samples. past_caches: `out` is too large to stay in the caches
+  // until it is read.
   void (*dequantize)(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
                      const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype, bool past_caches);
 };
 
 // The fixed-point code of pre-activations. Each function does the elements [begin, end), as in `Kernels`.
 struct FixedPointKernels {
-  // y: for its sign, of x's dtype.
+  // y: of x's dtype; its sign is encoded.
   void (*encode)(const Grid& grid, const Normalization& normalization, const void* x, const void* y, DType dtype,
                  int bits, int64_t begin, int64_t end, uint32_t* packed);
-  // activated: y with that slope where it is not positive; else the normalized input, times scale if there is one.
+  // activated: restores y, times slope unless positive; otherwise the normalized input, times scale unless null.
   void (*decode)(const Grid& grid, const Scale& scale, const uint32_t* packed, int bits, int64_t begin, int64_t end,
                  bool activated, float slope, void* out, DType dtype);
   // out may be grad.
@@ -60,7 +60,7 @@ struct Kernels {
   void (*unpack)(const uint32_t* packed, int64_t begin, int64_t end, int bits, uint8_t* codes);
   void (*encode)(const Table& table, const void* x, DType dtype, int64_t begin, int64_t end, uint32_t* packed,
                  uint64_t seed);
-  // grad_is_scalar: grad is one element, for all.
+  // grad_is_scalar: grad is one element that is taken for all.
   void (*decode_mul)(const Table& table, const void* grad, DType dtype, int64_t begin, int64_t end,
                      const uint32_t* packed, void* out, bool grad_is_scalar);
   // Not for float64. y may be x.

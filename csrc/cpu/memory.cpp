@@ -13,11 +13,11 @@ constexpr int64_t kWorthwhile = int64_t{4} << 20;
 
 void will_write(void* address, int64_t bytes) {
   if (bytes < kWorthwhile) return;
-  // Whole huge pages only, as a partial one would also hold what somebody else has not written yet.
+  // Only whole huge pages, since others also hold memory that is not going to be written.
   const uintptr_t start = reinterpret_cast<uintptr_t>(address);
   const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t last = (start + static_cast<uintptr_t>(bytes)) / kHugePage * kHugePage;
-  // Where the system has no huge pages this fails, and nothing is lost.
+  // This fails without harm if the system has no huge pages.
   if (first < last) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }
 

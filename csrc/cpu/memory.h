@@ -1,4 +1,4 @@
-// Advice to the system about memory that a kernel is going to write.
+// Advice to the system on memory that a kernel is going to write.
 #pragma once
 
 #include <cstdint>

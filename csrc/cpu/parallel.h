@@ -1,4 +1,4 @@
-// Threads: torch's own OpenMP runtime where it was found, else threads of our own. Nothing is linked.
+// Threads: torch's own OpenMP runtime if it was found, else threads made here. No library is linked.
 #pragma once
 
 #include <string>

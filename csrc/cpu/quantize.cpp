@@ -112,17 +112,17 @@ class Cursor {
   Cursor(const Streams& streams, const Stream& stream, const int64_t* order, int64_t begin, int64_t end)
       : streams_(streams), stream_(stream), order_(order), index_(begin), end_(end) {
     group_ = group_at(streams, stream, begin);
-    inside_ = group_.first - group_.sample * streams.features;  // unused where groups run across samples
+    inside_ = group_.first - group_.sample * streams.features;  // unused if groups run across samples
   }
 
   bool exists() const { return index_ < end_; }
   int64_t number() const { return stream_.first_group + index_; }
   const Group& group() const { return group_; }
 
-  // Whether the elements of a group lie side by side in the tensor.
+  // Returns whether the elements of a group lie side by side in the tensor.
   bool contiguous() const { return !order_ || by_sample(streams_); }
 
-  // Where they begin then.
+  // Returns the place at which they begin.
   int64_t place() const {
     if (!order_) return group_.first;
     return order_[stream_.first_sample + group_.sample] * streams_.features + inside_;
@@ -188,7 +188,7 @@ inline const float* read(const Cursor& cursor, const typename Number::Type* x, i
 
 // -- quantize --------------------------------------------------------------------------------------------------
 
-// What `read` returned of m elements, normalized, with copies of the first one behind them again.
+// Normalizes the m elements that `read` returned, and appends copies of the first one again.
 inline const float* normalized(Normalizer& normalizer, const Cursor& cursor, int begin, int m, const float* values,
                                float* out) {
   if (!normalizer.exists()) return values;
@@ -325,8 +325,8 @@ void squares(const Streams& streams, const void* x, DType dtype, const Normaliza
 
 // -- dequantize ------------------------------------------------------------------------------------------------
 
-// The words of m elements of a stream from `first` on, as if they began a block: in place, or in `buffer`, which
-// holds a block more than a part has.
+// Returns the words of m elements of a stream from `first` on, shifted to the begin of a block: in place, or in `buffer`,
+// which holds one block more than a part.
 inline const uint32_t* words_from(const uint32_t* words, int64_t first, int m, int bits, uint32_t* buffer) {
   words += word_index(block_of(first), 0, bits);
   const int shift = lane_of(first);

@@ -18,8 +18,8 @@ inline Lanes product(Lanes a, Lanes b) {
       _mm256_mul_epu32(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 }
 
-// The least and the greatest of n > 0 elements, a multiple of kBlock, added to those given. False if one is not
-// finite; NaN counts for neither.
+// Extends `least` and `greatest` by n > 0 elements, n a multiple of kBlock, except for NaN. Returns false if an element is
+// not finite.
 inline bool extremes(const float* x, int n, float& least, float& greatest) {
   const __m256 zero = _mm256_setzero_ps();
   __m256 low0 = _mm256_set1_ps(least), low1 = low0, high0 = _mm256_set1_ps(greatest), high1 = high0;
@@ -73,7 +73,7 @@ inline void quantize_blocks(const float* x, int blocks, const GroupLimits& limit
   }
 }
 
-// What `blocks` blocks of a group were.
+// Dequantizes `blocks` blocks of a group.
 template <int BITS>
 inline void restore_blocks(const uint32_t* words, int blocks, const GroupLimits& limits, float* out) {
   const __m256 minimum = _mm256_set1_ps(limits.minimum), range = _mm256_set1_ps(limits.range);

@@ -24,8 +24,8 @@ inline Lanes product(Lanes a, Lanes b) {
 #endif
 }
 
-// The least and the greatest of n > 0 elements, a multiple of kBlock, added to those given. False if one is not
-// finite; NaN counts for neither.
+// Extends `least` and `greatest` by n > 0 elements, n a multiple of kBlock, except for NaN. Returns false if an element is
+// not finite.
 inline bool extremes(const float* x, int n, float& least, float& greatest) {
   constexpr int lanes = 8;
   float low[lanes], high[lanes];
@@ -66,7 +66,7 @@ inline void quantize_blocks(const float* x, int blocks, const GroupLimits& limit
   }
 }
 
-// What `blocks` blocks of a group were.
+// Dequantizes `blocks` blocks of a group.
 template <int BITS>
 inline void restore_blocks(const uint32_t* words, int blocks, const GroupLimits& limits, float* out) {
   const float minimum = limits.minimum, range = limits.range, unit = unit_of(BITS);

@@ -21,7 +21,7 @@ int64_t element_count(const Streams& streams) {
   return n;
 }
 
-// The group that element number `element` of a stream is of.
+// The group of element number `element` of a stream.
 int64_t first_unfinished(const Streams& streams, const Stream& stream, int64_t element) {
   int64_t group = element / streams.group_size;
   if (by_sample(streams)) {
@@ -38,7 +38,7 @@ int64_t share_begin(int64_t groups, int index, int count) {
   return index * each + (index < more ? index : more);
 }
 
-// work(share, begin, end) for each of `shares` shares of the groups, however many threads there turn out to be.
+// Calls work(share, begin, end) for each of `shares` shares of the groups, whatever the number of threads is.
 template <class Work>
 void run_shares(int64_t groups, int shares, const Work& work) {
   auto body = [&](int index, int count) {
@@ -49,7 +49,7 @@ void run_shares(int64_t groups, int shares, const Work& work) {
   run_parallel(shares, body);
 }
 
-// Zeros in the block that holds both the end of a group and the begin of this one, if one does.
+// Clears the block that holds both the end of the group before and the begin of this one, if there is one.
 void clear_edge(const Streams& streams, int64_t group, uint32_t* packed) {
   const Stream& stream = stream_of(streams, group);
   const int64_t first = group_at(streams, stream, group - stream.first_group).first;
@@ -58,7 +58,7 @@ void clear_edge(const Streams& streams, int64_t group, uint32_t* packed) {
   for (int plane = 0; plane < stream.bits; ++plane) words[plane] = 0;
 }
 
-// Of the parts' spreads.
+// The extent of the parts' spreads.
 Extent extent_of(const std::vector<Spread>& spreads) {
   Extent extent{kNothing.least, kNothing.greatest};
   for (const Spread& spread : spreads) {
@@ -70,8 +70,8 @@ Extent extent_of(const std::vector<Spread>& spreads) {
   return extent;
 }
 
-// What both `forward` and groups can be divided at: the elements of a unit, a multiple of kChunk that begins and
-// ends with a group (or ends with the tensor), and its groups.
+// The unit in which both `forward` and groups can be divided: its elements, a multiple of kChunk that begins and ends with
+// a group (or ends with the tensor), and its groups.
 struct Unit {
   int64_t elements, groups;
 };

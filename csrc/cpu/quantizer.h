@@ -1,4 +1,4 @@
-// The group quantizer on the CPU: streams, threads, and what they share.
+// The group quantizer on the CPU: streams, and the work of threads.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace fewbit {
 
-// Streams, and which samples they hold.
+// Streams and their samples.
 struct StreamPlan {
   Streams streams;
   std::vector<int64_t> order;  // (samples,) by stream; empty: as they are
@@ -22,12 +22,12 @@ struct StreamPlan {
 StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool fp32_min, int bits,
                         const uint8_t* widths);
 
-// Least and greatest element; NaN if one is, 0 where there is none.
+// The smallest and the largest element; NaN if an element is NaN, 0 if there is none.
 struct Extent {
   float least, greatest;
 };
 
-// Writes all of the streams' words and ranges. The extent is that of what is quantized.
+// Writes all words and ranges of the streams, and returns the extent of the elements that are quantized.
 Extent quantize(const Kernels& kernels, const StreamPlan& plan, const void* x, DType dtype,
                 const Normalization& normalization, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads);
 
@@ -47,14 +47,14 @@ struct Forward {
   uint64_t seed;
 };
 
-// Threads that can do it in one pass: each does whole chunks and whole groups.
+// The number of threads that can do it in one pass, each with whole chunks and whole groups.
 int threads_of_forward(const Streams& streams, int threads);
 
 // `forward`, and `quantize` of y, of samples that all have one width, in one pass over memory; extent of y.
 Extent forward_quantized(const Kernels& kernels, const Streams& streams, const Forward& forward, uint64_t seed,
                          uint32_t* packed, uint16_t* ranges, int threads);
 
-// affine: not of samples of several widths that share groups.
+// affine: null if samples of several widths share groups.
 void dequantize(const Kernels& kernels, const StreamPlan& plan, const uint32_t* packed, const uint16_t* ranges,
                 const Affine& affine, void* out, DType dtype, int threads);
 

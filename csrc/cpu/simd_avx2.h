@@ -12,7 +12,7 @@
 namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
-// More comparisons than this, all planes together, take longer than a search.
+// The number of comparisons, over all planes, beyond which a search is faster.
 template <class T>
 constexpr int kMostComparisons = sizeof(T) == 4 ? 120 : 70;
 
@@ -63,7 +63,7 @@ inline void thermometer(const Table& table, const Breaks<double>& breaks, const 
   }
 }
 
-// Whether there is a search in registers for this table, which then has been done.
+// Searches in registers if this table allows. Returns whether it was done.
 template <class T>
 inline bool search_in_registers(const Table&, const T*, uint32_t*) {
   return false;

@@ -12,7 +12,7 @@
 namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
-// More comparisons than this, all planes together, take longer than a search.
+// The number of comparisons, over all planes, beyond which a search is faster.
 template <class T>
 constexpr int kMostComparisons = sizeof(T) == 4 ? 40 : 110;
 
@@ -194,7 +194,7 @@ struct Search<0> {
   static __m512i path(const Breaks<float>&, __m512) { return _mm512_setzero_si512(); }
 };
 
-// Whether there is a search in registers for this table, which then has been done.
+// Searches in registers if this table allows. Returns whether it was done.
 inline bool search_in_registers(const Table& table, const float* x, uint32_t* words) {
   switch (table.breaks32.steps) {
     case 4:

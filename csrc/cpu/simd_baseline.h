@@ -1,4 +1,4 @@
-// What any processor can do: 16-byte vectors of the compiler's own (SSE2, NEON, ...).
+// Code for any processor, with 16-byte vectors of the compiler (SSE2, NEON, ...).
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Vector<double> {
   typedef int64_t Mask __attribute__((vector_size(16)));
 };
 
-// More comparisons than this, all planes together, take longer than a search.
+// The number of comparisons, over all planes, beyond which a search is faster.
 template <class T>
 constexpr int kMostComparisons = sizeof(T) == 4 ? 40 : 24;
 
@@ -41,7 +41,7 @@ inline void thermometer(const Table& table, const Breaks<T>& breaks, const T* x,
     for (int plane = 0; plane < table.bits; ++plane) {
       const T* limit = breaks.by_plane + breaks.plane_begin[plane];
       const T* last = breaks.by_plane + breaks.plane_begin[plane + 1];
-      // What is compared is "not beyond", so each break has changed the bit once too often.
+      // The comparison is "not beyond", so each break has changed the bit once too often.
       const uint32_t flipped = (static_cast<uint32_t>(last - limit) + (table.initial >> plane)) & 1;
       uint32_t word = 0;
       for (int first = 0; first < kBlock; first += group * lanes) {
@@ -60,7 +60,7 @@ inline void thermometer(const Table& table, const Breaks<T>& breaks, const T* x,
   }
 }
 
-// Whether there is a search in registers for this table, which then has been done.
+// Searches in registers if this table allows. Returns whether it was done.
 template <class T>
 inline bool search_in_registers(const Table&, const T*, uint32_t*) {
   return false;
@@ -118,7 +118,7 @@ inline void narrow(const float* in, uint16_t* out, int n = kChunk) {
   for (int i = 0; i < n; ++i) out[i] = narrow_float16(in[i]);
 }
 
-// There is no portable way past the caches.
+// There is no portable way to write past the caches.
 inline void stream(const void* from, void* to, int64_t bytes) { memcpy(to, from, bytes); }
 
 inline void finish_streaming() {}

@@ -1,4 +1,4 @@
-// Writes the words of a stream in turn, where groups may begin and end inside of a block.
+// Writes the words of a stream in order, while groups may begin and end inside of a block.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ class WordWriter {
   WordWriter(uint32_t* words, int bits, int64_t first)
       : out_(words + word_index(block_of(first), 0, bits)), bits_(bits), filled_(lane_of(first)), shared_(filled_) {}
 
-  // Where the words of the next m elements may be written at once; null if they have to be put. Moves on.
+  // Returns the address for the words of the next m elements and moves on; null if the words have to be `put`.
   uint32_t* direct(int m) {
     if (filled_ != 0 || m % kBlock != 0) return nullptr;
     uint32_t* here = out_;
@@ -46,7 +46,7 @@ class WordWriter {
     }
   }
 
-  // What is left of a block. end: nothing follows in the stream.
+  // Writes the rest of a block. end: nothing follows in the stream.
   void finish(bool end) {
     if (filled_ != 0) emit(carried_, shared_ || !end);
   }
@@ -66,7 +66,7 @@ class WordWriter {
   uint32_t* out_;
   int bits_;
   int filled_;   // elements of the block at out_ that are known
-  bool shared_;  // whether somebody else writes to that block too
+  bool shared_;  // whether another thread writes to that block too
   uint32_t carried_[kMaxBits] = {};
 };
 

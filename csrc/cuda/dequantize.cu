@@ -1,4 +1,4 @@
-// Quantized values back: a warp a group, 256 elements of it at a time.
+// Dequantizes: one warp for each group, 256 elements at a time.
 
 #include "common/quantize.h"
 #include "cuda/dispatch.h"
@@ -58,7 +58,7 @@ __device__ float representable<Float16>(float x) {
   return within_float16(x);
 }
 
-// A run of values to memory, as vectors where they are aligned.
+// Writes a run of values, as vectors if they are aligned.
 template <class T>
 __device__ void store_run(const float* values, T* out, bool vectors, int exist) {
   constexpr int kWords = Runs<T>::kLength * sizeof(T) / 4;

@@ -1,4 +1,4 @@
-// What can run here: versions, architectures, devices.
+// The devices on which the kernels can run: versions and architectures.
 
 #include <string>
 
@@ -17,7 +17,7 @@ std::string version(int number) {
 
 std::string capability(int number) { return std::to_string(number / 10) + "." + std::to_string(number % 10); }
 
-// CUDA's text, and the runtime's copy of the error dropped.
+// Returns CUDA's text, and drops the runtime's copy of the error.
 std::string text(cudaError_t error) {
   cudaGetLastError();
   return cudaGetErrorString(error);

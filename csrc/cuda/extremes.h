@@ -16,7 +16,7 @@ namespace fewbit::cuda {
 // all, and the votes of a warp on a plane of its j-th codes are a word.
 constexpr int kPerLane = kDrawBlock / 32;
 
-// Of all elements of a group. One that is not finite makes `least` -inf.
+// The extremes of all elements of a group. An element that is not finite makes `least` -inf.
 struct Extremes {
   float least, greatest;
 };
@@ -46,7 +46,7 @@ __device__ void read_part(float* values, const T* x, const Normalization& by, co
   if (Normalized) normalize_part(values, by, place, begin, length, lane);
 }
 
-// Adds a part's elements to what a lane knows of the group.
+// Extends a lane's extremes of the group by a part's elements.
 __device__ inline void add_part(Extremes& extremes, const float* values, int begin, int length, int lane) {
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) {

@@ -1,4 +1,4 @@
-// The fixed-point code of pre-activations: a warp 256 elements at a time, a lane one of each block of 32.
+// The fixed-point code of pre-activations: a warp handles 256 elements at a time, a lane one of each block of 32.
 
 #include "common/fixed_point.h"
 #include "cuda/dispatch.h"
@@ -14,7 +14,7 @@ constexpr int kRounds = kDrawBlock / kBlock;
 
 __host__ __device__ inline int64_t part_count(int64_t n) { return n / kDrawBlock + (n % kDrawBlock != 0); }
 
-// What is computed with gradients.
+// The type in which gradients are multiplied.
 __device__ inline float wide_of(float x) { return x; }
 __device__ inline double wide_of(double x) { return x; }
 __device__ inline float wide_of(Float16 x) { return as_float(x); }

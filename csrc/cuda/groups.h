@@ -26,15 +26,15 @@ inline Streams uniform_streams(const Quantized& of) {
   return streams;
 }
 
-// Whether streams of counts need no more than there is.
+// Returns whether streams of counts need no more words and groups than there are.
 __device__ inline bool fits(const Streams& streams, const Streams& most) {
   int64_t samples = 0;
   for (int i = 0; i < streams.count; ++i) samples += streams.of[i].samples;
   return samples == most.of[0].samples && streams.words <= most.words && streams.groups <= most.groups;
 }
 
-// The streams of a launch, into shared memory: those given, or those of counts that only the device knows. Every
-// thread of a block calls it.
+// Writes the streams of a launch to shared memory: those given, or those of counts that only the device knows. Every thread
+// of a block calls it.
 __device__ inline void share_streams(Streams& shared, const Streams& uniform, const int64_t* counts) {
   if (threadIdx.x == 0) {
     if (counts) {
@@ -54,10 +54,10 @@ __device__ inline int64_t first_group_of_warp() {
 }
 __device__ inline int64_t groups_apart() { return static_cast<int64_t>(gridDim.x) * (blockDim.x / 32); }
 
-// Where a group's elements lie in the tensor.
+// The places of a group's elements in the tensor.
 class GroupPlace {
  public:
-  // order: the samples by stream; null where they are in order already.
+  // order: the samples by stream; null if they are in order already.
   __device__ GroupPlace(const Streams& streams, const Stream& stream, const int64_t* order, const Group& group)
       : base_(group.first), order_(nullptr), features_(static_cast<int>(streams.features)), inside_(0) {
     if (!order) return;
@@ -71,7 +71,7 @@ class GroupPlace {
     }
   }
 
-  // Whether elements lie side by side, from of(0) on.
+  // Returns whether elements lie side by side, from of(0) on.
   __device__ bool contiguous() const { return !order_; }
 
   // Of the group's i-th element.
@@ -83,7 +83,7 @@ class GroupPlace {
 
  private:
   int64_t base_;
-  const int64_t* order_;  // from the sample on that has the first element; null where elements are contiguous
+  const int64_t* order_;  // from the sample on that has the first element; null if elements are contiguous
   int features_, inside_;
 };
 
@@ -112,7 +112,7 @@ class Entries {
   unsigned inner_, left_;  // no more than a part has
 };
 
-// The same of any element.
+// The entry of any element.
 __device__ inline int64_t entry_of(const VectorIndex& index, int64_t element) {
   return element / index.inner % index.count;
 }

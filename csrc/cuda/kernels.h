@@ -1,4 +1,4 @@
-// The CUDA half as the rest of the program sees it: plain C++, no CUDA header needed.
+// The interface of the CUDA kernels: plain C++ that needs no CUDA header.
 //
 // Pointers are device pointers. A call launches on `stream` (a cudaStream_t) of `device` and returns without
 // waiting for it; the calling thread's current device is the same afterwards. Sizes are 64-bit, n = 0 does
@@ -26,7 +26,7 @@ int runtime_version();
 // as PTX, which later devices can run.
 std::vector<int> architectures();
 
-// Whether kernels can run on `device` (-1: on any), and if not, why. Never throws, leaves no CUDA error behind.
+// Returns whether kernels can run on `device` (-1: on any), and the reason if not. Never throws, leaves no CUDA error behind.
 std::pair<bool, std::string> available(int device = -1) noexcept;
 
 // codes (n,) -> packed (bits * ceil(n / 32),), and back.
@@ -47,11 +47,11 @@ void decode_mul(const Table& table, const void* grad, int dtype, int64_t n, cons
 void forward(int function, double p0, double p1, const Table& table, const void* x, int dtype, int64_t n,
              void* y, int32_t* packed, const int64_t* seed, int device, void* stream);
 
-// What a quantized tensor is (docs/quantizer.md): samples of `features`, all of `bits`; or each of a width of its
-// own, in device memory: order, the samples in ascending width, equal ones in order, and counts, how many samples
-// have each width from 0 to 8. Those two are null where there is one width. words, groups: int32 words of packed codes
-// and rows of ranges that there are: of several widths as many as are needed or more, which is checked on the device,
-// as asking it here would wait for it. Where they are too few the kernel stops with an error (__trap).
+// The shape of a quantized tensor (docs/quantizer.md): samples of `features` features, all of `bits`, or each with a width of
+// its own. The widths are then in device memory: order, the samples by ascending width, and counts, the number of samples of
+// each width from 0 to 8. Both are null if there is one width. words and groups are the available int32 words of packed codes
+// and rows of ranges. For several widths there may be more than needed. The device checks that they suffice, since the host
+// would have to wait; if not, the kernel stops with an error (__trap).
 struct Quantized {
   int64_t samples, features;
   int group_size;
@@ -62,31 +62,32 @@ struct Quantized {
   int64_t words, groups;
 };
 
-// x -> packed codes and ranges; more than is needed becomes zeros. `seed`: one int64 in device memory.
+// x -> packed codes and ranges; words and groups beyond those needed become zeros. `seed`: one int64 in device memory.
 void quantize(const Quantized& of, const void* x, int dtype, const Normalization& normalization, const int64_t* seed,
               int32_t* packed, uint16_t* ranges, int device, void* stream);
 
-// out: (streams.groups,), length * range^2 of each group of x, whose samples are in order: of one stream. NaN where an
-// element is not finite.
+// out: (streams.groups,), length * range^2 of each group of x, whose samples are in order, in one stream. NaN if an element
+// is not finite.
 void squares(const Streams& streams, const void* x, int dtype, const Normalization& normalization, float* out,
              int device, void* stream);
 
-// The values, rounded once to their dtype. affine: not of samples of several widths that share groups.
+// out = the values, rounded once to their dtype. affine: null if samples of several widths share groups.
 void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine, void* out,
                 int dtype, int device, void* stream);
 
 // gamma and beta (n,) -> grid (kGridRows, n).
 void grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid, int device, void* stream);
 
-// The fixed-point code of n pre-activations (fewbit/runtime/ops/fixed_point.py). y: for its sign, of x's dtype.
+// The fixed-point code of n pre-activations (fewbit/runtime/ops/fixed_point.py). y: of x's dtype; its
+// sign is encoded.
 void encode_fixed(const Grid& grid, const Normalization& normalization, const void* x, const void* y, int dtype,
                   int64_t n, int bits, int32_t* packed, int device, void* stream);
 
-// activated: y with that slope where it is not positive; else the normalized input, times scale if there is one.
+// activated: restores y, times slope unless positive; otherwise the normalized input, times scale unless null.
 void decode_fixed(const Grid& grid, const Scale& scale, const int32_t* packed, int64_t n, int bits, bool activated,
                   float slope, void* out, int dtype, int device, void* stream);
 
-// out (n,) = grad, times slope where y is not positive. `out` may be `grad`.
+// out (n,) = grad, times slope unless y is positive. `out` may be `grad`.
 void mask_fixed(const Grid& grid, const int32_t* packed, int64_t n, int bits, double slope, const void* grad,
                 void* out, int dtype, int device, void* stream);
 

@@ -90,7 +90,7 @@ struct Bfloat16 {
 #endif
 };
 
-// What comparisons and products are computed in.
+// The type in which comparisons and products are computed.
 template <class T>
 struct WideOf {
   using type = float;
@@ -126,7 +126,7 @@ __host__ __device__ uint32_t nan_to_infinity(uint32_t x) {
   }
 }
 
-// A register whose sign bits say where x > b. Other bits mean nothing.
+// A register whose sign bits are set if x > b. Other bits have no meaning.
 template <class T>
 __host__ __device__ uint32_t beyond_bits(uint32_t x, uint32_t b) {
   if constexpr (kIsPair<T>) {

@@ -1,4 +1,4 @@
-// The group quantizer: a warp a group, 256 elements of it at a time.
+// The group quantizer: one warp for each group, 256 elements at a time.
 
 #include "common/philox.h"
 #include "common/quantize.h"
@@ -13,7 +13,7 @@ namespace {
 
 // The words of a part of m elements that begins `shift` bits after the begin of a block, at `words`. Of a word
 // index i of the part, the lane i mod 32 writes it. whole: no block has elements of two groups; else all words
-// were zero, and what others add to them stays.
+// were zero, and bits from other threads stay.
 template <int Slots>
 __device__ void store_words(const int32_t* codes, int m, int shift, int bits, bool whole, int lane, uint32_t* words) {
   const int blocks = (shift + m + kBlock - 1) / kBlock;

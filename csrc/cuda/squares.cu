@@ -1,4 +1,4 @@
-// What the variance of quantized groups is made of: length * range^2, a warp a group.
+// The terms of the variance of quantized groups: length * range^2, one warp for each group.
 
 #include "common/quantize.h"
 #include "cuda/dispatch.h"

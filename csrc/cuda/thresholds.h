@@ -19,9 +19,9 @@ struct Thresholds {
   static constexpr int kCapacity = 96;
 
   int bits;                   // 0: no codes at all
-  uint32_t initial[2];        // the code below all breaks: byte p of both is all ones where plane p is one
+  uint32_t initial[2];        // the code below all breaks: byte p of both is all ones if plane p is one
   int count[kMaxBits];        // breaks that flip the plane, at least 1
-  // Two by two, from the highest plane down; where a plane has an odd number, .y of its first two is not used.
+  // Two by two, from the highest plane down; if a plane has an odd number, .y of its first two is not used.
   // As float32, or as twice the same 16-bit float.
   uint2 breaks[kCapacity / 2 + kMaxBits];
 };

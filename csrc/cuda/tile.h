@@ -5,7 +5,7 @@
 // (2 vectors, 128 elements apart). A lane's share of a word is then a byte, or two nibbles of two
 // words; exchanges between lanes turn one into the other, and each is its own inverse.
 //
-// Every lane of a warp takes part in an exchange, also where its elements lie beyond the end.
+// Every lane of a warp takes part in an exchange, even if its elements lie beyond the end.
 
 #pragma once
 
@@ -116,7 +116,7 @@ struct Place {
   int64_t start;  // the tile's first element
   int lane;
   int left;       // elements of the tile that exist
-  bool aligned;   // whether vectors are
+  bool aligned;   // whether vectors are aligned
 
   __device__ Place(int64_t n, bool aligned)
       : n(n),

@@ -178,7 +178,7 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     own = graph_class_of(module)
     if own is not None and not issubclass(own, TrackedModule):
         own.__bases__ = tuple(
-            tracked_class(each) if issubclass(each, GraphModule) else each for each in own.__bases__
+            tracked_class(base) if issubclass(base, GraphModule) else base for base in own.__bases__
         )
 
 
@@ -186,11 +186,11 @@ def untrack(module: nn.Module) -> None:
     """Undo `track`. If the class still contains `TrackedModule`, calls behave like torch's without a guard."""
     vars(module).pop(GUARD, None)
     cls, own = untracked_class(module), graph_class_of(module)
-    for made in [each for each in type(module).__mro__ if "_fewbit_base" in vars(each)]:
+    for made in [kind for kind in type(module).__mro__ if "_fewbit_base" in vars(kind)]:
         base = vars(made)["_fewbit_base"]
         _move_writes(made, base)
         if own is not None and made in own.__bases__:
-            own.__bases__ = tuple(base if each is made else each for each in own.__bases__)
+            own.__bases__ = tuple(base if parent is made else parent for parent in own.__bases__)
     object.__setattr__(module, "__class__", cls)
 
 
@@ -209,7 +209,7 @@ def untracked_class(module: nn.Module) -> type[nn.Module]:
     cls = type(module)
     if graph_class_of(module) is not None:
         return cls
-    made = next((each for each in cls.__mro__ if "_fewbit_base" in vars(each)), None)
+    made = next((kind for kind in cls.__mro__ if "_fewbit_base" in vars(kind)), None)
     return cls if made is None else rebase(cls, made, vars(made)["_fewbit_base"]) or cls
 
 
@@ -222,7 +222,9 @@ def rebase(cls: type, old: type, new: type) -> type | None:
     own = {
         name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")
     }
-    codes = [getattr(unwrap(each), "__code__", None) for each in own.values() if callable(each)]
+    codes = [
+        getattr(unwrap(member), "__code__", None) for member in own.values() if callable(member)
+    ]
     if any("__class__" in code.co_freevars for code in codes if code is not None):
         return None  # super() without arguments refers to cls itself
     bases = [rebase(base, old, new) for base in cls.__bases__]

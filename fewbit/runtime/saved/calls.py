@@ -77,7 +77,7 @@ class _Call:
         self.is_outermost = not context.is_running()
         self.state = ThreadState() if self.is_outermost else None
         contexts = context.contexts if self.is_outermost else ()
-        self.contexts = [(each, each.depth_outside()) for each in contexts]
+        self.contexts = [(outer, outer.depth_outside()) for outer in contexts]
 
     def begin(self, module, args, kwargs) -> None:
         """Make this the innermost call, and begin a forward if it is the outermost one."""

@@ -39,10 +39,10 @@ def shared(model: nn.Module, rows, saved: SavedBytes | None = None) -> tuple[Con
     def marked(row):
         if not isinstance(model.get_submodule(row.path), FOLLOWING):
             return row
-        kept = entries.get(row.path)
-        if kept is None:  # the module did not run, or had nothing to save
+        found = entries.get(row.path)
+        if found is None:  # the module did not run, or had nothing to save
             return row._replace(shared=None if norms else False)
-        return row._replace(shared=all(entry.first_saver in norms for entry in kept))
+        return row._replace(shared=all(entry.first_saver in norms for entry in found))
 
     return tuple(marked(row) for row in rows)
 

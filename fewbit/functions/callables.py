@@ -43,8 +43,6 @@ from fewbit.functions.numerical import (
 from fewbit.functions.panels import RESOLUTION, Panels, Unresolved
 from fewbit.text import one_line
 
-__all__ = ["from_callable", "import_callable", "qualified_name", "resolve"]
-
 _DOMAIN = (-10.0, 10.0)
 _EPS = float(np.finfo(np.float64).eps)
 _INTEGRAL_TOLERANCE = 1e-7  # times max |f'| and the length of the interval

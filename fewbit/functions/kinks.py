@@ -15,8 +15,6 @@ import numpy as np
 
 from fewbit.functions.panels import Panels, Side, one_sided, resolve_panels
 
-__all__ = ["find_bends", "jumps", "segments", "wide_mesh"]
-
 Flat = Callable[[np.ndarray], np.ndarray]
 
 _EPS = float(np.finfo(np.float64).eps)

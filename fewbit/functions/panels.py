@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["RESOLUTION", "Panels", "Unresolved", "one_sided", "resolve_panels", "slope_within"]
-
 RESOLUTION = 2**17
 # Numbers of points of the two interpolants. Cosines of odd multiples of pi/40 and pi/56 are never equal.
 _FEWER, _MORE = 20, 28

@@ -134,27 +134,6 @@ def record(**shapes: Shape) -> Shape:
     return check
 
 
-def rows_by_name(rows: list[dict], where: str, names) -> dict[tuple[str, int], dict]:
-    """Return a mapping from (name, input) to the record.
-
-    Args:
-        rows: Records with a name and an input.
-        where: The beginning of error messages.
-        names: The names of the model's layers.
-
-    Raises:
-        InputError: The model lacks a layer, or two records have the same name and input.
-    """
-    found = {}
-    for row in rows:
-        key = row["name"], row["input"]
-        check_layer(row["name"], names)
-        if key in found:
-            raise wrong(where, "every input of a layer once", f"{key[0]}, input {key[1]}")
-        found[key] = row
-    return found
-
-
 def check_layer(name: str, names, kind: str = "layer") -> None:
     """Raise InputError if the model has no layer, or module, of that name."""
     if name not in names:

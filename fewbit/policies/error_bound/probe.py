@@ -9,7 +9,7 @@ probe finds V^2 and D of each layer's gradients:
   has the variance of the errors that the tensor has, or of rounding to 8 bits if that is more.
 
 The backward pass computes gradients with errors, whose squared norm contains D of the present errors on average. The
-probe subtracts that. For some slots it also keeps exact values, and runs their layers' backward again with these. That
+probe subtracts that. For some slots it also holds exact values, and runs their layers' backward again with these. That
 gives the true |g^|^2 / |g|^2 for the same gradient of the layer's result.
 """
 
@@ -72,7 +72,7 @@ class ErrorBoundProbe(VarianceProbe):
 
     Args:
         seed: the seed of the noise.
-        monitored: slots whose exact values are kept until the backward pass has ended or failed, or the graph is gone.
+        monitored: slots whose exact values are held until the backward pass has ended or failed, or the graph is gone.
     """
 
     def __init__(self, seed: int, monitored: frozenset[tuple[str, int]] = frozenset()):

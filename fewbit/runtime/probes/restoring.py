@@ -75,7 +75,12 @@ class Restoring:
         """Record the slot of a dequantized tensor and return its values, to which noise may be added in place."""
         slot = spec.slot
         self.slots.setdefault(slot.name, slot)
-        if self.is_target(slot) and slot.rounding is not None:
+        return self.changed(values, spec, packed) if self.is_target(slot) else values
+
+    def changed(self, values, spec, packed):
+        """Return the values of a target slot with noise, which is added in place."""
+        slot = spec.slot
+        if slot.rounding is not None:
             flat = layout.storage_order(values)
             rows = flat.view(spec.samples or (len(values) if values.dim() else 1), -1)
             noise = self._noise.get(packed.data_ptr())

@@ -22,7 +22,6 @@ from fewbit.analysis.memory import (
 )
 from fewbit.analysis.meter import saved_bytes
 from fewbit.errors import FewbitError
-from fewbit.sizes import parse_size
 
 
 def run(*arguments):
@@ -272,20 +271,6 @@ def test_torch_missing_is_said_in_a_line(monkeypatch):
     for name in ("resnet18", "gpt2"):
         with pytest.raises(FewbitError, match=f"^{name}: expected torch to be installed"):
             measure(name)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("32GB", 32 * GB), ("24GiB", 24 * GB), ("11264 mb", 11 * GB), (".5tb", 512 * GB), ("7b", 7)],
-)
-def test_sizes(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "7", "GB", "-1GB", "0GB", "1 XB", "1e3GB", "nan"])
-def test_bad_sizes(text):
-    with pytest.raises(FewbitError, match="^expected a size such as 32GB"):
-        parse_size(text)
 
 
 def test_every_model_by_default(monkeypatch):

@@ -1,10 +1,10 @@
 """The architectures: published parameter counts, shapes, keys, activations that can be exchanged."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
+from fresh_process import run
 from torch import nn
 
 from fewbit import models
@@ -179,4 +179,4 @@ sys.modules["torch"] = None
 from fewbit import models
 assert models.resolve("GPT2") == "gpt2" and "resnet18" in models.names()
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run(code)

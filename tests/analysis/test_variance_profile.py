@@ -5,7 +5,6 @@ import json
 import re
 from collections import UserDict
 from dataclasses import fields
-from pathlib import Path
 
 import naive_quantizer as naive
 import numpy as np
@@ -717,13 +716,3 @@ def test_progress_is_shown_if_it_takes_long(monkeypatch, capsys):
         captured = capsys.readouterr()
         assert captured.out == "" and ("variance profile" in captured.err) == (terminal and asked)
         assert terminal or captured.err == ""
-
-
-def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
-    page = Path(__file__).parents[2] / "docs" / "variance_profile.md"
-    (block,) = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(compile(block, page.name, "exec"), names)
-    assert names["profile"].contexts == ("0", "1", "3")
-    assert {each.name for each in tmp_path.iterdir()} == {"profile.json", "profile.png"}

@@ -998,20 +998,6 @@ def test_workloads_of_text_tell_hidden_tokens(name, monkeypatch):
         assert (masked < 99).all()
 
 
-@pytest.mark.slow
-def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, capsys):
-    page = Path(__file__).parents[2] / "docs" / "plan.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    for block in blocks:
-        exec(compile(block, page.name, "exec"), names)
-    assert {each.name for each in tmp_path.iterdir()} == {"plan.csv", "plan.json", "plan.png"}
-    assert type(names["model"][0]) is fewbit.nn.Linear
-    shown = capsys.readouterr().out
-    assert "coarse norms" in shown and "20% of that variance" in " ".join(shown.split())
-
-
 def test_a_title_says_if_no_setting_saves_anything():
     found = made(("a", 8, 4096, 0.0), ("a", 4, 5000, 0.2))
     assert "no setting keeps less than the 4.00 KiB of the exact model" in " ".join(

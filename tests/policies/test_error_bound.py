@@ -9,7 +9,6 @@ import warnings
 import pytest
 import torch
 from samples import normal
-from test_docs import run_blocks
 from test_variance_probe import MODELS, loss_of
 from torch import nn
 from torch.nn import functional as F
@@ -660,10 +659,3 @@ def test_another_bound_goes_on_with_what_was_seen():
     narrow = bits(controller)
     assert narrow.keys() == wide.keys()
     assert all((narrow[name] or 32) >= (wide[name] or 32) for name in wide) and narrow != wide
-
-
-def test_python_of_the_page_runs(capsys):
-    names = run_blocks("docs/error_bound.md", {})
-    assert "tensors that layers keep" in capsys.readouterr().out
-    controller = names["controller"]
-    assert controller.bounds.e2 == 0.1 and len(controller.bounds) == 4

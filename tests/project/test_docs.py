@@ -193,11 +193,35 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     assert type(names["model"][2]).__module__.startswith("fewbit")
 
 
-def test_python_of_the_meter_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("page", "files", "texts"),
+    [
+        ("meter", {"saved.png", "saved.json"}, []),
+        ("variance_profile", {"profile.json", "profile.png"}, []),
+        ("error_bound", set(), ["tensors that layers keep"]),
+        pytest.param(
+            "plan",
+            {"plan.csv", "plan.json", "plan.png"},
+            ["coarse norms", "20% of that variance"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["meter", "variance profile", "error bound", "plan"],
+)
+def test_python_of_a_page_runs(page, files, texts, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    names = run_blocks("docs/meter.md", given())
-    assert names["report"].total > 0
-    assert {each.name for each in tmp_path.iterdir()} == {"saved.png", "saved.json"}
+    names = run_blocks(f"docs/{page}.md", given() if page == "meter" else {})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(text in shown for text in texts)
+    assert {path.name for path in tmp_path.iterdir()} == files
+    if page == "variance_profile":
+        assert names["profile"].contexts == ("0", "1", "3")
+    elif page == "error_bound":
+        assert names["controller"].bounds.e2 == 0.1 and len(names["controller"].bounds) == 4
+    elif page == "plan":
+        assert type(names["model"][0]).__module__.startswith("fewbit")
+    else:
+        assert names["report"].total > 0
 
 
 def rewrite():

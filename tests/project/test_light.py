@@ -1,10 +1,8 @@
 """The libraries that a training process imports, and the time that this takes."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from fresh_process import run
 from mpmath import mp, mpf
 
 from fewbit.functions.erfcx import erfcx
@@ -40,12 +38,6 @@ POLICIES = {
     "error-bound": "fewbit.ErrorBound(interval=2)",
     "numbers of samples": "fewbit.SampleBits(2)",
 }
-
-
-def run(code):
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from problems import PROBLEMS, tagged
 from fewbit.solver.segments import Items
 
 STEADY = settings(max_examples=150)
-TOLERANCE = Fraction(1, 10**9)
+TOLERANCE = Fraction(1, 10**12)
 
 finite = st.floats(-1e6, 1e6, allow_nan=False).map(lambda x: 0.0 if abs(x) < 1e-9 else x)
 masses = st.one_of(st.just(0.0), st.floats(1e-6, 1e6))
@@ -28,23 +28,15 @@ def assert_cost(got, exact):
     assert abs(Fraction(float(got)) - exact) <= TOLERANCE * exact, (float(got), float(exact))
 
 
-@pytest.mark.parametrize("problem", tagged("small"), ids=str)
-def test_every_segment_of_a_small_sequence(problem):
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_segments_of_a_sequence(problem):
     items = Items(problem.weights, problem.values)
-    for start, stop in all_segments(len(items)):
-        assert_cost(
-            items.cost(start, stop), spread(problem.values[start:stop], problem.weights[start:stop])
-        )
-
-
-@pytest.mark.parametrize("problem", tagged("medium"), ids=str)
-def test_segments_of_a_longer_sequence(problem):
-    items = Items(problem.weights, problem.values)
-    rng = np.random.default_rng(1)
-    for start, stop in np.sort(rng.integers(0, len(items) + 1, (60, 2)), axis=1):
-        assert_cost(
-            items.cost(start, stop), spread(problem.values[start:stop], problem.weights[start:stop])
-        )
+    segments = list(all_segments(len(items)))
+    if "medium" in problem.tags:
+        segments = np.random.default_rng(1).choice(segments, 60)
+    for start, stop in segments:
+        exact = spread(problem.values[start:stop], problem.weights[start:stop])
+        assert_cost(items.cost(start, stop), exact)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e3])
@@ -156,31 +148,6 @@ def test_means_of_segments(problem):
 
 
 # --- what must not matter -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_integer_weights_are_repeated_samples(seed):
-    rng = np.random.default_rng(seed)
-    counts = rng.integers(0, 5, 15)
-    values = rng.standard_normal(15)
-    items = Items(counts.astype(float), values)
-    repeated = Items(np.ones(counts.sum()), np.repeat(values, counts))
-    at = np.concatenate([[0], np.cumsum(counts)])
-    for start, stop in all_segments(15):
-        assert items.cost(start, stop) == pytest.approx(
-            repeated.cost(at[start], at[stop]), rel=1e-13
-        )
-
-
-@pytest.mark.parametrize("problem", tagged("medium"), ids=str)
-def test_reversal(problem):
-    n = len(problem.values)
-    items = Items(problem.weights, problem.values)
-    backwards = Items(problem.weights[::-1], problem.values[::-1])
-    for start, stop in all_segments(n):
-        assert items.cost(start, stop) == pytest.approx(
-            backwards.cost(n - stop, n - start), rel=1e-10
-        )
 
 
 @pytest.mark.parametrize("power", [-300, -40, 40, 300])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from samples import normal
 from torch import nn
+from training import bounded
 
 import fewbit
 from fewbit.analysis.gradient_ratio import GradientRatio
@@ -27,11 +28,6 @@ def batches(count, shape=(16, 48), out=12):
         (normal(shape, scale=1.0, seed=n), normal((shape[0], out), scale=1.0, seed=9 + n))
         for n in range(count)
     ]
-
-
-def bounded(model, **options):
-    bound = {"e2": options.pop("e2")} if "e2" in options else {}
-    return fewbit.compress_(model, fewbit.ErrorBound(**bound), verbose=False, **options)
 
 
 def gradient(model, batch, seed=0):
@@ -75,10 +71,10 @@ def test_the_relative_error_is_that_of_gradients():
     torch.manual_seed(0)
     model, given = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 12)), batches(2)
     controller = trained(model, given, e2=2.0)
-    found, expected = (
-        controller.gradient_ratio(given, squared, draws=40),
-        by_loops(model, given, 40),
-    )
+    state, random = controller.state_dict(), torch.get_rng_state()
+    found = controller.gradient_ratio(given, squared, draws=40)
+    assert controller.state_dict() == state and torch.equal(torch.get_rng_state(), random)
+    expected = by_loops(model, given, 40)
     assert found.ratio == pytest.approx(expected["all"][0], rel=0.1)
     assert found.relative_error == pytest.approx(expected["all"][1], rel=0.1)
     assert found.relative_error == pytest.approx(found.ratio - 1, abs=3 * found.error)
@@ -195,8 +191,8 @@ def test_draws_are_two_at_least(draws):
 
 
 @pytest.mark.parametrize(("draws", "factor"), [(2, 235.8), (8, 4.53), (10_000, 3.0)])
-def test_what_few_draws_may_be_off_by(draws, factor):
-    """Student's t at the probability of three standard deviations; its values from a table."""
+def test_the_chance_of_few_draws(draws, factor):
+    """It is Student's t at the probability of three standard deviations; the values are from a table."""
     for ratio in (1.5 + 0.01 * factor * 1.01, 1.5 + 0.01 * factor * 0.99):
         found = GradientRatio(ratio, 0.01, 1.5, {"": ratio}, draws, 0.5, {"": 0.5})
         assert found.chance == pytest.approx(0.01 * factor, rel=1e-3)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from measured import Images, gradient, squared  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -20,6 +21,7 @@ from fewbit.analysis.profile import ARRAYS, VarianceProfile  # noqa: E402
 from fewbit.analysis.variance_profile import variance_profile  # noqa: E402
 from fewbit.demo.transformer import CharTransformer  # noqa: E402
 from fewbit.errors import InputError, OutputExistsError  # noqa: E402
+from fewbit.planning.candidates import Candidate  # noqa: E402
 from fewbit.render.terminal import plain  # noqa: E402
 
 SIGMAS = 4.5
@@ -28,12 +30,6 @@ SIGMAS = 4.5
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-def squared(model, batch):
-    """A loss whose gradients differ between outputs."""
-    y = model(batch)
-    return (y * torch.linspace(0.5, 1.5, y[0].numel()).view(y.shape[1:])).square().mean()
 
 
 def assert_measures(measured, error, expected, most=0.1):
@@ -69,10 +65,10 @@ def test_linear_layers_as_their_formula_says(bits):
     )
     of_hidden = of_y @ model[1].weight
     assert profile.contexts == profile.parameters == ("0", "1")
-    for i, (kept, gradient) in enumerate([(x, of_hidden), (hidden, of_y)]):
+    for i, (kept, grad) in enumerate([(x, of_hidden), (hidden, of_y)]):
         rows = [naive.grid(row, bits) for row in kept.detach()]
         variance = np.array([(step**2 * f * (1 - f)).sum() for _, step, f in rows])
-        expected = np.square(gradient.detach().double().numpy()).sum(1) @ variance
+        expected = np.square(grad.detach().double().numpy()).sum(1) @ variance
         assert_measures(profile.terms[i, i], profile.terms_error[i, i], expected)
         assert_measures(profile.direct[i], profile.direct_error[i], expected)
     # Nothing of what a linear layer keeps goes into its input's gradient.
@@ -159,22 +155,6 @@ def test_norms_as_all_their_outcomes_say(copies):
 # --- the theorem ------------------------------------------------------------------------------------
 
 
-class Digits(nn.Module):
-    """A small residual network with batch norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(1, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
-        )
-        self.body = nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8))
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.head(F.relu(x + self.body(x)).mean((2, 3)))
-
-
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -188,8 +168,8 @@ class Attention(nn.Module):
 
 def cases():
     images = torch.randn(16, 1, 8, 8)
-    yield "residual", Digits(), images, ("stem.0", "stem.1", "body.0", "body.1", "head")
-    yield "channels last", Digits(), images.to(memory_format=torch.channels_last), None
+    yield "residual", Images(), images, ("stem.0", "stem.1", "body.0", "body.1", "head")
+    yield "channels last", Images(), images.to(memory_format=torch.channels_last), None
     model = CharTransformer(20, 12, width=32, depth=1, heads=2)
     block = "norm1", "qkv", "", "proj", "norm2", "mlp.0", "mlp.2"
     contexts = *(f"blocks.0.{each}".rstrip(".") for each in block), "norm", "head"
@@ -218,14 +198,14 @@ def test_the_sum_of_the_terms_is_the_variance(case):
 
 @pytest.mark.slow
 def test_a_checkpoint_changes_nothing():
-    class Region(Digits):
+    class Region(Images):
         def forward(self, x):
             x = self.stem(x)
             x = F.relu(x + checkpoint(self.body, x, use_reentrant=False))
             return self.head(x.mean((2, 3)))
 
     x, profiles = torch.randn(16, 1, 8, 8), []
-    for cls in (Digits, Region):
+    for cls in (Images, Region):
         torch.manual_seed(0)
         profiles.append(variance_profile(cls(), x, squared, draws=24))
     plain, regions = profiles
@@ -302,28 +282,6 @@ def test_a_tied_parameter_and_a_frozen_one():
 # --- sampling and bias ------------------------------------------------------------------------------
 
 
-def gradient(model, batch, loss=squared):
-    found = torch.autograd.grad(loss(model, batch), list(model.parameters()))
-    return torch.cat([each.double().flatten() for each in found])
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_sampling_variance_is_half_of_squared_differences(several):
-    model, x = nn.Linear(5, 2), torch.randn(24, 5)
-    parts = x.chunk(6)
-    profile = variance_profile(model, list(parts) if several else x, squared, chunks=6, draws=2)
-    gradients = [gradient(model, each) for each in parts]
-    pairs = [
-        (a - b).square().sum() / 2 for a, b in zip(gradients[::2], gradients[1::2], strict=True)
-    ]
-    count = 1 if several else 6
-    assert profile.sampling[0] == pytest.approx(float(sum(pairs)) / 3 / count, rel=1e-5)
-    error = float(torch.stack(pairs).std()) / 3**0.5 / count
-    assert profile.sampling_error[0] == pytest.approx(error, rel=1e-4)
-    assert profile.batches == (6 if several else 1)
-    assert profile.sampled == ("6 batches of 4" if several else "6 chunks of one batch of 24")
-
-
 @pytest.mark.slow
 def test_sampling_variance_is_that_between_minibatches():
     """Against the variance over many minibatches of an infinite population."""
@@ -339,10 +297,10 @@ def test_sampling_variance_is_that_between_minibatches():
 @pytest.mark.slow
 def test_chunks_with_a_batch_norm_come_with_a_warning():
     x = torch.randn(16, 1, 8, 8)
-    profile = variance_profile(Digits(), x, squared, draws=2)
+    profile = variance_profile(Images(), x, squared, draws=2)
     assert profile.sampled.startswith("8 chunks of one batch of 16 (too much, as chunks have batch")
     assert profile.sampled in " ".join(str(profile).split())
-    several = variance_profile(Digits(), list(x.split(4)), squared, draws=2)
+    several = variance_profile(Images(), list(x.split(4)), squared, draws=2)
     assert several.sampled == "4 batches of 4"
     assert several.sampling.shape == profile.sampling.shape
 
@@ -389,7 +347,7 @@ def test_dropout_draws_alike_in_all_passes():
 
 
 def disturbable(is_compressed):
-    model = Digits()
+    model = Images()
     model.body.insert(1, nn.Dropout2d(0.2))
     model.body[2].eval()
     squared(model, torch.randn(4, 1, 8, 8)).backward()
@@ -419,34 +377,43 @@ def assert_same(before, after):
     assert before[3:5] == after[3:5] and torch.equal(before[5], after[5])
 
 
+def profiled(model, x, loss):
+    assert variance_profile(model, x, loss, draws=2).bits == 2  # whatever the model has
+
+
+def planned(model, x, loss):
+    shared = Candidate("shared", fewbit.AdaptiveBits(2))
+    fewbit.plan(model, x, loss, candidates=[shared], chunks=4)
+
+
+@pytest.mark.parametrize("measure", [profiled, planned])
 @pytest.mark.parametrize("is_compressed", [False, True])
 @pytest.mark.parametrize("fails", ["no", "forward", "backward"])
-def test_the_model_stays_as_it_is(is_compressed, fails):
+def test_the_model_stays_as_it_is(measure, is_compressed, fails):
     model, x = disturbable(is_compressed), torch.randn(16, 1, 8, 8)
-    calls = []
+    copies = []
 
     def loss(copy, batch):
-        calls.append(copy)
+        copies.append(copy)
         y = copy(batch)
-        if fails == "forward" and len(calls) > 9:
+        if fails == "forward" and len(copies) > 9:
             raise RuntimeError("of the loss")
-        if fails == "backward" and len(calls) > 9:
+        if fails == "backward" and len(copies) > 9:
             y.register_hook(lambda gradient: 1 / 0)
         return y.square().mean()
 
     before = state_of(model)
     if fails == "no":
-        profile = variance_profile(model, x, loss, draws=2)
-        assert profile.bits == 2  # whatever the model was compressed with
+        measure(model, x, loss)
     else:
         with pytest.raises((RuntimeError, ZeroDivisionError)):
-            variance_profile(model, x, loss, draws=2)
-    assert len(calls) == 10 and all(each is not model for each in calls)
+            measure(model, x, loss)
+    assert len(copies) >= 10 and all(copy is not model for copy in copies)
     assert_same(before, state_of(model))
 
 
 def test_it_is_reproducible_and_the_seed_counts():
-    model, x = Digits(), torch.randn(16, 1, 8, 8)
+    model, x = Images(), torch.randn(16, 1, 8, 8)
     first, second, other = (
         variance_profile(model, x, squared, draws=2, seed=each) for each in (0, 0, 1)
     )
@@ -455,7 +422,7 @@ def test_it_is_reproducible_and_the_seed_counts():
 
 
 def test_a_compressed_model_has_the_profile_of_the_model():
-    model, x = Digits(), torch.randn(16, 1, 8, 8)
+    model, x = Images(), torch.randn(16, 1, 8, 8)
     expected = variance_profile(model, x, squared, draws=2)
     fewbit.compress_(model, bits=5, verbose=False)
     assert variance_profile(model, x, squared, draws=2).to_json() == expected.to_json()
@@ -486,44 +453,6 @@ def mean(model, batch):
     return model(batch).mean()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": torch.relu}, "model: expected a torch.nn.Module, got builtin"),
-        ({"model": nn.Linear(4, 2).eval()}, "expected one in training mode"),
-        ({"model": nn.Linear(4, 2).requires_grad_(False)}, "expected parameters that require grad"),
-        ({"model": nn.PReLU(), "exclude": "*"}, "expected layers that quantize"),
-        ({"loss": 3}, r"loss: expected a function \(model, batch\) -> scalar tensor, got int"),
-        ({"loss": lambda output: output.mean()}, "loss: .*too many positional arguments"),
-        ({"loss": lambda model, batch: 1.0}, "expected a scalar tensor, got float"),
-        ({"loss": lambda model, batch: model(batch)}, r"got one of shape \(\d, 2\)"),
-        ({"loss": lambda model, batch: batch.sum()}, "got one that requires no grad"),
-        ({"loss": lambda model, batch: model(batch).mean() / 0}, "expected a finite value"),
-        (
-            {"loss": lambda model, batch: batch.sum() * torch.ones((), requires_grad=True)},
-            "depends on none of its parameters",
-        ),
-        ({"batch": 3}, "batch: expected a tensor, a tuple or a mapping"),
-        ({"batch": []}, "got an empty list"),
-        ({"batch": list(torch.randn(10, 4).split(4))}, r"batches of one size, got 4, 4, 2 samples"),
-        ({"batch": (3, "x")}, "expected a tensor with samples"),
-        ({"chunks": 6}, "expected a multiple of chunks=6 samples, or several batches, got 8"),
-        ({"chunks": 5}, "chunks: expected an even integer of at least 4, got 5"),
-        ({"draws": 1}, "draws: expected an integer of at least 2, got 1"),
-        ({"draws": True}, "draws: expected an integer of at least 2, got True"),
-        ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
-        ({"bits": 9}, "bits"),
-        ({"include": "nothing"}, "expected a glob that matches a module"),
-    ],
-)
-def test_bad_input(changes, message):
-    arguments = {"model": nn.Linear(4, 2), "batch": torch.randn(8, 4), "loss": mean, **changes}
-    model, batch, loss = (arguments.pop(name) for name in ("model", "batch", "loss"))
-    with pytest.raises(InputError, match=message) as error:
-        variance_profile(model, batch, loss, **arguments)
-    assert "\n" not in str(error.value)
-
-
 def test_a_mapping_is_one_batch_and_its_tensors_are_split_together():
     batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 2), "weight": torch.ones(2), "scale": 0.5}
 
@@ -549,7 +478,7 @@ def made(contexts, seed=0):
 
 
 def test_json_has_every_number_back(tmp_path):
-    profile = variance_profile(Digits(), list(torch.randn(2, 8, 1, 8, 8)), squared, draws=2)
+    profile = variance_profile(Images(), list(torch.randn(2, 8, 1, 8, 8)), squared, draws=2)
     path = tmp_path / "profile.json"
     profile.save(path)
     document = json.loads(path.read_text())
@@ -567,7 +496,6 @@ def test_json_has_every_number_back(tmp_path):
     ("change", "message"),
     [
         (lambda document: document.update(schema="fewbit.table/1"), "expected the schema"),
-        (lambda document: document.update(schema=["x"]), r"expected the schema .*, got \['x'\]"),
         (lambda document: document.pop("direct"), 'expected the field "direct", got none'),
         (lambda document: document.update(of=1), "expected no other field than .*, got 'of'"),
         (lambda document: document["terms"].pop(), r"terms: expected shape \(2, 2\), got \(1, 2\)"),
@@ -578,17 +506,10 @@ def test_json_has_every_number_back(tmp_path):
         (lambda document: document.update(direct=[1, 10**400]), "expected finite numbers, got '1000"),
         (lambda document: document.update(direct=[1, float("nan")]), "expected finite numbers, got 'NaN'"),
         (lambda document: document.update(terms={"a": 1}), "terms: expected an array"),
-        (lambda document: document.update(contexts=3), "contexts: expected an array, got 3"),
-        (lambda document: document.update(contexts="ab"), "contexts: expected an array, got 'ab'"),
         (lambda document: document.update(contexts=["a", 2]), r"contexts\[1\]: expected a string, got 2"),
         (lambda document: document.update(contexts=["a", "a"]), "contexts: expected different items"),
         (lambda document: document.update(parameters=[]), "parameters: expected at least 1 item,"),
-        (lambda document: document.update(bits="2"), "bits: expected an integer, got '2'"),
         (lambda document: document.update(bits=9), "bits: expected at most 8, got 9"),
-        (lambda document: document.update(draws=None), "draws: expected an integer, got None"),
-        (lambda document: document.update(batches=0), "batches: expected at least 1, got 0"),
-        (lambda document: document.update(model=None), "model: expected a string, got None"),
-        (lambda document: document.update(sampled=3), "sampled: expected a string, got 3"),
     ],
 )  # fmt: skip
 def test_files_that_are_no_profile(change, message, tmp_path):

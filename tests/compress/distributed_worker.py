@@ -106,20 +106,43 @@ def ddp(rank):
     check([each.grad for each in wrapped.parameters()])
 
 
-def sharded(rank):
+def shard(module, *layers):
     from torch.distributed.fsdp import fully_shard
 
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(module)
+
+
+def sharded(rank):
     wrapped = compress(model())
-    for layer in wrapped.children():
-        if next(layer.parameters(), None) is not None:
-            fully_shard(layer)
-    fully_shard(wrapped)
+    shard(wrapped, *(layer for layer in wrapped.children() if list(layer.parameters())))
     for _ in range(2):
         step(wrapped, rank)
-    check([each.grad.full_tensor() for each in wrapped.parameters()])
+    check([parameter.grad.full_tensor() for parameter in wrapped.parameters()])
     assert all(
         isinstance(layer, fewbit.nn.Linear) for layer in (wrapped.a, wrapped.b, wrapped.head)
     )
+
+
+def _train_sharded(rank, check, config):
+    module = model()
+    controller = fewbit.compress_(module, config, verbose=False)
+    shard(module, module.a, module.head)
+
+    def run(number):
+        module.zero_grad()
+        module(inputs(rank)).square().mean().backward()
+
+    check(rank, controller, run)
+
+
+def adapting_sharded(rank):
+    _train_sharded(rank, _adapt, fewbit.AdaptiveBits(2, interval=8))
+
+
+def bounded_sharded(rank):
+    _train_sharded(rank, _bounded, fewbit.ErrorBound(interval=2))
 
 
 def _adapt(rank, controller, run, first="conv"):
@@ -181,22 +204,7 @@ def adapting_within(rank):
     _adapt(rank, controller, run, "module.conv")
 
 
-def adapting_sharded(rank):
-    from torch.distributed.fsdp import fully_shard
-
-    module, controller = _adapting()
-    for layer in (module.a, module.head):
-        fully_shard(layer)
-    fully_shard(module)
-
-    def run(number):
-        module.zero_grad()
-        module(inputs(rank)).square().mean().backward()
-
-    _adapt(rank, controller, run)
-
-
-def _bounded(rank, module, controller, run, first="conv"):
+def _bounded(rank, controller, run, first="conv"):
     """Both processes find the same bounds, and keep to the same bits, by what both have seen."""
     for number in range(1, 13):
         run(number)
@@ -230,23 +238,7 @@ def bounded(rank):
         if number % 3 == 0 and rank == 1:
             module(inputs(rank)).square().mean().backward()
 
-    _bounded(rank, module, controller, run)
-
-
-def bounded_sharded(rank):
-    from torch.distributed.fsdp import fully_shard
-
-    module = model()
-    controller = fewbit.compress_(module, fewbit.ErrorBound(interval=2), verbose=False)
-    for layer in (module.a, module.head):
-        fully_shard(layer)
-    fully_shard(module)
-
-    def run(number):
-        module.zero_grad()
-        module(inputs(rank)).square().mean().backward()
-
-    _bounded(rank, module, controller, run)
+    _bounded(rank, controller, run)
 
 
 def stages(rank):

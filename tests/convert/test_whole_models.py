@@ -1,17 +1,27 @@
 """compress_ on models of transformers, with LoRA from peft, and on a ResNet: one call, and they train."""
 
 import copy
+import gc
+import pickle
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
+from fresh_process import run
 from samples import normal
+from test_transformers import convert
 from torch import nn
 
 import fewbit
 from fewbit.convert import kinds
+from fewbit.convert.transformers_attention import install, remove
 from fewbit.models.resnet import ResNet
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import quantized_bytes
+from fewbit.runtime.quantizers.quantizer import Quantizer
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -19,57 +29,107 @@ pytest.importorskip("peft")
 import tiny_models
 from peft import LoraConfig, get_peft_model
 from transformers.models.bert.modeling_bert import BertForSequenceClassification
+from transformers.models.gemma.configuration_gemma import GemmaConfig
+from transformers.models.gemma.modeling_gemma import GemmaForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.phi3.configuration_phi3 import Phi3Config
+from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
 from transformers.models.vit.modeling_vit import ViTForImageClassification
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
+
 TOKENS = torch.randint(3, 90, (4, 24), generator=torch.Generator().manual_seed(0))
 CLASSES = torch.tensor([0, 1, 0, 1])
+PIXELS = normal((4, 3, 32, 32), scale=1.0)
+MASK = torch.ones(4, 24, dtype=torch.int64).index_fill(1, torch.tensor([21, 22, 23]), 0)
 TEXT = {"input_ids": TOKENS, "labels": TOKENS}
+PADDED = {**TEXT, "attention_mask": MASK}
+TWO_HEADS = {**tiny_models.TOKENS, "num_key_value_heads": 2}
 
 
-def bert():
-    model = BertForSequenceClassification(tiny_models.bert())
-    return model, {"input_ids": TOKENS, "labels": CLASSES}
+@dataclass(frozen=True)
+class Case:
+    """A tiny model of transformers.
+
+    Args:
+        make: makes the model.
+        inputs: keywords of its forward, with labels.
+        times_less: the least factor by which its saved bytes fall at 2 bits (4 for attention, 3 for activations).
+        targets: where adapters go: the projections of queries and values, or the one of all three.
+        converted: how many modules of transformers' own classes are converted.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: dict
+    times_less: float
+    targets: tuple[str, ...]
+    converted: dict[str, int]
 
 
-def gpt2():
-    return GPT2LMHeadModel(tiny_models.gpt2()), TEXT
-
-
-def vit():
-    pixels = normal((4, 3, 32, 32), scale=1.0)
-    model = ViTForImageClassification(tiny_models.vit())
-    return model, {"pixel_values": pixels, "labels": CLASSES}
-
-
-def llama():
-    return LlamaForCausalLM(tiny_models.llama()), TEXT
-
-
-def t5():
-    return T5ForConditionalGeneration(tiny_models.t5()), TEXT
-
-
-# The least by which bytes fall at 2 bits (4 for attention, 3 for activations); logits and labels stay.
 MODELS = {
-    "bert": (bert, 11),
-    "gpt2": (gpt2, 8),
-    "vit": (vit, 12),
-    "llama": (llama, 9),
-    "t5": (t5, 12),
+    "bert": Case(
+        lambda: BertForSequenceClassification(tiny_models.bert()),
+        {"input_ids": TOKENS, "labels": CLASSES, "attention_mask": MASK},
+        11,
+        ("query", "value"),
+        {},
+    ),
+    "gpt2": Case(lambda: GPT2LMHeadModel(tiny_models.gpt2()), TEXT, 8, ("c_attn",), {"Conv1D": 8}),
+    "vit": Case(
+        lambda: ViTForImageClassification(tiny_models.vit()),
+        {"pixel_values": PIXELS, "labels": CLASSES},
+        12,
+        ("q_proj", "v_proj"),
+        {},
+    ),
+    "llama": Case(
+        lambda: LlamaForCausalLM(tiny_models.llama()),
+        PADDED,
+        9,
+        ("q_proj", "v_proj"),
+        {"LlamaRMSNorm": 5, "LlamaMLP": 2},
+    ),
+    "t5": Case(
+        lambda: T5ForConditionalGeneration(tiny_models.t5()),
+        PADDED,
+        12,
+        ("q", "v"),
+        {"T5LayerNorm": 12, "T5DenseGatedActDense": 4},
+    ),
+    "qwen3": Case(
+        lambda: Qwen3ForCausalLM(Qwen3Config(**TWO_HEADS, head_dim=16)),
+        TEXT,
+        8,
+        ("q_proj", "v_proj"),
+        {"Qwen3RMSNorm": 9, "Qwen3MLP": 2},
+    ),
+    "gemma": Case(
+        lambda: GemmaForCausalLM(
+            GemmaConfig(**{**TWO_HEADS, "num_key_value_heads": 1}, head_dim=16)
+        ),
+        TEXT,
+        8,
+        ("q_proj", "v_proj"),
+        {"GemmaRMSNorm": 5, "GemmaMLP": 2},
+    ),
+    "phi3": Case(
+        lambda: Phi3ForCausalLM(Phi3Config(**TWO_HEADS)),
+        TEXT,
+        7,
+        ("qkv_proj",),
+        {"Phi3RMSNorm": 5, "Phi3MLP": 2},
+    ),
 }
 
 
-@pytest.fixture(params=MODELS)
-def case(request):
-    make, times_less = MODELS[request.param]
+def built(name):
     torch.manual_seed(0)
-    model, inputs = make()
-    return model.train(), inputs, times_less
+    return MODELS[name].make().train(), MODELS[name].inputs
 
 
 def gradient(model, inputs):
@@ -79,19 +139,24 @@ def gradient(model, inputs):
     return torch.cat(grads).double()
 
 
-@pytest.mark.fast(2)
-def test_transformers_models(case):
-    model, inputs, times_less = case
-    exact = copy.deepcopy(model)
+@pytest.mark.fast(4)
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_models(name):
+    model, inputs = built(name)
+    exact, case = copy.deepcopy(model), MODELS[name]
     keys, before = list(model.state_dict()), fewbit.saved_bytes(exact, **inputs).total
-    fewbit.compress_(model, bits=8, layers=fewbit.LayerSettings(activation_bits=8), verbose=False)
+    report = fewbit.compress_(model, bits=8, layers={"activation_bits": 8}, verbose=False).report
+    classes = Counter(row.before for row in report.converted)
+    assert {cls: classes[cls] for cls in case.converted} == case.converted
     assert list(model.state_dict()) == keys
     with torch.no_grad():
         torch.testing.assert_close(model(**inputs).loss, exact(**inputs).loss)
     wanted = gradient(exact, inputs)
-    assert (gradient(model, inputs) - wanted).norm() < 0.03 * wanted.norm()
-    fewbit.compress_(model, bits=2, verbose=False)
-    assert before > times_less * fewbit.saved_bytes(model, **inputs).total
+    for twin in (model, copy.deepcopy(model)):
+        assert (gradient(twin, inputs) - wanted).norm() < 0.03 * wanted.norm()
+    assert torch.equal(gradient(model.eval(), inputs), wanted)
+    fewbit.compress_(model.train(), bits=2, verbose=False)
+    assert before > case.times_less * fewbit.saved_bytes(model, **inputs).total
     losses, optimizer = [], torch.optim.AdamW(model.parameters(), 2e-3)
     for _ in range(12):
         loss = model(**inputs).loss
@@ -101,7 +166,7 @@ def test_transformers_models(case):
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
     fewbit.restore_(model)
-    assert not any(kinds.is_fewbit(each) for each in model.modules())
+    assert not any(kinds.is_fewbit(module) for module in model.modules())
     assert model.config._attn_implementation == exact.config._attn_implementation
     model.load_state_dict(exact.state_dict())
     assert torch.equal(gradient(model, inputs), wanted)
@@ -109,34 +174,150 @@ def test_transformers_models(case):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_gradient_checkpointing(name):
-    """transformers' own switch: the same gradients within the noise of 8 bits, almost nothing kept."""
-    torch.manual_seed(0)
-    model, inputs = MODELS[name][0]()
-    wanted = gradient(model.train(), inputs)
-    fewbit.compress_(model, bits=8, layers=fewbit.LayerSettings(activation_bits=8), verbose=False)
+    """With transformers' own switch gradients are the same within the noise of 8 bits, and less is saved."""
+    model, inputs = built(name)
+    wanted = gradient(model, inputs)
+    fewbit.compress_(model, bits=8, layers={"activation_bits": 8}, verbose=False)
     whole = fewbit.saved_bytes(model, **inputs).total
     model.gradient_checkpointing_enable()
     assert fewbit.saved_bytes(model, **inputs).total < whole
     assert (gradient(model, inputs) - wanted).norm() < 0.03 * wanted.norm()
 
 
-# Where adapters go: the projections of queries and values, or the one of all three.
-TARGETS = {
-    "bert": ["query", "value"],
-    "gpt2": ["c_attn"],
-    "vit": ["q_proj", "v_proj"],
-    "llama": ["q_proj", "v_proj"],
-    "t5": ["q", "v"],
-}
+# -- attention ---------------------------------------------------------------------------------------------
+
+
+def test_attention_is_named_by_module_or_left_with_a_reason():
+    model, _ = built("gpt2")
+    reached, _ = install(model, lambda path, _: Quantizer(2) if ".0." in path else None)
+    assert reached == ["transformer.h.0.attn"]
+    reached, left = install(model, Quantizer(2))
+    assert len(reached) == 2 and not left
+    remove(model)
+    config = tiny_models.llama()
+    config._attn_implementation = "flex_attention"
+    reached, left = install(LlamaForCausalLM(config), Quantizer(2))
+    assert not reached and set(left) == {"", "model"}
+    assert all("flex_attention" in reason for reason in left.values())
+    assert install(nn.Linear(2, 2), Quantizer(2)) == ([], {})
+    remove(nn.Linear(2, 2))
+
+
+def test_attention_bytes_of_llama():
+    """q, k and v are saved at their bits, key and value once for the heads that share them."""
+    model, inputs = built("llama")
+    sizes = []
+    for bits in (2, 8):
+        install(model, Quantizer(bits))
+        sizes.append(fewbit.saved_bytes(model, **inputs).total)
+    shapes = (4, 4, 24, 16), (4, 2, 24, 16), (4, 2, 24, 16)
+    two, eight = (sum(quantized_bytes(shape, bits) for shape in shapes) for bits in (2, 8))
+    assert sizes[1] - sizes[0] == 2 * (eight - two)
+
+
+def test_t5_keeps_one_position_bias_for_all_layers():
+    """And one mask. Their sums, a matrix for each layer and sample, are not saved."""
+    model, inputs = built("t5")
+    install(model, Quantizer(2))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        y = model(**inputs)  # kept, or the addresses of its memory are used again
+    encoder = [x for x in saved if x.shape[1:] == (4, 24, 24) or x.shape == (4, 1, 24, 24)]
+    masked = [x for x in encoder if x.shape[0] in (1, 4)]
+    storages = {x.untyped_storage()._cdata for x in masked}
+    assert y.loss.isfinite() and len(storages) < len(masked)
+
+
+def test_eager_models_return_attention_weights():
+    """A call may ask for them, which the interface does not tell; products and softmax are few-bit all the same."""
+    model, inputs = built("bert")
+    model.set_attn_implementation("eager")
+    exact = copy.deepcopy(model)
+    reached, left = install(model, Quantizer(8))
+    assert not reached and all("attention weights" in reason for reason in left.values())
+    fewbit.compress_(model, bits=8, verbose=False)
+    weights, expected = (
+        either(**inputs, output_attentions=True).attentions for either in (model, exact)
+    )
+    assert len(weights) == 2
+    torch.testing.assert_close(weights, expected)
+    before, after = (fewbit.saved_bytes(either, **inputs).total for either in (exact, model))
+    assert after < 0.5 * before
+
+
+def test_a_model_that_shares_the_configuration():
+    """A model that was not converted runs torch's attention, and saves what that saves."""
+    model, inputs = built("gpt2")
+    twin = GPT2LMHeadModel(model.config).train()
+    before = gradient(twin, inputs), fewbit.saved_bytes(twin, **inputs).total
+    install(model, Quantizer(2))
+    assert torch.equal(gradient(twin, inputs), before[0])
+    assert fewbit.saved_bytes(twin, **inputs).total == before[1]
+    remove(model)
+
+
+def test_dropout_of_attention():
+    """The backward pass draws the mask of the forward pass again, so that gradients are of that network."""
+    model, inputs = built("gpt2")
+    for block in model.transformer.h:
+        block.attn.attn_dropout.p = 0.4
+    gradients = []
+    for quantizer in (None, Quantizer(8), Quantizer(8)):
+        remove(model)
+        if quantizer is not None:
+            install(model, quantizer)
+        torch.manual_seed(3)
+        # Only the first layer draws the same mask: after that seeds have been drawn in between.
+        x = model.transformer.wte(inputs["input_ids"]).detach().requires_grad_()
+        y, _ = model.transformer.h[0].attn(x)
+        gradients.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
+    exact, *ours = gradients
+    for y, grad in ours:
+        assert torch.equal(y, exact[0]) and (grad - exact[1]).norm() < 0.02 * exact[1].norm()
+
+
+@pytest.mark.slow
+def test_another_process(tmp_path):
+    """It does not import transformers for us, and knows our attention when it unpickles a model."""
+    model, inputs = built("gpt2")
+    convert(model)
+    install(model, Quantizer(4))
+    path = tmp_path / "model.pickle"
+    path.write_bytes(pickle.dumps((model, inputs, model(**inputs).logits.detach())))
+    run(
+        "import pickle, sys, torch\n"
+        "from fewbit.convert.transformers_attention import install, remove\n"
+        "from fewbit.convert.transformers_modules import becomes\n"
+        "linear = torch.nn.Linear(2, 2)\n"
+        "assert becomes(linear) is None and install(linear, None) == ([], {})\n"
+        "remove(linear)\n"
+        "assert 'transformers' not in sys.modules\n"
+        f"model, inputs, y = pickle.loads(open({str(path)!r}, 'rb').read())\n"
+        "assert torch.equal(model(**inputs).logits, y)\n"
+        "model(**inputs).logits.sum().backward()\n"
+    )
+
+
+@pytest.mark.slow
+def test_models_are_not_held():
+    model, inputs = built("gpt2")
+    fewbit.compress_(model, bits=4, verbose=False)
+    gradient(model, inputs)
+    held = weakref.ref(model.transformer.h[0].attn)
+    del model
+    gc.collect()
+    assert held() is None
+
+
+# -- adapters, and a ResNet --------------------------------------------------------------------------------
 
 
 def with_lora(name, dropout):
-    torch.manual_seed(0)
-    base, inputs = MODELS[name][0]()
+    base, inputs = built(name)
     config = LoraConfig(
         r=4,
         lora_alpha=8,
-        target_modules=TARGETS[name],
+        target_modules=list(MODELS[name].targets),
         lora_dropout=dropout,
         fan_in_fan_out=name == "gpt2",
     )
@@ -163,14 +344,14 @@ def fall_of_loss(model, inputs, steps):
 
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "llama", "t5"])
 def test_lora(name, dropout):
     """Gradients of the exact model, dropout's masks included; frozen layers keep no input, and it trains."""
     model, inputs = with_lora(name, dropout)
     exact = copy.deepcopy(model)
     before = fewbit.saved_bytes(exact, **inputs).total
     frozen = {key: each.clone() for key, each in model.named_parameters() if not each.requires_grad}
-    fewbit.compress_(model, bits=8, layers=fewbit.LayerSettings(activation_bits=8), verbose=False)
+    fewbit.compress_(model, bits=8, layers={"activation_bits": 8}, verbose=False)
     assert fewbit.saved_bytes(model, **inputs).total < before / 3
     torch.manual_seed(1)
     wanted = gradient(exact, inputs)

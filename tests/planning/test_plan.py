@@ -9,12 +9,12 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
-import naive_quantizer as naive
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 torch = pytest.importorskip("torch")
+from measured import Images, gradient, squared  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -44,18 +44,6 @@ def net(dropout=0.0):
     return nn.Sequential(
         nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 4)
     )
-
-
-def squared(model, batch):
-    """A loss whose gradients differ between outputs."""
-    y = model(batch)
-    return (y * torch.linspace(0.5, 1.5, y.shape[1], device=y.device)).square().mean()
-
-
-def gradient(model, batch, loss=squared):
-    """All parameters' in one vector, float64."""
-    found = torch.autograd.grad(loss(model, batch), list(model.parameters()))
-    return torch.cat([each.double().flatten() for each in found])
 
 
 def size(vector):
@@ -136,22 +124,6 @@ def test_errors_are_those_of_a_loop_by_hand(candidate, device):
         assert row.variance < 1e-6 * row.bias  # codes are alike in all draws
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3])
-def test_the_error_of_a_linear_layer_is_as_its_formula_says(bits):
-    """ActNN, equation 9 before its average over positions: sum of g^2 step^2 p (1 - p)."""
-    model, x = nn.Linear(96, 3), torch.rand(8, 96)
-    candidate = Candidate("fixed", bits)
-    (row,) = plan(model, x, squared, candidates=[candidate], draws=60, chunks=4).rows
-    y = model(x)
-    (of_y,) = torch.autograd.grad((y * torch.linspace(0.5, 1.5, 3)).square().mean(), y)
-    grids = [naive.grid(each, bits) for each in x]
-    variance = np.array([(step**2 * p * (1 - p)).sum() for _, step, p in grids])
-    expected = float(np.square(of_y.double().numpy()).sum(1) @ variance)
-    assert row.error == pytest.approx(expected, rel=0.08)
-    assert row.variance == pytest.approx(expected, rel=0.08)
-    assert row.error_error < 0.03 * expected
-
-
 def test_several_batches_are_the_mean_of_what_each_has_alone():
     """From the same seed it has the same draws."""
     scales = torch.linspace(0.5, 1.5, 5)[:, None, None]
@@ -217,30 +189,20 @@ def test_the_variance_between_minibatches_is_half_of_squared_differences(several
     assert found.sampling == pytest.approx(pairs.mean(), rel=1e-5)
     error = pairs.std(ddof=1) / 3**0.5
     assert found.sampling_error == pytest.approx(error, rel=1e-4)
+    profile = fewbit.variance_profile(model, batch, squared, chunks=6, draws=2)
+    assert profile.sampling[0] == pytest.approx(found.sampling, rel=1e-5)
+    assert profile.sampling_error[0] == pytest.approx(error, rel=1e-4)
+    assert profile.batches == found.batches == (6 if several else 1)
+    sampled = "6 batches of 4" if several else "6 chunks of one batch of 24"
+    assert profile.sampled == found.sampled == sampled
 
 
 # --- what it predicts -------------------------------------------------------------------------------
 
 
-class Images(nn.Module):
-    """A small residual network with batch norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(1, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
-        )
-        self.body = nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8))
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.head(F.relu(x + self.body(x)).mean((2, 3)))
-
-
 def test_the_next_batches_have_the_predicted_error_and_bytes():
     """After some training, where gradients are small; within 20 % of the mean over 20 batches more."""
-    model, pattern = Images(), torch.randn(4, 1, 8, 8)
+    model, pattern = Images(classes=4), torch.randn(4, 1, 8, 8)
 
     def batch():
         y = torch.randint(4, (32,))
@@ -267,42 +229,6 @@ def test_the_next_batches_have_the_predicted_error_and_bytes():
 
 
 # --- what it must not disturb -----------------------------------------------------------------------
-
-
-def state_of(model):
-    return (
-        {name: value.clone() for name, value in model.state_dict().items()},
-        [each.grad for each in model.parameters()],
-        [(id(each), type(each), each.training, list(vars(each))) for each in model.modules()],
-        [(len(each._forward_hooks), len(each._forward_pre_hooks)) for each in model.modules()],
-        torch.get_rng_state(),
-    )
-
-
-@pytest.mark.parametrize("is_compressed", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_model_stays_as_it_is(is_compressed, fails):
-    model, x, calls = Images(), torch.randn(8, 1, 8, 8), []
-    if is_compressed:
-        fewbit.compress_(model, bits=4, verbose=False)
-
-    def loss(copy, batch):
-        calls.append(copy)
-        if fails and len(calls) > 8:
-            raise RuntimeError("of the loss")
-        return squared(copy, batch)
-
-    before = state_of(model)
-    if fails:
-        with pytest.raises(RuntimeError, match="of the loss"):
-            plan(model, x, loss, candidates=[SHARED], chunks=4)
-    else:
-        plan(model, x, loss, candidates=[SHARED], chunks=4)
-    assert len(calls) > 8 and all(each is not model for each in calls)
-    after = state_of(model)
-    assert before[1:4] == after[1:4]
-    torch.testing.assert_close(after[0], before[0], rtol=0, atol=0)
-    assert torch.equal(before[4], after[4])
 
 
 def without_times(found):
@@ -466,18 +392,41 @@ def test_the_call_of_a_candidate_can_be_pasted(candidate):
 # --- bad input --------------------------------------------------------------------------------------
 
 
+def refused(measure, changes, message, **options):
+    """Check that a measurement of a linear model with the changes is refused in one line."""
+    arguments = {"model": nn.Linear(4, 2), "batch": torch.randn(8, 4), "loss": squared}
+    arguments |= {**options, **changes}
+    model, batch, loss = (arguments.pop(name) for name in ("model", "batch", "loss"))
+    with pytest.raises(InputError, match=message) as error:
+        measure(model, batch, loss, **arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("measure", "options"),
+    [(plan, {"candidates": [FIXED]}), (fewbit.variance_profile, {})],
+    ids=["plan", "variance profile"],
+)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model": torch.relu}, "model: expected a torch.nn.Module, got builtin"),
         ({"model": nn.Linear(4, 2).eval()}, "expected one in training mode"),
+        ({"model": nn.Linear(4, 2).requires_grad_(False)}, "expected parameters that require grad"),
         ({"loss": 3}, r"loss: expected a function \(model, batch\) -> scalar tensor, got int"),
+        ({"loss": lambda output: output.mean()}, "loss: .*too many positional arguments"),
+        ({"loss": lambda model, batch: 1.0}, "expected a scalar tensor, got float"),
         ({"loss": lambda model, batch: model(batch)}, r"got one of shape \(\d, 2\)"),
+        ({"loss": lambda model, batch: batch.sum()}, "got one that requires no grad"),
+        ({"loss": lambda model, batch: model(batch).mean() / 0}, "expected a finite value"),
         (
-            {"loss": lambda model, batch: 0 * model(batch).sum()},
-            "expected a gradient that is finite and not 0",
+            {"loss": lambda model, batch: batch.sum() * torch.ones((), requires_grad=True)},
+            "depends on none of its parameters",
         ),
+        ({"batch": 3}, "batch: expected a tensor, a tuple or a mapping"),
         ({"batch": []}, "got an empty list"),
+        ({"batch": list(torch.randn(10, 4).split(4))}, r"batches of one size, got 4, 4, 2 samples"),
+        ({"batch": (3, "x")}, "expected a tensor with samples"),
         (
             {"batch": [torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)]},
             r"cannot be called with one by one \(RuntimeError\(.*give tuple\(batch\)",
@@ -487,7 +436,35 @@ def test_the_call_of_a_candidate_can_be_pasted(candidate):
             "loss: expected a finite value, got nan",
         ),
         ({"chunks": 6}, "expected a multiple of chunks=6 samples, or several batches, got 8"),
+        ({"chunks": 5}, "chunks: expected an even integer of at least 4, got 5"),
         ({"draws": 1}, "draws: expected an integer of at least 2, got 1"),
+        ({"draws": True}, "draws: expected an integer of at least 2, got True"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(measure, options, changes, message):
+    refused(measure, changes, message, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
+        ({"bits": 9}, "bits"),
+        ({"include": "nothing"}, "expected a glob that matches a module"),
+        ({"model": nn.PReLU(), "exclude": "*"}, "expected layers that quantize"),
+    ],
+)
+def test_bad_options_of_a_profile(changes, message):
+    refused(fewbit.variance_profile, changes, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"loss": lambda model, batch: 0 * model(batch).sum()},
+            "expected a gradient that is finite and not 0",
+        ),
         ({"share": 0}, "share: expected a number above 0, got 0"),
         ({"share": "much"}, "share: expected a number above 0, got 'much'"),
         ({"share": math.inf}, "share: expected a number above 0, got inf"),
@@ -508,18 +485,8 @@ def test_the_call_of_a_candidate_can_be_pasted(candidate):
         ),
     ],
 )
-def test_bad_input_is_refused_in_one_line(changes, message):
-    arguments = {
-        "model": nn.Linear(4, 2),
-        "batch": torch.randn(8, 4),
-        "loss": squared,
-        "candidates": [FIXED],
-        **changes,
-    }
-    model, batch, loss = (arguments.pop(each) for each in ("model", "batch", "loss"))
-    with pytest.raises(InputError, match=message) as error:
-        plan(model, batch, loss, **arguments)
-    assert "\n" not in str(error.value)
+def test_bad_options_of_a_plan(changes, message):
+    refused(plan, changes, message, candidates=[FIXED])
 
 
 class Reentrant(nn.Sequential):
@@ -590,10 +557,7 @@ def test_options_that_json_has_not_are_text():
         (lambda document: document.update(schema="fewbit.table/1"), "expected the schema"),
         (lambda document: document.pop("share"), 'expected the field "share", got none'),
         (lambda document: document.update(of=1), "expected no other field than .*, got 'of'"),
-        (lambda document: document.update(share="x"), "share: expected a number, got 'x'"),
-        (lambda document: document.update(draws=1.5), "draws: expected an integer, got 1.5"),
         (lambda document: document.update(rows=[]), "rows: expected at least 1 item,"),
-        (lambda document: document.update(rows=[3]), r"rows\[0\]: expected an object, got 3"),
         (lambda document: document["rows"][0].pop("error"), r'rows\[0\]: expected the field "error"'),
         (lambda document: document["rows"][0].update(candidate={}), 'expected the field "policy"'),
         (lambda document: document["rows"][0]["candidate"].update(options=3), "expected an object"),
@@ -693,14 +657,6 @@ def test_batches_that_are_all_alike_have_no_variance_between_them():
     assert re.search(r"comes closest, with an error of [\d.]+$", found.title)
     assert "0 of the variance" in made(("a", 2, 300, 0.0), sampling=0.0).title
     assert "% of it" in made(("a", 2, 300, 5.0)).title
-
-
-def test_html_is_one_piece_with_the_picture():
-    found = made(("a<b", 2, 300, 0.05))
-    text = found._repr_html_()
-    assert "Net&lt;1&gt;" in text and "a&lt;b" in text and "<1>" not in text
-    assert text.count("data:image/png;base64,iVBOR") == 1 and "http" not in text
-    assert found.to_html().startswith("<!doctype html>") and text in found.to_html()
 
 
 def test_the_picture_has_a_curve_for_each_policy_and_marks_what_is_recommended(tmp_path):

@@ -1,7 +1,6 @@
 """The contents of `controller.bounds`: unobserved layers, codecs, given bits, and models that were restored."""
 
 import copy
-import dataclasses
 import math
 import pickle
 import re
@@ -14,6 +13,7 @@ from test_variance_probe import loss_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from training import bounded
 
 import fewbit
 from fewbit.errors import BoundWarning, InputError
@@ -32,15 +32,6 @@ ALONE = "(called by themselves, outside of a forward of the model)"
 
 def block():
     return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-
-
-BOUND = {field.name for field in dataclasses.fields(fewbit.ErrorBound)}
-
-
-def bounded(model, **options):
-    """Compress a model. options: fields of ErrorBound, and keywords of `compress_`."""
-    bound = {name: options.pop(name) for name in BOUND & options.keys()}
-    return fewbit.compress_(model, fewbit.ErrorBound(**bound), **{"verbose": False, **options})
 
 
 def steps(model, count=3, x=X):
@@ -431,14 +422,6 @@ def test_given_bits_of_activations_are_rows():
     assert controller.context.policy.activations.keys() == {":silu", ":relu"}
 
 
-def test_given_bits_of_called_functions_are_rows():
-    model = Called()
-    controller = bounded(model, layers=fewbit.LayerSettings(activation_bits=4))
-    steps(model)
-    rows = {row.name: row.bits for row in controller.bounds if row.is_fixed}
-    assert rows == {"act": 4, ":silu": 4, ":relu": 1}
-
-
 def test_given_bits_change_no_others():
     """Bits of layers are those of a policy that knows nothing of given activations."""
     found = []
@@ -612,25 +595,3 @@ def test_a_state_from_before_the_first_step_is_one():
     assert controller.bounds
     controller.load_state_dict(state)
     assert not controller.bounds
-
-
-@pytest.mark.parametrize(
-    ("bits", "origin"),
-    [
-        (4, "of a configuration that learns nothing"),
-        (2.5, "of AdaptiveBits"),
-        (fewbit.SampleBits(), "of SampleBits"),
-    ],
-)
-def test_states_of_other_configurations_are_named(bits, origin):
-    model = Called()
-    other = fewbit.compress_(model, bits, verbose=False)
-    if bits == fewbit.SampleBits():
-        other.number_samples(torch.arange(16))
-    steps(model, 1)
-    state = other.state_dict()
-    controller = bounded(model)
-    with pytest.raises(InputError, match=f"ErrorBound, got one {origin}$"):
-        controller.load_state_dict(state)
-    with pytest.raises(InputError, match="ErrorBound, got one with 'garbage'$"):
-        controller.load_state_dict({"garbage": 1})

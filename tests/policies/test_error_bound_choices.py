@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fewbit.config import ErrorBound
-from fewbit.errors import BoundWarning, InputError
+from fewbit.errors import BoundWarning
 from fewbit.policies.error_bound import tables
 from fewbit.policies.error_bound.bits import least_average, sizes
 from fewbit.policies.error_bound.codecs import BoundedCodec, ExactCodec
@@ -211,11 +211,6 @@ def test_where_not_all_gradients_were_seen_bits_stay():
         policy = learned(seen, codec=codec)
         assert policy.choices["a", 0].average == kept
         assert kept or isinstance(policy.codec_of(("a", 0)), ExactCodec)
-
-
-def test_bits_that_are_given_stay():
-    policy = learned({"a": replace(tensor(weight(1.0, 1.0)), is_fixed=True)})
-    assert not policy.choices and not policy.averages
 
 
 # -- windows -----------------------------------------------------------------------------------------------
@@ -589,51 +584,3 @@ def test_states_go_on_bit_for_bit():
         each.take_in(seen[0])
     assert again.state_dict() == policy.state_dict() and again.choices == policy.choices
     assert ProbeResult.read(json.loads(json.dumps(plain(seen[1]))), "pending") == seen[1]
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("name", "z", "got one with a layer 'z', which it lacks"),
-        ("average", -1, "average: expected a number from 0 to 64, got -1"),
-        ("elements", 1.5, "got 1.5"),
-        ("spreads", [[]], "spreads[0]: expected a list of 1 to 16 entries, got 0"),
-        ("weights", [1.0, 1.0], "weighed: expected 0 without weights, and more with them, got 0"),
-        ("demands", [{}], "demands[0].label: expected a value, got none"),
-        ("demands", [{"label": "w", "kind": "", "rows": [[1, 2]], "pairs": [], "missed": 0}], "rows[0]: expected a list of 3 entries, got [1, 2]"),
-    ],
-)  # fmt: skip
-def test_states_that_are_refused(key, value, message):
-    policy = learned({"a": tensor(weight(1.0, 1.0))})
-    before = policy.state_dict()
-    state = json.loads(json.dumps(before))
-    state["variables"][0][key] = value
-    with pytest.raises(InputError) as caught:
-        policy.load_state_dict(state)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-    assert policy.state_dict() == before
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"parameters": [3.0]}, "parameters: expected 0 of relu, got"),
-        ({"rows": []}, "rows: expected a list of 1 to 10 entries, got 0"),
-    ],
-)
-def test_activations_of_states_that_are_refused(change, message):
-    seen = result_of({}, activation(1.0, function="relu"))
-    policy = learned({"a": tensor(weight(1.0, 1.0))}, seen)
-    before = policy.state_dict()
-    state = json.loads(json.dumps(before))
-    state["activations"][0].update(change)
-    with pytest.raises(InputError, match=message):
-        policy.load_state_dict(state)
-    assert policy.state_dict() == before
-
-
-def test_a_state_by_channel_is_for_one_by_channel():
-    """Squares of samples say nothing of those of channels."""
-    state = learned({"a": tensor(weight(1.0, 1.0))}).state_dict()
-    with pytest.raises(InputError, match="by_channel: expected True, got False"):
-        learned(by_channel=True).load_state_dict(state)

@@ -70,6 +70,8 @@ def test_uniform_is_uniform():
     ("seed", "error"), [(2**64, OverflowError), (-(2**63) - 1, OverflowError), (1.5, TypeError)]
 )
 def test_a_seed_is_an_integer_of_64_bits(seed, error):
-    words = r"seed: expected an integer in \[-2\*\*63, 2\*\*64\)" if error is OverflowError else ""
+    words = (
+        r"seed: expected an integer in \[-2\*\*63, 2\*\*64\)" if error is OverflowError else None
+    )
     with pytest.raises(error, match=words):
         philox.uniform(seed, 1)

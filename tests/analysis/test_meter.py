@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 torch = pytest.importorskip("torch")
+from composed import Composed  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -153,15 +154,15 @@ def test_masks_and_indices_are_kinds():
 
 
 def test_an_input_shared_by_two_is_counted_once():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
-        def forward(self, x):
-            return self.a(x) + self.b(x.view(2, 2, 4)).view(4, 4)
-
-    first, second = saved_bytes(Both(), torch.randn(4, 4)).entries
+    first, second = saved_bytes(
+        Composed(
+            lambda model, x: model.a(x) + model.b(x.view(2, 2, 4)).view(4, 4),
+            a=nn.Linear(4, 4),
+            b=nn.Linear(4, 4),
+        ),
+        torch.randn(4, 4),
+    ).entries
     assert (first.module, first.bytes, first.shared_with) == ("a", 64, ("b",))
     assert (second.module, second.bytes, second.first_saver) == ("b", 0, "a")
 

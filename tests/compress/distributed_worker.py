@@ -42,9 +42,7 @@ def model():
 
 
 def compress(module):
-    fewbit.compress_(
-        module, bits=BITS, layers=fewbit.LayerSettings(activation_bits=BITS), verbose=False
-    )
+    fewbit.compress_(module, bits=BITS, layers={"activation_bits": BITS}, verbose=False)
     return module
 
 

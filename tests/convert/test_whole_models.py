@@ -27,18 +27,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import tiny_models
+from modeling import of
 from peft import LoraConfig, get_peft_model
-from transformers.models.bert.modeling_bert import BertForSequenceClassification
-from transformers.models.gemma.configuration_gemma import GemmaConfig
-from transformers.models.gemma.modeling_gemma import GemmaForCausalLM
-from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
-from transformers.models.phi3.configuration_phi3 import Phi3Config
-from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
-from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
-from transformers.models.vit.modeling_vit import ViTForImageClassification
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -73,44 +63,52 @@ class Case:
 
 MODELS = {
     "bert": Case(
-        lambda: BertForSequenceClassification(tiny_models.bert()),
+        lambda: of("bert", "BertForSequenceClassification")(tiny_models.bert()),
         {"input_ids": TOKENS, "labels": CLASSES, "attention_mask": MASK},
         11,
         ("query", "value"),
         {},
     ),
-    "gpt2": Case(lambda: GPT2LMHeadModel(tiny_models.gpt2()), TEXT, 8, ("c_attn",), {"Conv1D": 8}),
+    "gpt2": Case(
+        lambda: of("gpt2", "GPT2LMHeadModel")(tiny_models.gpt2()),
+        TEXT,
+        8,
+        ("c_attn",),
+        {"Conv1D": 8},
+    ),
     "vit": Case(
-        lambda: ViTForImageClassification(tiny_models.vit()),
+        lambda: of("vit", "ViTForImageClassification")(tiny_models.vit()),
         {"pixel_values": PIXELS, "labels": CLASSES},
         12,
         ("q_proj", "v_proj"),
         {},
     ),
     "llama": Case(
-        lambda: LlamaForCausalLM(tiny_models.llama()),
+        lambda: of("llama", "LlamaForCausalLM")(tiny_models.llama()),
         PADDED,
         9,
         ("q_proj", "v_proj"),
         {"LlamaRMSNorm": 5, "LlamaMLP": 2},
     ),
     "t5": Case(
-        lambda: T5ForConditionalGeneration(tiny_models.t5()),
+        lambda: of("t5", "T5ForConditionalGeneration")(tiny_models.t5()),
         PADDED,
         12,
         ("q", "v"),
         {"T5LayerNorm": 12, "T5DenseGatedActDense": 4},
     ),
     "qwen3": Case(
-        lambda: Qwen3ForCausalLM(Qwen3Config(**TWO_HEADS, head_dim=16)),
+        lambda: of("qwen3", "Qwen3ForCausalLM")(
+            of("qwen3", "Qwen3Config")(**TWO_HEADS, head_dim=16)
+        ),
         TEXT,
         8,
         ("q_proj", "v_proj"),
         {"Qwen3RMSNorm": 9, "Qwen3MLP": 2},
     ),
     "gemma": Case(
-        lambda: GemmaForCausalLM(
-            GemmaConfig(**{**TWO_HEADS, "num_key_value_heads": 1}, head_dim=16)
+        lambda: of("gemma", "GemmaForCausalLM")(
+            of("gemma", "GemmaConfig")(**{**TWO_HEADS, "num_key_value_heads": 1}, head_dim=16)
         ),
         TEXT,
         8,
@@ -118,7 +116,7 @@ MODELS = {
         {"GemmaRMSNorm": 5, "GemmaMLP": 2},
     ),
     "phi3": Case(
-        lambda: Phi3ForCausalLM(Phi3Config(**TWO_HEADS)),
+        lambda: of("phi3", "Phi3ForCausalLM")(of("phi3", "Phi3Config")(**TWO_HEADS)),
         TEXT,
         7,
         ("qkv_proj",),
@@ -196,7 +194,7 @@ def test_attention_is_named_by_module_or_left_with_a_reason():
     remove(model)
     config = tiny_models.llama()
     config._attn_implementation = "flex_attention"
-    reached, left = install(LlamaForCausalLM(config), Quantizer(2))
+    reached, left = install(of("llama", "LlamaForCausalLM")(config), Quantizer(2))
     assert not reached and set(left) == {"", "model"}
     assert all("flex_attention" in reason for reason in left.values())
     assert install(nn.Linear(2, 2), Quantizer(2)) == ([], {})
@@ -248,7 +246,7 @@ def test_eager_models_return_attention_weights():
 def test_a_model_that_shares_the_configuration():
     """A model that was not converted runs torch's attention, and saves what that saves."""
     model, inputs = built("gpt2")
-    twin = GPT2LMHeadModel(model.config).train()
+    twin = of("gpt2", "GPT2LMHeadModel")(model.config).train()
     before = gradient(twin, inputs), fewbit.saved_bytes(twin, **inputs).total
     install(model, Quantizer(2))
     assert torch.equal(gradient(twin, inputs), before[0])

@@ -21,11 +21,6 @@ def shifted_relu(x):
     return np.maximum(x - 0.3, 0.0)
 
 
-def kinked_silu(x):
-    """A function that is smooth on both sides of -0.7, at which its slope changes by 0.4."""
-    return x / (1.0 + np.exp(-x)) + 0.4 * np.minimum(x + 0.7, 0.0)
-
-
 def scalar_elu(x):
     return x if x > 0 else math.exp(x) - 1.0
 
@@ -94,14 +89,6 @@ def test_shifted_relu():
     sides = [math.nextafter(0.3, -1.0), math.nextafter(0.3, 1.0)]
     np.testing.assert_allclose(found.derivative(sides), [0.0, 1.0], atol=1e-11)
     assert found.derivative(0.3) == pytest.approx(0.0, abs=1e-11)  # the limit from the left
-
-
-def test_kinked_smooth_function():
-    found = from_callable(kinked_silu)
-    assert found.kinks == (-0.7,)
-    x = around(found.kinks)
-    expected = functions.get("silu").derivative(x) + np.where(x < -0.7, 0.4, 0.0)
-    np.testing.assert_allclose(found.derivative(x), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("kink", [1.0 / 3.0, math.pi, -math.e, 1e-3])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from composed import Composed
 from samples import normal
 from test_variance_probe import MODELS, gradient, loss_of
 from torch import nn
@@ -58,10 +59,7 @@ def test_variance_of_the_gradient_is_lower(name, bits, least):
         model, _, x = build(name, bits=fewbit.AdaptiveBits(bits, interval=10**6))
         if level == "L2.5":
             fewbit.compress_(
-                model,
-                fewbit.Level(level, bits),
-                layers=fewbit.LayerSettings(attention_bits=bits),
-                verbose=False,
+                model, fewbit.Level(level, bits), layers={"attention_bits": bits}, verbose=False
             )
         for seed in range(9):
             gradient(model, x, seed)
@@ -75,24 +73,19 @@ def test_attention_takes_part_unless_given():
     step(model, x), step(model, x)
     own = [row for row in controller.allocation if "scaled_dot_product" in row.name]
     assert len(own) >= 2 and not any(row.is_fixed for row in own)
-    model, controller, x = build(
-        "transformer", bits=2, layers=fewbit.LayerSettings(attention_bits=4)
-    )
+    model, controller, x = build("transformer", bits=2, layers={"attention_bits": 4})
     step(model, x), step(model, x)
     own = [row for row in controller.allocation if "scaled_dot_product" in row.name]
     assert all(row.is_fixed and row.bits == 4 for row in own)
 
 
 def test_a_layer_without_gradient_gets_least():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
 
-        def forward(self, x):
-            return self.used(x) + 0 * self.unused(2 * x)
-
-    model = Model()
+    model = Composed(
+        lambda model, x: model.used(x) + 0 * model.unused(2 * x),
+        used=nn.Linear(64, 64),
+        unused=nn.Linear(64, 64),
+    )
     controller = fewbit.compress_(model, fewbit.AdaptiveBits(3), verbose=False)
     x = normal((8, 64), scale=1.0)
     for _ in range(4):

@@ -1,12 +1,12 @@
 """Level L3 in odd programs: graphs of several models, other ways to backward passes, threads, partly watched layers."""
 
 import copy
-import json
 import math
 import threading
 
 import pytest
 import torch
+from composed import Composed
 from samples import normal
 from test_variance_probe import MODELS, loss_of
 from torch import nn
@@ -32,52 +32,25 @@ def names(controller):
 # -- graphs of several models ------------------------------------------------------------------------------
 
 
-def parts_called_one_by_one(interval):
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("interval", [1, 2, 3, 4])
+def test_modules_of_a_model_called_one_by_one(interval):
+    """Each has its turn, also if one would be due whenever it is observed."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"enc": mlp(), "head": mlp(results=8), "rare": mlp()})
-    return model, fewbit.compress_(model, fewbit.AdaptiveBits(2, interval=interval), verbose=False)
-
-
-def losses_of_parts(model, numbers):
+    config = fewbit.AdaptiveBits(2, interval=interval)
+    controller = fewbit.compress_(model, config, verbose=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for number in numbers:
-        torch.manual_seed(number)
+    for number in range(30):
         optimizer.zero_grad()
         h = model["enc"](normal((8, 64), scale=1.0))
         if number == 0:
             model["rare"](h)  # once, and without a backward pass
-        loss = model["head"](h).square().mean()
-        loss.backward()
+        model["head"](h).square().mean().backward()
         optimizer.step()
-        yield loss.item()
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("interval", [1, 2, 3, 4])
-def test_modules_of_a_model_called_one_by_one(interval):
-    """Each has its turn, also where one would be due whenever it is observed."""
-    model, controller = parts_called_one_by_one(interval)
-    list(losses_of_parts(model, range(30)))
     found = {row.name: row for row in controller.allocation}
     assert {"enc.0", "enc.2", "head.0", "head.2"} <= found.keys()
     assert all(row.sensitivity > 0 for name, row in found.items() if name[:4] != "rare")
-
-
-@pytest.mark.fast(2)
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 9, 20])
-def test_modules_called_one_by_one_go_on_as_before(stop):
-    model, controller = parts_called_one_by_one(4)
-    expected = list(losses_of_parts(model, range(30)))[stop:], controller.allocation
-    model, controller = parts_called_one_by_one(4)
-    list(losses_of_parts(model, range(stop)))
-    weights, state = (
-        copy.deepcopy(model.state_dict()),
-        json.loads(json.dumps(controller.state_dict())),
-    )
-    model, controller = parts_called_one_by_one(4)
-    model.load_state_dict(weights)
-    controller.load_state_dict(state)
-    assert (list(losses_of_parts(model, range(stop, 30))), controller.allocation) == expected
 
 
 def test_two_models_with_layers_of_the_same_names():
@@ -100,16 +73,13 @@ def test_two_models_with_layers_of_the_same_names():
 
 
 def test_a_model_applied_to_its_own_result():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x, first):
-            return torch.relu(self.a(x) if first else self.b(x))
 
     torch.manual_seed(0)
-    model = Branches()
+    model = Composed(
+        lambda model, x, first: torch.relu(model.a(x) if first else model.b(x)),
+        a=nn.Linear(64, 64),
+        b=nn.Linear(64, 64),
+    )
     controller = compressed(model)
     for _ in range(12):
         loss_of(model(model(normal((8, 64), scale=1.0), True), False)).backward()
@@ -352,15 +322,11 @@ def test_a_function_with_an_attribute_that_leaves_have():
         def backward(ctx, grad):
             return grad
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 8)
-
-        def forward(self, x):
-            return self.b(Same.apply(torch.relu(self.a(x))))
-
-    model = Model()
+    model = Composed(
+        lambda model, x: model.b(Same.apply(torch.relu(model.a(x)))),
+        a=nn.Linear(64, 64),
+        b=nn.Linear(64, 8),
+    )
     controller = compressed(model)
     for _ in range(4):
         step(model, normal((8, 64), scale=1.0))
@@ -385,15 +351,13 @@ def test_inputs_with_gradients_are_no_parameters():
 
 @pytest.mark.parametrize("level", ["L2.5", "L3"])
 def test_layers_of_one_input_with_bits_of_their_own(level):
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(256, 8) for _ in range(3))
 
-        def forward(self, x):
-            return self.a(x) + self.b(x) + self.c(x)
-
-    model = Both()
+    model = Composed(
+        lambda model, x: model.a(x) + model.b(x) + model.c(x),
+        a=nn.Linear(256, 8),
+        b=nn.Linear(256, 8),
+        c=nn.Linear(256, 8),
+    )
     fewbit.compress_(model, fewbit.Level(level, 2), overrides={"b": 8}, verbose=False)
     found = fewbit.saved_bytes(model, normal((32, 256))).kept
     codes = sorted(each.bytes for each in found if each.kind == "packed" and each.bytes)

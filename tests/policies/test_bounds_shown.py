@@ -193,79 +193,67 @@ class Blocks(nn.Sequential):
 COMPILED = tuple(f"{i}.{j}" for i in (1, 2) for j in (0, 1, 3))
 
 
-def _whole(model):
-    return torch.compile(model, backend="aot_eager", fullgraph=True)
+COMPILER = {"backend": "aot_eager", "fullgraph": True}
 
 
-def _in_place(model):
-    model.compile(backend="aot_eager", fullgraph=True)
+def compiled(model, how):
+    """Return the model, compiled as a whole or in its blocks."""
+    if how == "whole":
+        return torch.compile(model, **COMPILER)
+    if how == "function":
+        return torch.compile(lambda x: model(x), **COMPILER)
+    for place in (1, 2) if "block" in how else ():
+        if how == "wrapped blocks":
+            model[place] = torch.compile(model[place], **COMPILER)
+        else:
+            model[place].compile(**COMPILER)
+    if how == "in place":
+        model.compile(**COMPILER)
     return model
 
 
-def _function(model):
-    return torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
-
-
-def _each_block(model):
-    for each in (model[1], model[2]):
-        each.compile(backend="aot_eager", fullgraph=True)
-    return model
-
-
-def _each_wrapped(model):
-    for place in (1, 2):
-        model[place] = torch.compile(model[place], backend="aot_eager", fullgraph=True)
-    return model
+@pytest.fixture
+def dynamo():
+    """The counters of the compiler, without those of other tests."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch._dynamo.utils.counters
 
 
 @pytest.mark.fast(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("how", [_whole, _in_place, _function, _each_block, _each_wrapped])
-def test_compiled_layers_are_named(how):
+@pytest.mark.parametrize("how", ["whole", "in place", "function", "blocks", "wrapped blocks"])
+def test_compiled_layers_are_named(how, dynamo):
     """One piece of code may serve layers that are alike; telling of them makes no break in a graph."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     model = Blocks()
     controller = bounded(model)
     assert controller.bounds.unobserved == ()
-    steps(how(model))
+    steps(compiled(model, how))
     bounds = controller.bounds
-    is_whole = how in (_whole, _in_place, _function)
+    is_whole = "block" not in how
     assert bounds.unobserved == ("0",) * is_whole + COMPILED
     assert len([row for row in bounds if row.input is not None]) == (not is_whole)
     named = f"not observed, so that they keep 8 bits: {', '.join(bounds.unobserved[:4])} and "
     assert f"{named}{len(bounds.unobserved) - 4} more {IN_COMPILE}" in plain(str(bounds))
     if is_whole:
         assert str(bounds).startswith("no bounds found; not observed")
-    counters = torch._dynamo.utils.counters
-    graphs = {_whole: 1, _function: 1, _each_block: 1, _each_wrapped: 1}
-    assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == graphs.get(how, counters["stats"]["unique_graphs"])
+    assert not dynamo["graph_break"]
+    assert how == "in place" or dynamo["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_layers_of_given_bits_are_not_named():
-    torch._dynamo.reset()
+def test_compiled_layers_that_do_not_run_or_have_given_bits_are_not_named(dynamo):
     model = Blocks()
     controller = bounded(model, overrides={"2.1": 5})
-    steps(_each_block(model))
-    assert controller.bounds.unobserved == tuple(each for each in COMPILED if each != "2.1")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_modules_that_do_not_run_are_not_named():
-    torch._dynamo.reset()
-    model = Blocks()
-    controller = bounded(model)
-    _each_block(model)
+    compiled(model, "blocks")
     loss_of(model[0](X)).backward()
     model.eval()
     model(X)
     assert controller.bounds.unobserved == ("0",)
+    steps(model.train())
+    assert set(COMPILED) - set(controller.bounds.unobserved) == {"2.1"}
 
 
 def test_nothing_of_it_is_in_the_state_or_lost_in_copies():
@@ -427,7 +415,7 @@ def test_given_bits_change_no_others():
     found = []
     for forgets in (False, True):
         model = Called()
-        controller = bounded(model, layers=fewbit.LayerSettings(activation_bits=4), interval=1)
+        controller = bounded(model, layers={"activation_bits": 4}, interval=1)
         policy = controller.context.policy
         if forgets:
             policy._bounded_activations = frozenset()
@@ -439,7 +427,7 @@ def test_given_bits_change_no_others():
 
 def test_a_state_goes_on_where_bits_are_not_given_any_more():
     model = Called()
-    controller = bounded(model, layers=fewbit.LayerSettings(activation_bits=4))
+    controller = bounded(model, layers={"activation_bits": 4})
     steps(model)
     state = controller.state_dict()
     controller = bounded(model)

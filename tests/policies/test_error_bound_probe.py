@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from composed import Composed
 from layers import LAYERS, fresh, ids
 from layouts import LAYOUTS, InLayout
 from samples import normal
@@ -163,20 +164,14 @@ def test_names_of_activations(is_checkpointed):
 def test_gradients_at_activations(device, inplace):
     """Squared norms of the gradients of its result and of its input, the latter as the table makes it."""
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.act = nn.SiLU(inplace=inplace)
-
-        def forward(self, x):
-            return self.act(self.act(x * 1.0) * 2.0)
-
     x = nn.Parameter(normal((8, 64), scale=1.0).to(device))
     y = x.detach().requires_grad_()
     inner = F.silu(y)
     outer = F.silu(inner * 2.0)
     at_outer = torch.autograd.grad(loss_of(outer), [outer, inner, y], retain_graph=True)
-    model = Model()
+    model = Composed(
+        lambda model, x: model.act(model.act(x * 1.0) * 2.0), act=nn.SiLU(inplace=inplace)
+    )
     controller = converted(model, layers={"activation_bits": 8})
     found = observed(model, controller, x, run=gradient).activations["act"]
     squares = [float(each.square().sum()) for each in at_outer]
@@ -341,17 +336,12 @@ def test_a_backward_pass_that_fails():
                 raise RuntimeError("not this time")
             return grad
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 8)
-
-        def forward(self, x):
-            return self.b(Fails.apply(self.a(x)))
+    torch.manual_seed(0)
 
     probe = ErrorBoundProbe(0, {("a", 0), ("b", 0)})
-    model = Model()
+    model = Composed(
+        lambda model, x: model.b(Fails.apply(model.a(x))), a=nn.Linear(64, 64), b=nn.Linear(64, 8)
+    )
     converted(model).context.policy = Fixed(probe=probe)
     loss = loss_of(model(X))
     exact = [weakref.ref(each.exact) for each in probe._exact]
@@ -444,48 +434,24 @@ def test_each_call_of_a_layer(scales, is_checkpointed):
     assert demand.v2 == pytest.approx(sum(squares), rel=0.05)
 
 
-def test_reentrant_checkpoints_show_nothing():
-    """The rest is seen, and the step is the same."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.region, self.last = nn.Linear(64, 64), mlp(), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.last(checkpoint(self.region, self.first(x), use_reentrant=True))
-
-    model = Model()
-    controller = converted(model)
-    controller.context.policy = Fixed()
-    expected = gradient(model, X)
-    found = observed(model, controller, X, run=gradient, monitored={("region.0", 0), ("last", 0)})
-    after = torch.cat([each.grad.flatten() for each in model.parameters()])
-    assert torch.equal(after, expected)
-    demanding = {name for (name, _), each in found.slots.items() if each.constraints}
-    assert demanding == {"first", "last"} == {name for name, _ in found.slots}
-    assert monitored_of(found).keys() == {("last", 0)} and not found.activations
-
-
 def test_skipped_and_frozen_layers():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.a, self.b, self.c = (nn.Linear(64, 64) for _ in range(3))
-            self.norm = nn.LayerNorm(64)
-            self.b.weight.requires_grad_(False)
-            self.norm.requires_grad_(False)
+    torch.manual_seed(0)
+    a, b, skipped = (nn.Linear(64, 64) for _ in range(3))
+    model = Composed(
+        lambda model, x: model.norm(model.b(model.a(x))),
+        a=a,
+        b=b,
+        skipped=skipped,
+        norm=nn.LayerNorm(64).requires_grad_(False),
+    )
+    b.weight.requires_grad_(False)
 
-        def forward(self, x, skips=True):
-            x = self.norm(self.b(self.a(x)))
-            return x if skips else self.c(x)
+    def run(model, x, seed):
+        loss_of(model(x)).backward()
 
-    model = Model()
-    found = observed(model, converted(model), X, run=gradient).slots
+    found = observed(model, converted(model), X, run=run).slots
     assert found.keys() == {("a", 0), ("norm", 0)}
-    assert [each.label for each in found["norm", 0].constraints] == ["input"]
+    assert [constraint.label for constraint in found["norm", 0].constraints] == ["input"]
 
 
 @pytest.mark.parametrize("is_autocast", [False, True])
@@ -548,15 +514,7 @@ def test_constant_inputs(value):
 def test_bits_that_samples_do_not_share():
     """A tensor whose samples are not known has one square for the whole."""
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(64, 8)
-
-        def forward(self, x):
-            return self.a(x[:5])
-
-    model = Model()
+    model = Composed(lambda model, x: model.a(x[:5]), a=nn.Linear(64, 8))
     (seen,) = observed(model, converted(model), X, run=gradient).slots.values()
     squares = (X[:5].amax(1) - X[:5].amin(1)).square().sum() * 64
     assert seen.samples == 0 and not any(seen.squares[1:])

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 SETUP = Path(__file__).parents[2] / "setup.py"
+pytestmark = pytest.mark.skipif(
+    not SETUP.exists() or os.name != "posix", reason="needs a checkout and sh"
+)
 
 
-@pytest.mark.skipif(not SETUP.exists(), reason="not a checkout")
 def test_kernels_of_an_earlier_build_do_not_stay(tmp_path):
     """They would be packed into a wheel, or imported, where none were asked for."""
     pytest.importorskip("setuptools")
@@ -59,7 +61,6 @@ def nvcc(tmp_path):
 ALL = [75, 80, 86, 89, 90, 100, 120]
 
 
-@pytest.mark.skipif(not SETUP.exists() or os.name != "posix", reason="needs a checkout and sh")
 @pytest.mark.parametrize(
     ("mode", "named", "gpus", "expected"),
     [
@@ -116,7 +117,6 @@ class Driver:
         return 0
 
 
-@pytest.mark.skipif(not SETUP.exists(), reason="not a checkout")
 @pytest.mark.parametrize(
     ("driver", "expected"),
     [
@@ -162,7 +162,6 @@ def compilations(build, tmp_path):
     return compile_all
 
 
-@pytest.mark.skipif(not SETUP.exists() or os.name != "posix", reason="needs a checkout and sh")
 def test_a_build_says_how_far_it_is(compilations, capsys):
     assert all(target.exists() for target in compilations("a", "warned", "b"))
     lines = capsys.readouterr().out.splitlines()
@@ -180,7 +179,6 @@ def test_a_build_says_how_far_it_is(compilations, capsys):
     assert "bad: cannot be" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not SETUP.exists(), reason="not a checkout")
 def test_on_a_terminal_one_line_moves(build, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "30")

@@ -478,102 +478,106 @@ def test_sample_needs_an_unbiased_table():
 KNOTS = Knots([-1.0, 1.0], [0.0, 1.0])
 
 REFUSED = [
-    (dict(function=""), "function: expected a string that is not empty, got ''"),
-    (dict(parameters={"a": math.nan}), "parameters.a: expected a finite number, got nan"),
-    (dict(parameters=[1]), "parameters: expected an object of numbers, got [1]"),
-    (dict(bits=9), "bits: expected an integer from 1 to 8, got 9"),
-    (dict(bits=True), "bits: expected an integer from 1 to 8, got True"),
-    (dict(bits=2.5), "bits: expected an integer from 1 to 8, got 2.5"),
-    (dict(bits=1), "levels: expected 1 to 2 numbers for 1 bit, got 4"),
-    (dict(form="steps"), 'form: expected one of "levels", "intervals", got \'steps\''),
-    (dict(objective="l2"), 'objective: expected one of "mse", "unbiased", "minimax", got \'l2\''),
-    (dict(tails="cut"), 'tails: expected one of "free", "pinned", got \'cut\''),
-    (dict(domain=(1, 1)), "domain: expected two numbers a < b, got (1, 1)"),
+    ("function", "", "function: expected a string that is not empty, got ''"),
+    ("parameters", {"a": math.nan}, "parameters.a: expected a finite number, got nan"),
+    ("parameters", [1], "parameters: expected an object of numbers, got [1]"),
+    ("bits", 9, "bits: expected an integer from 1 to 8, got 9"),
+    ("bits", True, "bits: expected an integer from 1 to 8, got True"),
+    ("bits", 2.5, "bits: expected an integer from 1 to 8, got 2.5"),
+    ("bits", 1, "levels: expected 1 to 2 numbers for 1 bit, got 4"),
+    ("form", "steps", 'form: expected one of "levels", "intervals", got \'steps\''),
+    ("form", "intervals", "codes: expected 0 ... 3 in form intervals, got [1, 0, 2, 3, 2]"),
+    ("objective", "l2", 'objective: expected one of "mse", "unbiased", "minimax", got \'l2\''),
+    ("objective", "unbiased", "knots: expected knots for objective unbiased, got None"),
+    ("tails", "cut", 'tails: expected one of "free", "pinned", got \'cut\''),
+    ("domain", (1, 1), "domain: expected two numbers a < b, got (1, 1)"),
     (
-        dict(domain=(1.0, 1.0 + 2**-50)),
+        "domain",
+        (1.0, 1.0 + 2 ** (-50)),
         "domain: expected ends that differ by 1e-09 of the larger one",
     ),
     (
-        dict(domain=(-1e308, 1e308)),
+        "domain",
+        (-1e308, 1e308),
         "domain[0]: expected a number that is finite in float32, got -1e+308",
     ),
     (
-        dict(weight={"kind": "flat"}),
+        "weight",
+        {"kind": "flat"},
         'weight.kind: expected one of "uniform", "normal", "histogram", "callable", got',
     ),
     (
-        dict(weight={"kind": "normal", "mean": 0}),
+        "weight",
+        {"kind": "normal", "mean": 0},
         "weight: expected the fields kind, mean, std, got ['kind', 'mean']",
     ),
     (
-        dict(weight={"kind": "normal", "mean": 0, "std": 0}),
+        "weight",
+        {"kind": "normal", "mean": 0, "std": 0},
         "weight.std: expected more than 0, got 0.0",
     ),
     (
-        dict(weight={"kind": "histogram", "edges": [0, 0], "density": [1]}),
+        "weight",
+        {"kind": "histogram", "edges": [0, 0], "density": [1]},
         "weight.edges[1]: expected more than the",
     ),
     (
-        dict(weight={"kind": "histogram", "edges": [0, 1], "density": [0]}),
+        "weight",
+        {"kind": "histogram", "edges": [0, 1], "density": [0]},
         "weight.density: expected numbers of at",
     ),
     (
-        dict(weight={"kind": "histogram", "edges": [0, 1], "density": [1, 1]}),
+        "weight",
+        {"kind": "histogram", "edges": [0, 1], "density": [1, 1]},
         "weight.density: expected 1 item to",
     ),
-    (dict(levels=[0, 1, 1, 2]), "levels[2]: expected more than the previous 1.0, got 1.0"),
+    ("levels", [0, 1, 1, 2], "levels[2]: expected more than the previous 1.0, got 1.0"),
     (
-        dict(levels=[0, 1, 2, 1e39]),
+        "levels",
+        [0, 1, 2, 1e39],
         "levels[3]: expected a number that is finite in float32, got 1e+39",
     ),
-    (dict(levels=[[0, 1]]), "levels: expected a list of numbers, got [[0, 1]]"),
-    (dict(levels="abc"), "levels: expected a list of numbers, got 'abc'"),
-    (dict(levels=[]), "codes[0]: expected an integer in [0, 0), got 1"),
-    (dict(breaks=[-2, -1, -1, 3]), "breaks[2]: expected more than the previous -1.0, got -1.0"),
+    ("levels", [[0, 1]], "levels: expected a list of numbers, got [[0, 1]]"),
+    ("levels", "abc", "levels: expected a list of numbers, got 'abc'"),
+    ("levels", [], "codes[0]: expected an integer in [0, 0), got 1"),
+    ("breaks", [-2, -1, -1, 3], "breaks[2]: expected more than the previous -1.0, got -1.0"),
+    ("breaks", [-2, -1, 0, math.inf], "breaks[3]: expected a finite number, got inf"),
+    ("codes", [1, 0, 2, 4, 2], "codes[3]: expected an integer in [0, 4), got 4"),
+    ("codes", [1, 0, -1, 3, 2], "codes[2]: expected an integer in [0, 4), got -1"),
+    ("codes", [1, 0, 0.5, 3, 2], "codes[2]: expected an integer in [0, 4), got 0.5"),
+    ("codes", [1, 0, 2, 2, 1], "codes[3]: expected another level than the previous piece's, got 2"),
+    ("codes", [], "codes: expected a list of integers, got []"),
+    ("closed", ["right"], "closed: expected 4 items to match breaks, got 1"),
+    ("closed", ["up"] * 4, 'closed[0]: expected one of "right", "left", got \'up\''),
+    ("closed", "right", 'closed: expected a list of "right" or "left", got \'right\''),
+    ("error", -1, "error: expected a finite number of at least 0, got -1"),
+    ("error", "1", "error: expected a finite number of at least 0, got '1'"),
+    ("relative_error", math.inf, "relative_error: expected a finite number of at least 0, got inf"),
+    ("lower_bound", 0.11, "lower_bound: expected at most the error 0.1, got 0.11"),
+    ("revision", 0, "revision: expected an integer of at least 1, got 0"),
+    ("solver", {"version": "1"}, "solver.grid: expected an integer of at least 0, got None"),
+    ("solver", {}, 'solver: expected an object with a "version" and a "grid", got {}'),
     (
-        dict(breaks=[-2, -1, 0, math.inf]),
-        "breaks[3]: expected a finite number, got inf",
-    ),
-    (
-        dict(breaks=[-2, -1], closed=None),
-        "breaks: expected 4 items to match the pieces in codes, got 2",
-    ),
-    (dict(codes=[1, 0, 2, 4, 2]), "codes[3]: expected an integer in [0, 4), got 4"),
-    (dict(codes=[1, 0, -1, 3, 2]), "codes[2]: expected an integer in [0, 4), got -1"),
-    (dict(codes=[1, 0, 0.5, 3, 2]), "codes[2]: expected an integer in [0, 4), got 0.5"),
-    (
-        dict(codes=[1, 0, 2, 2, 1]),
-        "codes[3]: expected another level than the previous piece's, got 2",
-    ),
-    (dict(codes=[]), "codes: expected a list of integers, got []"),
-    (dict(form="intervals"), "codes: expected 0 ... 3 in form intervals, got [1, 0, 2, 3, 2]"),
-    (dict(closed=["right"]), "closed: expected 4 items to match breaks, got 1"),
-    (dict(closed=["up"] * 4), 'closed[0]: expected one of "right", "left", got \'up\''),
-    (dict(closed="right"), 'closed: expected a list of "right" or "left", got \'right\''),
-    (dict(error=-1), "error: expected a finite number of at least 0, got -1"),
-    (dict(error="1"), "error: expected a finite number of at least 0, got '1'"),
-    (
-        dict(relative_error=math.inf),
-        "relative_error: expected a finite number of at least 0, got inf",
-    ),
-    (dict(lower_bound=0.11), "lower_bound: expected at most the error 0.1, got 0.11"),
-    (dict(revision=0), "revision: expected an integer of at least 1, got 0"),
-    (dict(solver={"version": "1"}), "solver.grid: expected an integer of at least 0, got None"),
-    (dict(solver={}), 'solver: expected an object with a "version" and a "grid", got {}'),
-    (
-        dict(solver={"version": "1", "grid": 1, "seconds": -1}),
+        "solver",
+        {"version": "1", "grid": 1, "seconds": -1},
         "solver.seconds: expected a finite number of at least 0",
     ),
     (
-        dict(solver={"version": "1", "grid": 1, "f": len}),
+        "solver",
+        {"version": "1", "grid": 1, "f": len},
         "solver: expected values that JSON can hold, got",
     ),
-    (dict(objective="unbiased"), "knots: expected knots for objective unbiased, got None"),
-    (dict(knots=KNOTS), "knots: expected none for objective mse, got Knots("),
-    (dict(knots_error=0.0), "knots.error: expected none for objective mse, got 0.0"),
+    ("knots", KNOTS, "knots: expected none for objective mse, got Knots("),
+    ("knots_error", 0.0, "knots.error: expected none for objective mse, got 0.0"),
 ]
+"""Rows: a field, a value, and the beginning of the message."""
+
 
 REFUSED_UNBIASED = [
+    (
+        dict(breaks=[-2, -1], codes=[0, 1], closed=None),
+        "breaks: expected 1 item to match the pieces in codes, got 2",
+    ),
     (dict(knots_error=None), "knots.error: expected a finite number of at least 0, got None"),
     (
         dict(form="intervals", breaks=[0, 1, 2], codes=range(4), closed=None),
@@ -618,17 +622,20 @@ def assert_one_line(caught, start):
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments", "message"),
+    ("make", "given", "message"),
     [
-        *((lambda given: make(**given), *row) for row in REFUSED),
-        *((lambda given: make_unbiased(**given), *row) for row in REFUSED_UNBIASED),
-        *((lambda given: Knots(*given), *row) for row in REFUSED_KNOTS),
+        *((make, {field: value}, message) for field, value, message in REFUSED),
+        *((make_unbiased, *row) for row in REFUSED_UNBIASED),
+        *(
+            (lambda points: Knots(*points["given"]), {"given": given}, text)
+            for given, text in REFUSED_KNOTS
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_refuses(make, arguments, message):
+def test_refuses(make, given, message):
     with pytest.raises(TableError) as caught:
-        make(arguments)
+        make(**given)
     assert_one_line(caught, message)
 
 

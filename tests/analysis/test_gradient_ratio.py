@@ -35,7 +35,7 @@ def gradient(model, batch, seed=0):
     torch.manual_seed(seed)
     model.zero_grad()
     squared(model, batch).backward()
-    return {name: each.grad.clone() for name, each in model.named_parameters()}
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 def by_loops(model, given, draws):
@@ -67,7 +67,7 @@ def trained(model, given, **options):
 
 
 def test_the_relative_error_is_that_of_gradients():
-    """Without a bias: what the ratio is above 1."""
+    """The relative error is the ratio minus 1 if gradients have no bias."""
     torch.manual_seed(0)
     model, given = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 12)), batches(2)
     controller = trained(model, given, e2=2.0)
@@ -85,7 +85,7 @@ def test_the_relative_error_is_that_of_gradients():
 
 
 def test_a_ratio_alone_is_no_error():
-    """Of gradients that are scaled down: |g^|^2 is below |g|^2 by 1 - c^2, the squared error (1 - c)^2 of it."""
+    """Gradients scaled by c have the ratio c^2, and a squared error of (1 - c)^2."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 12))
     controller = bounded(model, e2=1e-9)
@@ -192,7 +192,7 @@ def test_draws_are_two_at_least(draws):
 
 @pytest.mark.parametrize(("draws", "factor"), [(2, 235.8), (8, 4.53), (10_000, 3.0)])
 def test_the_chance_of_few_draws(draws, factor):
-    """It is Student's t at the probability of three standard deviations; the values are from a table."""
+    """The chance is Student's t at the probability of three standard deviations; the values are from a table."""
     for ratio in (1.5 + 0.01 * factor * 1.01, 1.5 + 0.01 * factor * 0.99):
         found = GradientRatio(ratio, 0.01, 1.5, {"": ratio}, draws, 0.5, {"": 0.5})
         assert found.chance == pytest.approx(0.01 * factor, rel=1e-3)

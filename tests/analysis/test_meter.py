@@ -359,7 +359,7 @@ def test_a_child_that_raises_and_is_caught_does_not_keep_the_blame():
 
 
 class Codes(torch.autograd.Function):
-    """What fewbit's payloads look like: a 1-D int32 tensor through save_for_backward."""
+    """A function that saves a 1-D int32 tensor, as fewbit's functions do."""
 
     @staticmethod
     def forward(ctx, x):
@@ -485,7 +485,7 @@ def test_nothing_changes(fails):
     assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
     assert hooks_of(model) == hooks
     assert model.training and all(p.grad is None for p in model.parameters())
-    assert sum(type(each) is meter._Token for each in gc.get_objects()) == 0
+    assert sum(type(item) is meter._Token for item in gc.get_objects()) == 0
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         nn.Linear(2, 2)(torch.ones(1, 2))
@@ -554,9 +554,9 @@ def test_no_tensor_outlives_the_measurement():
     gc.collect()
     gc.disable()  # a cycle would have to wait for the collector
     try:
-        before = sum(type(each) is torch.Tensor for each in gc.get_objects())
+        before = sum(type(item) is torch.Tensor for item in gc.get_objects())
         saved_bytes(model, x)
-        assert sum(type(each) is torch.Tensor for each in gc.get_objects()) == before
+        assert sum(type(item) is torch.Tensor for item in gc.get_objects()) == before
     finally:
         gc.enable()
 

@@ -135,14 +135,14 @@ def test_norms_as_all_their_outcomes_say(copies):
     arriving = [
         (p, 2 * z * input_gradient(g, one, other, squares.std())) for p, one, other in drawn(w)
     ]
-    results = [(p, *first(each)) for p, each in arriving]
+    results = [(p, *first(item)) for p, item in arriving]
     of_second = moments([(p, exact) for p, _, _, exact in results])[1]
     of_first = sum(p * variance for p, _, variance, _ in results)
     mean, between = moments([(p, mean) for p, mean, _, _ in results])
     exact = input_gradient(2 * z * input_gradient(g, w, w, squares.std()), z, z, h.std())
 
     below = profile.parameters.index("below")
-    rows = [profile.contexts.index(each) for each in ("first", "second")]
+    rows = [profile.contexts.index(item) for item in ("first", "second")]
     for row, expected in zip(rows, (of_first, of_second), strict=True):
         assert_measures(profile.terms[row, below], profile.terms_error[row, below], norm * expected)
     direct = norm * (of_first + between)
@@ -172,7 +172,7 @@ def cases():
     yield "channels last", Images(), images.to(memory_format=torch.channels_last), None
     model = CharTransformer(20, 12, width=32, depth=1, heads=2)
     block = "norm1", "qkv", "", "proj", "norm2", "mlp.0", "mlp.2"
-    contexts = *(f"blocks.0.{each}".rstrip(".") for each in block), "norm", "head"
+    contexts = *(f"blocks.0.{name}".rstrip(".") for name in block), "norm", "head"
     yield "transformer", model, torch.randint(20, (16, 12)), contexts
     yield "dropout", Attention(), torch.randn(16, 8, 16), ("norm", "attention")
 
@@ -253,7 +253,13 @@ def test_both_axes_are_in_the_order_of_the_forward():
         model.zero_grad()
         squared(model, batch).backward()
         named = dict(model.named_parameters())
-        gradients.append({name: each.grad for name, each in named.items() if each.grad is not None})
+        gradients.append(
+            {
+                name: parameter.grad
+                for name, parameter in named.items()
+                if parameter.grad is not None
+            }
+        )
     for column, path in enumerate(profile.parameters):
         own = [name for name in gradients[0] if path_of(name) == path]
         expected = sum((gradients[0][name] - gradients[1][name]).square().sum() / 2 for name in own)
@@ -342,9 +348,18 @@ def disturbable(is_compressed):
 def state_of(model):
     return (
         {name: value.clone() for name, value in model.state_dict().items()},
-        {name: (id(each), each.grad.clone()) for name, each in model.named_parameters()},
-        [(id(each), type(each), each.training, dict(vars(each))) for each in model.modules()],
-        [(len(each._forward_hooks), len(each._forward_pre_hooks)) for each in model.modules()],
+        {
+            name: (id(parameter), parameter.grad.clone())
+            for name, parameter in model.named_parameters()
+        },
+        [
+            (id(module), type(module), module.training, dict(vars(module)))
+            for module in model.modules()
+        ],
+        [
+            (len(module._forward_hooks), len(module._forward_pre_hooks))
+            for module in model.modules()
+        ],
         repr(model),
         torch.get_rng_state(),
     )
@@ -398,7 +413,7 @@ def test_the_model_stays_as_it_is(measure, is_compressed, fails):
 def test_it_is_reproducible_and_the_seed_counts():
     model, x = Images(), torch.randn(16, 1, 8, 8)
     first, second, other = (
-        variance_profile(model, x, squared, draws=2, seed=each) for each in (0, 0, 1)
+        variance_profile(model, x, squared, draws=2, seed=seed) for seed in (0, 0, 1)
     )
     assert first.to_json() == second.to_json()
     assert (first.terms != other.terms)[first.terms > 0].all()
@@ -419,7 +434,7 @@ def test_settings_are_those_of_a_conversion():
         model, x, squared, exclude=exclude, layers={"functional": False}, draws=2
     )
     block = "norm1", "qkv", "proj", "norm2"
-    assert profile.contexts == (*(f"blocks.0.{each}" for each in block), "norm")
+    assert profile.contexts == (*(f"blocks.0.{name}" for name in block), "norm")
     few = variance_profile(model, x, squared, draws=4)
     more = variance_profile(model, x, squared, overrides={"blocks.0.proj": 6}, draws=4)
     row = few.contexts.index("blocks.0.proj")
@@ -468,8 +483,8 @@ def test_json_has_every_number_back(tmp_path):
     assert document["schema"] == "fewbit.variance_profile/1"
     assert document["sampling_error"] == [None] * 5
     loaded = VarianceProfile.load(path)
-    for each in fields(VarianceProfile):
-        np.testing.assert_array_equal(getattr(loaded, each.name), getattr(profile, each.name))
+    for item in fields(VarianceProfile):
+        np.testing.assert_array_equal(getattr(loaded, item.name), getattr(profile, item.name))
     with pytest.raises(OutputExistsError):
         profile.save(path)
     profile.save(path, force=True)
@@ -546,7 +561,7 @@ def test_table_names_the_largest_and_cuts_the_rest():
     text = plain(profile, 80)
     lines = text.splitlines()
     largest = int(profile.quantization.argmax())
-    (row,) = [each.split() for each in lines if each.startswith(f"layers.{largest}.linear ")]
+    (row,) = [line.split() for line in lines if line.startswith(f"layers.{largest}.linear ")]
     assert row[-1] == f"{100 * profile.own[largest] / profile.quantization[largest]:.0f}%"
     percent = 100 * profile.quantization_error[largest] / profile.quantization[largest]
     assert row[4] == f"{percent:.0f}%"
@@ -571,7 +586,7 @@ def test_numbers_of_a_column_have_one_form_and_room():
     assert not any("…" in cell for row in rows for cell in row)
     cells = [cell for row in rows for cell in row if "%" not in cell]
     assert len(cells) == 39 and {"0", "nan"} <= set(cells)
-    assert all(re.fullmatch(r"\d\.\de-?\d+|0|nan", each) for each in cells)
+    assert all(re.fullmatch(r"\d\.\de-?\d+|0|nan", cell) for cell in cells)
     assert "<1%" in rows[4]  # the fifth by its rounding, which rises with the number
 
 
@@ -593,16 +608,16 @@ def test_picture_has_a_row_for_each_source_and_room_for_its_name(count, tmp_path
     shown = axes.images[0].get_array()
     np.testing.assert_array_equal(shown[:count].filled(0), profile.terms)
     np.testing.assert_array_equal(shown[-1], profile.sampling)
-    names = [each.get_text() for each in axes.get_yticklabels()]
+    names = [label.get_text() for label in axes.get_yticklabels()]
     assert names == [*profile.contexts, "", "sampling"]
     assert bar.get_ylabel() == "variance (white: none)"
     figure.draw_without_rendering()
-    boxes = [each.get_window_extent() for each in axes.get_yticklabels() if each.get_text()]
-    heights = sorted((each.y0, each.y1) for each in boxes)
+    boxes = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
+    heights = sorted((box.y0, box.y1) for box in boxes)
     assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(heights))
     boxes = sorted(
-        (each.get_window_extent().x0, each.get_window_extent().x1)
-        for each in axes.get_xticklabels()
+        (label.get_window_extent().x0, label.get_window_extent().x1)
+        for label in axes.get_xticklabels()
     )
     assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(boxes))
     with pytest.raises(OutputExistsError):

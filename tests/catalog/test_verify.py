@@ -152,7 +152,7 @@ def bump(x): return x / 1000 + 1e-4 * np.exp(-((x - 0.4487989505128276) / 1e-4) 
 @pytest.mark.parametrize("objective", ["mse", "minimax", "unbiased"])
 @pytest.mark.parametrize("name", ["arctan", "bump"])
 def test_tables_of_numerical_derivatives_hold(name, objective, tmp_path, monkeypatch):
-    """With many levels the accuracy of the derivative of a steep function is a part of the error."""
+    """The accuracy of a steep function's derivative is a part of the error if the table has many levels."""
     (tmp_path / "steep_functions.py").write_text(STEEP)
     monkeypatch.syspath_prepend(tmp_path)
     table = fewbit.solve(f"steep_functions:{name}", 6, objective=objective)

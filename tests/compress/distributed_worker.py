@@ -60,7 +60,7 @@ def expected():
     exact = model()
     for rank in range(2):
         (forward(exact, rank).square().mean() / 2).backward()
-    return [each.grad for each in exact.parameters()]
+    return [parameter.grad for parameter in exact.parameters()]
 
 
 def check(gradients):
@@ -70,7 +70,7 @@ def check(gradients):
 
 
 def few_bit_bytes():
-    """Of a forward: codes and ranges of what layers keep, masks of ReLU and dropout, codes of GELU."""
+    """Return the bytes of a forward: codes and ranges of layers, masks of ReLU and dropout, codes of GELU."""
     pixels, features = (16, 8, 8, 8), (16, 64)
     copies = [(16, 3, 8, 8), pixels, (16, 512), features, features]  # a and b share one
     masks = 2 * 4 * packed_words(math.prod(pixels), 1)
@@ -90,10 +90,13 @@ def step(wrapped, rank):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = forward(wrapped, rank)
     few_bit = (torch.int32, torch.bfloat16)
-    assert sum(each.nbytes for each in saved.values() if each.dtype in few_bit) == few_bit_bytes()
-    weights = {each.shape for each in model().parameters()}
-    others = [each for each in saved.values() if each.dtype not in few_bit]
-    assert all(each.shape in weights or each.numel() <= 64 for each in others)
+    assert (
+        sum(tensor.nbytes for tensor in saved.values() if tensor.dtype in few_bit)
+        == few_bit_bytes()
+    )
+    weights = {parameter.shape for parameter in model().parameters()}
+    others = [tensor for tensor in saved.values() if tensor.dtype not in few_bit]
+    assert all(other.shape in weights or other.numel() <= 64 for other in others)
     y.square().mean().backward()
 
 
@@ -101,7 +104,7 @@ def ddp(rank):
     wrapped = DistributedDataParallel(compress(model()))
     for _ in range(2):  # the second forward uses buckets made anew
         step(wrapped, rank)
-    check([each.grad for each in wrapped.parameters()])
+    check([parameter.grad for parameter in wrapped.parameters()])
 
 
 def shard(module, *layers):
@@ -169,7 +172,7 @@ def _adapting():
 
 
 def adapting(rank):
-    """Also where one process has looked at the model before, and where the model runs outside in between."""
+    """Processes agree although one ran the model before, and the other runs it outside of them in between."""
     module, controller = _adapting()
     if rank == 0:
         module(inputs(rank)).square().mean().backward()
@@ -219,7 +222,7 @@ def _bounded(rank, controller, run, first="conv"):
 
 
 def bounded(rank):
-    """Also where losses are scaled, one process has run the model before, and another does in between."""
+    """Processes agree although losses are scaled, one ran the model before, and the other does in between."""
     module = model()
     options = {"interval": 2, "by_channel": True, "verbose": False}
     controller = fewbit.compress_(module, fewbit.ErrorBound(), **options)
@@ -293,14 +296,14 @@ def adapting_parts(rank):
     """Modules of a model that are wrapped and called one by one."""
     torch.manual_seed(0)
     sizes = (16, 64), (64, 64), (64, 8)
-    parts = nn.ModuleList(nn.Sequential(nn.Linear(*each), nn.ReLU()) for each in sizes)
+    parts = nn.ModuleList(nn.Sequential(nn.Linear(*number), nn.ReLU()) for number in sizes)
     controller = fewbit.compress_(parts, fewbit.AdaptiveBits(2, interval=2), verbose=False)
-    wrapped = [DistributedDataParallel(each) for each in parts]
+    wrapped = [DistributedDataParallel(part) for part in parts]
     for step in range(12):
         torch.manual_seed(100 * step + rank)
         x = torch.randn(8, 16)
-        for each in wrapped:
-            x = each(x)
+        for item in wrapped:
+            x = item(x)
         x.square().mean().backward()
     found = [(row.name, row.bits, row.sensitivity) for row in controller.allocation]
     assert {name for name, _, sensitivity in found if sensitivity > 0} == {"0.0", "1.0", "2.0"}
@@ -368,8 +371,8 @@ def sync_batch_norm(rank):
     )
     wanted = all_x.grad.chunk(2)[rank]
     assert float((mine.grad - wanted).norm() / wanted.norm()) < 0.02
-    for each in (own.weight, own.bias):
-        dist.all_reduce(each.grad)
+    for item in (own.weight, own.bias):
+        dist.all_reduce(item.grad)
     assert float((own.weight.grad - both.weight.grad).norm() / both.weight.grad.norm()) < 0.02
     torch.testing.assert_close(own.bias.grad, both.bias.grad, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(own.running_var, both.running_var, rtol=1e-4, atol=1e-4)
@@ -418,7 +421,7 @@ CASES = (
 def main(name, rank, rendezvous):
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     torch.set_num_threads(1)
-    {each.__name__: each for each in CASES}[name](rank)
+    {case.__name__: case for case in CASES}[name](rank)
     dist.barrier()  # whoever leaves first takes the connection with it
     dist.destroy_process_group()
     sys.stderr.flush()

@@ -44,13 +44,8 @@ def test_an_object_comes_back_from_its_repr_and_from_json(one):
     base = fewbit.BitConfig if isinstance(one, fewbit.BitConfig) else type(one)
     again = base.from_dict(values)
     assert again == one and type(again) is type(one) and hash(again) == hash(one)
-
-
-@pytest.mark.parametrize("one", OBJECTS, ids=repr)
-def test_objects_cannot_be_changed(one):
-    name = dataclasses.fields(one)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(one, name, 3)
+        setattr(one, dataclasses.fields(one)[0].name, 3)
 
 
 @pytest.mark.parametrize(
@@ -167,24 +162,3 @@ def test_a_level_and_its_configuration_convert_alike():
         assert bytes_a == bytes_b and all(map(torch.equal, gradients_a, gradients_b))
         assert (a.offload is None) == (b.offload is None)
         assert a.config == level and b.config == as_config(bits)
-
-
-def test_functions_of_single_modules():
-    """`functional` in overrides, both ways."""
-
-    class Calls(nn.Module):
-        def forward(self, x):
-            return nn.functional.gelu(x * 1.0)
-
-    x = torch.randn(32, 64)
-
-    def codes(**options):
-        model = nn.Sequential(Calls(), Calls())
-        fewbit.compress_(model, **options, verbose=False)
-        return fewbit.saved_bytes(model, x.clone().requires_grad_()).by_kind().get("packed", 0)
-
-    everywhere, off = codes(), {"functional": False}
-    assert everywhere > 0
-    assert codes(overrides={"0": off}) == codes(exclude="0") == everywhere // 2
-    assert codes(layers=off) == 0
-    assert codes(layers=off, overrides={"0": {"functional": True}}) == everywhere // 2

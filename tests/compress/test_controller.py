@@ -1,4 +1,4 @@
-"""What a controller, its report and its state say, and which numbers it takes."""
+"""The controller: its report, its state, and the numbers that it takes."""
 
 import copy
 
@@ -60,7 +60,7 @@ def test_a_sample_that_is_part_of_a_larger_tensor_counts_for_itself(capsys):
 
 
 def test_bytes_by_op_in_order_without_rows_of_nothing():
-    """What is kept now comes first, then what was kept before; what shows as 0.00 twice is summed up."""
+    """Ops that save bytes now come first, then those that saved some before; rows of 0.00 twice are summed up."""
     mib = 2**20
     before = {"b": 2 * mib, "a": 3 * mib, "kept": mib, "d": mib} | dict.fromkeys("pqrs", 4000)
     after = {"kept": mib, "new": mib // 8, "u": 30}

@@ -66,7 +66,7 @@ def gradients(call, model, inputs):
 
 
 def norm_of(tensors):
-    return float(torch.stack([each.norm() for each in tensors]).norm())
+    return float(torch.stack([tensor.norm() for tensor in tensors]).norm())
 
 
 def check_equal(found, expected):
@@ -118,7 +118,7 @@ def test_a_llama_of_mixed_bits(monkeypatch):
 @pytest.mark.parametrize(
     "settings, backend",
     [
-        *((each, "inductor") for each in SETTINGS),
+        *((item, "inductor") for item in SETTINGS),
         ("2 bits", "aot_eager"),
         ("2 bits", "passes dynamic"),
     ],

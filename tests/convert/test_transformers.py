@@ -33,7 +33,7 @@ WIDTH = 96
 
 
 def convert(model, bits=8, context=None):
-    """As the converter does it; the classes that were found."""
+    """Convert modules as the converter does; return the names of their classes."""
     quantizer = Quantizer(bits, context=context)
     found = []
     for module in model.modules():
@@ -135,7 +135,7 @@ def randomized(module):
 def step(module, x):
     y = module(x)
     wanted = [x, *module.parameters()]
-    wanted = [each for each in wanted if each.requires_grad]
+    wanted = [item for item in wanted if item.requires_grad]
     grad = normal(y.shape, y.dtype, y.device, scale=1.0, seed=5)
     return y, torch.autograd.grad(y, wanted, grad)
 

@@ -133,7 +133,9 @@ def built(name):
 def gradient(model, inputs):
     model.zero_grad()
     model(**inputs).loss.backward()
-    grads = [each.grad.flatten() for each in model.parameters() if each.grad is not None]
+    grads = [
+        parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None
+    ]
     return torch.cat(grads).double()
 
 
@@ -152,7 +154,7 @@ def test_transformers_models(name):
     wanted = gradient(exact, inputs)
     for twin in (model, copy.deepcopy(model)):
         assert (gradient(twin, inputs) - wanted).norm() < 0.03 * wanted.norm()
-    assert torch.equal(gradient(model.eval(), inputs), wanted)
+    assert (gradient(model.eval(), inputs) - wanted).norm() < 1e-5 * wanted.norm()
     fewbit.compress_(model.train(), bits=2, verbose=False)
     assert before > case.times_less * fewbit.saved_bytes(model, **inputs).total
     losses, optimizer = [], torch.optim.AdamW(model.parameters(), 2e-3)
@@ -172,7 +174,7 @@ def test_transformers_models(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_gradient_checkpointing(name):
-    """With transformers' own switch gradients are the same within the noise of 8 bits, and less is saved."""
+    """Gradients are the same within the noise of 8 bits, and less is saved, with transformers' own switch."""
     model, inputs = built(name)
     wanted = gradient(model, inputs)
     fewbit.compress_(model, bits=8, layers={"activation_bits": 8}, verbose=False)
@@ -214,7 +216,7 @@ def test_attention_bytes_of_llama():
 
 
 def test_t5_keeps_one_position_bias_for_all_layers():
-    """And one mask. Their sums, a matrix for each layer and sample, are not saved."""
+    """Layers save one mask and one bias. The sums of both, a matrix for each layer and sample, are not saved."""
     model, inputs = built("t5")
     install(model, Quantizer(2))
     saved = []
@@ -276,7 +278,7 @@ def test_dropout_of_attention():
 
 @pytest.mark.slow
 def test_another_process(tmp_path):
-    """It does not import transformers for us, and knows our attention when it unpickles a model."""
+    """A fresh process imports no transformers for fewbit, and knows its attention when it unpickles a model."""
     model, inputs = built("gpt2")
     convert(model)
     install(model, Quantizer(4))
@@ -327,9 +329,9 @@ def with_lora(name, dropout):
 
 
 def fall_of_loss(model, inputs, steps):
-    """By how much training what is not frozen lowers the loss."""
+    """Return by how much training the parameters that are not frozen lowers the loss."""
     torch.manual_seed(3)
-    trained = [each for each in model.parameters() if each.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     losses, optimizer = [], torch.optim.AdamW(trained, 5e-2)
     for _ in range(steps + 1):
         loss = model(**inputs).loss
@@ -348,7 +350,11 @@ def test_lora(name, dropout):
     model, inputs = with_lora(name, dropout)
     exact = copy.deepcopy(model)
     before = fewbit.saved_bytes(exact, **inputs).total
-    frozen = {key: each.clone() for key, each in model.named_parameters() if not each.requires_grad}
+    frozen = {
+        key: parameter.clone()
+        for key, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    }
     fewbit.compress_(model, bits=8, layers={"activation_bits": 8}, verbose=False)
     assert fewbit.saved_bytes(model, **inputs).total < before / 3
     torch.manual_seed(1)
@@ -365,7 +371,7 @@ def test_lora(name, dropout):
     assert all("lora_" in entry.module for entry in layers if entry.bytes)
     fall = fall_of_loss(model, inputs, steps=12)
     assert fall > 0.5 * fall_of_loss(exact, inputs, steps=12) > 0.04
-    assert all(torch.equal(model.get_parameter(key), each) for key, each in frozen.items())
+    assert all(torch.equal(model.get_parameter(key), item) for key, item in frozen.items())
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
@@ -403,7 +409,7 @@ def test_resnet_152_keeps_a_twelfth():
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_conv_bn_relu_keeps_five_and_a_quarter_bits(inplace):
-    """What a block more adds: two float32 tensors in torch, 2.125 + 2.125 + 1 bits here (ActNN, section 6.2).
+    """One more block adds two float32 tensors in torch, and 2.125 + 2.125 + 1 bits here (ActNN, section 6.2).
 
     Besides, torch keeps two vectors and we one. ReLU's result is the next convolution's input, so it costs
     torch nothing of its own.

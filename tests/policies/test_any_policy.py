@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from regions import Regions
 from samples import normal
 from test_variance_probe import loss_of
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 from training import build, step
 
 import fewbit
@@ -62,25 +61,6 @@ def test_evaluation_and_the_meter_are_no_steps(policy):
     assert controller.context.policy.step == 2 and found_by(controller)
 
 
-class Regions(nn.Module):
-    """Blocks in checkpoints, of which the first is called by a function."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        self.reentrant = reentrant
-        self.parts = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-            for _ in range(3)
-        )
-
-    def forward(self, x):
-        first = self.parts[0]
-        for region in (lambda x: first[3](first[2](first[1](first[0](x)))), *self.parts[1:]):
-            rows = x.flatten(0, 1).requires_grad_()
-            x = x + checkpoint(region, rows, use_reentrant=self.reentrant).view_as(x)
-        return x
-
-
 @pytest.mark.fast(3)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
@@ -94,9 +74,8 @@ class Regions(nn.Module):
     ids=repr,
 )
 def test_checkpointed_regions_are_recomputed_as_they_were(config, reentrant):
-    """Also if a measurement or another batch size comes between a forward pass and its backward pass."""
-    torch.manual_seed(0)
-    model = Regions(reentrant)
+    """A measurement or another batch size may come between a forward pass and its backward pass."""
+    model = Regions(reentrant, "both", 32)
     controller = fewbit.compress_(model, config, verbose=False)
     for i in range(6):
         first, second = (normal((size, 6, 32), scale=1.0) for size in (4 + i, 6))

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from regions import Regions, block
 from samples import normal
 from test_variance_probe import loss_of
 from torch import nn
@@ -30,40 +31,17 @@ IN_CHECKPOINT = "(in a checkpoint with use_reentrant=True; use use_reentrant=Fal
 ALONE = "(called by themselves, outside of a forward of the model)"
 
 
-def block():
-    return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-
-
 def steps(model, count=3, x=X):
     for _ in range(count):
         loss_of(model(x)).backward()
 
 
 def plain(text):
-    """Without the line breaks."""
+    """Return the text without line breaks."""
     return " ".join(text.split())
 
 
 # -- layers that are not observed --------------------------------------------------------------------------
-
-
-class Regions(nn.Module):
-    """A layer, and blocks in checkpoints. regions: "modules", "functions" or None."""
-
-    def __init__(self, reentrant, regions="modules"):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.blocks = nn.Linear(64, 64), nn.ModuleList([block(), block()])
-        self.reentrant, self.regions = reentrant, regions
-
-    def forward(self, x):
-        x = self.first(x)
-        for each in self.blocks:
-            region = each
-            if self.regions == "functions":
-                region = lambda x, each=each: each[3](each[2](each[1](each[0](x))))  # noqa: E731
-            x = checkpoint(region, x, use_reentrant=self.reentrant) if self.regions else each(x)
-        return x
 
 
 IN_BLOCKS = tuple(f"blocks.{i}.{j}" for i in (0, 1) for j in (0, 1, 3))
@@ -71,7 +49,7 @@ IN_BLOCKS = tuple(f"blocks.{i}.{j}" for i in (0, 1) for j in (0, 1, 3))
 
 @pytest.mark.parametrize("regions", ["modules", "functions"])
 def test_layers_in_reentrant_checkpoints_are_named(regions):
-    """In a module the linear layer after a norm shares the norm's copy, so that it has nothing of its own to observe."""
+    """The linear layer after a norm shares the norm's copy if both are in a module, and then has nothing to observe."""
     model = Regions(True, regions)
     controller = bounded(model)
     steps(model)
@@ -90,7 +68,7 @@ def test_layers_in_reentrant_checkpoints_are_named(regions):
 
 @pytest.mark.parametrize("regions", ["modules", "functions", None])
 def test_what_is_observed_is_not_named(regions):
-    """From the first step on, when nothing has been learned yet."""
+    """No layer is named from the first step on, when nothing has been learned yet."""
     model = Regions(False, regions)
     controller = bounded(model)
     for _ in range(4):
@@ -133,12 +111,12 @@ def test_layers_that_are_not_met_any_more_are_forgotten():
 
 
 def test_layers_of_modules_that_are_called_one_by_one_are_all_named():
-    """Though a module is observed in its turn only."""
+    """All layers are named although a module is observed in its turn only."""
     models = nn.ModuleDict({str(i): Regions(True) for i in range(4)})
     controller = bounded(models, interval=1)
     for _ in range(12):
-        for each in models.values():
-            loss_of(each(X)).backward()
+        for model in models.values():
+            loss_of(model(X)).backward()
     assert len(controller.bounds.unobserved) == 4 * 4
 
 
@@ -147,7 +125,7 @@ class Experts(nn.ModuleList):
 
     def forward(self, x):
         parts = zip(self, (x, x[:0]), strict=True)
-        return torch.cat([checkpoint(each, part, use_reentrant=False) for each, part in parts])
+        return torch.cat([checkpoint(item, part, use_reentrant=False) for item, part in parts])
 
 
 def test_layers_without_samples_are_not_named():
@@ -174,7 +152,7 @@ def test_layers_that_are_called_by_themselves_are_named():
 
 
 class Block(nn.Sequential):
-    """With a forward of its own: Dynamo skips the frames of torch.nn's, so that those of its layers would be compiled."""
+    """A sequence with its own forward. Dynamo skips frames of torch.nn, and would compile those of the layers instead."""
 
     def forward(self, x):
         for layer in self:
@@ -277,7 +255,9 @@ def test_steps_go_on_as_they_would():
             controller.context.policy.report_unobserved = lambda layer, reason: None
         torch.manual_seed(1)
         steps(model, 4)
-        found.append((controller.state_dict(), [each.grad for each in model.parameters()]))
+        found.append(
+            (controller.state_dict(), [parameter.grad for parameter in model.parameters()])
+        )
     assert found[0][0] == found[1][0]
     assert all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True))
 

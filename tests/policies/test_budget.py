@@ -15,7 +15,7 @@ OFFSET = 1e4
 
 def mlp(features=256):
     """A network whose values saturate once its biases are large."""
-    layers = [each for _ in range(3) for each in (nn.Linear(features, features), nn.Tanh())]
+    layers = [layer for _ in range(3) for layer in (nn.Linear(features, features), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(features, 8))
 
 
@@ -64,13 +64,13 @@ SETTINGS = {
 def offset(model):
     """Everything that layers keep lies far from zero beside its range."""
     with torch.no_grad():
-        for each in model.modules():
-            if isinstance(each, nn.Linear | nn.Conv2d):
-                each.weight.mul_(1e-4)
-                each.bias.add_(OFFSET)
-            elif isinstance(each, nn.LayerNorm | nn.BatchNorm2d):
-                each.weight.mul_(1e-4)
-                each.bias.add_(1)
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                module.weight.mul_(1e-4)
+                module.bias.add_(OFFSET)
+            elif isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
+                module.weight.mul_(1e-4)
+                module.bias.add_(1)
 
 
 @pytest.mark.fast(3)

@@ -64,7 +64,7 @@ def squared(model, batch):
 @pytest.mark.parametrize("e2", [0.05, 0.5])
 @pytest.mark.parametrize("name", SINGLE)
 def test_the_true_ratio_is_within_the_bound_and_not_far_below(name, e2):
-    """By sampling, against the exact model: E|g^|^2 / E|g|^2 between 1 + e2 / 8 and 1 + e2."""
+    """E|g^|^2 / E|g|^2, sampled against the exact model, is between 1 + e2 / 8 and 1 + e2."""
     make, shape = SINGLE[name]
     torch.manual_seed(1)
     model, x = make(), torch.randn(shape)
@@ -105,7 +105,7 @@ def test_bits_before_the_first_measurement():
         layers={"activation_bits": 8, "attention_bits": 8},
         verbose=False,
     )
-    kept = [fewbit.saved_bytes(each, x).total for each in (model, plain)]
+    kept = [fewbit.saved_bytes(either, x).total for either in (model, plain)]
     assert kept[0] == pytest.approx(kept[1], rel=0.01)
     assert not controller.bounds and controller.bounds.ratio is None
     assert str(controller.bounds).startswith("no bounds found yet")
@@ -128,7 +128,7 @@ def test_a_part_that_is_kept_exactly_does_not_hold_the_whole():
     bounded(model, e2=1e-12)
     step(model, x), step(model, x)
     kept = fewbit.saved_bytes(model, x)
-    assert {each.module: each.bytes for each in kept.kept} == {"a": x.nbytes, "b": 4 * 64 * 24}
+    assert {entry.module: entry.bytes for entry in kept.kept} == {"a": x.nbytes, "b": 4 * 64 * 24}
 
 
 def test_what_would_need_more_than_eight_bits_is_kept_exactly():
@@ -140,9 +140,9 @@ def test_what_would_need_more_than_eight_bits_is_kept_exactly():
     assert controller.bounds.ratio == 1
     exact = copy.deepcopy(model)
     fewbit.restore_(exact)
-    for each in (model, exact):
+    for either in (model, exact):
         torch.manual_seed(0)
-        step(each, x)
+        step(either, x)
     for a, b in zip(model.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
 
@@ -201,19 +201,19 @@ def test_tables_follow_from_the_bound(e2, most):
     for name, function in (("act", "gelu"), (":silu", "silu")):
         row = found[name]
         assert row.bits <= most and row.kind == "worst case"
-        errors = [_largest_error(function, each) for each in range(1, 9)]
-        assert row.bits == next((b for b, each in enumerate(errors, 1) if each <= row.dx), 8)
+        errors = [_largest_error(function, number) for number in range(1, 9)]
+        assert row.bits == next((b for b, error in enumerate(errors, 1) if error <= row.dx), 8)
         assert row.is_met == (errors[int(row.bits) - 1] <= row.dx)
     table = fewbit.load_table("gelu", int(found["act"].bits))
     saved = fewbit.saved_bytes(model, x)
-    codes = [each for each in saved.kept if "Activation" in (each.node or "")]
+    codes = [entry for entry in saved.kept if "Activation" in (entry.node or "")]
     expected = sum(found[name].bits for name in ("act", ":silu")) * 16 * 64 / 8
     assert table.bits == found["act"].bits
-    assert sum(each.bytes for each in codes) == expected
+    assert sum(code.bytes for code in codes) == expected
 
 
 def _largest_error(function, bits):
-    """On a fine grid, from both sides of everything."""
+    """Return the largest error on a fine grid with both sides of each break."""
     import numpy as np
 
     table = fewbit.load_table(function, bits)
@@ -269,7 +269,7 @@ def test_codecs(codec, by_channel):
         warnings.simplefilter("ignore", BoundWarning)
         for _ in range(3):
             step(model, x)
-    assert all(each.grad.isfinite().all() for each in model.parameters())
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
     rows = [row for row in controller.bounds if row.input is not None]
     if codec == "quant":
         assert all(row.kept in ("bits", "exact") for row in rows)
@@ -317,7 +317,8 @@ def test_other_dtypes(dtype, e2):
     for _ in range(3):
         step(model, x)
     assert all(
-        each.grad.isfinite().all() and each.grad.dtype == dtype for each in model.parameters()
+        parameter.grad.isfinite().all() and parameter.grad.dtype == dtype
+        for parameter in model.parameters()
     )
     if e2 == 1e-12:
         # What is normalized is kept in the model's own precision.
@@ -340,7 +341,7 @@ def test_no_warning_while_gradients_keep_to_the_bound():
 
 
 def test_a_warning_when_gradients_exceed_it(monkeypatch):
-    """With fewer bits than are asked for."""
+    """Gradients exceed the bound because layers get fewer bits than it asks for."""
     make, shape = SINGLE["linear"]
     torch.manual_seed(0)
     model, x = make(), normal(shape, scale=1.0)

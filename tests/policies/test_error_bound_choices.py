@@ -1,4 +1,4 @@
-"""From bounds to bits: made-up measurements, and the bits that follow from them, computed by other means."""
+"""The bits that follow from made-up measurements, compared with bits computed by other means."""
 
 import itertools
 import math
@@ -71,10 +71,10 @@ def best_error(squares, samples, total):
     parts = sizes(samples)
     best = math.inf
     for bits in itertools.product(range(1, 9), repeat=len(parts)):
-        if sum(size * each for size, each in zip(parts, bits, strict=True)) <= total:
+        if sum(size * bit for size, bit in zip(parts, bits, strict=True)) <= total:
             error = sum(
-                size * square / 4 / (2**each - 1) ** 2
-                for size, square, each in zip(parts, squares, bits, strict=True)
+                size * square / 4 / (2**bit - 1) ** 2
+                for size, square, bit in zip(parts, squares, bits, strict=True)
             )
             best = min(best, error)
     return best
@@ -101,7 +101,7 @@ def test_the_least_average_is_the_least(squares, limit):
 
 @pytest.mark.parametrize("limit", [0.3, 0.02, 0.001])
 def test_bits_of_a_tensor_whose_samples_share_none(limit):
-    """By hand: the fewest whole bits with squares / 4 / (2^b - 1)^2 <= elements * limit."""
+    """The bits are the fewest whole ones with squares / 4 / (2^b - 1)^2 <= elements * limit."""
     found = least_average([50.0], 0, 100, limit)
     assert found == next(b for b in range(1, 9) if 50 / 4 / (2**b - 1) ** 2 <= 100 * limit)
     assert least_average([50.0], 0, 100, 1e-9) is None
@@ -127,7 +127,8 @@ def test_the_strictest_constraint_decides():
     policy = learned({"a": tensor(*constraints)}, e2=0.5)
     choice = policy.choices["a", 0]
     expected = {
-        each.label: polynomial_error(0.5 * each.v2, each.first, each.second) for each in constraints
+        constraint.label: polynomial_error(0.5 * constraint.v2, constraint.first, constraint.second)
+        for constraint in constraints
     }
     assert choice.dx2 == pytest.approx(min(expected.values()))
     assert choice.constraint.label == min(expected, key=expected.get) == "weight"
@@ -208,7 +209,7 @@ def test_a_scale_of_the_loss_has_no_say():
             }
         )
     for window in ("mean", "max"):
-        a, b = (learned(*each, window=window) for each in (seen, scaled))
+        a, b = (learned(*item, window=window) for item in (seen, scaled))
         assert a.choices["a", 0].dx2 == pytest.approx(b.choices["a", 0].dx2, rel=1e-12)
         assert a.averages == b.averages
 
@@ -236,8 +237,8 @@ def test_batches_of_other_sizes():
     small = tensor(weight(1.0, 10.0), samples=16, squares=[2.0] * 16, elements=1600)
     large = tensor(weight(1.0, 10.0), samples=32, squares=[2.0] * 16, elements=3200)
     found = [
-        learned(*each).choices["a", 0].average
-        for each in ([{"a": small}], [{"a": large}], [{"a": small}, {"a": large}])
+        learned(*item).choices["a", 0].average
+        for item in ([{"a": small}], [{"a": large}], [{"a": small}, {"a": large}])
     ]
     assert found[0] == found[1] == found[2]
 
@@ -295,7 +296,7 @@ def test_what_has_two_slopes_keeps_one_bit():
 
 
 def test_of_two_slopes_no_larger_table_is_solved(monkeypatch):
-    """Which takes a second or more, in a training step."""
+    """Solving a larger table would take a second or more in a training step."""
     seen = result_of({}, activation(1.0, function="leaky_relu", parameters=(0.01,)))
     asked, load = [], tables.store.load_table
     tables.table_error.cache_clear()
@@ -430,7 +431,7 @@ def test_given_bits_that_are_too_few_are_told(e2, bits, is_met):
 
 def test_exact_values_are_kept_of_a_few_in_turn():
     sizes = {"a": 100, "b": 60, "c": 40, "d": 30}
-    seen = {name: tensor(weight(1.0, 1.0), elements=each) for name, each in sizes.items()}
+    seen = {name: tensor(weight(1.0, 1.0), elements=number) for name, number in sizes.items()}
     policy = learned(seen, names="abcd")
     found = []
     for _ in range(4):
@@ -442,7 +443,7 @@ def test_exact_values_are_kept_of_a_few_in_turn():
 
 
 def test_those_that_a_forward_did_not_meet_are_next():
-    """They may belong to another module; of what is not met any more nothing is waited for."""
+    """A tensor that was not met may belong to another module. One that is not met any more loses its turn."""
     seen = {name: tensor(weight(1.0, 1.0), elements=10) for name in "abc"}
     policy = learned(seen, names="abcd")
     assert policy.monitored() == [("a", 0)]
@@ -454,7 +455,7 @@ def test_those_that_a_forward_did_not_meet_are_next():
     turns = []
     for _ in range(3):
         turns += policy.monitored()
-        policy.take_in(result_of({each: seen["a"] for each in "bcd"}))
+        policy.take_in(result_of({item: seen["a"] for item in "bcd"}))
     assert turns == [("b", 0), ("c", 0), ("d", 0)]
 
 

@@ -264,7 +264,7 @@ sizes = st.integers(1, 6)
 
 @given(sizes, sizes, sizes, st.integers(1, 30), st.integers(0, 5))
 def test_most_reads_counts_what_a_filter_meets(taps, stride, dilation, size, padding):
-    """Against folding: how many windows' taps fall on each position. Without padding and steps to spare, exact."""
+    """Folding counts the taps that fall on each position; without padding, and with enough steps, both agree."""
     window = dilation * (taps - 1) + 1
     assume(size + 2 * padding >= window)
     how = {"dilation": (dilation, 1), "padding": (padding, 0), "stride": (stride, 1)}
@@ -453,7 +453,7 @@ class Problem:
         squares = bounds.norm_squares(
             self.normalized.view(norm.view), weighted, self.rstd, norm.sets
         )
-        self.scaled2, self.alignment2 = (each.sum().item() for each in squares)
+        self.scaled2, self.alignment2 = (square.sum().item() for square in squares)
 
     def gradients(self, first, second=None):
         second = first if second is None else second
@@ -536,8 +536,8 @@ def test_errors_of_norms_in_expectation(norm, copies, aligned, draw):
     found = [problem.errors(*(drawn() for _ in range(copies))) for _ in range(DRAWS)]
     of_input, of_weight = problem.ds(dx2, expectation=True)
     least = 0.3 if draw == "rounding" else 0.5
-    assert_in_expectation([each[0].item() for each in found], of_input, least)
-    assert_in_expectation([each[1].item() for each in found], of_weight, least)
+    assert_in_expectation([item[0].item() for item in found], of_input, least)
+    assert_in_expectation([item[1].item() for item in found], of_weight, least)
 
 
 @EVERY_NORM
@@ -615,7 +615,7 @@ class Attention:
             error = (found - self.exact[which]).square().sum()
             most = max(most, error.item())
             uphill = torch.autograd.grad(error, inputs, materialize_grads=True)
-            dx = [math.sqrt(dx2) * each.sign() for each in uphill]
+            dx = [math.sqrt(dx2) * item.sign() for item in uphill]
         return most
 
 
@@ -679,7 +679,7 @@ def test_rows_that_are_masked_throughout_do_not_count():
 @pytest.mark.parametrize("expectation", [False, True])
 @pytest.mark.parametrize("size", range(5))
 def test_attention_to_nothing(size, expectation):
-    """Without heads, queries, keys or features no gradient errs, or there is none."""
+    """No gradient errs, or there is none, if heads, queries, keys or features are missing."""
     sizes = [2, 3, 5, 4, 6]
     sizes[size] = 0
     heads, queries, keys, features, value_features = sizes

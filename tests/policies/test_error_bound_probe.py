@@ -53,7 +53,9 @@ def test_every_layer(device, layer):
     seen = observed(model, controller, x, run=gradient, monitored={("0", 0)})
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(x.grad, grad_x)
-    again = torch.cat([x.new_empty(0), *(each.grad.flatten() for each in model.parameters())])
+    again = torch.cat(
+        [x.new_empty(0), *(parameter.grad.flatten() for parameter in model.parameters())]
+    )
     assert torch.equal(again, expected)
     assert seen.slots["0", 0].constraints and seen.slots["0", 0].monitored
 
@@ -73,7 +75,7 @@ def test_whole_models(name, is_checkpointed):
         model.zero_grad()
         y = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
         loss_of(y).backward()
-        gradients.append(torch.cat([each.grad.flatten() for each in model.parameters()]))
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
 
     controller.context.policy = Fixed()
     run(model, x)
@@ -83,16 +85,16 @@ def test_whole_models(name, is_checkpointed):
     assert found.slots.keys() == plain.slots.keys()
     assert found.activations.keys() == plain.activations.keys() and len(found.activations) >= 2
     assert monitored_of(found).keys() == {("0", 0), ("9", 0), ("4", 0)} & found.slots.keys()
-    for name, each in plain.slots.items():
+    for name, slot in plain.slots.items():
         ours = found.slots[name]
-        assert each.is_known and each.samples == shape[0]
-        assert (ours.elements, ours.is_known) == (each.elements, True)
+        assert slot.is_known and slot.samples == shape[0]
+        assert (ours.elements, ours.is_known) == (slot.elements, True)
         assert (
             {one.label for one in ours.constraints}
-            == {one.label for one in each.constraints}
+            == {one.label for one in slot.constraints}
             != set()
         )
-        for one, other in zip(ours.constraints, each.constraints, strict=True):
+        for one, other in zip(ours.constraints, slot.constraints, strict=True):
             assert one.v2 == pytest.approx(other.v2, rel=0.2)
             assert one.first == pytest.approx(other.first, rel=0.4)
 
@@ -118,17 +120,17 @@ def test_layouts(name, is_inside):
     found = observed(model, controller, X, run=run, monitored={("a", 0)})
     assert torch.equal(*gradients)
     if is_measured:
-        assert all(each.constraints for each in found.slots.values())
+        assert all(slot.constraints for slot in found.slots.values())
     elif found is not None:
-        for each in found.slots.values():
-            assert each.constraints or not each.is_known
+        for slot in found.slots.values():
+            assert slot.constraints or not slot.is_known
 
 
 # -- activations -------------------------------------------------------------------------------------------
 
 
 class Activations(nn.Module):
-    """By modules, by a function, and by one that a module of torch holds; gradients of inputs and results stay."""
+    """Activations as modules, as a called function, and as a function that a module of torch holds."""
 
     def __init__(self, is_checkpointed=False):
         super().__init__()
@@ -152,7 +154,7 @@ class Activations(nn.Module):
 def test_names_of_activations(is_checkpointed):
     model = Activations(is_checkpointed)
     found = observed(model, converted(model), normal((4, 6, 16), scale=1.0), run=gradient)
-    assert {name: each.function for name, each in found.activations.items()} == {
+    assert {name: activation.function for name, activation in found.activations.items()} == {
         "first.1": "silu",
         "first.3": "silu",
         "layer.activation": "gelu",
@@ -174,7 +176,7 @@ def test_gradients_at_activations(device, inplace):
     )
     controller = converted(model, layers={"activation_bits": 8})
     found = observed(model, controller, x, run=gradient).activations["act"]
-    squares = [float(each.square().sum()) for each in at_outer]
+    squares = [float(gradient.square().sum()) for gradient in at_outer]
     assert found.grad2 == pytest.approx(squares[0] + squares[1], rel=1e-2)
     assert found.v2 == pytest.approx(squares[1] / 4 + squares[2], rel=1e-2)
     assert found.function == "silu" and found.parameters == ()
@@ -232,31 +234,31 @@ def test_the_truth_about_a_norm_and_what_shares_its_copy():
         "a: weight": model.a.weight.grad,
         "b: weight": model.b.weight.grad,
     }
-    expected = {label: float(each.square().sum()) for label, each in expected.items()}
+    expected = {label: float(gradient.square().sum()) for label, gradient in expected.items()}
     x.grad = None
     found = observed(model, converted(model, 2), x, run=gradient, monitored={("norm", 0)})
-    exact = {label: each for label, _, each in found.slots["norm", 0].monitored}
+    exact = {label: square for label, _, square in found.slots["norm", 0].monitored}
     assert exact == pytest.approx(expected, rel=1e-4)
-    hat = {label: each for label, each, _ in found.slots["norm", 0].monitored}
+    hat = {label: item for label, item, _ in found.slots["norm", 0].monitored}
     assert hat["input"] == pytest.approx(float(x.grad.square().sum()), rel=1e-4)
     assert hat["a: weight"] == pytest.approx(float(model.a.weight.grad.square().sum()), rel=1e-4)
 
 
 def test_the_truth_about_attention():
-    """With all of q, k and v exact where all are monitored; a label is there for what a gradient depends on."""
+    """q, k and v are exact together if all are monitored. A slot has labels of the gradients that depend on it."""
 
     class Model(Attention):
         def forward(self, x):
             self.before = self.qkv(x)
             self.before.retain_grad()
-            heads = [each.unflatten(2, (4, 8)).transpose(1, 2) for each in self.before.chunk(3, 2)]
+            heads = [part.unflatten(2, (4, 8)).transpose(1, 2) for part in self.before.chunk(3, 2)]
             return F.scaled_dot_product_attention(*heads)
 
     torch.manual_seed(0)
     model, x = Model(), normal((4, 8, 32), scale=1.0)
     loss_of(model(x)).backward()
     of = dict(zip(("query", "key", "value"), model.before.grad.chunk(3, 2), strict=True))
-    expected = {label: float(each.square().sum()) for label, each in of.items()}
+    expected = {label: float(grad.square().sum()) for label, grad in of.items()}
     controller = converted(model, 2)
     name = ":scaled_dot_product_attention"
     all_of_it = {(name, slot) for slot in range(3)}
@@ -267,7 +269,7 @@ def test_the_truth_about_attention():
     found = monitored_of(observed(model, controller, x, run=run, monitored=all_of_it))
     assert found.keys() == all_of_it
     for slot, labels in enumerate([expected, expected, ("query", "key")]):
-        exact = {label: each for label, _, each in found[name, slot]}
+        exact = {label: square for label, _, square in found[name, slot]}
         assert exact == pytest.approx({label: expected[label] for label in labels}, rel=1e-4)
     (_, hat2, exact2), *_ = found[name, 0]
     assert hat2 != pytest.approx(exact2, rel=0.01)
@@ -275,7 +277,7 @@ def test_the_truth_about_attention():
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_exact_values_are_freed(is_checkpointed, monkeypatch):
-    """Only monitored ones are held, and none after the backward pass."""
+    """Only exact values of monitored slots are held, and none after the backward pass."""
     held = []
     record_rounding = ErrorBoundProbe.record_rounding
 
@@ -344,12 +346,12 @@ def test_a_backward_pass_that_fails():
     )
     converted(model).context.policy = Fixed(probe=probe)
     loss = loss_of(model(X))
-    exact = [weakref.ref(each.exact) for each in probe._exact]
+    exact = [weakref.ref(rounding.exact) for rounding in probe._exact]
     Fails.fails = True
     with pytest.raises(RuntimeError, match="not this time"):
         loss.backward(retain_graph=True)
     gc.collect()
-    assert len(exact) == 2 and not any(each() is not None for each in exact)
+    assert len(exact) == 2 and not any(gradient() is not None for gradient in exact)
     assert not probe.runs() and not probe.has_run()
     Fails.fails = False
     loss.backward()
@@ -397,7 +399,7 @@ def test_what_comes_to_the_host_is_small():
     probe = ErrorBoundProbe(0)
     converted(model).context.policy = Fixed(probe=probe)
     gradient(model, normal((2000, 64)))
-    assert sum(each.numel() for each in probe._measured()) < 100
+    assert sum(item.numel() for item in probe._measured()) < 100
 
 
 # -- odd passes --------------------------------------------------------------------------------------------
@@ -428,8 +430,8 @@ def test_each_call_of_a_layer(scales, is_checkpointed):
     assert demand.first**2 * seen.error2 == pytest.approx(float(draws.var(0).sum()), rel=0.2)
     grads = normal((16, 64), scale=1.0, seed=9)
     squares = [
-        float((grads.t() @ (scale * each)).square().sum())
-        for scale, each in zip(scales, (x, x.flip(0)), strict=True)
+        float((grads.t() @ (scale * item)).square().sum())
+        for scale, item in zip(scales, (x, x.flip(0)), strict=True)
     ]
     assert demand.v2 == pytest.approx(sum(squares), rel=0.05)
 
@@ -492,8 +494,8 @@ def test_a_loss_scale_scales_squares_alike():
         (1024 * loss_of(model(x))).backward()
 
     found = observed(model, controller, X, run=run)
-    for name, each in expected.slots.items():
-        for one, scaled in zip(each.constraints, found.slots[name].constraints, strict=True):
+    for name, slot in expected.slots.items():
+        for one, scaled in zip(slot.constraints, found.slots[name].constraints, strict=True):
             assert scaled.v2 == pytest.approx(2**20 * one.v2, rel=1e-3)
             assert scaled.first == pytest.approx(2**10 * one.first, rel=1e-3)
 

@@ -17,16 +17,16 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_kernels_of_an_earlier_build_do_not_stay(tmp_path):
-    """They would be packed into a wheel, or imported, where none were asked for."""
+    """Old kernels would be packed into a wheel, or imported, although none were asked for."""
     pytest.importorskip("setuptools")
     shutil.copy(SETUP, tmp_path)
     for package in ("fewbit", "tables"):
         (tmp_path / package).mkdir()
     built = "_kernels" + sysconfig.get_config_var("EXT_SUFFIX")
     old = [tmp_path / place / "fewbit" / built for place in ("lib", ".")]
-    for each in old:
-        each.parent.mkdir(parents=True, exist_ok=True)
-        each.touch()
+    for path in old:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     command = [sys.executable, "setup.py", "build_ext", "--inplace", "--build-lib", "lib"]
     environment = {**os.environ, "FEWBIT_KERNELS": "0"}
     done = subprocess.run(
@@ -34,7 +34,7 @@ def test_kernels_of_an_earlier_build_do_not_stay(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "installed without compiled kernels (FEWBIT_KERNELS=0)" in done.stderr
-    assert not any(each.exists() for each in old)
+    assert not any(path.exists() for path in old)
 
 
 @pytest.fixture
@@ -52,7 +52,9 @@ def build(monkeypatch):
 def nvcc(tmp_path):
     """An nvcc that knows these architectures and cannot do anything else."""
     path = tmp_path / "nvcc"
-    known = " ".join(f"compute_{each}" for each in (75, 80, 86, 87, 89, 90, 100, 103, 120, 121))
+    known = " ".join(
+        f"compute_{architecture}" for architecture in (75, 80, 86, 87, 89, 90, 100, 103, 120, 121)
+    )
     path.write_text(f"#!/bin/sh\nprintf '%s\\n' {known}\n")
     path.chmod(0o755)
     return str(path)
@@ -94,9 +96,9 @@ def test_what_cuda_is_built_for(build, nvcc, monkeypatch, mode, named, gpus, exp
         return
     assert chosen(nvcc) == expected
     command, *_ = next(iter(build["cuda_jobs"](nvcc, *expected)))
-    code = [each.rpartition("code=")[2] for each in command if "gencode" in each]
+    code = [word.rpartition("code=")[2] for word in command if "gencode" in word]
     assert code == build["targets"](*expected)
-    assert [each for each in code if each.startswith("compute")] == [f"compute_{expected[1]}"]
+    assert [target for target in code if target.startswith("compute")] == [f"compute_{expected[1]}"]
 
 
 class Driver:
@@ -187,4 +189,4 @@ def test_on_a_terminal_one_line_moves(build, monkeypatch, capsys):
     line.end()
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and said.endswith("\n")
-    assert all(len(each) <= 29 for each in said.rstrip().split("\r\033[K"))
+    assert all(len(part) <= 29 for part in said.rstrip().split("\r\033[K"))

@@ -21,7 +21,7 @@ from fewbit.errors import SolveError
 from fewbit.solver import dynamic_program as layers
 from fewbit.solver import partition as module
 from fewbit.solver.dynamic_program import RANDOM_CHOICE, Costs, run_layer
-from fewbit.solver.partition import Effort, LayeredSearch, partition, surviving_breaks
+from fewbit.solver.partition import Effort, LayeredSearch, partition
 from fewbit.solver.segments import Items
 
 STEADY = settings(max_examples=60)
@@ -114,27 +114,6 @@ def test_breaks_and_means_are_those_of_the_cost(problem, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_the_cost_never_rises_with_the_count_and_ends_at_zero(problem, form):
-    n = len(problem.values)
-    costs = [
-        partition(problem.values, count, problem.weights, form=form).cost
-        for count in range(1, n + 2)
-    ]
-    assert (np.diff(costs) <= 1e-12 * np.array(costs[:-1])).all()
-    assert costs[n - 1] == 0.0 and costs[n] == 0.0
-
-
-@pytest.mark.parametrize("count", [2, 3, 7])
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_levels_never_cost_more_than_intervals(problem, count):
-    levels = partition(problem.values, count, problem.weights).cost
-    assert levels <= partition(problem.values, count, problem.weights, form="intervals").cost * (
-        1 + 1e-12
-    )
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_no_weights_are_equal_weights(form):
     values = np.random.default_rng(0).standard_normal(50)
     bare = partition(values, 4, form=form)
@@ -153,23 +132,6 @@ def test_pruning_changes_nothing(kind, form, always_prune):
         plain = partition(values, count, weights, form=form, prune=False)
         assert pruned.cost == pytest.approx(plain.cost, rel=1e-11, abs=1e-300)
         assert pruned.candidates <= plain.candidates
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["random", "noisy steps", "ties", "far clusters"])
-def test_the_best_breaks_survive(kind, form):
-    values, weights = long_sequence(kind, 1_500)
-    if form == "levels":
-        order = np.argsort(values, kind="stable")
-        values, weights = values[order], weights[order]
-    best = partition(values, 7, weights, form="intervals", prune=False).breaks
-    survivors = surviving_breaks(
-        Items(weights, values), 7, monge=form == "levels", effort=Effort(1)
-    )
-    assert len(survivors) == 6
-    if kind in ("random", "noisy steps"):  # no ties: the optimum is the only one
-        assert all(b in s for b, s in zip(best, survivors, strict=True))
-    assert all((np.diff(s) > 0).all() for s in survivors)
 
 
 def test_pruning_really_prunes():

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as TF
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import prune
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
@@ -129,43 +130,40 @@ def test_restored(case):
     fewbit.restore_(model)  # nothing to do
 
 
-def hooked(model):
-    """Registers every kind of hook on a layer that is used twice, on the head, and on the whole model.
+HOOKS = [
+    ("register_forward_pre_hook", {}),
+    ("register_forward_pre_hook", {"with_kwargs": True}),
+    ("register_forward_hook", {}),
+    ("register_forward_hook", {"prepend": True}),
+    ("register_full_backward_pre_hook", {}),
+    ("register_full_backward_hook", {}),
+    ("register_state_dict_pre_hook", {}),
+    ("register_state_dict_post_hook", {}),
+    ("register_load_state_dict_pre_hook", {}),
+    ("register_load_state_dict_post_hook", {}),
+]
 
-    Returns (what they were called with, in order; their handles).
+
+def hooked(model):
+    """Register every kind of hook on the whole model, on a layer that is used twice, and on the head.
+
+    Returns:
+        The calls in order (module, number of the hook, shapes of tensors), and the handles.
     """
-    events, handles = [], []
+    calls, handles = [], []
     for module in (model, model.mix, model.head):
         name = type(module).__name__
+        for number, (register, options) in enumerate(HOOKS):
 
-        def hook(kind, name=name):
-            def called(*arguments):
-                shapes = [
-                    tuple(part.shape)
-                    for argument in arguments
-                    for part in (argument if isinstance(argument, tuple) else (argument,))
-                    if isinstance(part, torch.Tensor)
-                ]
-                events.append((name, kind, shapes))
+            def called(*arguments, name=name, number=number):
+                tensors = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+                calls.append((name, number, [tuple(x.shape) for x in tensors]))
 
-            return called
-
-        handles += [
-            module.register_forward_pre_hook(hook("before forward")),
-            module.register_forward_pre_hook(hook("before forward, names"), with_kwargs=True),
-            module.register_forward_hook(hook("after forward")),
-            module.register_forward_hook(hook("after forward, first"), prepend=True),
-            module.register_full_backward_pre_hook(hook("before backward")),
-            module.register_full_backward_hook(hook("after backward")),
-            module.register_state_dict_pre_hook(hook("before state_dict")),
-            module.register_state_dict_post_hook(hook("after state_dict")),
-            module.register_load_state_dict_pre_hook(hook("before load_state_dict")),
-            module.register_load_state_dict_post_hook(hook("after load_state_dict")),
-        ]
+            handles.append(getattr(module, register)(called, **options))
     handles.append(
-        model.mix.weight.register_hook(lambda grad: events.append(("gradient", grad.shape)))
+        model.mix.weight.register_hook(lambda grad: calls.append(("weight", grad.shape)))
     )
-    return events, handles
+    return calls, handles
 
 
 def test_hooks_of_others_are_called_as_before():
@@ -181,8 +179,8 @@ def test_hooks_of_others_are_called_as_before():
     step(exact)
     quiet(model, bits=2)
     step(model)
-    kinds_of_hook = {gradient[1] for gradient in theirs if gradient[0] != "gradient"}
-    assert len(kinds_of_hook) == 10 and ("gradient", (8, 8, 1, 1)) in theirs
+    numbers = {number for name, number, *_ in theirs if name != "weight"}
+    assert numbers == set(range(len(HOOKS))) and ("weight", (8, 8, 1, 1)) in theirs
     assert ours == theirs
     fewbit.restore_(model)
     ours.clear()

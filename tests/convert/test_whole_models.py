@@ -6,7 +6,7 @@ import pickle
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -39,7 +39,6 @@ PIXELS = normal((4, 3, 32, 32), scale=1.0)
 MASK = torch.ones(4, 24, dtype=torch.int64).index_fill(1, torch.tensor([21, 22, 23]), 0)
 TEXT = {"input_ids": TOKENS, "labels": TOKENS}
 PADDED = {**TEXT, "attention_mask": MASK}
-TWO_HEADS = {**tiny_models.TOKENS, "num_key_value_heads": 2}
 
 
 @dataclass(frozen=True)
@@ -47,87 +46,65 @@ class Case:
     """A tiny model of transformers.
 
     Args:
-        make: makes the model.
+        cls: the name of its class.
+        config: makes its configuration.
         inputs: keywords of its forward, with labels.
         times_less: the least factor by which its saved bytes fall at 2 bits (4 for attention, 3 for activations).
         targets: where adapters go: the projections of queries and values, or the one of all three.
         converted: how many modules of transformers' own classes are converted.
     """
 
-    make: Callable[[], nn.Module]
+    cls: str
+    config: Callable
     inputs: dict
     times_less: float
-    targets: tuple[str, ...]
-    converted: dict[str, int]
+    targets: list[str]
+    converted: dict[str, int] = field(default_factory=dict)
 
 
+def of_two_heads(name, cls, **options):
+    return lambda: of(name, cls)(**{**tiny_models.TOKENS, "num_key_value_heads": 2, **options})
+
+
+SENTENCES = {"input_ids": TOKENS, "labels": CLASSES, "attention_mask": MASK}
+IMAGES = {"pixel_values": PIXELS, "labels": CLASSES}
+GEMMA = of_two_heads("gemma", "GemmaConfig", num_key_value_heads=1, head_dim=16)
+PHI3 = of_two_heads("phi3", "Phi3Config")
+LINEAR = ["q_proj", "v_proj"]
 MODELS = {
     "bert": Case(
-        lambda: of("bert", "BertForSequenceClassification")(tiny_models.bert()),
-        {"input_ids": TOKENS, "labels": CLASSES, "attention_mask": MASK},
-        11,
-        ("query", "value"),
-        {},
+        "BertForSequenceClassification", tiny_models.bert, SENTENCES, 11, ["query", "value"]
     ),
-    "gpt2": Case(
-        lambda: of("gpt2", "GPT2LMHeadModel")(tiny_models.gpt2()),
-        TEXT,
-        8,
-        ("c_attn",),
-        {"Conv1D": 8},
-    ),
-    "vit": Case(
-        lambda: of("vit", "ViTForImageClassification")(tiny_models.vit()),
-        {"pixel_values": PIXELS, "labels": CLASSES},
-        12,
-        ("q_proj", "v_proj"),
-        {},
-    ),
+    "gpt2": Case("GPT2LMHeadModel", tiny_models.gpt2, TEXT, 8, ["c_attn"], {"Conv1D": 8}),
+    "vit": Case("ViTForImageClassification", tiny_models.vit, IMAGES, 12, LINEAR),
     "llama": Case(
-        lambda: of("llama", "LlamaForCausalLM")(tiny_models.llama()),
+        "LlamaForCausalLM",
+        tiny_models.llama,
         PADDED,
         9,
-        ("q_proj", "v_proj"),
+        LINEAR,
         {"LlamaRMSNorm": 5, "LlamaMLP": 2},
     ),
     "t5": Case(
-        lambda: of("t5", "T5ForConditionalGeneration")(tiny_models.t5()),
+        "T5ForConditionalGeneration",
+        tiny_models.t5,
         PADDED,
         12,
-        ("q", "v"),
+        ["q", "v"],
         {"T5LayerNorm": 12, "T5DenseGatedActDense": 4},
     ),
     "qwen3": Case(
-        lambda: of("qwen3", "Qwen3ForCausalLM")(
-            of("qwen3", "Qwen3Config")(**TWO_HEADS, head_dim=16)
-        ),
-        TEXT,
-        8,
-        ("q_proj", "v_proj"),
-        {"Qwen3RMSNorm": 9, "Qwen3MLP": 2},
+        "Qwen3ForCausalLM", tiny_models.qwen3, TEXT, 8, LINEAR, {"Qwen3RMSNorm": 9, "Qwen3MLP": 2}
     ),
-    "gemma": Case(
-        lambda: of("gemma", "GemmaForCausalLM")(
-            of("gemma", "GemmaConfig")(**{**TWO_HEADS, "num_key_value_heads": 1}, head_dim=16)
-        ),
-        TEXT,
-        8,
-        ("q_proj", "v_proj"),
-        {"GemmaRMSNorm": 5, "GemmaMLP": 2},
-    ),
-    "phi3": Case(
-        lambda: of("phi3", "Phi3ForCausalLM")(of("phi3", "Phi3Config")(**TWO_HEADS)),
-        TEXT,
-        7,
-        ("qkv_proj",),
-        {"Phi3RMSNorm": 5, "Phi3MLP": 2},
-    ),
+    "gemma": Case("GemmaForCausalLM", GEMMA, TEXT, 8, LINEAR, {"GemmaRMSNorm": 5, "GemmaMLP": 2}),
+    "phi3": Case("Phi3ForCausalLM", PHI3, TEXT, 7, ["qkv_proj"], {"Phi3RMSNorm": 5, "Phi3MLP": 2}),
 }
 
 
 def built(name):
     torch.manual_seed(0)
-    return MODELS[name].make().train(), MODELS[name].inputs
+    case = MODELS[name]
+    return of(name, case.cls)(case.config()).train(), case.inputs
 
 
 def gradient(model, inputs):
@@ -317,7 +294,7 @@ def with_lora(name, dropout):
     config = LoraConfig(
         r=4,
         lora_alpha=8,
-        target_modules=list(MODELS[name].targets),
+        target_modules=MODELS[name].targets,
         lora_dropout=dropout,
         fan_in_fan_out=name == "gpt2",
     )

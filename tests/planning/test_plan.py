@@ -621,7 +621,7 @@ def test_the_picture_has_a_curve_for_each_policy_and_marks_what_is_recommended(t
     assert axes.get_xscale() == axes.get_yscale() == "log"
     # A policy without a known error takes no room.
     assert made(*rows, ("d", 8, 0, math.nan)).plot().axes[0].get_position().y0 < 0.25
-    labels = {row.get_label() for row in made(rows[1]).plot().axes[0].lines}
+    labels = {line.get_label() for line in made(rows[1]).plot().axes[0].lines}
     assert "recommended" not in labels
     with pytest.raises(OutputExistsError):
         found.plot(tmp_path / "plan.svg")
@@ -652,7 +652,7 @@ def test_labels_cover_neither_each_other_nor_points(rows, dpi):
     for x, y in axes.transData.transform(places):
         assert not any(x0 < x < x1 and y0 < y < y1 for x0, y0, x1, y1 in labels)
     frame = axes.get_window_extent()
-    assert all(frame.x0 <= name[0] and name[2] <= frame.x1 for name in labels)
+    assert all(frame.x0 <= box[0] and box[2] <= frame.x1 for box in labels)
     assert len(labels) >= 0.8 * len(rows)
     assert [label.get_text() for label in axes.texts][0] == found.recommended.label
 

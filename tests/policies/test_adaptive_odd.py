@@ -249,8 +249,8 @@ def test_several_threads():
     threads = [threading.Thread(target=train, args=(100 * i,)) for i in range(3)]
     for thread in threads:
         thread.start()
-    for item in threads:
-        item.join()
+    for thread in threads:
+        thread.join()
     assert not errors
     assert controller.context.policy.step == 36
     # No gradient of a thread's is lost, or another's: those of biases are exact.

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -362,76 +363,68 @@ def test_gradients_that_overflow_leave_no_nan(e2, v2, scalar):
 
 @dataclass(frozen=True)
 class Norm:
-    """kind: of torch's functions. shape: of the input; sets: the dimensions that share statistics, once it is viewed."""
+    """A norm of torch, with a weight for each channel of an image or feature of a row.
 
-    kind: str
+    Args:
+        call: (x, weight) -> result.
+        shape: of the input.
+        sets: the dimensions that share statistics, once the input is viewed.
+        view: the shape of that view; () if it is the input's own.
+        is_centered: whether the norm subtracts the mean.
+    """
+
+    call: Callable
     shape: tuple[int, ...]
+    sets: tuple[int, ...] = (-1,)
+    view: tuple[int, ...] = ()
+    is_centered: bool = True
+
+    def viewed(self, x):
+        return x.view(self.view or self.shape)
 
     @property
-    def view(self):
-        return (2, 2, 2, *self.shape[2:]) if self.kind == "group" else self.shape
-
-    @property
-    def sets(self):
-        last = (-1,)
-        return {"batch": (0, 2, 3), "layer": last, "rms": last, "group": (2, 3, 4)}[self.kind]
-
-    @property
-    def weight_shape(self):
-        channels = (1, -1, 1, 1) if self.kind in ("batch", "group") else (-1,)
-        return channels
+    def channel(self):
+        return 1 if len(self.shape) == 4 else len(self.shape) - 1
 
     @property
     def summed(self):
         """The dimensions that the weight's gradient is summed over."""
-        return (0, 2, 3) if self.kind in ("batch", "group") else tuple(range(len(self.shape) - 1))
+        return tuple(i for i in range(len(self.shape)) if i != self.channel)
 
-    @property
-    def size(self):
-        return math.prod(self.view[i] for i in self.sets)
-
-    @property
-    def summands(self):
-        return math.prod(self.shape[i] for i in self.summed)
-
-    def channels(self):
-        return self.shape[1] if self.kind in ("batch", "group") else self.shape[-1]
-
-    def torchs(self, x, weight):
-        n = self.shape[-1]
-        if self.kind == "batch":
-            return F.batch_norm(x, None, None, weight, training=True)
-        if self.kind == "group":
-            return F.group_norm(x, 2, weight)
-        return (
-            F.layer_norm(x, (n,), weight)
-            if self.kind == "layer"
-            else F.rms_norm(x, (n,), weight, 1e-5)
-        )
+    def scaled(self, x, weight):
+        return (x.movedim(self.channel, -1) * weight).movedim(-1, self.channel)
 
     def statistics(self, x):
-        """(x~, 1 / s), x~ in x's shape."""
-        viewed = x.view(self.view)
-        center = 0.0 if self.kind == "rms" else viewed.mean(self.sets, keepdim=True)
+        """Return (x~, 1 / s), x~ in x's shape."""
+        viewed = self.viewed(x)
+        center = viewed.mean(self.sets, keepdim=True) if self.is_centered else 0.0
         rstd = ((viewed - center).square().mean(self.sets, keepdim=True) + 1e-5).rsqrt()
         return ((viewed - center) * rstd).view(self.shape), rstd
 
     def gradients(self, first, second, rstd, weight, g):
-        """(input's, weight's) from two copies of x~; written out, apart from the package."""
-        weighted = (g * weight.view(self.weight_shape)).view(self.view)
-        one, two = first.view(self.view), second.view(self.view)
+        """Return the input's and the weight's gradient from two copies of x~; written out, apart from the package."""
+        weighted = self.viewed(self.scaled(g, weight).contiguous())
+        one, two = self.viewed(first), self.viewed(second)
         inner = weighted - one * (two * weighted).mean(self.sets, keepdim=True)
-        if self.kind != "rms":
+        if self.is_centered:
             inner = inner - weighted.mean(self.sets, keepdim=True)
         return (inner * rstd).view(self.shape), (g * first).sum(self.summed)
 
 
+def layer_norm(x, weight):
+    return F.layer_norm(x, weight.shape, weight)
+
+
 NORMS = {
-    "batch": Norm("batch", (4, 3, 5, 5)),
-    "layer": Norm("layer", (3, 6, 40)),
-    "narrow": Norm("layer", (8, 3)),
-    "rms": Norm("rms", (7, 32)),
-    "group": Norm("group", (2, 4, 3, 4)),
+    "batch": Norm(
+        lambda x, w: F.batch_norm(x, None, None, w, training=True), (4, 3, 5, 5), (0, 2, 3)
+    ),
+    "layer": Norm(layer_norm, (3, 6, 40)),
+    "narrow": Norm(layer_norm, (8, 3)),
+    "rms": Norm(lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), (7, 32), is_centered=False),
+    "group": Norm(
+        lambda x, w: F.group_norm(x, 2, w), (2, 4, 3, 4), (2, 3, 4), view=(2, 2, 2, 3, 4)
+    ),
 }
 EVERY_NORM = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 
@@ -442,17 +435,16 @@ class Problem:
     def __init__(self, norm, aligned=False):
         self.norm = norm
         self.x = 3.0 * normal(*norm.shape) + 1.0
-        self.weight = 1.0 + 0.3 * normal(norm.channels())
+        self.weight = 1.0 + 0.3 * normal(norm.shape[norm.channel])
         self.normalized, self.rstd = norm.statistics(self.x)
         self.g = normal(*norm.shape)
         if aligned:  # of the weighted gradient with x~, the worst there is
             self.weight = torch.ones_like(self.weight)
             self.g = self.normalized.clone()
         self.exact = self.gradients(0.0)
-        weighted = (self.g * self.weight.view(norm.weight_shape)).view(norm.view)
-        squares = bounds.norm_squares(
-            self.normalized.view(norm.view), weighted, self.rstd, norm.sets
-        )
+        weighted = norm.viewed(norm.scaled(self.g, self.weight).contiguous())
+        normalized = norm.viewed(self.normalized)
+        squares = bounds.norm_squares(normalized, weighted, self.rstd, norm.sets)
         self.scaled2, self.alignment2 = (square.sum().item() for square in squares)
 
     def gradients(self, first, second=None):
@@ -468,8 +460,9 @@ class Problem:
     def ds(self, dx2, expectation=False):
         """The same from the bounds, without and with the alignment."""
         norm = self.norm
-        of_weight = bounds.norm_weight_d(dx2, norm.summands, square(self.g), expectation)
-        arguments = dx2, norm.size, self.scaled2
+        summands = math.prod(norm.shape[i] for i in norm.summed)
+        of_weight = bounds.norm_weight_d(dx2, summands, square(self.g), expectation)
+        arguments = dx2, norm.viewed(self.x).numel() // self.rstd.numel(), self.scaled2
         loose = bounds.norm_input_d(*arguments, None, expectation)
         tight = bounds.norm_input_d(*arguments, self.alignment2, expectation)
         assert tight <= loose * ROUNDING
@@ -481,17 +474,17 @@ def test_gradients_of_norms_are_torchs(norm):
     """The reference of the tests of norms is right, and a batch norm's alignment is its weight's gradient."""
     problem = Problem(norm)
     x, weight = problem.x.clone().requires_grad_(), problem.weight.clone().requires_grad_()
-    found = torch.autograd.grad(norm.torchs(x, weight), (x, weight), problem.g)
+    found = torch.autograd.grad(norm.call(x, weight), (x, weight), problem.g)
     for one, two in zip(found, problem.exact, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
-    if norm.kind == "batch":
+    if norm is NORMS["batch"]:
         of_weight = (problem.weight * problem.exact[1] * problem.rstd.flatten()).square().sum()
         assert problem.alignment2 == pytest.approx(of_weight.item())
 
 
 def of_mean_square(dx, norm, dx2):
     """dx scaled to the mean square dx2 in each set."""
-    viewed = dx.view(norm.view)
+    viewed = norm.viewed(dx)
     scale = (dx2 / viewed.square().mean(norm.sets, keepdim=True)).sqrt()
     return (viewed * scale).view(dx.shape)
 
@@ -615,7 +608,7 @@ class Attention:
             error = (found - self.exact[which]).square().sum()
             most = max(most, error.item())
             uphill = torch.autograd.grad(error, inputs, materialize_grads=True)
-            dx = [math.sqrt(dx2) * item.sign() for item in uphill]
+            dx = [math.sqrt(dx2) * slope.sign() for slope in uphill]
         return most
 
 

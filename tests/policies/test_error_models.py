@@ -354,7 +354,7 @@ def test_measured_against_rounding(device, name):
     seen = observed(model, controller, x, run=run).slots
     assert seen and all(slot.constraints for slot in seen.values())
     for variable in seen:
-        averages = {item: 4.0 if item == variable else 8.0 for item in seen}
+        averages = {name: 4.0 if name == variable else 8.0 for name in seen}
         runs = [observed(model, controller, x, i, averages, run).slots for i in range(6)]
         controller.context.policy = Fixed(averages)
         errors = squared_error(model, x, exact, 30, run)

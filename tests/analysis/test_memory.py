@@ -22,7 +22,6 @@ from fewbit.analysis.memory import (
 )
 from fewbit.analysis.meter import saved_bytes
 from fewbit.errors import FewbitError
-from fewbit.sizes import parse_size
 
 
 def run(*arguments):
@@ -83,7 +82,7 @@ def test_fake_tensors_are_counted_like_real_ones(name, options):
 def test_the_size_of_the_model_is_its_state():
     state = models.build("resnet18").state_dict()
     assert measure("resnet18", size=64).model_bytes == sum(
-        each.numel() * each.element_size() for each in state.values()
+        tensor.numel() * tensor.element_size() for tensor in state.values()
     )
 
 
@@ -136,11 +135,11 @@ def example(**changes):
 
 
 def test_kept_by_the_papers_arithmetic_and_as_packed():
-    each = example()
-    assert each.kept(None) == 1000
-    assert each.kept(4) == 360 + 640 * 4 / 32
-    assert each.kept_packed(4) == 360 + 4 * 4 * (2 + 4)
-    assert each.share == 0.64
+    measured = example()
+    assert measured.kept(None) == 1000
+    assert measured.kept(4) == 360 + 640 * 4 / 32
+    assert measured.kept_packed(4) == 360 + 4 * 4 * (2 + 4)
+    assert measured.share == 0.64
 
 
 @pytest.mark.parametrize(
@@ -148,17 +147,17 @@ def test_kept_by_the_papers_arithmetic_and_as_packed():
     [(1400, 1, 1), (1399, 1, 0), (2400, 1, 2), (399, 1, 0), (3400, 2, 6), (0, 1, 0)],
 )
 def test_the_largest_batch(device, batch, largest):
-    each = example(batch=batch)
-    assert each.max_batch(each.kept(None), device) == largest
+    measured = example(batch=batch)
+    assert measured.max_batch(measured.kept(None), device) == largest
 
 
 def test_largest_batches_follow_from_the_papers_own_figures():
-    """Its batches within what the rounding of its megabytes allows."""
+    """The paper's batches are within what the rounding of its megabytes allows."""
     for name, (model, kept, nonlinear, *batches) in PAPER.items():
         for bits, batch in zip((32, 1, 2, 3, 4), batches, strict=True):
-            each = kept - nonlinear * (1 - bits / 32)
-            low = (32 * 1024 - 4 * (model + 0.05)) / (each + 0.1) - 1
-            high = (32 * 1024 - 4 * (model - 0.05)) / (each - 0.1)
+            measured = kept - nonlinear * (1 - bits / 32)
+            low = (32 * 1024 - 4 * (model + 0.05)) / (measured + 0.1) - 1
+            high = (32 * 1024 - 4 * (model - 0.05)) / (measured - 0.1)
             assert low <= batch <= high, (name, bits)
 
 
@@ -175,10 +174,10 @@ WIDER = {"efficientnet_b0": 0.055, "vgg11": 0.055, "vgg16": 0.055, "gpt2": 0.055
     + ["roberta-base", "roberta-large", "gpt2"],
 )
 def test_the_papers_figures(name):
-    each = measure(name)
-    assert each.like_paper
-    counted = [each.model_bytes, each.activation_bytes, each.nonlinear_bytes]
-    batches = [each.max_batch(each.kept(bits), DEVICE_BYTES) for bits in (None, 1, 2, 3, 4)]
+    measured = measure(name)
+    assert measured.like_paper
+    counted = [measured.model_bytes, measured.activation_bytes, measured.nonlinear_bytes]
+    batches = [measured.max_batch(measured.kept(bits), DEVICE_BYTES) for bits in (None, 1, 2, 3, 4)]
     ours = [value / MB for value in counted] + batches
     tolerance = WIDER.get(name, 0.04)
     assert ours == pytest.approx(PAPER[name], rel=tolerance)
@@ -187,10 +186,10 @@ def test_the_papers_figures(name):
 
 
 def test_sizes_that_the_allocator_does_not_round_are_the_papers_to_the_digit():
-    each = measure("roberta-large")
-    counted = [each.model_bytes, each.activation_bytes, each.nonlinear_bytes]
+    measured = measure("roberta-large")
+    counted = [measured.model_bytes, measured.activation_bytes, measured.nonlinear_bytes]
     assert [round(value / MB, 1) for value in counted] == list(PAPER["roberta-large"][:3])
-    batches = [each.max_batch(each.kept(bits), DEVICE_BYTES) for bits in (None, 1, 2, 3, 4)]
+    batches = [measured.max_batch(measured.kept(bits), DEVICE_BYTES) for bits in (None, 1, 2, 3, 4)]
     assert batches == list(PAPER["roberta-large"][3:])
 
 
@@ -198,9 +197,9 @@ def test_sizes_that_the_allocator_does_not_round_are_the_papers_to_the_digit():
     "options", [{"size": 224}, {"activation": None}, {"dropout": True}], ids=str
 )
 def test_other_settings_are_not_set_beside_the_paper(options):
-    each = measure("resnet18", **options)
-    assert not each.like_paper
-    assert "40.0  for backward" not in str(MemoryReport((each,)))
+    measured = measure("resnet18", **options)
+    assert not measured.like_paper
+    assert "40.0  for backward" not in str(MemoryReport((measured,)))
     assert "40.0  for backward" in str(MemoryReport((measure("resnet18"),)))
 
 
@@ -227,20 +226,20 @@ def test_several_models_have_a_line_each():
 def test_json_has_the_counted_bytes():
     result = run("resnet18", "--json", "--bits", "3", "--batch", "2", "--image-size", "64")
     (record,) = json.loads(result.stdout)
-    each = measure("resnet18", size=64, batch=2)
-    assert record["activation_bytes"] == each.activation_bytes
+    measured = measure("resnet18", size=64, batch=2)
+    assert record["activation_bytes"] == measured.activation_bytes
     assert record["parameters"] == 11_689_512
     assert record["batch"] == 2
-    assert record["kept_bytes_3bit"] == each.kept_packed(3)
-    assert record["max_batch_3bit"] == each.max_batch(each.kept(3), 32 * GB)
+    assert record["kept_bytes_3bit"] == measured.kept_packed(3)
+    assert record["max_batch_3bit"] == measured.max_batch(measured.kept(3), 32 * GB)
     assert "max_batch_2bit" not in record
 
 
 def test_a_batch_is_shown_with_its_total():
-    each = measure("vgg11", batch=4)
+    measured = measure("vgg11", batch=4)
     lines = [line.split() for line in run("vgg11", "--batch", "4").stdout.splitlines()]
-    assert [f"{each.activation_bytes / MB:.1f}", *"saved at batch 4".split()] in lines
-    total = 4 * each.model_bytes + each.activation_bytes
+    assert [f"{measured.activation_bytes / MB:.1f}", *"saved at batch 4".split()] in lines
+    total = 4 * measured.model_bytes + measured.activation_bytes
     assert [f"{total / MB:.1f}", *"with 4 copies of the model".split()] in lines
 
 
@@ -272,20 +271,6 @@ def test_torch_missing_is_said_in_a_line(monkeypatch):
     for name in ("resnet18", "gpt2"):
         with pytest.raises(FewbitError, match=f"^{name}: expected torch to be installed"):
             measure(name)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("32GB", 32 * GB), ("24GiB", 24 * GB), ("11264 mb", 11 * GB), (".5tb", 512 * GB), ("7b", 7)],
-)
-def test_sizes(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "7", "GB", "-1GB", "0GB", "1 XB", "1e3GB", "nan"])
-def test_bad_sizes(text):
-    with pytest.raises(FewbitError, match="^expected a size such as 32GB"):
-        parse_size(text)
 
 
 def test_every_model_by_default(monkeypatch):

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 torch = pytest.importorskip("torch")
+from composed import Composed  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -153,15 +154,15 @@ def test_masks_and_indices_are_kinds():
 
 
 def test_an_input_shared_by_two_is_counted_once():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
-        def forward(self, x):
-            return self.a(x) + self.b(x.view(2, 2, 4)).view(4, 4)
-
-    first, second = saved_bytes(Both(), torch.randn(4, 4)).entries
+    first, second = saved_bytes(
+        Composed(
+            lambda model, x: model.a(x) + model.b(x.view(2, 2, 4)).view(4, 4),
+            a=nn.Linear(4, 4),
+            b=nn.Linear(4, 4),
+        ),
+        torch.randn(4, 4),
+    ).entries
     assert (first.module, first.bytes, first.shared_with) == ("a", 64, ("b",))
     assert (second.module, second.bytes, second.first_saver) == ("b", 0, "a")
 
@@ -358,7 +359,7 @@ def test_a_child_that_raises_and_is_caught_does_not_keep_the_blame():
 
 
 class Codes(torch.autograd.Function):
-    """What fewbit's payloads look like: a 1-D int32 tensor through save_for_backward."""
+    """A function that saves a 1-D int32 tensor, as fewbit's functions do."""
 
     @staticmethod
     def forward(ctx, x):
@@ -484,7 +485,7 @@ def test_nothing_changes(fails):
     assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
     assert hooks_of(model) == hooks
     assert model.training and all(p.grad is None for p in model.parameters())
-    assert sum(type(each) is recorder.Token for each in gc.get_objects()) == 0
+    assert sum(type(item) is recorder.Token for item in gc.get_objects()) == 0
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         nn.Linear(2, 2)(torch.ones(1, 2))
@@ -553,9 +554,9 @@ def test_no_tensor_outlives_the_measurement():
     gc.collect()
     gc.disable()  # a cycle would have to wait for the collector
     try:
-        before = sum(type(each) is torch.Tensor for each in gc.get_objects())
+        before = sum(type(item) is torch.Tensor for item in gc.get_objects())
         saved_bytes(model, x)
-        assert sum(type(each) is torch.Tensor for each in gc.get_objects()) == before
+        assert sum(type(item) is torch.Tensor for item in gc.get_objects()) == before
     finally:
         gc.enable()
 

@@ -1,10 +1,10 @@
 """The architectures: published parameter counts, shapes, keys, activations that can be exchanged."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
+from fresh_process import run
 from torch import nn
 
 from fewbit import models
@@ -47,12 +47,12 @@ def build(name, *arguments):
 @pytest.mark.fast(5)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_the_published_ones(name):
-    assert sum(each.numel() for each in build(name).parameters()) == PARAMETERS[name]
+    assert sum(parameter.numel() for parameter in build(name).parameters()) == PARAMETERS[name]
 
 
 def test_every_model_is_known_once():
     modules = (resnet.LAYERS, vgg.LAYERS, densenet.LAYERS, efficientnet.SCALES, transformer.SIZES)
-    assert models.names() == tuple(name for each in modules for name in each)
+    assert models.names() == tuple(name for module in modules for name in module)
     assert set(models.names()) == set(PARAMETERS)
 
 
@@ -94,7 +94,9 @@ def test_a_resnet_computes_and_learns_on_real_numbers():
     torch.manual_seed(0)
     model = resnet.ResNet("resnet18", classes=3)
     model(torch.randn(2, 3, 64, 64)).square().sum().backward()
-    assert all(each.grad.isfinite().all() and each.grad.any() for each in model.parameters())
+    assert all(
+        parameter.grad.isfinite().all() and parameter.grad.any() for parameter in model.parameters()
+    )
 
 
 def test_a_densenet_block_carries_all_features_on():
@@ -119,18 +121,20 @@ def test_stochastic_depth_drops_whole_samples_and_keeps_the_mean():
 @pytest.mark.parametrize("name", ["resnet18", "vgg11", "densenet121", "efficientnet_b0"])
 def test_the_activation_of_images_is_exchanged_everywhere(name):
     own = "SiLU" if name.startswith("eff") else "ReLU"
-    kinds = {type(each).__name__ for each in build(name, "selu").modules() if is_activation(each)}
+    kinds = {
+        type(module).__name__ for module in build(name, "selu").modules() if is_activation(module)
+    }
     assert kinds == ({"SELU", "Sigmoid"} if own == "SiLU" else {"SELU"})
-    assert own in {type(each).__name__ for each in build(name).modules()}
+    assert own in {type(module).__name__ for module in build(name).modules()}
 
 
 @pytest.mark.parametrize(("name", "layers"), [("roberta-base", 12), ("gpt2", 12)])
 def test_the_activation_of_transformers_is_exchanged_in_every_layer(name, layers):
     model = build(name, nn.SELU)
-    assert sum(isinstance(each, nn.SELU) for each in model.modules()) == layers
-    assert not any("GELU" in type(each).__name__ for each in model.modules())
+    assert sum(isinstance(module, nn.SELU) for module in model.modules()) == layers
+    assert not any("GELU" in type(module).__name__ for module in model.modules())
     # RoBERTa's pooler keeps its own.
-    assert sum(isinstance(each, nn.Tanh) for each in model.modules()) == (name != "gpt2")
+    assert sum(isinstance(module, nn.Tanh) for module in model.modules()) == (name != "gpt2")
 
 
 def test_softmax_and_attention_are_no_activations():
@@ -179,4 +183,4 @@ sys.modules["torch"] = None
 from fewbit import models
 assert models.resolve("GPT2") == "gpt2" and "resnet18" in models.names()
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run(code)

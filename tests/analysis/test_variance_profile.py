@@ -5,13 +5,13 @@ import json
 import re
 from collections import UserDict
 from dataclasses import fields
-from pathlib import Path
 
 import naive_quantizer as naive
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from measured import Images, gradient, squared  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -21,6 +21,7 @@ from fewbit.analysis.profile import ARRAYS, VarianceProfile  # noqa: E402
 from fewbit.analysis.variance_profile import variance_profile  # noqa: E402
 from fewbit.demo.transformer import CharTransformer  # noqa: E402
 from fewbit.errors import InputError, OutputExistsError  # noqa: E402
+from fewbit.planning.candidates import Candidate  # noqa: E402
 from fewbit.render.terminal import plain  # noqa: E402
 
 SIGMAS = 4.5
@@ -29,12 +30,6 @@ SIGMAS = 4.5
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-def squared(model, batch):
-    """A loss whose gradients differ between outputs."""
-    y = model(batch)
-    return (y * torch.linspace(0.5, 1.5, y[0].numel()).view(y.shape[1:])).square().mean()
 
 
 def assert_measures(measured, error, expected, most=0.1):
@@ -70,10 +65,10 @@ def test_linear_layers_as_their_formula_says(bits):
     )
     of_hidden = of_y @ model[1].weight
     assert profile.contexts == profile.parameters == ("0", "1")
-    for i, (kept, gradient) in enumerate([(x, of_hidden), (hidden, of_y)]):
+    for i, (kept, grad) in enumerate([(x, of_hidden), (hidden, of_y)]):
         rows = [naive.grid(row, bits) for row in kept.detach()]
         variance = np.array([(step**2 * f * (1 - f)).sum() for _, step, f in rows])
-        expected = np.square(gradient.detach().double().numpy()).sum(1) @ variance
+        expected = np.square(grad.detach().double().numpy()).sum(1) @ variance
         assert_measures(profile.terms[i, i], profile.terms_error[i, i], expected)
         assert_measures(profile.direct[i], profile.direct_error[i], expected)
     # Nothing of what a linear layer keeps goes into its input's gradient.
@@ -110,7 +105,7 @@ def test_norms_as_all_their_outcomes_say(copies):
         return (model(batch[:1]) @ torch.tensor(g, dtype=torch.float32)).sum()
 
     profile = variance_profile(
-        model, x, loss, bits=bits, layers=fewbit.LayerSettings(copies=copies), draws=400, chunks=4
+        model, x, loss, bits=bits, layers={"copies": copies}, draws=400, chunks=4
     )
 
     h = model.below(x[:1]).detach().double().numpy()[0]
@@ -140,14 +135,14 @@ def test_norms_as_all_their_outcomes_say(copies):
     arriving = [
         (p, 2 * z * input_gradient(g, one, other, squares.std())) for p, one, other in drawn(w)
     ]
-    results = [(p, *first(each)) for p, each in arriving]
+    results = [(p, *first(item)) for p, item in arriving]
     of_second = moments([(p, exact) for p, _, _, exact in results])[1]
     of_first = sum(p * variance for p, _, variance, _ in results)
     mean, between = moments([(p, mean) for p, mean, _, _ in results])
     exact = input_gradient(2 * z * input_gradient(g, w, w, squares.std()), z, z, h.std())
 
     below = profile.parameters.index("below")
-    rows = [profile.contexts.index(each) for each in ("first", "second")]
+    rows = [profile.contexts.index(item) for item in ("first", "second")]
     for row, expected in zip(rows, (of_first, of_second), strict=True):
         assert_measures(profile.terms[row, below], profile.terms_error[row, below], norm * expected)
     direct = norm * (of_first + between)
@@ -158,22 +153,6 @@ def test_norms_as_all_their_outcomes_say(copies):
 
 
 # --- the theorem ------------------------------------------------------------------------------------
-
-
-class Digits(nn.Module):
-    """A small residual network with batch norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(1, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
-        )
-        self.body = nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8))
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.head(F.relu(x + self.body(x)).mean((2, 3)))
 
 
 class Attention(nn.Module):
@@ -189,11 +168,11 @@ class Attention(nn.Module):
 
 def cases():
     images = torch.randn(16, 1, 8, 8)
-    yield "residual", Digits(), images, ("stem.0", "stem.1", "body.0", "body.1", "head")
-    yield "channels last", Digits(), images.to(memory_format=torch.channels_last), None
+    yield "residual", Images(), images, ("stem.0", "stem.1", "body.0", "body.1", "head")
+    yield "channels last", Images(), images.to(memory_format=torch.channels_last), None
     model = CharTransformer(20, 12, width=32, depth=1, heads=2)
     block = "norm1", "qkv", "", "proj", "norm2", "mlp.0", "mlp.2"
-    contexts = *(f"blocks.0.{each}".rstrip(".") for each in block), "norm", "head"
+    contexts = *(f"blocks.0.{name}".rstrip(".") for name in block), "norm", "head"
     yield "transformer", model, torch.randint(20, (16, 12)), contexts
     yield "dropout", Attention(), torch.randn(16, 8, 16), ("norm", "attention")
 
@@ -219,14 +198,14 @@ def test_the_sum_of_the_terms_is_the_variance(case):
 
 @pytest.mark.slow
 def test_a_checkpoint_changes_nothing():
-    class Region(Digits):
+    class Region(Images):
         def forward(self, x):
             x = self.stem(x)
             x = F.relu(x + checkpoint(self.body, x, use_reentrant=False))
             return self.head(x.mean((2, 3)))
 
     x, profiles = torch.randn(16, 1, 8, 8), []
-    for cls in (Digits, Region):
+    for cls in (Images, Region):
         torch.manual_seed(0)
         profiles.append(variance_profile(cls(), x, squared, draws=24))
     plain, regions = profiles
@@ -274,7 +253,13 @@ def test_both_axes_are_in_the_order_of_the_forward():
         model.zero_grad()
         squared(model, batch).backward()
         named = dict(model.named_parameters())
-        gradients.append({name: each.grad for name, each in named.items() if each.grad is not None})
+        gradients.append(
+            {
+                name: parameter.grad
+                for name, parameter in named.items()
+                if parameter.grad is not None
+            }
+        )
     for column, path in enumerate(profile.parameters):
         own = [name for name in gradients[0] if path_of(name) == path]
         expected = sum((gradients[0][name] - gradients[1][name]).square().sum() / 2 for name in own)
@@ -303,47 +288,13 @@ def test_a_tied_parameter_and_a_frozen_one():
 # --- sampling and bias ------------------------------------------------------------------------------
 
 
-def gradient(model, batch, loss=squared):
-    found = torch.autograd.grad(loss(model, batch), list(model.parameters()))
-    return torch.cat([each.double().flatten() for each in found])
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_sampling_variance_is_half_of_squared_differences(several):
-    model, x = nn.Linear(5, 2), torch.randn(24, 5)
-    parts = x.chunk(6)
-    profile = variance_profile(model, list(parts) if several else x, squared, chunks=6, draws=2)
-    gradients = [gradient(model, each) for each in parts]
-    pairs = [
-        (a - b).square().sum() / 2 for a, b in zip(gradients[::2], gradients[1::2], strict=True)
-    ]
-    count = 1 if several else 6
-    assert profile.sampling[0] == pytest.approx(float(sum(pairs)) / 3 / count, rel=1e-5)
-    error = float(torch.stack(pairs).std()) / 3**0.5 / count
-    assert profile.sampling_error[0] == pytest.approx(error, rel=1e-4)
-    assert profile.batches == (6 if several else 1)
-    assert profile.sampled == ("6 batches of 4" if several else "6 chunks of one batch of 24")
-
-
-@pytest.mark.slow
-def test_sampling_variance_is_that_between_minibatches():
-    """Against the variance over many minibatches of an infinite population."""
-    model = nn.Linear(3, 1)
-    batches = list(torch.randn(400, 8, 3))
-    profile = variance_profile(model, batches, squared, draws=2)
-    expected = torch.stack([gradient(model, each) for each in torch.randn(4000, 8, 3)])
-    assert_measures(
-        profile.sampling[0], profile.sampling_error[0], expected.var(0).sum().item(), 0.2
-    )
-
-
 @pytest.mark.slow
 def test_chunks_with_a_batch_norm_come_with_a_warning():
     x = torch.randn(16, 1, 8, 8)
-    profile = variance_profile(Digits(), x, squared, draws=2)
+    profile = variance_profile(Images(), x, squared, draws=2)
     assert profile.sampled.startswith("8 chunks of one batch of 16 (too much, as chunks have batch")
     assert profile.sampled in " ".join(str(profile).split())
-    several = variance_profile(Digits(), list(x.split(4)), squared, draws=2)
+    several = variance_profile(Images(), list(x.split(4)), squared, draws=2)
     assert several.sampled == "4 batches of 4"
     assert several.sampling.shape == profile.sampling.shape
 
@@ -356,15 +307,10 @@ def test_two_batches_say_nothing_of_the_error():
 def test_bias_is_that_of_few_bit_activations():
     """Exact inputs but for 8 bits: what is left is the codes' difference, which no draw changes."""
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)), torch.randn(16, 64)
-    profile = variance_profile(
-        model, x, squared, bits=8, layers=fewbit.LayerSettings(activation_bits=1), draws=20
-    )
+    profile = variance_profile(model, x, squared, bits=8, layers={"activation_bits": 1}, draws=20)
     exact = gradient(model, x)
     fewbit.compress_(
-        model,
-        layers=fewbit.LayerSettings(activation_bits=1, functional=False),
-        exclude=["0", "2"],
-        verbose=False,
+        model, layers={"activation_bits": 1, "functional": False}, exclude=["0", "2"], verbose=False
     )
     expected = float((gradient(model, x) - exact).square().sum())
     assert_measures(profile.bias.sum(), profile.bias_error.sum(), expected)
@@ -390,7 +336,7 @@ def test_dropout_draws_alike_in_all_passes():
 
 
 def disturbable(is_compressed):
-    model = Digits()
+    model = Images()
     model.body.insert(1, nn.Dropout2d(0.2))
     model.body[2].eval()
     squared(model, torch.randn(4, 1, 8, 8)).backward()
@@ -402,9 +348,18 @@ def disturbable(is_compressed):
 def state_of(model):
     return (
         {name: value.clone() for name, value in model.state_dict().items()},
-        {name: (id(each), each.grad.clone()) for name, each in model.named_parameters()},
-        [(id(each), type(each), each.training, dict(vars(each))) for each in model.modules()],
-        [(len(each._forward_hooks), len(each._forward_pre_hooks)) for each in model.modules()],
+        {
+            name: (id(parameter), parameter.grad.clone())
+            for name, parameter in model.named_parameters()
+        },
+        [
+            (id(module), type(module), module.training, dict(vars(module)))
+            for module in model.modules()
+        ],
+        [
+            (len(module._forward_hooks), len(module._forward_pre_hooks))
+            for module in model.modules()
+        ],
         repr(model),
         torch.get_rng_state(),
     )
@@ -420,43 +375,52 @@ def assert_same(before, after):
     assert before[3:5] == after[3:5] and torch.equal(before[5], after[5])
 
 
+def profiled(model, x, loss):
+    assert variance_profile(model, x, loss, draws=2).bits == 2  # whatever the model has
+
+
+def planned(model, x, loss):
+    shared = Candidate("shared", fewbit.AdaptiveBits(2))
+    fewbit.plan(model, x, loss, candidates=[shared], chunks=4)
+
+
+@pytest.mark.parametrize("measure", [profiled, planned])
 @pytest.mark.parametrize("is_compressed", [False, True])
 @pytest.mark.parametrize("fails", ["no", "forward", "backward"])
-def test_the_model_stays_as_it_is(is_compressed, fails):
+def test_the_model_stays_as_it_is(measure, is_compressed, fails):
     model, x = disturbable(is_compressed), torch.randn(16, 1, 8, 8)
-    calls = []
+    copies = []
 
     def loss(copy, batch):
-        calls.append(copy)
+        copies.append(copy)
         y = copy(batch)
-        if fails == "forward" and len(calls) > 9:
+        if fails == "forward" and len(copies) > 9:
             raise RuntimeError("of the loss")
-        if fails == "backward" and len(calls) > 9:
+        if fails == "backward" and len(copies) > 9:
             y.register_hook(lambda gradient: 1 / 0)
         return y.square().mean()
 
     before = state_of(model)
     if fails == "no":
-        profile = variance_profile(model, x, loss, draws=2)
-        assert profile.bits == 2  # whatever the model was compressed with
+        measure(model, x, loss)
     else:
         with pytest.raises((RuntimeError, ZeroDivisionError)):
-            variance_profile(model, x, loss, draws=2)
-    assert len(calls) == 10 and all(each is not model for each in calls)
+            measure(model, x, loss)
+    assert len(copies) >= 10 and all(copy is not model for copy in copies)
     assert_same(before, state_of(model))
 
 
 def test_it_is_reproducible_and_the_seed_counts():
-    model, x = Digits(), torch.randn(16, 1, 8, 8)
+    model, x = Images(), torch.randn(16, 1, 8, 8)
     first, second, other = (
-        variance_profile(model, x, squared, draws=2, seed=each) for each in (0, 0, 1)
+        variance_profile(model, x, squared, draws=2, seed=seed) for seed in (0, 0, 1)
     )
     assert first.to_json() == second.to_json()
     assert (first.terms != other.terms)[first.terms > 0].all()
 
 
 def test_a_compressed_model_has_the_profile_of_the_model():
-    model, x = Digits(), torch.randn(16, 1, 8, 8)
+    model, x = Images(), torch.randn(16, 1, 8, 8)
     expected = variance_profile(model, x, squared, draws=2)
     fewbit.compress_(model, bits=5, verbose=False)
     assert variance_profile(model, x, squared, draws=2).to_json() == expected.to_json()
@@ -467,10 +431,10 @@ def test_settings_are_those_of_a_conversion():
     model, x = CharTransformer(20, 12, 32, 1, 2), torch.randint(20, (16, 12))
     exclude = ["blocks.0.mlp", "head"]
     profile = variance_profile(
-        model, x, squared, exclude=exclude, layers=fewbit.LayerSettings(functional=False), draws=2
+        model, x, squared, exclude=exclude, layers={"functional": False}, draws=2
     )
     block = "norm1", "qkv", "proj", "norm2"
-    assert profile.contexts == (*(f"blocks.0.{each}" for each in block), "norm")
+    assert profile.contexts == (*(f"blocks.0.{name}" for name in block), "norm")
     few = variance_profile(model, x, squared, draws=4)
     more = variance_profile(model, x, squared, overrides={"blocks.0.proj": 6}, draws=4)
     row = few.contexts.index("blocks.0.proj")
@@ -485,44 +449,6 @@ def test_settings_are_those_of_a_conversion():
 
 def mean(model, batch):
     return model(batch).mean()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": torch.relu}, "model: expected a torch.nn.Module, got builtin"),
-        ({"model": nn.Linear(4, 2).eval()}, "expected one in training mode"),
-        ({"model": nn.Linear(4, 2).requires_grad_(False)}, "expected parameters that require grad"),
-        ({"model": nn.PReLU(), "exclude": "*"}, "expected layers that quantize"),
-        ({"loss": 3}, r"loss: expected a function \(model, batch\) -> scalar tensor, got int"),
-        ({"loss": lambda output: output.mean()}, "loss: .*too many positional arguments"),
-        ({"loss": lambda model, batch: 1.0}, "expected a scalar tensor, got float"),
-        ({"loss": lambda model, batch: model(batch)}, r"got one of shape \(\d, 2\)"),
-        ({"loss": lambda model, batch: batch.sum()}, "got one that requires no grad"),
-        ({"loss": lambda model, batch: model(batch).mean() / 0}, "expected a finite value"),
-        (
-            {"loss": lambda model, batch: batch.sum() * torch.ones((), requires_grad=True)},
-            "depends on none of its parameters",
-        ),
-        ({"batch": 3}, "batch: expected a tensor, a tuple or a mapping"),
-        ({"batch": []}, "got an empty list"),
-        ({"batch": list(torch.randn(10, 4).split(4))}, r"batches of one size, got 4, 4, 2 samples"),
-        ({"batch": (3, "x")}, "expected a tensor with samples"),
-        ({"chunks": 6}, "expected a multiple of chunks=6 samples, or several batches, got 8"),
-        ({"chunks": 5}, "chunks: expected an even integer of at least 4, got 5"),
-        ({"draws": 1}, "draws: expected an integer of at least 2, got 1"),
-        ({"draws": True}, "draws: expected an integer of at least 2, got True"),
-        ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
-        ({"bits": 9}, "bits"),
-        ({"include": "nothing"}, "expected a glob that matches a module"),
-    ],
-)
-def test_bad_input(changes, message):
-    arguments = {"model": nn.Linear(4, 2), "batch": torch.randn(8, 4), "loss": mean, **changes}
-    model, batch, loss = (arguments.pop(name) for name in ("model", "batch", "loss"))
-    with pytest.raises(InputError, match=message) as error:
-        variance_profile(model, batch, loss, **arguments)
-    assert "\n" not in str(error.value)
 
 
 def test_a_mapping_is_one_batch_and_its_tensors_are_split_together():
@@ -550,15 +476,15 @@ def made(contexts, seed=0):
 
 
 def test_json_has_every_number_back(tmp_path):
-    profile = variance_profile(Digits(), list(torch.randn(2, 8, 1, 8, 8)), squared, draws=2)
+    profile = variance_profile(Images(), list(torch.randn(2, 8, 1, 8, 8)), squared, draws=2)
     path = tmp_path / "profile.json"
     profile.save(path)
     document = json.loads(path.read_text())
     assert document["schema"] == "fewbit.variance_profile/1"
     assert document["sampling_error"] == [None] * 5
     loaded = VarianceProfile.load(path)
-    for each in fields(VarianceProfile):
-        np.testing.assert_array_equal(getattr(loaded, each.name), getattr(profile, each.name))
+    for item in fields(VarianceProfile):
+        np.testing.assert_array_equal(getattr(loaded, item.name), getattr(profile, item.name))
     with pytest.raises(OutputExistsError):
         profile.save(path)
     profile.save(path, force=True)
@@ -568,7 +494,6 @@ def test_json_has_every_number_back(tmp_path):
     ("change", "message"),
     [
         (lambda document: document.update(schema="fewbit.table/1"), "expected the schema"),
-        (lambda document: document.update(schema=["x"]), r"expected the schema .*, got \['x'\]"),
         (lambda document: document.pop("direct"), 'expected the field "direct", got none'),
         (lambda document: document.update(of=1), "expected no other field than .*, got 'of'"),
         (lambda document: document["terms"].pop(), r"terms: expected shape \(2, 2\), got \(1, 2\)"),
@@ -579,17 +504,10 @@ def test_json_has_every_number_back(tmp_path):
         (lambda document: document.update(direct=[1, 10**400]), "expected finite numbers, got '1000"),
         (lambda document: document.update(direct=[1, float("nan")]), "expected finite numbers, got 'NaN'"),
         (lambda document: document.update(terms={"a": 1}), "terms: expected an array"),
-        (lambda document: document.update(contexts=3), "contexts: expected an array, got 3"),
-        (lambda document: document.update(contexts="ab"), "contexts: expected an array, got 'ab'"),
         (lambda document: document.update(contexts=["a", 2]), r"contexts\[1\]: expected a string, got 2"),
         (lambda document: document.update(contexts=["a", "a"]), "contexts: expected different items"),
         (lambda document: document.update(parameters=[]), "parameters: expected at least 1 item,"),
-        (lambda document: document.update(bits="2"), "bits: expected an integer, got '2'"),
         (lambda document: document.update(bits=9), "bits: expected at most 8, got 9"),
-        (lambda document: document.update(draws=None), "draws: expected an integer, got None"),
-        (lambda document: document.update(batches=0), "batches: expected at least 1, got 0"),
-        (lambda document: document.update(model=None), "model: expected a string, got None"),
-        (lambda document: document.update(sampled=3), "sampled: expected a string, got 3"),
     ],
 )  # fmt: skip
 def test_files_that_are_no_profile(change, message, tmp_path):
@@ -643,7 +561,7 @@ def test_table_names_the_largest_and_cuts_the_rest():
     text = plain(profile, 80)
     lines = text.splitlines()
     largest = int(profile.quantization.argmax())
-    (row,) = [each.split() for each in lines if each.startswith(f"layers.{largest}.linear ")]
+    (row,) = [line.split() for line in lines if line.startswith(f"layers.{largest}.linear ")]
     assert row[-1] == f"{100 * profile.own[largest] / profile.quantization[largest]:.0f}%"
     percent = 100 * profile.quantization_error[largest] / profile.quantization[largest]
     assert row[4] == f"{percent:.0f}%"
@@ -668,7 +586,7 @@ def test_numbers_of_a_column_have_one_form_and_room():
     assert not any("…" in cell for row in rows for cell in row)
     cells = [cell for row in rows for cell in row if "%" not in cell]
     assert len(cells) == 39 and {"0", "nan"} <= set(cells)
-    assert all(re.fullmatch(r"\d\.\de-?\d+|0|nan", each) for each in cells)
+    assert all(re.fullmatch(r"\d\.\de-?\d+|0|nan", cell) for cell in cells)
     assert "<1%" in rows[4]  # the fifth by its rounding, which rises with the number
 
 
@@ -690,16 +608,16 @@ def test_picture_has_a_row_for_each_source_and_room_for_its_name(count, tmp_path
     shown = axes.images[0].get_array()
     np.testing.assert_array_equal(shown[:count].filled(0), profile.terms)
     np.testing.assert_array_equal(shown[-1], profile.sampling)
-    names = [each.get_text() for each in axes.get_yticklabels()]
+    names = [label.get_text() for label in axes.get_yticklabels()]
     assert names == [*profile.contexts, "", "sampling"]
     assert bar.get_ylabel() == "variance (white: none)"
     figure.draw_without_rendering()
-    boxes = [each.get_window_extent() for each in axes.get_yticklabels() if each.get_text()]
-    heights = sorted((each.y0, each.y1) for each in boxes)
+    boxes = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
+    heights = sorted((box.y0, box.y1) for box in boxes)
     assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(heights))
     boxes = sorted(
-        (each.get_window_extent().x0, each.get_window_extent().x1)
-        for each in axes.get_xticklabels()
+        (label.get_window_extent().x0, label.get_window_extent().x1)
+        for label in axes.get_xticklabels()
     )
     assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(boxes))
     with pytest.raises(OutputExistsError):
@@ -717,13 +635,3 @@ def test_progress_is_shown_if_it_takes_long(monkeypatch, capsys):
         captured = capsys.readouterr()
         assert captured.out == "" and ("variance profile" in captured.err) == (terminal and asked)
         assert terminal or captured.err == ""
-
-
-def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
-    page = Path(__file__).parents[2] / "docs" / "variance_profile.md"
-    (block,) = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(compile(block, page.name, "exec"), names)
-    assert names["profile"].contexts == ("0", "1", "3")
-    assert {each.name for each in tmp_path.iterdir()} == {"profile.json", "profile.png"}

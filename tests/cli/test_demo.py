@@ -244,34 +244,26 @@ def _ends(task, step):
         time.sleep(0.01)
 
 
+def interrupt(index, done):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "message"), [("killed", "a process of the demo was ended"), ("raises", "made up")]
+    ("tasks", "report", "error", "message"),
+    [
+        (["goes on", "killed"], print, FewbitError, "a process of the demo was ended"),
+        (["goes on", "raises"], print, FewbitError, "made up"),
+        (["one of two"] * 2, print, FewbitError, "a process of the demo was ended"),
+        (["goes on"] * 2, interrupt, KeyboardInterrupt, ""),
+    ],
 )
-def test_what_ends_one_process_ends_all(task, message):
+def test_what_ends_one_process_ends_all(tasks, report, error, message, tmp_path):
     start = time.monotonic()
-    with pytest.raises(FewbitError, match=message):
-        run_all(_ends, ["goes on", task], 2, lambda index, done: None)
+    tasks = [tmp_path if task == "one of two" else task for task in tasks]
+    with pytest.raises(error, match=message):
+        run_all(_ends, tasks, 2, report)
     assert time.monotonic() - start < 300
-    assert not multiprocessing.active_children()
-
-
-@pytest.mark.slow
-def test_a_killed_process_is_noticed_whichever_it_is(tmp_path):
-    start = time.monotonic()
-    with pytest.raises(FewbitError, match="a process of the demo was ended"):
-        run_all(_ends, [tmp_path, tmp_path], 2, lambda index, done: None)
-    assert time.monotonic() - start < 300
-    assert not multiprocessing.active_children()
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_all_processes(tmp_path):
-    def interrupt(index, done):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_all(_ends, ["goes on", "goes on"], 2, interrupt)
     assert not multiprocessing.active_children()
 
 
@@ -312,20 +304,19 @@ def test_the_verdict_of_several_seeds_is_their_own(few, verdict):
     assert record["difference"] == pytest.approx(statistics.fmean(few) - 2.1)
 
 
-@pytest.mark.parametrize(("std", "verdict"), [(0.2, "yes (+0.5)"), (0.04, "no (+2.5)")])
+@pytest.mark.parametrize(
+    ("std", "verdict"), [(0.2, "yes (+0.5)"), (0.04, "no (+2.5)"), (None, "unknown")]
+)
 def test_the_verdict_of_one_seed_is_the_stored_one(std, verdict):
-    text = plain(made_up([2.0], [2.1], stored(std, 0.05)))
-    assert verdict in text
+    demo = made_up([2.0], [2.1], std and stored(std, 0.05))
+    text = plain(demo)
+    assert verdict in text and ("yes" in text) == (std == 0.2)
+    if std is None:
+        assert demo.to_dict()["arms"][1]["within_one_std"] is None
+        return
     assert f"std: {std:.4f}, from 5 seeds in benchmarks/results/demo.json." in text
     assert ("+0.0500, within one std" in text) == (std == 0.2)
     assert ("+0.0500, not within one std" in text) == (std == 0.04)
-
-
-def test_without_a_standard_deviation_the_verdict_is_unknown():
-    demo = made_up([2.0], [2.1])
-    text = plain(demo)
-    assert "unknown" in text and "yes" not in text
-    assert demo.to_dict()["arms"][1]["within_one_std"] is None
 
 
 def test_a_narrow_terminal_leaves_out_bytes(demo):

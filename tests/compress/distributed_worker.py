@@ -42,9 +42,7 @@ def model():
 
 
 def compress(module):
-    fewbit.compress_(
-        module, bits=BITS, layers=fewbit.LayerSettings(activation_bits=BITS), verbose=False
-    )
+    fewbit.compress_(module, bits=BITS, layers={"activation_bits": BITS}, verbose=False)
     return module
 
 
@@ -62,7 +60,7 @@ def expected():
     exact = model()
     for rank in range(2):
         (forward(exact, rank).square().mean() / 2).backward()
-    return [each.grad for each in exact.parameters()]
+    return [parameter.grad for parameter in exact.parameters()]
 
 
 def check(gradients):
@@ -72,7 +70,7 @@ def check(gradients):
 
 
 def few_bit_bytes():
-    """Of a forward: codes and ranges of what layers keep, masks of ReLU and dropout, codes of GELU."""
+    """Return the bytes of a forward: codes and ranges of layers, masks of ReLU and dropout, codes of GELU."""
     pixels, features = (16, 8, 8, 8), (16, 64)
     copies = [(16, 3, 8, 8), pixels, (16, 512), features, features]  # a and b share one
     masks = 2 * 4 * packed_words(math.prod(pixels), 1)
@@ -92,10 +90,13 @@ def step(wrapped, rank):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = forward(wrapped, rank)
     few_bit = (torch.int32, torch.bfloat16)
-    assert sum(each.nbytes for each in saved.values() if each.dtype in few_bit) == few_bit_bytes()
-    weights = {each.shape for each in model().parameters()}
-    others = [each for each in saved.values() if each.dtype not in few_bit]
-    assert all(each.shape in weights or each.numel() <= 64 for each in others)
+    assert (
+        sum(tensor.nbytes for tensor in saved.values() if tensor.dtype in few_bit)
+        == few_bit_bytes()
+    )
+    weights = {parameter.shape for parameter in model().parameters()}
+    others = [tensor for tensor in saved.values() if tensor.dtype not in few_bit]
+    assert all(other.shape in weights or other.numel() <= 64 for other in others)
     y.square().mean().backward()
 
 
@@ -103,23 +104,46 @@ def ddp(rank):
     wrapped = DistributedDataParallel(compress(model()))
     for _ in range(2):  # the second forward uses buckets made anew
         step(wrapped, rank)
-    check([each.grad for each in wrapped.parameters()])
+    check([parameter.grad for parameter in wrapped.parameters()])
+
+
+def shard(module, *layers):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(module)
 
 
 def sharded(rank):
-    from torch.distributed.fsdp import fully_shard
-
     wrapped = compress(model())
-    for layer in wrapped.children():
-        if next(layer.parameters(), None) is not None:
-            fully_shard(layer)
-    fully_shard(wrapped)
+    shard(wrapped, *(layer for layer in wrapped.children() if list(layer.parameters())))
     for _ in range(2):
         step(wrapped, rank)
-    check([each.grad.full_tensor() for each in wrapped.parameters()])
+    check([parameter.grad.full_tensor() for parameter in wrapped.parameters()])
     assert all(
         isinstance(layer, fewbit.nn.Linear) for layer in (wrapped.a, wrapped.b, wrapped.head)
     )
+
+
+def _train_sharded(rank, check, config):
+    module = model()
+    controller = fewbit.compress_(module, config, verbose=False)
+    shard(module, module.a, module.head)
+
+    def run(number):
+        module.zero_grad()
+        module(inputs(rank)).square().mean().backward()
+
+    check(rank, controller, run)
+
+
+def adapting_sharded(rank):
+    _train_sharded(rank, _adapt, fewbit.AdaptiveBits(2, interval=8))
+
+
+def bounded_sharded(rank):
+    _train_sharded(rank, _bounded, fewbit.ErrorBound(interval=2))
 
 
 def _adapt(rank, controller, run, first="conv"):
@@ -148,7 +172,7 @@ def _adapting():
 
 
 def adapting(rank):
-    """Also where one process has looked at the model before, and where the model runs outside in between."""
+    """Processes agree although one ran the model before, and the other runs it outside of them in between."""
     module, controller = _adapting()
     if rank == 0:
         module(inputs(rank)).square().mean().backward()
@@ -181,22 +205,7 @@ def adapting_within(rank):
     _adapt(rank, controller, run, "module.conv")
 
 
-def adapting_sharded(rank):
-    from torch.distributed.fsdp import fully_shard
-
-    module, controller = _adapting()
-    for layer in (module.a, module.head):
-        fully_shard(layer)
-    fully_shard(module)
-
-    def run(number):
-        module.zero_grad()
-        module(inputs(rank)).square().mean().backward()
-
-    _adapt(rank, controller, run)
-
-
-def _bounded(rank, module, controller, run, first="conv"):
+def _bounded(rank, controller, run, first="conv"):
     """Both processes find the same bounds, and keep to the same bits, by what both have seen."""
     for number in range(1, 13):
         run(number)
@@ -213,7 +222,7 @@ def _bounded(rank, module, controller, run, first="conv"):
 
 
 def bounded(rank):
-    """Also where losses are scaled, one process has run the model before, and another does in between."""
+    """Processes agree although losses are scaled, one ran the model before, and the other does in between."""
     module = model()
     options = {"interval": 2, "by_channel": True, "verbose": False}
     controller = fewbit.compress_(module, fewbit.ErrorBound(), **options)
@@ -230,23 +239,7 @@ def bounded(rank):
         if number % 3 == 0 and rank == 1:
             module(inputs(rank)).square().mean().backward()
 
-    _bounded(rank, module, controller, run)
-
-
-def bounded_sharded(rank):
-    from torch.distributed.fsdp import fully_shard
-
-    module = model()
-    controller = fewbit.compress_(module, fewbit.ErrorBound(interval=2), verbose=False)
-    for layer in (module.a, module.head):
-        fully_shard(layer)
-    fully_shard(module)
-
-    def run(number):
-        module.zero_grad()
-        module(inputs(rank)).square().mean().backward()
-
-    _bounded(rank, module, controller, run)
+    _bounded(rank, controller, run)
 
 
 def stages(rank):
@@ -303,14 +296,14 @@ def adapting_parts(rank):
     """Modules of a model that are wrapped and called one by one."""
     torch.manual_seed(0)
     sizes = (16, 64), (64, 64), (64, 8)
-    parts = nn.ModuleList(nn.Sequential(nn.Linear(*each), nn.ReLU()) for each in sizes)
+    parts = nn.ModuleList(nn.Sequential(nn.Linear(*number), nn.ReLU()) for number in sizes)
     controller = fewbit.compress_(parts, fewbit.AdaptiveBits(2, interval=2), verbose=False)
-    wrapped = [DistributedDataParallel(each) for each in parts]
+    wrapped = [DistributedDataParallel(part) for part in parts]
     for step in range(12):
         torch.manual_seed(100 * step + rank)
         x = torch.randn(8, 16)
-        for each in wrapped:
-            x = each(x)
+        for item in wrapped:
+            x = item(x)
         x.square().mean().backward()
     found = [(row.name, row.bits, row.sensitivity) for row in controller.allocation]
     assert {name for name, _, sensitivity in found if sensitivity > 0} == {"0.0", "1.0", "2.0"}
@@ -378,8 +371,8 @@ def sync_batch_norm(rank):
     )
     wanted = all_x.grad.chunk(2)[rank]
     assert float((mine.grad - wanted).norm() / wanted.norm()) < 0.02
-    for each in (own.weight, own.bias):
-        dist.all_reduce(each.grad)
+    for item in (own.weight, own.bias):
+        dist.all_reduce(item.grad)
     assert float((own.weight.grad - both.weight.grad).norm() / both.weight.grad.norm()) < 0.02
     torch.testing.assert_close(own.bias.grad, both.bias.grad, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(own.running_var, both.running_var, rtol=1e-4, atol=1e-4)
@@ -428,7 +421,7 @@ CASES = (
 def main(name, rank, rendezvous):
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     torch.set_num_threads(1)
-    {each.__name__: each for each in CASES}[name](rank)
+    {case.__name__: case for case in CASES}[name](rank)
     dist.barrier()  # whoever leaves first takes the connection with it
     dist.destroy_process_group()
     sys.stderr.flush()

@@ -1,6 +1,5 @@
 """The allocator's expandable segments: set where they can be, and what is said of it is what PyTorch says."""
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -72,21 +71,41 @@ def install(request, monkeypatch):
     return install
 
 
-def test_before_anything_is_allocated(install):
-    fake = install(Allocator())
-    assert use() == AllocatorReport(True, 0, "")
-    assert fake.calls == ["expandable_segments:True"]
-    assert repr(use()) == "expandable segments: in force for all memory"
-    assert len(fake.calls) == 1  # nothing left to do
+ON = "expandable_segments:True"
 
 
-def test_too_late_for_what_was_reserved(install):
-    install(Allocator(segments=[(2 << 20, False), (20 << 20, True), (1 << 20, False)]))
-    report = use()
-    assert report == AllocatorReport(True, 3 << 20)
-    assert str(report) == (
-        "expandable segments: in force from now on; set too late for 3.00 MiB that were reserved before"
-    )
+@pytest.mark.parametrize(
+    ("given", "report", "text", "calls"),
+    [
+        ({}, (True, 0, ""), "in force for all memory", [ON]),
+        (
+            {"segments": [(2 << 20, False), (20 << 20, True), (1 << 20, False)]},
+            (True, 3 << 20, ""),
+            "in force from now on; set too late for 3.00 MiB that were reserved before",
+            [ON],
+        ),
+        ({"settings": ON, "segments": [(20 << 20, True)]}, (True, 0, ""), "in force for all", []),
+        (
+            {"supported": False},
+            (False, 0, "PyTorch has none on this platform"),
+            "not in force, PyTorch has none on this platform",
+            [ON],
+        ),
+        (
+            {"backend": "cudaMallocAsync"},
+            (False, 0, "the allocator is cudaMallocAsync, which has no segments"),
+            "not in force, the allocator is cudaMallocAsync",
+            [],
+        ),
+    ],
+    ids=["at first", "too late", "set before", "unsupported", "another allocator"],
+)
+def test_expandable_segments_are_set_if_they_can_be(install, given, report, text, calls):
+    fake = install(Allocator(**given))
+    found = use()
+    assert found == AllocatorReport(*report) and fake.calls == calls
+    assert str(found) == repr(found) and str(found).startswith(f"expandable segments: {text}")
+    assert not found.in_force or (use().in_force and fake.calls == calls)  # nothing left to do
 
 
 def test_other_settings_are_kept(install):
@@ -111,21 +130,6 @@ def test_the_environment_may_forbid_it(install, monkeypatch, name):
     assert fake.calls == []
 
 
-def test_the_environment_may_have_set_it(install, monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    fake = install(Allocator("expandable_segments:True", segments=[(20 << 20, True)]))
-    assert use() == AllocatorReport(True)
-    assert fake.calls == []
-
-
-def test_where_there_are_none(install):
-    install(Allocator(supported=False))
-    assert use() == AllocatorReport(False, 0, "PyTorch has none on this platform")
-    fake = install(Allocator(backend="cudaMallocAsync"))
-    assert use().reason == "the allocator is cudaMallocAsync, which has no segments"
-    assert fake.calls == []
-
-
 def test_a_refusal_is_passed_on(install):
     fake = Allocator()
 
@@ -142,11 +146,6 @@ def test_without_a_gpu(monkeypatch):
     assert repr(use()) == "expandable segments: not in force, there is no CUDA device"
     with pytest.raises(InputError, match="^expected a CUDA device, got 'cuda': there is none$"):
         peak_memory()
-
-
-def test_reports_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        AllocatorReport(True).in_force = False
 
 
 # -- Peaks -------------------------------------------------------------------------------------------------

@@ -44,13 +44,8 @@ def test_an_object_comes_back_from_its_repr_and_from_json(one):
     base = fewbit.BitConfig if isinstance(one, fewbit.BitConfig) else type(one)
     again = base.from_dict(values)
     assert again == one and type(again) is type(one) and hash(again) == hash(one)
-
-
-@pytest.mark.parametrize("one", OBJECTS, ids=repr)
-def test_objects_cannot_be_changed(one):
-    name = dataclasses.fields(one)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(one, name, 3)
+        setattr(one, dataclasses.fields(one)[0].name, 3)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +100,9 @@ def test_numbers_stand_for_configurations(given, expected):
         (lambda: fewbit.Budget(True), "budget: expected bytes, or a size such as '6 GiB'"),
         (lambda: fewbit.ErrorBound(0), "expected a finite number above 0 for e2, got 0"),
         (lambda: fewbit.ErrorBound(float("inf")), "expected a finite number above 0 for e2, got inf"),
+        (lambda: fewbit.ErrorBound(float("nan")), "expected a finite number above 0 for e2, got nan"),
+        (lambda: fewbit.ErrorBound(True), "expected a finite number above 0 for e2, got True"),
+        (lambda: fewbit.ErrorBound(interval=0), "expected a positive whole number for interval, got 0"),
         (lambda: fewbit.ErrorBound("0.5"), "expected a finite number above 0 for e2, got '0.5'"),
         (lambda: fewbit.ErrorBound(window="median"), "expected mean or max for window, got 'median'"),
         (lambda: fewbit.ErrorBound(codec="zip"), "expected quant, quant+zvc, error-bounded, jpeg for a codec, got 'zip'"),

@@ -5,28 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from distributed_worker import CASES
 
 WORKER = Path(__file__).parent / "distributed_worker.py"
 
 
-CASES = (
-    "ddp",
-    "sharded",
-    "adapting",
-    "adapting_within",
-    "adapting_sharded",
-    "adapting_parts",
-    "bounded",
-    "bounded_sharded",
-    "stages",
-    "resumed",
-    "sync_batch_norm",
-    "sync_batch_norm_observed",
-)
-
-
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [case.__name__ for case in CASES])
 def test_two_processes(name, tmp_path):
     """Each process asserts the exact model's gradients over both inputs, within 2 %, and what is kept.
 

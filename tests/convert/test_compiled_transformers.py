@@ -13,13 +13,7 @@ pytest.importorskip("transformers")
 
 import tiny_models
 from compilers import draw_alike, inductor_passes
-from transformers.models.bert.modeling_bert import BertForMaskedLM
-from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
-from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
-from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
+from modeling import of
 
 import fewbit
 
@@ -29,12 +23,12 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning",
 )
 MODELS = {
-    "llama": (LlamaForCausalLM, tiny_models.llama),
-    "t5": (T5ForConditionalGeneration, tiny_models.t5),
-    "qwen3": (Qwen3ForCausalLM, tiny_models.qwen3),
-    "gpt2": (GPT2LMHeadModel, tiny_models.gpt2),
-    "bert": (BertForMaskedLM, tiny_models.bert),
-    "mixtral": (MixtralForCausalLM, tiny_models.mixtral),
+    "llama": (of("llama", "LlamaForCausalLM"), tiny_models.llama),
+    "t5": (of("t5", "T5ForConditionalGeneration"), tiny_models.t5),
+    "qwen3": (of("qwen3", "Qwen3ForCausalLM"), tiny_models.qwen3),
+    "gpt2": (of("gpt2", "GPT2LMHeadModel"), tiny_models.gpt2),
+    "bert": (of("bert", "BertForMaskedLM"), tiny_models.bert),
+    "mixtral": (of("mixtral", "MixtralForCausalLM"), tiny_models.mixtral),
 }
 SETTINGS = {
     "8 bits": {"bits": 8},
@@ -72,7 +66,7 @@ def gradients(call, model, inputs):
 
 
 def norm_of(tensors):
-    return float(torch.stack([each.norm() for each in tensors]).norm())
+    return float(torch.stack([tensor.norm() for tensor in tensors]).norm())
 
 
 def check_equal(found, expected):
@@ -103,17 +97,15 @@ def test_a_llama_of_mixed_bits(monkeypatch):
     draw_alike(monkeypatch)
     torch.compiler.reset()
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = of("llama", "LlamaConfig")(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, vocab_size=128,
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).train()
+    model = of("llama", "LlamaForCausalLM")(config).train()
     ids = torch.randint(64, (2, 33))
     inputs = {"input_ids": ids, "labels": ids}
     at_one_bit = copy.deepcopy(model)
-    fewbit.compress_(
-        at_one_bit, bits=1, layers=fewbit.LayerSettings(attention_bits=1), verbose=False
-    )
+    fewbit.compress_(at_one_bit, bits=1, layers={"attention_bits": 1}, verbose=False)
     expected = gradients(at_one_bit, at_one_bit, inputs)
     fewbit.compress_(model, bits=1.75, verbose=False)
     gradients(model, model, inputs)
@@ -126,7 +118,7 @@ def test_a_llama_of_mixed_bits(monkeypatch):
 @pytest.mark.parametrize(
     "settings, backend",
     [
-        *((each, "inductor") for each in SETTINGS),
+        *((item, "inductor") for item in SETTINGS),
         ("2 bits", "aot_eager"),
         ("2 bits", "passes dynamic"),
     ],
@@ -140,12 +132,7 @@ def test_models(name, settings, backend, monkeypatch):
     model, inputs = made(name)
     # Compiled, functions that a forward calls stay exact, such as those of Mixtral's experts.
     reference = copy.deepcopy(model)
-    fewbit.compress_(
-        reference,
-        layers=fewbit.LayerSettings(functional=False),
-        verbose=False,
-        **SETTINGS[settings],
-    )
+    fewbit.compress_(reference, layers={"functional": False}, verbose=False, **SETTINGS[settings])
     fewbit.compress_(model, verbose=False, **SETTINGS[settings])
     compiled = torch.compile(
         model,

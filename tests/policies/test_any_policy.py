@@ -6,28 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from regions import Regions
 from samples import normal
-from test_variance_probe import MODELS, loss_of
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from test_variance_probe import loss_of
+from training import build, step
 
 import fewbit
 
 POLICIES = {"adaptive bits": fewbit.AdaptiveBits(2), "error bound": fewbit.ErrorBound()}
-
-
-def build(policy, name="convnet", **changes):
-    """Return a model, its controller and a batch. changes: of the configuration."""
-    make, shape = MODELS[name]
-    torch.manual_seed(0)
-    model = make()
-    controller = fewbit.compress_(model, replace(POLICIES[policy], **changes), verbose=False)
-    return model, controller, normal(shape, scale=1.0)
-
-
-def step(model, x):
-    model.zero_grad()
-    loss_of(model(x)).backward()
 
 
 def found_by(controller):
@@ -35,10 +21,22 @@ def found_by(controller):
     return [*controller.allocation, *controller.bounds]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bits_that_are_given_stay(policy):
+    overrides = {"0": 5.5, "9": {"bits": 3}}
+    model, controller, x = build(bits=POLICIES[policy], overrides=overrides)
+    for _ in range(5):
+        step(model, x)
+    rows = {row.name: row for row in found_by(controller) if row.input is not None}
+    assert rows["0"].bits == 5.5 and rows["0"].is_fixed
+    assert rows["9"].bits == 3 and rows["9"].is_fixed
+    assert not rows["3.body.0"].is_fixed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_steps_that_are_measured(policy):
-    model, controller, x = build(policy, interval=10)
+    model, controller, x = build(bits=replace(POLICIES[policy], interval=10))
     measured = []
     for number in range(1, 31):
         y = model(x)
@@ -50,7 +48,7 @@ def test_steps_that_are_measured(policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_evaluation_and_the_meter_are_no_steps(policy):
-    model, controller, x = build(policy)
+    model, controller, x = build(bits=POLICIES[policy])
     step(model, x)
     fewbit.saved_bytes(model, x)
     model.eval()
@@ -61,25 +59,6 @@ def test_evaluation_and_the_meter_are_no_steps(policy):
     assert controller.context.policy.step == 1 and not found_by(controller)
     step(model, x)
     assert controller.context.policy.step == 2 and found_by(controller)
-
-
-class Regions(nn.Module):
-    """Blocks in checkpoints, of which the first is called by a function."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        self.reentrant = reentrant
-        self.parts = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-            for _ in range(3)
-        )
-
-    def forward(self, x):
-        first = self.parts[0]
-        for region in (lambda x: first[3](first[2](first[1](first[0](x)))), *self.parts[1:]):
-            rows = x.flatten(0, 1).requires_grad_()
-            x = x + checkpoint(region, rows, use_reentrant=self.reentrant).view_as(x)
-        return x
 
 
 @pytest.mark.fast(3)
@@ -95,9 +74,8 @@ class Regions(nn.Module):
     ids=repr,
 )
 def test_checkpointed_regions_are_recomputed_as_they_were(config, reentrant):
-    """Also if a measurement or another batch size comes between a forward pass and its backward pass."""
-    torch.manual_seed(0)
-    model = Regions(reentrant)
+    """A measurement or another batch size may come between a forward pass and its backward pass."""
+    model = Regions(reentrant, "both", 32)
     controller = fewbit.compress_(model, config, verbose=False)
     for i in range(6):
         first, second = (normal((size, 6, 32), scale=1.0) for size in (4 + i, 6))
@@ -116,7 +94,7 @@ def test_checkpointed_regions_are_recomputed_as_they_were(config, reentrant):
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_copies_go_on_by_themselves(policy, again):
-    model, controller, x = build(policy, "transformer")
+    model, controller, x = build("transformer", POLICIES[policy])
     for _ in range(3):
         step(model, x)
     other = again(model)
@@ -133,7 +111,7 @@ def test_copies_go_on_by_themselves(policy, again):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_restored(policy):
-    model, _, x = build(policy, "transformer")
+    model, _, x = build("transformer", POLICIES[policy])
     step(model, x), step(model, x)
     fewbit.restore_(model)
     step(model, x)

@@ -1,7 +1,6 @@
 """The contents of `controller.bounds`: unobserved layers, codecs, given bits, and models that were restored."""
 
 import copy
-import dataclasses
 import math
 import pickle
 import re
@@ -9,11 +8,13 @@ import warnings
 
 import pytest
 import torch
+from regions import Regions, block
 from samples import normal
 from test_variance_probe import loss_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from training import bounded
 
 import fewbit
 from fewbit.errors import BoundWarning, InputError
@@ -30,49 +31,17 @@ IN_CHECKPOINT = "(in a checkpoint with use_reentrant=True; use use_reentrant=Fal
 ALONE = "(called by themselves, outside of a forward of the model)"
 
 
-def block():
-    return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-
-
-BOUND = {field.name for field in dataclasses.fields(fewbit.ErrorBound)}
-
-
-def bounded(model, **options):
-    """Compress a model. options: fields of ErrorBound, and keywords of `compress_`."""
-    bound = {name: options.pop(name) for name in BOUND & options.keys()}
-    return fewbit.compress_(model, fewbit.ErrorBound(**bound), **{"verbose": False, **options})
-
-
 def steps(model, count=3, x=X):
     for _ in range(count):
         loss_of(model(x)).backward()
 
 
 def plain(text):
-    """Without the line breaks."""
+    """Return the text without line breaks."""
     return " ".join(text.split())
 
 
 # -- layers that are not observed --------------------------------------------------------------------------
-
-
-class Regions(nn.Module):
-    """A layer, and blocks in checkpoints. regions: "modules", "functions" or None."""
-
-    def __init__(self, reentrant, regions="modules"):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.blocks = nn.Linear(64, 64), nn.ModuleList([block(), block()])
-        self.reentrant, self.regions = reentrant, regions
-
-    def forward(self, x):
-        x = self.first(x)
-        for each in self.blocks:
-            region = each
-            if self.regions == "functions":
-                region = lambda x, each=each: each[3](each[2](each[1](each[0](x))))  # noqa: E731
-            x = checkpoint(region, x, use_reentrant=self.reentrant) if self.regions else each(x)
-        return x
 
 
 IN_BLOCKS = tuple(f"blocks.{i}.{j}" for i in (0, 1) for j in (0, 1, 3))
@@ -80,7 +49,7 @@ IN_BLOCKS = tuple(f"blocks.{i}.{j}" for i in (0, 1) for j in (0, 1, 3))
 
 @pytest.mark.parametrize("regions", ["modules", "functions"])
 def test_layers_in_reentrant_checkpoints_are_named(regions):
-    """In a module the linear layer after a norm shares the norm's copy, so that it has nothing of its own to observe."""
+    """The linear layer after a norm shares the norm's copy if both are in a module, and then has nothing to observe."""
     model = Regions(True, regions)
     controller = bounded(model)
     steps(model)
@@ -99,7 +68,7 @@ def test_layers_in_reentrant_checkpoints_are_named(regions):
 
 @pytest.mark.parametrize("regions", ["modules", "functions", None])
 def test_what_is_observed_is_not_named(regions):
-    """From the first step on, when nothing has been learned yet."""
+    """No layer is named from the first step on, when nothing has been learned yet."""
     model = Regions(False, regions)
     controller = bounded(model)
     for _ in range(4):
@@ -142,12 +111,12 @@ def test_layers_that_are_not_met_any_more_are_forgotten():
 
 
 def test_layers_of_modules_that_are_called_one_by_one_are_all_named():
-    """Though a module is observed in its turn only."""
+    """All layers are named although a module is observed in its turn only."""
     models = nn.ModuleDict({str(i): Regions(True) for i in range(4)})
     controller = bounded(models, interval=1)
     for _ in range(12):
-        for each in models.values():
-            loss_of(each(X)).backward()
+        for model in models.values():
+            loss_of(model(X)).backward()
     assert len(controller.bounds.unobserved) == 4 * 4
 
 
@@ -156,7 +125,7 @@ class Experts(nn.ModuleList):
 
     def forward(self, x):
         parts = zip(self, (x, x[:0]), strict=True)
-        return torch.cat([checkpoint(each, part, use_reentrant=False) for each, part in parts])
+        return torch.cat([checkpoint(item, part, use_reentrant=False) for item, part in parts])
 
 
 def test_layers_without_samples_are_not_named():
@@ -183,7 +152,7 @@ def test_layers_that_are_called_by_themselves_are_named():
 
 
 class Block(nn.Sequential):
-    """With a forward of its own: Dynamo skips the frames of torch.nn's, so that those of its layers would be compiled."""
+    """A sequence with its own forward. Dynamo skips frames of torch.nn, and would compile those of the layers instead."""
 
     def forward(self, x):
         for layer in self:
@@ -202,79 +171,67 @@ class Blocks(nn.Sequential):
 COMPILED = tuple(f"{i}.{j}" for i in (1, 2) for j in (0, 1, 3))
 
 
-def _whole(model):
-    return torch.compile(model, backend="aot_eager", fullgraph=True)
+COMPILER = {"backend": "aot_eager", "fullgraph": True}
 
 
-def _in_place(model):
-    model.compile(backend="aot_eager", fullgraph=True)
+def compiled(model, how):
+    """Return the model, compiled as a whole or in its blocks."""
+    if how == "whole":
+        return torch.compile(model, **COMPILER)
+    if how == "function":
+        return torch.compile(lambda x: model(x), **COMPILER)
+    for place in (1, 2) if "block" in how else ():
+        if how == "wrapped blocks":
+            model[place] = torch.compile(model[place], **COMPILER)
+        else:
+            model[place].compile(**COMPILER)
+    if how == "in place":
+        model.compile(**COMPILER)
     return model
 
 
-def _function(model):
-    return torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
-
-
-def _each_block(model):
-    for each in (model[1], model[2]):
-        each.compile(backend="aot_eager", fullgraph=True)
-    return model
-
-
-def _each_wrapped(model):
-    for place in (1, 2):
-        model[place] = torch.compile(model[place], backend="aot_eager", fullgraph=True)
-    return model
+@pytest.fixture
+def dynamo():
+    """The counters of the compiler, without those of other tests."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch._dynamo.utils.counters
 
 
 @pytest.mark.fast(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("how", [_whole, _in_place, _function, _each_block, _each_wrapped])
-def test_compiled_layers_are_named(how):
+@pytest.mark.parametrize("how", ["whole", "in place", "function", "blocks", "wrapped blocks"])
+def test_compiled_layers_are_named(how, dynamo):
     """One piece of code may serve layers that are alike; telling of them makes no break in a graph."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     model = Blocks()
     controller = bounded(model)
     assert controller.bounds.unobserved == ()
-    steps(how(model))
+    steps(compiled(model, how))
     bounds = controller.bounds
-    is_whole = how in (_whole, _in_place, _function)
+    is_whole = "block" not in how
     assert bounds.unobserved == ("0",) * is_whole + COMPILED
     assert len([row for row in bounds if row.input is not None]) == (not is_whole)
     named = f"not observed, so that they have 8 bits: {', '.join(bounds.unobserved[:4])} and "
     assert f"{named}{len(bounds.unobserved) - 4} more {IN_COMPILE}" in plain(str(bounds))
     if is_whole:
         assert str(bounds).startswith("no bounds found; not observed")
-    counters = torch._dynamo.utils.counters
-    graphs = {_whole: 1, _function: 1, _each_block: 1, _each_wrapped: 1}
-    assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == graphs.get(how, counters["stats"]["unique_graphs"])
+    assert not dynamo["graph_break"]
+    assert how == "in place" or dynamo["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_layers_of_given_bits_are_not_named():
-    torch._dynamo.reset()
+def test_compiled_layers_that_do_not_run_or_have_given_bits_are_not_named(dynamo):
     model = Blocks()
     controller = bounded(model, overrides={"2.1": 5})
-    steps(_each_block(model))
-    assert controller.bounds.unobserved == tuple(each for each in COMPILED if each != "2.1")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_modules_that_do_not_run_are_not_named():
-    torch._dynamo.reset()
-    model = Blocks()
-    controller = bounded(model)
-    _each_block(model)
+    compiled(model, "blocks")
     loss_of(model[0](X)).backward()
     model.eval()
     model(X)
     assert controller.bounds.unobserved == ("0",)
+    steps(model.train())
+    assert set(COMPILED) - set(controller.bounds.unobserved) == {"2.1"}
 
 
 def test_nothing_of_it_is_in_the_state_or_lost_in_copies():
@@ -298,7 +255,9 @@ def test_steps_go_on_as_they_would():
             controller.context.policy.report_unobserved = lambda layer, reason: None
         torch.manual_seed(1)
         steps(model, 4)
-        found.append((controller.state_dict(), [each.grad for each in model.parameters()]))
+        found.append(
+            (controller.state_dict(), [parameter.grad for parameter in model.parameters()])
+        )
     assert found[0][0] == found[1][0]
     assert all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True))
 
@@ -431,20 +390,12 @@ def test_given_bits_of_activations_are_rows():
     assert controller.context.policy.activations.keys() == {":silu", ":relu"}
 
 
-def test_given_bits_of_called_functions_are_rows():
-    model = Called()
-    controller = bounded(model, layers=fewbit.LayerSettings(activation_bits=4))
-    steps(model)
-    rows = {row.name: row.bits for row in controller.bounds if row.is_fixed}
-    assert rows == {"act": 4, ":silu": 4, ":relu": 1}
-
-
 def test_given_bits_change_no_others():
     """Bits of layers are those of a policy that knows nothing of given activations."""
     found = []
     for forgets in (False, True):
         model = Called()
-        controller = bounded(model, layers=fewbit.LayerSettings(activation_bits=4), interval=1)
+        controller = bounded(model, layers={"activation_bits": 4}, interval=1)
         policy = controller.context.policy
         if forgets:
             policy._bounded_activations = frozenset()
@@ -456,7 +407,7 @@ def test_given_bits_change_no_others():
 
 def test_a_state_goes_on_where_bits_are_not_given_any_more():
     model = Called()
-    controller = bounded(model, layers=fewbit.LayerSettings(activation_bits=4))
+    controller = bounded(model, layers={"activation_bits": 4})
     steps(model)
     state = controller.state_dict()
     controller = bounded(model)
@@ -612,25 +563,3 @@ def test_a_state_from_before_the_first_step_is_one():
     assert controller.bounds
     controller.load_state_dict(state)
     assert not controller.bounds
-
-
-@pytest.mark.parametrize(
-    ("bits", "origin"),
-    [
-        (4, "of a configuration that learns nothing"),
-        (2.5, "of AdaptiveBits"),
-        (fewbit.SampleBits(), "of SampleBits"),
-    ],
-)
-def test_states_of_other_configurations_are_named(bits, origin):
-    model = Called()
-    other = fewbit.compress_(model, bits, verbose=False)
-    if bits == fewbit.SampleBits():
-        other.number_samples(torch.arange(16))
-    steps(model, 1)
-    state = other.state_dict()
-    controller = bounded(model)
-    with pytest.raises(InputError, match=f"ErrorBound, got one {origin}$"):
-        controller.load_state_dict(state)
-    with pytest.raises(InputError, match="ErrorBound, got one with 'garbage'$"):
-        controller.load_state_dict({"garbage": 1})

@@ -1,6 +1,7 @@
 """V^2 and D of each kind of layer, against torch's gradients and against what rounding does to ours."""
 
 import copy
+import importlib
 import math
 
 import pytest
@@ -25,7 +26,7 @@ def gradients(model, x, seed=0):
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     model.zero_grad()
     loss_of(model(x)).backward()
-    found = {name.split(".")[-1]: each.grad for name, each in model.named_parameters()}
+    found = {name.split(".")[-1]: parameter.grad for name, parameter in model.named_parameters()}
     return {"input": x.grad, **found}
 
 
@@ -51,8 +52,8 @@ def squared_error(model, x, exact, draws, run=gradients):
     """{label: mean of |g^ - g|^2 over draws of rounding}."""
     sums = dict.fromkeys(exact, 0.0)
     for seed in range(draws):
-        for label, each in run(model, x, 100 + seed).items():
-            sums[label] += float((each - exact[label]).double().square().sum()) / draws
+        for label, item in run(model, x, 100 + seed).items():
+            sums[label] += float((item - exact[label]).double().square().sum()) / draws
     return sums
 
 
@@ -72,14 +73,16 @@ def test_squares_of_gradients(device, layer):
     exact = gradients(theirs, x)
     ((name, seen),) = observed(model, converted(model, 8), x).slots.items()
     assert name == ("0", 0) and seen.is_known and seen.dtype_bytes == 4
-    assert {each.kind for each in seen.constraints} == {"in expectation"}
+    assert {constraint.kind for constraint in seen.constraints} == {"in expectation"}
     expected = {"weight"} if layer in LINEAR else {"input", "weight"}
-    assert {each.label for each in seen.constraints} == expected & exact.keys()
-    for each in seen.constraints:
-        true = float(exact[each.label].double().square().sum())
+    assert {constraint.label for constraint in seen.constraints} == expected & exact.keys()
+    for constraint in seen.constraints:
+        true = float(exact[constraint.label].double().square().sum())
         # Of one draw: what g^ - g has along g is of mean 0 and of this size.
-        along = 2 * math.sqrt(d_of(each, seen.error2) * true / exact[each.label].numel())
-        assert each.v2 == pytest.approx(true, rel=0.01, abs=3 * along), each.label
+        along = 2 * math.sqrt(
+            d_of(constraint, seen.error2) * true / exact[constraint.label].numel()
+        )
+        assert constraint.v2 == pytest.approx(true, rel=0.01, abs=3 * along), constraint.label
 
 
 def is_padded(layer) -> bool:
@@ -95,14 +98,14 @@ def test_d_against_rounding(device, layer):
     controller = converted(model, 3)
     ((_, seen),) = observed(model, controller, x).slots.items()
     errors = squared_error(model, x, exact, 40)
-    for each in seen.constraints:
-        d = d_of(each, seen.error2)
-        assert errors[each.label] < 1.25 * d, each.label
+    for constraint in seen.constraints:
+        d = d_of(constraint, seen.error2)
+        assert errors[constraint.label] < 1.25 * d, constraint.label
         is_equal = layer in LINEAR and "Transpose" not in layer.name and layer.name != "Conv3d"
         if is_equal and not is_padded(layer):
-            assert errors[each.label] > 0.8 * d
+            assert errors[constraint.label] > 0.8 * d
         else:
-            assert errors[each.label] > 0.05 * d
+            assert errors[constraint.label] > 0.05 * d
 
 
 @pytest.mark.parametrize(
@@ -129,13 +132,15 @@ def test_samples_of_very_different_size(device, kind):
         (
             model(x) * normal((16, 1), scale=1.0).to(device).abs().view_as(scale)
         ).square().sum().backward()
-        return {"weight": next(each for each in model.parameters() if each.dim()).grad}
+        return {
+            "weight": next(parameter for parameter in model.parameters() if parameter.dim()).grad
+        }
 
     model = nn.Sequential(copy.deepcopy(theirs))
     controller = converted(model, 3)
     ((_, seen),) = observed(model, controller, x, run=run).slots.items()
     assert seen.samples == 16 and len(seen.squares) == 16
-    (demand,) = (each for each in seen.constraints if each.label == "weight")
+    (demand,) = (constraint for constraint in seen.constraints if constraint.label == "weight")
     errors = squared_error(model, x, run(theirs, x), 60, run)
     assert errors["weight"] == pytest.approx(d_of(demand, seen.error2), rel=0.2)
 
@@ -170,6 +175,10 @@ class Normed(nn.Module):
         return torch.cat([layer(x).flatten(1) for layer in self.layers], 1)
 
 
+def rms_norm_of(name):
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
 SHARED = {
     "layer norm": (lambda: (nn.LayerNorm(64), nn.Linear(64, 8), nn.Linear(64, 12)), (16, 64)),
     "RMS norm": (lambda: (nn.RMSNorm(64), nn.Linear(64, 8), nn.Linear(64, 12)), (4, 4, 64)),
@@ -177,12 +186,17 @@ SHARED = {
         lambda: (nn.BatchNorm2d(8), nn.Conv2d(8, 6, 2), nn.Conv2d(8, 4, 2, groups=2)),
         (8, 8, 6, 6),
     ),
+    # Norms of transformers are known by their source, with 1 added to the weight or not.
+    "llama": (lambda: (rms_norm_of("llama").LlamaRMSNorm(64), nn.Linear(64, 8)), (16, 64)),
+    "gemma": (lambda: (rms_norm_of("gemma").GemmaRMSNorm(64), nn.Linear(64, 8)), (16, 64)),
 }
 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_layers_that_share_the_copy_of_a_norm(name):
     """Each demands of the norm's variable, under its own name; errors are scaled by the norm's weight."""
+    if name in ("llama", "gemma"):
+        pytest.importorskip("transformers")
     make, shape = SHARED[name]
     torch.manual_seed(0)
     theirs = Normed(*make())
@@ -195,7 +209,8 @@ def test_layers_that_share_the_copy_of_a_norm(name):
         x = nn.Parameter(x.clone())
         model.zero_grad()
         loss_of(model(x)).backward()
-        of_layers = {f"layers.{i}: weight": model.layers[i].weight.grad for i in range(2)}
+        weights = enumerate(layer.weight.grad for layer in model.layers)
+        of_layers = {f"layers.{i}: weight": grad for i, grad in weights}
         return {"input": x.grad, "weight": model.norm.weight.grad, **of_layers}
 
     exact = run(theirs, x)
@@ -204,17 +219,18 @@ def test_layers_that_share_the_copy_of_a_norm(name):
     runs = [observed(model, controller, x, seed, run=run).slots for seed in range(20)]
     ((found, seen),) = runs[0].items()
     assert found == ("norm", 0)
-    assert {each.label for each in seen.constraints} == exact.keys()
+    assert {constraint.label for constraint in seen.constraints} == exact.keys()
     errors = squared_error(model, x, exact, 60, run)
-    for number, each in enumerate(seen.constraints):
+    for number, constraint in enumerate(seen.constraints):
+        assert constraint.kind == "in expectation"
         v2 = sum(of["norm", 0].constraints[number].v2 for of in runs) / len(runs)
-        assert v2 == pytest.approx(float(exact[each.label].square().sum()), rel=0.05)
-        d = d_of(each, seen.error2)
-        assert errors[each.label] < 1.2 * d, each.label
-        assert errors[each.label] > (0.05 if each.label == "input" else 0.8) * d
+        assert v2 == pytest.approx(float(exact[constraint.label].square().sum()), rel=0.05)
+        d = d_of(constraint, seen.error2)
+        assert errors[constraint.label] < 1.2 * d, constraint.label
+        assert errors[constraint.label] > (0.05 if constraint.label == "input" else 0.8) * d
 
 
-@pytest.mark.parametrize("layer", **ids([each for each in NORMS if len(each.shape) > 3][:4]))
+@pytest.mark.parametrize("layer", **ids([item for item in NORMS if len(item.shape) > 3][:4]))
 def test_two_copies(layer):
     """D of one copy is enough for two."""
     _, theirs = layer.pair(4)
@@ -222,8 +238,8 @@ def test_two_copies(layer):
     controller = converted(model, 3, layers={"copies": 2})
     ((_, seen),) = observed(model, controller, x).slots.items()
     errors = squared_error(model, x, gradients(theirs, x), 40)
-    for each in seen.constraints:
-        assert errors[each.label] < 1.2 * d_of(each, seen.error2)
+    for constraint in seen.constraints:
+        assert errors[constraint.label] < 1.2 * d_of(constraint, seen.error2)
 
 
 # -- channels ----------------------------------------------------------------------------------------------
@@ -275,9 +291,9 @@ class Of(nn.Module):
         self.count, self.function, self.module, self.inputs = count, function, module, ()
 
     def forward(self, x):
-        self.inputs = [each * 1.0 for each in x.unbind(0)]
-        for each in self.inputs:
-            each.retain_grad()
+        self.inputs = [item * 1.0 for item in x.unbind(0)]
+        for input in self.inputs:
+            input.retain_grad()
         if self.module is None:
             return self.function(*self.inputs)
         return self.function(self.module, *self.inputs)
@@ -327,7 +343,7 @@ def test_measured_against_rounding(device, name):
         torch.manual_seed(seed)
         model.zero_grad()
         loss_of(model(nn.Parameter(x))).backward()
-        found = dict(zip(names, (each.grad for each in model.inputs), strict=True))
+        found = dict(zip(names, (input.grad for input in model.inputs), strict=True))
         if model.module is not None and model.module.weight.grad is not None:
             found["weight"] = model.module.weight.grad
         return found
@@ -336,21 +352,22 @@ def test_measured_against_rounding(device, name):
     exact = run(theirs, x)
     controller = converted(model, 8)
     seen = observed(model, controller, x, run=run).slots
-    assert seen and all(each.constraints for each in seen.values())
+    assert seen and all(slot.constraints for slot in seen.values())
     for variable in seen:
-        averages = {each: 4.0 if each == variable else 8.0 for each in seen}
+        averages = {name: 4.0 if name == variable else 8.0 for name in seen}
         runs = [observed(model, controller, x, i, averages, run).slots for i in range(6)]
         controller.context.policy = Fixed(averages)
         errors = squared_error(model, x, exact, 30, run)
         for demand in runs[0][variable].constraints:
             assert demand.kind == "measured" and demand.second == 0
             sharing = sum(
-                demand.label in [each.label for each in of.constraints] for of in runs[0].values()
+                demand.label in [constraint.label for constraint in of.constraints]
+                for of in runs[0].values()
             )
             d = v2 = 0.0
-            for each in runs:
-                of = {one.label: one for one in each[variable].constraints}[demand.label]
-                d += d_of(of, each[variable].error2) / sharing / len(runs)
+            for entry in runs:
+                of = {one.label: one for one in entry[variable].constraints}[demand.label]
+                d += d_of(of, entry[variable].error2) / sharing / len(runs)
                 v2 += of.v2 / len(runs)
             assert errors[demand.label] == pytest.approx(d, rel=0.35), (variable, demand.label)
             true = float(exact[demand.label].square().sum())
@@ -378,41 +395,6 @@ def test_prelu(slopes, needs_input):
     assert (demand.label, demand.kind) == ("weight", "in expectation")
     errors = squared_error(model, x, exact, 100, run)
     assert d_of(demand, seen.error2) == pytest.approx(errors["weight"], rel=0.35)
-
-
-@pytest.mark.parametrize("form", ["llama", "gemma"])
-def test_norms_of_transformers(form):
-    """Known by their source, with 1 added to the weight or not; as torch's RMS norm."""
-    pytest.importorskip("transformers")
-    if form == "llama":
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm as Norm
-    else:
-        from transformers.models.gemma.modeling_gemma import GemmaRMSNorm as Norm
-    torch.manual_seed(0)
-    theirs = nn.Sequential(Norm(64), nn.Linear(64, 8))
-    with torch.no_grad():
-        theirs[0].weight.copy_(torch.rand(64) * 2)
-    x = normal((16, 64), scale=1.0)
-
-    def run(model, x, seed=0):
-        torch.manual_seed(seed)
-        x = nn.Parameter(x.clone())
-        model.zero_grad()
-        loss_of(model(x)).backward()
-        found = {"input": x.grad, "weight": model[0].weight.grad, "1: weight": model[1].weight.grad}
-        return found
-
-    exact = run(theirs, x)
-    model = copy.deepcopy(theirs)
-    controller = converted(model, 4)
-    ((_, seen),) = observed(model, controller, x, run=run).slots.items()
-    assert {each.label for each in seen.constraints} == exact.keys()
-    errors = squared_error(model, x, exact, 60, run)
-    for each in seen.constraints:
-        assert each.kind == "in expectation"
-        assert each.v2 == pytest.approx(float(exact[each.label].square().sum()), rel=0.15)
-        d = d_of(each, seen.error2)
-        assert (0.05 if each.label == "input" else 0.8) * d < errors[each.label] < 1.2 * d
 
 
 def test_names_of_inputs():

@@ -63,7 +63,7 @@ class Dropped(nn.Module):
 
 
 class KeepsNothing(nn.Module):
-    """In some forwards nothing is kept but what an activation makes for a layer that is then not called."""
+    """A model some of whose forwards save only the copy that an activation made for a layer that is not called."""
 
     def __init__(self):
         super().__init__()

@@ -113,11 +113,7 @@ def compressed():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64), nn.Linear(64, 4))
     controller = fewbit.compress_(
-        model,
-        LargestBits(),
-        overrides={"3": 7},
-        layers=fewbit.LayerSettings(functional=False),
-        verbose=False,
+        model, LargestBits(), overrides={"3": 7}, layers={"functional": False}, verbose=False
     )
     return model, controller
 

@@ -38,7 +38,7 @@ def help_text(command):
 
 
 def block(kind, argument):
-    """What belongs under a marker, without what differs from run to run."""
+    """Return the text that belongs under a marker, without lines that differ from run to run."""
     if kind == "help":
         return help_text(argument)
     result = run(argument)
@@ -76,7 +76,10 @@ def options(command):
     context = click.Context(app.commands[command], info_name=command, **settings)
     parameters = app.commands[command].get_params(context)
     return {
-        name for each in parameters for name in (*each.opts, *each.secondary_opts) if name[0] == "-"
+        name
+        for parameter in parameters
+        for name in (*parameter.opts, *parameter.secondary_opts)
+        if name[0] == "-"
     }
 
 
@@ -176,11 +179,11 @@ def test_python_of_the_guide_runs(capsys):
     """docs/compress.md needs nothing but itself; its blocks end with a model that is torch's again."""
     names = run_blocks("docs/compress.md", {})
     assert "modules converted" in capsys.readouterr().out
-    before, after = (sum(each.values()) for each in names["controller"].report.kept)
+    before, after = (sum(entry.values()) for entry in names["controller"].report.kept)
     assert before > 5 * after
-    kinds = {type(each).__module__.partition(".")[0] for each in names["model"].modules()}
+    kinds = {type(module).__module__.partition(".")[0] for module in names["model"].modules()}
     assert kinds == {"torch", "page"}
-    assert all(each.grad is not None for each in names["model"].parameters())
+    assert all(parameter.grad is not None for parameter in names["model"].parameters())
 
 
 def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
@@ -195,11 +198,35 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     assert names["y"].shape == names["x"].shape
 
 
-def test_python_of_the_meter_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("page", "files", "texts"),
+    [
+        ("meter", {"saved.png", "saved.json"}, []),
+        ("variance_profile", {"profile.json", "profile.png"}, []),
+        ("error_bound", set(), ["tensors that layers keep"]),
+        pytest.param(
+            "plan",
+            {"plan.csv", "plan.json", "plan.png"},
+            ["coarse norms", "20% of that variance"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["meter", "variance profile", "error bound", "plan"],
+)
+def test_python_of_a_page_runs(page, files, texts, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    names = run_blocks("docs/meter.md", given())
-    assert names["report"].total > 0
-    assert {each.name for each in tmp_path.iterdir()} == {"saved.png", "saved.json"}
+    names = run_blocks(f"docs/{page}.md", given() if page == "meter" else {})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(text in shown for text in texts)
+    assert {path.name for path in tmp_path.iterdir()} == files
+    if page == "variance_profile":
+        assert names["profile"].contexts == ("0", "1", "3")
+    elif page == "error_bound":
+        assert names["controller"].bounds.e2 == 0.1 and len(names["controller"].bounds) == 4
+    elif page == "plan":
+        assert type(names["model"][0]).__module__.startswith("fewbit")
+    else:
+        assert names["report"].total > 0
 
 
 def rewrite():

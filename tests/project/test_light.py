@@ -1,10 +1,8 @@
 """The libraries that a training process imports, and the time that this takes."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from fresh_process import run
 from mpmath import mp, mpf
 
 from fewbit.functions.erfcx import erfcx
@@ -42,17 +40,11 @@ POLICIES = {
 }
 
 
-def run(code):
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 @pytest.mark.parametrize(
     "policy",
     [
         "error-bound",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in POLICIES if each != "error-bound"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in POLICIES if name != "error-bound"),
     ],
 )
 def test_a_training_process_imports_no_library_that_it_does_not_need(policy):
@@ -88,7 +80,7 @@ print((end - middle) / (middle - start), sum(name in sys.modules for name in ("t
 
 @pytest.mark.slow
 def test_the_import_costs_little_beside_torchs():
-    """In processor time relative to torch's own import, the best of several, so that a busy machine does not matter.
+    """The processor time is relative to torch's own import, the best of several, so that a busy machine does not matter.
 
     Torch takes about a second on one core, and fewbit a fifth of that.
     """
@@ -113,7 +105,7 @@ def test_a_constant_is_marked_as_torch_marks_it():
 def test_erfcx_against_mpmath():
     x = np.concatenate([np.linspace(0, 30, 601), 10.0 ** np.arange(-18, 4, 0.5)])
     mp.dps = 40
-    expected = [mp.exp(mpf(each) ** 2) * mp.erfc(mpf(each)) for each in x.tolist()]
+    expected = [mp.exp(mpf(number) ** 2) * mp.erfc(mpf(number)) for number in x.tolist()]
     found = erfcx(x)
     errors = [abs(float((mpf(a) - b) / b)) for a, b in zip(found.tolist(), expected, strict=True)]
     assert max(errors) < 1e-15

@@ -11,20 +11,22 @@ from pathlib import Path
 import pytest
 
 SETUP = Path(__file__).parents[2] / "setup.py"
+pytestmark = pytest.mark.skipif(
+    not SETUP.exists() or os.name != "posix", reason="needs a checkout and sh"
+)
 
 
-@pytest.mark.skipif(not SETUP.exists(), reason="not a checkout")
 def test_kernels_of_an_earlier_build_do_not_stay(tmp_path):
-    """They would be packed into a wheel, or imported, where none were asked for."""
+    """Old kernels would be packed into a wheel, or imported, although none were asked for."""
     pytest.importorskip("setuptools")
     shutil.copy(SETUP, tmp_path)
     for package in ("fewbit", "tables"):
         (tmp_path / package).mkdir()
     built = "_kernels" + sysconfig.get_config_var("EXT_SUFFIX")
     old = [tmp_path / place / "fewbit" / built for place in ("lib", ".")]
-    for each in old:
-        each.parent.mkdir(parents=True, exist_ok=True)
-        each.touch()
+    for path in old:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     command = [sys.executable, "setup.py", "build_ext", "--inplace", "--build-lib", "lib"]
     environment = {**os.environ, "FEWBIT_KERNELS": "0"}
     done = subprocess.run(
@@ -32,7 +34,7 @@ def test_kernels_of_an_earlier_build_do_not_stay(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "installed without compiled kernels (FEWBIT_KERNELS=0)" in done.stderr
-    assert not any(each.exists() for each in old)
+    assert not any(path.exists() for path in old)
 
 
 @pytest.fixture
@@ -50,7 +52,9 @@ def build(monkeypatch):
 def nvcc(tmp_path):
     """An nvcc that knows these architectures and cannot do anything else."""
     path = tmp_path / "nvcc"
-    known = " ".join(f"compute_{each}" for each in (75, 80, 86, 87, 89, 90, 100, 103, 120, 121))
+    known = " ".join(
+        f"compute_{architecture}" for architecture in (75, 80, 86, 87, 89, 90, 100, 103, 120, 121)
+    )
     path.write_text(f"#!/bin/sh\nprintf '%s\\n' {known}\n")
     path.chmod(0o755)
     return str(path)
@@ -59,7 +63,6 @@ def nvcc(tmp_path):
 ALL = [75, 80, 86, 89, 90, 100, 120]
 
 
-@pytest.mark.skipif(not SETUP.exists() or os.name != "posix", reason="needs a checkout and sh")
 @pytest.mark.parametrize(
     ("mode", "named", "gpus", "expected"),
     [
@@ -93,9 +96,9 @@ def test_what_cuda_is_built_for(build, nvcc, monkeypatch, mode, named, gpus, exp
         return
     assert chosen(nvcc) == expected
     command, *_ = next(iter(build["cuda_jobs"](nvcc, *expected)))
-    code = [each.rpartition("code=")[2] for each in command if "gencode" in each]
+    code = [word.rpartition("code=")[2] for word in command if "gencode" in word]
     assert code == build["targets"](*expected)
-    assert [each for each in code if each.startswith("compute")] == [f"compute_{expected[1]}"]
+    assert [target for target in code if target.startswith("compute")] == [f"compute_{expected[1]}"]
 
 
 class Driver:
@@ -116,7 +119,6 @@ class Driver:
         return 0
 
 
-@pytest.mark.skipif(not SETUP.exists(), reason="not a checkout")
 @pytest.mark.parametrize(
     ("driver", "expected"),
     [
@@ -162,7 +164,6 @@ def compilations(build, tmp_path):
     return compile_all
 
 
-@pytest.mark.skipif(not SETUP.exists() or os.name != "posix", reason="needs a checkout and sh")
 def test_a_build_says_how_far_it_is(compilations, capsys):
     assert all(target.exists() for target in compilations("a", "warned", "b"))
     lines = capsys.readouterr().out.splitlines()
@@ -180,7 +181,6 @@ def test_a_build_says_how_far_it_is(compilations, capsys):
     assert "bad: cannot be" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not SETUP.exists(), reason="not a checkout")
 def test_on_a_terminal_one_line_moves(build, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "30")
@@ -189,4 +189,4 @@ def test_on_a_terminal_one_line_moves(build, monkeypatch, capsys):
     line.end()
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and said.endswith("\n")
-    assert all(len(each) <= 29 for each in said.rstrip().split("\r\033[K"))
+    assert all(len(part) <= 29 for part in said.rstrip().split("\r\033[K"))

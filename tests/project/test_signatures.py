@@ -18,11 +18,15 @@ NAMES = [name for name in fewbit.nn.__all__ if hasattr(nn, name)]
 def test_signatures_are_torchs_plus_ours(name):
     ours = inspect.signature(getattr(fewbit.nn, name)).parameters
     theirs = inspect.signature(getattr(nn, name)).parameters
-    added = [each for each in ours.values() if each.name in OURS]
-    assert all(each.kind is each.KEYWORD_ONLY for each in added)
+    added = [gradient for gradient in ours.values() if gradient.name in OURS]
+    assert all(item.kind is item.KEYWORD_ONLY for item in added)
 
     def described(parameters):
-        return [(each.name, each.kind, each.default) for each in parameters if each not in added]
+        return [
+            (parameter.name, parameter.kind, parameter.default)
+            for parameter in parameters
+            if parameter not in added
+        ]
 
     if theirs == inspect.signature(nn.Module).parameters:  # which takes nothing
         theirs = {}
@@ -59,7 +63,10 @@ def test_skip_init(name):
     assert {key: value.shape for key, value in module.state_dict().items()} == {
         key: value.shape for key, value in expected.state_dict().items()
     }
-    assert all(each.dtype == torch.float64 and not each.is_meta for each in module.parameters())
+    assert all(
+        parameter.dtype == torch.float64 and not parameter.is_meta
+        for parameter in module.parameters()
+    )
 
 
 def test_a_subclass_has_the_signature_of_its_own_constructor():

@@ -11,7 +11,6 @@ from naive import (
     normal_density,
     one,
     piece_moments,
-    squared_error,
 )
 from problems import solved
 from scipy.optimize import minimize
@@ -20,27 +19,10 @@ from fewbit import functions
 
 FORMS = ["levels", "intervals"]
 WEIGHTS = {"uniform": one, "normal": normal_density()}
-GAP = {"levels": 1e-3, "intervals": 1e-2}
 ALL = list(itertools.product(functions.names(), WEIGHTS, FORMS))
 
 
-def check(table):
-    assert 0 <= table.lower_bound <= table.error
-    assert table.error - table.lower_bound <= GAP[table.form] * table.error
-    assert table.solver["status"] == ("exact" if table.error == 0 else "stationary")
-
-
 # --- every function -----------------------------------------------------------------------------
-
-
-@pytest.mark.fast(12)
-@pytest.mark.parametrize(("name", "weight", "form"), ALL)
-def test_the_bound_is_close_and_the_error_falls(name, weight, form):
-    tables = [solved(name, bits, weight=weight, form=form) for bits in (1, 2, 3, 4)]
-    for table in tables:
-        check(table)
-    errors = [table.error for table in tables]
-    assert errors == sorted(errors, reverse=True)
 
 
 @pytest.mark.fast(20)
@@ -55,16 +37,6 @@ def test_the_levels_are_a_step_function_on_the_domain(name, weight, form):
     assert slopes.min() <= table.levels.min() and table.levels.max() <= slopes.max()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "weight"), [("gelu", "uniform"), ("sigmoid", "normal"), ("selu", "normal")]
-)
-def test_eight_bits(name, weight):
-    table = solved(name, 8, weight=weight)
-    check(table)
-    assert table.error < solved(name, 4, weight=weight).error / 100
-
-
 @pytest.mark.parametrize("name", functions.names())
 def test_levels_are_never_worse_than_intervals(name):
     for bits, weight in itertools.product((1, 2, 3, 4), WEIGHTS):
@@ -73,45 +45,6 @@ def test_levels_are_never_worse_than_intervals(name):
 
 
 # --- the error is what it claims to be ----------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gelu",
-        "silu",
-        "mish",
-        "selu",
-        "hardswish",
-        "tanhshrink",
-        "softsign",
-        "gelu_10",
-        "laplace",
-        "sqrtsoftplus",
-    ],
-)
-def test_the_error_by_adaptive_quadrature(name, weight, form):
-    f = functions.get(name)
-    for bits in (1, 3):
-        table = solved(name, bits, weight=weight, form=form)
-        assert table.error == pytest.approx(squared_error(table, f, WEIGHTS[weight]), rel=1e-6)
-
-
-def test_the_error_of_a_table_of_many_levels_by_adaptive_quadrature():
-    table = solved("gelu", 8)
-    assert table.error == pytest.approx(squared_error(table, functions.get("gelu")), rel=1e-6)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["gelu", "tanh", "elu"])
-def test_the_relative_error(name, form):
-    f = functions.get(name)
-    table = solved(name, 2, form=form)
-    parts = np.linspace(-10, 10, 401)
-    norm = fine_integral(lambda x: f.derivative(x) ** 2, np.stack([parts[:-1], parts[1:]], axis=1))
-    assert table.relative_error == pytest.approx(np.sqrt(table.error / norm), rel=1e-9)
 
 
 # --- the bound is a bound -----------------------------------------------------------------------
@@ -128,50 +61,25 @@ COMPETED = [
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize(("name", "weight"), COMPETED)
-def test_no_optimized_levels_are_below_the_bound(name, weight, count):
-    f = functions.get(name)
-    table = solved(name, levels=count, weight=weight)
-    sample = SampledError(f, table.domain, WEIGHTS[weight], 8_001)
+@pytest.mark.parametrize(
+    ("form", "close", "far"), [("levels", 1e-5, 1.05), ("intervals", 1e-4, 1.4)], ids=FORMS
+)
+def test_no_optimized_table_is_below_the_bound(form, close, far, name, weight, count):
+    """The best of several searches is no better than the table, and near enough to be a test."""
+    table = solved(name, levels=count, weight=weight, form=form)
+    sample = SampledError(functions.get(name), table.domain, WEIGHTS[weight], 8_001)
     rng = np.random.default_rng(count)
-    starts = rng.uniform(sample.value.min(), sample.value.max(), (6, count))
-    found = [
-        minimize(sample.of_levels, s, method="Nelder-Mead", options={"maxfev": 400}).fun
-        for s in starts
-    ]
-    assert min(found) >= table.lower_bound * (1 - 1e-5)
-    assert table.error <= min(found) * (1 + 1e-5)
-    assert min(found) <= table.error * 1.05  # they came close enough to be a test
-
-
-@pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize(("name", "weight"), COMPETED)
-def test_no_optimized_intervals_are_below_the_bound(name, weight, count):
-    f = functions.get(name)
-    table = solved(name, levels=count, weight=weight, form="intervals")
-    sample = SampledError(f, table.domain, WEIGHTS[weight], 8_001)
-    rng = np.random.default_rng(count)
-    starts = rng.uniform(-3, 3, (8, count - 1))
-    found = [
-        minimize(sample.of_breaks, s, method="Nelder-Mead", options={"maxfev": 250}).fun
-        for s in starts
-    ]
-    assert min(found) >= table.lower_bound * (1 - 1e-4)
-    assert table.error <= min(found) * (1 + 1e-4)
-    assert min(found) <= table.error * 1.4
-
-
-@pytest.mark.parametrize("name", ["gelu", "mish", "selu", "softsign", "hardswish"])
-@pytest.mark.parametrize("form", FORMS)
-def test_no_random_neighbor_is_below_the_bound(name, form):
-    table = solved(name, 3, form=form)
-    sample = SampledError(functions.get(name), table.domain)
-    rng = np.random.default_rng(5)
-    for size in np.geomspace(1e-5, 0.3, 60):
-        if form == "levels":
-            error = sample.of_levels(table.levels + size * rng.standard_normal(len(table.levels)))
-        else:
-            error = sample.of_breaks(table.breaks + size * rng.standard_normal(len(table.breaks)))
-        assert error >= table.lower_bound * (1 - 1e-6)
+    if form == "levels":
+        error, evaluations = sample.of_levels, 400
+        starts = rng.uniform(sample.value.min(), sample.value.max(), (6, count))
+    else:
+        error, evaluations = sample.of_breaks, 250
+        starts = rng.uniform(-3, 3, (8, count - 1))
+    options = {"method": "Nelder-Mead", "options": {"maxfev": evaluations}}
+    found = min(minimize(error, start, **options).fun for start in starts)
+    assert found >= table.lower_bound * (1 - close)
+    assert table.error <= found * (1 + close)
+    assert found <= table.error * far
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -230,22 +138,13 @@ def test_the_bound_put_together_anew(name, extrema, form):
 @pytest.mark.parametrize(
     "name", ["gelu", "silu", "selu", "tanh", "softplus", "hardswish", "gelu_10"]
 )
-def test_every_level_is_the_mean_of_its_pieces(name, weight, form):
+def test_levels_are_means_and_breaks_are_equally_near_to_two_levels(name, weight, form):
+    f = functions.get(name)
     table = solved(name, 3, weight=weight, form=form)
-    mass, first = piece_moments(table, functions.get(name), WEIGHTS[weight])
+    mass, first = piece_moments(table, f, WEIGHTS[weight])
     assert table.levels * mass == pytest.approx(first, abs=1e-9)
     heavy = mass > 1e-2
     assert table.levels[heavy] == pytest.approx(first[heavy] / mass[heavy], abs=1e-8)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize(
-    "name", ["gelu", "silu", "selu", "tanh", "softplus", "hardswish", "gelu_10"]
-)
-def test_every_break_is_where_its_two_levels_are_equally_near(name, weight, form):
-    f = functions.get(name)
-    table = solved(name, 3, weight=weight, form=form)
     middle = 0.5 * (table.levels[table.codes[1:]] + table.levels[table.codes[:-1]])
     smooth = [all(abs(b - kink) > 1e-6 for kink in f.kinks) for b in table.breaks]
     assert sum(smooth) >= 3

@@ -21,7 +21,7 @@ from fewbit.errors import SolveError
 from fewbit.solver import dynamic_program as layers
 from fewbit.solver import partition as module
 from fewbit.solver.dynamic_program import RANDOM_CHOICE, Costs, run_layer
-from fewbit.solver.partition import Effort, LayeredSearch, partition, surviving_breaks
+from fewbit.solver.partition import Effort, LayeredSearch, partition
 from fewbit.solver.segments import Items
 
 STEADY = settings(max_examples=60)
@@ -48,17 +48,12 @@ def always_prune(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("problem", tagged("small"), ids=str)
-def test_levels_against_every_grouping(problem, count):
-    found = partition(problem.values, count, problem.weights)
-    assert_cost(found.cost, every_grouping(problem.values, problem.weights, count))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("problem", tagged("small"), ids=str)
-def test_intervals_against_every_contiguous_partition(problem, count):
-    found = partition(problem.values, count, problem.weights, form="intervals")
-    assert_cost(found.cost, every_contiguous(problem.values, problem.weights, count))
+def test_against_every_partition(problem, form, count):
+    every = {"levels": every_grouping, "intervals": every_contiguous}[form]
+    found = partition(problem.values, count, problem.weights, form=form)
+    assert_cost(found.cost, every(problem.values, problem.weights, count))
 
 
 @pytest.mark.parametrize("prune", [True, False])
@@ -105,55 +100,17 @@ def test_any_small_sequence(pairs, count, form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_the_breaks_cost_what_is_claimed(problem, form):
+def test_breaks_and_means_are_those_of_the_cost(problem, form):
     values, weights = arranged(problem, form)
     for count in (1, 3, len(values), len(values) + 2):
         found = partition(problem.values, count, problem.weights, form=form)
         assert found.breaks.shape == (count - 1,)
-        assert found.means.shape == (count,)
         assert (np.diff([0, *found.breaks, len(values)]) >= 0).all()
         assert_cost(found.cost, breaks_cost(values, weights, found.breaks.tolist()))
+        means = Items(weights, values).segment_means(found.breaks)
+        np.testing.assert_array_equal(found.means, means)
         if form == "levels":
             assert (problem.values[found.order] == values).all()
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_the_means_are_the_means_of_the_segments(problem, form):
-    values, weights = arranged(problem, form)
-    found = partition(problem.values, 3, problem.weights, form=form)
-    edges = [0, *found.breaks, len(values)]
-    for mean, a, b in zip(found.means, edges[:-1], edges[1:], strict=True):
-        if weights[a:b].sum() == 0:
-            assert np.isnan(mean)
-        else:
-            exact = sum(
-                Fraction(v) * Fraction(w)
-                for v, w in zip(values[a:b].tolist(), weights[a:b].tolist(), strict=True)
-            )
-            exact /= sum(map(Fraction, weights[a:b].tolist()))
-            assert float(abs(Fraction(float(mean)) - exact)) <= 1e-15 * np.abs(values[a:b]).max()
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_the_cost_never_rises_with_the_count_and_ends_at_zero(problem, form):
-    n = len(problem.values)
-    costs = [
-        partition(problem.values, count, problem.weights, form=form).cost
-        for count in range(1, n + 2)
-    ]
-    assert (np.diff(costs) <= 1e-12 * np.array(costs[:-1])).all()
-    assert costs[n - 1] == 0.0 and costs[n] == 0.0
-
-
-@pytest.mark.parametrize("count", [2, 3, 7])
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_levels_never_cost_more_than_intervals(problem, count):
-    levels = partition(problem.values, count, problem.weights).cost
-    assert levels <= partition(problem.values, count, problem.weights, form="intervals").cost * (
-        1 + 1e-12
-    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -161,34 +118,6 @@ def test_no_weights_are_equal_weights(form):
     values = np.random.default_rng(0).standard_normal(50)
     bare = partition(values, 4, form=form)
     assert bare.cost == partition(values, 4, np.ones(50), form=form).cost
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_integer_weights_are_repeated_samples(form):
-    rng = np.random.default_rng(1)
-    values, counts = rng.standard_normal(40), rng.integers(0, 4, 40)
-    weighted = partition(values, 5, counts.astype(float), form=form).cost
-    assert weighted == pytest.approx(
-        partition(np.repeat(values, counts), 5, form=form).cost, rel=1e-12
-    )
-
-
-def test_the_order_of_the_values_does_not_matter_to_levels():
-    rng = np.random.default_rng(2)
-    values, weights = rng.standard_normal(200), rng.random(200)
-    order = rng.permutation(200)
-    shuffled = partition(values[order], 6, weights[order]).cost
-    assert partition(values, 6, weights).cost == pytest.approx(shuffled, rel=1e-12)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_reversal_changes_nothing(form):
-    values, weights = long_sequence("noisy steps", 500)
-    forwards = partition(values, 6, weights, form=form)
-    backwards = partition(values[::-1], 6, weights[::-1], form=form)
-    assert forwards.cost == pytest.approx(backwards.cost, rel=1e-11)
-    if form == "intervals":
-        assert forwards.breaks.tolist() == (500 - backwards.breaks[::-1]).tolist()
 
 
 # --- pruning, threads and the two searches ------------------------------------------------------
@@ -203,23 +132,6 @@ def test_pruning_changes_nothing(kind, form, always_prune):
         plain = partition(values, count, weights, form=form, prune=False)
         assert pruned.cost == pytest.approx(plain.cost, rel=1e-11, abs=1e-300)
         assert pruned.candidates <= plain.candidates
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["random", "noisy steps", "ties", "far clusters"])
-def test_the_best_breaks_survive(kind, form):
-    values, weights = long_sequence(kind, 1_500)
-    if form == "levels":
-        order = np.argsort(values, kind="stable")
-        values, weights = values[order], weights[order]
-    best = partition(values, 7, weights, form="intervals", prune=False).breaks
-    survivors = surviving_breaks(
-        Items(weights, values), 7, monge=form == "levels", effort=Effort(1)
-    )
-    assert len(survivors) == 6
-    if kind in ("random", "noisy steps"):  # no ties: the optimum is the only one
-        assert all(b in s for b, s in zip(best, survivors, strict=True))
-    assert all((np.diff(s) > 0).all() for s in survivors)
 
 
 def test_pruning_really_prunes():

@@ -13,7 +13,7 @@ from problems import PROBLEMS, tagged
 from fewbit.solver.segments import Items
 
 STEADY = settings(max_examples=150)
-TOLERANCE = Fraction(1, 10**9)
+TOLERANCE = Fraction(1, 10**12)
 
 finite = st.floats(-1e6, 1e6, allow_nan=False).map(lambda x: 0.0 if abs(x) < 1e-9 else x)
 masses = st.one_of(st.just(0.0), st.floats(1e-6, 1e6))
@@ -28,36 +28,15 @@ def assert_cost(got, exact):
     assert abs(Fraction(float(got)) - exact) <= TOLERANCE * exact, (float(got), float(exact))
 
 
-@pytest.mark.parametrize("problem", tagged("small"), ids=str)
-def test_every_segment_of_a_small_sequence(problem):
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_segments_of_a_sequence(problem):
     items = Items(problem.weights, problem.values)
-    for start, stop in all_segments(len(items)):
-        assert_cost(
-            items.cost(start, stop), spread(problem.values[start:stop], problem.weights[start:stop])
-        )
-
-
-@pytest.mark.parametrize("problem", tagged("medium"), ids=str)
-def test_segments_of_a_longer_sequence(problem):
-    items = Items(problem.weights, problem.values)
-    rng = np.random.default_rng(1)
-    for start, stop in np.sort(rng.integers(0, len(items) + 1, (60, 2)), axis=1):
-        assert_cost(
-            items.cost(start, stop), spread(problem.values[start:stop], problem.weights[start:stop])
-        )
-
-
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e3])
-@pytest.mark.parametrize("order", ["apart", "interleaved"])
-def test_clusters_1e9_apart_cost_what_their_own_spreads_are(scale, order):
-    rng = np.random.default_rng(2)
-    offsets = np.repeat([0.0, 1e9, -1e9], 30)
-    if order == "interleaved":
-        offsets = rng.permutation(offsets)
-    values, weights = offsets + scale * rng.standard_normal(90), rng.random(90)
-    items = Items(weights, values)
-    for start, stop in np.sort(rng.integers(0, 91, (80, 2)), axis=1):
-        assert_cost(items.cost(start, stop), spread(values[start:stop], weights[start:stop]))
+    segments = list(all_segments(len(items)))
+    if "medium" in problem.tags:
+        segments = np.random.default_rng(1).choice(segments, 60)
+    for start, stop in segments:
+        exact = spread(problem.values[start:stop], problem.weights[start:stop])
+        assert_cost(items.cost(start, stop), exact)
 
 
 @STEADY
@@ -71,14 +50,6 @@ def test_any_sequence(pairs):
         # Values that agree to the last digits leave a spread of rounding errors.
         noise = sum(map(Fraction, weights[start:stop])) * Fraction(float(np.abs(values).max())) ** 2
         assert abs(got - exact) <= TOLERANCE * exact + Fraction(1, 10**30) * noise
-
-
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_empty_and_single_segments_cost_nothing(problem):
-    items = Items(problem.weights, problem.values)
-    n = len(items)
-    assert [items.cost(i, i) for i in range(n + 1)] == [0.0] * (n + 1)
-    assert [items.cost(i, i + 1) for i in range(n)] == [0.0] * n
 
 
 @pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -1e-300])
@@ -120,17 +91,6 @@ def test_compressed_runs_cost_what_their_items_cost(problem):
         assert_cost(runs.cost(start, stop), spread(problem.values[a:b], problem.weights[a:b]))
 
 
-@pytest.mark.parametrize("problem", tagged("medium", "far"), ids=str)
-def test_runs_of_runs(problem):
-    n = len(problem.values)
-    once = Items(problem.weights, problem.values).compress([0, 5, 11, 12, 20, 33, n])
-    twice = once.compress([0, 2, 5, 6])
-    for (start, stop), (a, b) in zip(
-        [(0, 1), (1, 2), (0, 2), (0, 3)], [(0, 11), (11, 33), (0, 33), (0, n)], strict=True
-    ):
-        assert_cost(twice.cost(start, stop), spread(problem.values[a:b], problem.weights[a:b]))
-
-
 def test_a_run_of_no_items_has_no_mass_and_costs_nothing():
     runs = Items([1.0, 2.0, 3.0], [5.0, 7.0, 9.0]).compress([0, 2, 2, 3])
     assert runs.mass.tolist() == [3.0, 0.0, 3.0]
@@ -158,31 +118,6 @@ def test_means_of_segments(problem):
 # --- what must not matter -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_integer_weights_are_repeated_samples(seed):
-    rng = np.random.default_rng(seed)
-    counts = rng.integers(0, 5, 15)
-    values = rng.standard_normal(15)
-    items = Items(counts.astype(float), values)
-    repeated = Items(np.ones(counts.sum()), np.repeat(values, counts))
-    at = np.concatenate([[0], np.cumsum(counts)])
-    for start, stop in all_segments(15):
-        assert items.cost(start, stop) == pytest.approx(
-            repeated.cost(at[start], at[stop]), rel=1e-13
-        )
-
-
-@pytest.mark.parametrize("problem", tagged("medium"), ids=str)
-def test_reversal(problem):
-    n = len(problem.values)
-    items = Items(problem.weights, problem.values)
-    backwards = Items(problem.weights[::-1], problem.values[::-1])
-    for start, stop in all_segments(n):
-        assert items.cost(start, stop) == pytest.approx(
-            backwards.cost(n - stop, n - start), rel=1e-10
-        )
-
-
 @pytest.mark.parametrize("power", [-300, -40, 40, 300])
 def test_scaling_by_a_power_of_two_scales_every_bit(power):
     rng = np.random.default_rng(6)
@@ -193,22 +128,3 @@ def test_scaling_by_a_power_of_two_scales_every_bit(power):
     for start, stop in all_segments(21):
         assert scaled.cost(start, stop) == items.cost(start, stop) * scale * scale
         assert heavier.cost(start, stop) == items.cost(start, stop) * scale
-
-
-@pytest.mark.parametrize("shift", [1.0, -(2.0**30), 2.0**40])
-def test_a_shift_that_is_exact_changes_no_cost(shift):
-    rng = np.random.default_rng(8)
-    values = rng.integers(-1000, 1000, 21) / 256.0  # the sum with the shift is exact
-    weights = rng.random(21)
-    items, shifted = Items(weights, values), Items(weights, values + shift)
-    for start, stop in all_segments(21):
-        assert shifted.cost(start, stop) == pytest.approx(items.cost(start, stop), rel=1e-13)
-
-
-@pytest.mark.parametrize("problem", tagged("medium"), ids=str)
-def test_a_longer_segment_never_costs_less(problem):
-    items = Items(problem.weights, problem.values)
-    n = len(items)
-    for start in range(n):
-        costs = np.array([items.cost(start, stop) for stop in range(start, n + 1)])
-        assert (costs[1:] >= costs[:-1] * (1 - 1e-12)).all()

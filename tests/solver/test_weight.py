@@ -10,7 +10,7 @@ from problems import solved
 from fewbit import functions
 from fewbit.errors import SolveError, WeightError
 from fewbit.solver.solve import solve
-from fewbit.solver.weight import Histogram, make_weight
+from fewbit.solver.weight import make_weight
 from fewbit.table import Table
 
 FORMS = ["levels", "intervals"]
@@ -186,13 +186,6 @@ def test_a_callable_does_not_come_back_from_a_document():
     assert "expected the callable naive:normal_density itself" in refusal_of(make_weight, document)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_any_histogram_round_trips_exactly(seed):
-    rng = np.random.default_rng(seed)
-    weight = Histogram(np.sort(rng.standard_normal(12)), rng.random(11))
-    assert make_weight(weight.document()).document() == weight.document()
-
-
 def test_a_table_is_solved_again_from_its_own_document(tmp_path):
     table = solve("gelu", 2, weight=mixture(5_000))
     table.save(tmp_path / "table.json")
@@ -221,27 +214,33 @@ def test_documents_that_are_none(document):
 # --- files --------------------------------------------------------------------------------------
 
 
-def test_samples_from_an_npy_file(tmp_path):
-    samples = mixture(1_000)
-    np.save(tmp_path / "samples.npy", samples.reshape(10, 100).astype(np.float32))
-    expected = make_weight(samples.astype(np.float32))
-    assert make_weight(str(tmp_path / "samples.npy")).document() == expected.document()
-    assert make_weight(tmp_path / "samples.npy").document() == expected.document()
+SAMPLES = mixture(1_000).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", ["density", "counts"])
-def test_a_histogram_from_an_npz_file(tmp_path, name):
-    heights = HEIGHTS if name == "density" else HEIGHTS * np.diff(EDGES)
-    np.savez(tmp_path / "weight.npz", edges=EDGES, **{name: heights})
-    weight = make_weight(tmp_path / "weight.npz")
-    expected = make_weight((EDGES, HEIGHTS)).document()
-    assert weight.document()["edges"] == expected["edges"]
-    assert weight.document()["density"] == pytest.approx(expected["density"], rel=1e-15)
-
-
-def test_samples_from_an_npz_file(tmp_path):
-    np.savez_compressed(tmp_path / "weight.npz", activations=mixture(1_000))
-    assert make_weight(tmp_path / "weight.npz").document() == make_weight(mixture(1_000)).document()
+@pytest.mark.parametrize(
+    ("name", "save", "spec"),
+    [
+        ("samples.npy", lambda path: np.save(path, SAMPLES.reshape(10, 100)), SAMPLES),
+        ("samples.npz", lambda path: np.savez_compressed(path, activations=SAMPLES), SAMPLES),
+        (
+            "density.npz",
+            lambda path: np.savez(path, edges=EDGES, density=HEIGHTS),
+            (EDGES, HEIGHTS),
+        ),
+        (
+            "counts.npz",
+            lambda path: np.savez(path, edges=EDGES, counts=HEIGHTS * np.diff(EDGES)),
+            (EDGES, HEIGHTS),
+        ),
+    ],
+)
+def test_a_weight_from_a_file(tmp_path, name, save, spec):
+    save(tmp_path / name)
+    expected = make_weight(spec).document()
+    for path in (tmp_path / name, str(tmp_path / name)):
+        document = make_weight(path).document()
+        assert document["edges"] == expected["edges"]
+        assert document["density"] == pytest.approx(expected["density"], rel=1e-15)
 
 
 def test_a_table_from_a_file(tmp_path):
@@ -283,6 +282,7 @@ FILES = {
     "one.npy": lambda path: np.save(path, np.array([1.0])),
     "nothing.npy": lambda path: np.save(path, np.array([])),
     "constant.npy": lambda path: np.save(path, np.full(100, 3.0)),
+    "complex.npy": lambda path: np.save(path, np.array([1 + 2j, 3.0])),
     "names.npz": _npz(a=EDGES, b=HEIGHTS),
     "none.npz": _npz(),
     "lengths.npz": _npz(edges=EDGES, counts=np.ones(3)),
@@ -331,6 +331,8 @@ def test_files_that_hold_no_weight(tmp_path, name):
         ([0.0, 1.0], [0.0]),
         ([0.0, 1.0], [-1.0]),
         ("a", "b"),
+        np.array([1 + 2j, 3.0]),
+        np.array([True, False]),
     ],
     ids=repr,
 )
@@ -342,24 +344,21 @@ def test_specifications_that_are_none(spec):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("factor", [4, 3, 1000])
-def test_scaling_a_histogram_changes_nothing(factor, form):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight": (EDGES, 3 * HEIGHTS)},
+        {"weight": (EDGES, 1000 * HEIGHTS)},
+        {"domain": (-50, 50)},
+    ],
+    ids=["times 3", "times 1000", "wider domain"],
+)
+def test_a_histogram_that_is_scaled_or_on_a_wider_domain_has_the_same_table(change, form):
     table = solve("gelu", 3, weight=(EDGES, HEIGHTS), form=form)
-    scaled = solve("gelu", 3, weight=(EDGES, factor * HEIGHTS), form=form)
-    assert scaled.error == pytest.approx(table.error, rel=1e-12)
-    assert scaled.levels == pytest.approx(table.levels, abs=1e-9)
-    assert scaled.breaks == pytest.approx(table.breaks, abs=1e-7)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["gelu", "elu", "softsign"])
-def test_the_error_under_a_histogram_by_adaptive_quadrature(name, form):
-    weight = make_weight((EDGES, HEIGHTS))
-    table = solve(name, 3, weight=weight, form=form)
-    expected = squared_error(table, functions.get(name), weight.density, EDGES)
-    assert table.error == pytest.approx(expected, rel=1e-6)
-    assert table.gap < 1e-3
-    assert table.domain == (-4.0, 3.0)
+    other = solve("gelu", 3, **{"weight": (EDGES, HEIGHTS), "form": form, **change})
+    assert other.error == pytest.approx(table.error, rel=1e-9)
+    assert other.levels == pytest.approx(table.levels, abs=1e-7)
+    assert other.breaks == pytest.approx(table.breaks, abs=1e-7)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -383,25 +382,29 @@ def test_outside_the_domain_q_continues_the_outermost_piece(weight, form):
         assert inside.all()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_domain_wider_than_the_weight_changes_nothing(form):
-    table = solve("gelu", 3, weight=(EDGES, HEIGHTS), form=form)
-    wide = solve("gelu", 3, weight=(EDGES, HEIGHTS), form=form, domain=(-50, 50))
-    assert wide.error == pytest.approx(table.error, rel=1e-9)
-    assert wide.levels == pytest.approx(table.levels, abs=1e-7)
-
-
 @pytest.mark.parametrize(
     ("mean", "std"), [(0.0, 1e-3), (3.0, 1e-3), (-2.5, 0.1), (14.0, 3.0), (1.0, 40.0)]
 )
-def test_normal_weights_far_from_the_usual(mean, std):
-    table = solve("silu", 3, weight=f"normal:{mean},{std}")
+def test_the_error_under_normal_weights_far_from_the_usual(mean, std):
     marks = np.concatenate([mean + std * np.linspace(-9, 9, 61), np.linspace(-10, 10, 41)])
-    expected = squared_error(table, functions.get("silu"), normal_density(mean, std), marks)
+    low, high = check_error("silu", f"normal:{mean},{std}", normal_density(mean, std), marks)
+    assert low <= mean - 8 * std and high >= mean + 8 * std
+
+
+def check_error(name, weight, density, marks, **options):
+    """Check a table's error by adaptive quadrature; return its domain."""
+    table = solve(name, 3, weight=weight, **options)
+    expected = squared_error(table, functions.get(name), density, marks)
     assert table.error == pytest.approx(expected, rel=1e-6)
     assert table.gap < 1e-3
-    low, high = table.domain
-    assert low <= mean - 8 * std and high >= mean + 8 * std
+    return table.domain
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["gelu", "elu", "softsign"])
+def test_the_error_under_a_histogram(name, form):
+    density = make_weight((EDGES, HEIGHTS)).density
+    assert check_error(name, (EDGES, HEIGHTS), density, EDGES, form=form) == (-4.0, 3.0)
 
 
 def test_a_normal_weight_where_the_derivative_is_constant():
@@ -435,12 +438,3 @@ def test_the_uniform_weight_is_a_flat_histogram_times_the_length(form):
     assert flat.error == pytest.approx(
         squared_error(flat, functions.get("mish"), one) / 20, rel=1e-6
     )
-
-
-@pytest.mark.parametrize("values", [np.array([1 + 2j, 3.0]), np.array([True, False])])
-def test_samples_that_are_no_real_numbers_are_refused(values, tmp_path):
-    with pytest.raises(WeightError, match="expected numbers"):
-        Histogram.from_samples(values)
-    np.save(tmp_path / "samples.npy", values)
-    with pytest.raises(WeightError, match="expected numbers"):
-        make_weight(str(tmp_path / "samples.npy"))

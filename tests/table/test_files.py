@@ -20,21 +20,14 @@ def test_writes_text_and_bytes(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
-def test_does_not_overwrite(tmp_path):
+def test_only_force_overwrites(tmp_path):
     path = tmp_path / "gelu.json"
     write_atomic(path, "first")
     with pytest.raises(OutputExistsError) as caught:
         write_atomic(path, "second")
     assert str(caught.value) == f"{path} exists; pass force=True to overwrite it"
-    assert path.read_text() == "first" and os.listdir(tmp_path) == ["gelu.json"]
-    assert caught.value.path == path
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert str(again) == str(caught.value)
-
-
-def test_force_overwrites(tmp_path):
-    path = tmp_path / "gelu.json"
-    write_atomic(path, "first")
+    assert path.read_text() == "first" and caught.value.path == path
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     write_atomic(path, "second", force=True)
     assert path.read_text() == "second" and os.listdir(tmp_path) == ["gelu.json"]
 
@@ -162,3 +155,16 @@ def test_permissions_follow_the_umask(tmp_path):
 def test_sizes_have_the_largest_unit_that_fits(size, text):
     assert format_size(size) == text
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 << 30), ("11264 mb", 11 << 30), (".5tb", 512 << 30), ("7b", 7)]
+)
+def test_sizes_in_other_spellings(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "7", "GB", "-1GB", "0GB", "1 XB", "1e3GB", "nan"])
+def test_text_that_is_no_size(text):
+    with pytest.raises(FewbitError, match="^expected a size such as 32GB"):
+        parse_size(text)

@@ -5,6 +5,7 @@ import io
 import math
 import pickle
 import warnings
+import weakref
 from functools import partial
 
 import pytest
@@ -275,6 +276,18 @@ def test_a_position_bias(device, masked, is_causal):
     _, storages, _ = kept_by(lambda: attention(*tensors, mask, bias, how, Quantiser(2)))
     expected = sum(quantised_bytes(x.shape, 2) for x in tensors) + bias.nbytes
     assert sum(storages.values()) == expected + (0 if mask is None else mask.nbytes)
+
+
+def test_attention_with_a_learned_bias_leaves_no_graph():
+    """The forward computes with gradients then; a node of that graph must not hold its own result, a cycle in C++."""
+    tensors = [normal((1, 2, 5, 8), seed=i).requires_grad_() for i in range(3)]
+    bias = normal((1, 2, 5, 5), seed=3).requires_grad_()
+    first = attention(*tensors, None, bias, How(), Quantiser(2))
+    node = weakref.ref(first.grad_fn)
+    attention(first, *tensors[1:], None, bias, How(), Quantiser(2))
+    assert node() is not None
+    del first
+    assert node() is None
 
 
 # -- attention: what is kept -----------------------------------------------------------------------

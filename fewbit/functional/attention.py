@@ -262,8 +262,9 @@ def _choosing(x, needs):
     if torch.compiler.is_compiling() or not (x.is_cuda or any(needs[3:])):
         yield
         return
-    itself = lambda tensor: tensor  # noqa: E731
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(itself, itself):
+    # A hook that returned the tensor itself would make a node hold its own result, a cycle that nothing ever frees.
+    drop = lambda tensor: None  # noqa: E731
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(drop, drop):
         yield
 
 

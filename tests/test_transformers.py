@@ -704,3 +704,21 @@ def test_models_are_not_held():
     del model
     gc.collect()
     assert held() is None
+
+
+def test_a_compressed_model_is_pickled():
+    """The classes of its norms and gated units are made when they are asked for."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_models.llama()).train()
+    fewbit.compress_(model, bits=4, verbose=False)
+    other = pickle.loads(pickle.dumps(model))
+    assert type(other.model.norm) is type(model.model.norm)
+    tokens = ids(2, 12)
+    torch.manual_seed(1)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    torch.manual_seed(1)
+    other(input_ids=tokens, labels=tokens).loss.backward()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    fewbit.restore_(other)
+    assert type(other.model.norm) is LlamaRMSNorm

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from fewbit.compress import fused, kinds, transformers_attention
+from fewbit.compress import fused, kinds, transformers_attention, transformers_modules
 from fewbit.compress.adaptation import INTERVAL, Adaptation
 from fewbit.compress.allocator import use_expandable_segments
 from fewbit.compress.budget import Sizes, bytes_of
@@ -138,6 +138,16 @@ class Original:
     becomes: type
     attributes: dict  # those that the conversion replaced
     added: tuple[str, ...]
+
+    def __getstate__(self):
+        # The class that a module of transformers becomes is made when it is asked for; pickle does not find it by name.
+        is_adapted = transformers_modules.is_adapted(self.becomes)
+        return vars(self) | {"becomes": None if is_adapted else self.becomes}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        if self.becomes is None:
+            self.becomes = transformers_modules.adapted(self.cls)
 
 
 @whole_or_not_at_all

@@ -31,7 +31,7 @@ from fewbit.runtime.calling import class_of
 from fewbit.runtime.normalised import input_gradient, keep_copies, offer, restore_copies
 from fewbit.runtime.quantiser import is_differentiated
 
-__all__ = ["becomes", "original"]
+__all__ = ["adapted", "becomes", "is_adapted", "original"]
 
 
 def becomes(module: nn.Module) -> type[nn.Module] | None:
@@ -46,6 +46,16 @@ def becomes(module: nn.Module) -> type[nn.Module] | None:
 def original(module: nn.Module) -> type[nn.Module] | None:
     """The class of transformers that a converted module had; None if it is not one of `becomes`."""
     return type(module).original if isinstance(module, _Adapted) else None
+
+
+def adapted(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that modules of that class of transformers become, see `becomes`."""
+    return _subclass(cls)
+
+
+def is_adapted(cls: type) -> bool:
+    """Return whether a class is one that `becomes` returns."""
+    return issubclass(cls, _Adapted)
 
 
 # -- classes ---------------------------------------------------------------------------------------

@@ -40,17 +40,12 @@ def becomes(module: nn.Module) -> type[nn.Module] | None:
     Known are transformers' Conv1D, root-mean-square norms and gated units of its models.
     """
     adapter = _adapter(class_of(module))
-    return None if adapter is None else _subclass(class_of(module))
+    return None if adapter is None else adapted(class_of(module))
 
 
 def original(module: nn.Module) -> type[nn.Module] | None:
     """The class of transformers that a converted module had; None if it is not one of `becomes`."""
     return type(module).original if isinstance(module, _Adapted) else None
-
-
-def adapted(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that modules of that class of transformers become, see `becomes`."""
-    return _subclass(cls)
 
 
 def is_adapted(cls: type) -> bool:
@@ -62,7 +57,7 @@ def is_adapted(cls: type) -> bool:
 
 
 class _Adapted(Quantised):
-    """Before the module's own class in a class made by `_subclass`; pickles as that class."""
+    """Before the module's own class in a class made by `adapted`; pickles as that class."""
 
     original: type[nn.Module]
 
@@ -71,14 +66,15 @@ class _Adapted(Quantised):
 
 
 @cache
-def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
+def adapted(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that modules of that class of transformers become, see `becomes`."""
     names = {"__module__": __name__, "__doc__": f"{cls.__name__} that keeps quantised tensors."}
     return type(cls.__name__, (_adapter(cls), cls), {**names, "original": cls})
 
 
 def _blank(cls: type[nn.Module]) -> nn.Module:
-    adapted = _subclass(cls)
-    return adapted.__new__(adapted)
+    made = adapted(cls)
+    return made.__new__(made)
 
 
 @cache

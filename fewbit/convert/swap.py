@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fewbit.convert import kinds, transformers_attention
+from fewbit.convert import kinds, transformers_attention, transformers_modules
 from fewbit.convert.functions import FunctionMode
 from fewbit.convert.report import ConvertedModule, Report, SkippedModule
 from fewbit.convert.select import Selected, Selection, settings_by_module
@@ -52,6 +52,16 @@ class Original:
     becomes: type
     attributes: dict
     added: tuple[str, ...]
+
+    def __getstate__(self):
+        # pickle cannot find an adapted class by its name, because it is made on first use.
+        is_adapted = transformers_modules.is_adapted(self.becomes)
+        return vars(self) | {"becomes": None if is_adapted else self.becomes}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        if self.becomes is None:
+            self.becomes = transformers_modules.adapted(self.cls)
 
 
 class Conversion(NamedTuple):

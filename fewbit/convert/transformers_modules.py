@@ -21,7 +21,7 @@ from fewbit.convert.transformers_source import canonical, source_of
 from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.module_calls import class_of
 
-__all__ = ["becomes", "original"]
+__all__ = ["adapted", "becomes", "is_adapted", "original"]
 
 
 def becomes(module: nn.Module) -> type[nn.Module] | None:
@@ -30,7 +30,7 @@ def becomes(module: nn.Module) -> type[nn.Module] | None:
     transformers' Conv1D, and the root-mean-square norms and gated units of its models are recognized.
     """
     cls = class_of(module)
-    return None if _adapter(cls) is None else _subclass(cls)
+    return None if _adapter(cls) is None else adapted(cls)
 
 
 def original(module: nn.Module) -> type[nn.Module] | None:
@@ -38,8 +38,13 @@ def original(module: nn.Module) -> type[nn.Module] | None:
     return type(module).original if isinstance(module, _Adapted) else None
 
 
+def is_adapted(cls: type) -> bool:
+    """Return whether `adapted` made the class."""
+    return issubclass(cls, _Adapted)
+
+
 class _Adapted:
-    """A mixin of the classes that `_subclass` makes, which pickle as the module's own class."""
+    """A mixin of the classes that `adapted` makes, which pickle as the module's own class."""
 
     original: type[nn.Module]
 
@@ -48,15 +53,16 @@ class _Adapted:
 
 
 @cache
-def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
+def adapted(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that modules of a class of transformers become, if `becomes` recognizes them."""
     doc = f"{cls.__name__} that saves quantized tensors."
     attributes = {"__module__": __name__, "__doc__": doc, "original": cls}
     return type(cls.__name__, (_Adapted, _adapter(cls), cls), attributes)
 
 
 def _blank(cls: type[nn.Module]) -> nn.Module:
-    adapted = _subclass(cls)
-    return adapted.__new__(adapted)
+    made = adapted(cls)
+    return made.__new__(made)
 
 
 @cache

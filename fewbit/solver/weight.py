@@ -348,10 +348,11 @@ def _floats(what, values):
     if hasattr(values, "detach"):  # a torch tensor, on any device, of any dtype
         values = values.detach().cpu().double().numpy()
     try:
+        array = np.asarray(values)
         # NumPy would drop imaginary parts, and convert True to 1.
-        if np.asarray(values).dtype.kind in "cb":
+        if array.dtype.kind in "cb":
             raise TypeError
-        return np.asarray(values, dtype=np.float64)
+        return np.asarray(array, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         raise WeightError(f"{what}: expected numbers, got {_shorten(values)}") from None
 

@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from layers import relative, saved_by
@@ -232,18 +233,21 @@ def test_fingerprints_of_even_layouts(rows, columns, dtype):
 
 def test_an_address_that_is_used_again_is_another_tensor():
     """Temporaries of a forward, each of which lies where the one before it lay."""
+    memory = np.empty((5, 96), np.float32)  # an allocator might not give an address back at once
 
     class Reuse(nn.Module):
         def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList(nn.Linear(96, 2) for _ in range(20))
-            self.places = []
+            self.last = lambda: None
 
         def forward(self, x):
             total = 0.0
             for i, layer in enumerate(self.layers):
-                scaled = x * float(i + 1)
-                self.places.append(scaled.data_ptr())
+                assert self.last() is None  # nothing keeps the tensor before it
+                np.multiply(x.numpy(), i + 1, out=memory)
+                scaled = torch.from_numpy(memory)
+                self.last = weakref.ref(scaled)
                 total = total + layer(scaled)
                 del scaled
             return total
@@ -251,7 +255,6 @@ def test_an_address_that_is_used_again_is_another_tensor():
     model = compressed(Reuse())
     x = normal((5, 96))
     model(x).sum().backward()
-    assert len(set(model.places)) < 20  # it does happen
     for i, layer in enumerate(model.layers):
         expected = (i + 1.0) * x.sum(0).expand(2, -1)
         assert relative(layer.weight.grad, expected) < 0.02

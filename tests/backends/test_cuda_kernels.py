@@ -15,7 +15,7 @@ import torch
 from fewbit import functions
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format import groups
-from fewbit.runtime.format.encoding import Encoding, packed_words
+from fewbit.runtime.format.encoding import Draw, Encoding, packed_words
 from fewbit.runtime.ops import fixed_point
 from fewbit.table import Knots
 
@@ -66,7 +66,7 @@ class Emulation:
 
     def table(self, encoding):
         if encoding.text not in self.tables:
-            e, knots = encoding, encoding.unbiased
+            e, draw = encoding, encoding.draw or Draw(*[()] * 6)
             self.tables[e.text] = ctypes.c_void_p(
                 self.library.emulated_table(
                     e.bits,
@@ -77,12 +77,12 @@ class Emulation:
                     *_array(e.flips, np.uint8),
                     *_array(e.lut32, np.float32),
                     *_array(e.lut64, np.float64),
-                    *_array(e.points if knots else (), np.float32, count=True),
-                    *_array(e.origins if knots else (), np.float32),
-                    *_array(e.values if knots else (), np.float32),
-                    *_array(e.slopes if knots else (), np.float32),
-                    *_array(e.levels32 if knots else (), np.float32, count=True),
-                    *_array(e.inverse_gaps if knots else (), np.float32),
+                    *_array(draw.points, np.float32, count=True),
+                    *_array(draw.origins, np.float32),
+                    *_array(draw.values, np.float32),
+                    *_array(draw.slopes, np.float32),
+                    *_array(draw.levels, np.float32, count=True),
+                    *_array(draw.inverse_gaps, np.float32),
                 )
             )
         return self.tables[encoding.text]

@@ -446,8 +446,7 @@ def unbiased():
         e = Encoding.of(table)
         return table, kernels.Table(
             e.bits, e.initial, e.breaks32, e.flips, e.breaks64, e.flips, e.lut32, e.lut64,
-            points=e.points, origins=e.origins, values=e.values, slopes=e.slopes,
-            levels=e.levels32, inverse_gaps=e.inverse_gaps,
+            **e.draw._asdict(),
         )  # fmt: skip
 
     return [native(table) for table in unbiased_tables()]

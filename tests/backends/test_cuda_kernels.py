@@ -147,7 +147,7 @@ class Emulation:
         return y.checked(), packed.checked()
 
     def quantize(
-        self, x, seed, bits, group_size, wide, widths=None, words=None, normalize=None, offset=0
+        self, x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None, offset=0
     ):
         """packed and ranges, of an x of (samples, features)."""
         samples, features = x.shape
@@ -156,7 +156,7 @@ class Emulation:
             rows = groups.group_count(samples, features, group_size)
         else:
             rows = groups.most_groups(samples, features, group_size)
-        columns = 3 if wide else 2
+        columns = 3 if fp32_min else 2
         packed = Guarded(words, torch.int32)
         ranges = Guarded(rows * columns, torch.bfloat16, offset)
         kept, streams = _streams(widths)
@@ -169,7 +169,7 @@ class Emulation:
             group_size,
             bits,
             *streams,
-            int(wide),
+            int(fp32_min),
             seed,
             packed.data,
             _long(words),

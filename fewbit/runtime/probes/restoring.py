@@ -72,10 +72,15 @@ class Restoring:
         return self.target is not None and slot.name == self.target.name
 
     def restored(self, values, spec, packed):
-        """Record the slot of a dequantized tensor and return its values, to which noise may be added in place."""
+        """Record the slot of a dequantized tensor and return its values, changed if the slot is the target."""
         slot = spec.slot
         self.slots.setdefault(slot.name, slot)
-        if self.is_target(slot) and slot.rounding is not None:
+        return self.changed(values, spec, packed) if self.is_target(slot) else values
+
+    def changed(self, values, spec, packed):
+        """Add noise to the values in place and return them. Subclasses may change them otherwise."""
+        slot = spec.slot
+        if slot.rounding is not None:
             flat = layout.storage_order(values)
             rows = flat.view(spec.samples or (len(values) if values.dim() else 1), -1)
             noise = self._noise.get(packed.data_ptr())

@@ -352,8 +352,8 @@ def test_encoding_is_the_table(sample):
         assert encoding.lut32.tolist() == encoding.lut64.astype(np.float32).tolist()
         assert np.isfinite(encoding.breaks32).all() and (np.diff(encoding.breaks32) >= 0).all()
         assert encoding.breaks32.dtype == np.float32 and encoding.breaks64.dtype == np.float64
-        assert len(encoding.breaks32) == len(encoding.flips32)
-        assert len(encoding.breaks64) == len(encoding.flips64) == table.n_pieces - 1
+        assert len(encoding.breaks32) == len(encoding.flips)
+        assert len(encoding.breaks64) == len(encoding.flips) == table.n_pieces - 1
 
 
 def test_an_encoding_is_one_object_and_survives_its_text():

@@ -52,8 +52,8 @@ def codes(n=N):
 def good_calls():
     """Each entry of the kernels with arguments that are right: arrays stand for buffers."""
     fixed = {"grid": floats(7 * CHANNELS), "inner": 25, "bits": BITS}
-    rounded = {"bits": BITS, "widths": None, "wide": False}
-    mixed = {"bits": 1, "widths": MIXED, "wide": False}
+    rounded = {"bits": BITS, "widths": None, "fp32_min": False}
+    mixed = {"bits": 1, "widths": MIXED, "fp32_min": False}
     room = {"packed": words(MIXED_WORDS), "ranges": ranges()}
     vectors = {"mean": floats(CHANNELS), "rstd": floats(CHANNELS), "inner": 25}
     affine = {"scale": floats(CHANNELS), "shift": floats(CHANNELS), "inner": 25}
@@ -77,7 +77,7 @@ def good_calls():
         | threads,
         "forward_quantized": function
         | {"table": TABLE, "x": floats(N), "y": floats(N), "codes": words(), "seed": None}
-        | {**SHAPE, "bits": BITS, "wide": False, "quantizer_seed": SEED}
+        | {**SHAPE, "bits": BITS, "fp32_min": False, "quantizer_seed": SEED}
         | {"packed": words(), "ranges": ranges()}
         | threads,
         "quantize": {"x": floats(N), **SHAPE, **rounded, "seed": SEED}
@@ -201,7 +201,7 @@ def test_the_message():
         ("quantize", {"rstd": None}, "quantize: rstd: expected 3 float32 on the CPU, got none"),
         ("quantize", {"threads": 0}, "threads: expected 1 or more, got 0"),
         ("dequantize", {"bits": 9}, "bits: expected 1 to 8, got 9"),
-        ("dequantize", {"wide": True}, "dequantize: ranges: expected 9 bfloat16 .*, got 6 .*"),
+        ("dequantize", {"fp32_min": True}, "dequantize: ranges: expected 9 bfloat16 .*, got 6 .*"),
         (
             "quantize mixed",
             {"widths": np.array([2, 0, 1], np.uint8)},

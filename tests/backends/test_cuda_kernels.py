@@ -15,7 +15,7 @@ import torch
 from fewbit import functions
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format import groups
-from fewbit.runtime.format.encoding import Encoding, packed_words
+from fewbit.runtime.format.encoding import Draw, Encoding, packed_words
 from fewbit.runtime.ops import fixed_point
 from fewbit.table import Knots
 
@@ -66,23 +66,23 @@ class Emulation:
 
     def table(self, encoding):
         if encoding.text not in self.tables:
-            e, knots = encoding, encoding.unbiased
+            e, draw = encoding, encoding.draw or Draw(*[()] * 6)
             self.tables[e.text] = ctypes.c_void_p(
                 self.library.emulated_table(
                     e.bits,
                     e.initial,
                     *_array(e.breaks32, np.float32, count=True),
-                    *_array(e.flips32, np.uint8),
+                    *_array(e.flips, np.uint8),
                     *_array(e.breaks64, np.float64, count=True),
-                    *_array(e.flips64, np.uint8),
+                    *_array(e.flips, np.uint8),
                     *_array(e.lut32, np.float32),
                     *_array(e.lut64, np.float64),
-                    *_array(e.points if knots else (), np.float32, count=True),
-                    *_array(e.origins if knots else (), np.float32),
-                    *_array(e.values if knots else (), np.float32),
-                    *_array(e.slopes if knots else (), np.float32),
-                    *_array(e.levels32 if knots else (), np.float32, count=True),
-                    *_array(e.inverse_gaps if knots else (), np.float32),
+                    *_array(draw.points, np.float32, count=True),
+                    *_array(draw.origins, np.float32),
+                    *_array(draw.values, np.float32),
+                    *_array(draw.slopes, np.float32),
+                    *_array(draw.levels, np.float32, count=True),
+                    *_array(draw.inverse_gaps, np.float32),
                 )
             )
         return self.tables[encoding.text]
@@ -147,7 +147,7 @@ class Emulation:
         return y.checked(), packed.checked()
 
     def quantize(
-        self, x, seed, bits, group_size, wide, widths=None, words=None, normalize=None, offset=0
+        self, x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None, offset=0
     ):
         """packed and ranges, of an x of (samples, features)."""
         samples, features = x.shape
@@ -156,7 +156,7 @@ class Emulation:
             rows = groups.group_count(samples, features, group_size)
         else:
             rows = groups.most_groups(samples, features, group_size)
-        columns = 3 if wide else 2
+        columns = 3 if fp32_min else 2
         packed = Guarded(words, torch.int32)
         ranges = Guarded(rows * columns, torch.bfloat16, offset)
         kept, streams = _streams(widths)
@@ -169,7 +169,7 @@ class Emulation:
             group_size,
             bits,
             *streams,
-            int(wide),
+            int(fp32_min),
             seed,
             packed.data,
             _long(words),

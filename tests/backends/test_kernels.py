@@ -142,9 +142,9 @@ def of_table(table):
         encoding.bits,
         encoding.initial,
         encoding.breaks32,
-        encoding.flips32,
+        encoding.flips,
         encoding.breaks64,
-        encoding.flips64,
+        encoding.flips,
         encoding.lut64,
     )
 
@@ -445,9 +445,8 @@ def unbiased():
     def native(table):
         e = Encoding.of(table)
         return table, kernels.Table(
-            e.bits, e.initial, e.breaks32, e.flips32, e.breaks64, e.flips64, e.lut32, e.lut64,
-            points=e.points, origins=e.origins, values=e.values, slopes=e.slopes,
-            levels=e.levels32, inverse_gaps=e.inverse_gaps,
+            e.bits, e.initial, e.breaks32, e.flips, e.breaks64, e.flips, e.lut32, e.lut64,
+            **e.draw._asdict(),
         )  # fmt: skip
 
     return [native(table) for table in unbiased_tables()]

@@ -86,13 +86,11 @@ def decode_mul(
 
 def _located(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
     """Return the codes of flat: the initial code with the flips of all breaks below the element."""
-    if flat.dtype == torch.float64:
-        breaks, flips = encoding.breaks64, encoding.flips64
-    else:
-        breaks, flips = encoding.breaks32, encoding.flips32
-        flat = flat.to(torch.float32)
+    breaks = encoding.breaks64
+    if flat.dtype != torch.float64:
+        breaks, flat = encoding.breaks32, flat.to(torch.float32)
     pieces = [encoding.initial]
-    for flip in flips.tolist():
+    for flip in encoding.flips.tolist():
         pieces.append(pieces[-1] ^ flip)
     # bucketize counts the breaks below x, and all of them for NaN.
     piece = torch.bucketize(flat, _constant(breaks, flat.device))

@@ -89,7 +89,7 @@ class Encoding:
 
     @property
     def unbiased(self) -> bool:
-        """Whether codes are drawn at random, so that a seed is needed."""
+        """True if codes are drawn at random, so that a seed is needed."""
         return self.knots is not None
 
     @cached_property
@@ -103,7 +103,7 @@ class Encoding:
         return _strict(self.breaks, self.closed)
 
     @cached_property
-    def flips64(self) -> np.ndarray:
+    def flips(self) -> np.ndarray:
         """(m,) uint8: the planes of the code that each break flips."""
         codes = gray(self.codes)
         return (codes[1:] ^ codes[:-1]).astype(np.uint8)
@@ -112,11 +112,6 @@ class Encoding:
     def breaks32(self) -> np.ndarray:
         """The breaks for 16- and 32-bit inputs: (m,) float32, finite, strict."""
         return _strict(round_breaks(self.breaks, self.closed), self.closed)
-
-    @property
-    def flips32(self) -> np.ndarray:
-        """(m,) uint8: the same for breaks32."""
-        return self.flips64
 
     @cached_property
     def lut64(self) -> np.ndarray:

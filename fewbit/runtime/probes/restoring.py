@@ -72,13 +72,13 @@ class Restoring:
         return self.target is not None and slot.name == self.target.name
 
     def restored(self, values, spec, packed):
-        """Record the slot of a dequantized tensor and return its values, to which noise may be added in place."""
+        """Record the slot of a dequantized tensor and return its values, changed if the slot is the target."""
         slot = spec.slot
         self.slots.setdefault(slot.name, slot)
         return self.changed(values, spec, packed) if self.is_target(slot) else values
 
     def changed(self, values, spec, packed):
-        """Return the values of a target slot with noise, which is added in place."""
+        """Add noise to the values in place and return them. Subclasses may change them otherwise."""
         slot = spec.slot
         if slot.rounding is not None:
             flat = layout.storage_order(values)

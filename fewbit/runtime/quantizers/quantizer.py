@@ -262,7 +262,7 @@ class Quantizer:
 
     @property
     def key(self) -> tuple:
-        """Layers with equal keys can share copies. Seeds are hashes of it: see `ForwardContext.seed_of_result`."""
+        """The key by which layers can share copies, and from which seeds are hashed, see `ForwardContext.seed_of_result`."""
         bits = self.bits
         if self._policy is not None:
             bits = self.average if self.is_fixed else None

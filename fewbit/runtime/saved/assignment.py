@@ -1,4 +1,4 @@
-"""Bits that are not fixed: the assignment that one forward pass goes by.
+"""Bits that are not fixed: the bit assignment of one forward pass.
 
 A *slot* is one input that a layer saves in every forward pass, for example the input of a linear layer. Each slot has
 an average number of bits per element, so the bytes of its tensor follow from the shape alone. The samples of the tensor

@@ -41,7 +41,7 @@ class SavedTensorCache:
 
     @property
     def is_open(self) -> bool:
-        """Whether a forward runs in this thread."""
+        """True while a forward runs in this thread."""
         return self._local.entries is not None
 
     def begin(self) -> None:

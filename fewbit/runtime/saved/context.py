@@ -111,7 +111,7 @@ class ForwardContext:
 
     @property
     def has_saved(self) -> bool:
-        """Whether a layer has saved a tensor in this forward."""
+        """True if a layer has saved a tensor in this forward."""
         return self._local.has_saved
 
     def record_save(self, value: bool = True) -> None:

@@ -23,6 +23,7 @@ from fewbit.convert import kinds
 from fewbit.convert.kinds import OWN_FORWARD
 from fewbit.demo.transformer import CharTransformer
 from fewbit.errors import InputError
+from fewbit.models.resnet import ResNet
 from fewbit.render.terminal import plain
 from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.interop.module_calls import TrackedModule
@@ -879,6 +880,25 @@ def test_padding_keeps_nothing(mode):
 
 
 # -- training ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_resnet_trains_and_keeps_a_twelfth():
+    torch.manual_seed(0)
+    model = ResNet("resnet18", nn.ReLU, classes=4)
+    x, labels = normal((8, 3, 32, 32), scale=1.0), torch.arange(8) % 4
+    exact = fewbit.saved_bytes(model, x).total
+    quiet(model, bits=2)
+    assert exact > 12 * fewbit.saved_bytes(model, x).total
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    losses = []
+    for _ in range(12):
+        loss = TF.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_gradient_accumulation_and_several_forwards_before_a_backward():

@@ -86,7 +86,7 @@ def test_checkpointed_regions_are_recomputed_as_they_were(config, reentrant):
         c.backward()
     if not reentrant:
         rows = [row for row in found_by(controller) if row.input is not None]
-        assert len(rows) >= 6
+        assert len(rows) >= 5
         activations = [row.bits for row in controller.bounds if row.input is None]
         assert len({row.bits for row in rows}) > 1 or set(activations) != {8.0}
 

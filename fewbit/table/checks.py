@@ -153,6 +153,8 @@ def checked_parameters(value) -> dict[str, float]:
     """Return a function's parameters."""
     parameters = checked_field("parameters", value)
     for name in parameters:
+        if not isinstance(name, str) or not 1 <= len(name) <= MOST_CHARACTERS:
+            raise wrong("parameters", f"names of 1 to {MOST_CHARACTERS} characters", name)
         _check_printable("parameters", name)
     return {name: float(number) for name, number in parameters.items()}
 
@@ -186,9 +188,9 @@ def checked_solver(value) -> dict[str, Any]:
     return solver | numbers
 
 
-def _check_printable(field: str, value) -> None:
-    if not isinstance(value, str) or len(value) > MOST_CHARACTERS or not value.isprintable():
-        raise wrong(field, f"up to {MOST_CHARACTERS} printable characters", value)
+def _check_printable(field: str, value: str) -> None:
+    if not value.isprintable():
+        raise wrong(field, "printable characters", value)
 
 
 def checked_knots_error(value) -> float:

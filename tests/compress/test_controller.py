@@ -5,9 +5,9 @@ import copy
 import numpy as np
 import pytest
 import torch
+from probed_models import MODELS
 from samples import normal
 from test_adaptive import build, step
-from test_variance_probe import MODELS
 from torch import nn
 
 import fewbit

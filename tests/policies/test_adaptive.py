@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from probed_models import MODELS, gradient, loss_of
 from samples import normal
-from test_variance_probe import MODELS, gradient, loss_of
 from torch import nn
 
 import fewbit

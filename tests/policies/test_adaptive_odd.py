@@ -7,9 +7,9 @@ import threading
 
 import pytest
 import torch
+from probed_models import MODELS, loss_of
 from samples import normal
 from test_adaptive import build, step
-from test_variance_probe import MODELS, loss_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

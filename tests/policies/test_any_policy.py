@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from probed_models import MODELS, loss_of
 from samples import normal
-from test_variance_probe import MODELS, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -8,9 +8,9 @@ import warnings
 
 import pytest
 import torch
+from probed_models import MODELS, loss_of
 from samples import normal
 from test_docs import run_blocks
-from test_variance_probe import MODELS, loss_of
 from torch import nn
 from torch.nn import functional as F
 

@@ -7,9 +7,7 @@ import pytest
 import torch
 from layers import LAYERS, fresh, ids
 from layouts import LAYOUTS, InLayout
-from samples import normal
-from test_error_models import monitored_of, observed
-from test_variance_probe import (
+from probed_models import (
     MODELS,
     Attention,
     Collective,
@@ -20,6 +18,8 @@ from test_variance_probe import (
     gradient,
     loss_of,
 )
+from samples import normal
+from test_error_models import monitored_of, observed
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -8,49 +8,26 @@ import pytest
 import torch
 from layers import LAYERS, fresh, ids
 from layouts import LAYOUTS, InLayout
+from probed_models import (
+    MODELS,
+    Collective,
+    Counted,
+    Fixed,
+    Twice,
+    converted,
+    gradient,
+    loss_of,
+)
 from samples import normal
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.runtime.backends.reference_quantizer import squares
 from fewbit.runtime.probes.variance_probe import MOST_EARLIER, VarianceProbe
 from fewbit.runtime.saved.assignment import TensorSlot
-from fewbit.runtime.saved.bit_policy import BitPolicy
-from fewbit.runtime.saved.single_backward import once_differentiable
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-
-
-class Fixed(BitPolicy):
-    """A policy with given averages, and a probe in forward passes that are to be measured."""
-
-    def __init__(self, averages=None, probe=None):
-        super().__init__()
-        self.averages, self.probe = averages or {}, probe
-
-    def begin(self, module, inputs):
-        assignment = super().begin(module, inputs)
-        assignment.probe = self.probe
-        return assignment
-
-
-def converted(model, bits=4, **options):
-    return fewbit.compress_(model, fewbit.AdaptiveBits(bits), verbose=False, **options)
-
-
-def loss_of(y):
-    """Of tensors in a nest: what has gradients of every size."""
-    y = y if isinstance(y, torch.Tensor) else y[0]
-    return (y.float() * normal(y.shape, scale=1.0, seed=9).to(y.device)).sum()
-
-
-def gradient(model, x, seed=0):
-    torch.manual_seed(seed)
-    model.zero_grad(set_to_none=True)
-    loss_of(model(x)).backward()
-    return torch.cat([x.new_empty(0), *(each.grad.flatten() for each in model.parameters())])
 
 
 def observed(model, controller, x, seeds=1, run=gradient):
@@ -111,56 +88,6 @@ def test_norm(device):
 # -- against the variance itself ---------------------------------------------------------------------------
 
 
-class Residual(nn.Module):
-    def __init__(self, body):
-        super().__init__()
-        self.body = body
-
-    def forward(self, x):
-        return x + self.body(x)
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
-
-    def forward(self, x):
-        heads = [each.unflatten(2, (4, 8)).transpose(1, 2) for each in self.qkv(x).chunk(3, 2)]
-        y = F.scaled_dot_product_attention(*heads)
-        return self.proj(y.transpose(1, 2).flatten(2))
-
-
-def convnet():
-    def block():
-        return nn.Sequential(
-            nn.Conv2d(8, 8, 3, padding=1, bias=False),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Conv2d(8, 8, 3, padding=1, bias=False),
-            nn.BatchNorm2d(8),
-        )
-
-    stem = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
-    blocks = Residual(block()), nn.ReLU(), Residual(block()), nn.ReLU()
-    return nn.Sequential(*stem, *blocks, nn.AvgPool2d(4), nn.Flatten(), nn.Linear(8 * 4, 10))
-
-
-def transformer():
-    def block():
-        return (
-            Residual(nn.Sequential(nn.LayerNorm(32), Attention())),
-            Residual(
-                nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-            ),
-        )
-
-    return nn.Sequential(*block(), *block(), nn.LayerNorm(32), nn.Linear(32, 10))
-
-
-MODELS = {"convnet": (convnet, (8, 3, 8, 8)), "transformer": (transformer, (4, 8, 32))}
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_each_part_of_the_variance(name):
     """Of one variable at 3 bits with the others at 8, by sampling: within a factor of 2, the sum within 1.4."""
@@ -184,25 +111,6 @@ def test_each_part_of_the_variance(name):
         assert 1 / 2 < measured[each] / (sensitivity / 49) < 2, each
     ratio = sum(measured.values()) / (sum(predicted.values()) / 49)
     assert 1 / 1.4 < ratio < 1.4
-
-
-class Twice(nn.Module):
-    """One layer for two inputs of different scales."""
-
-    def __init__(self, scales, is_checkpointed=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.scales, self.is_checkpointed = nn.Linear(64, 64), scales, is_checkpointed
-
-    def forward(self, x):
-        def both(x):
-            a, b = (
-                self.linear(scale * each)
-                for scale, each in zip(self.scales, (x, x.flip(0)), strict=True)
-            )
-            return a + b
-
-        return checkpoint(both, x, use_reentrant=False) if self.is_checkpointed else both(x)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -604,30 +512,6 @@ def test_a_backward_pass_within_the_forward(is_alone):
     assert seen["a", 0].is_known != is_alone and seen["b", 0].is_known
     assert (seen["a", 0].sensitivity > 0) != is_alone
     assert (("a", 0) in controller.context.policy.averages) != is_alone
-
-
-class Counted(torch.autograd.Function):
-    """x times a weight, from a quantized x; counts its backward passes."""
-
-    passes = 0
-
-    @staticmethod
-    def forward(ctx, x, weight, quantizer):
-        kept = quantizer.quantize(x)
-        ctx.spec, ctx.count = kept.spec, type(ctx)._forward_cls
-        ctx.save_for_backward(weight, *kept.tensors)
-        return x * weight
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        ctx.count.passes += 1
-        weight, *kept = ctx.saved_tensors
-        return grad * weight, (ctx.spec.dequantize(kept) * grad).sum(0), None
-
-
-class Collective(Counted):
-    backward_has_collectives = True
 
 
 @pytest.mark.parametrize("function", [Counted, Collective])

@@ -240,11 +240,12 @@ def _signs(count: int) -> int:
     return 4 * ceil(count / 32)
 
 
-def _prelu(arguments, shape):
+def _prelu(arguments, shape, format=None):
     return Layer(
         "PReLU",
         arguments,
         shape,
+        format=format,
         exact=(True, False),
         kept=lambda bits, y: _signs(y.numel()) + quantized_bytes(shape, bits),
     )
@@ -300,6 +301,8 @@ ROUNDED = [
     _prelu((5,), (4, 5, 9, 8)),
     _prelu((70,), (6, 70)),
     _prelu((), (40,)),
+    _prelu((5,), (2, 5, 4, 3), LAST),
+    _prelu((5,), (2, 5, 2, 4, 3), LAST_3D),
     Layer("Softmax", (-1,), (6, 70), exact=(False,)),
     Layer("Softmax", (1,), (3, 4, 5), exact=(False,)),
     Layer("LogSoftmax", (-1,), (6, 70), exact=(False,)),
@@ -390,9 +393,7 @@ def ids(layers) -> dict:
 
 def gradients(module, *inputs):
     """Return y and the gradients of the inputs and of each parameter, from a random gradient of y."""
-    inputs = [
-        x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in inputs
-    ]
+    inputs = [x.detach().requires_grad_() for x in inputs]
     y = module(*inputs)
     grad = torch.empty_like(y).copy_(normal(y.shape, y.dtype, y.device, 1.0, seed=7))
     wanted = [*inputs, *(weight for weight in module.parameters() if weight.requires_grad)]

@@ -18,6 +18,14 @@ import fewbit.nn
 from fewbit.runtime.format.groups import quantized_bytes
 
 
+class Called(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
 class Gated(nn.Module):
     """act(gate) * up."""
 
@@ -423,8 +431,8 @@ def saved_by(function, *inputs):
 
 
 def bytes_by(function, *inputs) -> int:
-    """Return the bytes of what `saved_by` returns."""
-    return sum(tensor.nbytes for tensor in saved_by(function, *inputs)[1])
+    """Return the bytes of the storages of what a forward saves."""
+    return sum(x.untyped_storage().nbytes() for x in saved_by(function, *inputs)[1])
 
 
 def fresh(module):

@@ -8,7 +8,7 @@ import torch
 from expectation import drawn, pooled_z
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import bytes_by, gradients, relative, saved_by
+from layers import Called, bytes_by, gradients, relative, saved_by
 from samples import DTYPES, LAYOUTS, name_of, normal, same
 from torch import nn
 from torch.nn import functional as torch_f
@@ -347,14 +347,6 @@ def test_interpolate(device, mode, shape, options):
         check_upsampling(ours, theirs, x)
         assert repr(ours) == repr(theirs)
         assert same(ours.eval()(x), theirs(x))
-
-
-class Called(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.forward = function
 
 
 def test_interpolate_refuses_what_torch_refuses(device):

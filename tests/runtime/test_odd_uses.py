@@ -240,53 +240,6 @@ def test_a_model_that_calls_itself():
     assert not torch.overrides._get_current_function_mode_stack()
 
 
-class Interrupted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x, stop=True):
-        y = self.linear(x)
-        if stop:
-            raise KeyboardInterrupt
-        return y
-
-
-@pytest.mark.parametrize("then", ["restore", "another", "again"])
-def test_an_interrupted_forward_leaves_functions_as_they_were(then):
-    model, x = quiet(Interrupted()), normal((4, 6)).requires_grad_()
-    with pytest.raises(KeyboardInterrupt):
-        model(x)
-    if then == "restore":
-        fewbit.restore_(model)
-    elif then == "another":
-        quiet(nn.Sequential(nn.Linear(6, 6)))(x)
-    else:
-        model(x, stop=False)
-    assert not torch.overrides._get_current_function_mode_stack()
-    assert torch_f.gelu(x).grad_fn.name() == "GeluBackward0"
-
-
-def test_an_interrupted_forward_within_another():
-    inner = quiet(Interrupted())
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.stop = nn.Linear(6, 6), True
-
-        def forward(self, x):
-            return inner(self.linear(x), self.stop)
-
-    outer, x = quiet(Outer()), normal((4, 6)).requires_grad_()
-    with pytest.raises(KeyboardInterrupt):
-        outer(x)
-    outer.stop = False
-    outer(x)
-    assert not torch.overrides._get_current_function_mode_stack()
-    assert torch_f.gelu(x).grad_fn.name() == "GeluBackward0"
-
-
 def test_models_that_call_each_other():
     """Neither is taken for one that was interrupted."""
     inner = quiet(nn.Sequential(nn.Linear(6, 6)))

@@ -43,6 +43,15 @@ def observed(model, controller, x, seeds=1, run=gradient):
     return sums
 
 
+def results_of(model, x):
+    """Return what a probe finds in one step of a model, which it converts."""
+    probe = VarianceProbe(0)
+    converted(model).context.policy = Fixed(probe=probe)
+    gradient(model, x)
+    probe.send()
+    return probe.results()
+
+
 # -- against the formulas of ActNN, long version, appendix B ------------------------------------------------
 
 
@@ -128,11 +137,7 @@ def test_each_call_of_a_layer_has_noise_of_its_own(scales, is_checkpointed):
 def test_the_spread_of_a_layer_that_is_called_twice():
     """Parts of all its tensors together, each in the order of its own samples."""
     model, x = Twice((1.0, 3.0)), normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
-    probe = VarianceProbe(0)
-    converted(model).context.policy = Fixed(probe=probe)
-    gradient(model, x)
-    probe.send()
-    (found,) = probe.results().values()
+    (found,) = results_of(model, x).values()
     expected = squares(x, 256).sort().values * (1 + 9)
     assert found.samples == 16 and found.elements == 2 * 16 * 64
     assert found.spread == pytest.approx(expected.tolist())
@@ -232,13 +237,7 @@ def test_regions_within_a_model():
     x = normal((8, 64), scale=1.0)
     found = []
     for is_checkpointed in (False, True):
-        model = Model(is_checkpointed)
-        probe = VarianceProbe(0)
-        controller = converted(model)
-        controller.context.policy = Fixed(probe=probe)
-        gradient(model, x)
-        probe.send()
-        found.append(probe.results())
+        found.append(results_of(Model(is_checkpointed), x))
     for name, each in found[0].items():
         assert found[1][name].elements == each.elements == 8 * 64
         assert found[1][name].sensitivity == pytest.approx(each.sensitivity, rel=0.2)
@@ -248,11 +247,7 @@ def test_elements_samples_and_spread():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model.append(model[0])
     x = normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
-    probe = VarianceProbe(0)
-    converted(model).context.policy = Fixed(probe=probe)
-    gradient(model, x)
-    probe.send()
-    found = probe.results()
+    found = results_of(model, x)
     assert {name: each.elements for name, each in found.items()} == {
         ("0", 0): 2 * 16 * 64,
         ("1", 0): 16 * 64,
@@ -340,25 +335,6 @@ def test_gradients_that_are_not_finite_say_nothing(value):
     assert observed(model, converted(model), normal((8, 64)), run=run) == {}
 
 
-def test_outputs_in_containers():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 8), nn.Linear(64, 8)
-
-        def forward(self, x):
-            return {"a": [self.a(x)], "b": (self.b(2 * x), 3)}
-
-    model = Model()
-
-    def run(model, x):
-        y = model(x)
-        (y["a"][0].square().sum() + y["b"][0].square().sum()).backward()
-
-    found = observed(model, converted(model), normal((8, 64)), run=run)
-    assert len(found) == 2 and all(each > 0 for each in found.values())
-
-
 @dataclass(slots=True)
 class Slots:
     y: torch.Tensor
@@ -385,8 +361,17 @@ def deep(a, b):
     return a, nest
 
 
-@pytest.mark.parametrize("make", [lambda a, b: {"a": Slots(a), "b": (b,)}, circle, deep])
-def test_outputs_in_dataclasses_in_circles_and_in_the_deep(make):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: {"a": [a], "b": (b, 3)},
+        lambda a, b: {"a": Slots(a), "b": (b,)},
+        circle,
+        deep,
+    ],
+    ids=["containers", "dataclasses", "circle", "deep"],
+)
+def test_outputs_in_containers(make):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

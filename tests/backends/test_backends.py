@@ -317,6 +317,10 @@ def check_fused(backend, sample, dtype):
         assert (y == 7).all()
         return
     assert packed.tolist() == encoded(table, before).tolist()
+    for n in (1, 31, 33, 500):
+        part = torch.full_like(x[:n], 7)
+        backend.kernels.forward(x[:n], sample.function, parameters, Encoding.of(table), None, part)
+        assert same(part, y[:n]), n
     into = x.clone()
     backend.kernels.forward(into, sample.function, parameters, Encoding.of(table), None, into)
     assert same(into, y), "in place and out of place differ"

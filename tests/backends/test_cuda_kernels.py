@@ -297,7 +297,7 @@ def _or_null(seed):
 
 def _vectors(given):
     *vectors, inner = given or (None, None, 1)
-    lengths = [len(each) for each in vectors if each is not None] or [1]
+    lengths = [len(vector) for vector in vectors if vector is not None] or [1]
     return *map(_or_null, vectors), _long(lengths[0]), _long(inner)
 
 
@@ -609,8 +609,10 @@ def test_normalized_and_mapped(cuda, dtype):
 
 def indices(n):
     """Some (inner, entries) whose product divides n."""
-    divisors = [each for each in range(1, n + 1) if n % each == 0]
-    pairs = [(inner, each) for inner in divisors for each in divisors if n // inner % each == 0]
+    divisors = [number for number in range(1, n + 1) if n % number == 0]
+    pairs = [
+        (inner, divisor) for inner in divisors for divisor in divisors if n // inner % divisor == 0
+    ]
     return pairs[:: max(1, len(pairs) // 7)]
 
 

@@ -319,7 +319,7 @@ def test_forward_agrees_between_instruction_sets(name):
             run_forward(isa, name, PARAMETERS.get(name, ()), constants, x, dtype)[0]
             for isa in fused
         ]
-        assert all(same(each, results[0], dtype) for each in results)
+        assert all(same(result, results[0], dtype) for result in results)
 
 
 # -- draws ---------------------------------------------------------------------------------------------

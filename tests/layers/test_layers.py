@@ -366,7 +366,7 @@ def norms(draw):
         shape = (*draw(st.lists(st.integers(1, 4), max_size=3)), *normalized)
         arguments, count, affine = (normalized,), math.prod(normalized), "elementwise_affine"
     elif kind == "GroupNorm":
-        groups = draw(st.sampled_from([each for each in range(1, c + 1) if c % each == 0]))
+        groups = draw(st.sampled_from([number for number in range(1, c + 1) if c % number == 0]))
         size = draw(st.lists(sides, max_size=3))
         arguments, shape, count = (groups, c), (n, c, *size), c // groups * math.prod(size)
     else:

@@ -79,7 +79,7 @@ def as_leaf(tensor, needs=True):
 def results(function, name, x, weight, bias, grad, **ours):
     """(y, gradients of those of x, weight and bias that need one), in float64."""
     y = function(name, x, weight, bias, **ours)
-    leaves = [each for each in (x, weight, bias) if each is not None and each.requires_grad]
+    leaves = [tensor for tensor in (x, weight, bias) if tensor is not None and tensor.requires_grad]
     used = leaves[:-1] if name == "rms_norm" and bias is not None and bias.requires_grad else leaves
     return [y.detach().double(), *map(torch.Tensor.double, torch.autograd.grad(y, used, grad))]
 
@@ -98,7 +98,7 @@ def test_vectors_of_any_strides(name, shape, layout, copies):
         vectors = [as_leaf(VECTORS[each](CHANNELS)) for each in (weight, bias)]
         torch.manual_seed(1)
         ours = results(of(F), name, x, *vectors, grad, bits=8, copies=copies)
-        exact = [each if each is None else as_leaf(each.double()) for each in (x, *vectors)]
+        exact = [tensor if tensor is None else as_leaf(tensor.double()) for tensor in (x, *vectors)]
         theirs = results(written_out, name, *exact, grad.double())
         assert relative(ours[0], theirs[0]) < 1e-6, (weight, bias)
         for number, (a, b) in enumerate(zip(ours[1:], theirs[1:], strict=True)):
@@ -235,7 +235,7 @@ def test_empty_batches_as_torch(name, shape, affine):
             y.sum().backward()
         except (RuntimeError, ValueError, IndexError) as refusal:
             return str(refusal)
-        grads = [each.grad for each in (x, weight, bias)]
+        grads = [tensor.grad for tensor in (x, weight, bias)]
         return y.shape, y.stride(), [None if g is None else (g.shape, g.stride()) for g in grads]
 
     assert run(F) == run(torch_f)
@@ -324,7 +324,8 @@ class _Contiguous:
     def __getattr__(self, name):
         def function(x, *arguments):
             arguments = [
-                each.contiguous() if isinstance(each, torch.Tensor) else each for each in arguments
+                argument.contiguous() if isinstance(argument, torch.Tensor) else argument
+                for argument in arguments
             ]
             return getattr(torch_f, name)(x, *arguments)
 
@@ -396,8 +397,8 @@ def test_sizes_of_one_as_torch(name, shape):
         except ValueError as refusal:
             return str(refusal)
         grads = torch.autograd.grad(y.sum(), [x, weight])
-        assert all(each.isfinite().all() for each in grads)
-        return y.tolist(), y.stride(), [each.shape for each in grads]
+        assert all(grad.isfinite().all() for grad in grads)
+        return y.tolist(), y.stride(), [grad.shape for grad in grads]
 
     assert run(F) == run(torch_f)
 

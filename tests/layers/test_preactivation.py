@@ -192,7 +192,7 @@ def test_other_dtypes(name, dtype, device):
 def test_statistics_of_16_bits_are_left_to_the_group_quantizer():
     block, _, x = make("BatchNorm2d Conv2d", 4, dtype=torch.bfloat16)
     _, saved = saved_by(block, x)
-    assert sum(each.dtype == torch.int32 for each in saved) == 3
+    assert sum(tensor.dtype == torch.int32 for tensor in saved) == 3
     block(x).sum().backward()
 
 
@@ -431,7 +431,9 @@ def test_without_fuse_nothing_changes():
     controller = fewbit.compress_(model, bits=4, verbose=False)
     assert "fixed point" not in str(controller.report)
     _, saved = saved_by(model, x)
-    assert sum(each.dtype == torch.int32 for each in saved) == 9  # a copy and codes for each layer
+    assert (
+        sum(tensor.dtype == torch.int32 for tensor in saved) == 9
+    )  # a copy and codes for each layer
 
 
 @pytest.mark.parametrize("bits", (8, fewbit.PreActivationBits(8)), ids=repr)
@@ -443,7 +445,9 @@ def test_blocks_inside_of_a_converted_model_stay_as_they_are(bits):
     exact = copy.deepcopy(model)
     controller = fewbit.compress_(model, bits, verbose=False)
     assert "one tensor of 5 bits an element" in str(controller.report)
-    of_block = [each for each in fewbit.saved_bytes(model, x).kept if each.module.startswith("1.")]
+    of_block = [
+        entry for entry in fewbit.saved_bytes(model, x).kept if entry.module.startswith("1.")
+    ]
     assert sum(each.bytes for each in of_block) == kept
     check(model, exact, x, 0.05)
     fewbit.restore_(model)
@@ -496,7 +500,7 @@ def test_checkpoints(reentrant, as_function):
     def gradients(model):
         leaf = x.clone().requires_grad_()
         model(leaf).square().sum().backward()
-        return [leaf.grad, *(each.grad for each in model.parameters())]
+        return [leaf.grad, *(parameter.grad for parameter in model.parameters())]
 
     model, x = Region(), normal((3, 6, 7, 5))
     plain = copy.deepcopy(model.unit)
@@ -572,7 +576,7 @@ def test_a_compiled_block_is_right():
 def test_depths_count_layers(depth):
     with torch.device("meta"):
         model = PreActivationResNet(depth)
-    layers = [each for each in model.modules() if isinstance(each, nn.Conv2d | nn.Linear)]
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     assert len(layers) == depth
 
 
@@ -594,7 +598,7 @@ def test_networks_are_alike_whatever_their_blocks(width):
     fewbit.compress_(plain, bits=fewbit.PreActivationBits(4), verbose=False)
     assert fewbit.saved_bytes(plain, x).total < fewbit.saved_bytes(blocks, x).total
     plain(x).sum().backward()
-    assert all(each.grad is not None for each in plain.parameters())
+    assert all(parameter.grad is not None for parameter in plain.parameters())
 
 
 # -- tensors without memory --------------------------------------------------------------------------------
@@ -651,5 +655,5 @@ def test_models_without_memory_keep_as_much(mode, name, fuse):
         assert found.by_module() == real.by_module()
         assert found.by_kind() == real.by_kind()
         model(x.requires_grad_()).sum().backward()
-    for each in (x, *model.parameters()):
-        assert each.grad.shape == each.shape and each.grad.stride() == each.stride()
+    for tensor in (x, *model.parameters()):
+        assert tensor.grad.shape == tensor.shape and tensor.grad.stride() == tensor.stride()

@@ -66,7 +66,7 @@ def test_below_eight_steps_minimums_are_float32(start):
         x = spread(start, extent)
         kept = Quantizer(2).quantize(x)
         assert is_wide(kept) == expected, extent
-        assert sum(each.nbytes for each in kept.tensors) == quantized_bytes(
+        assert sum(tensor.nbytes for tensor in kept.tensors) == quantized_bytes(
             x.shape, 2, fp32_min=expected
         )
 

@@ -404,7 +404,7 @@ def test_overrides_reach_functions():
             nn.Sequential(Calling(torch_f.gelu), Calling(torch_f.gelu)), bits=4, **options
         )
         report = fewbit.saved_bytes(model, normal((64, 6), scale=1.0))
-        return [each.bytes for each in report.kept if each.node == "ActivationBackward"]
+        return [entry.bytes for entry in report.kept if entry.node == "ActivationBackward"]
 
     n = 4 * 64 * 6 // 32
     assert kept() == [3 * n, 3 * n]

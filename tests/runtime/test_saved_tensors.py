@@ -130,12 +130,12 @@ def test_a_write_that_autograd_does_not_see(write, shape, activation):
         x = normal(shape, scale=1.0)
         seen = []
         hooks = [
-            each.register_forward_pre_hook(
+            layer.register_forward_pre_hook(
                 lambda _, inputs, seen=seen: seen.append(inputs[0].detach().clone())
             )
-            for each in model[1].layers
+            for layer in model[1].layers
         ]
-        grads = torch.autograd.grad(model(x).sum(), [each.weight for each in model[1].layers])
+        grads = torch.autograd.grad(model(x).sum(), [layer.weight for layer in model[1].layers])
         for hook in hooks:
             hook.remove()
         for grad, kept in zip(grads, seen, strict=True):
@@ -670,8 +670,8 @@ def test_factors_of_one_product_are_rounded_apart(function):
     model = Factors(function)
     fewbit.compress_(model, bits=2, verbose=False)
     x = normal((2, 3, 7, 8))
-    codes = [each for each in saved_by(model, x)[1] if each.dtype == torch.int32]
-    of_factors = [each for each in codes if each.numel() == codes[-1].numel()]
+    codes = [tensor for tensor in saved_by(model, x)[1] if tensor.dtype == torch.int32]
+    of_factors = [tensor for tensor in codes if tensor.numel() == codes[-1].numel()]
     assert len(of_factors) >= 2
     for i, each in enumerate(of_factors):
         assert not any(torch.equal(each, other) for other in of_factors[:i])

@@ -38,8 +38,8 @@ def observed(model, controller, x, seeds=1, run=gradient):
         controller.context.policy = Fixed(probe=probe)
         run(model, x)
         probe.send()
-        for name, each in probe.results().items():
-            sums[name] = sums.get(name, 0.0) + each.sensitivity / seeds
+        for name, value in probe.results().items():
+            sums[name] = sums.get(name, 0.0) + value.sensitivity / seeds
     return sums
 
 
@@ -116,8 +116,8 @@ def test_each_part_of_the_variance(name):
     rest = variance(most)
     measured = {each: variance({**most, each: 3.0}) - rest for each in predicted}
     assert len(predicted) > 8
-    for each, sensitivity in predicted.items():
-        assert 1 / 2 < measured[each] / (sensitivity / 49) < 2, each
+    for value, sensitivity in predicted.items():
+        assert 1 / 2 < measured[value] / (sensitivity / 49) < 2, value
     ratio = sum(measured.values()) / (sum(predicted.values()) / 49)
     assert 1 / 1.4 < ratio < 1.4
 
@@ -169,7 +169,7 @@ def test_products_of_one_module():
     for products in ((), (Product(), Product())):
         model = ByHand(products)
         found = observed(model, converted(model, 4), x, 6)
-        sums.append(sum(each for (name, _), each in found.items() if "matmul" in name))
+        sums.append(sum(value for (name, _), value in found.items() if "matmul" in name))
         assert len([name for name, _ in found if "matmul" in name]) == max(len(products), 1)
     assert sums[0] == pytest.approx(sums[1], rel=0.15)
 
@@ -190,9 +190,11 @@ def test_every_layer(device, layer):
     found = observed(model, controller, x)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(x.grad, grad_x)
-    again = torch.cat([x.new_empty(0), *(each.grad.flatten() for each in model.parameters())])
+    again = torch.cat(
+        [x.new_empty(0), *(parameter.grad.flatten() for parameter in model.parameters())]
+    )
     assert torch.equal(again, expected)
-    assert found and all(each > 0 for each in found.values())
+    assert found and all(result > 0 for result in found.values())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -209,7 +211,7 @@ def test_a_step_that_is_observed_is_the_same_step(name, is_checkpointed):
         model.zero_grad()
         y = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
         loss_of(y).backward()
-        gradients.append(torch.cat([each.grad.flatten() for each in model.parameters()]))
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
 
     controller.context.policy = Fixed()
     run(model, x)
@@ -238,9 +240,9 @@ def test_regions_within_a_model():
     found = []
     for is_checkpointed in (False, True):
         found.append(results_of(Model(is_checkpointed), x))
-    for name, each in found[0].items():
-        assert found[1][name].elements == each.elements == 8 * 64
-        assert found[1][name].sensitivity == pytest.approx(each.sensitivity, rel=0.2)
+    for name, value in found[0].items():
+        assert found[1][name].elements == value.elements == 8 * 64
+        assert found[1][name].sensitivity == pytest.approx(value.sensitivity, rel=0.2)
 
 
 def test_elements_samples_and_spread():
@@ -248,12 +250,16 @@ def test_elements_samples_and_spread():
     model.append(model[0])
     x = normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
     found = results_of(model, x)
-    assert {name: each.elements for name, each in found.items()} == {
+    assert {name: value.elements for name, value in found.items()} == {
         ("0", 0): 2 * 16 * 64,
         ("1", 0): 16 * 64,
     }
-    for each in found.values():
-        assert each.samples == 16 and each.spread == sorted(each.spread) and len(each.spread) == 16
+    for result in found.values():
+        assert (
+            result.samples == 16
+            and result.spread == sorted(result.spread)
+            and len(result.spread) == 16
+        )
     sizes = squares(model[0](x), 256).sort().values
     assert found["1", 0].spread == pytest.approx(sizes.tolist())
 
@@ -321,8 +327,8 @@ def test_a_second_pass_replaces_the_first():
         y.backward()
 
     once, again = observed(model, controller, x, 10), observed(model, controller, x, 10, twice)
-    for name, each in once.items():
-        assert again[name] == pytest.approx(each, rel=0.3)
+    for name, value in once.items():
+        assert again[name] == pytest.approx(value, rel=0.3)
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
@@ -389,7 +395,7 @@ def test_outputs_in_containers(make):
         (a.square().sum() + b.square().sum()).backward()
 
     found = observed(model, converted(model), normal((8, 64)), run=run)
-    assert len(found) == 2 and all(each > 0 for each in found.values())
+    assert len(found) == 2 and all(result > 0 for result in found.values())
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
@@ -414,7 +420,7 @@ def test_layouts(name, is_inside):
     found = observed(model, controller, normal((8, 64), scale=1.0), run=run)
     assert torch.equal(*gradients)
     assert len(found) == (1 + is_inside if is_measured else 0)
-    assert all(each > 0 for each in found.values())
+    assert all(result > 0 for result in found.values())
 
 
 def nodes_below(y) -> list:

@@ -335,24 +335,15 @@ class _Contiguous:
 _Contiguous = _Contiguous()
 
 
-@pytest.mark.parametrize("shape", [(4, CHANNELS), (4, CHANNELS, 7), (4, CHANNELS, 3, 5)])
+@pytest.mark.parametrize("shape", [(4, CHANNELS), (4, CHANNELS, 3, 5), (0, CHANNELS, 3)])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_group_norm_with_a_bias_alone(shape, last, dtype):
-    x = normal(shape, dtype, scale=1.0)
-    x = as_leaf(INPUTS["channels last"](x) if last else x)
+def test_the_gradient_of_the_bias_alone_of_group_norm(shape, last, dtype):
+    x, grad = (normal(shape, dtype, scale=1.0, seed=seed) for seed in (1, 3))
     bias = as_leaf(VECTORS["column"](CHANNELS).to(dtype))
-    grad = normal(shape, dtype, scale=1.0, seed=3)
-    for copies in (1, 2):
-        ours = results(of(F), "group_norm", x, None, bias, grad, bits=8, copies=copies)
-        exact = as_leaf(x.double()), None, as_leaf(bias.double())
-        theirs = results(written_out, "group_norm", *exact, grad.double())
-        for a, b in zip(ours, theirs, strict=True):
-            assert relative(a, b) < 0.05
-    frozen = F.group_norm(x.detach(), 2, None, bias)
-    (of_bias,) = torch.autograd.grad(frozen, bias, grad)
+    y = F.group_norm(INPUTS["channels last"](x) if last else x, 2, None, bias)
     sums = grad.double().sum([dim for dim in range(grad.dim()) if dim != 1])
-    assert relative(of_bias, sums) < 0.02
+    assert relative(torch.autograd.grad(y, bias, grad)[0], sums) < 0.02
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -401,15 +392,6 @@ def test_sizes_of_one_as_torch(name, shape):
         return y.tolist(), y.stride(), [grad.shape for grad in grads]
 
     assert run(F) == run(torch_f)
-
-
-def test_group_norm_of_an_empty_batch_with_a_bias_alone():
-    x, bias = (
-        torch.zeros(0, CHANNELS, 3, requires_grad=True),
-        torch.ones(CHANNELS, requires_grad=True),
-    )
-    F.group_norm(x, 2, None, bias).sum().backward()
-    assert x.grad.shape == x.shape and not bias.grad.any()
 
 
 def test_rms_norm_of_another_shape():

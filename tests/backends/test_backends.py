@@ -317,6 +317,10 @@ def check_fused(backend, sample, dtype):
         assert (y == 7).all()
         return
     assert packed.tolist() == encoded(table, before).tolist()
+    for n in (1, 31, 33, 500):
+        part = torch.full_like(x[:n], 7)
+        backend.kernels.forward(x[:n], sample.function, parameters, Encoding.of(table), None, part)
+        assert same(part, y[:n]), n
     into = x.clone()
     backend.kernels.forward(into, sample.function, parameters, Encoding.of(table), None, into)
     assert same(into, y), "in place and out of place differ"
@@ -402,8 +406,8 @@ def test_fuzzed_tables(kernels, table, width, data):
     x = torch.tensor(data.draw(st.lists(values, max_size=70)), dtype=torch.float64).to(dtype)
     x = above_the_lowest(x)
     expected = encoded(table, x).tolist()
-    for each in kernels:
-        assert each.encode(x, Encoding.of(table), None).tolist() == expected
+    for kernel in kernels:
+        assert kernel.encode(x, Encoding.of(table), None).tolist() == expected
 
 
 @st.composite
@@ -438,8 +442,8 @@ def test_fuzzed_draws(kernels, made, seed, data):
     values = st.floats(width=32) | st.sampled_from(knots.points.tolist())
     x = torch.tensor(data.draw(st.lists(values, max_size=70)), dtype=torch.float32)
     expected = encoded(table, x, seed).tolist()
-    for each in kernels:
-        assert each.encode(x, Encoding.of(table), seed_tensor(seed, "cpu")).tolist() == expected
+    for kernel in kernels:
+        assert kernel.encode(x, Encoding.of(table), seed_tensor(seed, "cpu")).tolist() == expected
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -297,7 +298,7 @@ def _or_null(seed):
 
 def _vectors(given):
     *vectors, inner = given or (None, None, 1)
-    lengths = [len(each) for each in vectors if each is not None] or [1]
+    lengths = [len(vector) for vector in vectors if vector is not None] or [1]
     return *map(_or_null, vectors), _long(lengths[0]), _long(inner)
 
 
@@ -337,6 +338,16 @@ def cuda(tmp_path_factory):
     emulation = Emulation(ctypes.CDLL(str(library)))
     emulation.library.emulated_device(4, 0)
     return emulation
+
+
+@contextmanager
+def device_of(cuda, multiprocessors, first_block=0):
+    """A device of that many multiprocessors, which runs the blocks of a grid from the first one on."""
+    cuda.library.emulated_device(multiprocessors, first_block)
+    try:
+        yield
+    finally:
+        cuda.library.emulated_device(4, 0)
 
 
 # -- tables and inputs -----------------------------------------------------------------------------------
@@ -609,9 +620,23 @@ def test_normalized_and_mapped(cuda, dtype):
 
 def indices(n):
     """Some (inner, entries) whose product divides n."""
-    divisors = [each for each in range(1, n + 1) if n % each == 0]
-    pairs = [(inner, each) for inner in divisors for each in divisors if n // inner % each == 0]
+    divisors = [number for number in range(1, n + 1) if n % number == 0]
+    pairs = [
+        (inner, divisor) for inner in divisors for divisor in divisors if n // inner % divisor == 0
+    ]
     return pairs[:: max(1, len(pairs) // 7)]
+
+
+def test_warps_take_several_groups_and_tiles(cuda):
+    """More groups, and tiles, than a grid of one multiprocessor has warps."""
+    x = torch.from_numpy(np.random.default_rng(0).normal(0, 1, (600, 65)))
+    encoding = random_encoding(2, 4, seed=3)
+    tiles = inputs(64 * 8 * 512 + 3 * 512 + 77, torch.float32, encoding)
+    with device_of(cuda, 1):
+        compare_quantizer(cuda, x.to(torch.bfloat16), 2, 64, False)
+        compare_squares(cuda, x.to(torch.float16), 64)
+        packed = cuda.encode(tiles, encoding)
+    assert torch.equal(packed, reference.encode(tiles, encoding, None))
 
 
 def test_several_widths_without_room_stop_the_kernel(cuda):
@@ -628,15 +653,6 @@ def test_several_widths_without_room_stop_the_kernel(cuda):
             cuda.dequantize(*cut[:2], 1, 256, x.shape, x.dtype, cut[2])
     with pytest.raises(RuntimeError, match="unspecified launch failure"):
         cuda.dequantize(packed, ranges, 1, 256, x.shape, x.dtype, widths + 8)
-
-
-def test_quantizer_warps_take_several_groups(cuda):
-    x = torch.from_numpy(np.random.default_rng(0).normal(0, 1, (600, 65)))
-    cuda.library.emulated_device(1, 0)
-    try:
-        compare_quantizer(cuda, x.to(torch.bfloat16), 2, 64, False)
-    finally:
-        cuda.library.emulated_device(4, 0)
 
 
 def squares_of_groups(x, group_size, normalize=None):
@@ -710,15 +726,6 @@ def test_squares_of_what_is_normalized(cuda, dtype):
                 compare_squares(cuda, x, group_size, (*vectors, inner))
 
 
-def test_squares_warps_take_several_groups(cuda):
-    x = torch.from_numpy(np.random.default_rng(0).normal(0, 1, (600, 65))).to(torch.float16)
-    cuda.library.emulated_device(1, 0)
-    try:
-        compare_squares(cuda, x, 64)
-    finally:
-        cuda.library.emulated_device(4, 0)
-
-
 def test_squares_of_more_elements_than_an_int_counts(cuda):
     """The last block of a grid over two samples of 2**31 + 1000 elements, in memory that exists only where touched."""
     features = (1 << 31) + 1000
@@ -735,27 +742,11 @@ def test_squares_of_more_elements_than_an_int_counts(cuda):
     # The last group of a sample has 232 elements.
     tail = torch.from_numpy(np.random.default_rng(0).normal(0, 1, 232 + 9 * 256))
     x[-len(tail) :] = tail
-    cuda.library.emulated_device(1 << 20, first // 8)
-    try:
+    with device_of(cuda, 1 << 20, first // 8):
         cuda.call("squares", x, 3, _long(2), _long(features), 256, out, *_vectors(None))
-    finally:
-        cuda.library.emulated_device(4, 0)
     expected = squares_of_groups(x[None, -len(tail) :].clone(), 256)
     same(out[first:], expected[first - count :])
     assert (out[first:] > 0).all() and not out[first - 1000 : first].any()
-
-
-def test_warps_take_several_tiles(cuda):
-    """More tiles than a grid of one multiprocessor has warps."""
-    encoding = random_encoding(2, 4, seed=3)
-    n = 64 * 8 * 512 + 3 * 512 + 77
-    x = inputs(n, torch.float32, encoding)
-    cuda.library.emulated_device(1, 0)
-    try:
-        packed = cuda.encode(x, encoding)
-    finally:
-        cuda.library.emulated_device(4, 0)
-    assert torch.equal(packed, reference.encode(x, encoding, None))
 
 
 def test_more_elements_than_an_int_counts(cuda):
@@ -777,12 +768,9 @@ def test_more_elements_than_an_int_counts(cuda):
     blocks = -(-tiles // 8)
     first = (blocks - 1) * 8 * 1024
     x[first - tail :] = inputs(n - first + tail, torch.bfloat16, encoding)
-    cuda.library.emulated_device(1 << 20, blocks - 1)
-    try:
+    with device_of(cuda, 1 << 20, blocks - 1):
         cuda.call("encode", cuda.table(encoding), x, 3, _long(n), packed, _or_null(None))
         cuda.call("decode_mul", cuda.table(encoding), x, 3, _long(n), packed, out, 0)
-    finally:
-        cuda.library.emulated_device(4, 0)
     words = packed[first // 32 * 3 :]
     assert torch.equal(words, reference.encode(x[first:].clone(), encoding, None))
     same(out[first:], product(x[first:].clone(), words.clone(), encoding))

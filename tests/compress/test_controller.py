@@ -5,8 +5,8 @@ import copy
 import numpy as np
 import pytest
 import torch
+from probed_models import MODELS
 from samples import normal
-from test_variance_probe import MODELS
 from torch import nn
 from training import build, step
 

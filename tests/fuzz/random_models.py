@@ -40,7 +40,7 @@ class Model(nn.Module):
         self.shape = self.first = kinds[self.kind]
         for _ in range(self.rng.randint(2, 6)):
             self._add(self.rng.choice(ANYWHERE if self.rng.random() < 0.4 else BY_KIND[self.kind]))
-        if not any(each.requires_grad for each in self.parameters()):
+        if not any(parameter.requires_grad for parameter in self.parameters()):
             self._add(scaled)
         self._settle()
 
@@ -73,7 +73,7 @@ class Model(nn.Module):
 
     def part(self, module: nn.Module) -> nn.Module:
         """The module as a part; at times one of the same class and settings that is there already."""
-        like = [each for each in self.parts if repr(each) == repr(module)]
+        like = [part for part in self.parts if repr(part) == repr(module)]
         if like and self.rng.random() < 0.5:
             return like[0]
         self.parts.append(module)
@@ -215,7 +215,7 @@ def joined(m):
     which = m.rng.random()
 
     def step(x):
-        like = [each for each in m.before if each.shape == x.shape]
+        like = [part for part in m.before if part.shape == x.shape]
         return x + like[int(which * len(like))] if like else x
 
     return step

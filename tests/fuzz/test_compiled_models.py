@@ -60,8 +60,8 @@ def test_compiled_chains(part, drawn):
     errors = {}
     for first in range(0, len(chains), IN_A_GRAPH):
         errors |= errors_of(chains[first : first + IN_A_GRAPH], backend, dynamic, draws, drawn)
-    coarse = {case: each for case, each in errors.items() if each[0]}
-    wrong = {case: each for case, each in coarse.items() if each[0] > each[1]}
+    coarse = {case: value for case, value in errors.items() if value[0]}
+    wrong = {case: value for case, value in coarse.items() if value[0] > value[1]}
     assert not wrong
     assert len({chain for chain, _ in coarse}) <= 1 + len(chains) // COARSE, coarse
 
@@ -124,7 +124,7 @@ def gradients(run, chains, sources, weights):
     """Return the gradients of the input and the parameters of each chain."""
     results = run(sources)
     graded = [
-        [each for each in (x, *chain.parameters()) if each.requires_grad]
+        [tensor for tensor in (x, *chain.parameters()) if tensor.requires_grad]
         for chain, x in zip(chains, sources, strict=True)
     ]
     for each in (each for of_chain in graded for each in of_chain):

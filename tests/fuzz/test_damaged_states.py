@@ -73,7 +73,9 @@ class Trained:
             loss = self.model(self.x).square().mean()
             loss.backward()
             assert torch.isfinite(loss)
-            assert all(torch.isfinite(each.grad).all() for each in self.model.parameters())
+            assert all(
+                torch.isfinite(parameter.grad).all() for parameter in self.model.parameters()
+            )
 
 
 def same(a, b):

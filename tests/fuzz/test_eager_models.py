@@ -227,4 +227,4 @@ def test_a_mistake_is_found(place, change, monkeypatch):
     monkeypatch.setattr(holder, name, change(getattr(holder, name)))
     wrong = check(range(200))
     # Noise shows in what is said of all cases.
-    assert [each for each in wrong if change is noisy or each.startswith("seed")]
+    assert [line for line in wrong if change is noisy or line.startswith("seed")]

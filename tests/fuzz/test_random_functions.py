@@ -3,15 +3,8 @@
 A case is a function and a point; ten points share a function.
 """
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from cases import CASES, CHUNKS, seeds
 from high_precision_functions import Floats, exact_slopes
 

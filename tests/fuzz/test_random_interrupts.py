@@ -112,10 +112,10 @@ def made(name):
     """(model, its state, how many events of each kind a step has, the gradients of its next step)."""
     torch.manual_seed(0)
     model = MODELS[name]()
-    for each in model.modules():
-        if isinstance(each, nn.BatchNorm2d):  # whose statistics a whole forward would change
-            each.track_running_stats, each.running_mean, each.running_var = False, None, None
-            each.num_batches_tracked = None
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):  # whose statistics a whole forward would change
+            module.track_running_stats, module.running_mean, module.running_var = False, None, None
+            module.num_batches_tracked = None
     step(copy.deepcopy(model))
     counts = {
         opcodes: Interrupt.count(lambda: step(copy.deepcopy(model)), opcodes=opcodes)

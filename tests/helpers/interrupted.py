@@ -122,6 +122,6 @@ def gradients(model, x) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model.zero_grad()
     model(x).square().sum().backward()
-    found = [each.grad for each in model.parameters()]
+    found = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     return found

@@ -1,51 +1,104 @@
-"""Layers that keep a quantized input: one list for all tests of them, and how to compare two modules."""
+"""Layers that save little for their backward pass: one list for all tests of them, and comparisons of two modules."""
 
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from math import ceil, prod
 
 import torch
 from samples import normal
 from torch import nn
+from torch.nn import functional as torch_f
 
 import fewbit.nn
 from fewbit.runtime.format.groups import quantized_bytes
 
 
+class Called(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+class Gated(nn.Module):
+    """act(gate) * up."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def forward(self, gate, up):
+        return self.act(gate) * up
+
+
+# The modules that torch.nn does not have.
+GATES = {
+    "SwiGLU": lambda: Gated(torch_f.silu),
+    "GEGLU": lambda approximate="none": Gated(partial(torch_f.gelu, approximate=approximate)),
+    "ReGLU": lambda: Gated(torch_f.relu),
+}
+
+
 @dataclass(frozen=True)
 class Layer:
-    """A class name of torch.nn, its arguments, and the shape of an input.
+    """A class name of torch.nn, its arguments, and the shapes of its inputs.
 
-    linear: whether backward is linear in what is kept, so that parameters' gradients are exact in expectation and
-    the input's is exact. vectors: float32 numbers kept besides the quantized input. order: the input's dimensions
-    as they lie in storage, from the outermost.
+    Attributes:
+        others: shapes of the inputs after the first.
+        exact: which gradients are torch's to the bit, of the inputs and then of the parameters. None: as `is_linear` says.
+        format: memory format of the first input.
+        order: the first input's dimensions as they lie in storage, from the outermost.
+        kept_shape: shape of the quantized tensor, if that is not the input's.
+        vectors: float32 numbers that are saved besides it.
+        kept: (bits, output) -> saved bytes, of layers that save something else.
     """
 
     name: str
     arguments: tuple
     shape: tuple[int, ...]
     options: dict = field(default_factory=dict)
-    linear: bool = True
+    others: tuple = ()
+    exact: tuple[bool, ...] | None = None
     format: torch.memory_format | None = None
-    kept_shape: tuple[int, ...] | None = None  # where it is not the input's
-    vectors: int = 0
     order: tuple[int, ...] | None = None
+    kept_shape: tuple[int, ...] | None = None
+    vectors: int = 0
+    kept: Callable | None = field(default=None, repr=False)
 
     @property
     def id(self) -> str:
         last = " channels last" if self.format else ""
         return f"{self.name}{self.arguments}{self.options or ''}{last} {self.shape}"
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether only parameters' gradients depend on the saved input, and linearly: they are exact in expectation."""
+        return self.name.startswith(("Linear", "Conv"))
+
+    @property
+    def has_bits(self) -> bool:
+        return not re.search("Dropout|Pool", self.name)
+
+    def theirs(self) -> nn.Module:
+        return (GATES.get(self.name) or getattr(nn, self.name))(*self.arguments, **self.options)
+
+    def ours(self, **options) -> nn.Module:
+        return getattr(fewbit.nn, self.name)(*self.arguments, **self.options, **options)
+
     def pair(self, bits: int, device="cpu", dtype=torch.float32, **ours):
-        """Our module and torch's, with the same parameters and buffers."""
+        """Return our module and torch's, with the same parameters and buffers."""
         torch.manual_seed(0)
-        theirs = getattr(nn, self.name)(*self.arguments, **self.options).to(device, dtype)
+        theirs = self.theirs().to(device, dtype)
         with torch.no_grad():
             for number, parameter in enumerate(theirs.parameters()):
                 parameter.copy_(normal(parameter.shape, dtype, device, 0.5, seed=number) + 0.2)
-        module = getattr(fewbit.nn, self.name)(*self.arguments, **self.options, bits=bits, **ours)
-        module = module.to(device, dtype)
+        module = self.ours(**({"bits": bits} if self.has_bits else {}), **ours).to(device, dtype)
         module.load_state_dict(theirs.state_dict())
         return module, theirs
 
@@ -56,10 +109,30 @@ class Layer:
             return x.permute(self.order).contiguous().permute(back)
         return x.contiguous(memory_format=self.format) if self.format else x
 
-    def kept_bytes(self, bits: int, **options) -> int:
-        """What the forward keeps for backward besides parameters, by the formula of docs/quantizer.md."""
-        shape = self.kept_shape or self.shape
-        return quantized_bytes(shape, bits, **options) + 4 * self.vectors
+    def inputs(self, device="cpu", dtype=torch.float32, offset=0.0):
+        others = [
+            normal(shape, dtype, device, scale=1.0, seed=number) + offset
+            for number, shape in enumerate(self.others)
+        ]
+        return [self.input(device, dtype, offset), *others]
+
+    def kept_bytes(self, bits: int, y: torch.Tensor) -> int:
+        """Return the bytes that the forward with output y saves besides parameters (docs/quantizer.md)."""
+        if self.kept is not None:
+            return self.kept(bits, y)
+        return quantized_bytes(self.kept_shape or self.shape, bits) + 4 * self.vectors
+
+    def limits(self, module, dtype) -> list[float]:
+        """Return the largest relative error of each gradient at 8 bits, of the inputs and then of the parameters."""
+        if self.exact is not None:
+            return [0.0 if is_exact else 0.02 for is_exact in self.exact]
+        if dtype.itemsize == 2:  # sums of 16-bit numbers differ by their own rounding
+            return [0.06] * (1 + len(list(module.parameters())))
+        names = [name for name, _ in module.named_parameters()]
+        return [
+            1e-5 if self.is_linear else 0.02,
+            *(1e-5 if name == "bias" else 0.02 for name in names),
+        ]
 
 
 LAST = torch.channels_last
@@ -74,7 +147,10 @@ LINEAR = [
     Layer("Conv2d", (4, 6, 3), (2, 4, 9, 10), {"stride": 2, "padding": 1}),
     Layer("Conv2d", (4, 6, 3), (2, 4, 9, 10), format=LAST),
     Layer(
-        "Conv2d", (4, 8, (2, 3)), (2, 4, 9, 10), {"dilation": (2, 1), "groups": 2, "bias": False}
+        "Conv2d",
+        (4, 8, (2, 3)),
+        (2, 4, 9, 10),
+        {"dilation": (2, 1), "groups": 2, "bias": False},
     ),
     Layer("Conv2d", (4, 4, (2, 4)), (2, 4, 9, 10), {"padding": "same"}, kept_shape=(2, 4, 10, 11)),
     Layer("Conv2d", (4, 4, 3), (2, 4, 9, 10), {"padding": "same"}),
@@ -134,57 +210,201 @@ LINEAR = [
     ),
 ]
 NORMS = [
-    Layer("LayerNorm", (96,), (5, 96), linear=False, vectors=5),
-    Layer("LayerNorm", ((6, 16),), (3, 2, 6, 16), linear=False, vectors=6),
-    Layer("LayerNorm", (96,), (5, 96), {"elementwise_affine": False}, linear=False, vectors=5),
-    Layer("LayerNorm", (96,), (5, 96), {"bias": False}, linear=False, vectors=5),
-    Layer("RMSNorm", (96,), (5, 7, 96), linear=False, vectors=35),
-    Layer("RMSNorm", ((6, 16),), (3, 6, 16), {"eps": 1e-3}, linear=False, vectors=3),
-    Layer("GroupNorm", (4, 8), (3, 8, 5, 6), linear=False, vectors=12),
-    Layer("GroupNorm", (4, 8), (3, 8, 5, 6), linear=False, vectors=12, format=LAST),
-    Layer("GroupNorm", (1, 4), (1, 4, 8, 8), linear=False, vectors=1),
-    Layer("GroupNorm", (2, 4), (2, 4, 3, 4, 5), linear=False, vectors=4, format=LAST_3D),
-    Layer("GroupNorm", (2, 6), (5, 6, 40), {"affine": False}, linear=False, vectors=10),
-    Layer("BatchNorm1d", (70,), (9, 70), linear=False, vectors=70),
-    Layer("BatchNorm1d", (7,), (5, 7, 20), {"momentum": None}, linear=False, vectors=7),
-    Layer("BatchNorm2d", (5,), (4, 5, 6, 7), linear=False, vectors=5),
-    Layer("BatchNorm2d", (5,), (4, 5, 6, 7), linear=False, vectors=5, format=LAST),
-    Layer(
-        "BatchNorm2d", (5,), (4, 5, 6, 7), {"track_running_stats": False}, linear=False, vectors=5
-    ),
-    Layer("BatchNorm2d", (5,), (4, 5, 6, 7), {"affine": False}, linear=False, vectors=5),
-    Layer("BatchNorm3d", (3,), (2, 3, 4, 5, 6), linear=False, vectors=3),
-    Layer("BatchNorm3d", (3,), (2, 3, 4, 5, 6), linear=False, vectors=3, format=LAST_3D),
-    Layer("InstanceNorm1d", (3,), (4, 3, 40), linear=False, vectors=12),
-    Layer("InstanceNorm1d", (3,), (3, 40), linear=False, kept_shape=(1, 3, 40), vectors=3),
+    Layer("LayerNorm", (96,), (5, 96), vectors=5),
+    Layer("LayerNorm", ((6, 16),), (3, 2, 6, 16), vectors=6),
+    Layer("LayerNorm", (96,), (5, 96), {"elementwise_affine": False}, vectors=5),
+    Layer("LayerNorm", (96,), (5, 96), {"bias": False}, vectors=5),
+    Layer("RMSNorm", (96,), (5, 7, 96), vectors=35),
+    Layer("RMSNorm", ((6, 16),), (3, 6, 16), {"eps": 1e-3}, vectors=3),
+    Layer("GroupNorm", (4, 8), (3, 8, 5, 6), vectors=12),
+    Layer("GroupNorm", (4, 8), (3, 8, 5, 6), vectors=12, format=LAST),
+    Layer("GroupNorm", (1, 4), (1, 4, 8, 8), vectors=1),
+    Layer("GroupNorm", (2, 4), (2, 4, 3, 4, 5), vectors=4, format=LAST_3D),
+    Layer("GroupNorm", (2, 6), (5, 6, 40), {"affine": False}, vectors=10),
+    Layer("BatchNorm1d", (70,), (9, 70), vectors=70),
+    Layer("BatchNorm1d", (7,), (5, 7, 20), {"momentum": None}, vectors=7),
+    Layer("BatchNorm2d", (5,), (4, 5, 6, 7), vectors=5),
+    Layer("BatchNorm2d", (5,), (4, 5, 6, 7), vectors=5, format=LAST),
+    Layer("BatchNorm2d", (5,), (4, 5, 6, 7), {"track_running_stats": False}, vectors=5),
+    Layer("BatchNorm2d", (5,), (4, 5, 6, 7), {"affine": False}, vectors=5),
+    Layer("BatchNorm3d", (3,), (2, 3, 4, 5, 6), vectors=3),
+    Layer("BatchNorm3d", (3,), (2, 3, 4, 5, 6), vectors=3, format=LAST_3D),
+    Layer("InstanceNorm1d", (3,), (4, 3, 40), vectors=12),
+    Layer("InstanceNorm1d", (3,), (3, 40), kept_shape=(1, 3, 40), vectors=3),
     Layer(
         "InstanceNorm2d",
         (3,),
         (4, 3, 6, 7),
         {"affine": True, "track_running_stats": True},
-        linear=False,
         vectors=2 * 12,  # the weight too, once a sample
     ),
-    Layer("InstanceNorm3d", (3,), (2, 3, 4, 3, 5), {"affine": True}, linear=False, vectors=2 * 6),
+    Layer("InstanceNorm3d", (3,), (2, 3, 4, 3, 5), {"affine": True}, vectors=2 * 6),
 ]
 LAYERS = LINEAR + NORMS
+"""Layers that save one quantized input."""
+
+
+def _signs(count: int) -> int:
+    return 4 * ceil(count / 32)
+
+
+def _prelu(arguments, shape, format=None):
+    return Layer(
+        "PReLU",
+        arguments,
+        shape,
+        format=format,
+        exact=(True, False),
+        kept=lambda bits, y: _signs(y.numel()) + quantized_bytes(shape, bits),
+    )
+
+
+def _bilinear(arguments, lead):
+    shape, other = ((*lead, size) for size in arguments[:2])
+    return Layer(
+        "Bilinear",
+        arguments,
+        shape,
+        others=(other,),
+        exact=(False, False, False, True)[: 3 + arguments[3]],
+        kept=lambda bits, y: quantized_bytes(shape, bits) + quantized_bytes(other, bits),
+    )
+
+
+def _gated(name, arguments=(), shape=(6, 9, 50)):
+    return Layer(
+        name,
+        arguments,
+        shape,
+        others=(shape,),
+        exact=(False, False),
+        kept=lambda bits, y: (
+            2 * quantized_bytes(shape, bits) + (name == "ReGLU") * _signs(y.numel())
+        ),
+    )
+
+
+def _dropout(name, shape, features=None):
+    """A dropout with a mask over the first `features` dimensions."""
+    return Layer(
+        name, (0.3,), shape, exact=(True,), kept=lambda bits, y: _signs(prod(y.shape[:features]))
+    )
+
+
+def _pool(name, shape, arguments, place=0, options=None):
+    """A pooling that saves the place of each maximum in `place` bits."""
+    return Layer(
+        name,
+        arguments,
+        shape,
+        options or {},
+        exact=(True,),
+        kept=lambda bits, y: place // 8 * y.numel() if place > 8 else place * _signs(y.numel()),
+    )
+
+
+ROUNDED = [
+    _prelu((), (4, 5, 9)),
+    _prelu((5,), (4, 5, 6)),
+    _prelu((5,), (4, 5, 9, 8)),
+    _prelu((70,), (6, 70)),
+    _prelu((), (40,)),
+    _prelu((5,), (2, 5, 4, 3), LAST),
+    _prelu((5,), (2, 5, 2, 4, 3), LAST_3D),
+    Layer("Softmax", (-1,), (6, 70), exact=(False,)),
+    Layer("Softmax", (1,), (3, 4, 5), exact=(False,)),
+    Layer("LogSoftmax", (-1,), (6, 70), exact=(False,)),
+    Layer("LogSoftmax", (0,), (3, 4, 5), exact=(False,)),
+    _bilinear((5, 6, 7, True), (30,)),
+    _bilinear((66, 6, 3, False), (4, 5)),
+    _gated("SwiGLU"),
+    _gated("GEGLU"),
+    _gated("GEGLU", ("tanh",)),
+    _gated("ReGLU"),
+]
+"""Layers that save other quantized tensors."""
+DROPOUTS = [
+    _dropout("Dropout", (7, 33)),
+    _dropout("Dropout", (40, 50, 60)),
+    _dropout("Dropout", (2, 3, 4, 5)),
+    _dropout("Dropout1d", (4, 5, 6), 2),
+    _dropout("Dropout1d", (40, 6), 1),
+    _dropout("Dropout2d", (4, 9, 5, 6), 2),
+    _dropout("Dropout3d", (4, 5, 2, 3, 3), 2),
+    _dropout("Dropout3d", (5, 4, 3, 3), 1),
+    _dropout("AlphaDropout", (7, 33)),
+    _dropout("FeatureAlphaDropout", (4, 9, 5, 6), 2),
+    _dropout("FeatureAlphaDropout", (4, 9), 2),
+]
+CEIL, INDICES = {"ceil_mode": True}, {"return_indices": True}
+POOLINGS = [
+    _pool("MaxPool1d", (2, 3, 17), (2,), 1),
+    _pool("MaxPool1d", (2, 3, 17), (5, 2, 1, 2), 3, CEIL),
+    _pool("MaxPool1d", (3, 17), (3, 2), 2),
+    _pool("MaxPool1d", (2, 1, 700), (300, 100), 16),
+    _pool("MaxPool2d", (2, 3, 8, 9), (2,), 2),
+    _pool("MaxPool2d", (2, 3, 8, 9), (3, 2, 1), 4),
+    _pool("MaxPool2d", (2, 3, 8, 9), (3, 2, 1, 1), 4, CEIL | INDICES),
+    _pool("MaxPool2d", (2, 3, 8, 9), ((1, 2), (2, 1), 0, (1, 3)), 1),
+    _pool("MaxPool2d", (2, 3, 8, 9), (1, 2), 0),
+    _pool("MaxPool2d", (3, 8, 9), (3, 1, 1), 4),
+    _pool("MaxPool2d", (1, 2, 16, 16), (16,), 8),
+    _pool("MaxPool2d", (1, 2, 17, 17), (17,), 16),
+    _pool("MaxPool2d", (1, 1, 182, 182), (182,), 32),
+    _pool("MaxPool2d", (0, 3, 8, 9), (2,), 2),
+    _pool("MaxPool3d", (2, 3, 4, 5, 6), (2,), 3),
+    _pool("MaxPool3d", (2, 3, 4, 5, 6), (3, 2, 1), 5, CEIL),
+    _pool("MaxPool3d", (3, 4, 5, 6), ((1, 3, 2), 1), 3, INDICES),
+    _pool("AdaptiveMaxPool1d", (2, 3, 17), (5,), 3),
+    _pool("AdaptiveMaxPool1d", (3, 17), (20,), 1),
+    _pool("AdaptiveMaxPool2d", (2, 3, 8, 9), (1,), 7),
+    _pool("AdaptiveMaxPool2d", (2, 3, 8, 9), ((3, None),), 2, INDICES),
+    _pool("AdaptiveMaxPool2d", (2, 3, 8, 9), ((8, 9),), 0),
+    _pool("AdaptiveMaxPool2d", (3, 8, 9), ((4, 3),), 3),
+    _pool("AdaptiveMaxPool2d", (1, 2, 20, 30), (1,), 16),
+    _pool("AdaptiveMaxPool3d", (2, 3, 4, 5, 6), ((2, 3, 4),), 4),
+    _pool("AdaptiveMaxPool3d", (3, 4, 5, 6), ((None, 5, None),), 0),
+    _pool("AvgPool1d", (2, 3, 17), (3, 2, 1)),
+    _pool("AvgPool1d", (3, 17), (4,)),
+    _pool("AvgPool2d", (2, 3, 8, 9), (2,)),
+    _pool("AvgPool2d", (2, 3, 8, 9), (3, 2, 1, True, False)),
+    _pool("AvgPool2d", (3, 8, 9), ((2, 3), 1, 0, False, True, 5)),
+    _pool("AvgPool3d", (2, 3, 4, 5, 6), (2,)),
+    _pool("AvgPool3d", (3, 4, 5, 6), (3, (1, 2, 2), 1, True, False, 7)),
+    _pool("AdaptiveAvgPool1d", (2, 3, 17), (5,)),
+    _pool("AdaptiveAvgPool1d", (3, 17), (1,)),
+    _pool("AdaptiveAvgPool2d", (2, 3, 8, 9), (1,)),
+    _pool("AdaptiveAvgPool2d", (2, 3, 8, 9), ((3, None),)),
+    _pool("AdaptiveAvgPool2d", (3, 8, 9), ((1, 2),)),
+    _pool("AdaptiveAvgPool3d", (2, 3, 4, 5, 6), ((2, 3, 4),)),
+    _pool("AdaptiveAvgPool3d", (2, 3, 4, 5, 6), (1,)),
+]
+
+
+def first_of_each(layers) -> list[Layer]:
+    """Return the first layer of each class."""
+    return list({layer.name: layer for layer in reversed(layers)}.values())
+
+
+EVERY = [*LAYERS, *ROUNDED, *first_of_each(DROPOUTS), *first_of_each(POOLINGS)]
+"""Layers of every class of fewbit.nn but embeddings, upsampling, attention and activations."""
 
 
 def first(*names) -> list[Layer]:
-    """The first layer of each class."""
-    return [next(layer for layer in LAYERS if layer.name == name) for name in names]
+    """Return the first layer of each class name."""
+    return [next(layer for layer in EVERY if layer.name == name) for name in names]
 
 
 def ids(layers) -> dict:
     return {"argvalues": layers, "ids": [layer.id for layer in layers]}
 
 
-def gradients(module, x, seed=7):
-    """(y, [gradient of the input, of each parameter]) with a random gradient of the output."""
-    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    y = module(x)
-    grad = torch.empty_like(y).copy_(normal(y.shape, y.dtype, y.device, 1.0, seed))
-    wanted = [x, *(each for each in module.parameters() if each.requires_grad)]
+def gradients(module, *inputs):
+    """Return y and the gradients of the inputs and of each parameter, from a random gradient of y."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    y = module(*inputs)
+    grad = torch.empty_like(y).copy_(normal(y.shape, y.dtype, y.device, 1.0, seed=7))
+    wanted = [*inputs, *(weight for weight in module.parameters() if weight.requires_grad)]
     return y, torch.autograd.grad(y, wanted, grad)
 
 
@@ -194,9 +414,10 @@ def relative(ours, exact) -> float:
     return float((ours - exact).norm() / exact.norm().clamp_min(1e-300))
 
 
-def saved_by(module, x):
-    """The tensors that a forward keeps for backward, each storage once, but for the parameters'."""
-    saved, own = {}, {each.untyped_storage().data_ptr() for each in module.parameters()}
+def saved_by(function, *inputs):
+    """Return y and the tensors that a forward saves, each storage once, but for the parameters'."""
+    own = function.parameters() if isinstance(function, nn.Module) else ()
+    saved, own = {}, {weight.untyped_storage().data_ptr() for weight in own}
 
     def pack(tensor):
         place = tensor.untyped_storage().data_ptr()
@@ -205,10 +426,15 @@ def saved_by(module, x):
         return tensor.detach()  # the tensor itself would hold its own graph
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = module(x)
+        y = function(*inputs)
     return y, list(saved.values())
 
 
+def bytes_by(function, *inputs) -> int:
+    """Return the bytes of the storages of what a forward saves."""
+    return sum(x.untyped_storage().nbytes() for x in saved_by(function, *inputs)[1])
+
+
 def fresh(module):
-    """A copy with its gradients and buffers its own."""
+    """Return a copy with gradients and buffers of its own."""
     return copy.deepcopy(module)

@@ -108,7 +108,7 @@ def _group(x, seed, number, bits, group_size, fp32_min):
             scale = min(np.float32(top) / extent, np.float32(2.0**111)) * np.float32(65536)
     steps = ((x - minimum) * scale).astype(np.float32)
     # Python rounds half to even, in exact arithmetic.
-    fixed = np.array([min(round(Fraction(float(each))), top * 65536) for each in steps], np.int64)
+    fixed = np.array([min(round(Fraction(float(step))), top * 65536) for step in steps], np.int64)
     codes = (fixed + draws(seed, number, len(x), group_size)) >> 16
     upper = [int(each.view(np.uint32)) >> 16 for each in (minimum, extent)]
     lower = [int(minimum.view(np.uint32)) & 0xFFFF] if fp32_min else []

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from probed_models import MODELS, loss_of
 from samples import normal
-from test_variance_probe import MODELS, loss_of
 
 import fewbit
 

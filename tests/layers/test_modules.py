@@ -181,7 +181,10 @@ def test_rrelu_draws_its_slopes_again(device, dtype, inplace):
 def test_rrelu_keeps_its_signs(device):
     x = normal((1000,), device=device).requires_grad_()
     report = fewbit.saved_bytes(fewbit.RReLU().to(device), x)
-    assert sorted(each.bytes for each in report.kept) == [4 * 32, 16 if device == "cuda" else 5056]
+    assert sorted(entry.bytes for entry in report.kept) == [
+        4 * 32,
+        16 if device == "cuda" else 5056,
+    ]
 
 
 def test_pointwise():

@@ -1,6 +1,5 @@
-"""Pooling: torch's values and gradients to the bit, and how little is kept for them."""
+"""Pooling: torch's values, indices and gradients to the bit, and windows of every size."""
 
-from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, prod
 
@@ -8,13 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import POOLINGS, bytes_by, first_of_each, ids, saved_by
 from samples import DTYPES, name_of, normal, same
-from torch import nn
 from torch.nn import functional as torch_f
 
 import fewbit.functional.pooling as F
-import fewbit.nn.pooling as fewbit_nn
-from fewbit.errors import GradientError
 from fewbit.runtime.format.windows import Windows
 from fewbit.runtime.quantizers import integers
 
@@ -24,79 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A module of torch's, what it is called with, and the bits that a maximum's place takes."""
-
-    name: str
-    shape: tuple[int, ...]
-    arguments: tuple
-    bits: int = 0
-    options: dict = field(default_factory=dict)
-
-    @property
-    def id(self):
-        text = " ".join(map(str, (*self.arguments, *self.options)))
-        return f"{self.name} {text} {self.shape}".replace("(", "").replace(")", "")
-
-    def theirs(self):
-        return getattr(nn, self.name)(*self.arguments, **self.options)
-
-    def ours(self):
-        return getattr(fewbit_nn, self.name)(*self.arguments, **self.options)
-
-    def bytes(self, outputs):
-        if self.bits > 8:
-            return self.bits // 8 * outputs
-        return 4 * self.bits * ceil(outputs / 32)
-
-
-CEIL, INDICES = {"ceil_mode": True}, {"return_indices": True}
-SAMPLES = [
-    Sample("MaxPool1d", (2, 3, 17), (2,), 1),
-    Sample("MaxPool1d", (2, 3, 17), (5, 2, 1, 2), 3, CEIL),
-    Sample("MaxPool1d", (3, 17), (3, 2), 2),
-    Sample("MaxPool1d", (2, 1, 700), (300, 100), 16),
-    Sample("MaxPool2d", (2, 3, 8, 9), (2,), 2),
-    Sample("MaxPool2d", (2, 3, 8, 9), (3, 2, 1), 4),
-    Sample("MaxPool2d", (2, 3, 8, 9), (3, 2, 1, 1), 4, CEIL | INDICES),
-    Sample("MaxPool2d", (2, 3, 8, 9), ((1, 2), (2, 1), 0, (1, 3)), 1),
-    Sample("MaxPool2d", (2, 3, 8, 9), (1, 2), 0),
-    Sample("MaxPool2d", (3, 8, 9), (3, 1, 1), 4),
-    Sample("MaxPool2d", (1, 2, 16, 16), (16,), 8),
-    Sample("MaxPool2d", (1, 2, 17, 17), (17,), 16),
-    Sample("MaxPool2d", (1, 1, 182, 182), (182,), 32),
-    Sample("MaxPool2d", (0, 3, 8, 9), (2,), 2),
-    Sample("MaxPool3d", (2, 3, 4, 5, 6), (2,), 3),
-    Sample("MaxPool3d", (2, 3, 4, 5, 6), (3, 2, 1), 5, CEIL),
-    Sample("MaxPool3d", (3, 4, 5, 6), ((1, 3, 2), 1), 3, INDICES),
-    Sample("AdaptiveMaxPool1d", (2, 3, 17), (5,), 3),
-    Sample("AdaptiveMaxPool1d", (3, 17), (20,), 1),
-    Sample("AdaptiveMaxPool2d", (2, 3, 8, 9), (1,), 7),
-    Sample("AdaptiveMaxPool2d", (2, 3, 8, 9), ((3, None),), 2, INDICES),
-    Sample("AdaptiveMaxPool2d", (2, 3, 8, 9), ((8, 9),), 0),
-    Sample("AdaptiveMaxPool2d", (3, 8, 9), ((4, 3),), 3),
-    Sample("AdaptiveMaxPool2d", (1, 2, 20, 30), (1,), 16),
-    Sample("AdaptiveMaxPool3d", (2, 3, 4, 5, 6), ((2, 3, 4),), 4),
-    Sample("AdaptiveMaxPool3d", (3, 4, 5, 6), ((None, 5, None),), 0),
-    Sample("AvgPool1d", (2, 3, 17), (3, 2, 1)),
-    Sample("AvgPool1d", (3, 17), (4,)),
-    Sample("AvgPool2d", (2, 3, 8, 9), (2,)),
-    Sample("AvgPool2d", (2, 3, 8, 9), (3, 2, 1, True, False)),
-    Sample("AvgPool2d", (3, 8, 9), ((2, 3), 1, 0, False, True, 5)),
-    Sample("AvgPool3d", (2, 3, 4, 5, 6), (2,)),
-    Sample("AvgPool3d", (3, 4, 5, 6), (3, (1, 2, 2), 1, True, False, 7)),
-    Sample("AdaptiveAvgPool1d", (2, 3, 17), (5,)),
-    Sample("AdaptiveAvgPool1d", (3, 17), (1,)),
-    Sample("AdaptiveAvgPool2d", (2, 3, 8, 9), (1,)),
-    Sample("AdaptiveAvgPool2d", (2, 3, 8, 9), ((3, None),)),
-    Sample("AdaptiveAvgPool2d", (3, 8, 9), ((1, 2),)),
-    Sample("AdaptiveAvgPool3d", (2, 3, 4, 5, 6), ((2, 3, 4),)),
-    Sample("AdaptiveAvgPool3d", (2, 3, 4, 5, 6), (1,)),
-]
-EACH = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.id)
-DIFFERENT = {sample.name: sample for sample in reversed(SAMPLES)}.values()
-EACH_KIND = pytest.mark.parametrize("sample", DIFFERENT, ids=lambda sample: sample.name)
+every_sample = pytest.mark.parametrize("layer", **ids(POOLINGS))
 
 
 def step(function, x):
@@ -125,50 +50,37 @@ def check(ours, theirs, x):
         assert torch.equal(ours[1], theirs[1]) and ours[1].stride() == theirs[1].stride()
 
 
-def kept_by(function, x):
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
-    ):
-        y = function(x)
-    return y[0] if isinstance(y, tuple) else y, saved
-
-
-def bytes_of(tensors):
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-
-
-@EACH
+@every_sample
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_equals_torch(device, sample, dtype):
-    check(sample.ours(), sample.theirs(), normal(sample.shape, dtype, device))
+def test_equals_torch(device, layer, dtype):
+    check(layer.ours(), layer.theirs(), normal(layer.shape, dtype, device))
 
 
-@EACH
-def test_channels_last(device, sample):
-    if len(sample.shape) not in CHANNELS_LAST:
+@every_sample
+def test_channels_last(device, layer):
+    if len(layer.shape) not in CHANNELS_LAST:
         return
-    x = normal(sample.shape, device=device).to(memory_format=CHANNELS_LAST[len(sample.shape)])
-    check(sample.ours(), sample.theirs(), x)
+    x = normal(layer.shape, device=device).to(memory_format=CHANNELS_LAST[len(layer.shape)])
+    check(layer.ours(), layer.theirs(), x)
 
 
-@EACH_KIND
-def test_strided(device, sample):
-    doubled = normal((*sample.shape[:-1], 2 * sample.shape[-1]), device=device)
-    check(sample.ours(), sample.theirs(), doubled[..., ::2])
-    check(sample.ours(), sample.theirs(), normal(sample.shape[::-1], device=device).permute(
-        *reversed(range(len(sample.shape)))
+@pytest.mark.parametrize("layer", **ids(first_of_each(POOLINGS)))
+def test_strided(device, layer):
+    doubled = normal((*layer.shape[:-1], 2 * layer.shape[-1]), device=device)
+    check(layer.ours(), layer.theirs(), doubled[..., ::2])
+    check(layer.ours(), layer.theirs(), normal(layer.shape[::-1], device=device).permute(
+        *reversed(range(len(layer.shape)))
     ))  # fmt: skip
 
 
-@EACH
-def test_ties_nan_and_infinities(device, sample):
-    x = normal(sample.shape, device=device, scale=1.0).round()
+@every_sample
+def test_ties_nan_and_infinities(device, layer):
+    x = normal(layer.shape, device=device, scale=1.0).round()
     x[x == 2] = torch.nan
     x[x == 1] = torch.inf
-    check(sample.ours(), sample.theirs(), x)
-    check(sample.ours(), sample.theirs(), torch.zeros_like(x))
-    check(sample.ours(), sample.theirs(), torch.full_like(x, -torch.inf))
+    check(layer.ours(), layer.theirs(), x)
+    check(layer.ours(), layer.theirs(), torch.zeros_like(x))
+    check(layer.ours(), layer.theirs(), torch.full_like(x, -torch.inf))
 
 
 def test_a_window_of_minus_infinity_whose_index_torch_gets_wrong():
@@ -180,108 +92,31 @@ def test_a_window_of_minus_infinity_whose_index_torch_gets_wrong():
         torch.testing.assert_close(grad.sum((2, 3, 4)), grad_y.sum((2, 3, 4)))
 
 
-@EACH
-def test_bytes(device, sample):
-    x = normal(sample.shape, device=device).requires_grad_()
-    y, saved = kept_by(sample.ours(), x)
-    assert bytes_of(saved) == sample.bytes(y.numel())
-
-
 def test_k_of_each_number_of_bits(device):
     for k in range(1, 12):
         x = normal((3, 40), device=device).requires_grad_()
         ours, theirs = (partial(each.max_pool1d, kernel_size=k, stride=1) for each in (F, torch_f))
-        y, saved = kept_by(ours, x)
+        y, saved = saved_by(ours, x)
         bits = ceil(torch.tensor(float(k)).log2().item())
-        assert bytes_of(saved) == 4 * bits * ceil(y.numel() / 32)
+        assert sum(tensor.nbytes for tensor in saved) == 4 * bits * ceil(y.numel() / 32)
         check(ours, theirs, x)
 
 
-@EACH_KIND
-def test_nothing_is_kept_without_a_gradient(device, sample):
-    x = normal(sample.shape, device=device)
-    for module, leaf in ((sample.ours(), x), (sample.ours().eval(), x)):
-        y, saved = kept_by(module, leaf)
-        assert not saved and same(y, kept_by(sample.theirs(), leaf)[0])
-    with torch.no_grad():
-        y, saved = kept_by(sample.ours(), x.requires_grad_())
-    assert not saved and not y.requires_grad
-
-
-@EACH_KIND
-def test_eval_is_torch(device, sample):
-    ours = sample.ours().eval()
-    assert isinstance(ours, getattr(nn, sample.name)) and repr(ours) == repr(sample.theirs())
-    check(ours, sample.theirs(), normal(sample.shape, device=device))
-
-
-@EACH_KIND
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-def test_autocast(device, sample, dtype):
-    x = normal(sample.shape, dtype, device)
-
-    def cast(module):
-        def call(x):
-            with torch.autocast(device, torch.bfloat16):
-                return module(x)
-
-        return call
-
-    check(cast(sample.ours()), cast(sample.theirs()), x)
-
-
-WIDE = [sample for sample in SAMPLES if sample.name == "MaxPool2d" and sample.bits in (0, 16)]
-
-
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("sample", [*DIFFERENT, *WIDE], ids=lambda sample: sample.id)
-def test_compiled(device, sample):
+@pytest.mark.parametrize(
+    "layer", **ids([layer for layer in POOLINGS if layer.arguments in ((1, 2), (17,))])
+)
+def test_compiled_with_places_of_no_bits_and_of_16(device, layer):
     torch.compiler.reset()
-    x = normal(sample.shape, device=device)
-    module = sample.ours()
+    x = normal(layer.shape, device=device)
+    module = layer.ours()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager_decomp_partition")
-    (ours, ours_grad), (theirs, theirs_grad) = step(compiled, x), step(sample.theirs(), x)
+    (ours, ours_grad), (theirs, theirs_grad) = step(compiled, x), step(layer.theirs(), x)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(ours_grad, theirs_grad)
-    y, saved = kept_by(compiled, x.requires_grad_())
     # Of a few elements the unpacked ones are smaller, and the partitioner finds them.
-    assert bytes_of(saved) <= min(sample.bytes(y.numel()), 4 * y.numel())
-
-
-@EACH_KIND
-def test_a_second_derivative_is_refused(device, sample):
-    if sample.arguments == (1,):  # torch's mean
-        return
-    x = normal(sample.shape, device=device).requires_grad_()
-    y, _ = kept_by(sample.ours(), x)
-    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(GradientError, match="no second derivative"):
-        grad.sum().backward()
-
-
-@EACH_KIND
-def test_transforms_see_torch(device, sample):
-    x = normal(sample.shape, device=device)
-
-    def total(module):
-        def call(x):
-            y = module(x)
-            return (y[0] if isinstance(y, tuple) else y).square().sum()
-
-        return call
-
-    ours, theirs = (torch.func.grad(total(m))(x) for m in (sample.ours(), sample.theirs()))
-    assert same(ours, theirs)
-
-
-@EACH_KIND
-def test_a_batch_of_gradients(device, sample):
-    x = normal(sample.shape, device=device).requires_grad_()
-    y, _ = kept_by(sample.ours(), x)
-    grads = normal((3, *y.shape), device=device, seed=7)
-    together = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)[0]
-    for grad, one in zip(grads, together, strict=True):
-        torch.testing.assert_close(torch.autograd.grad(y, x, grad, retain_graph=True)[0], one)
+    count = ours[0].numel()
+    assert bytes_by(compiled, x.requires_grad_()) <= min(layer.kept_bytes(8, ours[0]), 4 * count)
 
 
 @pytest.mark.parametrize("name", ["max_pool2d", "avg_pool2d", "adaptive_avg_pool3d"])

@@ -18,68 +18,48 @@ from fewbit.models.preactivation import DEPTHS, Block, PreActivationResNet
 from fewbit.nn import PreActivation
 from fewbit.runtime.format.encoding import packed_words
 
-BATCH = (lambda: nn.BatchNorm2d(6), lambda: nn.Conv2d(6, 4, 3, padding=1), (3, 6, 7, 5))
-CASES = {
-    "BatchNorm2d Conv2d": (*BATCH, None, None),
-    "channels last": (*BATCH, None, LAST),
-    "LeakyReLU": (*BATCH, lambda: nn.LeakyReLU(0.2), None),
-    "in place": (*BATCH, lambda: nn.ReLU(inplace=True), None),
-    "LeakyReLU in place, channels last": (*BATCH, lambda: nn.LeakyReLU(0.1, True), LAST),
-    "no activation": (*BATCH, nn.Identity, None),
-    "no weight": (lambda: nn.BatchNorm2d(6, affine=False), *BATCH[1:], None, None),
-    "BatchNorm1d Linear": (
-        lambda: nn.BatchNorm1d(40),
-        lambda: nn.Linear(40, 9),
-        (11, 40),
-        None,
-        None,
+
+def batch_norm(linear=lambda: nn.Conv2d(6, 4, 3, padding=1), activation=nn.ReLU, layout=None):
+    return lambda: nn.BatchNorm2d(6), activation, linear, (3, 6, 7, 5), layout
+
+
+def linear():
+    return nn.Linear(40, 9)
+
+
+CASES = {  # {name: (norm, activation, linear layer, shape of an input, its memory format)}
+    "BatchNorm2d Conv2d": batch_norm(),
+    "channels last": batch_norm(layout=LAST),
+    "LeakyReLU": batch_norm(activation=lambda: nn.LeakyReLU(0.2)),
+    "in place": batch_norm(activation=lambda: nn.ReLU(inplace=True)),
+    "LeakyReLU in place, channels last": batch_norm(
+        activation=lambda: nn.LeakyReLU(0.1, True), layout=LAST
     ),
+    "no activation": batch_norm(activation=nn.Identity),
+    "no weight": (lambda: nn.BatchNorm2d(6, affine=False), *batch_norm()[1:]),
+    "BatchNorm1d Linear": (lambda: nn.BatchNorm1d(40), nn.ReLU, linear, (11, 40), None),
     "BatchNorm1d Conv1d": (
-        lambda: nn.BatchNorm1d(7),
-        lambda: nn.Conv1d(7, 5, 3),
-        (5, 7, 20),
-        None,
-        None,
+        lambda: nn.BatchNorm1d(7), nn.ReLU, lambda: nn.Conv1d(7, 5, 3), (5, 7, 20), None,
     ),
     "BatchNorm3d Conv3d": (
-        lambda: nn.BatchNorm3d(3),
-        lambda: nn.Conv3d(3, 4, 2),
-        (2, 3, 4, 5, 6),
-        None,
-        LAST_3D,
+        lambda: nn.BatchNorm3d(3), nn.ReLU, lambda: nn.Conv3d(3, 4, 2), (2, 3, 4, 5, 6), LAST_3D,
     ),
-    "ConvTranspose2d": (BATCH[0], lambda: nn.ConvTranspose2d(6, 4, 3), BATCH[2], None, None),
-    "LayerNorm Linear": (
-        lambda: nn.LayerNorm(40),
-        lambda: nn.Linear(40, 9),
-        (3, 5, 40),
-        nn.Identity,
-        None,
-    ),
-    "LayerNorm ReLU": (
-        lambda: nn.LayerNorm(40),
-        lambda: nn.Linear(40, 9),
-        (3, 5, 40),
-        None,
-        None,
-    ),
+    "ConvTranspose2d": batch_norm(lambda: nn.ConvTranspose2d(6, 4, 3)),
+    "LayerNorm Linear": (lambda: nn.LayerNorm(40), nn.Identity, linear, (3, 5, 40), None),
+    "LayerNorm ReLU": (lambda: nn.LayerNorm(40), nn.ReLU, linear, (3, 5, 40), None),
     "LayerNorm of two dimensions, no bias": (
-        lambda: nn.LayerNorm((4, 10), bias=False),
-        lambda: nn.Linear(10, 9),
-        (5, 4, 10),
-        None,
-        None,
+        lambda: nn.LayerNorm((4, 10), bias=False), nn.ReLU, lambda: nn.Linear(10, 9), (5, 4, 10), None,
     ),
-}
+}  # fmt: skip
 WEIGHTS = (1.0, -0.7, 0.0, 0.5, 0.1, -2.0, 1.5)
 BIASES = (0.1, 0.4, 0.3, -1.9, 2.0, 0.0, -1.0)
 
 
 def make(name, bits=4, device="cpu", dtype=torch.float32):
     """(a block, torch's own with the same parameters, an input)."""
-    norm, linear, shape, activation, layout = CASES[name]
+    *makers, shape, layout = CASES[name]
     torch.manual_seed(0)
-    parts = norm(), nn.ReLU() if activation is None else activation(), linear()
+    parts = [make() for make in makers]
     with torch.no_grad():
         if parts[0].weight is not None:
             flat = parts[0].weight.view(-1)
@@ -91,6 +71,15 @@ def make(name, bits=4, device="cpu", dtype=torch.float32):
     x = normal(shape, dtype, device, 1.5, seed=3) + 0.5
     x = x.contiguous(memory_format=layout) if layout else x
     return PreActivation(norm, linear, activation, bits), theirs, x
+
+
+def check(ours, theirs, x, limit):
+    """Compare values to the bit, and gradients within a fraction of their norm; limit 0: to the bit as well."""
+    (y, grads), (expected, exact) = gradients(ours, x), gradients(theirs, x)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    for grad, wanted in zip(grads, exact, strict=True):
+        assert grad.dtype == wanted.dtype
+        assert relative(grad, wanted) < limit if limit else torch.equal(grad, wanted)
 
 
 def placed(norm, x):
@@ -197,28 +186,20 @@ def test_other_dtypes(name, dtype, device):
     block, theirs, x = make(name, 8, device, dtype)
     if dtype.itemsize == 2:  # with 16 bits of statistics a norm keeps what it keeps without
         block.norm.float(), theirs[0].float()
-    y, ours = gradients(block, x)
-    expected, exact = gradients(theirs, x)
-    assert y.dtype == expected.dtype
-    torch.testing.assert_close(y, expected, rtol=0, atol=0)
-    for mine, their in zip(ours, exact, strict=True):
-        assert mine.dtype == their.dtype
-        assert relative(mine, their) < 0.06
+    check(block, theirs, x, 0.06)
 
 
 def test_statistics_of_16_bits_are_left_to_the_group_quantizer():
     block, _, x = make("BatchNorm2d Conv2d", 4, dtype=torch.bfloat16)
     _, saved = saved_by(block, x)
-    assert sum(each.dtype == torch.int32 for each in saved) == 3
+    assert sum(tensor.dtype == torch.int32 for tensor in saved) == 3
     block(x).sum().backward()
 
 
 def test_evaluation_is_torchs_own():
     block, theirs, x = make("BatchNorm2d Conv2d")
     block.eval(), theirs.eval()
-    y, ours = gradients(block, x)
-    expected, exact = gradients(theirs, x)
-    torch.testing.assert_close((y, *ours), (expected, *exact), rtol=0, atol=0)
+    check(block, theirs, x, 0)
     with torch.no_grad():
         torch.testing.assert_close(block.train()(x), theirs.train()(x), rtol=0, atol=0)
     for ours, exact in zip(block.buffers(), theirs.buffers(), strict=True):
@@ -228,19 +209,14 @@ def test_evaluation_is_torchs_own():
 def test_a_frozen_norm_leaves_each_layer_to_itself():
     block, theirs, x = make("BatchNorm2d Conv2d", 8)
     block.norm.eval(), theirs[0].eval()
-    y, ours = gradients(block, x)
-    expected, exact = gradients(theirs, x)
-    torch.testing.assert_close(y, expected, rtol=0, atol=0)
-    assert all(relative(a, b) < 0.01 for a, b in zip(ours, exact, strict=True))
+    check(block, theirs, x, 0.01)
 
 
 def test_frozen_parameters():
     block, theirs, x = make("BatchNorm2d Conv2d", 8)
     for each in (block.linear.weight, theirs[2].weight, block.norm.bias, theirs[0].bias):
         each.requires_grad_(False)
-    y, ours = gradients(block, x)
-    expected, exact = gradients(theirs, x)
-    assert all(relative(a, b) < 0.05 for a, b in zip(ours, exact, strict=True))
+    check(block, theirs, x, 0.05)
     assert fewbit.saved_bytes(block, x).total == 4 * packed_words(x.numel(), 8) + 4 * 6
 
 
@@ -271,7 +247,7 @@ def test_copies(copied):
     assert other.norm.quantizer.context is other.linear.quantizer.context
     assert other.norm.quantizer.context is not block.norm.quantizer.context
     assert fewbit.saved_bytes(other, x).total == fewbit.saved_bytes(block, x).total
-    torch.testing.assert_close(gradients(other, x), gradients(block, x), rtol=0, atol=0)
+    check(other, block, x, 0)
 
 
 def test_what_is_not_taken():
@@ -306,10 +282,7 @@ def test_layers_that_two_blocks_share(shared, is_inside):
     if is_inside:
         fewbit.compress_(model, bits=2, verbose=False)
     assert fewbit.saved_bytes(model, x).total == 2 * (4 * packed_words(x.numel(), 8) + 4 * 6)
-    y, ours = gradients(model, x)
-    expected, theirs = gradients(exact, x)
-    torch.testing.assert_close(y, expected, rtol=0, atol=0)
-    assert all(relative(a, b) < 0.03 for a, b in zip(ours, theirs, strict=True))
+    check(model, exact, x, 0.03)
 
 
 # -- wiring ------------------------------------------------------------------------------------------------
@@ -341,10 +314,7 @@ def test_branches_share_what_the_norm_keeps(functions, inplace, device):
     x = normal((3, 6, 7, 5), device=device)
     fewbit.compress_(model, bits=fewbit.PreActivationBits(8), verbose=False)
     assert fewbit.saved_bytes(model, x).total == 4 * packed_words(x.numel(), 8) + 4 * 6
-    y, ours = gradients(model, x)
-    expected, theirs = gradients(exact, x)
-    torch.testing.assert_close(y, expected, rtol=0, atol=0)
-    assert all(relative(a, b) < 0.02 for a, b in zip(ours, theirs, strict=True))
+    check(model, exact, x, 0.02)
 
 
 def test_layers_after_a_layer_norm_share_its_copy_whatever_their_bits_are():
@@ -364,9 +334,7 @@ def test_layers_after_a_layer_norm_share_its_copy_whatever_their_bits_are():
     x = normal((2, 5, 96), scale=1.0)
     fewbit.compress_(model, bits=fewbit.PreActivationBits(8), overrides={"q": 2}, verbose=False)
     assert fewbit.saved_bytes(model, x).total == 4 * packed_words(x.numel(), 8) + 4 * 10
-    _, ours = gradients(model, x)
-    _, theirs = gradients(exact, x)
-    assert all(relative(a, b) < 0.03 for a, b in zip(ours, theirs, strict=True))
+    check(model, exact, x, 0.03)
 
 
 class Called(nn.Module):
@@ -391,9 +359,7 @@ def test_functions_that_a_forward_calls():
     fewbit.compress_(model, bits=fewbit.PreActivationBits(8), verbose=False)
     kept = 4 * packed_words(x.numel(), 8) + 4 * 6 + 4 * packed_words(18 * 15, 8) + 4 * 18
     assert fewbit.saved_bytes(model, x).total == kept
-    _, ours = gradients(model, x)
-    _, theirs = gradients(exact, x)
-    assert all(relative(a, b) < 0.05 for a, b in zip(ours, theirs, strict=True))
+    check(model, exact, x, 0.05)
 
 
 def chain(depth=3):
@@ -413,7 +379,7 @@ def test_a_conversion_and_blocks_are_the_same():
     controller = fewbit.compress_(model, bits=fewbit.PreActivationBits(3), verbose=False)
     assert "3 norms in fixed point" in str(controller.report)
     assert list(model.state_dict()) == list(blocks.state_dict())
-    torch.testing.assert_close(gradients(model, x), gradients(blocks, x), rtol=0, atol=0)
+    check(model, blocks, x, 0)
     kept = 3 * (4 * packed_words(x.numel(), 3) + 4 * 6)
     assert fewbit.saved_bytes(model, x).total == fewbit.saved_bytes(blocks, x).total == kept
 
@@ -456,7 +422,7 @@ def test_restored():
     fewbit.compress_(model, bits=fewbit.PreActivationBits(3), verbose=False)
     fewbit.restore_(model)
     assert type(model[0].norm) is nn.BatchNorm2d and type(model[0].activation) is nn.ReLU
-    torch.testing.assert_close(gradients(model, x), gradients(exact, x), rtol=0, atol=0)
+    check(model, exact, x, 0)
 
 
 def test_without_fuse_nothing_changes():
@@ -465,7 +431,9 @@ def test_without_fuse_nothing_changes():
     controller = fewbit.compress_(model, bits=4, verbose=False)
     assert "fixed point" not in str(controller.report)
     _, saved = saved_by(model, x)
-    assert sum(each.dtype == torch.int32 for each in saved) == 9  # a copy and codes for each layer
+    assert (
+        sum(tensor.dtype == torch.int32 for tensor in saved) == 9
+    )  # a copy and codes for each layer
 
 
 @pytest.mark.parametrize("bits", (8, fewbit.PreActivationBits(8)), ids=repr)
@@ -477,11 +445,11 @@ def test_blocks_inside_of_a_converted_model_stay_as_they_are(bits):
     exact = copy.deepcopy(model)
     controller = fewbit.compress_(model, bits, verbose=False)
     assert "one tensor of 5 bits an element" in str(controller.report)
-    of_block = [each for each in fewbit.saved_bytes(model, x).kept if each.module.startswith("1.")]
+    of_block = [
+        entry for entry in fewbit.saved_bytes(model, x).kept if entry.module.startswith("1.")
+    ]
     assert sum(each.bytes for each in of_block) == kept
-    _, ours = gradients(model, x)
-    _, theirs = gradients(exact, x)
-    assert all(relative(a, b) < 0.05 for a, b in zip(ours, theirs, strict=True))
+    check(model, exact, x, 0.05)
     fewbit.restore_(model)
     assert fewbit.saved_bytes(block, x).total == kept
 
@@ -494,9 +462,7 @@ def test_blocks_at_levels_that_do_not_fuse(level):
     exact, x = copy.deepcopy(model), normal((3, 6, 7, 5))
     fewbit.compress_(model, bits=fewbit.Level(level, 8), verbose=False)
     for _ in range(3):  # observed, and not
-        _, ours = gradients(model, x)
-    _, theirs = gradients(exact, x)
-    assert all(relative(a, b) < 0.03 for a, b in zip(ours, theirs, strict=True))
+        check(model, exact, x, 0.03)
 
 
 def test_what_a_conversion_refuses():
@@ -534,7 +500,7 @@ def test_checkpoints(reentrant, as_function):
     def gradients(model):
         leaf = x.clone().requires_grad_()
         model(leaf).square().sum().backward()
-        return [leaf.grad, *(each.grad for each in model.parameters())]
+        return [leaf.grad, *(parameter.grad for parameter in model.parameters())]
 
     model, x = Region(), normal((3, 6, 7, 5))
     plain = copy.deepcopy(model.unit)
@@ -560,9 +526,7 @@ def test_a_block_in_a_checkpoint():
         def forward(self, x):
             return checkpoint(self.block, x, use_reentrant=False)
 
-    _, ours = gradients(Region(), x)
-    _, theirs = gradients(block, x)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    check(Region(), block, x, 0)
 
 
 def test_autocast():
@@ -571,14 +535,9 @@ def test_autocast():
     x = normal((3, 6, 7, 5))
     fewbit.compress_(model, bits=fewbit.PreActivationBits(8), verbose=False)
     with torch.autocast("cpu", torch.bfloat16):
-        y, ours = gradients(model, x)
-        expected, theirs = gradients(exact, x)
+        check(model, exact, x, 0.1)
         _, saved = saved_by(model, x)
-    assert y.dtype == expected.dtype
-    torch.testing.assert_close(y, expected, rtol=0, atol=0)
-    assert sum(each.dtype == torch.int32 for each in saved) == 3
-    for mine, their in zip(ours, theirs, strict=True):
-        assert mine.dtype == their.dtype and relative(mine, their) < 0.1
+    assert sum(tensor.dtype == torch.int32 for tensor in saved) == 3
 
 
 def test_a_change_in_place_is_not_taken_for_what_the_norm_keeps():
@@ -594,9 +553,7 @@ def test_a_change_in_place_is_not_taken_for_what_the_norm_keeps():
     model, x = Scaled(), normal((9, 96))
     exact = copy.deepcopy(model)
     fewbit.compress_(model, bits=fewbit.PreActivationBits(8), verbose=False)
-    _, ours = gradients(model, x)
-    _, theirs = gradients(exact, x)
-    assert all(relative(a, b) < 0.02 for a, b in zip(ours, theirs, strict=True))
+    check(model, exact, x, 0.02)
 
 
 @pytest.mark.slow
@@ -619,7 +576,7 @@ def test_a_compiled_block_is_right():
 def test_depths_count_layers(depth):
     with torch.device("meta"):
         model = PreActivationResNet(depth)
-    layers = [each for each in model.modules() if isinstance(each, nn.Conv2d | nn.Linear)]
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     assert len(layers) == depth
 
 
@@ -641,7 +598,7 @@ def test_networks_are_alike_whatever_their_blocks(width):
     fewbit.compress_(plain, bits=fewbit.PreActivationBits(4), verbose=False)
     assert fewbit.saved_bytes(plain, x).total < fewbit.saved_bytes(blocks, x).total
     plain(x).sum().backward()
-    assert all(each.grad is not None for each in plain.parameters())
+    assert all(parameter.grad is not None for parameter in plain.parameters())
 
 
 # -- tensors without memory --------------------------------------------------------------------------------
@@ -698,5 +655,5 @@ def test_models_without_memory_keep_as_much(mode, name, fuse):
         assert found.by_module() == real.by_module()
         assert found.by_kind() == real.by_kind()
         model(x.requires_grad_()).sum().backward()
-    for each in (x, *model.parameters()):
-        assert each.grad.shape == each.shape and each.grad.stride() == each.stride()
+    for tensor in (x, *model.parameters()):
+        assert tensor.grad.shape == tensor.shape and tensor.grad.stride() == tensor.stride()

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from composed import Composed
+from probed_models import MODELS, gradient, loss_of
 from samples import normal
-from test_variance_probe import MODELS, gradient, loss_of
 from torch import nn
 from training import build, least_budget, step
 

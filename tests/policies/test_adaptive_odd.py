@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 from composed import Composed
+from probed_models import MODELS, loss_of
 from regions import Regions
 from samples import normal
-from test_variance_probe import MODELS, loss_of
 from torch import nn
 from torch.nn import functional as F
 from training import build, least_budget, step

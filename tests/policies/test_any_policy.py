@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from probed_models import loss_of
 from regions import Regions
 from samples import normal
-from test_variance_probe import loss_of
 from training import build, step
 
 import fewbit

@@ -8,9 +8,9 @@ import warnings
 
 import pytest
 import torch
+from probed_models import loss_of
 from regions import Regions, block
 from samples import normal
-from test_variance_probe import loss_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from probed_models import Attention, Residual, loss_of
 from samples import normal
-from test_variance_probe import Attention, Residual, loss_of
 from torch import nn
 from training import least_budget
 

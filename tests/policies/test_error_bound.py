@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 from composed import Composed
+from probed_models import MODELS, loss_of
 from samples import normal
-from test_variance_probe import MODELS, loss_of
 from torch import nn
 from torch.nn import functional as F
 from training import bounded, step

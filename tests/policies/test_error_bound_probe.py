@@ -8,9 +8,7 @@ import torch
 from composed import Composed
 from layers import LAYERS, fresh, ids
 from layouts import LAYOUTS, InLayout
-from samples import normal
-from test_error_models import monitored_of, observed
-from test_variance_probe import (
+from probed_models import (
     MODELS,
     Attention,
     Fixed,
@@ -19,6 +17,8 @@ from test_variance_probe import (
     gradient,
     loss_of,
 )
+from samples import normal
+from test_error_models import monitored_of, observed
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 from layers import LAYERS, LINEAR, NORMS, ids
+from probed_models import Fixed, converted, loss_of
 from samples import normal
-from test_variance_probe import Fixed, converted, loss_of
 from torch import nn
 from torch.nn import functional as F
 

@@ -66,7 +66,7 @@ def shared(model, average, copies=None, **options):
 def gradient(model, x):
     model.zero_grad()
     model(x).square().sum().backward()
-    return torch.cat([each.grad.flatten() for each in model.parameters()])
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
 X = normal((6, 3, 6, 6), scale=1.0)
@@ -84,7 +84,8 @@ def test_bytes_follow_from_the_average_alone(average):
     def kept(scale):
         x = X * torch.tensor(scale).view(6, 1, 1, 1)
         return sorted(
-            (str(each.dtype), each.nbytes) for each in saved_by(shared(build(), average), x)[1]
+            (str(tensor.dtype), tensor.nbytes)
+            for tensor in saved_by(shared(build(), average), x)[1]
         )
 
     found = kept([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
@@ -129,7 +130,7 @@ def test_tokens_of_samples(device):
     model = shared(Tokens().to(device), 1.5)
     x = normal((4, 7, 24), scale=1.0).to(device)
     _, kept = saved_by(model, x)
-    (widths,) = [each for each in kept if each.dtype == torch.uint8]
+    (widths,) = [tensor for tensor in kept if tensor.dtype == torch.uint8]
     assert len(widths) == 4 and widths.sum() == 6
     shared(model, 8)
     exact = nn.Linear(24, 5).to(device)
@@ -148,8 +149,8 @@ def test_where_samples_are_not_known_bits_are_those_of_the_tensor():
             return self.linear(x[:3])
 
     _, kept = saved_by(shared(Halved(), 2.6), normal((4, 64)))
-    assert not [each for each in kept if each.dtype == torch.uint8]
-    (codes,) = [each for each in kept if each.dtype == torch.int32]
+    assert not [tensor for tensor in kept if tensor.dtype == torch.uint8]
+    (codes,) = [tensor for tensor in kept if tensor.dtype == torch.int32]
     assert codes.nbytes == 4 * 2 * 3 * 64 // 32
 
 
@@ -175,7 +176,7 @@ def test_checkpointed(reentrant):
         thread = threading.Thread(target=model(x).square().sum().backward)
         thread.start()
         thread.join()
-        return torch.cat([each.grad.flatten() for each in model.parameters()])
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
     exact = made_again()
 

@@ -178,7 +178,7 @@ def test_any_tensor_comes_back_within_the_bound(name, data):
     payload = codec(name).compress(x, bound, torch.tensor([1]))
     values = codec(name).decompress(payload)
     assert values.shape == x.shape and values.dtype == x.dtype
-    assert payload.nbytes == sum(each.nbytes for each in payload.tensors)
+    assert payload.nbytes == sum(tensor.nbytes for tensor in payload.tensors)
     assert payload.nbytes <= x.numel() * x.element_size()
     assert len(payload.tensors) == payload.spec.count
     if kind in ("nan", "infinite") and x.numel():
@@ -288,7 +288,7 @@ def test_bad_seeds(name, seed, said):
 
 def test_names():
     assert list(CODECS) == ["quant", "quant+zvc", "error-bounded", "jpeg"]
-    assert all(each.name == name for name, each in CODECS.items())
+    assert all(value.name == name for name, value in CODECS.items())
     assert DEFAULT in CODECS
     with pytest.raises(InputError, match="expected quant, .* for a codec, got 'gzip'"):
         codec("gzip")
@@ -474,7 +474,7 @@ def test_payloads_show_what_they_are_and_no_numbers(name, dtype):
     x = activations("sparse", dtype=dtype)
     payload = codec(name).compress(x, 0.01)
     dense = x.numel() * x.element_size()
-    size = sum(each.numel() * each.element_size() for each in payload.tensors)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in payload.tensors)
     assert repr(payload) == (
         f"Payload({name}: {SHAPE} {str(dtype)[6:]} in {size} bytes, {dense / size:.3g} times less)"
     )
@@ -536,5 +536,5 @@ def test_random_numbers(name):
 def test_devices(name, device):
     x = activations("sparse").to(device)
     payload = codec(name).compress(x, 1e-2, torch.tensor([1], device=device))
-    assert all(each.device == x.device for each in payload.tensors)
+    assert all(tensor.device == x.device for tensor in payload.tensors)
     assert (codec(name).decompress(payload) - x).square().mean() <= 1e-2

@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 from compilers import inductor_passes
+from layers import saved_by
 from samples import GELU, gradient, laid_out, load_table, normal, same
 from torch import nn
 
@@ -205,15 +206,6 @@ def test_draws(device):
     assert abs((first.cpu().double() - mean).mean()) < 0.05
 
 
-def kept_by(function, x):
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
-    ):
-        y = function(x)
-    return y, {tensor.untyped_storage().data_ptr(): tensor for tensor in saved}.values()
-
-
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
 def test_a_compiled_forward_keeps_codes_and_nothing_else(device, backend):
     x = normal((40, 32), device=device).requires_grad_()
@@ -222,7 +214,7 @@ def test_a_compiled_forward_keeps_codes_and_nothing_else(device, backend):
     def function(x):
         return F.gelu((x @ weight) + 1.0, bits=3)
 
-    y, saved = kept_by(compiled(function, backend), x)
+    y, saved = saved_by(compiled(function, backend), x)
     own = [tensor for tensor in saved if tensor.data_ptr() != weight.data_ptr()]
     assert sum(tensor.nbytes for tensor in own) == 4 * packed_words(40 * 32, 3)
     assert all(tensor.dtype == torch.int32 for tensor in own)
@@ -390,7 +382,7 @@ def test_codes_are_kept_under_a_memory_budget(device, budget):
     model = nn.Sequential(Feedforward(), Feedforward()).to(device)
     x = normal((32, 64), device=device)
     with config.patch(activation_memory_budget=budget):
-        y, saved = kept_by(compiled(model, "aot_eager_decomp_partition"), x)
+        y, saved = saved_by(compiled(model, "aot_eager_decomp_partition"), x)
         y.sum().backward()
     ours = [grad.clone() for grad in (parameter.grad for parameter in model.parameters())]
     codes = [tensor for tensor in saved if tensor.dtype == torch.int32]

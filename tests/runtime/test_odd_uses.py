@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from layers import LAYERS, ids
 from samples import normal
 from torch import nn
 from torch.nn import functional as torch_f
@@ -30,47 +29,12 @@ def quiet(model, bits=8, **options):
 
 # -- results that are written to -------------------------------------------------------------------
 
-SMALL = {
-    "Linear": ((5, 5), (2, 3, 5)),
-    "MaxPool1d": ((2,), (2, 3, 8)),
-    "MaxPool2d": ((2,), (2, 3, 8, 8)),
-    "AvgPool1d": ((2,), (2, 3, 8)),
-    "AdaptiveAvgPool1d": ((3,), (2, 3, 8)),
-    "AdaptiveMaxPool1d": ((3,), (2, 3, 8)),
-    "Dropout": ((0.5,), (2, 3, 8)),
-    "Embedding": ((9, 4), None),
-    "PReLU": ((), (2, 3, 8)),
-    "Softmax": ((-1,), (2, 3, 8)),
-}
 
-
-@pytest.mark.parametrize("name", SMALL)
-def test_a_result_may_be_written_to(name):
-    arguments, shape = SMALL[name]
-    module = getattr(fewbit.nn, name)(*arguments)
-    x = torch.arange(6) if shape is None else normal(shape).requires_grad_()
-    torch.manual_seed(0)
-    y = module(x)
-    torch.manual_seed(0)
-    expected = module(x).detach() + 1
+def test_an_embeddings_result_may_be_written_to():
+    y = fewbit.nn.Embedding(9, 4)(torch.arange(6))
+    expected = y.detach() + 1
     y += 1
     assert torch.equal(y.detach(), expected)
-    y.sum().backward()
-
-
-@pytest.mark.parametrize("layer", **ids(LAYERS))
-def test_a_layers_result_may_be_written_to(layer):
-    module, _ = layer.pair(8)
-    y = module(layer.input().requires_grad_())
-    expected = y.detach() + 1
-    assert torch.equal(y.add_(1).detach(), expected)
-    y.sum().backward()
-
-
-def test_a_bilinear_result_may_be_written_to():
-    tensors = [normal(shape).requires_grad_() for shape in ((2, 5, 4), (2, 5, 3), (6, 4, 3))]
-    y = F.bilinear(*tensors)
-    assert torch.equal(y.detach() * 2, y.mul_(2).detach())
     y.sum().backward()
 
 
@@ -276,53 +240,6 @@ def test_a_model_that_calls_itself():
     assert not torch.overrides._get_current_function_mode_stack()
 
 
-class Interrupted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x, stop=True):
-        y = self.linear(x)
-        if stop:
-            raise KeyboardInterrupt
-        return y
-
-
-@pytest.mark.parametrize("then", ["restore", "another", "again"])
-def test_an_interrupted_forward_leaves_functions_as_they_were(then):
-    model, x = quiet(Interrupted()), normal((4, 6)).requires_grad_()
-    with pytest.raises(KeyboardInterrupt):
-        model(x)
-    if then == "restore":
-        fewbit.restore_(model)
-    elif then == "another":
-        quiet(nn.Sequential(nn.Linear(6, 6)))(x)
-    else:
-        model(x, stop=False)
-    assert not torch.overrides._get_current_function_mode_stack()
-    assert torch_f.gelu(x).grad_fn.name() == "GeluBackward0"
-
-
-def test_an_interrupted_forward_within_another():
-    inner = quiet(Interrupted())
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.stop = nn.Linear(6, 6), True
-
-        def forward(self, x):
-            return inner(self.linear(x), self.stop)
-
-    outer, x = quiet(Outer()), normal((4, 6)).requires_grad_()
-    with pytest.raises(KeyboardInterrupt):
-        outer(x)
-    outer.stop = False
-    outer(x)
-    assert not torch.overrides._get_current_function_mode_stack()
-    assert torch_f.gelu(x).grad_fn.name() == "GeluBackward0"
-
-
 def test_models_that_call_each_other():
     """Neither is taken for one that was interrupted."""
     inner = quiet(nn.Sequential(nn.Linear(6, 6)))
@@ -380,29 +297,6 @@ def test_a_norm_before_a_bilinear_layer(norm):
     model(x).sum().backward()
     grad = model.bilinear.weight.grad
     assert (grad - exact).norm() < 0.03 * exact.norm()
-
-
-@pytest.mark.parametrize("module, shape", [
-    (fewbit.nn.Linear(6, 5, bits=8), (3, 6)),
-    (fewbit.nn.Linear(6, 5, bits=8), (2, 3, 6)),
-    (fewbit.nn.LayerNorm(6, bits=8), (3, 6)),
-    (fewbit.nn.RMSNorm(6, bits=8), (3, 6)),
-    (fewbit.RReLU(), (3, 6)),
-], ids=lambda value: str(value))  # fmt: skip
-def test_several_gradients_at_once(module, shape):
-    x = normal(shape, scale=1.0).requires_grad_()
-    y = module(x)
-    grads = torch.stack([normal(y.shape, seed=seed) for seed in range(3)])
-    (together,) = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
-    for grad, each in zip(grads, together, strict=True):
-        (expected,) = torch.autograd.grad(y, x, grad, retain_graph=True)
-        torch.testing.assert_close(each, expected)
-
-
-def test_an_empty_batch_of_instance_norm():
-    x = torch.empty(0, 3, 4, 4, requires_grad=True)
-    fewbit.nn.InstanceNorm2d(3)(x).sum().backward()
-    assert x.grad.shape == x.shape
 
 
 def test_rrelu_of_a_leaf_in_place_changes_nothing():
@@ -510,7 +404,7 @@ def test_overrides_reach_functions():
             nn.Sequential(Calling(torch_f.gelu), Calling(torch_f.gelu)), bits=4, **options
         )
         report = fewbit.saved_bytes(model, normal((64, 6), scale=1.0))
-        return [each.bytes for each in report.kept if each.node == "ActivationBackward"]
+        return [entry.bytes for entry in report.kept if entry.node == "ActivationBackward"]
 
     n = 4 * 64 * 6 // 32
     assert kept() == [3 * n, 3 * n]

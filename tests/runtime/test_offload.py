@@ -154,6 +154,12 @@ def equal(ours, theirs):
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
+def check_gradients(model, x, around):
+    """Compare the gradients of a step with an Offload around its forward with those of one without."""
+    exact = backward(model, forward(model, x))
+    assert equal(backward(model, forward(model, x, around)), exact)
+
+
 # -- Values and bytes --------------------------------------------------------------------------------------
 
 
@@ -161,11 +167,9 @@ def equal(ours, theirs):
 @pytest.mark.parametrize("ahead", [0, 1, 2, 100])
 def test_gradients_are_the_same(place, name, ahead):
     model, x = converted(name, place.device)
-    exact = backward(model, forward(model, x))
     around = place.offload(least=1, ahead=ahead)
-    y = forward(model, x, around)
+    check_gradients(model, x, around)
     assert around.bytes_out > 0
-    assert equal(backward(model, y), exact)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -236,10 +240,8 @@ def test_the_tensors_of_others_stay(place):
     torch.manual_seed(0)
     model, x = mlp().to(place.device), torch.randn(32, 64, device=place.device)
     around = place.offload(least=1)
-    y = forward(model, x, around)
+    check_gradients(model, x, around)
     assert around.bytes_out == 0
-    exact = backward(model, forward(model, x))
-    assert equal(backward(model, y), exact)
 
 
 # -- Order and memory --------------------------------------------------------------------------------------
@@ -566,12 +568,10 @@ def test_checkpointed_regions_keep_to_themselves(place, use_reentrant):
 
 def test_while_a_graph_is_captured(late):
     model, x = converted("mlp", "cpu")
-    exact = backward(model, forward(model, x))
     around = late.offload(least=1)
     late.kind.capturing = True
-    y = forward(model, x, around)
+    check_gradients(model, x, around)
     assert around.bytes_out == 0
-    assert equal(backward(model, y), exact)
 
 
 def test_on_the_cpu_nothing_is_done():
@@ -632,8 +632,7 @@ def test_a_forward_that_raises(place):
     gc.collect()
     assert not offload.is_active() and around.bytes_on_host == 0 < around.bytes_out
     assert not torch._C._autograd._top_saved_tensors_default_hooks(False)
-    exact = backward(model, forward(model, x))
-    assert equal(backward(model, forward(model, x, around)), exact)
+    check_gradients(model, x, around)
 
 
 @pytest.mark.parametrize("name", ["least", "ahead"])

@@ -59,23 +59,15 @@ def mixed(samples, seed=0):
 
 
 def quantize(
-    kernels,
-    x,
-    bits=2,
-    group_size=256,
-    fp32_min=False,
-    widths=None,
-    seed=SEED,
-    device="cpu",
-    normalize=None,
+    backend, x, bits=2, group_size=256, fp32_min=False, widths=None, seed=SEED, normalize=None
 ):
-    """(packed, ranges, spread): uint32 and uint16 arrays, floats."""
-    words = None
+    """Return packed (uint32), ranges (uint16) and spread (floats) of a backend, or of bare kernels of the CPU."""
+    words, device = None, getattr(backend, "device", "cpu")
     if widths is not None:
         words = groups.mixed_words(widths.tolist(), groups.samples_of(x.shape)[1])
         widths = widths.to(device)
     seed = torch.tensor([seed], device=device)
-    packed, ranges, spread = kernels.quantize(
+    packed, ranges, spread = getattr(backend, "kernels", backend).quantize(
         x.to(device), seed, bits, group_size, fp32_min, widths, words, to_device(normalize, device)
     )
     spread = None if spread[0] is None else tuple(map(float, spread))
@@ -83,11 +75,11 @@ def quantize(
     return packed.cpu().numpy().view(np.uint32), ranges, spread
 
 
-def dequantize(
-    kernels, packed, ranges, out, bits=2, group_size=256, widths=None, device="cpu", affine=None
-):
-    result = out.to(device)
-    kernels.dequantize(
+def dequantize(backend, packed, ranges, like, bits=2, group_size=256, widths=None, affine=None):
+    """Return the values in the dtype and with the strides of `like`, on the CPU."""
+    device = getattr(backend, "device", "cpu")
+    result = torch.empty_like(like, device=device)
+    getattr(backend, "kernels", backend).dequantize(
         torch.from_numpy(packed.view(np.int32)).to(device),
         torch.from_numpy(ranges.view(np.int16)).view(torch.bfloat16).to(device),
         bits,
@@ -104,7 +96,7 @@ def to_device(given, device):
     if given is None:
         return None
     *vectors, inner = given
-    return *(None if each is None else each.to(device) for each in vectors), inner
+    return *(None if vector is None else vector.to(device) for vector in vectors), inner
 
 
 def same(a, b):
@@ -120,12 +112,12 @@ def in_dtype(values, dtype):
     return (values.clamp(-65504.0, 65504.0) if dtype == torch.float16 else values).to(dtype)
 
 
-def check(kernels, x, bits, group_size, fp32_min, widths=None, device="cpu"):
+def check(backend, x, bits, group_size, fp32_min, widths=None):
     """Codes, ranges, spread and what is restored, against the oracle; returns what was kept."""
     each = [bits] * len(x) if widths is None else widths.tolist()
     rows = x.to(torch.float32).numpy()
     expected = naive.quantize(rows, SEED, each, group_size, fp32_min)
-    packed, ranges, spread = quantize(kernels, x, bits, group_size, fp32_min, widths, SEED, device)
+    packed, ranges, spread = quantize(backend, x, bits, group_size, fp32_min, widths)
     what = (tuple(x.shape), x.dtype, bits, group_size, fp32_min)
     assert np.array_equal(packed, expected[0]), what
     kept = len(expected[1])  # with several widths there may be room for more
@@ -134,7 +126,7 @@ def check(kernels, x, bits, group_size, fp32_min, widths=None, device="cpu"):
         least_greatest = (rows.min(), rows.max()) if rows.size else (0.0, 0.0)
         np.testing.assert_array_equal(spread, least_greatest)
     restored = naive.dequantize(packed, ranges, x.shape, each, group_size)
-    out = dequantize(kernels, packed, ranges, torch.empty_like(x), bits, group_size, widths, device)
+    out = dequantize(backend, packed, ranges, x, bits, group_size, widths)
     assert same(out, in_dtype(torch.from_numpy(restored), x.dtype)), what
     return packed, ranges
 
@@ -152,8 +144,8 @@ def test_every_small_size(backend, samples):
             (32, 64, 256)[features % 3],
             features % 2 == 1,
         )
-        check(backend.kernels, x, bits, group_size, fp32_min, device=backend.device)
-        check(backend.kernels, x, 0, group_size, fp32_min, mixed(samples), backend.device)
+        check(backend, x, bits, group_size, fp32_min)
+        check(backend, x, 0, group_size, fp32_min, mixed(samples))
 
 
 @dtypes
@@ -162,7 +154,7 @@ def test_every_width(backend, dtype, fp32_min):
     for bits in range(1, 9):
         for kind in KINDS:
             x = inputs((2, 321), dtype, kind, seed=bits)
-            check(backend.kernels, x, bits, 256, fp32_min, device=backend.device)
+            check(backend, x, bits, 256, fp32_min)
 
 
 @pytest.mark.fast(4)
@@ -171,38 +163,34 @@ def test_group_sizes(backend, group_size):
     for shape in ((2, 1321), (1, 2048), (40, 31), (0, 70), (5, 0), (3, group_size + 1)):
         for dtype in DTYPES:
             x = inputs(shape, dtype, seed=group_size)
-            check(backend.kernels, x, 3, group_size, False, device=backend.device)
-            check(backend.kernels, x, 0, group_size, True, mixed(shape[0]), backend.device)
+            check(backend, x, 3, group_size, False)
+            check(backend, x, 0, group_size, True, mixed(shape[0]))
 
 
 def test_the_largest_group(backend):
     x = inputs((1, 65536 + 100), torch.float32)
-    check(backend.kernels, x, 2, 65536, False, device=backend.device)
+    check(backend, x, 2, 65536, False)
 
 
 def test_shapes(backend):
     """Samples are along dimension 0; a scalar is one of one feature."""
     for shape in ((), (5,), (3, 4, 5), (2, 3, 7, 11), (0, 3), (3, 0, 2)):
         x = inputs((math.prod(shape),), torch.float32).reshape(shape)
-        packed, ranges, _ = quantize(backend.kernels, x, device=backend.device)
+        packed, ranges, _ = quantize(backend, x)
         expected = quantize(reference, x)
         assert np.array_equal(packed, expected[0]) and np.array_equal(ranges, expected[1])
-        out = dequantize(
-            backend.kernels, packed, ranges, torch.empty_like(x), device=backend.device
-        )
-        assert same(out, dequantize(reference, packed, ranges, torch.empty_like(x)))
+        out = dequantize(backend, packed, ranges, x)
+        assert same(out, dequantize(reference, packed, ranges, x))
 
 
 def test_channels_last(backend):
     """A dense tensor whose samples are outermost is taken, and restored, in storage order."""
     x = inputs((2, 3, 8, 9), torch.float32).to(memory_format=torch.channels_last)
     flat = x.permute(0, 2, 3, 1).reshape(2, -1)
-    kept = check(backend.kernels, flat, 2, 64, False, device=backend.device)
-    packed, ranges, _ = quantize(backend.kernels, x, 2, 64, device=backend.device)
+    kept = check(backend, flat, 2, 64, False)
+    packed, ranges, _ = quantize(backend, x, 2, 64)
     assert np.array_equal(packed, kept[0]) and np.array_equal(ranges, kept[1])
-    out = dequantize(
-        backend.kernels, packed, ranges, torch.empty_like(x), 2, 64, device=backend.device
-    )
+    out = dequantize(backend, packed, ranges, x, 2, 64)
     assert out.stride() == x.stride()
     restored = naive.dequantize(packed, ranges, (2, 216), [2, 2], 64)
     assert torch.equal(out.permute(0, 2, 3, 1).reshape(2, -1), torch.from_numpy(restored))
@@ -213,7 +201,7 @@ def shared_words(shape, dtype, several):
     """Groups that begin inside of a word, enough of them for several threads; what the reference makes of them."""
     x, widths = inputs(shape, dtype, "specials"), mixed(shape[0]) if several else None
     kept = quantize(reference, x, 3, 256, False, widths)
-    return x, widths, kept, dequantize(reference, *kept[:2], torch.empty_like(x), 3, 256, widths)
+    return x, widths, kept, dequantize(reference, *kept[:2], x, 3, 256, widths)
 
 
 @pytest.fixture(params=[1, 3])
@@ -229,12 +217,11 @@ def threads(request):
 def test_threads_that_share_words(backend, shape, threads):
     for several in (False, True):
         x, widths, kept, restored = shared_words(shape, DTYPES[shape[1] % 4], several)
-        made = quantize(backend.kernels, x, 3, 256, False, widths, device=backend.device)
+        made = quantize(backend, x, 3, 256, False, widths)
         assert np.array_equal(made[0], kept[0]) and np.array_equal(made[1], kept[1])
         if made[2] is not None:
             np.testing.assert_array_equal(made[2], kept[2])
-        out = torch.empty_like(x)
-        out = dequantize(backend.kernels, *kept[:2], out, 3, 256, widths, device=backend.device)
+        out = dequantize(backend, *kept[:2], x, 3, 256, widths)
         assert same(out, restored)
 
 
@@ -262,7 +249,7 @@ def test_anything(samples, features, group_size, bits, fp32_min, dtype, kind, se
 
 def test_room_beyond_the_codes_is_zero(backend):
     x, widths = inputs((6, 70), torch.float32), mixed(6)
-    exact, ranges, _ = quantize(backend.kernels, x, 0, widths=widths, device=backend.device)
+    exact, ranges, _ = quantize(backend, x, 0, widths=widths)
     seed = torch.tensor([SEED], device=backend.device)
     packed, again, _ = backend.kernels.quantize(
         x.to(backend.device), seed, 0, 256, False, widths.to(backend.device), len(exact) + 9
@@ -318,8 +305,10 @@ SHAPES = [
 def vectors(n, seed):
     """Pairs of vectors that n elements can share, and inner: 1, n, and what lies between."""
     rng = np.random.default_rng([n, seed])
-    divisors = [each for each in range(1, n + 1) if n % each == 0] or [1]
-    pairs = [(inner, each) for inner in divisors for each in divisors if n // inner % each == 0]
+    divisors = [number for number in range(1, n + 1) if n % number == 0] or [1]
+    pairs = [
+        (inner, divisor) for inner in divisors for divisor in divisors if n // inner % divisor == 0
+    ]
     for inner, count in (pairs[i] for i in {0, len(pairs) - 1, *rng.integers(0, len(pairs), 5)}):
         yield *(torch.from_numpy(rng.normal(1, 1, count)).float() for _ in range(2)), inner
 
@@ -342,14 +331,7 @@ def test_normalized_on_load(backend, dtype):
             expected = naive.normalized(rows, or_none(mean), rstd.numpy(), inner)
             packed, ranges = naive.quantize(expected, SEED, each, group_size, fp32_min)
             made = quantize(
-                backend.kernels,
-                x,
-                3,
-                group_size,
-                fp32_min,
-                widths,
-                device=backend.device,
-                normalize=(mean, rstd, inner),
+                backend, x, 3, group_size, fp32_min, widths, normalize=(mean, rstd, inner)
             )
             what = shape, inner, len(rstd)
             assert np.array_equal(made[0], packed), what
@@ -370,9 +352,7 @@ def test_mapped_on_store(backend, dtype):
             expected = naive.mapped(values, or_none(scale), or_none(shift), inner).reshape(shape)
             out = torch.empty(shape, dtype=dtype)
             affine = scale, shift, inner
-            made = dequantize(
-                backend.kernels, packed, ranges, out, 3, device=backend.device, affine=affine
-            )
+            made = dequantize(backend, packed, ranges, out, 3, affine=affine)
             assert same(made, torch.from_numpy(expected).to(dtype)), (shape, inner)
 
 
@@ -383,13 +363,12 @@ def test_threads_that_share_vectors(backend, threads, inner):
     count = x.shape[1] // inner * (20 if inner > 100 else 1)
     rng = np.random.default_rng(inner)
     mean, rstd = (torch.from_numpy(rng.normal(1, 1, count)).float() for _ in range(2))
-    given, device = (mean, rstd, inner), backend.device
+    given = mean, rstd, inner
     packed, ranges, _ = quantize(reference, x, normalize=given)
-    made = quantize(backend.kernels, x, device=device, normalize=given)
+    made = quantize(backend, x, normalize=given)
     assert np.array_equal(made[0], packed) and np.array_equal(made[1], ranges)
-    out = torch.empty_like(x)
-    expected = dequantize(reference, packed, ranges, out, affine=given)
-    made = dequantize(backend.kernels, packed, ranges, out, device=device, affine=given)
+    expected = dequantize(reference, packed, ranges, x, affine=given)
+    made = dequantize(backend, packed, ranges, x, affine=given)
     assert same(made, expected)
 
 
@@ -398,12 +377,12 @@ def test_channels_last_normalized(backend):
     x = inputs((2, 3, 8, 9), torch.float32).to(memory_format=torch.channels_last)
     mean, rstd = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([0.5, 2.0, 3.0])
     expected = quantize(reference, (x - mean.view(1, 3, 1, 1)) * rstd.view(1, 3, 1, 1))
-    made = quantize(backend.kernels, x, device=backend.device, normalize=(mean, rstd, 1))
+    made = quantize(backend, x, normalize=(mean, rstd, 1))
     assert np.array_equal(made[0], expected[0]) and np.array_equal(made[1], expected[1])
 
 
 def test_vectors_that_do_not_fit(backend):
-    x, one, device = inputs((4, 6), torch.float32), torch.ones(1), backend.device
+    x, one = inputs((4, 6), torch.float32), torch.ones(1)
     packed, ranges, _ = quantize(reference, x)
     for vectors, inner, message in (
         ((one, one.double()), 1, "1-D contiguous float32"),
@@ -418,18 +397,14 @@ def test_vectors_that_do_not_fit(backend):
     ):
         given = *vectors, inner
         with pytest.raises(ValueError, match=message):
-            quantize(backend.kernels, x, device=device, normalize=given)
+            quantize(backend, x, normalize=given)
         with pytest.raises(ValueError, match=message):
-            dequantize(
-                backend.kernels, packed, ranges, torch.empty_like(x), device=device, affine=given
-            )
+            dequantize(backend, packed, ranges, x, affine=given)
     with pytest.raises(ValueError, match="expected"):
-        quantize(backend.kernels, x, device=device, normalize=(one, None, 1))
+        quantize(backend, x, normalize=(one, None, 1))
     widths = torch.full((4,), 2, dtype=torch.uint8)
     with pytest.raises(ValueError, match="short samples of several widths"):
-        dequantize(
-            backend.kernels, packed, ranges, x, 0, 256, widths, device, affine=(one, None, 1)
-        )
+        dequantize(backend, packed, ranges, x, 0, 256, widths, affine=(one, None, 1))
 
 
 def squares(rows, group_size):
@@ -507,10 +482,9 @@ def test_squares_of_kernels_copy_nothing(backend):
 def test_an_affine_map_of_samples_of_several_widths(backend, features):
     x = normal((6, features))
     widths = torch.tensor([3, 1, 8, 3, 2, 1], dtype=torch.uint8)
-    packed, ranges, _ = quantize(backend.kernels, x, widths=widths, device=backend.device)
-    out = torch.empty_like(x)
-    place = backend.kernels, packed, ranges, out, 0, 256, widths, backend.device
-    plain = dequantize(*place).clone()
+    packed, ranges, _ = quantize(backend, x, widths=widths)
+    place = backend, packed, ranges, x, 0, 256, widths
+    plain = dequantize(*place)
     scale, shift = normal((6,), seed=1), normal((6,), seed=2)
     mapped = dequantize(*place, affine=(scale, shift, features))
     assert torch.equal(mapped, plain * scale[:, None] + shift[:, None])
@@ -664,9 +638,7 @@ def test_bytes(backend):
         for bits in range(1, 9):
             for fp32_min in (False, True):
                 x = torch.zeros(shape)
-                packed, ranges, _ = quantize(
-                    backend.kernels, x, bits, 64, fp32_min, None, 1, backend.device
-                )
+                packed, ranges, _ = quantize(backend, x, bits, 64, fp32_min)
                 assert packed.nbytes + ranges.nbytes == groups.quantized_bytes(
                     shape, bits, 64, fp32_min
                 )
@@ -686,9 +658,7 @@ def test_nothing_is_clipped(backend, dtype, fp32_min):
         for kind in ("normal", "offset", "scales"):
             limit = 3e4 if dtype == torch.float16 else 1e38
             x = inputs((12, 256), torch.float64, kind, seed=bits).clamp(-limit, limit).to(dtype)
-            packed, ranges, _ = quantize(
-                backend.kernels, x, bits, 256, fp32_min, device=backend.device
-            )
+            packed, ranges, _ = quantize(backend, x, bits, 256, fp32_min)
             limits = np.array([naive._limits(row) for row in ranges], np.float64)
             minimum, extent = limits[:, :1], limits[:, 1:]
             assert np.isfinite(limits).all()
@@ -697,9 +667,7 @@ def test_nothing_is_clipped(backend, dtype, fp32_min):
             # The range is that of the difference rounded to float32.
             assert (exact - minimum <= extent * (1 + 2.0**-24)).all()
             out = torch.empty(x.shape)
-            out = dequantize(
-                backend.kernels, packed, ranges, out, bits, device=backend.device
-            ).double()
+            out = dequantize(backend, packed, ranges, out, bits).double()
             step = extent / (2**bits - 1)
             rounding = (np.abs(minimum) + extent) * 2.0**-22 + 1e-44
             assert (np.abs(out.numpy() - exact) <= step * (1 + 2.0**-16) + rounding).all()
@@ -709,17 +677,15 @@ def test_nothing_is_clipped(backend, dtype, fp32_min):
 def test_a_range_of_zero_is_exact(backend, value):
     x = torch.full((3, 100), value).to(torch.bfloat16)
     for bits in (1, 8):
-        packed, ranges, _ = quantize(backend.kernels, x, bits, device=backend.device)
-        out = dequantize(
-            backend.kernels, packed, ranges, torch.empty_like(x), bits, device=backend.device
-        )
+        packed, ranges, _ = quantize(backend, x, bits)
+        out = dequantize(backend, packed, ranges, x, bits)
         assert torch.equal(out, x) and not packed.any() and not ranges[:, 1].any()
 
 
 def test_wide_minimums_are_exact(backend):
     x = torch.full((3, 100), 1.0 + 2.0**-20)
-    packed, ranges, _ = quantize(backend.kernels, x, 2, 256, True, device=backend.device)
-    out = dequantize(backend.kernels, packed, ranges, torch.empty_like(x), device=backend.device)
+    packed, ranges, _ = quantize(backend, x, 2, 256, True)
+    out = dequantize(backend, packed, ranges, x)
     assert torch.equal(out, x)
 
 
@@ -727,16 +693,14 @@ def test_a_group_that_is_not_finite(backend):
     """It is lost, and no other."""
     for value in (math.nan, math.inf, -math.inf):
         x = inputs((4, 256), torch.float32)
-        whole = quantize(backend.kernels, x, device=backend.device)
+        whole = quantize(backend, x)
         x[2, 100] = value
-        packed, ranges, spread = quantize(backend.kernels, x, device=backend.device)
+        packed, ranges, spread = quantize(backend, x)
         assert (ranges[2] == naive.NAN16).all() and not packed[32:48].any()
         others = [0, 1, 3]
         assert np.array_equal(ranges[others], whole[1][others])
         assert np.array_equal(packed.reshape(4, -1)[others], whole[0].reshape(4, -1)[others])
-        out = dequantize(
-            backend.kernels, packed, ranges, torch.empty_like(x), device=backend.device
-        )
+        out = dequantize(backend, packed, ranges, x)
         assert out[2].isnan().all() and out[others].isfinite().all()
         if spread is not None:
             np.testing.assert_array_equal(spread, (x.amin(), x.amax()))
@@ -744,7 +708,7 @@ def test_a_group_that_is_not_finite(backend):
 
 def test_a_range_beyond_bfloat16(backend):
     x = torch.tensor([[-3e38, 3e38] * 32])  # finite, but their difference is not
-    _, ranges, spread = quantize(backend.kernels, x, device=backend.device)
+    _, ranges, spread = quantize(backend, x)
     assert (ranges == naive.NAN16).all()
     if spread is not None:
         assert spread == (float(x.min()), float(x.max()))
@@ -752,9 +716,7 @@ def test_a_range_beyond_bfloat16(backend):
 
 def test_the_seed_alone_decides(backend):
     x = inputs((4, 512), torch.float32)
-    kept = [
-        quantize(backend.kernels, x, seed=s, device=backend.device)[0] for s in (1, 1, 2, 1 << 32)
-    ]
+    kept = [quantize(backend, x, seed=s)[0] for s in (1, 1, 2, 1 << 32)]
     assert np.array_equal(kept[0], kept[1])
     assert (kept[0] != kept[2]).mean() > 0.9 and (kept[0] != kept[3]).mean() > 0.9
 
@@ -768,18 +730,8 @@ def test_unbiased(backend, offset, fp32_min):
     exact = x.double()
     total = torch.zeros_like(exact)
     for seed in range(seeds):
-        packed, ranges, _ = quantize(
-            backend.kernels,
-            x,
-            bits,
-            256,
-            fp32_min,
-            seed=1000 * offset + seed,
-            device=backend.device,
-        )
-        out = dequantize(
-            backend.kernels, packed, ranges, torch.empty_like(x), device=backend.device
-        )
+        packed, ranges, _ = quantize(backend, x, bits, 256, fp32_min, seed=1000 * offset + seed)
+        out = dequantize(backend, packed, ranges, x)
         total += out.double() - exact
     limits = torch.tensor(np.array([naive._limits(row) for row in ranges]), dtype=torch.float64)
     limits = limits.repeat_interleave(256, 0).view(4, 512, 2)

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 import torch
+from odd_models import ODD, OPTIONS
 from samples import normal
-from test_resumed import ODD, OPTIONS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -8,49 +8,26 @@ import pytest
 import torch
 from layers import LAYERS, fresh, ids
 from layouts import LAYOUTS, InLayout
+from probed_models import (
+    MODELS,
+    Collective,
+    Counted,
+    Fixed,
+    Twice,
+    converted,
+    gradient,
+    loss_of,
+)
 from samples import normal
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.runtime.backends.reference_quantizer import squares
 from fewbit.runtime.probes.variance_probe import MOST_EARLIER, VarianceProbe
 from fewbit.runtime.saved.assignment import TensorSlot
-from fewbit.runtime.saved.bit_policy import BitPolicy
-from fewbit.runtime.saved.single_backward import once_differentiable
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-
-
-class Fixed(BitPolicy):
-    """A policy with given averages, and a probe in forward passes that are to be measured."""
-
-    def __init__(self, averages=None, probe=None):
-        super().__init__()
-        self.averages, self.probe = averages or {}, probe
-
-    def begin(self, module, inputs):
-        assignment = super().begin(module, inputs)
-        assignment.probe = self.probe
-        return assignment
-
-
-def converted(model, bits=4, **options):
-    return fewbit.compress_(model, fewbit.AdaptiveBits(bits), verbose=False, **options)
-
-
-def loss_of(y):
-    """Of tensors in a nest: what has gradients of every size."""
-    y = y if isinstance(y, torch.Tensor) else y[0]
-    return (y.float() * normal(y.shape, scale=1.0, seed=9).to(y.device)).sum()
-
-
-def gradient(model, x, seed=0):
-    torch.manual_seed(seed)
-    model.zero_grad(set_to_none=True)
-    loss_of(model(x)).backward()
-    return torch.cat([x.new_empty(0), *(each.grad.flatten() for each in model.parameters())])
 
 
 def observed(model, controller, x, seeds=1, run=gradient):
@@ -61,9 +38,18 @@ def observed(model, controller, x, seeds=1, run=gradient):
         controller.context.policy = Fixed(probe=probe)
         run(model, x)
         probe.send()
-        for name, each in probe.results().items():
-            sums[name] = sums.get(name, 0.0) + each.sensitivity / seeds
+        for name, value in probe.results().items():
+            sums[name] = sums.get(name, 0.0) + value.sensitivity / seeds
     return sums
+
+
+def results_of(model, x):
+    """Return what a probe finds in one step of a model, which it converts."""
+    probe = VarianceProbe(0)
+    converted(model).context.policy = Fixed(probe=probe)
+    gradient(model, x)
+    probe.send()
+    return probe.results()
 
 
 # -- against the formulas of ActNN, long version, appendix B ------------------------------------------------
@@ -111,56 +97,6 @@ def test_norm(device):
 # -- against the variance itself ---------------------------------------------------------------------------
 
 
-class Residual(nn.Module):
-    def __init__(self, body):
-        super().__init__()
-        self.body = body
-
-    def forward(self, x):
-        return x + self.body(x)
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
-
-    def forward(self, x):
-        heads = [each.unflatten(2, (4, 8)).transpose(1, 2) for each in self.qkv(x).chunk(3, 2)]
-        y = F.scaled_dot_product_attention(*heads)
-        return self.proj(y.transpose(1, 2).flatten(2))
-
-
-def convnet():
-    def block():
-        return nn.Sequential(
-            nn.Conv2d(8, 8, 3, padding=1, bias=False),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Conv2d(8, 8, 3, padding=1, bias=False),
-            nn.BatchNorm2d(8),
-        )
-
-    stem = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
-    blocks = Residual(block()), nn.ReLU(), Residual(block()), nn.ReLU()
-    return nn.Sequential(*stem, *blocks, nn.AvgPool2d(4), nn.Flatten(), nn.Linear(8 * 4, 10))
-
-
-def transformer():
-    def block():
-        return (
-            Residual(nn.Sequential(nn.LayerNorm(32), Attention())),
-            Residual(
-                nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-            ),
-        )
-
-    return nn.Sequential(*block(), *block(), nn.LayerNorm(32), nn.Linear(32, 10))
-
-
-MODELS = {"convnet": (convnet, (8, 3, 8, 8)), "transformer": (transformer, (4, 8, 32))}
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_each_part_of_the_variance(name):
     """Of one variable at 3 bits with the others at 8, by sampling: within a factor of 2, the sum within 1.4."""
@@ -180,29 +116,10 @@ def test_each_part_of_the_variance(name):
     rest = variance(most)
     measured = {each: variance({**most, each: 3.0}) - rest for each in predicted}
     assert len(predicted) > 8
-    for each, sensitivity in predicted.items():
-        assert 1 / 2 < measured[each] / (sensitivity / 49) < 2, each
+    for value, sensitivity in predicted.items():
+        assert 1 / 2 < measured[value] / (sensitivity / 49) < 2, value
     ratio = sum(measured.values()) / (sum(predicted.values()) / 49)
     assert 1 / 1.4 < ratio < 1.4
-
-
-class Twice(nn.Module):
-    """One layer for two inputs of different scales."""
-
-    def __init__(self, scales, is_checkpointed=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.scales, self.is_checkpointed = nn.Linear(64, 64), scales, is_checkpointed
-
-    def forward(self, x):
-        def both(x):
-            a, b = (
-                self.linear(scale * each)
-                for scale, each in zip(self.scales, (x, x.flip(0)), strict=True)
-            )
-            return a + b
-
-        return checkpoint(both, x, use_reentrant=False) if self.is_checkpointed else both(x)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -220,11 +137,7 @@ def test_each_call_of_a_layer_has_noise_of_its_own(scales, is_checkpointed):
 def test_the_spread_of_a_layer_that_is_called_twice():
     """Parts of all its tensors together, each in the order of its own samples."""
     model, x = Twice((1.0, 3.0)), normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
-    probe = VarianceProbe(0)
-    converted(model).context.policy = Fixed(probe=probe)
-    gradient(model, x)
-    probe.send()
-    (found,) = probe.results().values()
+    (found,) = results_of(model, x).values()
     expected = squares(x, 256).sort().values * (1 + 9)
     assert found.samples == 16 and found.elements == 2 * 16 * 64
     assert found.spread == pytest.approx(expected.tolist())
@@ -256,7 +169,7 @@ def test_products_of_one_module():
     for products in ((), (Product(), Product())):
         model = ByHand(products)
         found = observed(model, converted(model, 4), x, 6)
-        sums.append(sum(each for (name, _), each in found.items() if "matmul" in name))
+        sums.append(sum(value for (name, _), value in found.items() if "matmul" in name))
         assert len([name for name, _ in found if "matmul" in name]) == max(len(products), 1)
     assert sums[0] == pytest.approx(sums[1], rel=0.15)
 
@@ -277,9 +190,11 @@ def test_every_layer(device, layer):
     found = observed(model, controller, x)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(x.grad, grad_x)
-    again = torch.cat([x.new_empty(0), *(each.grad.flatten() for each in model.parameters())])
+    again = torch.cat(
+        [x.new_empty(0), *(parameter.grad.flatten() for parameter in model.parameters())]
+    )
     assert torch.equal(again, expected)
-    assert found and all(each > 0 for each in found.values())
+    assert found and all(result > 0 for result in found.values())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -296,7 +211,7 @@ def test_a_step_that_is_observed_is_the_same_step(name, is_checkpointed):
         model.zero_grad()
         y = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
         loss_of(y).backward()
-        gradients.append(torch.cat([each.grad.flatten() for each in model.parameters()]))
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
 
     controller.context.policy = Fixed()
     run(model, x)
@@ -324,33 +239,27 @@ def test_regions_within_a_model():
     x = normal((8, 64), scale=1.0)
     found = []
     for is_checkpointed in (False, True):
-        model = Model(is_checkpointed)
-        probe = VarianceProbe(0)
-        controller = converted(model)
-        controller.context.policy = Fixed(probe=probe)
-        gradient(model, x)
-        probe.send()
-        found.append(probe.results())
-    for name, each in found[0].items():
-        assert found[1][name].elements == each.elements == 8 * 64
-        assert found[1][name].sensitivity == pytest.approx(each.sensitivity, rel=0.2)
+        found.append(results_of(Model(is_checkpointed), x))
+    for name, value in found[0].items():
+        assert found[1][name].elements == value.elements == 8 * 64
+        assert found[1][name].sensitivity == pytest.approx(value.sensitivity, rel=0.2)
 
 
 def test_elements_samples_and_spread():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model.append(model[0])
     x = normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
-    probe = VarianceProbe(0)
-    converted(model).context.policy = Fixed(probe=probe)
-    gradient(model, x)
-    probe.send()
-    found = probe.results()
-    assert {name: each.elements for name, each in found.items()} == {
+    found = results_of(model, x)
+    assert {name: value.elements for name, value in found.items()} == {
         ("0", 0): 2 * 16 * 64,
         ("1", 0): 16 * 64,
     }
-    for each in found.values():
-        assert each.samples == 16 and each.spread == sorted(each.spread) and len(each.spread) == 16
+    for result in found.values():
+        assert (
+            result.samples == 16
+            and result.spread == sorted(result.spread)
+            and len(result.spread) == 16
+        )
     sizes = squares(model[0](x), 256).sort().values
     assert found["1", 0].spread == pytest.approx(sizes.tolist())
 
@@ -418,8 +327,8 @@ def test_a_second_pass_replaces_the_first():
         y.backward()
 
     once, again = observed(model, controller, x, 10), observed(model, controller, x, 10, twice)
-    for name, each in once.items():
-        assert again[name] == pytest.approx(each, rel=0.3)
+    for name, value in once.items():
+        assert again[name] == pytest.approx(value, rel=0.3)
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
@@ -430,25 +339,6 @@ def test_gradients_that_are_not_finite_say_nothing(value):
         (model(x) * value).sum().backward()
 
     assert observed(model, converted(model), normal((8, 64)), run=run) == {}
-
-
-def test_outputs_in_containers():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 8), nn.Linear(64, 8)
-
-        def forward(self, x):
-            return {"a": [self.a(x)], "b": (self.b(2 * x), 3)}
-
-    model = Model()
-
-    def run(model, x):
-        y = model(x)
-        (y["a"][0].square().sum() + y["b"][0].square().sum()).backward()
-
-    found = observed(model, converted(model), normal((8, 64)), run=run)
-    assert len(found) == 2 and all(each > 0 for each in found.values())
 
 
 @dataclass(slots=True)
@@ -477,8 +367,17 @@ def deep(a, b):
     return a, nest
 
 
-@pytest.mark.parametrize("make", [lambda a, b: {"a": Slots(a), "b": (b,)}, circle, deep])
-def test_outputs_in_dataclasses_in_circles_and_in_the_deep(make):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: {"a": [a], "b": (b, 3)},
+        lambda a, b: {"a": Slots(a), "b": (b,)},
+        circle,
+        deep,
+    ],
+    ids=["containers", "dataclasses", "circle", "deep"],
+)
+def test_outputs_in_containers(make):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -496,7 +395,7 @@ def test_outputs_in_dataclasses_in_circles_and_in_the_deep(make):
         (a.square().sum() + b.square().sum()).backward()
 
     found = observed(model, converted(model), normal((8, 64)), run=run)
-    assert len(found) == 2 and all(each > 0 for each in found.values())
+    assert len(found) == 2 and all(result > 0 for result in found.values())
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
@@ -521,7 +420,7 @@ def test_layouts(name, is_inside):
     found = observed(model, controller, normal((8, 64), scale=1.0), run=run)
     assert torch.equal(*gradients)
     assert len(found) == (1 + is_inside if is_measured else 0)
-    assert all(each > 0 for each in found.values())
+    assert all(result > 0 for result in found.values())
 
 
 def nodes_below(y) -> list:
@@ -604,30 +503,6 @@ def test_a_backward_pass_within_the_forward(is_alone):
     assert seen["a", 0].is_known != is_alone and seen["b", 0].is_known
     assert (seen["a", 0].sensitivity > 0) != is_alone
     assert (("a", 0) in controller.context.policy.averages) != is_alone
-
-
-class Counted(torch.autograd.Function):
-    """x times a weight, from a quantized x; counts its backward passes."""
-
-    passes = 0
-
-    @staticmethod
-    def forward(ctx, x, weight, quantizer):
-        kept = quantizer.quantize(x)
-        ctx.spec, ctx.count = kept.spec, type(ctx)._forward_cls
-        ctx.save_for_backward(weight, *kept.tensors)
-        return x * weight
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        ctx.count.passes += 1
-        weight, *kept = ctx.saved_tensors
-        return grad * weight, (ctx.spec.dequantize(kept) * grad).sum(0), None
-
-
-class Collective(Counted):
-    backward_has_collectives = True
 
 
 @pytest.mark.parametrize("function", [Counted, Collective])

@@ -1,0 +1,72 @@
+"""Statistics of gradients that are rounded at random: errors, and biases, over independent draws."""
+
+import math
+
+import torch
+
+from fewbit.runtime.quantizers.quantizer import Quantizer
+
+
+def drawn(gradients, draws):
+    """Return the draws of each gradient in float64, stacked; gradients: a function that returns a list of them."""
+    found = [[grad.double() for grad in gradients()] for _ in range(draws)]
+    return [torch.stack(grads) for grads in zip(*found, strict=True)]
+
+
+def moments(samples):
+    """Return (mean, standard error) of each entry over draws."""
+    return samples.mean(0), samples.std(0) / math.sqrt(len(samples))
+
+
+def pooled_z(samples, exact, least, independent=None) -> float:
+    """Return the sum of squared z over entries as a z score itself; entries of no variance must agree.
+
+    Args:
+        samples: draws of one gradient.
+        exact: its expectation.
+        least: the smallest standard error that is none of float64's rounding.
+        independent: the number of independent entries, if not all are: entries that share a sum move together.
+    """
+    mean, error = moments(samples)
+    known = error > least
+    off = (mean - exact.double()).abs()
+    assert (off[~known] <= 50 * least).all()
+    z = (off[known] / error[known]).square()
+    # The mean square of a t statistic is v / (v - 2); for the draws of these tests that is within 2 % of 1.
+    count = min(independent or len(z), len(z))
+    return float((z.mean() - 1) / math.sqrt(2 / count)) if len(z) else 0.0
+
+
+def signed_z(samples, exact, least) -> list[float]:
+    """Return z scores of the sum of the errors, and of their component along exact, over draws.
+
+    Entries may move together: the deviation is that of the sum. These scores show a small error that all entries
+    share, which the noise of each entry hides.
+    """
+    off = (samples - exact.double()).flatten(1)
+    if off.std(0).max() <= least:
+        return [0.0, 0.0]
+    along = [off.sum(1), off @ exact.double().flatten()]
+    return [float(sums.mean() / sums.std() * math.sqrt(len(sums))) for sums in along]
+
+
+def mean_square(samples, expected) -> float:
+    """Return the mean squared z score of the entries that vary: about 1 if `expected` is right."""
+    mean, error = moments(samples)
+    return float((((mean - expected) / error)[error > 0] ** 2).mean())
+
+
+def bias_of(samples, exact) -> float:
+    """Return ||E[grad^] - grad|| / ||grad||, without what sampling adds to the squared distance."""
+    exact = exact.double()
+    sampling = samples.var(0).sum() / len(samples)
+    distance = (samples.mean(0) - exact).square().sum()
+    return float((distance - sampling).clamp(min=0).sqrt() / exact.norm())
+
+
+def variance(x, bits):
+    """Return the variance that rounding adds to each element of x, which is one group."""
+    _, ranges = Quantizer(bits).quantize(x[None]).tensors
+    step = float(ranges[0, 1]) / (2**bits - 1)
+    part = (x.double() - float(ranges[0, 0])) / step % 1
+    return part * (1 - part) * step**2

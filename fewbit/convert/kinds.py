@@ -50,11 +50,11 @@ def _of_torch(names: str, family: str) -> dict[type, Kind]:
 
 
 # Classes are compared exactly, because a subclass may compute something else.
-ACTIVATIONS = _of_torch(
-    "ReLU ReLU6 LeakyReLU RReLU Threshold Hardtanh Hardsigmoid Hardshrink Softshrink ELU CELU SELU GELU SiLU Mish Hardswish "
-    "Sigmoid LogSigmoid Tanh Tanhshrink Softsign Softplus",
-    ACTIVATION,
-)
+ACTIVATIONS = {
+    getattr(nn, name): Kind(getattr(few, name))
+    for name in functions.modules()
+    if issubclass(getattr(few, name), getattr(nn, name, ()))
+}
 _CONVOLUTIONS = "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d"
 _LAYERS = (
     "Linear Bilinear BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm LayerNorm RMSNorm GroupNorm "
@@ -104,19 +104,6 @@ LEFT_ALONE = {
 }
 
 
-# {class: (name in `fewbit.functions`, names of the attributes that are the function's parameters)}.
-# RReLU is missing, because in training its slopes are random and need no table.
-_SETTINGS = {
-    nn.LeakyReLU: ("leaky_relu", ("negative_slope",)),
-    nn.Threshold: ("threshold", ("threshold", "value")),
-    nn.Hardtanh: ("hardtanh", ("min_val", "max_val")),
-    nn.Hardshrink: ("hardshrink", ("lambd",)),
-    nn.Softshrink: ("softshrink", ("lambd",)),
-    nn.ELU: ("elu", ("alpha",)),
-    nn.CELU: ("celu", ("alpha",)),
-    nn.Softplus: ("softplus", ("beta", "threshold")),
-}
-
 _IN_FUNCTIONAL = dict(vars(F))
 """The contents of torch.nn.functional when fewbit was imported."""
 _NO_METHODS = type, staticmethod, classmethod
@@ -139,10 +126,13 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 def _misfit_of(module: nn.Module) -> str | None:
     """Return why no table covers the settings of an activation; None if one does, or if the class has no settings."""
-    function, names = _SETTINGS.get(class_of(module), (None, ()))
-    if function is None:
+    cls = class_of(module)
+    # In training the slopes of RReLU are random and need no table.
+    if cls not in ACTIVATIONS or cls is nn.RReLU:
         return None
+    function = functions.modules()[cls.__name__]
     try:
+        names = functions.get(function).parameters
         functions.get(function, {name: float(getattr(module, name)) for name in names})
     except (FunctionError, TypeError, ValueError) as error:
         return str(error)
@@ -158,9 +148,9 @@ def why_not(module: nn.Module) -> str | None:
         return None
     if cls in TORCH:
         return f"no table for its settings: {_misfit_of(module)}"
-    for known in TORCH:
-        if issubclass(cls, known):
-            return f"a subclass of {known.__name__}, which may compute something else"
+    known = next((base for base in cls.__mro__ if base in TORCH), None)
+    if known is not None:
+        return f"a subclass of {known.__name__}, which may compute something else"
     own = next(module.parameters(recurse=False), None)
     return None if own is None or next(module.children(), None) else "no few-bit version"
 

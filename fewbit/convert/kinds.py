@@ -146,6 +146,9 @@ def why_not(module: nn.Module) -> str | None:
         return LEFT_ALONE[cls]
     if cls is _PART_OF_ATTENTION:
         return None
+    misfit = transformers_modules.misfit_of(module)
+    if misfit is not None:
+        return misfit
     if cls in TORCH:
         return f"no table for its settings: {_misfit_of(module)}"
     known = next((base for base in cls.__mro__ if base in TORCH), None)

@@ -78,7 +78,7 @@ class Measurement:
     @property
     def like_paper(self) -> bool:
         """Return whether the settings are those of the paper's appendix B."""
-        size = SEQUENCE_LENGTH if models.family(self.model) in models.TEXT else IMAGE_SIZE
+        size = SEQUENCE_LENGTH if models.family(self.model).is_text else IMAGE_SIZE
         own = self.activation == paper_activation(self.model)
         return self.model in PAPER and own and self.size == size and not self.dropout
 
@@ -104,7 +104,7 @@ class Measurement:
 
 def paper_activation(name):
     """Return the activation that the paper's figures imply: a function that saves its input, in place of ReLU."""
-    return "gelu" if models.family(name) in ("ResNet", "VGG", "DenseNet") else None
+    return "gelu" if models.family(name).has_relu else None
 
 
 def measure(
@@ -149,7 +149,7 @@ def measure(
         model = models.build(name, activation)
         if not dropout:
             freeze_dropout(model)
-        if models.family(name) in models.TEXT:
+        if models.family(name).is_text:
             inputs = torch.zeros((batch, size), dtype=torch.int64)
         else:
             inputs = torch.empty((batch, 3, size, size))
@@ -174,7 +174,7 @@ def measure(
 
 
 def _check_size(name, size):
-    default = SEQUENCE_LENGTH if models.family(name) in models.TEXT else IMAGE_SIZE
+    default = SEQUENCE_LENGTH if models.family(name).is_text else IMAGE_SIZE
     return models.check_size(name, default if size is None else size)
 
 
@@ -292,11 +292,7 @@ class MemoryReport(Result):
             Column("fewbit's", lambda bits: str(self._packed_batch(measured, bits))),
             Column("paper", paper, drop=3),
         )
-        unit = (
-            "tokens"
-            if models.family(measured.model) in models.TEXT
-            else f"x {measured.size} pixels"
-        )
+        unit = "tokens" if models.family(measured.model).is_text else f"x {measured.size} pixels"
         using = f", {measured.activation}" if measured.activation else ""
         title = f"{measured.model}{using}, {measured.size} {unit}, on a {format_size(self.device_bytes)} device"
         facts = [_facts(measured)]
@@ -383,7 +379,7 @@ def memory(
     for count in bits:
         if count not in range(1, 9):
             raise FewbitError(f"bits: expected 1 to 8, got {count!r}")
-    text = [models.family(name) in models.TEXT for name in names]
+    text = [models.family(name).is_text for name in names]
     if image_size is not None and all(text):
         raise FewbitError(f"{names[0]}: expected a sequence length, got an image size")
     if sequence_length is not None and not any(text):

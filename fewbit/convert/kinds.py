@@ -45,32 +45,29 @@ class Kind(NamedTuple):
         return issubclass(self.becomes, TwoValued)
 
 
-def _of_torch(names: str, family: str) -> dict[type, Kind]:
-    return {getattr(nn, name): Kind(getattr(few, name), family) for name in names.split()}
+def is_activation(cls: type) -> bool:
+    """Return whether the class is an activation of fewbit's."""
+    return cls.__module__ == few.GELU.__module__
 
 
-# Classes are compared exactly, because a subclass may compute something else.
-ACTIVATIONS = {
-    getattr(nn, name): Kind(getattr(few, name))
-    for name in functions.modules()
+def _family_of(cls: type[nn.Module]) -> str:
+    """Return the family of a class of fewbit's."""
+    if is_activation(cls):
+        return ACTIVATION
+    if not issubclass(cls, Quantized):
+        return EXACT
+    return CONVOLUTION if issubclass(cls, nn.modules.conv._ConvNd) else LAYER
+
+
+TORCH = {
+    getattr(nn, name): Kind(getattr(few, name), _family_of(getattr(few, name)))
+    for name in few.__all__
     if issubclass(getattr(few, name), getattr(nn, name, ()))
 }
-_CONVOLUTIONS = "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d"
-_LAYERS = (
-    "Linear Bilinear BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm LayerNorm RMSNorm GroupNorm "
-    "InstanceNorm1d InstanceNorm2d InstanceNorm3d PReLU Softmax LogSoftmax MultiheadAttention"
-)
-_EXACT = (
-    "Embedding Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout "
-    "MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d AvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d "
-    "AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d Upsample UpsamplingNearest2d UpsamplingBilinear2d"
-)
-TORCH = {
-    **ACTIVATIONS,
-    **_of_torch(_CONVOLUTIONS, CONVOLUTION),
-    **_of_torch(_LAYERS, LAYER),
-    **_of_torch(_EXACT, EXACT),
-}
+"""{class of torch.nn: the class of the same name in `fewbit.nn`, which is a subclass}.
+
+A module's class is looked up exactly, because a subclass may compute something else."""
+ACTIVATIONS = {cls: kind for cls, kind in TORCH.items() if kind.family == ACTIVATION}
 _GELU_TANH = Kind(few.GELU, attributes={"approximate": "tanh"})
 # By class name in transformers.activations, so that transformers need not be installed.
 TRANSFORMERS_ACTIVATIONS = {
@@ -98,9 +95,9 @@ LEFT_ALONE = {
     nn.Softmax2d: "no few-bit version",
     nn.EmbeddingBag: "no few-bit version",
     nn.LocalResponseNorm: "no few-bit version",
-    nn.RNN: "one op over all steps, which keeps its own state",
-    nn.LSTM: "one op over all steps, which keeps its own state",
-    nn.GRU: "one op over all steps, which keeps its own state",
+    nn.RNN: "one op over all steps, which saves tensors of its own",
+    nn.LSTM: "one op over all steps, which saves tensors of its own",
+    nn.GRU: "one op over all steps, which saves tensors of its own",
 }
 
 
@@ -205,11 +202,6 @@ def is_like_an_activation(module: nn.Module) -> bool:
 def is_fewbit(module: nn.Module) -> bool:
     """Return whether the module's class is a layer of fewbit's."""
     return isinstance(module, Quantized) or type(module).__module__.startswith("fewbit.nn.")
-
-
-def is_activation(cls: type) -> bool:
-    """Return whether the class is an activation of fewbit's."""
-    return cls.__module__ == few.GELU.__module__
 
 
 def name_of(cls: type) -> str:

@@ -109,7 +109,7 @@ def rounded(x: Tensor, bits: int, generator: torch.Generator) -> tuple[Tensor, T
 
 
 def of_functions(controller) -> FunctionQuantizers:
-    """What functions keep that the model's modules call."""
+    """Return the settings of functions that the model's modules call."""
     return next(c.settings for c in controller.context.contexts if isinstance(c, FunctionMode))
 
 

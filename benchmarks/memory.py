@@ -38,7 +38,7 @@ def allocated(name, size, workspace=0):
         for tensor in state_in_order(model):
             track.add(tensor)
         before = track.allocator.allocated
-        if models.family(name) in models.TEXT:
+        if models.family(name).is_text:
             inputs = torch.zeros((1, size), dtype=torch.int64)
         else:
             inputs = torch.empty((1, 3, size, size))

@@ -78,7 +78,7 @@ class OneTensorConvolution(torch.autograd.Function):
 
 
 class OneTensorBlock(Block):
-    """The exact block with one tensor, which both of its functions keep."""
+    """The exact block with one tensor, which both of its functions save."""
 
     def forward(self, input):
         norm = self.norm

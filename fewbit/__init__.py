@@ -7,7 +7,7 @@ torch, and works without it.
 import gc
 import importlib
 
-from fewbit._version import __version__
+from fewbit._version import __version__ as __version__
 
 _HOME = {
     "solve": "fewbit.solver.solve",
@@ -46,43 +46,28 @@ _HOME = {
     "GradientError": "fewbit.errors",
     "BoundWarning": "fewbit.errors",
     "OutputExistsError": "fewbit.errors",
-    "CELU": "fewbit.nn",
-    "ClippedGELU": "fewbit.nn",
-    "ELU": "fewbit.nn",
-    "FastGELU": "fewbit.nn",
-    "GELU": "fewbit.nn",
-    "Hardshrink": "fewbit.nn",
-    "Hardsigmoid": "fewbit.nn",
-    "Hardswish": "fewbit.nn",
-    "Hardtanh": "fewbit.nn",
-    "Laplace": "fewbit.nn",
-    "LeakyReLU": "fewbit.nn",
-    "LogSigmoid": "fewbit.nn",
-    "Mish": "fewbit.nn",
     "Pointwise": "fewbit.nn",
-    "QuickGELU": "fewbit.nn",
-    "RReLU": "fewbit.nn",
-    "ReLU": "fewbit.nn",
-    "ReLU6": "fewbit.nn",
-    "ReLUSquared": "fewbit.nn",
-    "SELU": "fewbit.nn",
-    "SiLU": "fewbit.nn",
-    "Sigmoid": "fewbit.nn",
-    "Softplus": "fewbit.nn",
-    "Softshrink": "fewbit.nn",
-    "Softsign": "fewbit.nn",
-    "SqrtSoftplus": "fewbit.nn",
-    "Tanh": "fewbit.nn",
-    "Tanhshrink": "fewbit.nn",
-    "Threshold": "fewbit.nn",
 }
 _PACKAGES = {"functional", "nn"}
 
-__all__ = ["__version__", *sorted(_PACKAGES), *sorted(_HOME)]
+
+def _names():
+    """Return all public names. Those of the activation modules come from the registry of functions, which needs no torch."""
+    return ["__version__", *sorted(_PACKAGES), *sorted([*_HOME, *_activations()])]
+
+
+def _activations():
+    return importlib.import_module("fewbit.functions").modules()
 
 
 def __getattr__(name):
-    if name not in _HOME and name not in _PACKAGES:
+    if name == "__all__":
+        return _names()
+    home = _HOME.get(name)
+    # The names of modules begin with a capital; looking up any other name must not import the registry.
+    if home is None and name[:1].isupper() and name in _activations():
+        home = "fewbit.nn"
+    if home is None and name not in _PACKAGES:
         raise AttributeError(f"module 'fewbit' has no attribute {name!r}")
     # Imports leave no garbage, and a collection that scans all of torch's objects takes as long as the import.
     collects = gc.isenabled()
@@ -90,7 +75,7 @@ def __getattr__(name):
     try:
         if name in _PACKAGES:
             return importlib.import_module(f"fewbit.{name}")
-        value = getattr(importlib.import_module(_HOME[name]), name)
+        value = getattr(importlib.import_module(home), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -103,4 +88,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted({*globals(), *_HOME, *_PACKAGES})
+    return sorted({*globals(), *_names()})

@@ -78,33 +78,33 @@ class Measurement:
     @property
     def like_paper(self) -> bool:
         """Return whether the settings are those of the paper's appendix B."""
-        size = SEQUENCE_LENGTH if models.family(self.model) in models.TEXT else IMAGE_SIZE
+        size = SEQUENCE_LENGTH if models.family(self.model).is_text else IMAGE_SIZE
         own = self.activation == paper_activation(self.model)
         return self.model in PAPER and own and self.size == size and not self.dropout
 
-    def kept(self, bits: int | None) -> float:
+    def saved(self, bits: int | None) -> float:
         """Return the bytes saved by the paper's arithmetic: the nonlinear part at `bits` of 32 per element."""
         fraction = 1 if bits is None else bits / 32
         return self.activation_bytes - self.nonlinear_bytes * (1 - fraction)
 
-    def kept_packed(self, bits: int) -> int:
+    def saved_packed(self, bits: int) -> int:
         """Return the bytes that fewbit saves: one packed copy of the codes of each activation's input."""
         packed = sum(4 * bits * -(-elements // 32) for elements in self.activation_inputs)
         return self.activation_bytes - self.nonlinear_bytes + packed
 
-    def max_batch(self, kept: float, device_bytes: int) -> int:
+    def max_batch(self, saved: float, device_bytes: int) -> int:
         """Return the largest batch beside four copies of the model.
 
         Args:
-            kept: The bytes that `batch` samples save.
+            saved: The bytes that `batch` samples save.
             device_bytes: The memory of the device.
         """
-        return max(0, int((device_bytes - COPIES * self.model_bytes) * self.batch // kept))
+        return max(0, int((device_bytes - COPIES * self.model_bytes) * self.batch // saved))
 
 
 def paper_activation(name):
     """Return the activation that the paper's figures imply: a function that saves its input, in place of ReLU."""
-    return "gelu" if models.family(name) in ("ResNet", "VGG", "DenseNet") else None
+    return "gelu" if models.family(name).has_relu else None
 
 
 def measure(
@@ -149,7 +149,7 @@ def measure(
         model = models.build(name, activation)
         if not dropout:
             freeze_dropout(model)
-        if models.family(name) in models.TEXT:
+        if models.family(name).is_text:
             inputs = torch.zeros((batch, size), dtype=torch.int64)
         else:
             inputs = torch.empty((batch, 3, size, size))
@@ -174,7 +174,7 @@ def measure(
 
 
 def _check_size(name, size):
-    default = SEQUENCE_LENGTH if models.family(name) in models.TEXT else IMAGE_SIZE
+    default = SEQUENCE_LENGTH if models.family(name).is_text else IMAGE_SIZE
     return models.check_size(name, default if size is None else size)
 
 
@@ -230,18 +230,18 @@ class MemoryReport(Result):
         record["max_batch_standard"] = self._batch(measured, None)
         for bits in self.bits:
             record[f"max_batch_{bits}bit"] = self._batch(measured, bits)
-            record[f"kept_bytes_{bits}bit"] = measured.kept_packed(bits)
+            record[f"kept_bytes_{bits}bit"] = measured.saved_packed(bits)
             record[f"max_batch_packed_{bits}bit"] = self._packed_batch(measured, bits)
         return record
 
     def _batch(self, measured: Measurement, bits: int | None) -> int:
         """Return the largest batch by the paper's arithmetic."""
-        return measured.max_batch(measured.kept(bits), self.device_bytes)
+        return measured.max_batch(measured.saved(bits), self.device_bytes)
 
     def _packed_batch(self, measured: Measurement, bits: int | None) -> int:
         """Return the largest batch with the bytes that fewbit saves."""
-        kept = measured.kept(None) if bits is None else measured.kept_packed(bits)
-        return measured.max_batch(kept, self.device_bytes)
+        saved = measured.saved(None) if bits is None else measured.saved_packed(bits)
+        return measured.max_batch(saved, self.device_bytes)
 
     def view(self) -> View:
         """Return a table with a row for each model; for one model a row for each size of code."""
@@ -270,11 +270,11 @@ class MemoryReport(Result):
 
     def _one(self, measured: Measurement) -> View:
         """Describe one model: a row for 32 bits, and one for each size of code."""
-        standard, first = measured.kept(None), self._batch(measured, None)
+        standard, first = measured.saved(None), self._batch(measured, None)
         printed = measured.like_paper and self.device_bytes == DEVICE_BYTES
 
         def less(bits: int | None) -> str:
-            return f"{100 * (1 - measured.kept(bits) / standard):.1f} %"
+            return f"{100 * (1 - measured.saved(bits) / standard):.1f} %"
 
         def gain(bits: int | None) -> str:
             return f"{100 * (self._batch(measured, bits) / first - 1):+.1f} %" if first else "-"
@@ -285,18 +285,14 @@ class MemoryReport(Result):
 
         columns = (
             Column("nonlinearities", lambda bits: counted(bits or 32, "bit"), "name"),
-            Column("saved MB", lambda bits: _mb(measured.kept(bits) / measured.batch), drop=4),
+            Column("saved MB", lambda bits: _mb(measured.saved(bits) / measured.batch), drop=4),
             Column("less", less, drop=2),
             Column("batch", lambda bits: str(self._batch(measured, bits))),
             Column("gain", gain, drop=1),
             Column("fewbit's", lambda bits: str(self._packed_batch(measured, bits))),
             Column("paper", paper, drop=3),
         )
-        unit = (
-            "tokens"
-            if models.family(measured.model) in models.TEXT
-            else f"x {measured.size} pixels"
-        )
+        unit = "tokens" if models.family(measured.model).is_text else f"x {measured.size} pixels"
         using = f", {measured.activation}" if measured.activation else ""
         title = f"{measured.model}{using}, {measured.size} {unit}, on a {format_size(self.device_bytes)} device"
         facts = [_facts(measured)]
@@ -338,8 +334,8 @@ def _facts(measured: Measurement) -> View:
         ("nonlinear", measured.nonlinear_bytes / measured.batch, printed[2], share),
     ]
     if measured.batch != 1:
-        kept, copies = f"saved at batch {measured.batch}", f"with {COPIES} copies of the model"
-        rows += [("", measured.activation_bytes, "", kept), ("", total, "", copies)]
+        saved, copies = f"saved at batch {measured.batch}", f"with {COPIES} copies of the model"
+        rows += [("", measured.activation_bytes, "", saved), ("", total, "", copies)]
     columns = (
         Column("", lambda row: row[0], "word"),
         Column("MB", lambda row: _mb(row[1])),
@@ -383,7 +379,7 @@ def memory(
     for count in bits:
         if count not in range(1, 9):
             raise FewbitError(f"bits: expected 1 to 8, got {count!r}")
-    text = [models.family(name) in models.TEXT for name in names]
+    text = [models.family(name).is_text for name in names]
     if image_size is not None and all(text):
         raise FewbitError(f"{names[0]}: expected a sequence length, got an image size")
     if sequence_length is not None and not any(text):

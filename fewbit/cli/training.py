@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from fewbit import models
 from fewbit.cli.application import app
 from fewbit.cli.options import (
     PICTURES,
@@ -23,8 +24,27 @@ from fewbit.errors import FewbitError
 from fewbit.files import check_writable
 from fewbit.text import one_line
 
+_FAMILIES = [family.name for family in models.FAMILIES]
 
-@app.command()
+
+@app.command(
+    help=f"""Count the memory of training a MODEL, and the largest batch on a device.
+
+    The figures are those of the paper's appendix B: the model's size, the bytes saved for backward,
+    the nonlinearities' part of them, and the largest batch beside four copies of the model, without
+    and with few-bit codes.
+
+    A MODEL is a {", ".join(_FAMILIES[:-1])} or {_FAMILIES[-1]} by its usual name, as
+    resnet50 or RoBERTa-base. Weights are random, nothing is downloaded. One MODEL is shown in
+    detail, with the paper's figures.
+
+    \b
+    Examples:
+      fewbit memory resnet18
+      fewbit memory vgg16 densenet121 --bits 2 --device-memory 80GB
+      fewbit memory resnet50 --activation relu --image-size 224 --json
+    """
+)
 @click.argument("names", nargs=-1, metavar="[MODEL]...")
 @click.option("--all", "is_all", is_flag=True, help="Count every model.")
 @several_bits()
@@ -48,22 +68,7 @@ from fewbit.text import one_line
 @click.option("--dropout", is_flag=True, help="Count with dropout; the paper counts without.")
 @json_option
 def memory(names, is_all, activation, dropout, as_json, **options):
-    """Count the memory of training a MODEL, and the largest batch on a device.
-
-    The figures are those of the paper's appendix B: the model's size, the bytes saved for backward,
-    the nonlinearities' part of them, and the largest batch beside four copies of the model, without
-    and with few-bit codes.
-
-    A MODEL is a ResNet, VGG, DenseNet, EfficientNet, RoBERTa or GPT-2 by its usual name, as
-    resnet50 or RoBERTa-base. Weights are random, nothing is downloaded. One MODEL is shown in
-    detail, with the paper's figures.
-
-    \b
-    Examples:
-      fewbit memory resnet18
-      fewbit memory vgg16 densenet121 --bits 2 --device-memory 80GB
-      fewbit memory resnet50 --activation relu --image-size 224 --json
-    """
+    """Run `fewbit memory`, and print the report."""
     if bool(names) == is_all:
         raise click.UsageError(
             "expected either the name of a model or --all", click.get_current_context()

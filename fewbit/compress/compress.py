@@ -191,7 +191,7 @@ def _report(report: Report, notes, model, settings, sample, before) -> Report:
         changes["functions"] = settings.bits, settings.bits_of_attention, settings.activation_bits
     if sample is not None:
         saved = saved_for(model, sample)
-        changes |= {"kept": (before, bytes_by_op(saved)), "is_training": model.training}
+        changes |= {"saved": (before, bytes_by_op(saved)), "is_training": model.training}
     if settings.fuses_norms:
         seen = saved if model.training else None
         changes["converted"] = fused.shared(model, report.converted, seen)

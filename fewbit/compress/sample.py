@@ -60,5 +60,5 @@ def average_within(model: nn.Module, sample, budget: int) -> tuple[float, dict]:
     """
     sizes = SizeProbe()
     with measuring(sizes):
-        kept = sum(bytes_by_op(saved_for(model, sample)).values())
-    return sizes.bits(budget, kept), sizes.elements
+        exact = sum(bytes_by_op(saved_for(model, sample)).values())
+    return sizes.bits(budget, exact), sizes.elements

@@ -45,32 +45,29 @@ class Kind(NamedTuple):
         return issubclass(self.becomes, TwoValued)
 
 
-def _of_torch(names: str, family: str) -> dict[type, Kind]:
-    return {getattr(nn, name): Kind(getattr(few, name), family) for name in names.split()}
+def is_activation(cls: type) -> bool:
+    """Return whether the class is an activation of fewbit's."""
+    return cls.__module__ == few.GELU.__module__
 
 
-# Classes are compared exactly, because a subclass may compute something else.
-ACTIVATIONS = _of_torch(
-    "ReLU ReLU6 LeakyReLU RReLU Threshold Hardtanh Hardsigmoid Hardshrink Softshrink ELU CELU SELU GELU SiLU Mish Hardswish "
-    "Sigmoid LogSigmoid Tanh Tanhshrink Softsign Softplus",
-    ACTIVATION,
-)
-_CONVOLUTIONS = "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d"
-_LAYERS = (
-    "Linear Bilinear BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm LayerNorm RMSNorm GroupNorm "
-    "InstanceNorm1d InstanceNorm2d InstanceNorm3d PReLU Softmax LogSoftmax MultiheadAttention"
-)
-_EXACT = (
-    "Embedding Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout "
-    "MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d AvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d "
-    "AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d Upsample UpsamplingNearest2d UpsamplingBilinear2d"
-)
+def _family_of(cls: type[nn.Module]) -> str:
+    """Return the family of a class of fewbit's."""
+    if is_activation(cls):
+        return ACTIVATION
+    if not issubclass(cls, Quantized):
+        return EXACT
+    return CONVOLUTION if issubclass(cls, nn.modules.conv._ConvNd) else LAYER
+
+
 TORCH = {
-    **ACTIVATIONS,
-    **_of_torch(_CONVOLUTIONS, CONVOLUTION),
-    **_of_torch(_LAYERS, LAYER),
-    **_of_torch(_EXACT, EXACT),
+    getattr(nn, name): Kind(getattr(few, name), _family_of(getattr(few, name)))
+    for name in few.__all__
+    if issubclass(getattr(few, name), getattr(nn, name, ()))
 }
+"""{class of torch.nn: the class of the same name in `fewbit.nn`, which is a subclass}.
+
+A module's class is looked up exactly, because a subclass may compute something else."""
+ACTIVATIONS = {cls: kind for cls, kind in TORCH.items() if kind.family == ACTIVATION}
 _GELU_TANH = Kind(few.GELU, attributes={"approximate": "tanh"})
 # By class name in transformers.activations, so that transformers need not be installed.
 TRANSFORMERS_ACTIVATIONS = {
@@ -98,24 +95,11 @@ LEFT_ALONE = {
     nn.Softmax2d: "no few-bit version",
     nn.EmbeddingBag: "no few-bit version",
     nn.LocalResponseNorm: "no few-bit version",
-    nn.RNN: "one op over all steps, which keeps its own state",
-    nn.LSTM: "one op over all steps, which keeps its own state",
-    nn.GRU: "one op over all steps, which keeps its own state",
+    nn.RNN: "one op over all steps, which saves tensors of its own",
+    nn.LSTM: "one op over all steps, which saves tensors of its own",
+    nn.GRU: "one op over all steps, which saves tensors of its own",
 }
 
-
-# {class: (name in `fewbit.functions`, names of the attributes that are the function's parameters)}.
-# RReLU is missing, because in training its slopes are random and need no table.
-_SETTINGS = {
-    nn.LeakyReLU: ("leaky_relu", ("negative_slope",)),
-    nn.Threshold: ("threshold", ("threshold", "value")),
-    nn.Hardtanh: ("hardtanh", ("min_val", "max_val")),
-    nn.Hardshrink: ("hardshrink", ("lambd",)),
-    nn.Softshrink: ("softshrink", ("lambd",)),
-    nn.ELU: ("elu", ("alpha",)),
-    nn.CELU: ("celu", ("alpha",)),
-    nn.Softplus: ("softplus", ("beta", "threshold")),
-}
 
 _IN_FUNCTIONAL = dict(vars(F))
 """The contents of torch.nn.functional when fewbit was imported."""
@@ -139,10 +123,13 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 def _misfit_of(module: nn.Module) -> str | None:
     """Return why no table covers the settings of an activation; None if one does, or if the class has no settings."""
-    function, names = _SETTINGS.get(class_of(module), (None, ()))
-    if function is None:
+    cls = class_of(module)
+    # In training the slopes of RReLU are random and need no table.
+    if cls not in ACTIVATIONS or cls is nn.RReLU:
         return None
+    function = functions.modules()[cls.__name__]
     try:
+        names = functions.get(function).parameters
         functions.get(function, {name: float(getattr(module, name)) for name in names})
     except (FunctionError, TypeError, ValueError) as error:
         return str(error)
@@ -156,11 +143,14 @@ def why_not(module: nn.Module) -> str | None:
         return LEFT_ALONE[cls]
     if cls is _PART_OF_ATTENTION:
         return None
+    misfit = transformers_modules.misfit_of(module)
+    if misfit is not None:
+        return misfit
     if cls in TORCH:
         return f"no table for its settings: {_misfit_of(module)}"
-    for known in TORCH:
-        if issubclass(cls, known):
-            return f"a subclass of {known.__name__}, which may compute something else"
+    known = next((base for base in cls.__mro__ if base in TORCH), None)
+    if known is not None:
+        return f"a subclass of {known.__name__}, which may compute something else"
     own = next(module.parameters(recurse=False), None)
     return None if own is None or next(module.children(), None) else "no few-bit version"
 
@@ -212,11 +202,6 @@ def is_like_an_activation(module: nn.Module) -> bool:
 def is_fewbit(module: nn.Module) -> bool:
     """Return whether the module's class is a layer of fewbit's."""
     return isinstance(module, Quantized) or type(module).__module__.startswith("fewbit.nn.")
-
-
-def is_activation(cls: type) -> bool:
-    """Return whether the class is an activation of fewbit's."""
-    return cls.__module__ == few.GELU.__module__
 
 
 def name_of(cls: type) -> str:

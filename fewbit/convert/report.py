@@ -34,7 +34,7 @@ class ConvertedModule(NamedTuple):
     shared: bool | None = False
 
     @property
-    def keeps(self) -> str:
+    def saves(self) -> str:
         """The saved bits in words."""
         if self.shared:
             return "the norm's"
@@ -56,15 +56,15 @@ class Report(Result):
     Attributes:
         converted: The modules that were replaced.
         left_alone: The modules that were not, each with the reason.
-        kept: {op: bytes saved for backward} before and after, if a sample was given.
+        saved: {op: bytes saved for backward} before and after, if a sample was given.
         functions: The bits of functions that a forward calls (of inputs, attention, activations), if those are compressed.
-        is_training: Whether the model was in training mode when `kept` was measured.
+        is_training: Whether the model was in training mode when `saved` was measured.
         notes: Lines about the model as a whole.
     """
 
     converted: tuple[ConvertedModule, ...]
     left_alone: tuple[SkippedModule, ...]
-    kept: tuple[dict[str, int], dict[str, int]] | None = None
+    saved: tuple[dict[str, int], dict[str, int]] | None = None
     functions: tuple[int, int, int] | None = None
     is_training: bool = True
     notes: tuple[str, ...] = ()
@@ -81,11 +81,11 @@ class Report(Result):
             Column("modules", lambda row: row[0][0], "name"),
             Column("was", lambda row: row[0][1], "name"),
             Column("is", lambda row: row[0][2], "name"),
-            Column("keeps", lambda row: row[0][3], "word"),
+            Column("saves", lambda row: row[0][3], "word"),
             Column("count", lambda row: str(row[1])),
         )
-        rows = _grouped((row.path, (row.before, _is(row), row.keeps)) for row in self.converted)
-        more = [] if self.kept is None else [self._bytes()]
+        rows = _grouped((row.path, (row.before, _is(row), row.saves)) for row in self.converted)
+        more = [] if self.saved is None else [self._bytes()]
         return View(
             title, columns if count else (), list(rows.items()), list(self._lines()), more=more
         )
@@ -94,7 +94,7 @@ class Report(Result):
         if self.functions is not None:
             inputs, attention, activations = self.functions
             yield (
-                f"called functions keep {_bits(inputs)} of inputs, {attention:.4g} of attention, "
+                f"called functions save {_bits(inputs)} of inputs, {attention:.4g} of attention, "
                 f"{activations} of activations"
             )
         yield from self.notes
@@ -104,7 +104,7 @@ class Report(Result):
             yield f"left alone: {modules} ({kind}): {reason}"
 
     def _bytes(self) -> View:
-        before, after = self.kept
+        before, after = self.saved
         totals = sum(before.values()), sum(after.values())
         unit = unit_of(max(totals), "MiB")
         # Ops that save most now come first, because they are the next to compress.

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from fewbit import functional as F
 from fewbit.convert.transformers_gated import UNITS
-from fewbit.convert.transformers_norms import FORMS
+from fewbit.convert.transformers_norms import FORMS, RMSNorm
 from fewbit.convert.transformers_source import canonical, source_of
 from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.module_calls import class_of
 
-__all__ = ["adapted", "becomes", "is_adapted", "original"]
+__all__ = ["adapted", "becomes", "is_adapted", "misfit_of", "original"]
 
 
 def becomes(module: nn.Module) -> type[nn.Module] | None:
@@ -30,7 +30,16 @@ def becomes(module: nn.Module) -> type[nn.Module] | None:
     transformers' Conv1D, and the root-mean-square norms and gated units of its models are recognized.
     """
     cls = class_of(module)
-    return None if _adapter(cls) is None else adapted(cls)
+    return None if _adapter(cls) is None or misfit_of(module) else adapted(cls)
+
+
+def misfit_of(module: nn.Module) -> str | None:
+    """Return why a module of a recognized class is not converted; None if it is, or if the class is not recognized."""
+    adapter = _adapter(class_of(module))
+    if adapter is None or not issubclass(adapter, RMSNorm):
+        return None
+    missing = [name for name in adapter.form.attributes if not hasattr(module, name)]
+    return f"it has no attribute {missing[0]!r}, which its forward reads" if missing else None
 
 
 def original(module: nn.Module) -> type[nn.Module] | None:

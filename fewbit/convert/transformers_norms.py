@@ -27,12 +27,21 @@ class Form(NamedTuple):
     Attributes:
         source: of the forward that is recognized.
         forward: forward(x, scale, eps) returns y and the reciprocal root mean square. scale: the weight plus `offset`.
+        eps: the attribute of the module that the source reads as the constant below the root.
+        weight: the attribute that it reads as the weight; None if the norm has no weight.
         offset: is added to the weight, in float32.
     """
 
     source: str
     forward: Callable
+    eps: str
+    weight: str | None = "weight"
     offset: float = 0.0
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """The attributes that a module of this form has."""
+        return (self.eps,) if self.weight is None else (self.eps, self.weight)
 
     def mixin(self) -> type[RMSNorm]:
         """Return the mixin of adapted classes that compute the norm in this form."""
@@ -50,11 +59,12 @@ class RMSNorm(Quantized):
     copies = 1
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        weight = getattr(self, "weight", None)
+        form = self.form
+        weight = None if form.weight is None else getattr(self, form.weight)
         if not self.training or not is_differentiated(hidden_states, weight):
             return self._exact(hidden_states)
-        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
-        return _RMSNorm.apply(hidden_states, weight, eps, self.form, self.copies, self.quantizer)
+        eps = getattr(self, form.eps)
+        return _RMSNorm.apply(hidden_states, weight, eps, form, self.copies, self.quantizer)
 
 
 class _RMSNorm(Function):
@@ -140,14 +150,17 @@ FORMS = (
     Form(  # llama
         _START + "    return self.weight * x.to(dtype)",
         _rounded_then_weighted,
+        "variance_epsilon",
     ),
     Form(  # olmo2
         _START + "    return (self.weight * x).to(dtype)",
         _weighted_then_rounded,
+        "variance_epsilon",
     ),
     Form(  # helium
         _START + "    return (self.weight.to(torch.float32) * x).to(dtype)",
         _weighted_in_float32,
+        "variance_epsilon",
     ),
     Form(  # gemma
         _SHORT
@@ -157,6 +170,7 @@ FORMS = (
     return y.type_as(x)
 """,
         _weighted_in_float32,
+        "eps",
         offset=1.0,
     ),
     Form(  # moshi
@@ -167,6 +181,7 @@ FORMS = (
     return y.type_as(x)
 """,
         _weighted_in_float32,
+        "eps",
     ),
     Form(  # llama4
         _SHORT
@@ -175,10 +190,13 @@ FORMS = (
     return y * self.weight
 """,
         _rounded_then_weighted,
+        "eps",
     ),
     Form(  # unweighted
         _SHORT + "    return self._norm(x.float()).type_as(x)",
         _unweighted,
+        "eps",
+        weight=None,
     ),
     Form(  # t5
         """
@@ -190,5 +208,6 @@ def forward(self, x):
     return self.weight * x
 """,
         _of_t5,
+        "variance_epsilon",
     ),
 )

@@ -124,16 +124,16 @@ def _run(settings, corpus, task, step) -> tuple[training.Run, tuple[int, int] | 
     """Train one arm from one seed. Return the run, the arm's bytes if the seed is the first, and the seconds."""
     arm, seed = task
     with one_thread():
-        kept = _counted(_build(arm, settings, corpus, 0), settings, corpus) if seed == 0 else None
+        saved = _counted(_build(arm, settings, corpus, 0), settings, corpus) if seed == 0 else None
         start = time.perf_counter()
         run = training.train(_build(arm, settings, corpus, seed), corpus, settings, seed, step)
-        return run, kept, time.perf_counter() - start
+        return run, saved, time.perf_counter() - start
 
 
 def _arm(empty: Arm, results) -> Arm:
     """Return the arm with the results of its runs, in the order of the seeds."""
-    runs, kept, seconds = zip(*results, strict=True)
-    activation_bytes, model_bytes = kept[0]
+    runs, saved, seconds = zip(*results, strict=True)
+    activation_bytes, model_bytes = saved[0]
     return replace(
         empty,
         activation_bytes=activation_bytes,
@@ -146,9 +146,9 @@ def _arm(empty: Arm, results) -> Arm:
 def _counted(model, settings, corpus) -> tuple[int, int]:
     """Return the bytes that the GELUs and the whole model save for backward in one step."""
     characters, _ = corpus.held_out_batch(settings.batch, settings.context)
-    kept = saved_bytes(model, characters)
+    saved = saved_bytes(model, characters)
     names = {name for name, module in model.named_modules() if isinstance(module, nn.GELU)}
-    return sum(size for name, size in kept.by_module().items() if name in names), kept.total
+    return sum(size for name, size in saved.by_module().items() if name in names), saved.total
 
 
 def _stored(settings) -> dict | None:

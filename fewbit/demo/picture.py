@@ -41,7 +41,7 @@ def _draw_curves(axes, demo: Demo, colors) -> None:
     axes.set_ylabel("training loss, nats per character")
     seeds = f", mean of {demo.seeds} seeds" if demo.seeds > 1 else ""
     figures.title(axes, f"Training in fewer bytes{seeds}")
-    axes.legend(title="GELU, bytes the model keeps", alignment="left")
+    axes.legend(title="GELU, bytes the model saves", alignment="left")
 
 
 def _draw_differences(axes, demo: Demo, colors) -> None:

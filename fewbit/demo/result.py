@@ -29,7 +29,7 @@ class Arm:
     Attributes:
         bits: The bits of GELU; None for torch.nn.GELU.
         activation_bytes: Bytes that the GELUs save for backward in one step (counted by :func:`fewbit.saved_bytes`).
-        model_bytes: Bytes that the whole model keeps.
+        model_bytes: Bytes that the whole model saves.
         runs: The trainings, in the order of the seeds.
         seconds: The time of all trainings.
         everything: The bits of quantized inputs if the whole model is compressed, else None.
@@ -182,7 +182,7 @@ class Demo(Result):
         return {"finals": arm.finals, "curve": curve}
 
     def view(self) -> View:
-        """Kept bytes and final losses side by side, and the facts that the verdict rests on."""
+        """Saved bytes and final losses side by side, and the facts that the verdict rests on."""
         columns = (
             Column("GELU", lambda arm: arm.name, "word"),
             Column("its bytes", lambda arm: amount(arm.activation_bytes), drop=1),

@@ -9,6 +9,6 @@ This folder may import the files in the root of the package. It imports torch on
 """
 
 from fewbit.functions.function import Function
-from fewbit.functions.registry import aliases, canonical, get, names
+from fewbit.functions.registry import aliases, canonical, get, modules, names
 
-__all__ = ["Function", "aliases", "canonical", "get", "names"]
+__all__ = ["Function", "aliases", "canonical", "get", "modules", "names"]

@@ -1,8 +1,15 @@
-"""The scaled complementary error function, without SciPy, because importing SciPy takes 0.3 s."""
+"""The scaled complementary error function and the normal distribution, without SciPy, whose import takes 0.3 s."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+
+# exp(-t**2 / 2) underflows to zero beyond this t.
+GAUSS_END = 40.0
+SQRT_HALF = math.sqrt(0.5)
+INV_SQRT_2PI = 1.0 / math.sqrt(2.0 * math.pi)
 
 _CENTER = 3.75
 _CHUNK = 4096  # elements processed at a time, so that the temporaries stay in the cache
@@ -66,3 +73,18 @@ def _series(x: np.ndarray) -> np.ndarray:
         following += coefficient
         now, before, following = following, now, before
     return (t * now - before + _SERIES[0]) / (1.0 + 2.0 * x)
+
+
+def gauss(x: np.ndarray) -> np.ndarray:
+    """Return exp(-x**2 / 2) for |x| <= 40.
+
+    Rounding x**2 would cause a relative error of up to 1e-13 at large |x|. `head` has at most 18 bits, so head**2 and
+    x - head are exact.
+    """
+    head = np.rint(x * 4096.0) / 4096.0
+    return np.exp(-0.5 * head * head) * np.exp(-0.5 * (x - head) * (x + head))
+
+
+def normal_tail(x: np.ndarray) -> np.ndarray:
+    """Return the normal distribution function at x, for -40 <= x <= 0."""
+    return 0.5 * erfcx(-SQRT_HALF * x) * gauss(x)

@@ -1,4 +1,4 @@
-"""The class `Function`, and its construction from formulas for f and f'."""
+"""The class `Function`, its construction from formulas for f and f', and its registration by name."""
 
 from __future__ import annotations
 
@@ -44,6 +44,29 @@ class Function:
     panels: tuple[float, ...] = ()
 
 
+BUILDERS: dict[str, Callable[..., Function]] = {}
+"""{name of a function: what builds it from its parameters}, of all that are registered."""
+MODULES: dict[str, str] = {}
+"""{name of an activation module, in `fewbit` and `fewbit.nn`: name of its function}."""
+
+
+def named(module: str | None) -> Callable:
+    """Return a decorator that registers the builder of a function under the builder's own name.
+
+    Args:
+        module: The name of the function's module in `fewbit.nn.activations`; None if it has none of its own. If torch.nn
+            has a module of that name, conversion replaces it.
+    """
+
+    def register(builder: Callable[..., Function]) -> Callable[..., Function]:
+        BUILDERS[builder.__name__] = builder
+        if module is not None:
+            MODULES[module] = builder.__name__
+        return builder
+
+    return register
+
+
 def require(condition: bool, name: str, expected: str, **got: float) -> None:
     """Raise FunctionError for the parameters `got` of the function `name` if the condition is false."""
     if not condition:
@@ -77,7 +100,7 @@ def make_function(
     domain: tuple[float, float] | None = None,
     even: bool = False,
 ) -> Function:
-    """Make a Function from formulas. The registry adds its name and its parameters.
+    """Make a Function from formulas. `registry.get` adds its name and its parameters.
 
     Args:
         value: f for float64 arrays without NaN. The formula must not divide by zero, and must not form inf - inf.

@@ -6,47 +6,21 @@ import difflib
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
 from fewbit.errors import FunctionError
-from fewbit.functions import piecewise, smooth
-from fewbit.functions.function import Function, require
+from fewbit.functions import gated, rectifiers, sigmoids
+from fewbit.functions.function import BUILDERS, MODULES, Function, require
 
-_BUILDERS: dict[str, Callable[..., Function]] = {
-    "relu": piecewise.relu,
-    "relu6": piecewise.relu6,
-    "leaky_relu": piecewise.leaky_relu,
-    "rrelu": piecewise.rrelu,
-    "threshold": piecewise.threshold,
-    "relu_squared": piecewise.relu_squared,
-    "elu": smooth.elu,
-    "celu": smooth.celu,
-    "selu": smooth.selu,
-    "gelu": smooth.gelu,
-    "gelu_tanh": smooth.gelu_tanh,
-    "gelu_fast": smooth.gelu_fast,
-    "gelu_10": smooth.gelu_10,
-    "quick_gelu": smooth.quick_gelu,
-    "silu": smooth.silu,
-    "hardswish": piecewise.hardswish,
-    "mish": smooth.mish,
-    "sigmoid": smooth.sigmoid,
-    "hardsigmoid": piecewise.hardsigmoid,
-    "logsigmoid": smooth.logsigmoid,
-    "laplace": smooth.laplace,
-    "tanh": smooth.tanh,
-    "hardtanh": piecewise.hardtanh,
-    "tanhshrink": smooth.tanhshrink,
-    "hardshrink": piecewise.hardshrink,
-    "softshrink": piecewise.softshrink,
-    "softsign": smooth.softsign,
-    "softplus": smooth.softplus,
-    "sqrtsoftplus": smooth.sqrtsoftplus,
-    "identity": piecewise.identity,
+_FAMILIES = rectifiers, gated, sigmoids
+_BUILDERS = {
+    name: builder
+    for family in _FAMILIES
+    for name, builder in BUILDERS.items()
+    if builder.__module__ == family.__name__
 }
-
 
 _ALIASES: dict[str, str] = {
     "relu2": "relu_squared",
@@ -74,6 +48,11 @@ _ALIASES: dict[str, str] = {
 def names() -> tuple[str, ...]:
     """Return the canonical names; related functions are adjacent."""
     return tuple(_BUILDERS)
+
+
+def modules() -> Mapping[str, str]:
+    """Return a mapping from the name of every activation module, in `fewbit` and `fewbit.nn`, to its function's name."""
+    return MappingProxyType(MODULES)
 
 
 def aliases() -> Mapping[str, str]:

@@ -8,43 +8,73 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 from fewbit.errors import FewbitError
 
-# The module, the class or function that builds, and the names of every family.
-_FAMILIES = {
-    "ResNet": (
+
+class Family(NamedTuple):
+    """Models of one architecture.
+
+    Attributes:
+        name: as in the help of `fewbit memory`.
+        module: the module of this folder that builds them.
+        builder: the class or function there, called with a model's name and, for another nonlinearity, a callable.
+        models: their names.
+        is_text: whether their input are tokens, not images.
+        has_relu: whether their nonlinearity is ReLU, in place of which the paper has GELU.
+    """
+
+    name: str
+    module: str
+    builder: str
+    models: tuple[str, ...]
+    is_text: bool = False
+    has_relu: bool = False
+
+
+FAMILIES = (
+    Family(
+        "ResNet",
         "resnet",
         "ResNet",
         ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
+        has_relu=True,
     ),
-    "VGG": ("vgg", "VGG", ("vgg11", "vgg13", "vgg16", "vgg19")),
-    "DenseNet": (
+    Family("VGG", "vgg", "VGG", ("vgg11", "vgg13", "vgg16", "vgg19"), has_relu=True),
+    Family(
+        "DenseNet",
         "densenet",
         "DenseNet",
         ("densenet121", "densenet161", "densenet169", "densenet201"),
+        has_relu=True,
     ),
-    "EfficientNet": (
+    Family(
+        "EfficientNet",
         "efficientnet",
         "EfficientNet",
         ("efficientnet_b0", "efficientnet_b3", "efficientnet_b7"),
     ),
-    "RoBERTa": ("transformer", "build", ("roberta-base", "roberta-large")),
-    "GPT-2": ("transformer", "build", ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")),
-}
-TEXT = ("RoBERTa", "GPT-2")
-"""The families of models of text."""
+    Family("RoBERTa", "transformer", "build", ("roberta-base", "roberta-large"), is_text=True),
+    Family(
+        "GPT-2",
+        "transformer",
+        "build",
+        ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
+        is_text=True,
+    ),
+)
 _SMALLEST_IMAGE, _LARGEST_IMAGE = 64, 8192
 
 
 def names() -> tuple[str, ...]:
     """Return the names of all models, by family and size."""
-    return tuple(name for _, _, members in _FAMILIES.values() for name in members)
+    return tuple(name for family in FAMILIES for name in family.models)
 
 
-def family(name: str) -> str:
-    """Return the family of a model: ResNet, VGG, DenseNet, EfficientNet, RoBERTa or GPT-2."""
-    return next(key for key, (_, _, members) in _FAMILIES.items() if name in members)
+def family(name: str) -> Family:
+    """Return the family of a model."""
+    return next(family for family in FAMILIES if name in family.models)
 
 
 def resolve(name: str) -> str:
@@ -81,7 +111,7 @@ def check_size(name: str, size: int) -> int:
     Raises:
         FewbitError: The model does not accept the size.
     """
-    if family(name) in TEXT:
+    if family(name).is_text:
         from fewbit.models.transformer import LONGEST
 
         if not 1 <= size <= LONGEST[name]:
@@ -110,8 +140,8 @@ def build(name: str, activation: str | Callable | None = None):
     name = resolve(name)
     if isinstance(activation, str):
         activation = _factory(activation)
-    module, attribute, _ = _FAMILIES[family(name)]
-    make = getattr(importlib.import_module(f"fewbit.models.{module}"), attribute)
+    found = family(name)
+    make = getattr(importlib.import_module(f"fewbit.models.{found.module}"), found.builder)
     model = make(name) if activation is None else make(name, activation)
     return model.train()
 

@@ -56,7 +56,7 @@ def workload(
         FewbitError: The name is unknown, the model does not accept the size, or a number is below 1.
     """
     name = models.resolve(name)
-    is_text = models.family(name) in models.TEXT
+    is_text = models.family(name).is_text
     batch = (SEQUENCES if is_text else IMAGES) if batch is None else batch
     size = models.check_size(name, (TOKENS if is_text else IMAGE_SIZE) if size is None else size)
     for what, number in (("batch", batch), ("batches", batches)):
@@ -72,7 +72,7 @@ def workload(
 
         model = transformer.build(name, attention="sdpa").train()
         words = model.config.vocab_size
-        if models.family(name) == "RoBERTa":
+        if models.family(name).name == "RoBERTa":
             made = [_masked(batch, size, words) for _ in range(batches)]
             return Workload(model, made, masked_loss)
         made = [(torch.randint(words, (batch, size)),) for _ in range(batches)]

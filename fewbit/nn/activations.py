@@ -18,42 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from fewbit import functional as F
+from fewbit import functions
 from fewbit.nn.base import Guarded
 from fewbit.runtime.activations.tables import check_choice
 from fewbit.runtime.interop.module_calls import GUARD, PATH
 from fewbit.table import Table
 
-__all__ = [
-    "CELU",
-    "ClippedGELU",
-    "ELU",
-    "FastGELU",
-    "GELU",
-    "Hardshrink",
-    "Hardsigmoid",
-    "Hardswish",
-    "Hardtanh",
-    "Laplace",
-    "LeakyReLU",
-    "LogSigmoid",
-    "Mish",
-    "Pointwise",
-    "QuickGELU",
-    "RReLU",
-    "ReLU",
-    "ReLU6",
-    "ReLUSquared",
-    "SELU",
-    "SiLU",
-    "Sigmoid",
-    "Softplus",
-    "Softshrink",
-    "Softsign",
-    "SqrtSoftplus",
-    "Tanh",
-    "Tanhshrink",
-    "Threshold",
-]
+__all__ = sorted([*functions.modules(), "Pointwise"])
 
 
 class _FewBit(Guarded):

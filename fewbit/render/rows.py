@@ -18,7 +18,7 @@ class Rows(Result, Sequence):
         rows: Named tuples in the order of the forward.
         empty: The line that is shown if there are no rows.
         ended: The fate of the model, if the rows are about a model that is not trained any more; else "".
-        unobserved: {path of a layer: the reason why no observation knows what the layer keeps}, in the order of the model.
+        unobserved: {path of a layer: the reason why no observation knows what the layer saves}, in the order of the model.
     """
 
     _not_observed = "not observed"  # begins the line that names such layers
@@ -33,7 +33,7 @@ class Rows(Result, Sequence):
 
     @property
     def unobserved(self) -> tuple[str, ...]:
-        """The paths of the layers of which no observation knows what they keep, in the order of the model."""
+        """The paths of the layers whose saved tensors no observation knows, in the order of the model."""
         return tuple(self._why)
 
     def _of_unobserved(self) -> list[str]:

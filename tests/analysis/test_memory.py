@@ -104,7 +104,7 @@ def test_gpt2_keeps_four_tensors_per_nonlinearity_and_few_bits_pack_one():
     assert counted.nonlinear_bytes == 12 * 4 * 4 * elements
     fused = measure("gpt2", size=128, activation="gelu_tanh")
     assert fused.nonlinear_bytes == 12 * 4 * elements
-    assert fused.kept_packed(3) == counted.kept_packed(3) == fused.kept(3)
+    assert fused.saved_packed(3) == counted.saved_packed(3) == fused.saved(3)
 
 
 @pytest.mark.slow
@@ -136,9 +136,9 @@ def example(**changes):
 
 def test_kept_by_the_papers_arithmetic_and_as_packed():
     measured = example()
-    assert measured.kept(None) == 1000
-    assert measured.kept(4) == 360 + 640 * 4 / 32
-    assert measured.kept_packed(4) == 360 + 4 * 4 * (2 + 4)
+    assert measured.saved(None) == 1000
+    assert measured.saved(4) == 360 + 640 * 4 / 32
+    assert measured.saved_packed(4) == 360 + 4 * 4 * (2 + 4)
     assert measured.share == 0.64
 
 
@@ -148,7 +148,7 @@ def test_kept_by_the_papers_arithmetic_and_as_packed():
 )
 def test_the_largest_batch(device, batch, largest):
     measured = example(batch=batch)
-    assert measured.max_batch(measured.kept(None), device) == largest
+    assert measured.max_batch(measured.saved(None), device) == largest
 
 
 def test_largest_batches_follow_from_the_papers_own_figures():
@@ -177,7 +177,9 @@ def test_the_papers_figures(name):
     measured = measure(name)
     assert measured.like_paper
     counted = [measured.model_bytes, measured.activation_bytes, measured.nonlinear_bytes]
-    batches = [measured.max_batch(measured.kept(bits), DEVICE_BYTES) for bits in (None, 1, 2, 3, 4)]
+    batches = [
+        measured.max_batch(measured.saved(bits), DEVICE_BYTES) for bits in (None, 1, 2, 3, 4)
+    ]
     ours = [value / MB for value in counted] + batches
     tolerance = WIDER.get(name, 0.04)
     assert ours == pytest.approx(PAPER[name], rel=tolerance)
@@ -189,7 +191,9 @@ def test_sizes_that_the_allocator_does_not_round_are_the_papers_to_the_digit():
     measured = measure("roberta-large")
     counted = [measured.model_bytes, measured.activation_bytes, measured.nonlinear_bytes]
     assert [round(value / MB, 1) for value in counted] == list(PAPER["roberta-large"][:3])
-    batches = [measured.max_batch(measured.kept(bits), DEVICE_BYTES) for bits in (None, 1, 2, 3, 4)]
+    batches = [
+        measured.max_batch(measured.saved(bits), DEVICE_BYTES) for bits in (None, 1, 2, 3, 4)
+    ]
     assert batches == list(PAPER["roberta-large"][3:])
 
 
@@ -230,8 +234,8 @@ def test_json_has_the_counted_bytes():
     assert record["activation_bytes"] == measured.activation_bytes
     assert record["parameters"] == 11_689_512
     assert record["batch"] == 2
-    assert record["kept_bytes_3bit"] == measured.kept_packed(3)
-    assert record["max_batch_3bit"] == measured.max_batch(measured.kept(3), 32 * GB)
+    assert record["kept_bytes_3bit"] == measured.saved_packed(3)
+    assert record["max_batch_3bit"] == measured.max_batch(measured.saved(3), 32 * GB)
     assert "max_batch_2bit" not in record
 
 

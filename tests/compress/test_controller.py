@@ -54,8 +54,8 @@ def test_the_report_says_level_and_budget(capsys):
 def test_a_sample_that_is_part_of_a_larger_tensor_counts_for_itself(capsys):
     model, (n, *rest) = MODELS["convnet"][0](), MODELS["convnet"][1]
     data = normal((100 * n, *rest), scale=1.0)
-    ours = fewbit.compress_(model, 4, sample=data[:n], verbose=False).report.kept
-    alone = fewbit.compress_(model, 4, sample=data[:n].clone(), verbose=False).report.kept
+    ours = fewbit.compress_(model, 4, sample=data[:n], verbose=False).report.saved
+    alone = fewbit.compress_(model, 4, sample=data[:n].clone(), verbose=False).report.saved
     assert ours == alone
 
 

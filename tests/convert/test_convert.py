@@ -335,7 +335,7 @@ def test_what_is_left_alone_and_why():
         "0": "a subclass of Linear, which may compute something else; functions that it calls are "
         "compressed",
         "1": "no few-bit version",
-        "2": "one op over all steps, which keeps its own state",
+        "2": "one op over all steps, which saves tensors of its own",
         "3": "its forward was replaced on the instance, so its class does not say what it computes",
     }
 
@@ -369,7 +369,7 @@ def test_the_report(capsys):
     assert ["stem", "Conv2d", "fewbit's", "2", "bits", "1"] in lines
     assert ["act", "ReLU", "fewbit's", "1", "bit", "1"] in lines
     assert ["8", "modules", "converted"] in lines
-    before, after = controller.report.kept
+    before, after = controller.report.saved
     assert sum(after.values()) == fewbit.saved_bytes(model, normal((4, 3, 8, 8))).total
     assert sum(before.values()) > 5 * sum(after.values())
     assert "Controller(ConvNet, 8 modules converted)" == repr(controller)

@@ -181,7 +181,7 @@ def test_the_printed_report(capsys):
     assert lines == [
         ["2", "modules", "converted"],
         [],
-        ["modules", "was", "is", "keeps", "count"],
+        ["modules", "was", "is", "saves", "count"],
         ["1", "GELU", "fewbit's", "2", "bits", "1"],
         ["2", "ReLU", "fewbit's", "1", "bit", "1"],
     ]

@@ -261,6 +261,32 @@ def test_what_is_not_known():
         assert becomes(module) is None and original(module) is None
 
 
+@pytest.mark.parametrize(("name", "other"), [("gemma", "variance_epsilon"), ("llama", "eps")])
+def test_norms_read_their_own_constant(name, other):
+    ours, theirs = randomized(NORMS[name]()), randomized(NORMS[name]())
+    theirs.load_state_dict(ours.state_dict())
+    setattr(ours, other, 0.5)
+    assert convert(ours)
+    x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
+    assert torch.equal(ours(x), theirs(x))
+
+
+def test_unweighted_norms_ignore_a_weight():
+    ours, theirs = NORMS["unweighted"](), NORMS["unweighted"]()
+    ours.weight = nn.Parameter(torch.full((WIDTH,), 7.0), requires_grad=False)
+    assert convert(ours)
+    x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
+    (y, (grad,)), (expected, (exact,)) = step(ours, x), step(theirs, x)
+    assert torch.equal(y, expected) and off(grad, exact) < 0.02
+
+
+def test_norms_without_their_attributes_are_left_alone():
+    norm = NORMS["llama"]()
+    norm.eps = vars(norm).pop("variance_epsilon")
+    (row,) = fewbit.compress_(nn.Sequential(norm), 4, verbose=False).report.left_alone
+    assert row.reason == "it has no attribute 'variance_epsilon', which its forward reads"
+
+
 def test_eval_and_no_grad_are_the_originals(module):
     x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
     before, size = kept_by(lambda: module.eval()(x), module)

@@ -75,9 +75,10 @@ def saved(module):
     return torch.load(buffer, weights_only=False)
 
 
-def test_every_torch_name_is_exported_at_the_top():
+def test_every_name_is_exported_at_the_top():
     for name in fewbit.nn.activations.__all__:
-        assert getattr(fewbit, name) is getattr(fewbit.nn, name)
+        assert getattr(fewbit, name) is getattr(fewbit.nn, name) and name in fewbit.__all__
+        assert issubclass(getattr(fewbit, name), getattr(nn, name, nn.Module))
 
 
 @pytest.mark.parametrize("name", fewbit.nn.activations.__all__)

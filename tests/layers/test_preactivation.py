@@ -391,8 +391,8 @@ def test_the_report_says_who_keeps_nothing_of_its_own():
     model.append(nn.Sequential(nn.Conv2d(2, 2, 1)).requires_grad_(False))
     options = {"bits": fewbit.PreActivationBits(4), "verbose": False}
     report = fewbit.compress_(model, sample=x, **options).report
-    keeps = {row.path: row.keeps for row in report.converted}
-    assert keeps == {
+    saves = {row.path: row.saves for row in report.converted}
+    assert saves == {
         "0": "4 bits",
         "1.norm": "4 bits",
         "1.activation": "the norm's",
@@ -410,7 +410,7 @@ def test_the_report_says_who_keeps_nothing_of_its_own():
     unknown["1.activation"] = "1 bit or the norm's"
     for changes in ({}, {"sample": x}):  # the sample in evaluation mode
         report = fewbit.compress_(model.eval(), **options, **changes).report
-        assert {row.path: row.keeps for row in report.converted if row.shared is None} == unknown
+        assert {row.path: row.saves for row in report.converted if row.shared is None} == unknown
     controller = fewbit.compress_(model.train(), bits=4, sample=x, verbose=False)
     assert all(row.shared is False for row in controller.report.converted)
 

@@ -345,7 +345,7 @@ def test_of_a_state_nothing_has_been_kept_yet():
 def test_the_codec_that_really_kept_it(name, x, kept):
     saver = BoundedCodec(name, 1e-2)
     payload = saver.quantize(x, torch.zeros(1, dtype=torch.int64))
-    assert saver.stats.kept == kept and saver.stats.bits == 8 * payload.nbytes / x.numel()
+    assert saver.stats.codec == kept and saver.stats.bits == 8 * payload.nbytes / x.numel()
     seed = torch.zeros(1, dtype=torch.int64)
     again = codec_of(kept if kept != "exact" else name).compress(x, 1e-2, seed)
     assert payload.nbytes == again.nbytes

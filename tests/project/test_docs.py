@@ -179,7 +179,7 @@ def test_python_of_the_guide_runs(capsys):
     """docs/compress.md needs nothing but itself; its blocks end with a model that is torch's again."""
     names = run_blocks("docs/compress.md", {})
     assert "modules converted" in capsys.readouterr().out
-    before, after = (sum(entry.values()) for entry in names["controller"].report.kept)
+    before, after = (sum(entry.values()) for entry in names["controller"].report.saved)
     assert before > 5 * after
     kinds = {type(module).__module__.partition(".")[0] for module in names["model"].modules()}
     assert kinds == {"torch", "page"}

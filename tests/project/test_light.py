@@ -65,6 +65,17 @@ def test_shipped_tables_need_no_library_but_numpy():
     run(code)
 
 
+def test_names_of_modules_are_known_without_torch():
+    code = (
+        "import sys, fewbit\n"
+        "assert not [name for name in sys.modules if name.startswith('fewbit.functions')]\n"
+        "assert {'GELU', 'Pointwise', 'compress_'} <= set(fewbit.__all__) <= set(dir(fewbit))\n"
+        "assert not hasattr(fewbit, 'GELUs') and not hasattr(fewbit, 'gelu')\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    run(code)
+
+
 MEASURED = """
 import sys, time
 start = time.process_time()

@@ -115,7 +115,7 @@ def conversion(controller) -> dict:
     """Return what was converted, without words.
 
     Returns:
-        "converted": {path: [bits, whether it keeps nothing of its own]}, "left alone": sorted paths, "bits of
+        "converted": {path: [bits, whether it saves nothing of its own]}, "left alone": sorted paths, "bits of
         functions": [inputs, attention, activations] or None, "bytes": [before, after] for the sample, or None.
     """
     return _conversion(controller.report)
@@ -126,7 +126,7 @@ def _conversion(report) -> dict:
         "converted": {row.path: [row.bits, row.shared] for row in report.converted},
         "left alone": sorted(row.path for row in report.left_alone),
         "bits of functions": report.functions,
-        "bytes": None if report.kept is None else [sum(each.values()) for each in report.kept],
+        "bytes": None if report.saved is None else [sum(each.values()) for each in report.saved],
     }
 
 

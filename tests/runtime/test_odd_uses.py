@@ -434,11 +434,11 @@ def test_samples_of_keyword_inputs(capsys):
 
     x = normal((8, 64)).requires_grad_()
     model = Named()
-    first = fewbit.compress_(model, bits=4, sample={"x": x}).report.kept
-    second = fewbit.compress_(model, bits=2, sample={"x": x}).report.kept
+    first = fewbit.compress_(model, bits=4, sample={"x": x}).report.saved
+    second = fewbit.compress_(model, bits=2, sample={"x": x}).report.saved
     # What the exact model keeps, not what the first conversion did.
     assert first[0] == second[0] and sum(second[1].values()) < sum(first[1].values())
-    assert "called functions keep 2 bits of inputs, 4 of attention, 3 of" in capsys.readouterr().out
+    assert "called functions save 2 bits of inputs, 4 of attention, 3 of" in capsys.readouterr().out
     fewbit.compress_(model.eval(), sample={"x": x})
     assert "in evaluation mode, in which nothing is compressed" in capsys.readouterr().out
 

@@ -175,7 +175,7 @@ def rows_of(policy) -> Iterator[Bounded]:
         if isinstance(codec, ExactCodec):
             kept, bits = EXACT, None
         elif codec is not None:
-            kept, bits = codec.stats.kept or codec.name, codec.stats.bits
+            kept, bits = codec.stats.codec or codec.name, codec.stats.bits
             bits = None if kept == EXACT else bits
         constraint = choice.constraint
         yield Bounded(

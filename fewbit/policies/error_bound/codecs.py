@@ -21,7 +21,7 @@ class PayloadStats:
     """The latest payload of one slot: bits per element, and the codec that made it. Both are None before the first."""
 
     bits: float | None = None
-    kept: str | None = None
+    codec: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,5 +50,5 @@ class BoundedCodec:
         payload = codec(self.name if fits else DEFAULT).compress(x, bound, seed)
         if x.numel():
             self.stats.bits = 8 * payload.nbytes / x.numel()
-            self.stats.kept = payload.codec
+            self.stats.codec = payload.codec
         return payload

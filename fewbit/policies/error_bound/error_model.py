@@ -104,9 +104,9 @@ _AS_IN_TORCH = {"x": "input", "x1": "input1", "x2": "input2", "a": "input", "b":
 
 
 def _linear(context, grad, results, errors):
-    _, *kept = context.saved_tensors
+    _, *copy = context.saved_tensors
     features = results[1].shape[-1]
-    numbers = _by_rows(grad, errors), *_scales2(context.spec, kept)
+    numbers = _by_rows(grad, errors), *_scales2(context.spec, copy)
     return [Part(1, numbers, partial(_linear_cost, features))]
 
 
@@ -116,7 +116,7 @@ def _linear_cost(features, entries, _):
 
 
 def _convolution(context, grad, results, errors):
-    weight, *kept = context.saved_tensors
+    weight, *copy = context.saved_tensors
     stride, _, dilation, transposed, _, groups = context.settings
     samples, channels, *space = context.size
     layer = Convolution(
@@ -127,7 +127,7 @@ def _convolution(context, grad, results, errors):
         transposed,
         tuple(space) if transposed else tuple(grad.shape[2:]),
     )
-    numbers = _by_rows(grad, errors, groups), *_scales2(context.spec, kept)
+    numbers = _by_rows(grad, errors, groups), *_scales2(context.spec, copy)
     return [Part(1, numbers, partial(_convolution_cost, layer))]
 
 
@@ -141,9 +141,9 @@ def _convolution_cost(layer, entries, _):
     return Cost(d**0.5, channels=channels.tolist())
 
 
-def _scales2(spec, kept) -> tuple[Tensor, ...]:
+def _scales2(spec, copy) -> tuple[Tensor, ...]:
     """Return the factors by which a norm multiplies the squared error of its saved tensor: (channels,), or (1,)."""
-    weight = kept[-2] if isinstance(spec, AffineResultSpec) else None
+    weight = copy[-2] if isinstance(spec, AffineResultSpec) else None
     if weight is None:
         return ()
     squares = weight.detach().double().square().flatten()
@@ -164,8 +164,8 @@ def _prelu(context, grad, results, errors):
         _, sign, *_ = context.saved_tensors
         is_negative = ~context.sign.dequantize((sign,)).view(torch.bool)
     else:
-        _, *kept = context.saved_tensors
-        is_negative = context.spec.dequantize(kept) < 0
+        _, *copy = context.saved_tensors
+        is_negative = context.spec.dequantize(copy) < 0
     grad2 = _squares(grad * is_negative, tuple(range(grad.dim()))).sum()
     count = is_negative.sum().clamp(min=1)
     return [Part(1, ((grad2 / count * grad.numel())[None],), _weight_cost)]
@@ -175,30 +175,30 @@ def _prelu(context, grad, results, errors):
 
 
 def _layer_norm(context, grad, results, errors):
-    rstd, weight, *kept = context.saved_tensors
-    return _of_rows(context, grad, errors, kept, rstd, weight, len(context.shape), 2)
+    rstd, weight, *copy = context.saved_tensors
+    return _of_rows(context, grad, errors, copy, rstd, weight, len(context.shape), 2)
 
 
 def _transformers_rms_norm(context, grad, results, errors):
-    weight, rstd, *kept = context.saved_tensors
-    return _of_rows(context, grad, errors, kept, rstd, scale_of(weight, context.offset), 1, 1)
+    weight, rstd, *copy = context.saved_tensors
+    return _of_rows(context, grad, errors, copy, rstd, scale_of(weight, context.offset), 1, 1)
 
 
-def _of_rows(context, grad, errors, kept, rstd, weight, dims, place):
+def _of_rows(context, grad, errors, copy, rstd, weight, dims, place):
     """Return the error model of a norm over the last `dims` dimensions. place: the weight's position among the inputs."""
     parts = [Part(place, (_by_rows(grad, errors),), _weight_cost)]
     if context.needs_input_grad[0]:
-        x = context.spec.dequantize(kept[: context.spec.count])
+        x = context.spec.dequantize(copy[: context.spec.count])
         parts.append(_of_input(x, _product(grad, weight, x), rstd, tuple(range(-dims, 0))))
     return parts
 
 
 def _group_norm(context, grad, results, errors):
-    rstd, weight, *kept = context.saved_tensors
+    rstd, weight, *copy = context.saved_tensors
     samples, _, _, groups = context.sizes
     parts = [Part(2, (_by_rows(grad, errors),), _weight_cost)]
     if context.needs_input_grad[0]:
-        x = context.spec.dequantize(kept[: context.spec.count])
+        x = context.spec.dequantize(copy[: context.spec.count])
         g = _product(grad, _of_channels(weight, grad), x)
         x, g = (tensor.reshape(samples, groups, -1) for tensor in (x, g))
         parts.append(_of_input(x, g, rstd.view(samples, groups, 1), (2,)))
@@ -206,7 +206,7 @@ def _group_norm(context, grad, results, errors):
 
 
 def _batch_norm(context, grad, results, errors):
-    rstd, weight, _, *kept = context.saved_tensors
+    rstd, weight, _, *copy = context.saved_tensors
     dims = [dim for dim in range(grad.dim()) if dim != 1]
     is_whole = (
         context.view == context.spec.size
@@ -224,7 +224,7 @@ def _batch_norm(context, grad, results, errors):
         sums = grad2 * scale2, results[4].double().square() * scale2
         parts.append(_of_sums(*sums, grad.numel() // len(rstd), is_whole))
     elif context.needs_input_grad[0]:
-        x = context.spec.dequantize(kept[: context.spec.count]).reshape(context.view)
+        x = context.spec.dequantize(copy[: context.spec.count]).reshape(context.view)
         g = _product(grad, _of_channels(weight, grad), x)
         parts.append(_of_input(x, g, _of_channels(rstd, grad), dims, is_whole))
     return parts

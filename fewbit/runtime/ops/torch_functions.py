@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from fewbit import functions
 from fewbit.runtime.interop.original_functions import functional as F
 
 
@@ -34,37 +35,20 @@ def _identity(x):
 
 
 FORWARD: dict[str, Callable[..., torch.Tensor]] = {
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "leaky_relu": F.leaky_relu,
+    **{name: getattr(F, name) for name in functions.names() if hasattr(F, name)},
     "rrelu": lambda x, lower, upper: F.rrelu(x, lower, upper, training=False),
-    "threshold": F.threshold,
     "relu_squared": lambda x: torch.square(F.relu(x)),
-    "elu": F.elu,
-    "celu": F.celu,
-    "selu": F.selu,
-    "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_fast": _gelu_fast,
     "gelu_10": _gelu_10,
     "quick_gelu": _quick_gelu,
-    "silu": F.silu,
-    "hardswish": F.hardswish,
-    "mish": F.mish,
     "sigmoid": torch.sigmoid,
-    "hardsigmoid": F.hardsigmoid,
-    "logsigmoid": F.logsigmoid,
     "laplace": _laplace,
     "tanh": torch.tanh,
-    "hardtanh": F.hardtanh,
-    "tanhshrink": F.tanhshrink,
-    "hardshrink": F.hardshrink,
-    "softshrink": F.softshrink,
-    "softsign": F.softsign,
-    "softplus": F.softplus,
     "sqrtsoftplus": lambda x: torch.sqrt(F.softplus(x)),
     "identity": _identity,
 }
+"""torch.nn.functional's function of the same name, and those that it lacks or that have other signatures."""
 
 IN_PLACE: dict[str, Callable[..., torch.Tensor]] = {
     "relu": torch.relu_,

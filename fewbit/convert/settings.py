@@ -30,11 +30,11 @@ class ResolvedSettings:
     """The settings of one module.
 
     Attributes:
-        bits: the bits of quantized inputs; an average if `shares_samples`.
+        bits: the bits of quantized inputs; an average if `has_policy`.
         activation_bits: the bits of few-bit activations.
         attention_bits: the bits of q, k and v; None: as many as `bits`, and at least ATTENTION_BITS if bits do not adapt.
         group_size, min_dtype, copies, functional: as in `LayerSettings`.
-        fuses_norms, shares_samples: as in `BitConfig`.
+        fuses_norms, has_policy: as in `BitConfig`.
         adapts: whether a policy chooses the bits of the module's inputs.
         chooses_activation_bits: whether a policy chooses the bits of the module, if it is an activation.
         families: the families of `kinds` that are converted.
@@ -48,7 +48,7 @@ class ResolvedSettings:
     copies: int = 1
     functional: bool = False
     fuses_norms: bool = False
-    shares_samples: bool = False
+    has_policy: bool = False
     adapts: bool = False
     chooses_activation_bits: bool = False
     families: tuple[str, ...] = FAMILIES
@@ -64,7 +64,7 @@ class ResolvedSettings:
         """Return the settings of a module for which an override says `change`.
 
         Raises:
-            InputError: the change says an average although samples do not share bits, or two copies of fused norms.
+            InputError: the change says an average although there is no policy, or two copies of fused norms.
         """
         given = {field.name: getattr(change, field.name) for field in fields(change)}
         given = {name: value for name, value in given.items() if value is not None}
@@ -75,7 +75,7 @@ class ResolvedSettings:
 
     def checked(self) -> ResolvedSettings:
         """Return the settings. Raise InputError if the values exclude one another."""
-        check = check_average if self.shares_samples else check_bits
+        check = check_average if self.has_policy else check_bits
         check(self.bits)
         if self.attention_bits is not None:
             check(self.attention_bits, "attention_bits")
@@ -121,7 +121,7 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
         activation_bits=config.bits_of_activations,
         functional=True,
         fuses_norms=config.fuses_norms,
-        shares_samples=config.shares_samples,
+        has_policy=config.has_policy,
         adapts=config.adapts,
     )
     try:

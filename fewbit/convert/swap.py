@@ -335,7 +335,7 @@ def _attach(
         # Modules without a forward, like ModuleList, are never called.
         if (module is model or may_call(module)) and not _is_scripted(module):
             tracked[module] = path, tracked_class_for(module)
-        elif settings.shares_samples and kinds.is_activation(type(module)):
+        elif settings.has_policy and kinds.is_activation(type(module)):
             vars(module).update({PATH: path, GUARD: guard})
     for module, (path, cls) in tracked.items():
         vars(module)[PATH] = path

@@ -101,9 +101,17 @@ class ResolvedSettings:
         )
 
     def _quantizer(self, bits, context, name, is_fixed) -> Quantizer:
-        # Compiled code, in which samples cannot share bits, uses the whole number below the average.
-        settings = math.floor(bits), self.group_size, self.min_dtype
-        return Quantizer(*settings, context, name, bits, is_fixed, self.fuses_norms)
+        return Quantizer(
+            # Compiled code, in which samples cannot share bits, uses the whole number below the average.
+            bits=math.floor(bits),
+            group_size=self.group_size,
+            min_dtype=self.min_dtype,
+            context=context,
+            name=name,
+            average=bits,
+            is_fixed=is_fixed,
+            fuse=self.fuses_norms,
+        )
 
 
 def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) -> ResolvedSettings:

@@ -29,7 +29,6 @@ from fewbit.runtime.interop.module_calls import (
     untrack,
     untracked_class,
 )
-from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.calls import CallGuard
 from fewbit.runtime.saved.context import ForwardContext
 
@@ -245,10 +244,8 @@ def _convert_again(
     if isinstance(module, Quantized):
         if not whole:
             return None
-        own, fuses = module.quantizer, settings is not None and settings.fuses_norms
-        module.quantizer = Quantizer(
-            own.bits, own.group_size, own.min_dtype, context, path, fuse=fuses
-        )
+        fuses = settings is not None and settings.fuses_norms
+        module.quantizer = module.quantizer.copy_for(path, context=context, fuse=fuses)
     if isinstance(module, PreActivation):
         reason = f"few-bit already: one tensor of {module.bits} bits an element"
         return SkippedModule(path, type(module).__name__, reason)

@@ -76,10 +76,15 @@ class Quantizer:
         self.fuse = fuse
         self._selector = MinDtypeSelector()
 
-    def copy_for(self, name: str) -> Quantizer:
-        """Return a quantizer with the same settings for another layer."""
+    def copy_for(self, name: str, **changes) -> Quantizer:
+        """Return a quantizer for another layer with all settings of this one.
+
+        Args:
+            name: the other layer's name.
+            **changes: attributes that have other values, for example `context`.
+        """
         other = copy(self)
-        other.name, other._selector = name, MinDtypeSelector()
+        vars(other).update(changes, name=name, _selector=MinDtypeSelector())
         return other
 
     def quantize_or_reuse(self, x: torch.Tensor) -> SavedTensors:
@@ -262,7 +267,10 @@ class Quantizer:
 
     @property
     def key(self) -> tuple:
-        """The key by which layers can share copies, and from which seeds are hashed, see `ForwardContext.seed_of_result`."""
+        """The key by which layers can share copies, and from which seeds are hashed, see `ForwardContext.seed_of_result`.
+
+        Append a setting that changes the copy only if it has not its default value, so that other seeds stay as they are.
+        """
         bits = self.bits
         if self._policy is not None:
             bits = self.average if self.is_fixed else None

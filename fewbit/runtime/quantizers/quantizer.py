@@ -246,8 +246,8 @@ class Quantizer:
         """Quantize an activation's result y in the pass that computes y and the activation's codes.
 
         Args:
-            run: run(seed, bits, group_size, fp32_min) writes y; returns codes and (packed, ranges, spread), or None if it
-                cannot.
+            run: run(seed, bits, group_size, fp32_min) writes y and returns a `backends.results.QuantizedForward`, or None if
+                it cannot.
             y: a plain tensor, samples outermost.
 
         Returns:

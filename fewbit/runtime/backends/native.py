@@ -104,9 +104,9 @@ class Kernels:
     def forward_quantized(
         self, x, function, parameters, encoding, seed, out, qseed, bits, group_size, fp32_min=False
     ):
-        """See `reference.forward_quantized`. There is no such pass on CUDA, or if threads cannot share the groups."""
+        """See `reference.forward_quantized`. The kernels of CUDA have no such pass."""
         fused = _fused(x, function, parameters, encoding)
-        if x.device.type != "cpu" or fused is None:
+        if fused is None or not hasattr(self._kernels, "forward_quantized"):
             return None
         samples, features = groups.samples_of(x.shape)
         codes = _packed(x.numel(), encoding.bits, x.device)
@@ -128,8 +128,10 @@ class Kernels:
             _buffer(ranges),
             *self._where(x),
         )
-        if spread is None:
-            return None
+        if spread is None and x.device.type == "cpu":
+            return (
+                None  # the shares of the threads would cut a group, so the kernel has done nothing
+            )
         return QuantizedForward(codes, QuantizedGroups(packed, ranges, spread))
 
     def quantize(

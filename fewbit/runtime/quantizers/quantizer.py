@@ -171,9 +171,7 @@ class Quantizer:
         """
         if not is_plain(x):
             return self._quantize_traced(x)
-        fp32_min, ask = self._fp32_min(), False
-        if fp32_min is None and x.is_cuda:
-            fp32_min, ask = self._fp32_min_on_device()
+        fp32_min, ask = self._fp32_min_of(x)
         settings = self.group_size, fp32_min, normalize
         seed = self._seed(x, slot, activation)
         if self._policy is None:
@@ -233,13 +231,18 @@ class Quantizer:
         """The policy of the model; None if bits are fixed."""
         return None if self.context is None else self.context.policy
 
+    def _fp32_min_of(self, x) -> tuple[bool | None, bool]:
+        """Return whether x gets float32 minimums (None: its offset decides), and whether to learn from x for later tensors."""
+        fp32_min = self._fp32_min()
+        if fp32_min is None and x.is_cuda:
+            return self._fp32_min_on_device()
+        return fp32_min, False
+
     def _fp32_min_on_device(self) -> tuple[bool, bool]:
         """Return whether a tensor on a GPU gets float32 minimums, and whether to learn from it for later tensors."""
         if in_checkpoint():
-            return (
-                True,
-                False,
-            )  # the recomputation must be alike, whatever answer has arrived meanwhile
+            # The recomputation must be alike, whatever answer has arrived meanwhile.
+            return True, False
         return self._selector.poll(), True
 
     def quantize_with_activation(self, run, y) -> tuple | None:
@@ -256,13 +259,16 @@ class Quantizer:
         if self._policy is not None:
             return None
         seed = self.context.seed_of_result(y, self.key)
-        made = run(seed, self.bits, self.group_size, self.min_dtype == "float32")
+        fp32_min, ask = self._fp32_min_of(y)
+        made = run(seed, self.bits, self.group_size, bool(fp32_min))
         if made is None:
             return None
         codes, (packed, ranges, spread) = made
-        if self.min_dtype == "auto" and quantizer_ops.is_offset(*spread):
+        if fp32_min is None and quantizer_ops.is_offset(*spread):
             return codes, None
         offload.mark(packed, ranges)
+        if ask:
+            self._selector.ask(ranges)
         return codes, SavedTensors((packed, ranges), self._spec(y, y.dtype, self.bits))
 
     @property

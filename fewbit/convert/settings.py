@@ -85,19 +85,21 @@ class ResolvedSettings:
             )
         return self
 
-    def quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
+    def make_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
         """Make the quantizer of a layer's inputs."""
         return self._quantizer(self.bits, context, name, not self.adapts)
 
-    def attention_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
+    def make_attention_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
         """Make the quantizer of q, k and v."""
         is_fixed = not self.adapts or self.attention_bits is not None
         return self._quantizer(self.bits_of_attention, context, name, is_fixed)
 
-    def of_functions(self, context: ForwardContext) -> FunctionQuantizers:
+    def make_function_quantizers(self, context: ForwardContext) -> FunctionQuantizers:
         """Make the quantizers of functions that a forward calls."""
         return FunctionQuantizers(
-            self.quantizer(context), self.activation_bits, self.attention_quantizer(context)
+            self.make_quantizer(context),
+            self.activation_bits,
+            self.make_attention_quantizer(context),
         )
 
     def _quantizer(self, bits, context, name, is_fixed) -> Quantizer:

@@ -322,7 +322,7 @@ class Quantizer:
 
 
 def _quantize_by_codec(codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, settings, input_dtype):
-    """Return (tensors, spec) of x, or of x normalized, as the codec saves it.
+    """Return (tensors, spec) of x, or of x normalized, as the slot codec saves it.
 
     Normalized values are passed in the dtype of the layer's input; more precision would be wasted.
     """

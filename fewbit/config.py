@@ -181,20 +181,23 @@ class BitConfig(_Config):
     """The base of the objects that say who chooses the bits per element of quantized inputs.
 
     A policy of your own needs a frozen dataclass that derives from this class, a `fewbit.policies.BitPolicy`, and
-    `fewbit.policies.make_policy.register` to connect the two.
+    `fewbit.policies.make_policy.register` to connect the two. The dataclass has to set `kind`, and to override
+    `initial_bits` if its first field is something else. The other attributes have the values that suit a policy.
 
     Attributes:
         kind: the name of the class in the plain form, unique among all subclasses.
-        shares_samples: the samples of a tensor share its bits, so that numbers of bits are averages.
-        adapts: the policy chooses bits for each layer while the model trains.
+        has_policy: a policy chooses bits while the model trains, so that numbers of bits are averages. If it is False,
+            `make_policy` has to return None.
+        adapts: the policy chooses the bits of each layer. It is False if there is no policy, and for `BitPolicy` itself,
+            which only shares a tensor's bits between its samples.
         chooses_activation_bits: the policy chooses the bits of few-bit activations too.
         fuses_norms: norms save their normalized input in fixed point, and layers after them save nothing.
         bits_of_activations: the bits of few-bit activations if `LayerSettings` does not say.
     """
 
     kind: ClassVar[str]
-    shares_samples: ClassVar[bool] = False
-    adapts: ClassVar[bool] = False
+    has_policy: ClassVar[bool] = True
+    adapts: ClassVar[bool] = True
     chooses_activation_bits: ClassVar[bool] = False
     fuses_norms: ClassVar[bool] = False
     bits_of_activations: ClassVar[int] = 3
@@ -236,6 +239,7 @@ class FixedBits(BitConfig):
     """
 
     kind = "fixed"
+    has_policy = adapts = False
     _checks = {"bits": _bits}
 
     bits: int = 4
@@ -259,7 +263,7 @@ class SampleBits(BitConfig):
     """
 
     kind = "samples"
-    shares_samples = True
+    adapts = False
     _checks = {"average": _average}
 
     average: float = 4
@@ -279,7 +283,6 @@ class AdaptiveBits(BitConfig):
     """
 
     kind = "adaptive"
-    shares_samples = adapts = True
     _checks = {"average": _average, "interval": _interval}
 
     average: float = 4
@@ -300,7 +303,6 @@ class Budget(BitConfig):
     """
 
     kind = "budget"
-    shares_samples = adapts = True
     _checks = {"bytes": lambda value, _: _byte_count(value), "interval": _interval}
 
     bytes: int | str
@@ -335,7 +337,7 @@ class ErrorBound(BitConfig):
     """
 
     kind = "error-bound"
-    shares_samples = adapts = chooses_activation_bits = True
+    chooses_activation_bits = True
     bits_of_activations = MAX_BITS
     _checks = {
         "e2": _positive,
@@ -379,6 +381,7 @@ class PreActivationBits(BitConfig):
     """
 
     kind = "pre-activation"
+    has_policy = adapts = False
     fuses_norms = True
     _checks = {"bits": _bits}
 

@@ -135,12 +135,10 @@ class _Deferred(NamedTuple):
 
 
 class _Seeded(Quantizer):
-    """A quantizer that rounds as a deferred one does, with a given seed."""
+    """A quantizer that rounds as a deferred one does, with a given seed. It has the deferred one's settings and selector."""
 
     def __init__(self, like: Quantizer, seed: int):
-        super().__init__(like.bits, like.group_size, like.min_dtype)
-        self._selector = like._selector
-        self._given = seed
+        vars(self).update(vars(like), context=None, _given=seed)
 
     def _seed(self, x, *_):
         return torch.tensor([self._given], dtype=torch.int64, device=x.device)

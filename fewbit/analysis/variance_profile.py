@@ -145,11 +145,11 @@ class _Deferring(ResolvedSettings):
 
     noise: Noise | None = None
 
-    def quantizer(self, *args, **kwargs) -> Quantizer:
-        return self.noise.defer(super().quantizer(*args, **kwargs))
+    def make_quantizer(self, *args, **kwargs) -> Quantizer:
+        return self.noise.defer(super().make_quantizer(*args, **kwargs))
 
-    def attention_quantizer(self, *args, **kwargs) -> Quantizer:
-        return self.noise.defer(super().attention_quantizer(*args, **kwargs))
+    def make_attention_quantizer(self, *args, **kwargs) -> Quantizer:
+        return self.noise.defer(super().make_attention_quantizer(*args, **kwargs))
 
 
 class _Recorder(Recorder):

@@ -30,7 +30,7 @@ from fewbit.convert.settings import ResolvedSettings, resolve
 from fewbit.convert.swap import Conversion, check_model, convert, restore_
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
-from fewbit.policies.make import make_policy
+from fewbit.policies.make import checked_policy
 from fewbit.render.formats import amount
 from fewbit.runtime.codecs import check_codec
 from fewbit.runtime.saved.bit_policy import BitPolicy
@@ -101,7 +101,7 @@ def compress_(
         conversion = convert(model, settings, selection)
         config = AdaptiveBits(average, config.interval)
     facts = facts_of(model, conversion.selected, settings.bits, budget, elements)
-    conversion.context.policy = make_policy(config, facts)
+    conversion.context.policy = checked_policy(config, facts)
     allocator = _offloaded(conversion.context, offload)
     notes = _notes(given, config, offload, model, settings, allocator)
     report = _report(conversion.report, notes, model, settings, sample, before)

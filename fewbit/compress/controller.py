@@ -58,7 +58,7 @@ class Controller:
     @property
     def allocation(self) -> Allocation:
         """The bits of each slot as of the latest adaptation, with AdaptiveBits and Budget; otherwise empty."""
-        empty = f"{self.config!r} chooses no bits by layer: fewbit.AdaptiveBits does"
+        empty = f"{self.config!r} reports no bits by layer: fewbit.AdaptiveBits does"
         return self._tables.get("allocation", Allocation(empty=empty))
 
     @property

@@ -30,11 +30,11 @@ class ResolvedSettings:
     """The settings of one module.
 
     Attributes:
-        bits: the bits of quantized inputs; an average if `shares_samples`.
+        bits: the bits of quantized inputs; an average if `has_policy`.
         activation_bits: the bits of few-bit activations.
         attention_bits: the bits of q, k and v; None: as many as `bits`, and at least ATTENTION_BITS if bits do not adapt.
         group_size, min_dtype, copies, functional: as in `LayerSettings`.
-        fuses_norms, shares_samples: as in `BitConfig`.
+        fuses_norms, has_policy: as in `BitConfig`.
         adapts: whether a policy chooses the bits of the module's inputs.
         chooses_activation_bits: whether a policy chooses the bits of the module, if it is an activation.
         families: the families of `kinds` that are converted.
@@ -48,7 +48,7 @@ class ResolvedSettings:
     copies: int = 1
     functional: bool = False
     fuses_norms: bool = False
-    shares_samples: bool = False
+    has_policy: bool = False
     adapts: bool = False
     chooses_activation_bits: bool = False
     families: tuple[str, ...] = FAMILIES
@@ -64,7 +64,7 @@ class ResolvedSettings:
         """Return the settings of a module for which an override says `change`.
 
         Raises:
-            InputError: the change says an average although samples do not share bits, or two copies of fused norms.
+            InputError: the change says an average although there is no policy, or two copies of fused norms.
         """
         given = {field.name: getattr(change, field.name) for field in fields(change)}
         given = {name: value for name, value in given.items() if value is not None}
@@ -75,7 +75,7 @@ class ResolvedSettings:
 
     def checked(self) -> ResolvedSettings:
         """Return the settings. Raise InputError if the values exclude one another."""
-        check = check_average if self.shares_samples else check_bits
+        check = check_average if self.has_policy else check_bits
         check(self.bits)
         if self.attention_bits is not None:
             check(self.attention_bits, "attention_bits")
@@ -85,25 +85,35 @@ class ResolvedSettings:
             )
         return self
 
-    def quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
+    def make_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
         """Make the quantizer of a layer's inputs."""
         return self._quantizer(self.bits, context, name, not self.adapts)
 
-    def attention_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
+    def make_attention_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
         """Make the quantizer of q, k and v."""
         is_fixed = not self.adapts or self.attention_bits is not None
         return self._quantizer(self.bits_of_attention, context, name, is_fixed)
 
-    def of_functions(self, context: ForwardContext) -> FunctionQuantizers:
+    def make_function_quantizers(self, context: ForwardContext) -> FunctionQuantizers:
         """Make the quantizers of functions that a forward calls."""
         return FunctionQuantizers(
-            self.quantizer(context), self.activation_bits, self.attention_quantizer(context)
+            self.make_quantizer(context),
+            self.activation_bits,
+            self.make_attention_quantizer(context),
         )
 
     def _quantizer(self, bits, context, name, is_fixed) -> Quantizer:
-        # Compiled code, in which samples cannot share bits, uses the whole number below the average.
-        settings = math.floor(bits), self.group_size, self.min_dtype
-        return Quantizer(*settings, context, name, bits, is_fixed, self.fuses_norms)
+        return Quantizer(
+            # Compiled code, in which samples cannot share bits, uses the whole number below the average.
+            bits=math.floor(bits),
+            group_size=self.group_size,
+            min_dtype=self.min_dtype,
+            context=context,
+            name=name,
+            average=bits,
+            is_fixed=is_fixed,
+            fuse=self.fuses_norms,
+        )
 
 
 def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) -> ResolvedSettings:
@@ -121,7 +131,7 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
         activation_bits=config.bits_of_activations,
         functional=True,
         fuses_norms=config.fuses_norms,
-        shares_samples=config.shares_samples,
+        has_policy=config.has_policy,
         adapts=config.adapts,
     )
     try:

@@ -29,7 +29,6 @@ from fewbit.runtime.interop.module_calls import (
     untrack,
     untracked_class,
 )
-from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.calls import CallGuard
 from fewbit.runtime.saved.context import ForwardContext
 
@@ -245,10 +244,8 @@ def _convert_again(
     if isinstance(module, Quantized):
         if not whole:
             return None
-        own, fuses = module.quantizer, settings is not None and settings.fuses_norms
-        module.quantizer = Quantizer(
-            own.bits, own.group_size, own.min_dtype, context, path, fuse=fuses
-        )
+        fuses = settings is not None and settings.fuses_norms
+        module.quantizer = module.quantizer.copy_for(path, context=context, fuse=fuses)
     if isinstance(module, PreActivation):
         reason = f"few-bit already: one tensor of {module.bits} bits an element"
         return SkippedModule(path, type(module).__name__, reason)
@@ -269,12 +266,12 @@ def _configured_attributes(cls: type[nn.Module]) -> tuple[str, ...]:
 def _configure(path, module, settings, context) -> float | None:
     """Set the attributes of a module of fewbit's. Return its bits; None if the module saves no codes."""
     if isinstance(module, Quantized):
-        module.quantizer = settings.quantizer(context, path)
+        module.quantizer = settings.make_quantizer(context, path)
         if hasattr(type(module), "copies"):
             module.copies = settings.copies
         if hasattr(type(module), "attention_quantizer"):
             name = name_of_attention(path)
-            module.attention_quantizer = settings.attention_quantizer(context, name)
+            module.attention_quantizer = settings.make_attention_quantizer(context, name)
         return settings.bits
     if kinds.is_activation(type(module)):
         is_exact = isinstance(module, TwoValued)
@@ -309,7 +306,7 @@ def _convert_attention(
         settings = own.get(id(module))
         if settings is None:
             return None
-        return settings.attention_quantizer(context, name_of_attention(path))
+        return settings.make_attention_quantizer(context, name_of_attention(path))
 
     reached, left = transformers_attention.install(model, quantizer)
     rows = []
@@ -327,7 +324,7 @@ def _attach(
     """Make the model's forwards run within the context."""
     own = [one.settings for one in selected if one.settings is not None]
     if settings.functional or any(module_settings.functional for module_settings in own):
-        context.contexts = (FunctionMode(settings.of_functions(context)),)
+        context.contexts = (FunctionMode(settings.make_function_quantizers(context)),)
     elif not any(isinstance(module, Quantized) for module in model.modules()):
         return
     guard, tracked = CallGuard(context), {}
@@ -335,7 +332,7 @@ def _attach(
         # Modules without a forward, like ModuleList, are never called.
         if (module is model or may_call(module)) and not _is_scripted(module):
             tracked[module] = path, tracked_class_for(module)
-        elif settings.shares_samples and kinds.is_activation(type(module)):
+        elif settings.has_policy and kinds.is_activation(type(module)):
             vars(module).update({PATH: path, GUARD: guard})
     for module, (path, cls) in tracked.items():
         vars(module)[PATH] = path
@@ -359,7 +356,7 @@ def _switch_functions(model, settings, selected: list[Selected], context: Forwar
         elif mine is settings:
             mode = False
         else:
-            mode = made.setdefault(mine, mine.of_functions(context))
+            mode = made.setdefault(mine, mine.make_function_quantizers(context))
         switch = ModeHooks(mode)
         module.register_forward_pre_hook(switch.enter, prepend=True)
         module.register_forward_hook(switch.leave, always_call=True)

@@ -301,7 +301,7 @@ def sync_batch_norm(
 
 
 class _Context:
-    """A stand-in for the context of torch's Function."""
+    """The part of an autograd context that the forward of torch's Function uses."""
 
     def save_for_backward(self, *tensors):
         self.saved_tensors = tensors

@@ -24,7 +24,7 @@ from fewbit.runtime.saved.bit_policy import BitPolicy
 def make_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
     """Return the policy that a configuration stands for; None if bits are fixed.
 
-    Register a function for a configuration class of your own with `make_policy.register`.
+    Register a function for a configuration class of your own with `make_policy.register`. `checked_policy` calls it.
 
     Args:
         config: the configuration.
@@ -36,6 +36,24 @@ def make_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
     raise InputError(
         f"expected a configuration with a registered policy, got {config!r}; see make_policy.register"
     )
+
+
+def checked_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
+    """Return `make_policy(config, facts)`. Raise InputError if the configuration's attributes do not fit that policy.
+
+    The attributes are what layers go by: they would ignore a policy without `has_policy`, and bits by layer without `adapts`.
+    """
+    policy = make_policy(config, facts)
+    has_policy = policy is not None
+    needed = {"has_policy": has_policy, "adapts": has_policy and type(policy) is not BitPolicy}
+    for name, value in needed.items():
+        if getattr(config, name) != value:
+            kind = type(policy).__name__ if has_policy else "none"
+            raise InputError(
+                f"expected {name} = {value} in {type(config).__name__}, whose policy is {kind}, "
+                f"got {getattr(config, name)!r}"
+            )
+    return policy
 
 
 @make_policy.register

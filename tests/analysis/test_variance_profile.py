@@ -17,12 +17,15 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import fewbit  # noqa: E402
+from fewbit.analysis import deferred  # noqa: E402
 from fewbit.analysis.profile import ARRAYS, VarianceProfile  # noqa: E402
 from fewbit.analysis.variance_profile import variance_profile  # noqa: E402
 from fewbit.demo.transformer import CharTransformer  # noqa: E402
 from fewbit.errors import InputError, OutputExistsError  # noqa: E402
 from fewbit.planning.candidates import Candidate  # noqa: E402
 from fewbit.render.terminal import plain  # noqa: E402
+from fewbit.runtime.quantizers.quantizer import Quantizer  # noqa: E402
+from fewbit.runtime.saved.context import ForwardContext  # noqa: E402
 
 SIGMAS = 4.5
 
@@ -635,3 +638,25 @@ def test_progress_is_shown_if_it_takes_long(monkeypatch, capsys):
         captured = capsys.readouterr()
         assert captured.out == "" and ("variance profile" in captured.err) == (terminal and asked)
         assert terminal or captured.err == ""
+
+
+def test_a_deferred_quantizer_rounds_with_all_settings():
+    """A setting that is added to the quantizer is one of them."""
+    noise = deferred.Noise(0, lambda: "layer")
+    quantizer = noise.defer(Quantizer(3, 64, "float32", ForwardContext()))
+    quantizer.added = "a setting"
+    found = []
+
+    class Rounding(deferred._Seeded):
+        def quantize(self, x, *arguments):
+            found.append(self)
+            return super().quantize(x, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deferred, "_Seeded", Rounding)
+        tensors, spec, _ = quantizer.quantize(torch.randn(4, 64))
+        with noise.drawn({"layer": 1}):
+            spec.dequantize(tensors)
+    (one,) = found
+    assert (one.bits, one.group_size, one.min_dtype, one.added) == (3, 64, "float32", "a setting")
+    assert one.context is None and one._selector is quantizer._selector

@@ -1,5 +1,7 @@
 """Every backend against NumPy: the packed format, the codes, the products, the draws."""
 
+import inspect
+import re
 import sys
 from dataclasses import replace
 
@@ -456,6 +458,19 @@ def kernels(choice):
     from fewbit.runtime.backends import native
 
     return [reference, *map(native.cpu, ISAS)]
+
+
+def test_backends_have_the_attributes_that_are_documented():
+    native = pytest.importorskip("fewbit.runtime.backends.native", exc_type=ImportError)
+    listed = re.findall(r"^    ([a-z_, ]+?)  ", backends.__doc__, re.MULTILINE)
+    names = {name for line in listed for name in line.split(", ")}
+    assert names == set(reference.__all__)
+    assert isinstance(reference.name, str) and isinstance(native.cpu().name, str)
+    for name in names - {"name"}:
+        theirs = inspect.signature(getattr(native.Kernels, name)).parameters
+        expected = inspect.signature(getattr(reference, name)).parameters
+        found = [(parameter.name, parameter.default) for parameter in theirs.values()]
+        assert found[1:] == [(one.name, one.default) for one in expected.values()], name
 
 
 # -- Which backend ---------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from fewbit.policies.allocation_report import Allocated, Allocation
 
 
 @pytest.mark.parametrize("level", ["L2", "L2.5"])
-def test_levels_that_choose_no_bits_by_layer_say_so(level):
+def test_levels_without_bits_by_layer_say_so(level):
     model, controller, x = build(bits=fewbit.Level(level, 4))
     step(model, x)
-    assert "chooses no bits by layer" in str(controller.allocation)
+    assert "reports no bits by layer" in str(controller.allocation)
 
 
 def test_layers_with_names_cut_alike_are_different_rows():

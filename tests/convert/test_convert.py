@@ -958,3 +958,14 @@ def test_layers_under_inductor(layer, shape, vector):
     theirs = torch.autograd.grad(expected, [x, *exact.parameters()], grad)
     for a, b in zip(ours, theirs, strict=True):
         assert relative(a, b) < 0.02
+
+
+def test_a_layer_of_fewbits_keeps_all_settings_of_its_quantizer():
+    """A setting that is added to the quantizer is one of them."""
+    layer = fewbit.nn.Linear(8, 8, bits=3, group_size=64)
+    layer.quantizer.min_dtype, layer.quantizer.added = "float32", "a setting"
+    controller = fewbit.compress_(nn.Sequential(layer), 2, verbose=False)
+    found = layer.quantizer
+    assert (found.bits, found.average, found.is_fixed, found.group_size) == (3, 3, True, 64)
+    assert (found.min_dtype, found.added, found.fuse) == ("float32", "a setting", False)
+    assert found.name == "0" and found.context is controller.context

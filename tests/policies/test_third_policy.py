@@ -9,9 +9,8 @@ from torch import nn
 
 import fewbit
 from fewbit.errors import InputError
+from fewbit.policies import BitPolicy, make_policy, wrong_state
 from fewbit.policies.allocation_report import Allocated, Allocation
-from fewbit.policies.make import make_policy
-from fewbit.runtime.saved.bit_policy import BitPolicy, wrong_state
 
 
 @dataclass(frozen=True, repr=False)
@@ -19,7 +18,6 @@ class LargestBits(fewbit.BitConfig):
     """The configuration of `Largest`."""
 
     kind = "largest"
-    shares_samples = adapts = True
 
     many: int = 6
     few: int = 1
@@ -184,4 +182,75 @@ def test_a_configuration_without_a_policy_is_refused():
     model = nn.Linear(4, 4)
     with pytest.raises(InputError, match="registered policy, got Forgotten"):
         fewbit.compress_(model, Forgotten(), verbose=False)
+    assert type(model) is nn.Linear
+
+
+@dataclass(frozen=True, repr=False)
+class LeastBits(fewbit.BitConfig):
+    """The configuration of `Least`, with no more than it has to have."""
+
+    kind = "least"
+    bits: float = 2.5
+
+
+class Least(BitPolicy):
+    """A policy that does no more than fill `averages`."""
+
+    kind = "LeastBits"
+
+
+@make_policy.register
+def _(config: LeastBits, facts):
+    policy = Least(config.bits)
+    policy.averages["0", 0] = 1.5
+    return policy
+
+
+def test_a_policy_needs_no_method_of_its_own():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    controller = fewbit.compress_(model, LeastBits(), layers={"functional": False}, verbose=False)
+    saved = fewbit.saved_bytes(model, X).total
+    same = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    fewbit.compress_(same, fewbit.SampleBits(2.5), layers={"functional": False}, verbose=False)
+    assert saved == fewbit.saved_bytes(same, X).total - 32 * 64 / 8  # 1.5 bits in place of 2.5
+    assert str(controller.allocation).startswith("LeastBits(2.5) reports no bits by layer")
+    assert "fewbit.ErrorBound" in str(controller.bounds)
+    assert "LeastBits(2.5)" in str(controller.report)
+    assert (
+        controller.gradient_ratio(X, lambda model, x: model(x).square().sum(), draws=2).limit
+        is None
+    )
+    state = controller.state_dict()
+    controller.load_state_dict(state)
+    with pytest.raises(InputError, match="controller of LeastBits, got one of AdaptiveBits"):
+        controller.load_state_dict({"version": 1})
+    controller.number_samples(torch.arange(32))
+    model(X).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"has_policy": False}, "has_policy = True in Changed, whose policy is Least, got False"),
+        ({"adapts": False}, "adapts = True in Changed, whose policy is Least, got False"),
+        ({"policy": None}, "has_policy = False in Changed, whose policy is none, got True"),
+        ({"policy": None, "has_policy": False}, "adapts = False in Changed, whose policy is none, got True"),
+        ({"policy": BitPolicy}, "adapts = False in Changed, whose policy is BitPolicy, got True"),
+    ],
+)  # fmt: skip
+def test_a_configuration_that_does_not_fit_its_policy_is_refused(changes, message):
+    """Layers would ignore the policy."""
+
+    class Changed(LeastBits):
+        has_policy, adapts = changes.get("has_policy", True), changes.get("adapts", True)
+
+    @make_policy.register
+    def _(config: Changed, facts):
+        policy = changes.get("policy", Least)
+        return None if policy is None else policy(config.bits)
+
+    model = nn.Linear(4, 4)
+    bits = 2 if "has_policy" in changes else 2.5
+    with pytest.raises(InputError, match=f"^expected {message}$"):
+        fewbit.compress_(model, Changed(bits), verbose=False)
     assert type(model) is nn.Linear

@@ -70,7 +70,7 @@ def quantize(
     packed, ranges, spread = getattr(backend, "kernels", backend).quantize(
         x.to(device), seed, bits, group_size, fp32_min, widths, words, to_device(normalize, device)
     )
-    spread = None if spread[0] is None else tuple(map(float, spread))
+    spread = None if spread is None else tuple(map(float, spread))
     ranges = ranges.cpu().view(torch.int16).numpy().view(np.uint16)
     return packed.cpu().numpy().view(np.uint32), ranges, spread
 
@@ -570,8 +570,8 @@ def compare_forward_quantized(kernels, x, bits, group_size, fp32_min=False, in_p
     if made is None:
         assert in_place or same(before, x)
         return False
-    assert same(out, y) and torch.equal(made[0], codes)
-    packed, ranges, spread = made[1]
+    assert same(out, y) and torch.equal(made.codes, codes)
+    packed, ranges, spread = made.result
     assert torch.equal(packed, expected[0])
     assert torch.equal(ranges.view(torch.int16), expected[1].view(torch.int16))
     np.testing.assert_array_equal(spread, expected[2])

@@ -1,4 +1,4 @@
-"""Codecs of the error-bound policy, for slots to which the group quantizer's bits are not suited."""
+"""Slot codecs of the error-bound policy, for slots to which the group quantizer's bits are not suited."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fewbit.runtime.codecs.payload import exact
 
 
 class ExactCodec:
-    """A codec that saves the tensor as it is, as torch's own layer would. Of a part of a larger storage it saves a copy."""
+    """A slot codec that saves the tensor as it is, as torch's own layer would. Of a part of a larger storage it saves a copy."""
 
     def quantize(self, x, seed):
         """Return a payload with the exact values."""
@@ -26,7 +26,7 @@ class PayloadStats:
 
 @dataclass(frozen=True)
 class BoundedCodec:
-    """A codec that saves a slot within a bound on the mean squared error.
+    """A slot codec that saves tensors with a codec of `fewbit.runtime.codecs`, within a bound on the mean squared error.
 
     Args:
         name: the codec's name in `fewbit.runtime.codecs`.

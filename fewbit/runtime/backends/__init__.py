@@ -1,6 +1,22 @@
 """Backends: the kernels of a device, compiled or in plain torch. The best backend that works is chosen for each device.
 
-A backend has the functions of `reference`, with the same signatures. This folder may import `runtime.format` and
+A backend is an object with these attributes, all of which the module `reference` has and documents:
+
+    name                         for reports: "reference", "cuda" or an instruction set of the CPU
+    pack, unpack                 codes to bit-planes, and back
+    encode, decode_mul           the codes of a few-bit activation's input, and its gradient from these codes
+    forward                      the activation's result and its codes in one pass, or None if there is no such pass
+    quantize, dequantize         the group quantizer, and approximate values
+    squares                      the numbers by which samples share bits
+    forward_quantized            `forward` and `quantize` of the result in one pass, or None if there is no such pass
+    grid_fixed, encode_fixed     the grid and the codes of a pre-activation in fixed point
+    decode_fixed, mask_fixed     values from these codes, and the gradient of the ReLU from their signs
+
+All take and return tensors of one device, with the signatures that `reference` has, and give its bits: same codes, ranges
+and values. They differ in two things only, which `reference.forward` and `results.QuantizedGroups.spread` describe: passes
+that only some backends have, and what the host knows without waiting for the device.
+
+A new backend is a new file here, which `_choose` selects by device. This folder may import `runtime.format` and
 `runtime.interop`.
 """
 

@@ -10,6 +10,7 @@ import torch
 from fewbit import _kernels
 from fewbit.errors import FewbitError
 from fewbit.runtime.backends import reference
+from fewbit.runtime.backends.results import QuantizedForward, QuantizedGroups
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.buffers import check_dense
 from fewbit.runtime.format.encoding import Encoding, packed_words
@@ -84,26 +85,14 @@ class Kernels:
             *self._where(grad),
         )
 
-    def forward(self, x, name, parameters, encoding, seed, out):
-        """Compute f(x) and the codes of x in one pass over memory.
-
-        Args:
-            x: a dense tensor.
-            name: of f in `fewbit.functions`.
-            parameters: of f, in the order of `fewbit.functions`.
-            encoding: of the codes.
-            seed: (1,) int64 if the encoding is unbiased, else None.
-            out: the tensor for f(x), with the strides of x; may be x itself.
-
-        Returns:
-            The packed codes. None, with nothing done, if this function or dtype has no fused kernel.
-        """
-        function = _fused(x, name, parameters, encoding)
-        if function is None:
+    def forward(self, x, function, parameters, encoding, seed, out):
+        """See `reference.forward`."""
+        fused = _fused(x, function, parameters, encoding)
+        if fused is None:
             return None
         packed = _packed(x.numel(), encoding.bits, x.device)
         self._kernels.forward(
-            *function,
+            *fused,
             _buffer(x),
             _buffer(out),
             _buffer(packed),
@@ -113,45 +102,18 @@ class Kernels:
         return packed
 
     def forward_quantized(
-        self,
-        x,
-        name,
-        parameters,
-        encoding,
-        seed,
-        out,
-        qseed,
-        bits,
-        group_size,
-        fp32_min=False,
+        self, x, function, parameters, encoding, seed, out, qseed, bits, group_size, fp32_min=False
     ):
-        """Compute `forward` and quantize f(x) in one pass over memory.
-
-        Args:
-            x: a tensor with samples outermost.
-            name: as for `forward`.
-            parameters: as for `forward`.
-            encoding: as for `forward`.
-            seed: as for `forward`.
-            out: as for `forward`.
-            qseed: the seed for `quantize`.
-            bits: as for `quantize`.
-            group_size: as for `quantize`.
-            fp32_min: as for `quantize`.
-
-        Returns:
-            The packed codes, and (packed, ranges, spread) of `quantize`. None, with nothing done, if there is no fused
-            kernel, as on CUDA, or if threads cannot share the groups.
-        """
-        function = _fused(x, name, parameters, encoding)
-        if x.device.type != "cpu" or function is None:
+        """See `reference.forward_quantized`. The kernels of CUDA have no such pass."""
+        fused = _fused(x, function, parameters, encoding)
+        if fused is None or not hasattr(self._kernels, "forward_quantized"):
             return None
         samples, features = groups.samples_of(x.shape)
         codes = _packed(x.numel(), encoding.bits, x.device)
         packed = _packed(x.numel(), bits, x.device)
         ranges = _ranges(groups.group_count(samples, features, group_size), fp32_min, x.device)
         spread = self._kernels.forward_quantized(
-            *function,
+            *fused,
             _buffer(x),
             samples,
             features,
@@ -166,12 +128,16 @@ class Kernels:
             _buffer(ranges),
             *self._where(x),
         )
-        return None if spread is None else (codes, (packed, ranges, spread))
+        if spread is None and x.device.type == "cpu":
+            return (
+                None  # the shares of the threads would cut a group, so the kernel has done nothing
+            )
+        return QuantizedForward(codes, QuantizedGroups(packed, ranges, spread))
 
     def quantize(
         self, x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None
     ):
-        """See `reference.quantize`. The spread is two Python floats, or (None, None) on CUDA."""
+        """See `reference.quantize`. The spread is two Python floats, or None on CUDA."""
         samples, features = groups.samples_of(x.shape)
         if widths is None:
             words = packed_words(x.numel(), bits)
@@ -195,7 +161,7 @@ class Kernels:
             *self._where(x),
             *_vectors(normalize, x.numel()),
         )
-        return packed, ranges, spread or (None, None)
+        return QuantizedGroups(packed, ranges, spread)
 
     def squares(self, x, group_size, normalize=None):
         """See `reference.squares`."""
@@ -314,9 +280,9 @@ def _vectors(given, n):
     return *map(_optional, vectors), inner
 
 
-def _fused(x, name, parameters, encoding):
+def _fused(x, function, parameters, encoding):
     """Return the arguments (function number, parameters, table) of a fused kernel, or None if there is none for x."""
-    number, table = _NUMBERS.get(name), _table(encoding)
+    number, table = _NUMBERS.get(function), _table(encoding)
     if number is None or table is None or x.dtype == torch.float64:
         return None
     return number, *(*parameters, 0.0, 0.0)[:2], table

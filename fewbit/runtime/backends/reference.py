@@ -15,6 +15,7 @@ from fewbit.runtime.backends.reference_fixed_point import (
     mask_fixed,
 )
 from fewbit.runtime.backends.reference_quantizer import dequantize, quantize, squares
+from fewbit.runtime.backends.results import QuantizedForward
 from fewbit.runtime.format.buffers import Entry
 from fewbit.runtime.format.encoding import Encoding, gray
 from fewbit.runtime.format.layout import is_broadcast_scalar, storage_order
@@ -29,6 +30,7 @@ __all__ = [
     "forward_quantized",
     "grid_fixed",
     "mask_fixed",
+    "name",
     "pack",
     "quantize",
     "squares",
@@ -36,12 +38,49 @@ __all__ = [
 ]
 
 
-def forward(*_) -> None:
-    """Do nothing: there is no fused kernel here, so the runtime calls torch's function and `encode`."""
+name = "reference"
 
 
-def forward_quantized(*_) -> None:
-    """Do nothing, see `forward`."""
+def forward(x, function, parameters, encoding, seed, out) -> torch.Tensor | None:
+    """Compute f(x) and the codes of x in one pass over memory, if the backend has such a pass. This backend has none.
+
+    Args:
+        x: a dense tensor.
+        function: the name of f in `fewbit.functions`.
+        parameters: of f, in the order of `fewbit.functions`.
+        encoding: of the codes.
+        seed: (1,) int64 if the encoding is unbiased, else None.
+        out: the tensor for f(x), with the strides of x; may be x itself.
+
+    Returns:
+        The packed codes. None, with nothing done, if this function or dtype has no such pass: then the caller computes f(x)
+        with torch and calls `encode`.
+    """
+    return None
+
+
+def forward_quantized(
+    x, function, parameters, encoding, seed, out, qseed, bits, group_size, fp32_min=False
+) -> QuantizedForward | None:
+    """Compute `forward` and quantize f(x) in one pass over memory, if the backend has such a pass. This backend has none.
+
+    Args:
+        x: a tensor with samples outermost.
+        function: as for `forward`.
+        parameters: as for `forward`.
+        encoding: as for `forward`.
+        seed: as for `forward`.
+        out: as for `forward`.
+        qseed: the seed for `quantize`.
+        bits: as for `quantize`.
+        group_size: as for `quantize`.
+        fp32_min: as for `quantize`.
+
+    Returns:
+        The codes of x and the quantized f(x). None, with nothing done, if there is no such pass: then the caller calls
+        `forward` and `quantize`.
+    """
+    return None
 
 
 def encode(x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None) -> torch.Tensor:

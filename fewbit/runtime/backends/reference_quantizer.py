@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fewbit.runtime.backends.reference_bits import entries_of, pack, philox_words, unpack
+from fewbit.runtime.backends.results import QuantizedGroups
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.buffers import Entry, check_bits
 from fewbit.runtime.format.encoding import packed_words
@@ -14,7 +15,9 @@ _MASK32 = 0xFFFFFFFF
 _BLOCK = 256  # the elements whose draws come from 32 counters, 8 draws from each
 
 
-def quantize(x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None):
+def quantize(
+    x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None
+) -> QuantizedGroups:
     """Quantize x.
 
     Args:
@@ -29,9 +32,7 @@ def quantize(x, seed, bits, group_size, fp32_min, widths=None, words=None, norma
             float32 vectors of which element number e in storage order has entry i = (e div inner) mod length; or None.
 
     Returns:
-        packed: int32 words.
-        ranges: (groups, 2) bfloat16, minimum and range, or (groups, 3) with fp32_min.
-        spread: the smallest and the largest element, 0-D float32.
+        The codes and ranges of the groups. The spread is two 0-D float32 tensors.
     """
     entry = Entry("quantize", x)
     entry.check_numbers("x", x)
@@ -62,7 +63,7 @@ def quantize(x, seed, bits, group_size, fp32_min, widths=None, words=None, norma
             ranges[group : group + len(limits)] = limits
             word, group = word + len(codes), group + len(limits)
     spread = tuple(rows.aminmax()) if rows.numel() else (rows.new_zeros(()),) * 2
-    return packed, ranges, spread
+    return QuantizedGroups(packed, ranges, spread)
 
 
 def squares(x, group_size, normalize=None):

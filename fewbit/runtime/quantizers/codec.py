@@ -1,4 +1,4 @@
-"""Codecs that save the tensors of a slot in place of the group quantizer, if the bit assignment says so."""
+"""Slot codecs, which save the tensors of a slot in place of the group quantizer, if the bit assignment says so."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class SlotCodec(Protocol):
 
 
 class CodecSpec(NamedTuple):
-    """The spec of tensors that a codec has saved, with the interface of `QuantizedTensorSpec`.
+    """The spec of tensors that a slot codec has saved, with the interface of `QuantizedTensorSpec`.
 
     Args:
-        inner: the codec's own spec.
+        inner: the slot codec's own spec.
         place: a spec with everything but the bits.
     """
 

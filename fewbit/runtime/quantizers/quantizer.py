@@ -76,10 +76,15 @@ class Quantizer:
         self.fuse = fuse
         self._selector = MinDtypeSelector()
 
-    def copy_for(self, name: str) -> Quantizer:
-        """Return a quantizer with the same settings for another layer."""
+    def copy_for(self, name: str, **changes) -> Quantizer:
+        """Return a quantizer for another layer with all settings of this one.
+
+        Args:
+            name: the other layer's name.
+            **changes: attributes that have other values, for example `context`.
+        """
         other = copy(self)
-        other.name, other._selector = name, MinDtypeSelector()
+        vars(other).update(changes, name=name, _selector=MinDtypeSelector())
         return other
 
     def quantize_or_reuse(self, x: torch.Tensor) -> SavedTensors:
@@ -166,9 +171,7 @@ class Quantizer:
         """
         if not is_plain(x):
             return self._quantize_traced(x)
-        fp32_min, ask = self._fp32_min(), False
-        if fp32_min is None and x.is_cuda:
-            fp32_min, ask = self._fp32_min_on_device()
+        fp32_min, ask = self._fp32_min_of(x)
         settings = self.group_size, fp32_min, normalize
         seed = self._seed(x, slot, activation)
         if self._policy is None:
@@ -228,21 +231,26 @@ class Quantizer:
         """The policy of the model; None if bits are fixed."""
         return None if self.context is None else self.context.policy
 
+    def _fp32_min_of(self, x) -> tuple[bool | None, bool]:
+        """Return whether x gets float32 minimums (None: its offset decides), and whether to learn from x for later tensors."""
+        fp32_min = self._fp32_min()
+        if fp32_min is None and x.is_cuda:
+            return self._fp32_min_on_device()
+        return fp32_min, False
+
     def _fp32_min_on_device(self) -> tuple[bool, bool]:
         """Return whether a tensor on a GPU gets float32 minimums, and whether to learn from it for later tensors."""
         if in_checkpoint():
-            return (
-                True,
-                False,
-            )  # the recomputation must be alike, whatever answer has arrived meanwhile
+            # The recomputation must be alike, whatever answer has arrived meanwhile.
+            return True, False
         return self._selector.poll(), True
 
     def quantize_with_activation(self, run, y) -> tuple | None:
         """Quantize an activation's result y in the pass that computes y and the activation's codes.
 
         Args:
-            run: run(seed, bits, group_size, fp32_min) writes y; returns codes and (packed, ranges, spread), or None if it
-                cannot.
+            run: run(seed, bits, group_size, fp32_min) writes y and returns a `backends.results.QuantizedForward`, or None if
+                it cannot.
             y: a plain tensor, samples outermost.
 
         Returns:
@@ -251,18 +259,24 @@ class Quantizer:
         if self._policy is not None:
             return None
         seed = self.context.seed_of_result(y, self.key)
-        made = run(seed, self.bits, self.group_size, self.min_dtype == "float32")
+        fp32_min, ask = self._fp32_min_of(y)
+        made = run(seed, self.bits, self.group_size, bool(fp32_min))
         if made is None:
             return None
         codes, (packed, ranges, spread) = made
-        if self.min_dtype == "auto" and quantizer_ops.is_offset(*spread):
+        if fp32_min is None and quantizer_ops.is_offset(*spread):
             return codes, None
         offload.mark(packed, ranges)
+        if ask:
+            self._selector.ask(ranges)
         return codes, SavedTensors((packed, ranges), self._spec(y, y.dtype, self.bits))
 
     @property
     def key(self) -> tuple:
-        """The key by which layers can share copies, and from which seeds are hashed, see `ForwardContext.seed_of_result`."""
+        """The key by which layers can share copies, and from which seeds are hashed, see `ForwardContext.seed_of_result`.
+
+        Append a setting that changes the copy only if it has not its default value, so that other seeds stay as they are.
+        """
         bits = self.bits
         if self._policy is not None:
             bits = self.average if self.is_fixed else None
@@ -308,7 +322,7 @@ class Quantizer:
 
 
 def _quantize_by_codec(codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, settings, input_dtype):
-    """Return (tensors, spec) of x, or of x normalized, as the codec saves it.
+    """Return (tensors, spec) of x, or of x normalized, as the slot codec saves it.
 
     Normalized values are passed in the dtype of the layer's input; more precision would be wasted.
     """

@@ -145,7 +145,7 @@ class BitAssignment:
         probe: what measures this forward pass, or None.
         magnitudes: squared gradient norms by slot and sample, if the samples of this forward pass are numbered.
         numbers: the numbers of this forward pass's samples, or None.
-        codecs: {slot's name: codec} of slots that a codec saves instead of the group quantizer.
+        codecs: {slot's name: slot codec} of slots that a `SlotCodec` saves instead of the group quantizer.
         activations: {activation's name: bits} of few-bit activations that do not have their own bits.
         channels: {layer's name: count} of layers for which each channel of a sample has its own bits.
         channel_weights: {layer's name: weights} by which such channels share bits.
@@ -175,7 +175,7 @@ class BitAssignment:
         return TensorSlot(name, average, is_fixed, self)
 
     def codec(self, slot: TensorSlot):
-        """Return the codec that saves the slot instead of the group quantizer, or None."""
+        """Return the slot codec that saves the slot instead of the group quantizer, or None."""
         return None if slot.is_fixed else self.codecs.get(slot.name)
 
     def activation_bits(self, name: str, default: int) -> int:

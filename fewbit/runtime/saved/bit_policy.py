@@ -23,15 +23,18 @@ SAMPLES = ("magnitudes", "numbers")
 class BitPolicy:
     """The object that chooses a model's bits while the model trains. The base class lets samples share their bits.
 
-    Another policy is a subclass in one file. The runtime calls `begin`, `assign` and `report_unobserved`. The
-    controller calls the rest, so that nothing else has to know the class.
+    Another policy is a subclass in one file. All methods have defaults here, so that a subclass may do no more than set
+    `kind` and fill `averages`. The runtime calls `begin`, `assign` and `report_unobserved`. The controller calls the rest.
 
     Args:
         bits: the average number of bits per element, from 1 to 8.
+
+    Attributes:
+        averages: {(layer's name, number of its input): bits per element} of slots that do not have the layer's own average.
     """
 
     kind = "SampleBits"
-    """The name of the policy in messages."""
+    """The name of the policy's configuration in messages."""
     limit: float | None = None
     """The largest E|g^|^2 / E|g|^2 that the policy allows, or None if it makes no promise."""
 

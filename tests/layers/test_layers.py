@@ -217,21 +217,6 @@ def test_func_transforms_see_torchs_own(device, layer):
 
 
 @every_layer
-def test_a_batch_of_gradients(device, layer):
-    if layer.name == "LogSoftmax" or (layer.name == "GroupNorm" and layer.format):
-        pytest.skip("vmap has no rule for an op of the backward pass")
-    module, _ = layer.pair(8, device)
-    inputs = [x.requires_grad_() for x in layer.inputs(device)]
-    y = module(*inputs)
-    grads = normal((3, *y.shape), device=device, seed=7)
-    options = {"is_grads_batched": True, "retain_graph": True}
-    (together,) = torch.autograd.grad(y, inputs[0], grads, **options)
-    for grad, one in zip(grads, together, strict=True):
-        (expected,) = torch.autograd.grad(y, inputs[0], grad, retain_graph=True)
-        torch.testing.assert_close(one, expected)
-
-
-@every_layer
 def test_empty_batches(device, layer):
     inputs = [x[:0] for x in layer.inputs(device)]
     check(layer, *layer.pair(2, device), inputs)

@@ -330,7 +330,7 @@ def test_draws_do_not_depend_on_threads(isa):
     table = fewbit.solve("gelu", bits=2, objective="unbiased")
     e = Encoding.of(table)
     native = kernels.Table(
-        e.bits, e.initial, e.breaks32, e.flips32, e.breaks64, e.flips64, e.lut32, e.lut64,
+        e.bits, e.initial, e.breaks32, e.flips, e.breaks64, e.flips, e.lut32, e.lut64,
         points=e.points, origins=e.origins, values=e.values, slopes=e.slopes,
         levels=e.levels32, inverse_gaps=e.inverse_gaps,
     )  # fmt: skip

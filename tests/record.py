@@ -58,7 +58,9 @@ def main(arguments=None) -> int:
     elsewhere = _other_machine(before["machine"], machine())
     if elsewhere:
         print(f"another machine, so that numbers may differ by rounding: {elsewhere}")
-    asked = {key: each for key, each in before["entries"].items() if fnmatchcase(key, options.only)}
+    asked = {
+        key: value for key, value in before["entries"].items() if fnmatchcase(key, options.only)
+    }
     found = differences(asked, entries, raised)
     for line in found:
         print(line)
@@ -109,8 +111,8 @@ def answers(only: str = "*", shuffle: int | None = None) -> tuple[dict, dict]:
     from recorded import commands, functionals, layers, measurements, tables, trainings
 
     subjects = tables, functionals, layers, trainings, measurements, commands
-    asked = [each for subject in subjects for each in subject.entries()]
-    asked = [each for each in asked if fnmatchcase(each[0], only)]
+    asked = [entry for subject in subjects for entry in subject.entries()]
+    asked = [entry for entry in asked if fnmatchcase(entry[0], only)]
     keys = [key for key, _ in asked]
     twice = {key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else ()
     if twice:
@@ -144,7 +146,7 @@ def answer(ask) -> tuple[dict, str]:
     try:
         return {str(name): leaf(value) for name, value in ask().items()}, ""
     except Exception as error:
-        kind = next(each.__name__ for each in type(error).__mro__ if each.__module__ == "builtins")
+        kind = next(base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins")
         if isinstance(error, api.Refusal):
             kind = "an error of fewbit"
         return {"raised": kind}, " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN]
@@ -170,7 +172,7 @@ def differences(before: dict, after: dict, raised: dict) -> list[str]:
             lines.append(f"{key}: was {len(old)} values, now raises {raised[key]}")
             continue
         for name in dict.fromkeys([*old, *new]):
-            texts = [_text(each, name) for each in (old, new)]
+            texts = [_text(values, name) for values in (old, new)]
             if texts[0] != texts[1]:
                 lines.append(f"{key}: {name}: {_pair(*texts)}")
     return lines

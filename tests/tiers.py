@@ -63,6 +63,6 @@ def shuffled(items, seed):
     draw = random.Random(seed)
     order = list(files.values())
     draw.shuffle(order)
-    for each in order:
-        draw.shuffle(each)
-    return [item for each in order for item in each]
+    for file in order:
+        draw.shuffle(file)
+    return [item for file in order for item in file]

@@ -270,10 +270,10 @@ OF_ANY_SIZE = "pack", "encode", "quantize", "squares"
 
 def tensor_cases():
     for name, arguments in good_tensors().items():
-        for position, each in enumerate(arguments):
-            if not isinstance(each, torch.Tensor):
+        for position, argument in enumerate(arguments):
+            if not isinstance(argument, torch.Tensor):
                 continue
-            for fault, wrong in wrong_tensors(each):
+            for fault, wrong in wrong_tensors(argument):
                 is_sized = name in OF_ANY_SIZE and position == 0
                 if not (is_sized and fault in ("short", "empty")):
                     yield pytest.param(name, position, wrong, id=f"{name}-{position}-{fault}")

@@ -49,7 +49,7 @@ BETA = (0.0, 0.25, 0.5, -0.5, 20.0, 1e-30, 3e19, -3.5, -9.0, 0.75)
 
 def block(n, inner, device="cpu", dtype=torch.float32):
     """x~, gamma and beta by element, y, and the two vectors; n: a multiple of 10 inner."""
-    gamma, beta = (torch.tensor(each, device=device) for each in (GAMMA, BETA))
+    gamma, beta = (torch.tensor(vector, device=device) for vector in (GAMMA, BETA))
     x = (1.5 * normal((n,), torch.float32, device, seed=1)).to(dtype)
     index = torch.arange(n, device=device) // inner % len(GAMMA)
     y = (x.double() * gamma.double()[index] + beta.double()[index]).to(dtype)
@@ -140,8 +140,8 @@ def test_backends_agree_to_the_last_bit(backend, n, channels, inner, bits, dtype
     grid = fixed_point.grid_of(gamma, beta, bits, "cpu")
     expected = reference.encode_fixed(x, y, grid, bits, inner, statistics)
 
-    def there(each):
-        return each.to(device) if isinstance(each, torch.Tensor) else each
+    def there(argument):
+        return argument.to(device) if isinstance(argument, torch.Tensor) else argument
 
     moved = None if statistics is None else tuple(map(there, statistics))
     packed = fixed_point.encode(there(x), there(y), there(grid), bits, inner, moved)

@@ -238,7 +238,7 @@ def test_error_of_every_float_is_within_the_rule(case, dtype, isa):
 @cache
 def torchs_largest(name, parameters, dtype, limit):
     case = name, dict(parameters)
-    return [each.max() for each in errors(by_torch(case, grid(dtype, limit)), case, dtype, limit)]
+    return [error.max() for error in errors(by_torch(case, grid(dtype, limit)), case, dtype, limit)]
 
 
 @every_isa

@@ -185,7 +185,7 @@ from fewbit.compress.allocator import peak_memory, use_expandable_segments
 {before}
 report = use_expandable_segments()
 x = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
-found = [each["is_expandable"] for each in torch.cuda.memory_snapshot()]
+found = [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()]
 print(report.in_force, report.fixed > 0, any(found), all(found), peak_memory().allocated >= 64 << 20)
 """
 

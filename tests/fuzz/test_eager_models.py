@@ -43,7 +43,7 @@ def leaves_of(model, inputs):
     named = [(f"input {number}", x) for number, x in enumerate(inputs)] + list(
         model.named_parameters()
     )
-    return [(name, each) for name, each in named if each.requires_grad]
+    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
 
 def run(model, inputs):
@@ -105,7 +105,7 @@ class Case:
         for name, exact, draws in zip(self.names, self.exact, self.draws, strict=True):
             if exact is None or exact.numel() == 0:
                 continue
-            exact, draws = exact.double(), torch.stack([each.double() for each in draws])
+            exact, draws = exact.double(), torch.stack([draw.double() for draw in draws])
             norm = float(exact.norm())
             mean = draws.mean(0)
             off = float((mean - exact).norm())
@@ -122,11 +122,11 @@ class Case:
         if not (same and close):
             return f"{self.what}: the result differs"
         for name, exact, draws in zip(self.names, self.exact, self.draws, strict=True):
-            for each in draws:
-                if (each is None) != (exact is None):
-                    return f"{self.what}: {name}: {each} in place of {exact}"
-                if each is not None and (each.shape, each.dtype) != (exact.shape, exact.dtype):
-                    return f"{self.what}: {name}: {each.shape}, {each.dtype} for {exact.shape}"
+            for draw in draws:
+                if (draw is None) != (exact is None):
+                    return f"{self.what}: {name}: {draw} in place of {exact}"
+                if draw is not None and (draw.shape, draw.dtype) != (exact.shape, exact.dtype):
+                    return f"{self.what}: {name}: {draw.shape}, {draw.dtype} for {exact.shape}"
         for name, norm, off, allowed, spread in self.errors():
             if not off <= allowed:
                 self.is_explained = True

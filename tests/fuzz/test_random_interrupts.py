@@ -139,7 +139,7 @@ def check(name, model) -> None:
     assert state_of(model) == before
     found = gradients(model, X)
     if name in LEARNING:
-        assert all(bool(each.isfinite().all()) for each in found)
+        assert all(bool(gradient.isfinite().all()) for gradient in found)
     else:
         assert all(map(torch.equal, found, gradients_before))
     check_nothing_is_left()
@@ -167,7 +167,7 @@ def test_random_interrupts(chunk):
 def test_an_interrupt_at_every_place(name, opcodes):
     """A step is interrupted the first two times that it reaches each line, and the first time it reaches each opcode."""
     model, before, _, _ = made(name)
-    for _ in exhaustively(lambda: step(model), each=1 if opcodes else 2, opcodes=opcodes):
+    for _ in exhaustively(lambda: step(model), per_line=1 if opcodes else 2, opcodes=opcodes):
         check_nothing_is_left()
         model.zero_grad()
         assert state_of(model) == before

@@ -88,7 +88,7 @@ class _AsTraced(torch.fx.Interpreter):
         result = super().run_node(node)
         if getattr(node.target, "namespace", None) == "fewbit":
             given = filter(_is_tensor, tree_leaves(self.map_nodes_to_values(node.args, node)))
-            taken = {each.untyped_storage().data_ptr() for each in given}
+            taken = {tensor.untyped_storage().data_ptr() for tensor in given}
             traced = tree_leaves(node.meta["val"])
             for ours, fake in zip(tree_leaves(result), traced, strict=True):
                 assert _metadata(ours) == _metadata(fake), (node.target, ours, fake)

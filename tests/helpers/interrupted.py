@@ -77,9 +77,9 @@ def places(function, **options) -> dict[tuple[str, int], list[int]]:
     return found
 
 
-def exhaustively(function, each=None, **options):
+def exhaustively(function, per_line=None, **options):
     """Calls the function once for each event, interrupted there. each: so many events of each line, None: all."""
-    numbers = [number for at in places(function, **options).values() for number in at[:each]]
+    numbers = [number for at in places(function, **options).values() for number in at[:per_line]]
     for number in sorted(numbers):
         with Interrupt(number, **options) as interrupt:
             function()
@@ -109,9 +109,9 @@ def state_of(model) -> list:
             if "hooks" in name and isinstance(value, dict)
         ]
         numbers = [
-            (name, each.detach().clone().numpy().tobytes())
-            for name, each in (*module._parameters.items(), *module._buffers.items())
-            if each is not None
+            (name, tensor.detach().clone().numpy().tobytes())
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
         ]
         found.append((path, type(module), module.training, sorted(vars(module)), tables, numbers))
     return found

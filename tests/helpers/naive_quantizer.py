@@ -110,7 +110,7 @@ def _group(x, seed, number, bits, group_size, fp32_min):
     # Python rounds half to even, in exact arithmetic.
     fixed = np.array([min(round(Fraction(float(step))), top * 65536) for step in steps], np.int64)
     codes = (fixed + draws(seed, number, len(x), group_size)) >> 16
-    upper = [int(each.view(np.uint32)) >> 16 for each in (minimum, extent)]
+    upper = [int(number.view(np.uint32)) >> 16 for number in (minimum, extent)]
     lower = [int(minimum.view(np.uint32)) & 0xFFFF] if fp32_min else []
     return codes, upper + lower
 

@@ -418,10 +418,10 @@ def second_order(function, tensors, variances):
 
             return torch.func.jvp(first, (x,), (direction,))[1]
 
-        each = torch.func.vmap(along)(torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape))
+        curvatures = torch.func.vmap(along)(torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape))
         total = [
             old + torch.tensordot(var.flatten(), new, dims=1) / 2
-            for old, new in zip([0, 0, 0] if total == 0 else total, each, strict=True)
+            for old, new in zip([0, 0, 0] if total == 0 else total, curvatures, strict=True)
         ]
     return total
 
@@ -585,7 +585,9 @@ def compare(ours, theirs, tensors, masks, within=0.02):
         assert weights is None
     else:
         assert torch.equal(weights, expected_weights)
-    flat = [torch.cat([x.flatten().float() for x in each]) for each in (grads, expected_grads)]
+    flat = [
+        torch.cat([x.flatten().float() for x in tensors]) for tensors in (grads, expected_grads)
+    ]
     assert relative(*flat) < within
     assert all(a.shape == b.shape for a, b in zip(grads, expected_grads, strict=True))
 
@@ -735,7 +737,7 @@ def test_module_compiled(device, need_weights):
     wanted = [tensors[0], *ours.parameters()]
     grads = torch.autograd.grad(y.square().sum(), wanted)
     theirs = torch.autograd.grad(expected.square().sum(), [tensors[0], *theirs.parameters()])
-    flat = [torch.cat([x.flatten() for x in each]) for each in (grads, theirs)]
+    flat = [torch.cat([x.flatten() for x in tensors]) for tensors in (grads, theirs)]
     assert relative(*flat) < 0.02
 
 
@@ -762,7 +764,7 @@ def test_within_transformer_layers(device, norm_first):
             module.__class__, module.quantizer = MultiheadAttention, Quantizer(8)
     y, ours = run(encoder, decoder)
     assert torch.equal(y, expected)
-    flat = [torch.cat([g.flatten() for g in each]) for each in (ours, grads)]
+    flat = [torch.cat([g.flatten() for g in tensors]) for tensors in (ours, grads)]
     assert relative(*flat) < 0.02
     assert keys == ([*encoder.state_dict()], [*decoder.state_dict()])
     encoder.eval()

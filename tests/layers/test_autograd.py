@@ -107,8 +107,8 @@ def test_saved_tensor_hooks_carry_the_codes(device):
 def test_negations_that_are_only_noted(device):
     """The imaginary part of a conjugate: its memory holds the other sign."""
     x, theirs = leaf((9,), device), leaf((9,), device)
-    for each, relu in ((x, F.relu), (theirs, torch_f.relu)):
-        y = relu(torch._neg_view(each * 1.0))
+    for leaf_x, relu in ((x, F.relu), (theirs, torch_f.relu)):
+        y = relu(torch._neg_view(leaf_x * 1.0))
         y.backward(torch._neg_view(normal((9,), device=device, seed=6)))
     assert (x.grad == theirs.grad).all()
     one = leaf((1,), device)
@@ -266,12 +266,12 @@ def test_functional_call_with_parameters(device):
     def loss(parameters, x):
         return torch.func.functional_call(model, parameters, (x[None],)).sum()
 
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    batched = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
     for i in range(6):
         model.zero_grad()
         model(x[i : i + 1]).sum().backward()
         for key, parameter in model.named_parameters():
-            torch.testing.assert_close(each[key][i], parameter.grad)
+            torch.testing.assert_close(batched[key][i], parameter.grad)
 
 
 # -- autocast ------------------------------------------------------------------------------------------------
@@ -337,8 +337,8 @@ def test_inplace_refusals_come_before_anything_is_written(sample, device):
 def test_inplace_on_a_view_updates_its_base(device):
     x, theirs = leaf((6, 8), device), leaf((6, 8), device)
     weight = normal((6, 8), device=device, seed=6)
-    for each, relu in ((x, F.relu), (theirs, torch_f.relu)):
-        base = each * 2.0
+    for leaf_x, relu in ((x, F.relu), (theirs, torch_f.relu)):
+        base = leaf_x * 2.0
         relu(base[1:4, ::2], inplace=True)
         (base * weight).sum().backward()
     assert (x.grad == theirs.grad).all()  # 0 * -1 is -0 here, 0 in torch's

@@ -370,7 +370,7 @@ def test_layouts_without_strides_are_torchs():
     nested = torch.nested.nested_tensor([torch.ones(2), -torch.ones(3)], requires_grad=True)
     sparse = torch.eye(3).to_sparse().requires_grad_()
     assert torch.equal(F.relu(sparse).to_dense(), torch.eye(3))
-    assert [each.tolist() for each in F.relu(nested).unbind()] == [[1, 1], [0, 0, 0]]
+    assert [row.tolist() for row in F.relu(nested).unbind()] == [[1, 1], [0, 0, 0]]
 
 
 def test_integers_go_where_torch_sends_them():
@@ -712,8 +712,8 @@ def test_tables_of_callables_in_threads():
     for_all, saved = callable_tables._solved, dict(callable_tables._solved)
 
     def work(number):
-        for each in range(300):
-            callable_tables._remember(("test", number, each), None)
+        for second in range(300):
+            callable_tables._remember(("test", number, second), None)
 
     try:
         with ThreadPoolExecutor(8) as pool:

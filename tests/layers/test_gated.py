@@ -186,7 +186,7 @@ def test_bias_is_as_the_formula_says(name):
     torch.manual_seed(3)
     act = SMOOTH[name]
     gate, up, grad = (normal((64,), scale=1.0, seed=seed) for seed in (1, 2, 3))
-    x, z, g = (each.double() for each in (gate, up, grad))
+    x, z, g = (tensor.double() for tensor in (gate, up, grad))
 
     def derivative(function):
         return lambda x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
@@ -242,7 +242,7 @@ def test_reglu_is_exact_in_expectation(bits, of_gate, of_up):
     gate, up, grad = (normal((64,), scale=1.0, seed=seed) for seed in (1, 2, 3))
     gate, up = gate + of_gate, up + of_up
     drawn_gate, drawn_up = draws(reglu, gate, up, grad, bits, 20000)
-    x, z, g = (each.double() for each in (gate, up, grad))
+    x, z, g = (tensor.double() for tensor in (gate, up, grad))
     assert mean_square(drawn_gate, g * z * (x > 0)) < 2
     assert mean_square(drawn_up, g * x.relu()) < 2
 

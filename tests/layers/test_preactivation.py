@@ -92,7 +92,7 @@ def placed(norm, x):
         dims = tuple(dim for dim in range(x.dim()) if dim != 1)
         shape = 1, -1, *[1] * (x.dim() - 2)
         weight, bias = (
-            None if each is None else each.view(shape) for each in (norm.weight, norm.bias)
+            None if vector is None else vector.view(shape) for vector in (norm.weight, norm.bias)
         )
         rows = x.shape[1]
     weight = torch.ones(1) if weight is None else weight.detach()
@@ -214,8 +214,8 @@ def test_a_frozen_norm_leaves_each_layer_to_itself():
 
 def test_frozen_parameters():
     block, theirs, x = make("BatchNorm2d Conv2d", 8)
-    for each in (block.linear.weight, theirs[2].weight, block.norm.bias, theirs[0].bias):
-        each.requires_grad_(False)
+    for parameter in (block.linear.weight, theirs[2].weight, block.norm.bias, theirs[0].bias):
+        parameter.requires_grad_(False)
     check(block, theirs, x, 0.05)
     assert fewbit.saved_bytes(block, x).total == 4 * packed_words(x.numel(), 8) + 4 * 6
 
@@ -373,7 +373,7 @@ def chain(depth=3):
 def test_a_conversion_and_blocks_are_the_same():
     model = chain()
     blocks = nn.Sequential(
-        *(PreActivation(each.norm, each.linear, bits=3) for each in copy.deepcopy(model))
+        *(PreActivation(block.norm, block.linear, bits=3) for block in copy.deepcopy(model))
     )
     x = normal((3, 6, 7, 5))
     controller = fewbit.compress_(model, bits=fewbit.PreActivationBits(3), verbose=False)
@@ -448,7 +448,7 @@ def test_blocks_inside_of_a_converted_model_stay_as_they_are(bits):
     of_block = [
         entry for entry in fewbit.saved_bytes(model, x).kept if entry.module.startswith("1.")
     ]
-    assert sum(each.bytes for each in of_block) == kept
+    assert sum(entry.bytes for entry in of_block) == kept
     check(model, exact, x, 0.05)
     fewbit.restore_(model)
     assert fewbit.saved_bytes(block, x).total == kept
@@ -504,8 +504,8 @@ def test_checkpoints(reentrant, as_function):
 
     model, x = Region(), normal((3, 6, 7, 5))
     plain = copy.deepcopy(model.unit)
-    for each in (model, plain):
-        fewbit.compress_(each, bits=fewbit.PreActivationBits(4), verbose=False)
+    for tested in (model, plain):
+        fewbit.compress_(tested, bits=fewbit.PreActivationBits(4), verbose=False)
     ours, theirs = gradients(model), gradients(plain)
     if (
         as_function

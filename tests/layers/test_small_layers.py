@@ -168,7 +168,7 @@ def test_softmax_dtype_and_dim(device):
         y = ours(x, 1, dtype=torch.float32, bits=8)
         their_y = theirs(x, 1, dtype=torch.float32)
         assert same(y, their_y)
-        found, expected = (torch.autograd.grad(each, x, grad)[0] for each in (y, their_y))
+        found, expected = (torch.autograd.grad(result, x, grad)[0] for result in (y, their_y))
         assert found.dtype == torch.bfloat16 and relative(found, expected) < 0.02
         for shape in ((), (5,), (3, 4), (2, 3, 4)):
             z = normal(shape, device=device).requires_grad_()
@@ -438,7 +438,7 @@ def limits_of_log_softmax(dim, bits, g, x):
 def limits_of_bilinear(bits, g, x1, x2, weight, *bias):
     step1, step2 = step_of(x1, bits), step_of(x2, bits)
     shapes = x1.shape, x2.shape
-    g, x1, x2 = (each.flatten(0, -2) for each in (g, x1, x2))
+    g, x1, x2 = (tensor.flatten(0, -2) for tensor in (g, x1, x2))
     of_both = torch.einsum("nk,kij->nij", g, weight)
     of_1, of_2 = (torch.einsum("nk,nm->nkm", g, x) for x in (x1, x2))
     of_weight = (
@@ -446,7 +446,7 @@ def limits_of_bilinear(bits, g, x1, x2, weight, *bias):
         + step1 * moved_by(of_2, 0)[:, None, :]
         + step1 * step2 * moved_by(g, 0)[:, None, None]
     )
-    g, w, x1, x2 = (each.abs() for each in (g, weight, x1, x2))
+    g, w, x1, x2 = (tensor.abs() for tensor in (g, weight, x1, x2))
     size1 = torch.einsum("nk,kij,nj->ni", g, w, x2 + step2).view(shapes[0])
     size2 = torch.einsum("nk,kij,ni->nj", g, w, x1 + step1).view(shapes[1])
     size_weight = torch.einsum("nk,ni,nj->kij", g, x1 + step1, x2 + step2)
@@ -454,7 +454,7 @@ def limits_of_bilinear(bits, g, x1, x2, weight, *bias):
         ((step2 * moved_by(of_both, 2)).view(shapes[0]), size1),
         ((step1 * moved_by(of_both, 1)).view(shapes[1]), size2),
         (of_weight, size_weight),
-        *((0 * each, g.sum(0)) for each in bias),
+        *((0 * entry, g.sum(0)) for entry in bias),
     ]
 
 

@@ -178,10 +178,10 @@ def test_where_not_all_gradients_were_seen_bits_stay():
 # -- windows -----------------------------------------------------------------------------------------------
 
 
-def rows(*each):
+def rows(*pairs):
     """Results of a slot with (v2, first), beside another slot with the rest of a total of 100."""
     return [
-        {"a": tensor(weight(v2, first)), "b": tensor(weight(100 - v2, 1.0))} for v2, first in each
+        {"a": tensor(weight(v2, first)), "b": tensor(weight(100 - v2, 1.0))} for v2, first in pairs
     ]
 
 

@@ -363,7 +363,7 @@ def test_zero_values_lose_nothing(kind, dtype, bound):
     x, seed = activations(kind, dtype=dtype), torch.tensor([5])
     quantized = codec("quant").compress(x, bound, seed)
     payload = codec("quant+zvc").compress(x, bound, seed)
-    values, expected = (codec("quant").decompress(each) for each in (payload, quantized))
+    values, expected = (codec("quant").decompress(given) for given in (payload, quantized))
     assert payload.nbytes < quantized.nbytes
     assert (values[x == 0] == 0).all()
     assert torch.equal(values[x != 0], expected[x != 0])
@@ -400,8 +400,8 @@ def test_transform_against_the_sum_of_cosines(size):
     from scipy.fft import dctn
 
     x = activations(shape=(1, 1, *size))
-    height, width = (min(8, each) for each in size)
-    block = np.pad(x[0, 0].numpy(), [(0, -each % min(8, each)) for each in size], mode="edge")
+    height, width = (min(8, side) for side in size)
+    block = np.pad(x[0, 0].numpy(), [(0, -side % min(8, side)) for side in size], mode="edge")
     expected = dctn(block[:height, :width].astype(np.float64), norm="ortho")
     assert np.allclose(_coefficients(x)[0, 0].numpy(), expected.reshape(-1), atol=1e-5)
 

@@ -216,7 +216,7 @@ def test_an_interrupt_at_every_line_of_a_forward():
     expected = gradients(twin, X)
 
     before = state_of(model)
-    for _ in exhaustively(lambda: loss(model, X), each=1):
+    for _ in exhaustively(lambda: loss(model, X), per_line=1):
         check_nothing_is_left()
         model.zero_grad()
         assert state_of(model) == before
@@ -364,7 +364,9 @@ def test_a_conversion_that_is_interrupted_changes_nothing():
         fewbit.restore_(model)
 
     for _ in exhaustively(
-        run, each=1, files=("convert.py", "module_calls.py", "undo.py", "functions.py", "kinds.py")
+        run,
+        per_line=1,
+        files=("convert.py", "module_calls.py", "undo.py", "functions.py", "kinds.py"),
     ):
         unchanged_or_converted(model, before, exact)
         model.zero_grad()

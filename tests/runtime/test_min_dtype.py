@@ -126,7 +126,7 @@ def test_fixed_settings_are_obeyed(start, part):
     torch.manual_seed(0)
     x = spread(start, part * EIGHT_STEPS[start])
     extent = float(x.max().double() - x.min())
-    narrow, wide = (Quantizer(2, min_dtype=each).quantize(x) for each in ("bfloat16", "float32"))
+    narrow, wide = (Quantizer(2, min_dtype=dtype).quantize(x) for dtype in ("bfloat16", "float32"))
     assert not is_wide(narrow) and is_wide(wide)
     assert range_of(wide) <= extent * (1 + 2**-7)
     least = narrow.tensors[1][:, 0].double()

@@ -87,8 +87,8 @@ def test_sparse_and_complex_inputs_are_torchs():
             return ((self.weight + x) * phase).tanh().abs()
 
     model, exact = quiet(Complex()), Complex()
-    for each in (model, exact):
-        each(normal((3, 4), scale=1.0)).sum().backward()
+    for tested in (model, exact):
+        tested(normal((3, 4), scale=1.0)).sum().backward()
     assert torch.equal(model.weight.grad, exact.weight.grad)
 
 

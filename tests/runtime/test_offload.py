@@ -102,7 +102,8 @@ class Attention(nn.Module):
         x = self.embedding(tokens)
         y = self.norm(x)
         q, k, v = (
-            each(y).view(*y.shape[:-1], 4, 8).transpose(1, 2) for each in (self.q, self.k, self.v)
+            linear(y).view(*y.shape[:-1], 4, 8).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
         )
         y = nn.functional.scaled_dot_product_attention(q, k, v)
         x = x + y.transpose(1, 2).flatten(2)
@@ -410,7 +411,7 @@ def test_what_backward_passes_by_is_not_left_on_the_device(late):
             branch = fewbit.functional.gelu(branch)
         y = fewbit.functional.gelu(trunk)
         z = fewbit.functional.gelu(y)
-    (lane,) = [each for each in _lanes(around)]
+    (lane,) = [running for running in _lanes(around)]
     z.sum().backward(retain_graph=True)
     assert len(lane._present) == 0
     branch.sum().backward()

@@ -114,9 +114,9 @@ def in_dtype(values, dtype):
 
 def check(backend, x, bits, group_size, fp32_min, widths=None):
     """Codes, ranges, spread and what is restored, against the oracle; returns what was kept."""
-    each = [bits] * len(x) if widths is None else widths.tolist()
+    bits_of_samples = [bits] * len(x) if widths is None else widths.tolist()
     rows = x.to(torch.float32).numpy()
-    expected = naive.quantize(rows, SEED, each, group_size, fp32_min)
+    expected = naive.quantize(rows, SEED, bits_of_samples, group_size, fp32_min)
     packed, ranges, spread = quantize(backend, x, bits, group_size, fp32_min, widths)
     what = (tuple(x.shape), x.dtype, bits, group_size, fp32_min)
     assert np.array_equal(packed, expected[0]), what
@@ -125,7 +125,7 @@ def check(backend, x, bits, group_size, fp32_min, widths=None):
     if spread is not None:
         least_greatest = (rows.min(), rows.max()) if rows.size else (0.0, 0.0)
         np.testing.assert_array_equal(spread, least_greatest)
-    restored = naive.dequantize(packed, ranges, x.shape, each, group_size)
+    restored = naive.dequantize(packed, ranges, x.shape, bits_of_samples, group_size)
     out = dequantize(backend, packed, ranges, x, bits, group_size, widths)
     assert same(out, in_dtype(torch.from_numpy(restored), x.dtype)), what
     return packed, ranges
@@ -326,10 +326,10 @@ def test_normalized_on_load(backend, dtype):
         for i, (mean, rstd, inner) in enumerate(vectors(x.numel(), 0)):
             mean = None if i % 3 == 0 else mean
             widths = mixed(shape[0]) if i % 2 else None
-            each = [3] * shape[0] if widths is None else widths.tolist()
+            bits_of_samples = [3] * shape[0] if widths is None else widths.tolist()
             group_size, fp32_min = (32, 256, 320)[i % 3], i % 4 == 0
             expected = naive.normalized(rows, or_none(mean), rstd.numpy(), inner)
-            packed, ranges = naive.quantize(expected, SEED, each, group_size, fp32_min)
+            packed, ranges = naive.quantize(expected, SEED, bits_of_samples, group_size, fp32_min)
             made = quantize(
                 backend, x, 3, group_size, fp32_min, widths, normalize=(mean, rstd, inner)
             )
@@ -741,8 +741,8 @@ def test_unbiased(backend, offset, fp32_min):
     pooled = float(total.sum() / variance.sum().sqrt())
     assert abs(pooled) < 3.5, pooled
     certain = variance < 1e-3 * seeds * step**2
-    each = (total**2 / variance)[~certain].mean()
-    assert abs(float(each) - 1) < 5 * math.sqrt(2 / x.numel()), each
+    mean_square = (total**2 / variance)[~certain].mean()
+    assert abs(float(mean_square) - 1) < 5 * math.sqrt(2 / x.numel()), mean_square
 
 
 # -- what CUDA is told -------------------------------------------------------------------------------------

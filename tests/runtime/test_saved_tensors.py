@@ -45,10 +45,10 @@ def copies(model, x) -> int:
 
 
 def check_gradients(model, exact, x, limit=0.02):
-    for each in (model, exact):
-        each.zero_grad()
+    for tested in (model, exact):
+        tested.zero_grad()
         torch.manual_seed(0)
-        each(x).square().sum().backward()
+        tested(x).square().sum().backward()
     for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
         assert relative(ours.grad, theirs.grad) < limit
 
@@ -165,7 +165,7 @@ class Logging(Branches):
         addresses = set(map(self.address, freed))
         del freed, tensor
         tensors = [x.clone() for _ in range(100)]
-        again = [each for each in tensors if self.address(each) in addresses]
+        again = [tensor for tensor in tensors if self.address(tensor) in addresses]
         x = (again or tensors)[0]
         parts = [layer(x) for layer in self.layers]
         return sum(parts)
@@ -314,7 +314,7 @@ def test_the_copy_is_freed_when_the_last_layer_has_used_it(retain):
     """Not before, and not only at the end of backward; with retain_graph it stays."""
     model = compressed(Watched())
     kept, seen = [], []
-    model.watch = lambda grad: seen.append([each() is not None for each in kept])
+    model.watch = lambda grad: seen.append([reference() is not None for reference in kept])
 
     def pack(tensor):
         if tensor.dtype in (torch.int32, torch.bfloat16):
@@ -324,7 +324,7 @@ def test_the_copy_is_freed_when_the_last_layer_has_used_it(retain):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = model(X.clone().requires_grad_())
     assert (
-        len({each().data_ptr() for each in kept}) == 2
+        len({reference().data_ptr() for reference in kept}) == 2
     )  # codes and ranges, that every layer holds
     y.sum().backward(retain_graph=retain)
     there, gone = [True] * len(kept), [retain] * len(kept)
@@ -498,7 +498,7 @@ def living() -> int:
     """How many tensors of codes there are, whoever holds them."""
     gc.collect()
     return sum(
-        type(each) is torch.Tensor and each.dtype == torch.int32 for each in gc.get_objects()
+        type(found) is torch.Tensor and found.dtype == torch.int32 for found in gc.get_objects()
     )
 
 
@@ -539,8 +539,8 @@ def block():
 def test_nothing_of_a_region_lives_on_after_the_forward(how, bits):
     """The hooks of a checkpoint live as long as the graph; what was kept within it must not."""
     model = Regions(block if how == "blocks" else unit, how)
-    for each in model.units if how == "apart" else [model]:
-        compressed(each, bits)
+    for region in model.units if how == "apart" else [model]:
+        compressed(region, bits)
     run = (lambda x: region(lambda x: model(x) + model(x), x)) if how == "whole" else model
     x, before = X.clone().requires_grad_(), living()
     y = run(x)
@@ -676,5 +676,5 @@ def test_factors_of_one_product_are_rounded_apart(function):
     codes = [tensor for tensor in saved_by(model, x)[1] if tensor.dtype == torch.int32]
     of_factors = [tensor for tensor in codes if tensor.numel() == codes[-1].numel()]
     assert len(of_factors) >= 2
-    for i, each in enumerate(of_factors):
-        assert not any(torch.equal(each, other) for other in of_factors[:i])
+    for i, factor in enumerate(of_factors):
+        assert not any(torch.equal(factor, other) for other in of_factors[:i])

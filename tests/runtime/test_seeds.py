@@ -25,7 +25,7 @@ def test_a_seed_is_the_same_for_the_same_purpose_in_any_order():
     assert torch.equal(other.next(CPU, "b", 1), b) and torch.equal(other.next(CPU, "b", 1), c)
     assert torch.equal(other.of(CPU, "a", 0), a) and torch.equal(one.of(CPU, "a", 0), a)
     assert a.dtype == torch.int64 and a.shape == (1,)
-    assert len({each.item() for each in (a, b, c)}) == 3
+    assert len({seed.item() for seed in (a, b, c)}) == 3
 
 
 def test_seeds_draw_nothing_and_start_from_torchs_generator():
@@ -131,4 +131,4 @@ def test_a_forward_in_another_thread_changes_nothing():
     model.between = interrupt
     found = gradients()
     assert ran == [True]
-    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

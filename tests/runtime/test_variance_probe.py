@@ -114,7 +114,7 @@ def test_each_part_of_the_variance(name):
 
     most = dict.fromkeys(predicted, 8.0)
     rest = variance(most)
-    measured = {each: variance({**most, each: 3.0}) - rest for each in predicted}
+    measured = {name: variance({**most, name: 3.0}) - rest for name in predicted}
     assert len(predicted) > 8
     for value, sensitivity in predicted.items():
         assert 1 / 2 < measured[value] / (sensitivity / 49) < 2, value
@@ -294,7 +294,7 @@ def test_one_input_of_several_layers_is_one_variable():
     (name,) = (sums := observed(both, converted(both), x, 10))
     fewbit.restore_(both)
     alone = [observed(model, converted(model), x, 10) for model in map(Model, layers)]
-    parts = sum(value for each in alone for value in each.values())
+    parts = sum(value for found in alone for value in found.values())
     assert name == ("layers.0", 0) and sums[name] == pytest.approx(parts, rel=0.1)
 
 
@@ -532,7 +532,7 @@ def test_backward_passes_with_collectives_run_once(function):
     found = probe.results()
     assert found["scale", 0].is_known == (function is Counted)
     sensitivities = [found[name, 0].sensitivity for name in ("linear", "norm")]
-    assert all(each > 0 for each in sensitivities)
+    assert all(sensitivity > 0 for sensitivity in sensitivities)
 
 
 def test_nothing_of_the_graph_is_held():

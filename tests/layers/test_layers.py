@@ -87,7 +87,7 @@ def test_saved_bytes(device, layer, bits):
     module, _ = layer.pair(bits, device)
     y, saved = saved_by(module, *(x.requires_grad_() for x in layer.inputs(device)))
     y = y[0] if isinstance(y, tuple) else y
-    assert sum(tensor.nbytes for tensor in saved) == layer.kept_bytes(bits, y)
+    assert sum(tensor.nbytes for tensor in saved) == layer.expected_bytes(bits, y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
@@ -113,7 +113,7 @@ def test_autocast(device, layer, dtype):
         assert grad.dtype == wanted.dtype and relative(grad, wanted) < 0.06
     kept = cast(bytes_by, fresh(ours), *(x.clone().requires_grad_() for x in inputs))
     if dtype == torch.float32:
-        assert kept <= layer.kept_bytes(8, y)
+        assert kept <= layer.expected_bytes(8, y)
 
 
 @every_layer
@@ -188,7 +188,7 @@ def test_compiled(device, layer):
     for grad, wanted in zip(grads, exact, strict=True):
         assert relative(grad, wanted) < 0.02
     kept = bytes_by(compiled, *(x.requires_grad_() for x in inputs))
-    assert kept <= layer.kept_bytes(8, y) + 4 * layer.vectors + 16 * bool(layer.vectors)
+    assert kept <= layer.expected_bytes(8, y) + 4 * layer.vectors + 16 * bool(layer.vectors)
 
 
 @every_layer

@@ -5,7 +5,7 @@
 
 A record maps keys such as "model/mlp/2 bits" to answers: bytes, gradients, losses, states, tables and the numbers that
 commands print. Tensors are hashed with dtype and shape. Words and times are left out. Keys name
-questions and not places in fewbit, so that a record stays valid when names change. `recorded/api.py` has all calls of fewbit.
+questions and not places in fewbit, so that a record outlives renaming. `recorded/api.py` has all calls of fewbit.
 
 The script is a test that compares with an earlier version instead of an oracle, which is why it is in `tests/` and not in
 `benchmarks/`, whose scripts measure and keep results. pytest does not collect it, because a record holds on one machine

@@ -18,8 +18,8 @@ FILES = {name for _, _, names in os.walk(PACKAGE) for name in names if name.ends
 class Interrupt:
     """A context that raises `error` at event number `at` in fewbit's own files, and catches it.
 
-    opcodes: events are opcodes and not lines. files: the names of the files that count; None for all. The trace function raises
-    the error, and Python then removes the function, so the error is raised once. is_raised: true after that.
+    opcodes: events are opcodes and not lines. files: the names of the files that count; None for all. The trace function
+    raises the error, and Python then removes the function, so the error is raised once. is_raised: true after that.
     """
 
     def __init__(self, at, error=KeyboardInterrupt, opcodes=False, files=None):

@@ -78,7 +78,7 @@ class Layer:
 
     @property
     def is_linear(self) -> bool:
-        """True if only the parameters' gradients depend on the saved input. They do so linearly, so they are exact in expectation."""
+        """True if only parameters' gradients depend on the saved input: linearly, so they are exact in expectation."""
         return self.name.startswith(("Linear", "Conv"))
 
     @property

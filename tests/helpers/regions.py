@@ -16,8 +16,7 @@ class Regions(nn.Module):
 
     Args:
         reentrant: as of torch's checkpoint.
-        regions: "modules", "functions" or "both" (one of either) for the form in which checkpoints call the blocks; None for no
-            checkpoints.
+        regions: the form in which checkpoints call the blocks, "modules", "functions" or "both"; None without checkpoints.
         width: features.
     """
 

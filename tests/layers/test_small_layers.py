@@ -1,4 +1,4 @@
-"""Embedding, interpolation, PReLU, Softmax, LogSoftmax, Bilinear and products: what these layers alone do."""
+"""Embedding, interpolation, PReLU, Softmax, LogSoftmax, Bilinear and products: properties of these layers alone."""
 
 from functools import partial
 from math import ceil
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def one_thread():
-    """For thousands of tiny calls: waiting threads take minutes on a busy machine."""
+    """Run thousands of tiny calls with one thread, because waiting threads take minutes on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,7 +42,7 @@ def one_thread():
 
 @pytest.mark.usefixtures("one_thread")
 def test_one_input_twice_is_exact_in_expectation():
-    """The two copies of one input are rounded independently, within a forward as well."""
+    """The two copies of one input are rounded independently, also within a forward."""
     torch.manual_seed(0)
     theirs = nn.Bilinear(6, 6, 3).double()
     x = normal((20, 6), torch.float64, scale=1.0)
@@ -122,7 +122,7 @@ def test_prelu_at_zero_and_beyond_numbers(device):
 
 @pytest.mark.parametrize("bits", [1, 2])
 def test_the_bias_of_softmax(bits):
-    """E[grad^_j] - grad_j = -g_j Var[e_j], measured over rows that are all the same."""
+    """The bias E[grad^_j] - grad_j = -g_j Var[e_j] is measured over equal rows."""
     draws, width = 20000, 64
     torch.manual_seed(0)
     x = normal((1, width), torch.float64, scale=1.0).expand(draws, width).requires_grad_()
@@ -144,7 +144,7 @@ def test_the_bias_of_softmax(bits):
     [(1.0, 1, 0.063), (1.0, 2, 0.012), (1.0, 3, 0.003), (3.0, 2, 0.037)],
 )
 def test_the_size_of_the_bias_of_softmax(deviation, bits, size):
-    """As a fraction of the gradient, of normal rows of 64: 0.5 to 5 % at 2 bits."""
+    """For normal rows of 64 it is 0.5 to 5 % of the gradient at 2 bits."""
     torch.manual_seed(0)
     rows, draws = 100, 300
     x = normal((rows, 64), scale=deviation).requires_grad_()
@@ -212,7 +212,7 @@ def embedding_step(module, indices):
 
 
 def compare_embeddings(ours, theirs, indices):
-    """Equal to the bit, or refused by both."""
+    """Check that results are equal to the bit, or that both refuse."""
     try:
         their_y, their_grad = embedding_step(theirs, indices)
     except IndexError:  # sparse, with padding, and one index without a dimension

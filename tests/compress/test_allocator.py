@@ -1,4 +1,4 @@
-"""The allocator's expandable segments: set where they can be, and what is said of it is what PyTorch says."""
+"""The allocator's expandable segments: they are set if possible, and the report agrees with PyTorch."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from fewbit.errors import InputError  # noqa: E402
 
 
 class Allocator:
-    """PyTorch's, as far as settings go: each call of `set` puts those back that it does not name."""
+    """A stand-in for PyTorch's allocator settings. Each call of `set` resets the settings that it does not name."""
 
     def __init__(self, settings="", segments=(), supported=True, backend="native"):
         self.calls, self.supported, self.backend = [], supported, backend
@@ -44,7 +44,7 @@ class Allocator:
 
 @pytest.fixture(params=["newer", "older"])
 def install(request, monkeypatch):
-    """install(allocator): a CUDA device with it, as newer and as older PyTorch has it."""
+    """Return install(allocator), which makes a CUDA device with the allocator of newer or older PyTorch."""
     for name in allocator.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 

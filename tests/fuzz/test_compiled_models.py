@@ -67,7 +67,7 @@ def test_compiled_chains(part, drawn):
 
 
 def test_ops_that_are_not_told_strides_are_found(monkeypatch, drawn):
-    """The fault that told strides mended: each op took the strides of its input for those of the trace."""
+    """The test finds the fault in which each op uses its input's strides for those of the trace."""
 
     def as_it_comes(x, stride, by_sample=False):
         if by_sample:

@@ -203,7 +203,7 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     [
         ("meter", {"saved.png", "saved.json"}, []),
         ("variance_profile", {"profile.json", "profile.png"}, []),
-        ("error_bound", set(), ["tensors that layers keep"]),
+        ("error_bound", set(), ["tensors that layers save"]),
         pytest.param(
             "plan",
             {"plan.csv", "plan.json", "plan.png"},

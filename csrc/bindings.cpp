@@ -1,5 +1,5 @@
-// The Python module fewbit._kernels. It does not use libtorch: tensors come as buffers, see `Buffer`. Every entry checks that
-// each buffer has the size that the entry reads or writes.
+// The Python module fewbit._kernels. It does not use libtorch: tensors are passed as buffers, see `Buffer`. Every entry checks
+// that each buffer has the size that the entry reads or writes.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -31,8 +31,8 @@ namespace py = pybind11;
 
 namespace {
 
-// A buffer: (address, number of elements, number of their dtype, device) in Python, or None.
-// A device is the index of a CUDA device, or -1 for the CPU.
+// A buffer, which in Python is (address, number of elements, number of their dtype, device) or None. The device is the index
+// of a CUDA device, or -1 for the CPU.
 struct Buffer {
   bool exists = false;
   uintptr_t address = 0;
@@ -41,7 +41,7 @@ struct Buffer {
   int device = -1;
 };
 
-// The numbers of buffers' dtypes that are no DType.
+// The numbers of the buffers' dtypes that DType does not have.
 constexpr int kInt32 = 4, kUint8 = 5, kInt64 = 6;
 constexpr const char* kItemNames[] = {"float32", "float64", "float16", "bfloat16", "int32", "uint8", "int64"};
 constexpr int kItems = sizeof kItemNames / sizeof *kItemNames;
@@ -83,7 +83,7 @@ using fewbit::OwnedTable;
 }
 
 void check_size(int64_t n) {
-  // The packed words of more elements could not be counted.
+  // With more elements the number of packed words would overflow.
   if (n < 0 || n > INT64_MAX / 16) refuse("n", "a number of elements, 0 or more", std::to_string(n));
 }
 
@@ -102,39 +102,39 @@ void check_function(int function) {
   }
 }
 
-// The checks of the buffers of one entry's call.
+// The checks of the buffers of one call.
 class Entry {
  public:
   // device: the device of all buffers.
   Entry(const char* name, int device) : name_(name), device_(device) {}
 
-  // The address of a buffer of exactly n elements.
+  // Returns the address of a buffer of exactly n elements.
   template <class T>
   T* exactly(const char* name, const Buffer& buffer, int64_t n, int item) const {
     if (buffer.count != n || !is_usable(buffer, item)) refuse_buffer(name, buffer, n, item, "");
     return reinterpret_cast<T*>(buffer.address);
   }
 
-  // The address of a buffer that has n elements or more.
+  // Returns the address of a buffer that has n elements or more.
   template <class T>
   T* at_least(const char* name, const Buffer& buffer, int64_t n, int item) const {
     if (buffer.count < n || !is_usable(buffer, item)) refuse_buffer(name, buffer, n, item, " or more");
     return reinterpret_cast<T*>(buffer.address);
   }
 
-  // The address of a buffer that holds one seed.
+  // Returns the address of a buffer that holds one seed.
   const int64_t* seed(const char* name, const Buffer& buffer) const {
     return exactly<const int64_t>(name, buffer, 1, kInt64);
   }
 
-  // The address of the seed if the table's codes are drawn, null if they are not.
+  // Returns the address of the seed if the table's codes are drawn, else null.
   const int64_t* seed(const OwnedTable& table, const Buffer& buffer) const {
     if (table.get().unbiased()) return seed("seed", buffer);
     if (buffer.exists) wrong("seed", "none, as the table is not unbiased", described(buffer));
     return nullptr;
   }
 
-  // The dtype of a buffer of numbers whose elements can be counted.
+  // Returns the dtype of a buffer of numbers, and checks that its words can be counted.
   DType floating(const char* name, const Buffer& buffer) const {
     if (!buffer.exists || buffer.item < 0 || buffer.item > 3) {
       wrong(name, "float32, float64, float16 or bfloat16", described(buffer));
@@ -143,20 +143,20 @@ class Entry {
     return static_cast<DType>(buffer.item);
   }
 
-  // The same for a function with a fused kernel.
+  // Returns the same for a function with a fused kernel.
   DType fused(const char* name, const Buffer& buffer) const {
     const DType dtype = floating(name, buffer);
     if (dtype == DType::float64) wrong(name, "float32, float16 or bfloat16", described(buffer));
     return dtype;
   }
 
-  // The words of n elements.
+  // Returns the address of the packed words of n elements.
   uint32_t* packed(const char* name, const Buffer& buffer, int64_t n, int bits) const {
     check_size(n);
     return exactly<uint32_t>(name, buffer, fewbit::packed_words(n, bits), kInt32);
   }
 
-  // The index of vectors of `count` entries over n elements.
+  // Returns the index of vectors of `count` entries over n elements.
   fewbit::VectorIndex index(const char* name, int64_t count, int64_t inner, int64_t n) const {
     if (n > 0 && (count < 1 || inner < 1 || count > n / inner || n % (count * inner) != 0)) {
       wrong(name, "entries * inner to divide the number of elements, " + std::to_string(n),
@@ -165,7 +165,7 @@ class Entry {
     return {count, inner};
   }
 
-  // None without both vectors.
+  // Returns no map if both vectors are None.
   fewbit::Normalization normalization(const Buffer& mean, const Buffer& rstd, int64_t inner, int64_t n) const {
     if (!mean.exists && !rstd.exists) return {};
     const int64_t entries = rstd.exists ? rstd.count : mean.count;
@@ -173,7 +173,7 @@ class Entry {
     return {vector("mean", mean, entries), scales, index("rstd", entries, inner, n)};
   }
 
-  // scattered: groups run across samples that do not lie side by side.
+  // scattered: true if groups run across samples that do not lie side by side.
   fewbit::Affine affine(const Buffer& scale, const Buffer& shift, int64_t inner, int64_t n, bool scattered) const {
     if (!scale.exists && !shift.exists) return {};
     if (scattered) wrong("scale, shift", "none for short samples of several widths", "one");
@@ -186,7 +186,7 @@ class Entry {
     return {vector("scale", buffer, buffer.count), index("scale", buffer.count, inner, n)};
   }
 
-  // For n elements of x~ or y in `bits` bits each.
+  // Returns the grid for n fixed-point codes of `bits` bits.
   fewbit::Grid grid(const Buffer& buffer, int64_t inner, int bits, int64_t n) const {
     check_size(n);
     check_bits(bits);
@@ -213,7 +213,7 @@ class Entry {
     return buffer.exists && buffer.item == item && buffer.device == device_ && (buffer.address || buffer.count == 0);
   }
 
-  // None, if there is none.
+  // Returns null for None.
   const float* vector(const char* name, const Buffer& buffer, int64_t entries) const {
     return buffer.exists ? exactly<const float>(name, buffer, entries, 0) : nullptr;
   }
@@ -252,7 +252,7 @@ QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size
   return {samples, features, group_size, fp32_min};
 }
 
-// Packed codes and ranges of a quantized tensor; for several widths there may be more than needed.
+// The packed codes and ranges of a quantized tensor. For several widths there may be more than needed.
 struct Copy {
   uint32_t* packed;
   uint16_t* ranges;
@@ -280,7 +280,7 @@ fewbit::Streams streams_of_squares(const QuantizedShape& shape) {
 
 int item_of(DType dtype) { return static_cast<int>(dtype); }
 
-// Chooses n bits for tensors of those sensitivities and sizes, within a budget of bits in all.
+// Chooses the bits of n tensors from their sensitivities and sizes, within a total budget of bits.
 void allocate(const Buffer& sensitivity, const Buffer& at_one, const Buffer& elements, int64_t budget, int least,
               int most, const Buffer& bits) {
   const Entry entry("allocate", -1);
@@ -339,7 +339,7 @@ std::unique_ptr<OwnedTable> make_table(int64_t bits, int64_t initial, const py::
   return std::make_unique<OwnedTable>(bits, initial, std::move(arrays));
 }
 
-// -- Entries: their arguments, checked ----------------------------------------------------------------------
+// -- The checked arguments of entries ----------------------------------------------------------------------
 
 struct Codes {
   int64_t n;
@@ -354,7 +354,7 @@ Codes codes_at(const Entry& entry, const Buffer& codes, const Buffer& packed, in
   return {codes.count, at, entry.packed("packed", packed, codes.count, bits)};
 }
 
-// The arguments for x, or a gradient, of n elements.
+// The checked arguments of an entry for an x or a gradient of n elements.
 struct Elements {
   DType dtype;
   int64_t n;
@@ -374,7 +374,7 @@ Elements encoded(const Entry& entry, const OwnedTable& table, const Buffer& x, c
   return {dtype, x.count, from, nullptr, to, entry.seed(table, seed)};
 }
 
-// A gradient of one element is taken for all.
+// A gradient of one element is used for all elements.
 Elements multiplied(const Entry& entry, const OwnedTable& table, const Buffer& grad, const Buffer& packed,
                     const Buffer& out) {
   const DType dtype = entry.floating("out", out);
@@ -384,7 +384,7 @@ Elements multiplied(const Entry& entry, const OwnedTable& table, const Buffer& g
   return {dtype, out.count, from, to, codes, nullptr};
 }
 
-// name: of the packed codes.
+// The checked arguments of `forward`. name: that of the buffer of packed codes.
 Elements activated(const Entry& entry, int function, const OwnedTable& table, const Buffer& x, const Buffer& y,
                    const Buffer& packed, const Buffer& seed, const char* name = "packed") {
   check_function(function);
@@ -395,7 +395,7 @@ Elements activated(const Entry& entry, int function, const OwnedTable& table, co
   return {dtype, x.count, from, to, codes, entry.seed(table, seed)};
 }
 
-// The numbers of a tensor of that shape.
+// Checks that a buffer has the numbers of a tensor of that shape, and returns their dtype.
 DType numbers_of(const Entry& entry, const char* name, const Buffer& buffer, const QuantizedShape& shape) {
   const DType dtype = entry.floating(name, buffer);
   entry.exactly<void>(name, buffer, shape.elements(), buffer.item);
@@ -417,7 +417,7 @@ T* address_of(const Buffer& buffer) {
 
 // -- CPU --------------------------------------------------------------------------------------------------
 
-// The kernels of an instruction set, with threads.
+// The CPU kernels of one instruction set, run by several threads.
 class Cpu {
  public:
   explicit Cpu(const std::string& isa) : kernels_(fewbit::kernels_of(isa)) {
@@ -486,7 +486,7 @@ class Cpu {
     py::gil_scoped_release release;
     const fewbit::Extent extent = fewbit::quantize(*kernels_, plan, address_of<const void>(x), dtype, normalization,
                                                    key, copy.packed, copy.ranges, threads);
-    // Only a bound was known when memory was allocated, so some words may be left over.
+    // When memory was allocated, only a bound on the number of words was known, so some may be left over.
     std::fill(copy.packed + plan.streams.words, copy.packed + copy.words, 0u);
     const int columns = fewbit::columns(fp32_min);
     std::fill(copy.ranges + plan.streams.groups * columns, copy.ranges + copy.groups * columns, uint16_t{0});
@@ -506,7 +506,7 @@ class Cpu {
     fewbit::squares(*kernels_, streams, address_of<const void>(x), dtype, normalization, to, threads);
   }
 
-  // None, with nothing done, if the threads' shares would cut a group.
+  // Returns None and does nothing if the threads' shares would cut a group.
   std::optional<std::pair<float, float>> forward_quantized(
       int function, double p0, double p1, const OwnedTable& table, const Buffer& x, int64_t samples, int64_t features,
       const Buffer& y, const Buffer& codes, const Buffer& seed, int group_size, int bits, bool fp32_min,
@@ -600,7 +600,7 @@ class Cpu {
  private:
   static constexpr int kDevice = -1;
 
-  // The streams of a tensor whose samples all have `bits`, or widths of their own.
+  // Returns the streams of a tensor whose samples all have `bits`, or each its own width.
   static fewbit::StreamPlan plan_of(const Entry& entry, const QuantizedShape& shape, int bits, const Buffer& widths) {
     const uint8_t* widths_of = nullptr;
     if (widths.exists) {
@@ -636,7 +636,7 @@ class Cpu {
 // -- CUDA -------------------------------------------------------------------------------------------------
 
 #ifdef FEWBIT_WITH_CUDA
-// The kernels for CUDA devices: the same checks, then a launch on the caller's stream.
+// The CUDA kernels. Entries make the same checks and then launch on the caller's stream.
 struct Cuda {
   void pack(const Buffer& codes, int bits, const Buffer& packed, int device, uintptr_t stream) const {
     const Codes of = codes_at(Entry("pack", device), codes, packed, bits);
@@ -770,7 +770,7 @@ struct Cuda {
   }
 
  private:
-  // Widths are only known on the device, where the kernel checks that words and groups suffice.
+  // Only the device knows the widths, so the kernel checks that words and groups suffice.
   static std::pair<fewbit::cuda::Quantized, Copy> quantized(const Entry& entry, const QuantizedShape& shape, int bits,
                                                             const Buffer& order, const Buffer& counts,
                                                             const Buffer& packed, const Buffer& ranges) {
@@ -801,7 +801,7 @@ void bind_cuda(py::module_& module) {
                                     [](const py::object&) { return py::tuple(py::cast(fewbit::cuda::architectures())); })
       .def("available", [](const Cuda&, int device) { return fewbit::cuda::available(device); },
            py::arg("device") = -1,
-           "(usable, why not): whether the kernels can run here.")
+           "Return (usable, reason if not) for the kernels on this machine.")
       .def("pack", &Cuda::pack, py::arg("codes"), py::arg("bits"), py::arg("packed"),
            py::arg("device_index"), py::arg("stream_ptr"))
       .def("unpack", &Cuda::unpack, py::arg("packed"), py::arg("bits"), py::arg("codes"),
@@ -844,8 +844,8 @@ void bind_cuda(py::module_& module) {
 py::dict functions() {
   py::dict result;
   int number = 0;
-  for (const fewbit::FunctionInfo& each : fewbit::fused_functions()) {
-    result[each.name] = py::make_tuple(number++, each.n_parameters);
+  for (const fewbit::FunctionInfo& function : fewbit::fused_functions()) {
+    result[function.name] = py::make_tuple(number++, function.n_parameters);
   }
   return result;
 }
@@ -869,73 +869,73 @@ PYBIND11_MODULE(_kernels, module) {
       .def(py::init<const std::string&>(), py::arg("isa"))
       .def_property_readonly("isa", &Cpu::isa)
       .def("pack", &Cpu::pack, py::arg("codes"), py::arg("bits"), py::arg("packed"), py::arg("threads"),
-           "n uint8 codes to bits * ceil(n / 32) int32 words.")
+           "Pack n uint8 codes to bits * ceil(n / 32) int32 words.")
       .def("unpack", &Cpu::unpack, py::arg("packed"), py::arg("bits"), py::arg("codes"),
            py::arg("threads"),
-           "Packed words to n uint8 codes.")
+           "Unpack words to n uint8 codes.")
       .def("encode", &Cpu::encode, py::arg("table"), py::arg("x"), py::arg("packed"), py::arg("seed"),
            py::arg("threads"),
-           "x to the packed codes of its pieces.")
+           "Encode x to packed codes.")
       .def("decode_mul", &Cpu::decode_mul, py::arg("table"), py::arg("grad"), py::arg("packed"),
            py::arg("out"), py::arg("threads"),
-           "out = level of the code * grad, rounded once; out may be grad. A grad of one element is taken "
+           "Compute out = level of the code * grad, rounded once. out may be grad. A grad of one element is used "
            "for all.")
       .def("forward", &Cpu::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"),
            py::arg("x"), py::arg("y"), py::arg("packed"), py::arg("seed"), py::arg("threads"),
-           "y = f(x) and the packed codes of x; y may be x.")
+           "Compute y = f(x) and the packed codes of x. y may be x.")
       .def("forward_quantized", &Cpu::forward_quantized, py::arg("function"), py::arg("p0"),
            py::arg("p1"), py::arg("table"), py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("y"), py::arg("codes"), py::arg("seed"), py::arg("group_size"), py::arg("bits"),
            py::arg("fp32_min"), py::arg("quantizer_seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"),
-           "forward, with codes in codes, and quantize of y, in one pass; None, with nothing done, if "
+           "Run forward, with its codes in `codes`, and quantize on y, in one pass. Return None and do nothing if "
            "threads would have to share groups.")
       .def("quantize", &Cpu::quantize, py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("bits"), py::arg("widths"), py::arg("fp32_min"), py::arg("seed"),
            py::arg("packed"), py::arg("ranges"), py::arg("threads"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
-           "x to packed codes and ranges; (least, greatest) element. widths: a uint8 a sample, or None: "
-           "bits for all. mean, rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner "
+           "Quantize x to packed codes and ranges, and return its (least, greatest) element. widths: a uint8 for each "
+           "sample, or None: bits for all. mean, rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner "
            "% their length.")
       .def("squares", &Cpu::squares, py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("out"), py::arg("threads"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
-           "length * range^2 of each group, float32; mean, rstd as in quantize.")
+           "Compute length * range^2 of each group in float32. mean, rstd as in quantize.")
       .def("dequantize", &Cpu::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
            py::arg("widths"), py::arg("fp32_min"), py::arg("samples"), py::arg("features"), py::arg("group_size"),
            py::arg("out"), py::arg("threads"), py::arg("scale") = py::none(), py::arg("shift") = py::none(),
            py::arg("inner") = 1,
-           "Packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantize; "
+           "Dequantize packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantize; "
            "element e is value scale[i] + shift[i].")
       .def("grid_fixed", &Cpu::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"),
            py::arg("grid"), py::arg("threads"),
-           "n float32 weights and biases of a norm to GRID_ROWS rows of n.")
+           "Compute the grid, GRID_ROWS rows of n, of n float32 weights and biases of a norm.")
       .def("encode_fixed", &Cpu::encode_fixed, py::arg("x"), py::arg("y"), py::arg("grid"),
            py::arg("inner"), py::arg("bits"), py::arg("packed"), py::arg("threads"), py::arg("mean") = 
            py::none(), py::arg("rstd") = py::none(), py::arg("inner_of_entries") = 1,
-           "x to packed fixed-point codes with the sign of y. grid: GRID_ROWS rows of float32; element e "
+           "Encode x to packed fixed-point codes with the sign of y. grid: GRID_ROWS rows of float32; element e "
            "has column e / inner % columns. mean, rstd: as in quantize.")
       .def("decode_fixed", &Cpu::decode_fixed, py::arg("packed"), py::arg("grid"), py::arg("inner"),
            py::arg("bits"), py::arg("activated"), py::arg("slope"), py::arg("out"), py::arg("threads"),
            py::arg("scale") = py::none(), py::arg("inner_of_entries") = 1,
-           "Fixed-point codes to values: activated: y, times slope unless positive; else the "
-           "normalized input, times scale[i].")
+           "Decode fixed-point codes: to y, times slope unless positive, if activated; else to the normalized "
+           "input, times scale[i].")
       .def("mask_fixed", &Cpu::mask_fixed, py::arg("grad"), py::arg("packed"), py::arg("grid"),
            py::arg("inner"), py::arg("bits"), py::arg("slope"), py::arg("out"), py::arg("threads"),
-           "out = grad, times slope unless y is positive; out may be grad.");
+           "Compute out = grad, times slope unless y is positive. out may be grad.");
 
   module.def("cpu_isas", [] { return py::tuple(py::cast(fewbit::cpu_isas())); },
-             "Names of the instruction sets that can be used here, best first.");
+             "Return the names of the instruction sets that can be used here, best first.");
   module.def("allocate", &allocate, py::arg("sensitivity"), py::arg("at_one"), py::arg("elements"), py::arg("budget"),
              py::arg("least"), py::arg("most"), py::arg("bits"),
-             "n float64 sensitivities, variances at 1 bit and int64 sizes to n uint8 bits of which elements * bits sum up "
-             "to the budget.");
+             "Choose n uint8 bits from n float64 sensitivities, variances at 1 bit and int64 sizes, such that the sum of "
+             "elements * bits stays within the budget.");
   module.def("packed_words", [](int64_t n, int bits) {
         check_size(n);
         check_bits(bits);
         return fewbit::packed_words(n, bits);
-      }, py::arg("n"), py::arg("bits"), "int32 words that n elements take.");
+      }, py::arg("n"), py::arg("bits"), "Return the number of int32 words that n elements take.");
   module.def("use_openmp_of", &fewbit::use_openmp_of, py::arg("path"),
-             "Use the OpenMP runtime that the loaded library at path uses; return whether there is one.");
+             "Use the OpenMP runtime that the loaded library at path uses; return True if there is one.");
   module.attr("DTYPES") = py::tuple(py::cast(std::vector<std::string>(kItemNames, kItemNames + kItems)));
   module.attr("GRID_ROWS") = fewbit::kGridRows;
   module.attr("FUNCTIONS") = functions();

@@ -24,13 +24,13 @@ def pytest_addoption(parser):
         "--shuffle",
         type=int,
         metavar="SEED",
-        help="run the files, and the tests of each, in an order drawn from SEED",
+        help="run the files, and the tests of a file, in an order drawn from SEED",
     )
     parser.addoption(
         "--threads",
         type=int,
         metavar="N",
-        help="torch's threads, also more than there are cores, which OMP_NUM_THREADS does not bring about",
+        help="the number of torch's threads, which may exceed the number of cores as OMP_NUM_THREADS does not",
     )
 
 
@@ -44,10 +44,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself looks at -m
 def pytest_collection_modifyitems(config, items):
-    """Put tests into the tiers, leave out what was not asked for and what cannot run here, and shuffle.
+    """Put tests into tiers, deselect tests that were not asked for or cannot run here, and shuffle the others.
 
-    `slow` tests run if `-m` speaks of tiers, or if they are named by file::test; see CONTRIBUTING.md. Tests marked
-    `cuda` are left out if there is no CUDA device: they share their bodies with others.
+    `slow` tests run if `-m` names tiers, or if they are named by file::test; see CONTRIBUTING.md. Tests marked `cuda` are
+    deselected without a CUDA device, since the same test functions run on the CPU.
     """
     for item in tiers.rest_of_sweeps(items):
         item.add_marker(pytest.mark.slow)
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def terminal():
-    """Of 80 columns, whatever the developer's has."""
+    """Give commands a terminal of 80 columns, whatever the developer's terminal has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")
         yield
@@ -77,7 +77,7 @@ def terminal():
 
 @pytest.fixture(scope="session", autouse=True)
 def table_cache(tmp_path_factory):
-    """Tables solved by tests are kept for the session and nowhere else."""
+    """Cache the tables that tests solve in a folder of the test session, and nowhere else."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEWBIT_CACHE", str(tmp_path_factory.mktemp("tables")))
         yield
@@ -85,7 +85,7 @@ def table_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=_kernels is None)
 def choice():
-    """The runtime's choice of backends; without compiled kernels it is made here, without the warning."""
+    """Return the runtime's choice of backends. Without compiled kernels, choose here, which warns nobody."""
     import torch
 
     from fewbit.runtime import backends
@@ -98,7 +98,7 @@ def choice():
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=CUDA)])
 def device(request, choice):
-    """Every device, with the backend that the runtime chooses there."""
+    """Run the test on every device, with the backend that the runtime chooses for it."""
     return request.param
 
 
@@ -111,7 +111,7 @@ def device(request, choice):
     ]
 )
 def backend(request, choice, monkeypatch):
-    """Every backend in turn, put in place of the one that the runtime chose: .name, .kernels, .device."""
+    """Run the test with every backend in place of the one that the runtime chose: .name, .kernels, .device."""
     import torch
 
     from fewbit.runtime.backends import reference

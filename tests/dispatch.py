@@ -1,8 +1,8 @@
 """Run the tests with other kernels of BLAS, NumPy, torch and fewbit, other numbers of threads and in other orders.
 
-`make dispatch` runs the fast tier; arguments go to pytest, such as ``-m "slow or not slow"`` for every test. Prints one
-line a run, what failed below it, and exits with 1 if anything did. Settings that this processor cannot run, or that a
-library does not follow, are said and left out.
+`make dispatch` runs the fast tier. Arguments go to pytest, such as ``-m "slow or not slow"`` for every test. The script
+prints one line for each run, with the failures below it, and exits with 1 if a run failed. It reports and skips settings
+that this processor cannot run. A run fails if a library does not follow its setting.
 """
 
 import json
@@ -18,10 +18,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of a run. Each value that matters occurs in one of RUNS at least.
+    """The settings of a run. Every value that matters occurs in at least one of RUNS.
 
-    numpy: which of the instruction sets that NumPy chooses at run time are taken from it, by the start of the name.
-    needs: the instruction set of fewbit's that a processor has to have for `blas`.
+    Attributes:
+        blas: the kernels of OpenBLAS.
+        needs: the instruction set, as fewbit names it, that a processor must have for `blas`.
+        numpy: beginnings of the names of the instruction sets that NumPy must not use.
+        aten: the instruction set of torch; empty for torch's own choice.
+        fewbit: the instruction set of fewbit's kernels.
+        threads: the number of threads.
+        order: the seed of the order of the tests.
     """
 
     blas: str
@@ -56,7 +62,7 @@ class Setting:
         return f"BLAS {self.blas}, {numpy}, {aten}, fewbit {self.fewbit}, {threads}, order {self.order}"
 
 
-ALL = ("X86_V3", "X86_V4", "AVX", "FMA3", "F16C")  # and all that begins so
+ALL = ("X86_V3", "X86_V4", "AVX", "FMA3", "F16C")  # and all names that begin with these
 RUNS = (
     Setting("Haswell", "avx2", ("X86_V4", "AVX512"), "avx2", "avx2", 1, 1),
     Setting("SkylakeX", "avx512", (), "", "avx512", 4, 2),
@@ -64,12 +70,12 @@ RUNS = (
     Setting("Sandybridge", "avx2", ALL, "default", "avx2", 4, 4),
     Setting("Prescott", "baseline", ALL, "default", "baseline", 1, 5),
 )
-# OpenBLAS's names for the kernels that it takes instead, where a build has no more of them.
+# OpenBLAS's names for the kernels that it uses instead if its build lacks those of the key.
 SAME_KERNELS = {"Zen": {"Zen", "Haswell"}, "Prescott": {"Prescott", "Katmai", "Nehalem"}}
 
 
 def in_effect() -> dict:
-    """Return what this process runs with; called in a process that has a Setting's environment."""
+    """Return the instruction sets that the libraries of this process use. Call it in the environment of a Setting."""
     import numpy  # noqa: F401  has a BLAS of its own, as has scipy
     import scipy.linalg  # noqa: F401
     import torch
@@ -87,7 +93,7 @@ def in_effect() -> dict:
 
 
 def not_followed(setting: Setting, found: dict) -> list[str]:
-    """Return what a run of the setting would not be given, in words."""
+    """Return a description of every part of the setting that a library does not follow."""
     same = SAME_KERNELS.get(setting.blas, {setting.blas})
     checks = {
         f"BLAS is {', '.join(found['blas'])}": set(found["blas"]) <= same,
@@ -140,7 +146,7 @@ def run(setting: Setting, arguments: list[str]) -> bool:
         "--color=no",
         *arguments,
     ]
-    # Inductor's usual cache would give code for other instruction sets, which then does not compile.
+    # Inductor's usual cache may have code for other instruction sets, which does not compile here.
     with tempfile.TemporaryDirectory() as cache:
         environment["TORCHINDUCTOR_CACHE_DIR"] = cache
         done = subprocess.run(

@@ -1,11 +1,11 @@
-"""Record what the public API does, and compare a later version with that record to the bit.
+"""Record the results of the public API, and compare those of a later version with the record to the bit.
 
     python tests/record.py FILE.json             write a record
     python tests/record.py --compare FILE.json   ask again; print every difference, one a line; exit 1 if there is any
 
 A record maps keys such as "model/mlp/2 bits" to answers: bytes, gradients, losses, states, tables and the numbers that
-commands print. Tensors are hashed with dtype and shape. Words and times are left out, and keys name what was asked, not
-where fewbit keeps it, so that a record outlives renaming. `recorded/api.py` holds every call of fewbit.
+commands print. Tensors are hashed with dtype and shape. Words and times are left out. Keys name
+questions and not places in fewbit, so that a record outlives renaming. `recorded/api.py` has all calls of fewbit.
 
 The script is a test that compares with an earlier version instead of an oracle, which is why it is in `tests/` and not in
 `benchmarks/`, whose scripts measure and keep results. pytest does not collect it, because a record holds on one machine
@@ -31,7 +31,7 @@ from pathlib import Path
 PACKAGES = ("torch", "numpy", "scipy", "numba", "transformers", "imagecodecs", "mpmath")
 ABSENT = "nothing"
 SHOWN = 160
-"""Characters of a value in a line of difference."""
+"""The number of characters of a value that a difference shows."""
 
 
 def main(arguments=None) -> int:
@@ -58,7 +58,9 @@ def main(arguments=None) -> int:
     elsewhere = _other_machine(before["machine"], machine())
     if elsewhere:
         print(f"another machine, so that numbers may differ by rounding: {elsewhere}")
-    asked = {key: each for key, each in before["entries"].items() if fnmatchcase(key, options.only)}
+    asked = {
+        key: value for key, value in before["entries"].items() if fnmatchcase(key, options.only)
+    }
     found = differences(asked, entries, raised)
     for line in found:
         print(line)
@@ -79,10 +81,10 @@ def _parsed(arguments):
 
 
 def _prepare(tables: str) -> None:
-    """Make answers independent of threads, of what was in memory, of tables cached before and of the terminal.
+    """Make answers independent of threads, the contents of new memory, cached tables and the terminal.
 
     Args:
-        tables: an empty folder for tables that are solved on the way.
+        tables: an empty folder for the tables that will be solved.
     """
     os.environ |= {"COLUMNS": "80", "FEWBIT_CACHE": tables}
     os.environ |= {
@@ -92,12 +94,12 @@ def _prepare(tables: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # also fills memory that nothing was written to
+    torch.use_deterministic_algorithms(True)  # also fills new memory
     warnings.simplefilter("ignore")
 
 
 def answers(only: str = "*", shuffle: int | None = None) -> tuple[dict, dict]:
-    """Ask everything.
+    """Compute all answers.
 
     Args:
         only: a glob; keys that it does not match are left out.
@@ -109,8 +111,8 @@ def answers(only: str = "*", shuffle: int | None = None) -> tuple[dict, dict]:
     from recorded import commands, functionals, layers, measurements, tables, trainings
 
     subjects = tables, functionals, layers, trainings, measurements, commands
-    asked = [each for subject in subjects for each in subject.entries()]
-    asked = [each for each in asked if fnmatchcase(each[0], only)]
+    asked = [entry for subject in subjects for entry in subject.entries()]
+    asked = [entry for entry in asked if fnmatchcase(entry[0], only)]
     keys = [key for key, _ in asked]
     twice = {key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else ()
     if twice:
@@ -126,9 +128,7 @@ def answers(only: str = "*", shuffle: int | None = None) -> tuple[dict, dict]:
 
 
 def answer(ask) -> tuple[dict, str]:
-    """Ask for one entry.
-
-    An exception is an answer too: {"raised": its kind}, without words.
+    """Compute the answer of one entry. If an exception is raised, the answer is {"raised": its kind}.
 
     Args:
         ask: a function without arguments, as `entries` of the modules in `recorded` yield.
@@ -144,7 +144,7 @@ def answer(ask) -> tuple[dict, str]:
     try:
         return {str(name): leaf(value) for name, value in ask().items()}, ""
     except Exception as error:
-        kind = next(each.__name__ for each in type(error).__mro__ if each.__module__ == "builtins")
+        kind = next(base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins")
         if isinstance(error, api.Refusal):
             kind = "an error of fewbit"
         return {"raised": kind}, " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN]
@@ -170,7 +170,7 @@ def differences(before: dict, after: dict, raised: dict) -> list[str]:
             lines.append(f"{key}: was {len(old)} values, now raises {raised[key]}")
             continue
         for name in dict.fromkeys([*old, *new]):
-            texts = [_text(each, name) for each in (old, new)]
+            texts = [_text(values, name) for values in (old, new)]
             if texts[0] != texts[1]:
                 lines.append(f"{key}: {name}: {_pair(*texts)}")
     return lines

@@ -6,14 +6,14 @@ from collections import defaultdict
 from pathlib import Path
 
 FEW = 8
-"""A test with at most so many cases is no sweep: all of them are fast, unless they are marked."""
+"""The number of cases up to which all cases of a test are fast, unless they are marked."""
 
 
 def rest_of_sweeps(items):
-    """Yield the cases of parametrized tests that the fast tier can do without.
+    """Yield the cases of parametrized tests that the fast tier leaves out.
 
-    It keeps so many cases of each test that every value of every parameter occurs, or as many as its mark
-    ``fast(n)`` says. Which ones depends on their names alone, so that all processes of a run choose alike.
+    The fast tier has enough cases of a test for every value of every parameter to occur, or n cases if the test is marked
+    ``fast(n)``. The choice depends on the names of the cases alone, so that all processes of a run choose alike.
     """
     cases = defaultdict(list)
     for item in items:
@@ -40,7 +40,7 @@ def _with_nothing_new(sweep):
 
 
 def named(config):
-    """Return a function that says whether a test was asked for by name, as file::test."""
+    """Return a function of a test, which is true if the command line names the test as file::test."""
     here = config.invocation_params.dir
     asked = [argument.partition("::") for argument in config.args]
     asked = [(Path(here, file).resolve(), names) for file, _, names in asked if names]
@@ -63,6 +63,6 @@ def shuffled(items, seed):
     draw = random.Random(seed)
     order = list(files.values())
     draw.shuffle(order)
-    for each in order:
-        draw.shuffle(each)
-    return [item for each in order for item in each]
+    for file in order:
+        draw.shuffle(file)
+    return [item for file in order for item in file]

@@ -1,6 +1,6 @@
-// The code of an unbiased table: docs/table_schema.md, "A draw", operation for operation in float32.
+// The code that an unbiased table draws for an element: the float32 operations of docs/table_schema.md, "A draw".
 //
-// It is cut into parts, because the CPU runs each part over a chunk of elements, and CUDA runs all parts for one element.
+// The code is cut into parts, because the CPU runs each part over a chunk of elements and CUDA all parts for one element.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,15 @@
 namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
-// One halving of the search for the number of limits below x. padded: 2**steps - 1 limits; half: 2**(steps - 1),
-// then half of it, and so on to 1; place: 0 at first, then the last result. NaN is beyond all.
+// Does one halving of the search for the number of limits below x, and returns the place that it leads to. padded: 2**steps
+// - 1 limits; half: 2**(steps - 1), then half of it, and so on to 1; place: 0 at first, then the last result. NaN is beyond
+// all limits.
 template <class T>
 FEWBIT_HD inline int32_t beyond(const T* padded, int32_t place, int32_t half, T x) {
   return place + (x <= padded[place + half - 1] ? 0 : half);
 }
 
-// The same for limits that belong to the side above them: x >= limit is beyond.
+// Does the same for limits that belong to the side above them: x >= limit is beyond.
 FEWBIT_HD inline int32_t at_or_beyond(const float* padded, int32_t place, int32_t half, float x) {
   return place + (x < padded[place + half - 1] ? 0 : half);
 }
@@ -39,7 +40,7 @@ FEWBIT_HD inline float draw_mean(const Knots& knots, int32_t segment, float x) {
   return mean > highest ? highest : mean;
 }
 
-// The packed code: the Gray code of the level drawn. place: the number of levels at or below the mean.
+// Returns the packed code: the Gray code of the level that is drawn. place: the number of levels at or below the mean.
 FEWBIT_HD inline int32_t draw_code(const Knots& knots, int32_t place, float mean, float uniform) {
   int32_t lower = place - 1;
   lower = lower > 0 ? lower : 0;
@@ -49,7 +50,7 @@ FEWBIT_HD inline int32_t draw_code(const Knots& knots, int32_t place, float mean
   return level ^ (level >> 1);
 }
 
-// All parts for element number `element` of value x.
+// Does all parts for element number `element`, whose value is x.
 FEWBIT_HD inline int32_t draw(const Knots& knots, float x, uint64_t seed, uint64_t element) {
   int32_t segment = 0;
   for (int32_t half = 1 << knots.point_steps >> 1; half > 0; half >>= 1) {

@@ -1,6 +1,6 @@
-// 16-bit floats to float32 and back, on bits alone, so that loops over them vectorize everywhere.
+// Conversion of 16-bit floats to float32 and back, by integer operations alone, so that loops vectorize everywhere.
 //
-// Widening is exact; narrowing rounds to nearest, ties to even; a NaN becomes a quiet NaN.
+// Widening is exact. Narrowing rounds to nearest, ties to even. A NaN becomes a quiet NaN.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ FEWBIT_HD inline uint16_t narrow_bfloat16(float x) {
 FEWBIT_HD inline float widen_float16(uint16_t x) {
   const uint32_t sign = static_cast<uint32_t>(x & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(x & 0x7FFFu) << 13;
-  // Exponents differ by 127 - 15; infinity and NaN move on to 255, and a NaN becomes quiet.
+  // Exponents differ by 127 - 15. Infinity and NaN get the exponent 255, and a NaN becomes quiet.
   const uint32_t normal = magnitude + (112u << 23);
   const uint32_t special = (magnitude + (224u << 23)) | (magnitude > 0x0F800000u ? 0x00400000u : 0u);
   // A subnormal is an integer times 2^-24.
@@ -57,9 +57,9 @@ FEWBIT_HD inline uint16_t narrow_float16(float x) {
   const uint32_t bits = bits_of(x);
   const uint32_t sign = bits >> 16 & 0x8000u;
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
-  // 13 bits are rounded away; the carry may reach the exponent, up to infinity.
+  // Rounding removes 13 bits. Its carry may reach the exponent and make the number infinite.
   const uint32_t normal = (magnitude - (112u << 23) + 0xFFFu + (magnitude >> 13 & 1u)) >> 13;
-  // Below 2^-14 the last place is 2^-24, that of a float32 between 1/2 and 1: the addition rounds there.
+  // Below 2^-14 the last place is 2^-24, as of a float32 between 1/2 and 1, so adding 1/2 rounds to that place.
   const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
   const uint32_t special = magnitude > 0x7F800000u ? 0x7E00u | (magnitude >> 13 & 0x3FFu) : 0x7C00u;
   uint32_t rounded = magnitude < 0x38800000u ? subnormal : normal;

@@ -1,5 +1,5 @@
-// The arithmetic of the fixed-point code of pre-activations, operation for operation in float32:
-// fewbit/runtime/ops/fixed_point.py defines it, and reference_fixed_point.py is the oracle.
+// The float32 arithmetic of the fixed-point code of pre-activations. fewbit/runtime/ops/fixed_point.py defines it, and
+// reference_fixed_point.py does the same operations in torch.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@ namespace fewbit {
 
 constexpr int kGridRows = 7;
 
-// The meaning of codes for each channel: rows of index.count entries, one after the other.
+// The constants that map codes to values in each channel: kGridRows rows of index.count entries, one after the other.
 struct Grid {
   const float* rows;
   VectorIndex index;
@@ -26,7 +26,7 @@ struct Grid {
   FEWBIT_HD const float* shift() const { return rows + 6 * index.count; }
 };
 
-// A vector, or null.
+// A vector over a tensor, or null.
 struct Scale {
   const float* values;
   VectorIndex index;
@@ -56,7 +56,7 @@ FEWBIT_HD inline void make_column(float gamma, float beta, int bits, float* rows
   rows[channel + 6 * count] = beta;
 }
 
-// The code of a normalized x. A NaN gets the code of the first level, or of the first positive level.
+// Returns the code of a normalized x. A NaN gets the code of the first level, or of the first positive level.
 FEWBIT_HD inline int32_t fixed_code(float x, bool is_positive, float start, float first, float sign, float per_unit,
                                     int levels) {
   const float most = static_cast<float>(levels);
@@ -72,7 +72,7 @@ FEWBIT_HD inline int32_t fixed_code(float x, bool is_positive, float start, floa
   return code < levels - 1 ? code : levels - 1;
 }
 
-// The value z of a code.
+// Returns the normalized value that a code stands for.
 FEWBIT_HD inline float fixed_value(int32_t code, float start, float first, float low, float high, float step) {
   const float number = static_cast<float>(code);
   const float value = start + (number + 0.5f) * step;
@@ -80,7 +80,8 @@ FEWBIT_HD inline float fixed_value(int32_t code, float start, float first, float
   return number >= first ? above : below;
 }
 
-// LeakyReLU of |gamma| z + beta, or with slope 1 the value itself. Rounding may not move a value across zero.
+// Returns LeakyReLU(y), y = scale * value + shift; y itself with slope 1. Rounding must not move y across zero, so y is
+// clamped to the side of zero that the code is on.
 FEWBIT_HD inline float fixed_activated(int32_t code, float value, float first, float scale, float shift, float slope) {
   const float y = scale * value + shift;
   const float above = y < 0.0f ? 0.0f : y, below = y > 0.0f ? 0.0f : y;
@@ -88,6 +89,7 @@ FEWBIT_HD inline float fixed_activated(int32_t code, float value, float first, f
   return static_cast<float>(code) >= first ? above : scaled;
 }
 
+// Returns grad if the code is positive, else grad * slope.
 template <class Wide>
 FEWBIT_HD inline Wide fixed_masked(int32_t code, Wide grad, float first, Wide slope) {
   const Wide below = slope == Wide(0) ? Wide(0) : grad * slope;

@@ -1,10 +1,10 @@
-// The activation functions that kernels compute themselves: float in, float out, branch-free.
+// The activation functions that kernels compute themselves. They map float to float without branches.
 //
-// Error against the exact value: at most 2 ulp of f(x) plus ulp(1) |x| / 4, for every float, and on hosts never above
-// torch's own largest; the piecewise-linear family is torch's to the bit. (Devices: softplus up to 1.1 times that, and
-// their approximate exp2 and reciprocal come on top; x / 6 is torch's CUDA formula.) Infinities, NaN and the sign of
-// zero come out as from torch. Where torch's scalar and vector code differ, gelu(+inf) is inf, as from its scalar code,
-// and softshrink gives 0, not -0, as its vector code does.
+// The error of f(x) is at most 2 ulp of f(x) plus ulp(1) |x| / 4 for every float x. On hosts it is never above the largest
+// error of torch's own function. On devices the errors of the approximate exp2 and reciprocal come on top, and the error of
+// softplus is up to 1.1 times as large. Piecewise linear functions equal torch's to the bit, since x / 6 is computed as torch
+// does it on that device. Infinities, NaN and the sign of zero are as torch's. If torch's scalar and vector code differ,
+// gelu(+inf) is inf, as in the scalar code, and softshrink returns 0 and not -0, as in the vector code.
 //
 // A functor is made from two doubles, the function's parameters in the order of fewbit/functions/__init__.py.
 #pragma once
@@ -26,7 +26,7 @@ struct Gelu {
   FEWBIT_HD float operator()(float x) const { return times_normal(x); }
 };
 
-// x / (1 + e^-z), from e^-|z|
+// Returns x / (1 + e^-z). e: e^-|z|, where z has the sign of x.
 FEWBIT_HD inline float times_sigmoid(float x, Power e) {
   return over_1_plus(x * (x < 0.0f ? e : Power{1}), e);
 }
@@ -36,7 +36,7 @@ struct GeluTanh {
   static constexpr int n_parameters = 0;
   FEWBIT_HD GeluTanh(double, double) {}
   FEWBIT_HD float operator()(float x) const {
-    // x sigmoid(z), z = sqrt(8 / pi) (x + 0.044715 x^3), here in base 2: -|z| log2(e) = |x| (a + b x^2)
+    // The result is x sigmoid(z) with z = sqrt(8 / pi) (x + 0.044715 x^3). In base 2, -|z| log2(e) = |x| (a + b x^2).
     constexpr double scale = -1.5957691216057308 * kLog2E;
     const Power a = static_cast<Power>(scale), b = static_cast<Power>(0.044715 * scale);
     const float t = magnitude(x);
@@ -76,7 +76,7 @@ struct Mish {
   Decay decay;
   FEWBIT_HD Mish(double, double) : decay(kLog2E) {}
   FEWBIT_HD float operator()(float x) const {
-    // tanh(log(1 + w)) = w (w + 2) / (w (w + 2) + 2) with w = e^x; divided by w^2 where x > 0
+    // tanh(log(1 + w)) = w (w + 2) / (w (w + 2) + 2) with w = e^x. If x > 0, both are divided by w^2.
 #if FEWBIT_DEVICE_MATH
     using Number = float;
     const Number e = decay(-magnitude(x));
@@ -123,7 +123,7 @@ struct Softplus {
         decay(beta * kLog2E),
         inverse(1.0 / beta) {}
   FEWBIT_HD float operator()(float x) const {
-    // max(x, 0) + log(1 + e^-|beta x|) / beta
+    // The result is max(x, 0) + log(1 + e^-|beta x|) / beta.
     const float linear = x > 0.0f ? x : 0.0f;
 #if FEWBIT_DEVICE_MATH
     const float log = log1p_unit(decay(-magnitude(x)));
@@ -138,7 +138,7 @@ struct Softplus {
 
 // --- exponential linear units ---
 
-// positive * x above 0, negative * (e^(x / scale) - 1) below
+// Computes positive * x above 0 and negative * (e^(x / scale) - 1) below.
 struct ExponentialLinear {
   Expm1::Result positive, negative;
   Expm1 expm1;
@@ -172,13 +172,13 @@ struct Celu : ExponentialLinear {
 
 // --- piecewise linear and quadratic: torch's own operations ---
 
-// x cut off at low and high
+// Returns x clipped to [low, high].
 FEWBIT_HD inline float clamp(float x, float low, float high) {
   x = x < low ? low : x;
   return x > high ? high : x;
 }
 
-// y / 6. torch divides on a CPU and multiplies on CUDA.
+// Returns y / 6. torch divides on a CPU and multiplies by 1 / 6 on CUDA.
 FEWBIT_HD inline float sixth(float y) {
 #if FEWBIT_DEVICE_MATH
   return y * (1.0f / 6.0f);

@@ -1,4 +1,4 @@
-// Macros with which the host compiler, several times, and nvcc compile the same inline function.
+// Macros with which nvcc and the host compiler, once for each instruction set, compile the same inline function.
 #pragma once
 
 #ifndef FEWBIT_HD
@@ -9,8 +9,8 @@
 #endif
 #endif
 
-// Inline functions live in a namespace of their own per instruction set: the linker merges equal names,
-// and a copy compiled for AVX-512 must never serve an older processor.
+// Each instruction set has its own namespace of inline functions, because the linker merges equal names, and a copy that
+// is compiled for AVX-512 must never run on an older processor.
 #ifndef FEWBIT_NAMESPACE
 #define FEWBIT_NAMESPACE portable
 #endif

@@ -1,9 +1,9 @@
-// The elementary functions behind functions.h: branch-free, no library calls, so that loops over them vectorize.
+// The elementary functions that functions.h uses. They have no branches and call no library, so that loops vectorize.
 //
-// The polynomials come from csrc/tools/fit_polynomials.py. Selects are written `x > limit ? limit : x`: a NaN
-// fails every comparison and so passes through.
+// csrc/tools/fit_polynomials.py makes the polynomials. Selections are written `x > limit ? limit : x`: a NaN fails every
+// comparison and so passes through.
 //
-// Devices take their own exp2 and reciprocal, and shorter formulas in float where hosts can afford double.
+// Devices use their own exp2 and reciprocal, and shorter formulas in float if hosts compute in double.
 // FEWBIT_DEVICE_MATH=1 selects the device's formulas on a host, with exact primitives, for tests.
 #pragma once
 
@@ -34,15 +34,15 @@ constexpr float kLog2High = 0x1.62e4p-1f, kLog2Low = 0x1.7f7d1cp-20f;
 #define FEWBIT_FUSED_MULTIPLY_ADD 0
 #endif
 
-// Powers of two inside a function: in double where neither a device's exp2 nor a fused multiply-add, which makes
-// products exact, can keep float accurate enough.
+// The type of powers of two inside a function. float is accurate enough only with a device's exp2 or with a fused
+// multiply-add, which makes products exact.
 #if FEWBIT_DEVICE_MATH || FEWBIT_FUSED_MULTIPLY_ADD
 using Power = float;
 #else
 using Power = double;
 #endif
 
-// a * b + c, rounded once where the processor can.
+// Returns a * b + c, rounded once if the processor can.
 FEWBIT_HD inline float multiply_add(float a, float b, float c) {
 #if FEWBIT_FUSED_MULTIPLY_ADD
   return __builtin_fmaf(a, b, c);
@@ -71,7 +71,7 @@ FEWBIT_HD inline double double_of(uint64_t bits) {
   return x;
 }
 
-// c[k] + c[k+1] x + c[k+2] x^2 + ...
+// Returns c[k] + c[k+1] x + c[k+2] x^2 + ...
 template <int k = 0, class T, int n>
 FEWBIT_HD inline T horner(const T (&c)[n], T x) {
   if constexpr (k + 1 == n) {
@@ -81,7 +81,8 @@ FEWBIT_HD inline T horner(const T (&c)[n], T x) {
   }
 }
 
-// The same by even and odd powers: two multiplications more, but half as long a chain of dependent ones.
+// Returns the same, computed from even and odd powers. It takes two more multiplications, but the chain of dependent ones is
+// half as long.
 template <int k, int n>
 FEWBIT_HD inline float every_second(const float (&c)[n], float square) {
   if constexpr (k + 2 >= n) {
@@ -115,20 +116,20 @@ struct Reduced {
 
 constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
 
-// a * b, exactly up to the rounding of the fraction where there is a fused multiply-add. |a * b| < 2^21.
+// Returns a * b, |a * b| < 2^21. With a fused multiply-add, only the fraction is rounded.
 FEWBIT_HD inline Reduced reduce(float a, float b) {
   const float shifted = multiply_add(a, b, kShift);
   return {shifted, multiply_add(a, b, kShift - shifted)};
 }
 
-// 2^(n + offset), which must be a normal float.
+// Returns 2^(n + offset), which must be a normal float.
 FEWBIT_HD inline float power_of_two(float shifted, int offset) {
   return float_of((bits_of(shifted) << 23) + (static_cast<uint32_t>(offset + 127) << 23));
 }
 
-// 2^f - 1 for |f| <= 1/2, to a relative 1e-7.
+// Returns 2^f - 1 for |f| <= 1/2, with a relative error below 1e-7.
 FEWBIT_HD inline float exp2_minus_1(float f) {
-  // (2^f - 1) / f for |f| <= 1/2
+  // A polynomial for (2^f - 1) / f, |f| <= 1/2.
   constexpr float kExp2[6] = {
       0.693147182f,
       0.240226492f,
@@ -140,9 +141,9 @@ FEWBIT_HD inline float exp2_minus_1(float f) {
   return f * horner(kExp2, f);
 }
 
-// The same in double, to a relative 1e-11.
+// Returns the same in double, with a relative error below 1e-11.
 FEWBIT_HD inline double exp2_minus_1(double f) {
-  // the same in double
+  // The same polynomial in double.
   constexpr double kExp2Double[8] = {
       0.69314718055687663,
       0.24022650696489328,
@@ -156,13 +157,13 @@ FEWBIT_HD inline double exp2_minus_1(double f) {
   return f * horner(kExp2Double, f);
 }
 
-// 2^(n + f), gradually underflowing, for n in [-191, 0].
+// Returns 2^(n + f) with gradual underflow, for n in [-191, 0].
 FEWBIT_HD inline float exp2_reduced(Reduced p) {
-  // Scaled in two steps: 2^n alone may be below the smallest normal float.
+  // The scaling takes two steps, because 2^n alone may be below the smallest normal float.
   return (1.0f + exp2_minus_1(p.fraction)) * power_of_two(p.shifted, 65) * 0x1p-65f;
 }
 
-// a 2^(n + f) + b, n as above. Where b is 0, only the last step rounds.
+// Returns a 2^(n + f) + b, n as above. If b is 0, only the last step rounds.
 FEWBIT_HD inline float exp2_multiply_add(float a, Reduced p, float b) {
   const float scaled = a * (power_of_two(p.shifted, 65) * 0x1p-65f);
   const float q = exp2_minus_1(p.fraction);
@@ -171,7 +172,7 @@ FEWBIT_HD inline float exp2_multiply_add(float a, Reduced p, float b) {
   return multiply_add(scaled, mantissa, multiply_add(scaled, lost, b));
 }
 
-// 2^p - 1 for p in (-1000, 0], relatively accurate towards p = 0.
+// Returns 2^p - 1 for p in (-1000, 0]. The relative error stays small as p goes to 0.
 FEWBIT_HD inline double exp2_minus_1_double(double p) {
   constexpr double shift = 0x1.8p52;  // as kShift
   const double shifted = p + shift;
@@ -179,7 +180,7 @@ FEWBIT_HD inline double exp2_minus_1_double(double p) {
   return multiply_add(power, exp2_minus_1(p - (shifted - shift)), power - 1.0);
 }
 
-// 2^p for p in (-1000, 0].
+// Returns 2^p for p in (-1000, 0].
 FEWBIT_HD inline double exp2_double(double p) {
   constexpr double shift = 0x1.8p52;
   const double shifted = p + shift;
@@ -188,7 +189,7 @@ FEWBIT_HD inline double exp2_double(double p) {
 }
 
 #if FEWBIT_DEVICE_MATH
-// 2^p, to about two units in the last place; results below 2^-126 are zero.
+// Returns 2^p, with an error of about two units in the last place. Results below 2^-126 become zero.
 FEWBIT_HD inline float exp2_device(float p) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -200,12 +201,12 @@ FEWBIT_HD inline float exp2_device(float p) {
 }
 #endif
 
-// x times a constant, in base 2 and cut off where 2^(x * rate) no longer matters: the exponent of a decay.
+// The exponent of a decay in base 2: x times a constant, clipped where 2^(x * rate) no longer changes a result.
 struct Exponent {
   Split rate;
   float end;
 
-  // rate > 0, in powers of two per unit of x; depth: the exponent to cut off at
+  // rate: above 0, in powers of two per unit of x; depth: the exponent at which it is clipped.
   FEWBIT_HD Exponent(double rate, double depth) : rate(rate < 1e38 ? rate : 1e38) {
     end = depth / rate < 1e38 ? static_cast<float>(-depth / rate) : -1e38f;
   }
@@ -219,7 +220,7 @@ struct Exponent {
   }
 };
 
-// 2^(x * rate) for x <= 0
+// Computes 2^(x * rate) for x <= 0.
 struct Decay {
   Exponent exponent;
 
@@ -235,7 +236,7 @@ struct Decay {
 #endif
   }
 
-  // Zero, not just tiny, at the end: an infinite x times it is then NaN, as in torch.
+  // The clipped end is zero and not only tiny: an infinite x times zero is NaN, as in torch.
   FEWBIT_HD double wide(float x) const {
     const double power = exp2_double(exponent.cut(x) * exponent.rate.whole);
     return x < exponent.end ? 0.0 : power;
@@ -244,7 +245,7 @@ struct Decay {
 
 // --- quotients ---
 
-// a / b for b in [1, 8]
+// Returns a / b for b in [1, 8].
 FEWBIT_HD inline float divide(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fdividef(a, b);
@@ -253,19 +254,19 @@ FEWBIT_HD inline float divide(float a, float b) {
 #endif
 }
 
-// The same to a relative 1e-14: a Newton step from the float's quotient.
+// Returns the same with a relative error below 1e-14, by a Newton step from the float's quotient.
 FEWBIT_HD inline double divide(double a, double b) {
   const double guess = 1.0f / static_cast<float>(b);
   return a * (guess * multiply_add(-b, guess, 2.0));
 }
 
-// a / (1 + e) for e in [0, 1]
+// Returns a / (1 + e) for e in [0, 1].
 FEWBIT_HD inline float over_1_plus(float a, float e) {
   const float b = 1.0f + e;
 #if FEWBIT_DEVICE_MATH
   return divide(a, b);
 #else
-  // What rounding took from b and from 1 / b is put back; it is nothing where a is huge.
+  // The rounding errors of b and of 1 / b are added back. They vanish if a is huge.
   const float lost = e - (b - 1.0f);
   const float inverse = 1.0f / b;
   const float rest = multiply_add(-lost, inverse, multiply_add(-b, inverse, 1.0f));
@@ -278,13 +279,13 @@ FEWBIT_HD inline float over_1_plus(double a, double e) { return static_cast<floa
 
 // --- x sigmoid(z) ---
 
-// x / (1 + 2^(-x rate)) in few operations. The power overflows about where torch's does, so that infinities come
-// out the same.
+// Computes x / (1 + 2^(-x rate)) in few operations. The power overflows at about the same x as torch's, so that infinities
+// are as torch's.
 struct Gate {
   Decay decay;
 #if FEWBIT_FUSED_MULTIPLY_ADD && !FEWBIT_DEVICE_MATH
-  float last;          // beyond, 2^(-x rate) is nothing beside 1
-  float first, infinite;  // before, it is taken at a place where it is infinite
+  float last;             // above last, 2^(-x rate) is too small to change 1
+  float first, infinite;  // below first, the power is computed at `infinite`, where it is infinite
 
   FEWBIT_HD explicit Gate(double rate)
       : decay(rate),
@@ -298,11 +299,11 @@ struct Gate {
     const Split& rate = decay.exponent.rate;
     const Reduced p = reduce(-inside, rate.high);
     const float q = exp2_minus_1(multiply_add(-inside, rate.low, p.fraction));
-    // 1 + 2^n (1 + q); near 0, where it matters most, 1 + 2^n is exact.
+    // The sum is 1 + 2^n (1 + q). Near 0, where accuracy matters most, 1 + 2^n is exact.
     const float power = power_of_two(p.shifted, -64) * 0x1p64f;
     const float sum = multiply_add(power, q, 1.0f + power);
     const float y = x / sum;
-    // What the sum lost shows for x in (1, 65): it is close to 1 there, and beyond nothing is lost.
+    // The rounding error of the sum matters for x in (1, 65), where the sum is close to 1. Beyond 65 there is none.
     const float lost = multiply_add(power, q, 1.0f - sum + power);
     return __builtin_fabsf(x - 33.0f) < 32.0f ? multiply_add(-y, lost, y) : y;
   }
@@ -318,9 +319,9 @@ struct Gate {
 
 // --- logarithm ---
 
-// log(1 + e) for 0 <= e <= 1, to a relative 1e-7
+// Returns log(1 + e) for 0 <= e <= 1, with a relative error below 1e-7.
 FEWBIT_HD inline float log1p_unit(float e) {
-  // (log(1 + e) / e - 1) / e in e - 1/2, for 0 <= e <= 1, devices
+  // A polynomial in e - 1/2 for (log(1 + e) / e - 1) / e, 0 <= e <= 1, on devices.
   constexpr float kLog1p[9] = {
       -0.378139555f,
       0.179224908f,
@@ -335,9 +336,9 @@ FEWBIT_HD inline float log1p_unit(float e) {
   return multiply_add(e, e * horner(kLog1p, e - 0.5f), e);
 }
 
-// The same to a relative 1e-10
+// Returns the same with a relative error below 1e-10.
 FEWBIT_HD inline double log1p_unit(double e) {
-  // (log(1 + e) / e - 1) / e for 0 <= e <= 1, hosts
+  // A polynomial for (log(1 + e) / e - 1) / e, 0 <= e <= 1, on hosts.
   constexpr double kLog1pDouble[12] = {
       -0.49999999556765662,
       0.33333302128699016,
@@ -357,11 +358,12 @@ FEWBIT_HD inline double log1p_unit(double e) {
 
 // --- the normal distribution ---
 
-// x Phi(x). Absolute error of Phi below 1e-7; for x < 0, relative error below 1e-3 down to -11 (devices: 4e-3, -5.5).
+// Returns x Phi(x). The absolute error of Phi is below 1e-7. For x < 0 its relative error is below 1e-3 down to x = -11, on
+// devices below 4e-3 down to x = -5.5.
 FEWBIT_HD inline float times_normal(float x) {
   const float t = __builtin_fabsf(x);
 #if FEWBIT_DEVICE_MATH
-  // log2(2 Phi(-t)) / t for 0 <= t <= 5.5, devices
+  // A polynomial for log2(2 Phi(-t)) / t, 0 <= t <= 5.5, on devices.
   constexpr float kGeluShort[8] = {
       -1.15110612f,
       -0.459196806f,
@@ -375,7 +377,7 @@ FEWBIT_HD inline float times_normal(float x) {
   const float tail = exp2_device(t * horner(kGeluShort, t));
   return 0.5f * x * (x < 0.0f ? tail : 2.0f - tail);
 #else
-  // log2(2 Phi(-t)) / t for 0 <= t <= 11, hosts
+  // A polynomial for log2(2 Phi(-t)) / t, 0 <= t <= 11, on hosts.
   constexpr float kGelu[12] = {
       -1.15110493f,
       -0.459213734f,
@@ -390,7 +392,7 @@ FEWBIT_HD inline float times_normal(float x) {
       3.00814262e-09f,
       -4.77684593e-11f,
   };
-  // max(x, 0) - t Phi(-t); the product with 0 makes minus infinity NaN, as in torch.
+  // The result is max(x, 0) - t Phi(-t). The product with 0 makes minus infinity NaN, as in torch.
   const float linear = x > 0.0f ? x : 0.0f * x;
   const float inside = t > 14.5f ? 14.5f : t;
 #if FEWBIT_FUSED_MULTIPLY_ADD
@@ -406,7 +408,7 @@ FEWBIT_HD inline float times_normal(float x) {
 
 // --- e^z - 1, tanh ---
 
-// e^(x / scale) - 1 for x <= 0; what comes for positive x means nothing.
+// Computes e^(x / scale) - 1 for x <= 0. Results for positive x have no meaning.
 struct Expm1 {
 #if FEWBIT_DEVICE_MATH
   using Result = float;
@@ -421,7 +423,7 @@ struct Expm1 {
   FEWBIT_HD Result operator()(float x) const {
 #if FEWBIT_DEVICE_MATH
     // x / scale = n log(2) + r, and e^r - 1 = r + r^2 (...): near 0 only the last step rounds.
-    // (e^r - 1 - r) / r^2 for |r| <= log(2) / 2, devices
+    // A polynomial for (e^r - 1 - r) / r^2, |r| <= log(2) / 2, on devices.
     constexpr float kExpm1[5] = {
         0.49999997f,
         0.16666542f,
@@ -445,7 +447,7 @@ struct Expm1 {
 FEWBIT_HD inline float tanh_rounded(float x) {
   const float t = __builtin_fabsf(x);
 #if FEWBIT_DEVICE_MATH
-  // (tanh(x) / x - 1) / s in s = x^2, for |x| <= 0.65, devices
+  // A polynomial in s = x^2 for (tanh(x) / x - 1) / s, |x| <= 0.65, on devices.
   constexpr float kTanh[5] = {
       -0.333332598f,
       0.133308291f,

@@ -1,4 +1,4 @@
-// Philox4x32-10, the counter-based generator of Salmon et al. (SC 2011). fewbit/table/philox.py in C++.
+// Philox4x32-10, the counter-based generator of Salmon et al. (SC 2011), as in fewbit/table/philox.py.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct PhiloxWords {
   uint32_t words[4];
 };
 
-// The four words for the counter (e mod 2^32, e div 2^32, 0, 0), key (seed mod, div 2^32).
+// Computes the four words for the counter (e mod 2^32, e div 2^32, 0, 0) and the key (seed mod 2^32, seed div 2^32).
 FEWBIT_HD inline PhiloxWords philox_words(uint64_t seed, uint64_t element) {
   uint32_t c0 = static_cast<uint32_t>(element), c1 = static_cast<uint32_t>(element >> 32);
   uint32_t c2 = 0, c3 = 0;
@@ -36,10 +36,10 @@ FEWBIT_HD inline PhiloxWords philox_words(uint64_t seed, uint64_t element) {
   return {{c0, c1, c2, c3}};
 }
 
-// The first of them.
+// Returns the first of the four words.
 FEWBIT_HD inline uint32_t philox_word(uint64_t seed, uint64_t element) { return philox_words(seed, element).words[0]; }
 
-// Uniform in [0, 1): the top 24 bits of the word, times 2^-24. Through int32, which vectorizes.
+// Returns a uniform number in [0, 1): the top 24 bits of the word times 2^-24. The conversion from int32 vectorizes.
 FEWBIT_HD inline float philox_uniform(uint64_t seed, uint64_t element) {
   return static_cast<float>(static_cast<int32_t>(philox_word(seed, element) >> 8)) * 0x1p-24f;
 }

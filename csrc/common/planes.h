@@ -1,6 +1,6 @@
 // Index arithmetic of the packed format: bit-planes over blocks of 32 elements.
 //
-// Element e = 32 k + i has its bit p in bit i of the 32-bit word k * bits + p. Everything is 64-bit.
+// Bit p of element e = 32 k + i is bit i of the 32-bit word k * bits + p. All indices are 64-bit.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ FEWBIT_HD constexpr int64_t block_count(int64_t n) { return n / kBlock + (n % kB
 
 FEWBIT_HD constexpr int64_t packed_words(int64_t n, int bits) { return block_count(n) * bits; }
 
-// The block of an element, and its place in there.
+// The block of an element, and the element's place in the block.
 FEWBIT_HD constexpr int64_t block_of(int64_t element) { return element / kBlock; }
 FEWBIT_HD constexpr int lane_of(int64_t element) { return static_cast<int>(element % kBlock); }
 
@@ -25,7 +25,7 @@ FEWBIT_HD constexpr int64_t word_index(int64_t block, int plane, int bits) {
   return block * bits + plane;
 }
 
-// Bits of the elements that exist among n, in the words of a block.
+// A mask of the elements of a block that exist if the tensor has n.
 FEWBIT_HD constexpr uint32_t valid_lanes(int64_t block, int64_t n) {
   return n - block * kBlock >= kBlock ? 0xFFFFFFFFu
          : n <= block * kBlock        ? 0u

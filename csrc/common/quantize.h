@@ -1,4 +1,4 @@
-// The arithmetic of the group quantizer, operation for operation in float32: docs/quantizer.md.
+// The float32 arithmetic of the group quantizer, operation for operation as in docs/quantizer.md.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +14,18 @@ constexpr int kDrawCounters = 32;
 
 // The minimum and the range with which a group is quantized and dequantized.
 struct GroupLimits {
-  float minimum, range;  // both NaN if no value of the group can be restored
+  float minimum, range;  // both NaN if no value of the group can be dequantized
   float scale;
 };
 
-// Vectors over a tensor: its element number e, in storage order with samples outermost, has entry number
-// (e div inner) mod count of each. inner * count divides the number of elements.
+// The index of vectors over a tensor: element number e, in storage order with samples outermost, has entry number
+// (e div inner) mod count of each vector. inner * count divides the number of elements.
 struct VectorIndex {
   int64_t count = 1, inner = 1;
 };
 
-// Elements are normalized before they are quantized: minus the mean, times rstd. Without rstd they are not; without a
-// mean it is 0.
+// Normalization of elements before they are quantized: (x - mean) * rstd. Without rstd there is none. Without a mean the
+// mean is 0.
 struct Normalization {
   const float* mean;
   const float* rstd;
@@ -34,7 +34,7 @@ struct Normalization {
   FEWBIT_HD bool exists() const { return rstd != nullptr; }
 };
 
-// Values are mapped before they are rounded to their dtype: times scale, plus shift, each unless null.
+// The affine map of dequantized values before they are rounded to their dtype: times scale, plus shift, each unless null.
 struct Affine {
   const float* scale;
   const float* shift;
@@ -45,7 +45,7 @@ struct Affine {
 
 inline namespace FEWBIT_NAMESPACE {
 
-// Without a vector the entry is a number that changes nothing, not even the sign of a zero.
+// The entry of a vector. Without a vector it is a number that changes nothing, not even the sign of a zero.
 FEWBIT_HD inline float mean_at(const Normalization& by, int64_t entry) { return by.mean ? by.mean[entry] : 0.0f; }
 FEWBIT_HD inline float scale_at(const Affine& by, int64_t entry) { return by.scale ? by.scale[entry] : 1.0f; }
 FEWBIT_HD inline float shift_at(const Affine& by, int64_t entry) { return by.shift ? by.shift[entry] : -0.0f; }
@@ -54,22 +54,22 @@ FEWBIT_HD constexpr int top_of(int bits) { return (1 << bits) - 1; }
 
 FEWBIT_HD inline bool is_finite(float x) { return (bits_of(x) & 0x7F800000u) != 0x7F800000u; }
 
-// The next bfloat16 toward -inf (`up` false) or +inf, in float32.
+// Returns x rounded to bfloat16 toward -inf (`up` false) or +inf, in float32.
 FEWBIT_HD inline float toward_bfloat16(float x, bool up) {
   const uint32_t bits = bits_of(x), cut = bits & 0xFFFF0000u;
-  const bool away = up ? x > 0.0f : x < 0.0f;  // truncation moves these to the wrong side
+  const bool away = up ? x > 0.0f : x < 0.0f;  // truncation rounds these the other way
   return float_of(away && bits != cut ? cut + 0x10000u : cut);
 }
 
-// The limits of a group with these extremes. clean: all its elements are finite. Zeros are stored as +0, since either of
-// two zeros may be found as the smallest element.
+// Returns the limits of a group with these extremes. clean: all elements of the group are finite. A zero minimum is stored
+// as +0, since of two zeros either may be found as the smallest element.
 FEWBIT_HD inline GroupLimits limits_of(float least, float greatest, bool clean, int bits, bool fp32_min) {
   GroupLimits limits;
   const float low = (fp32_min ? least : toward_bfloat16(least, false)) + 0.0f;
   const float range = toward_bfloat16(greatest - low, true) + 0.0f;
   const bool kept = clean && is_finite(low) && is_finite(range);
   const float nan = float_of(0x7FC00000u);
-  // The bound is for ranges below 1e-31, whose quotient could overflow.
+  // The quotient is bounded, because it could overflow for ranges below 1e-31.
   const float steps = static_cast<float>(top_of(bits)) / range;
   limits.minimum = kept ? low : nan;
   limits.range = kept ? range : nan;
@@ -79,7 +79,7 @@ FEWBIT_HD inline GroupLimits limits_of(float least, float greatest, bool clean, 
 
 FEWBIT_HD inline bool is_kept(const GroupLimits& limits) { return limits.range == limits.range; }
 
-// Rounds a value from 0 to 2^24 to the nearest integer, ties to even. The sum rounds below 2^23.
+// Rounds a value from 0 to 2^24 to the nearest integer, ties to even. Below 2^23 the addition does it.
 FEWBIT_HD inline int32_t nearest(float value) {
 #ifdef __CUDA_ARCH__
   return __float2int_rn(value);
@@ -89,7 +89,7 @@ FEWBIT_HD inline int32_t nearest(float value) {
 #endif
 }
 
-// The code of x in a group whose limits are finite. most: top * 65536.
+// Returns the code of x in a group whose limits are finite. most: top * 65536.
 FEWBIT_HD inline int32_t code_of(float x, const GroupLimits& limits, float most, uint32_t draw) {
   const float steps = (x - limits.minimum) * limits.scale;
   return (nearest(steps < most ? steps : most) + static_cast<int32_t>(draw)) >> 16;
@@ -97,13 +97,13 @@ FEWBIT_HD inline int32_t code_of(float x, const GroupLimits& limits, float most,
 
 FEWBIT_HD inline float most_of(int bits) { return static_cast<float>(top_of(bits)) * 65536.0f; }
 
-// The value of a code. unit: 1 / top.
+// Returns the value of a code. unit: 1 / top.
 FEWBIT_HD inline float restored(int32_t code, float minimum, float range, float unit) {
   return minimum + range * (static_cast<float>(code) * unit);
 }
 
-// The same, clamped to float16, to which the value is rounded next: in a group that holds the largest number the rounded
-// range reaches beyond it. NaN stays NaN.
+// Returns the same, clamped to the range of float16. In a group that holds the largest float16 the rounded range reaches
+// beyond it, and the value is rounded to float16 next. NaN stays NaN.
 FEWBIT_HD inline float within_float16(float x) {
   const float below = x > 65504.0f ? 65504.0f : x;
   return below < -65504.0f ? -65504.0f : below;

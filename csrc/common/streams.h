@@ -1,4 +1,4 @@
-// The streams and groups of a quantized tensor: docs/quantizer.md. All sizes are 64-bit.
+// The streams and groups of a quantized tensor, which docs/quantizer.md defines. All sizes are 64-bit.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace fewbit {
 constexpr int kLeastFeatures = 64;     // of a sample with groups of its own
 constexpr int kMostGroupSize = 65536;  // groups are multiples of kBlock
 
-// The samples of one width. Their elements, words and groups follow those of the streams before.
+// The samples of one width. Their elements, words and groups follow those of the previous streams.
 struct Stream {
   int bits;
   int64_t samples;
@@ -33,8 +33,8 @@ struct Streams {
 
 // A part of a stream whose elements share a minimum and a range.
 struct Group {
-  int64_t first;   // its first element in the stream
-  int64_t sample;  // the sample of the stream that it is in; 0 if groups run across samples
+  int64_t first;   // the group's first element in the stream
+  int64_t sample;  // the sample in the stream; 0 if groups run across samples
   int length;
 };
 
@@ -44,14 +44,14 @@ FEWBIT_HD constexpr int64_t quotient_up(int64_t a, int64_t b) { return a / b + (
 
 FEWBIT_HD constexpr bool by_sample(const Streams& streams) { return streams.features >= kLeastFeatures; }
 
-// The uint16 columns of the ranges.
+// The number of uint16 columns of the ranges.
 FEWBIT_HD constexpr int columns(bool fp32_min) { return fp32_min ? 3 : 2; }
 
 FEWBIT_HD constexpr int64_t elements(const Streams& streams, const Stream& stream) {
   return stream.samples * streams.features;
 }
 
-// Makes `streams` empty, in place, since CUDA has it in shared memory.
+// Makes `streams` empty. It is written in place, since CUDA has it in shared memory.
 FEWBIT_HD inline void clear(Streams& streams, int64_t features, int group_size, bool fp32_min) {
   streams.features = features;
   streams.group_size = group_size;
@@ -85,7 +85,7 @@ FEWBIT_HD inline void append_mixed(Streams& streams, const int64_t* counts) {
   }
 }
 
-// The streams of samples that all have one width.
+// Returns the streams of samples that all have one width.
 inline Streams one_stream(int64_t samples, int64_t features, int group_size, bool fp32_min, int bits) {
   Streams streams;
   clear(streams, features, group_size, fp32_min);
@@ -93,7 +93,7 @@ inline Streams one_stream(int64_t samples, int64_t features, int group_size, boo
   return streams;
 }
 
-// The streams of samples of several widths.
+// Returns the streams of samples of several widths.
 inline Streams mixed_streams(const int64_t* counts, int64_t features, int group_size, bool fp32_min) {
   Streams streams;
   clear(streams, features, group_size, fp32_min);
@@ -101,21 +101,21 @@ inline Streams mixed_streams(const int64_t* counts, int64_t features, int group_
   return streams;
 }
 
-// The stream of group number `group`.
+// Returns the stream of group number `group`.
 FEWBIT_HD inline const Stream& stream_of(const Streams& streams, int64_t group) {
   int i = 0;
   while (group >= streams.of[i].first_group + streams.of[i].groups) ++i;
   return streams.of[i];
 }
 
-// Group number `index` of a stream.
+// Returns group number `index` of a stream.
 FEWBIT_HD inline Group group_at(const Streams& streams, const Stream& stream, int64_t index) {
   const int64_t features = streams.features;
   int64_t first = index * streams.group_size, end = elements(streams, stream), sample = 0;
   if (by_sample(streams)) {
-    const int64_t each = quotient_up(features, streams.group_size);
-    sample = index / each;
-    first = sample * features + (index - sample * each) * streams.group_size;
+    const int64_t per_sample = quotient_up(features, streams.group_size);
+    sample = index / per_sample;
+    first = sample * features + (index - sample * per_sample) * streams.group_size;
     end = (sample + 1) * features;
   }
   const int64_t left = end - first;

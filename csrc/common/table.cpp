@@ -51,7 +51,7 @@ void check_breaks(const char* breaks_name, const std::vector<T>& breaks, const c
     refuse(breaks_name, "at most " + std::to_string(kMostEntries) + " entries", std::to_string(breaks.size()));
   }
   check_finite(breaks_name, breaks);
-  // Breaks that differ in float64 may be equal in float32; both flips then apply.
+  // Breaks that differ in float64 may be equal in float32. Both flips apply then.
   check_ascending(breaks_name, breaks, false);
   for (size_t i = 0; i < flips.size(); ++i) {
     if (flips[i] >> bits) {
@@ -90,14 +90,15 @@ void check_knots(const TableArrays& arrays, int bits) {
   check_ascending("levels", arrays.levels, false);
 }
 
-// The number of halvings that find a place among that many limits.
+// Returns the number of halvings that find a place among that many limits.
 int steps_for(size_t count) {
   int steps = 0;
   while ((size_t{1} << steps) - 1 < count) ++steps;
   return steps;
 }
 
-// The outcomes of a search, first one in the lowest bit, as the place they lead to: first one in the highest.
+// Returns the place that the outcomes of a search lead to. The first outcome is the lowest bit of `path` and the highest bit
+// of the place.
 size_t place_of(size_t path, int steps) {
   size_t place = 0;
   for (int step = 0; step < steps; ++step) place |= (path >> step & 1) << (steps - 1 - step);

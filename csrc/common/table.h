@@ -1,4 +1,4 @@
-// A table for kernels: constants in host memory, checked once.
+// A table as the kernels use it: constants in host memory, checked once.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace fewbit {
 
-// The breaks, at which the code changes, for inputs compared in T. All comparisons are strict, x > b; NaN is beyond all:
+// The breaks, at which the code changes, for inputs compared in T. All comparisons are strict, x > b. NaN is beyond all:
 // code(x) = initial ^ XOR over j with not (x <= values[j]) of flips[j].
 template <class T>
 struct Breaks {
@@ -15,18 +15,18 @@ struct Breaks {
   const T* values;       // (m,) ascending, finite
   const uint8_t* flips;  // (m,) planes that change, below 2**bits
 
-  // The same by plane: those that flip plane p are by_plane[plane_begin[p]] .. by_plane[plane_begin[p + 1]].
-  // None of them is -0, which is the same limit as 0.
+  // The breaks by plane: those that flip plane p are by_plane[plane_begin[p]] .. by_plane[plane_begin[p + 1]]. A break at -0
+  // is stored as 0, which is the same limit.
   int plane_begin[9];
   const T* by_plane;
 
-  // The same for a search of `steps` halvings: 2**steps - 1 breaks, padded with +inf, and 2**steps codes.
+  // The breaks for a search of `steps` halvings: 2**steps - 1 breaks, padded with +inf, and 2**steps codes.
   int steps;
   const T* padded;
   const uint8_t* codes;
 
-  // The same search for vector permutes: step s reads reversed[2**s - 1 + path] where bit t of path tells
-  // whether x was beyond the break of step t. 16 entries may be read at each place.
+  // The same search by vector permutations: step s reads reversed[2**s - 1 + path]. Bit t of path is set if x was beyond the
+  // break of step t. 16 entries can be read at each place.
   const T* reversed;
   const int32_t* reversed_codes;  // (2**steps,) by path, and 16 readable
 };
@@ -42,7 +42,7 @@ struct Knots {
   const float* levels;        // (K,) ascending
   const float* inverse_gaps;  // (K - 1,)
 
-  // Padded with +inf to 2**steps - 1 entries, for a search of `steps` halvings.
+  // The limits padded with +inf to 2**steps - 1 entries, for a search of `steps` halvings.
   int point_steps;
   const float* padded_points;
   int level_steps;

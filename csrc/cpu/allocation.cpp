@@ -6,13 +6,13 @@
 namespace fewbit {
 namespace {
 
-// One bit more or less for one tensor.
+// A change by one bit of one tensor.
 struct Move {
   double key;  // the change of variance per element
   int64_t index;
 };
 
-// The tensors: the variance that rounding adds with 1 bit, that with more bits times (2^bits - 1)^2, and their sizes.
+// The tensors: the variance that rounding adds with 1 bit, the variance with more bits times (2^bits - 1)^2, and the sizes.
 struct Tensors {
   const double* at_one;
   const double* sensitivity;
@@ -24,7 +24,7 @@ struct Tensors {
     return sensitivity[i] / (top * top);
   }
 
-  // The increase of the variance per element when tensor i goes from `bits` to one bit less.
+  // Returns the increase of the variance per element if tensor i goes from `bits` to one bit less.
   double loss(int64_t i, int bits) const {
     return (variance(i, bits - 1) - variance(i, bits)) / static_cast<double>(elements[i]);
   }

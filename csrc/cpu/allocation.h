@@ -1,4 +1,4 @@
-// The choice of bits under a budget: Prob. (10) of ActNN, by its greedy algorithm.
+// The choice of bits under a budget: problem (10) of ActNN, solved by the greedy algorithm of that paper.
 #pragma once
 
 #include <cstdint>

@@ -22,7 +22,7 @@ extern const Kernels kernels;
 namespace {
 
 #ifdef FEWBIT_HAVE_X86
-// The flags that setup.py compiles each build with; the processor test asks for the system's support too.
+// The flags that setup.py compiles each build with. The test of the processor includes the system's support.
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
          __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
@@ -44,7 +44,7 @@ std::vector<const Kernels*> usable() {
   return all;
 }
 
-constexpr int64_t kGrain = 32768;  // elements that are not worth another thread; torch's number
+constexpr int64_t kGrain = 32768;  // the number of elements from which another thread is worth using; torch's number
 
 }  // namespace
 
@@ -75,9 +75,9 @@ int threads_for(int64_t n, int threads) {
 
 Range share_of(int64_t n, int index, int count) {
   const int64_t chunks = n / kChunk + (n % kChunk != 0);
-  const int64_t each = chunks / count, more = chunks % count;
-  const int64_t first = index * each + (index < more ? index : more);
-  const int64_t last = first + each + (index < more ? 1 : 0);
+  const int64_t least = chunks / count, more = chunks % count;
+  const int64_t first = index * least + (index < more ? index : more);
+  const int64_t last = first + least + (index < more ? 1 : 0);
   const int64_t begin = first * kChunk, end = last == chunks ? n : last * kChunk;
   return {begin < n ? begin : n, end};
 }

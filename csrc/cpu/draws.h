@@ -1,4 +1,4 @@
-// The draws of a group, a block of 256 elements at a time: Philox over vectors of 64-bit lanes.
+// The random numbers of a group, for a block of 256 elements at a time: Philox over vectors of 64-bit lanes.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
-// The seed's key in each round, widened to lanes.
+// The key made from the seed in each round, widened to lanes.
 struct DrawKeys {
   uint64_t first[kPhiloxRounds], second[kPhiloxRounds];
 
@@ -23,17 +23,17 @@ struct DrawKeys {
   }
 };
 
-// Word w of counter `counter` + i in words[32 w + i], for the kDrawCounters counters from `counter` on.
+// Writes word w of counter `counter` + i to words[32 w + i], for the kDrawCounters counters from `counter` on.
 //
-// A lane holds a 32-bit word; what is above it is never looked at. Even and odd counters are in vectors of their
-// own, so that products need no shuffles. `product(a, b)` multiplies the lower halves of lanes.
+// A lane holds a 32-bit word; its upper half is never read. Even and odd counters are in separate vectors, so that products
+// need no shuffles. `product(a, b)` multiplies the lower halves of lanes.
 inline void draw_words(const DrawKeys& keys, uint64_t counter, uint32_t* words) {
   constexpr int kLanes = sizeof(Lanes) / sizeof(uint64_t);
-  constexpr int kVectors = kLanes == 8 ? 4 : 2;  // as many as registers can hold, even and odd in turn
+  constexpr int kVectors = kLanes == 8 ? 4 : 2;  // as many as registers hold, even and odd in turn
   const Lanes multiplier0 = Lanes{} + uint64_t{kPhiloxMultiplier0};
   const Lanes multiplier2 = Lanes{} + uint64_t{kPhiloxMultiplier2};
-  // A multiple of kDrawCounters, so that the upper word is the same for all; the last two words are 0. The
-  // first of the two products is thus 0 in the first round, and the same for all in the second.
+  // `counter` is a multiple of kDrawCounters, so all counters have the same upper word. The last two words are 0. One of the
+  // two products is therefore 0 in the first round, and the same for all counters in the second.
   const uint64_t upper = (counter >> 32) ^ keys.first[0];
   const uint64_t same = uint64_t{kPhiloxMultiplier0} * static_cast<uint32_t>(upper);
   Lanes even;

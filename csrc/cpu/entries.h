@@ -1,4 +1,4 @@
-// Normalization on load and the affine map on store, for a part of a group at a time.
+// Normalization when elements are read, and the affine map when they are written, for a part of a group at a time.
 #pragma once
 
 #include <cstdint>
@@ -9,19 +9,19 @@
 namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
-// Walks along the entries of elements. A stretch that begins where the one before it ended costs no division.
+// A walk along the entries of vectors over a tensor. Elements that follow the previous ones cost no division.
 class Entries {
  public:
   explicit Entries(const VectorIndex& index) : index_(index) {}
 
-  // Returns whether neighboring elements have neighboring entries, up to the last entry.
+  // Returns true if neighboring elements have neighboring entries, up to the last entry.
   bool neighbors() const { return index_.inner == 1; }
 
-  // Returns whether a part has several runs of one entry each.
+  // Returns true if a part has several runs of one entry each.
   bool short_runs() const { return index_.inner < kDrawBlock; }
 
-  // Calls run(entry, at, length) for the runs of m elements from number `element` on; at counts from 0. A run has
-  // one entry, or, of neighbors, `length` from `entry` on.
+  // Calls run(entry, at, length) for the runs of the m elements from number `element` on, `at` elements after the first. All
+  // elements of a run have the same entry or, if neighbors() is true, the `length` entries from `entry` on.
   template <class Run>
   void runs(int64_t element, int m, const Run& run) {
     if (element != next_) seek(element);
@@ -50,14 +50,14 @@ class Entries {
   }
 
   const VectorIndex index_;
-  int64_t next_ = -1;  // the element that entry_ and left_, of its run, are for
+  int64_t next_ = -1;  // the element that entry_ and left_ (of the element's run) belong to
   int64_t entry_ = 0, left_ = 0;
 };
 
-// An entry for each element of a part.
+// A buffer with one entry for each element of a part.
 class SpreadOut {
  public:
-  // Writes one value n times from place `at` on. Whole vectors are written; the values behind are overwritten next.
+  // Writes one value n times from place `at` on. It writes whole vectors; the next call overwrites the excess.
   void put(int at, int n, float value) {
     const Vector same = Vector{} + value;
     for (int i = 0; i < n; i += kVector) memcpy(values_ + at + i, &same, sizeof same);
@@ -77,7 +77,7 @@ class Normalizer {
 
   bool exists() const { return by_.exists(); }
 
-  // m elements, at most a part, from number `element` on; out may be x.
+  // Normalizes the m elements, at most a part, from number `element` on. out may be x.
   void apply(int64_t element, int m, const float* x, float* out) {
     if (entries_.neighbors()) {
       entries_.runs(element, m, [&](int64_t entry, int at, int length) {
@@ -125,7 +125,7 @@ class Mapper {
 
   bool exists() const { return by_.exists(); }
 
-  // m elements, at most a part, from number `element` on, in place.
+  // Maps the m elements, at most a part, from number `element` on, in place.
   void apply(int64_t element, int m, float* x) {
     if (entries_.neighbors()) {
       entries_.runs(element, m, [&](int64_t entry, int at, int length) {

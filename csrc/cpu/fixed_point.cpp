@@ -1,4 +1,4 @@
-// The fixed-point code's kernels of one instruction set. Compiled as kernels.cpp is: several times, without
+// The kernels of the fixed-point code for one instruction set. The file is compiled as kernels.cpp is: several times, without
 // standard library templates. Codes are made and used a chunk at a time, in loops that vectorize.
 
 #include "../common/fixed_point.h"
@@ -51,7 +51,7 @@ struct BFloat16 {
   static uint16_t narrow(Wide x) { return narrow_bfloat16(x); }
 };
 
-// call(number type, pointer to its elements) by dtype.
+// Calls call(number type, pointer to its elements) for a dtype.
 #define FEWBIT_WITH_NUMBER(dtype, CALL) \
   switch (dtype) {                      \
     case DType::float32:                \
@@ -76,7 +76,7 @@ class Along {
     int64_t entry = number % index_.count;
     int64_t left = neighbors() ? index_.count - entry : index_.inner - (element - number * index_.inner);
     if (left >= m && neighbors()) return vector_ + entry;
-    if (entry == entry_ && (neighbors() || left >= m)) return values_;  // as in the chunk before
+    if (entry == entry_ && (neighbors() || left >= m)) return values_;  // as in the previous chunk
     const bool repeats = left >= m || (neighbors() && kChunk % index_.count == 0);
     entry_ = repeats && m == kChunk ? entry : -1;
     for (int at = 0; at < m;) {
@@ -98,7 +98,7 @@ class Along {
  private:
   bool neighbors() const { return index_.inner == 1; }
 
-  // Whole vectors are written; the values behind are overwritten next.
+  // It writes whole vectors; the next run overwrites the excess.
   void put(int at, int n, float value) {
     const Vector same = Vector{} + value;
     for (int i = 0; i < n; i += kVector) memcpy(values_ + at + i, &same, sizeof same);
@@ -108,7 +108,7 @@ class Along {
   typedef float Vector __attribute__((vector_size(kVector * sizeof(float))));
   const float* vector_;
   const VectorIndex index_;
-  int64_t entry_ = -1;  // of the first element of what values_ has, if that may serve again
+  int64_t entry_ = -1;  // of the first element in values_, if the next chunk may reuse them
   alignas(64) float values_[kChunk + kVector];
 };
 

@@ -1,6 +1,6 @@
-// The kernels of one instruction set. Compiled several times, each with its own FEWBIT_NAMESPACE and flags.
+// The kernels of one instruction set. The file is compiled several times, each with its own FEWBIT_NAMESPACE and flags.
 //
-// No standard library templates in here: the linker would keep one copy of each for all instruction sets.
+// It uses no standard library templates, because the linker would merge their copies of all instruction sets into one.
 
 #include "kernels.h"
 
@@ -38,7 +38,7 @@ inline int chunk_size(int64_t first, int64_t end) {
   return end - first < kChunk ? static_cast<int>(end - first) : kChunk;
 }
 
-// kChunk elements at `in`, of which m exist: `in` itself, or a copy with zeros in place of the others.
+// Returns kChunk elements of which m exist at `in`: `in` itself, or a copy with zeros in place of the others.
 template <class T>
 inline const T* whole(const T* in, int m, T* buffer) {
   if (m == kChunk) return in;
@@ -55,14 +55,14 @@ inline const uint32_t* whole_words(const uint32_t* in, int m, int bits, uint32_t
 }
 
 // Copies the words of m elements from those of a chunk; bits beyond m are zero.
-inline void keep_words(uint32_t* buffer, int m, int bits, uint32_t* out) {
+inline void store_words(uint32_t* buffer, int m, int bits, uint32_t* out) {
   const int64_t last = block_count(m) - 1;
   for (int plane = 0; plane < bits; ++plane) buffer[word_index(last, plane, bits)] &= valid_lanes(last, m);
   memcpy(out, buffer, packed_words(m, bits) * sizeof(uint32_t));
 }
 
-// The destination of results: memory, or past the caches if there are too many results to be found in the caches later.
-// Memory then need not be read before it is written either.
+// The destination of results. If there are too many to be found in the caches later, they are written past the caches, which
+// also saves reading the memory before it is written.
 class Results {
  public:
   Results(const void* out, int64_t bytes)
@@ -71,7 +71,7 @@ class Results {
     if (past_caches_) finish_streaming();
   }
 
-  // compute(T*) writes a whole chunk: to `out`, or to the buffer and from there past the caches.
+  // Calls compute(T*), which writes a whole chunk to `out`, or to the buffer, from which it is written past the caches.
   template <class T, class Compute>
   void put(T* out, T* buffer, const Compute& compute) const {
     if (past_caches_) {
@@ -83,7 +83,7 @@ class Results {
   }
 
  private:
-  static constexpr int64_t kPastCaches = int64_t{24} << 20;  // of one thread
+  static constexpr int64_t kPastCaches = int64_t{24} << 20;  // bytes of one thread
   static constexpr uintptr_t kLine = 64;
   bool past_caches_;
 };
@@ -149,7 +149,7 @@ void search(const Table& table, const Breaks<T>& breaks, const T* x, uint32_t* w
   with(table.bits).pack(codes, words);
 }
 
-// draw() of draw.h, part by part.
+// Does draw() of draw.h for a chunk, part by part.
 void draw_chunk(const Table& table, const float* x, uint64_t seed, uint64_t first, uint32_t* words) {
   const Knots& knots = table.knots;
   int32_t place[kChunk];
@@ -206,7 +206,7 @@ inline void put_codes(const Table& table, const T* x, int m, uint64_t seed, int6
   } else {
     uint32_t words[kChunkBlocks * kMaxBits];
     codes_of_chunk(table, x, seed, first, words);
-    keep_words(words, m, table.bits, out);
+    store_words(words, m, table.bits, out);
   }
 }
 
@@ -249,7 +249,7 @@ void encode(const Table& table, const void* x, DType dtype, int64_t begin, int64
 
 // -- decode_mul -------------------------------------------------------------------------------------------
 
-// The table's lut, times the gradient if that is one number, with at least 16 entries.
+// A copy of the table's lut, multiplied by the gradient if the gradient is one number. At least 16 entries can be read.
 struct LocalLut {
   float values[1 << kMaxBits];
 
@@ -260,7 +260,7 @@ struct LocalLut {
   }
 };
 
-// The words of the chunk at `first`.
+// Returns the words of the chunk that begins with element `first`.
 inline const uint32_t* words_at(const uint32_t* packed, int64_t first, int m, int bits, uint32_t* buffer) {
   return whole_words(packed + word_index(block_of(first), 0, bits), m, bits, buffer);
 }
@@ -333,7 +333,7 @@ void decode_float64(const Table& table, const double* grad, int64_t begin, int64
 
 void decode_mul(const Table& table, const void* grad, DType dtype, int64_t begin, int64_t end,
                 const uint32_t* packed, void* out, bool grad_is_scalar) {
-  if (begin == end) return;  // there may be no gradient to read then
+  if (begin == end) return;  // without elements there may be no gradient to read
   switch (dtype) {
     case DType::float32:
       return decode_float32(table, static_cast<const float*>(grad), begin, end, packed, static_cast<float*>(out),
@@ -352,8 +352,8 @@ void decode_mul(const Table& table, const void* grad, DType dtype, int64_t begin
 
 // -- forward ----------------------------------------------------------------------------------------------
 
-// f of a chunk. x and y are apart: vectors of several iterations then overlap, as each one is a long chain of
-// dependent operations (the .flags files ask for that).
+// Computes f of a chunk. x and y must not overlap, so that the compiler may run several iterations at once. Each one is a long
+// chain of dependent operations, so this pays (the .flags files ask for it).
 template <class Function>
 void apply(double p0, double p1, const float* __restrict__ x, float* __restrict__ y) {
   const Function f(p0, p1);
@@ -431,7 +431,7 @@ void pack(const uint8_t* codes, int64_t begin, int64_t end, int bits, uint32_t* 
     const int m = chunk_size(i, end);
     uint32_t* out = packed + word_index(block_of(i), 0, bits);
     with(bits).pack(whole(codes + i, m, buffer), m == kChunk ? out : words);
-    if (m < kChunk) keep_words(words, m, bits, out);
+    if (m < kChunk) store_words(words, m, bits, out);
   }
 }
 

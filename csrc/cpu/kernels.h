@@ -1,4 +1,4 @@
-// The CPU kernels: the same functions, compiled once per instruction set.
+// The CPU kernels: the same functions, compiled once for each instruction set.
 #pragma once
 
 #include <cstdint>
@@ -13,80 +13,79 @@
 
 namespace fewbit {
 
-// Elements that a kernel handles at a time; threads divide the work at multiples of it.
+// The number of elements that a kernel handles at a time. Threads divide the work at multiples of it.
 constexpr int kChunk = 512;
 
-// The smallest and the largest element of groups, NaN excepted, and whether there is a NaN.
+// The smallest and the largest element of groups without NaN, and a flag for NaN.
 struct Spread {
   float least, greatest;
   bool nan;
 };
 
-// The group quantizer (docs/quantizer.md). Each function does the groups [begin, end) of all streams. order: the
-// samples by stream, null where they are in order already. Pointers are aligned to one element.
+// The group quantizer (docs/quantizer.md). Each function works on the groups [begin, end) of all streams. order: the samples
+// by stream; null if they are in order already. Pointers are aligned to one element.
 struct QuantizerKernels {
-  // The words of groups may share blocks with those of other calls (word_writer.h). `spread` is extended by the elements
-  // that are quantized.
+  // Quantizes. Words may share blocks with those of other calls (word_writer.h). `spread` is extended by the elements.
   void (*quantize)(const Streams& streams, const int64_t* order, const void* x, DType dtype,
                    const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
                    uint16_t* ranges, Spread& spread);
-  // out[g] = length * range^2 of each group, from exact ranges, in float32; NaN if an element is not finite.
+  // Computes out[g] = length * range^2 of each group from exact ranges in float32; NaN if an element is not finite.
   void (*squares)(const Streams& streams, const void* x, DType dtype, const Normalization& normalization,
                   int64_t begin, int64_t end, float* out);
-  // affine: null if there is an order and groups run across samples. past_caches: `out` is too large to stay in the caches
-  // until it is read.
+  // Dequantizes. affine: null if there is an order and groups run across samples. past_caches: `out` is too large to stay in
+  // the caches until it is read.
   void (*dequantize)(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
                      const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype, bool past_caches);
 };
 
-// The fixed-point code of pre-activations. Each function does the elements [begin, end), as in `Kernels`.
+// The fixed-point code of pre-activations. Each function works on the elements [begin, end), as in `Kernels`.
 struct FixedPointKernels {
-  // y: of x's dtype; its sign is encoded.
+  // Encodes x~ with the sign of y. y: of x's dtype.
   void (*encode)(const Grid& grid, const Normalization& normalization, const void* x, const void* y, DType dtype,
                  int bits, int64_t begin, int64_t end, uint32_t* packed);
-  // activated: restores y, times slope unless positive; otherwise the normalized input, times scale unless null.
+  // Decodes. With `activated` it returns y, times slope unless positive, else x~, times scale unless null.
   void (*decode)(const Grid& grid, const Scale& scale, const uint32_t* packed, int bits, int64_t begin, int64_t end,
                  bool activated, float slope, void* out, DType dtype);
-  // out may be grad.
+  // Multiplies grad by slope unless y is positive. out may be grad.
   void (*mask)(const Grid& grid, const uint32_t* packed, int bits, int64_t begin, int64_t end, double slope,
                const void* grad, void* out, DType dtype);
 };
 
-// Each function does the elements [begin, end) of tensors that start at the pointers given; begin is a
-// multiple of kChunk, and so is end unless the tensor ends there. Pointers are aligned to one element.
+// The kernels of an instruction set. Each function works on the elements [begin, end) of tensors that start at the pointers.
+// begin is a multiple of kChunk, and so is end unless the tensor ends there. Pointers are aligned to one element.
 struct Kernels {
   const char* isa;
   void (*pack)(const uint8_t* codes, int64_t begin, int64_t end, int bits, uint32_t* packed);
   void (*unpack)(const uint32_t* packed, int64_t begin, int64_t end, int bits, uint8_t* codes);
   void (*encode)(const Table& table, const void* x, DType dtype, int64_t begin, int64_t end, uint32_t* packed,
                  uint64_t seed);
-  // grad_is_scalar: grad is one element that is taken for all.
+  // grad_is_scalar: grad has one element, which is used for all.
   void (*decode_mul)(const Table& table, const void* grad, DType dtype, int64_t begin, int64_t end,
                      const uint32_t* packed, void* out, bool grad_is_scalar);
-  // Not for float64. y may be x.
+  // There is none for float64. y may be x.
   void (*forward)(int function, double p0, double p1, const Table& table, const void* x, DType dtype,
                   int64_t begin, int64_t end, void* y, uint32_t* packed, uint64_t seed);
   const QuantizerKernels* quantizer;
   const FixedPointKernels* fixed_point;
 };
 
-// The instruction sets of this build that this processor has, best first.
+// Returns the instruction sets of this build that this processor has, best first.
 std::vector<std::string> cpu_isas();
 
-// The kernels of one of them; null for any other name.
+// Returns the kernels of one of these instruction sets; null for any other name.
 const Kernels* kernels_of(const std::string& isa);
 
-// Fused functions, in the order of their numbers.
+// Returns the functions with a fused kernel, in the order of their numbers.
 struct FunctionInfo {
   const char* name;
   int n_parameters;
 };
 const std::vector<FunctionInfo>& fused_functions();
 
-// Threads worth using for n elements when `threads` may be used.
+// Returns how many of `threads` threads are worth using for n elements.
 int threads_for(int64_t n, int threads);
 
-// The part of n elements that share number `index` of `count` does: a range as the kernels want it.
+// Returns the range of elements, as the kernels want it, of share number `index` of `count`.
 struct Range {
   int64_t begin, end;
 };

@@ -13,11 +13,11 @@ constexpr int64_t kWorthwhile = int64_t{4} << 20;
 
 void will_write(void* address, int64_t bytes) {
   if (bytes < kWorthwhile) return;
-  // Only whole huge pages, since others also hold memory that is not going to be written.
+  // Only whole huge pages are advised, since the others also hold memory that is not going to be written.
   const uintptr_t start = reinterpret_cast<uintptr_t>(address);
   const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t last = (start + static_cast<uintptr_t>(bytes)) / kHugePage * kHugePage;
-  // This fails without harm if the system has no huge pages.
+  // If the system has no huge pages, the call fails without harm.
   if (first < last) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }
 

@@ -1,12 +1,12 @@
-// Advice to the system on memory that a kernel is going to write.
+// Advice to the system about memory that a kernel is going to write.
 #pragma once
 
 #include <cstdint>
 
 namespace fewbit {
 
-// The bytes at `address` will all be written: large new memory then comes in huge pages. Faulting in 4 KiB pages
-// one by one takes several times as long as any kernel here. Changes no result, and nothing beyond these bytes.
+// Tells the system that all bytes at `address` will be written, so that large new memory comes in huge pages. To fault in
+// pages of 4 KiB one by one takes several times as long as any kernel here. No result and no other memory is changed.
 void will_write(void* address, int64_t bytes);
 
 }  // namespace fewbit

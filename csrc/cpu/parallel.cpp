@@ -11,7 +11,7 @@
 namespace fewbit {
 namespace {
 
-// The entry points that GCC compiles `#pragma omp parallel` to; LLVM's and Intel's runtimes have them too.
+// The functions that GCC calls for `#pragma omp parallel`. LLVM's and Intel's runtimes have them too.
 struct OpenMP {
   void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
   int (*thread_num)();
@@ -46,7 +46,7 @@ void run_threads(int count, void (*body)(void*, int, int), void* context) {
     threads.reserve(count - 1);
     for (; index < count; ++index) threads.emplace_back(body, context, index, count);
   } catch (const std::system_error&) {
-    // The system gives no more threads, so their shares are done here.
+    // The system gives no more threads, so this thread does the remaining shares.
   }
   body(context, 0, count);
   for (; index < count; ++index) body(context, index, count);
@@ -62,7 +62,7 @@ bool use_openmp_of(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);
   if (!library) return false;
   OpenMP runtime;
-  // This searches the library and its dependencies.
+  // dlsym searches the library and its dependencies.
   const bool complete = look_up(library, "GOMP_parallel", runtime.parallel) &&
                         look_up(library, "omp_get_thread_num", runtime.thread_num) &&
                         look_up(library, "omp_get_num_threads", runtime.num_threads);

@@ -1,7 +1,7 @@
-// The group quantizer's kernels of one instruction set. Compiled as kernels.cpp is: several times, without
+// The kernels of the group quantizer for one instruction set. The file is compiled as kernels.cpp is: several times, without
 // standard library templates.
 //
-// A group is read from memory once: it is in the first cache when its extremes are known and its codes follow.
+// A group is read from memory once. It is still in the first cache when its extremes are known and its codes are computed.
 
 #include <cstring>
 
@@ -87,7 +87,7 @@ struct OfBits {
   void (*restore)(const uint32_t* words, int blocks, const GroupLimits& limits, float* out);
 };
 
-// Not inlined: each is a loop of its own.
+// These functions are not inlined, because each is a loop of its own.
 template <int BITS>
 void quantize_part(const float* x, int blocks, const GroupLimits& limits, const uint32_t* draws, uint32_t* words) {
   quantize_blocks<BITS>(x, blocks, limits, draws, words);
@@ -104,9 +104,9 @@ constexpr OfBits of_bits = {quantize_part<BITS>, restore_part<BITS>};
 constexpr OfBits kOfBits[] = {of_bits<1>, of_bits<2>, of_bits<3>, of_bits<4>,
                               of_bits<5>, of_bits<6>, of_bits<7>, of_bits<8>};
 
-// -- Where a group's elements lie ------------------------------------------------------------------------------
+// -- The places of a group's elements ------------------------------------------------------------------------------
 
-// The groups [begin, end) of one stream, in turn.
+// A walk over the groups [begin, end) of one stream.
 class Cursor {
  public:
   Cursor(const Streams& streams, const Stream& stream, const int64_t* order, int64_t begin, int64_t end)
@@ -119,10 +119,10 @@ class Cursor {
   int64_t number() const { return stream_.first_group + index_; }
   const Group& group() const { return group_; }
 
-  // Returns whether the elements of a group lie side by side in the tensor.
+  // Returns true if the elements of a group lie side by side in the tensor.
   bool contiguous() const { return !order_ || by_sample(streams_); }
 
-  // Returns the place at which they begin.
+  // Returns the place of the first of them.
   int64_t place() const {
     if (!order_) return group_.first;
     return order_[stream_.first_sample + group_.sample] * streams_.features + inside_;
@@ -166,7 +166,7 @@ inline int part_size(const Group& group, int begin) {
   return group.length - begin < kPart ? group.length - begin : kPart;
 }
 
-// The m elements from `begin` on of the cursor's group, in float32, followed by copies of the first one up to a
+// Returns the m elements from `begin` on of the cursor's group in float32, followed by copies of the first one up to a
 // multiple of kBlock.
 template <class Number>
 inline const float* read(const Cursor& cursor, const typename Number::Type* x, int begin, int m,

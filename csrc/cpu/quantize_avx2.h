@@ -18,7 +18,7 @@ inline Lanes product(Lanes a, Lanes b) {
       _mm256_mul_epu32(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 }
 
-// Extends `least` and `greatest` by n > 0 elements, n a multiple of kBlock, except for NaN. Returns false if an element is
+// Extends `least` and `greatest` by n elements that are not NaN, n > 0 a multiple of kBlock. Returns false if an element is
 // not finite.
 inline bool extremes(const float* x, int n, float& least, float& greatest) {
   const __m256 zero = _mm256_setzero_ps();
@@ -26,12 +26,12 @@ inline bool extremes(const float* x, int n, float& least, float& greatest) {
   __m256 clean0 = zero, clean1 = zero;
   for (int i = 0; i < n; i += 16) {
     const __m256 x0 = _mm256_loadu_ps(x + i), x1 = _mm256_loadu_ps(x + i + 8);
-    // Of a NaN and a number these take the second.
+    // These instructions return the second operand if one is NaN.
     low0 = _mm256_min_ps(x0, low0);
     low1 = _mm256_min_ps(x1, low1);
     high0 = _mm256_max_ps(x0, high0);
     high1 = _mm256_max_ps(x1, high1);
-    // 0, or NaN once an element was not finite.
+    // The sum is 0, or NaN once an element was not finite.
     clean0 = _mm256_fmadd_ps(x0, zero, clean0);
     clean1 = _mm256_fmadd_ps(x1, zero, clean1);
   }
@@ -45,14 +45,14 @@ inline bool extremes(const float* x, int n, float& least, float& greatest) {
   return _mm256_movemask_ps(_mm256_cmp_ps(clean0, clean1, _CMP_UNORD_Q)) == 0;
 }
 
-// The words of `blocks` blocks of a group, of which the first is at a multiple of kDrawBlock. draws: draw_words.
+// Computes the words of `blocks` blocks of a group. The first block is at a multiple of kDrawBlock. draws: of draw_words.
 template <int BITS>
 inline void quantize_blocks(const float* x, int blocks, const GroupLimits& limits, const uint32_t* draws,
                             uint32_t* words) {
   const __m256 minimum = _mm256_set1_ps(limits.minimum), scale = _mm256_set1_ps(limits.scale);
   const __m256 most = _mm256_set1_ps(most_of(BITS));
   const __m256i lower = _mm256_set1_epi32(0xFFFF);
-  // Packing takes 4 bytes of each vector in turn, within halves.
+  // Within each half, packing takes 4 bytes of each vector in turn.
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   for (int block = 0; block < blocks; ++block, x += kBlock, words += BITS) {
     __m256i codes[4];

@@ -18,7 +18,7 @@ inline Lanes product(Lanes a, Lanes b) {
       _mm512_mul_epu32(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
 }
 
-// Extends `least` and `greatest` by n > 0 elements, n a multiple of kBlock, except for NaN. Returns false if an element is
+// Extends `least` and `greatest` by n elements that are not NaN, n > 0 a multiple of kBlock. Returns false if an element is
 // not finite.
 inline bool extremes(const float* x, int n, float& least, float& greatest) {
   const __m512 zero = _mm512_setzero_ps();
@@ -27,12 +27,12 @@ inline bool extremes(const float* x, int n, float& least, float& greatest) {
 #pragma GCC unroll 4
   for (int i = 0; i < n; i += kBlock) {
     const __m512 x0 = _mm512_loadu_ps(x + i), x1 = _mm512_loadu_ps(x + i + 16);
-    // Of a NaN and a number these take the second.
+    // These instructions return the second operand if one is NaN.
     low0 = _mm512_min_ps(x0, low0);
     low1 = _mm512_min_ps(x1, low1);
     high0 = _mm512_max_ps(x0, high0);
     high1 = _mm512_max_ps(x1, high1);
-    // 0, or NaN once an element was not finite.
+    // The sum is 0, or NaN once an element was not finite.
     clean0 = _mm512_fmadd_ps(x0, zero, clean0);
     clean1 = _mm512_fmadd_ps(x1, zero, clean1);
   }
@@ -41,13 +41,13 @@ inline bool extremes(const float* x, int n, float& least, float& greatest) {
   return _mm512_cmp_ps_mask(clean0, clean1, _CMP_UNORD_Q) == 0;
 }
 
-// The words of `blocks` blocks of a group, of which the first is at a multiple of kDrawBlock. draws: draw_words.
+// Computes the words of `blocks` blocks of a group. The first block is at a multiple of kDrawBlock. draws: of draw_words.
 template <int BITS>
 inline void quantize_blocks(const float* x, int blocks, const GroupLimits& limits, const uint32_t* draws,
                             uint32_t* words) {
   const __m512 minimum = _mm512_set1_ps(limits.minimum), scale = _mm512_set1_ps(limits.scale);
   const __m512 most = _mm512_set1_ps(most_of(BITS));
-  // The upper halves of 32 sums, in their order.
+  // The indices of the upper halves of 32 sums, in the order of the sums.
   const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
                                          25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
   const auto fixed = [&](const float* lane) {
@@ -80,7 +80,7 @@ inline void restore_blocks(const uint32_t* words, int blocks, const GroupLimits&
     const __m512 part = _mm512_mul_ps(_mm512_cvtepi32_ps(codes), unit);
     return _mm512_add_ps(minimum, _mm512_mul_ps(range, part));
   };
-  // Up to 16 codes have their values in a register.
+  // The values of up to 16 codes fit in one register.
   const __m512 table = values(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
   for (int block = 0; block < blocks; ++block, words += BITS, out += kBlock) {
     const __m256i codes = codes_of<BITS>(words);

@@ -24,7 +24,7 @@ inline Lanes product(Lanes a, Lanes b) {
 #endif
 }
 
-// Extends `least` and `greatest` by n > 0 elements, n a multiple of kBlock, except for NaN. Returns false if an element is
+// Extends `least` and `greatest` by n elements that are not NaN, n > 0 a multiple of kBlock. Returns false if an element is
 // not finite.
 inline bool extremes(const float* x, int n, float& least, float& greatest) {
   constexpr int lanes = 8;
@@ -36,7 +36,7 @@ inline bool extremes(const float* x, int n, float& least, float& greatest) {
       const float value = x[i + lane];
       low[lane] = value < low[lane] ? value : low[lane];
       high[lane] = value > high[lane] ? value : high[lane];
-      // Bit 31 once the exponent is that of infinities.
+      // Bit 31 is set once an exponent is that of infinities.
       largest[lane] |= (bits_of(value) & 0x7F800000u) + 0x00800000u;
     }
   }
@@ -49,18 +49,18 @@ inline bool extremes(const float* x, int n, float& least, float& greatest) {
   return all >> 31 == 0;
 }
 
-// The words of `blocks` blocks of a group, of which the first is at a multiple of kDrawBlock. draws: draw_words.
+// Computes the words of `blocks` blocks of a group. The first block is at a multiple of kDrawBlock. draws: of draw_words.
 template <int BITS>
 inline void quantize_blocks(const float* x, int blocks, const GroupLimits& limits, const uint32_t* draws,
                             uint32_t* words) {
-  const GroupLimits each = limits;
+  const GroupLimits local = limits;
   const float most = most_of(BITS);
   uint8_t codes[kBlock];
   for (int block = 0; block < blocks; ++block, x += kBlock, words += BITS) {
     const uint32_t* draw = draws + block / 2 * kDrawCounters;
     const int shift = block % 2 * 16;
     for (int i = 0; i < kBlock; ++i) {
-      codes[i] = static_cast<uint8_t>(code_of(x[i], each, most, draw[i] >> shift & 0xFFFFu));
+      codes[i] = static_cast<uint8_t>(code_of(x[i], local, most, draw[i] >> shift & 0xFFFFu));
     }
     pack_block<BITS>(codes, words);
   }

@@ -21,7 +21,7 @@ int64_t element_count(const Streams& streams) {
   return n;
 }
 
-// The group of element number `element` of a stream.
+// Returns the group of element number `element` of a stream.
 int64_t first_unfinished(const Streams& streams, const Stream& stream, int64_t element) {
   int64_t group = element / streams.group_size;
   if (by_sample(streams)) {
@@ -32,13 +32,13 @@ int64_t first_unfinished(const Streams& streams, const Stream& stream, int64_t e
   return stream.first_group + group;
 }
 
-// The first group of share number `index` of `count`.
+// Returns the first group of share number `index` of `count`.
 int64_t share_begin(int64_t groups, int index, int count) {
-  const int64_t each = groups / count, more = groups % count;
-  return index * each + (index < more ? index : more);
+  const int64_t least = groups / count, more = groups % count;
+  return index * least + (index < more ? index : more);
 }
 
-// Calls work(share, begin, end) for each of `shares` shares of the groups, whatever the number of threads is.
+// Calls work(share, begin, end) for each of `shares` shares of the groups, even if fewer threads run.
 template <class Work>
 void run_shares(int64_t groups, int shares, const Work& work) {
   auto body = [&](int index, int count) {
@@ -49,7 +49,7 @@ void run_shares(int64_t groups, int shares, const Work& work) {
   run_parallel(shares, body);
 }
 
-// Clears the block that holds both the end of the group before and the begin of this one, if there is one.
+// Clears the block that holds both the end of the previous group and the begin of this group, if there is such a block.
 void clear_edge(const Streams& streams, int64_t group, uint32_t* packed) {
   const Stream& stream = stream_of(streams, group);
   const int64_t first = group_at(streams, stream, group - stream.first_group).first;
@@ -58,7 +58,7 @@ void clear_edge(const Streams& streams, int64_t group, uint32_t* packed) {
   for (int plane = 0; plane < stream.bits; ++plane) words[plane] = 0;
 }
 
-// The extent of the parts' spreads.
+// Returns the extent of several spreads.
 Extent extent_of(const std::vector<Spread>& spreads) {
   Extent extent{kNothing.least, kNothing.greatest};
   for (const Spread& spread : spreads) {
@@ -70,8 +70,8 @@ Extent extent_of(const std::vector<Spread>& spreads) {
   return extent;
 }
 
-// The unit in which both `forward` and groups can be divided: its elements, a multiple of kChunk that begins and ends with
-// a group (or ends with the tensor), and its groups.
+// The unit in which both `forward` and groups can be divided: its number of elements, a multiple of kChunk that begins and
+// ends with a group or ends with the tensor, and its number of groups.
 struct Unit {
   int64_t elements, groups;
 };

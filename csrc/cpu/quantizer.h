@@ -1,4 +1,4 @@
-// The group quantizer on the CPU: streams, and the work of threads.
+// The group quantizer on the CPU: its streams, and how threads divide the work.
 #pragma once
 
 #include <cstdint>
@@ -10,19 +10,19 @@
 
 namespace fewbit {
 
-// Streams and their samples.
+// The streams and the order of their samples.
 struct StreamPlan {
   Streams streams;
-  std::vector<int64_t> order;  // (samples,) by stream; empty: as they are
+  std::vector<int64_t> order;  // (samples,) by stream; empty if samples are in order already
 
   const int64_t* order_or_null() const { return order.empty() ? nullptr : order.data(); }
 };
 
-// widths: (samples,), each 1 to 8; null: `bits` for all.
+// Returns the streams of samples. widths: (samples,), each 1 to 8; null: `bits` for all.
 StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool fp32_min, int bits,
                         const uint8_t* widths);
 
-// The smallest and the largest element; NaN if an element is NaN, 0 if there is none.
+// The smallest and the largest element of a tensor; NaN if an element is NaN, 0 without elements.
 struct Extent {
   float least, greatest;
 };
@@ -31,11 +31,11 @@ struct Extent {
 Extent quantize(const Kernels& kernels, const StreamPlan& plan, const void* x, DType dtype,
                 const Normalization& normalization, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads);
 
-// out: (groups,), length * range^2 of each group of a stream of samples that are in order.
+// Computes length * range^2 of each group of a stream whose samples are in order. out: (groups,).
 void squares(const Kernels& kernels, const Streams& streams, const void* x, DType dtype,
              const Normalization& normalization, float* out, int threads);
 
-// Elements x, of a dtype for which there is `forward`, to y, codes and a seed of that kernel; y may be x.
+// The arguments of the kernel `forward`, for an x of a dtype that it takes. y may be x.
 struct Forward {
   int function;
   double p0, p1;
@@ -47,14 +47,15 @@ struct Forward {
   uint64_t seed;
 };
 
-// The number of threads that can do it in one pass, each with whole chunks and whole groups.
+// Returns the number of threads that can run `forward_quantized`, each with whole chunks and whole groups.
 int threads_of_forward(const Streams& streams, int threads);
 
-// `forward`, and `quantize` of y, of samples that all have one width, in one pass over memory; extent of y.
+// Runs `forward`, and `quantize` on its y, in one pass over memory, for samples that all have one width. Returns the extent
+// of y.
 Extent forward_quantized(const Kernels& kernels, const Streams& streams, const Forward& forward, uint64_t seed,
                          uint32_t* packed, uint16_t* ranges, int threads);
 
-// affine: null if samples of several widths share groups.
+// Dequantizes. affine: null if samples of several widths share groups.
 void dequantize(const Kernels& kernels, const StreamPlan& plan, const uint32_t* packed, const uint16_t* ranges,
                 const Affine& affine, void* out, DType dtype, int threads);
 

@@ -12,11 +12,11 @@
 namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
-// The number of comparisons, over all planes, beyond which a search is faster.
+// The number of comparisons over all planes above which a search is faster.
 template <class T>
 constexpr int kMostComparisons = sizeof(T) == 4 ? 120 : 70;
 
-// The bit-planes of a chunk: comparisons with every break, one exclusive or each.
+// Computes the bit-planes of a chunk by a comparison with every break, each followed by one exclusive or.
 inline void thermometer(const Table& table, const Breaks<float>& breaks, const float* x, uint32_t* words) {
   for (int block = 0; block < kChunk / kBlock; ++block, x += kBlock, words += table.bits) {
     const __m256 x0 = _mm256_loadu_ps(x), x1 = _mm256_loadu_ps(x + 8);
@@ -63,7 +63,7 @@ inline void thermometer(const Table& table, const Breaks<double>& breaks, const 
   }
 }
 
-// Searches in registers if this table allows. Returns whether it was done.
+// Searches in registers and returns true, or returns false if this table does not allow that.
 template <class T>
 inline bool search_in_registers(const Table&, const T*, uint32_t*) {
   return false;
@@ -73,12 +73,12 @@ template <int BITS>
 inline void pack_block(const uint8_t* codes, uint32_t* words) {
   const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
   for (int plane = 0; plane < BITS; ++plane) {
-    // The bit wanted moves to the top of its byte; what crosses into the byte above stays below its top.
+    // The wanted bit moves to the top of its byte. Bits that cross into the next byte stay below the top there.
     words[plane] = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(bytes, 7 - plane)));
   }
 }
 
-// The 32 codes of a block, a byte each.
+// Returns the 32 codes of a block, one in each byte.
 template <int BITS>
 inline __m256i codes_of(const uint32_t* words) {
   const __m256i spread = _mm256_setr_epi64x(0x0000000000000000, 0x0101010101010101, 0x0202020202020202,
@@ -112,7 +112,7 @@ inline __m256 level_of(__m256i code, const float* lut) {
   }
 }
 
-// The levels of a chunk's codes. lut: 2**BITS entries, at least 16 readable ones.
+// Looks up the levels of a chunk's codes. lut: 2**BITS entries; at least 16 can be read.
 template <int BITS>
 inline void look_up(const uint32_t* words, const float* lut, float* levels) {
   for (int block = 0; block < kChunk / kBlock; ++block, words += BITS) {
@@ -127,7 +127,7 @@ inline void look_up(const uint32_t* words, const float* lut, float* levels) {
   }
 }
 
-// n: a multiple of 16.
+// Converts n elements, a multiple of 16.
 inline void widen(const uint16_t* in, float* out, int n = kChunk) {
   for (int i = 0; i < n; i += 8) {
     const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
@@ -142,7 +142,7 @@ inline void narrow(const float* in, uint16_t* out, int n = kChunk) {
   }
 }
 
-// Copies whole lines of 64 bytes past the caches; `to` is aligned to them.
+// Copies whole lines of 64 bytes past the caches. `to` is aligned to lines.
 inline void stream(const void* from, void* to, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 32) {
     const __m256i half_line =

@@ -1,4 +1,4 @@
-// AVX-512 F, BW, VL, DQ. Comparisons give mask registers, which are bit-planes already.
+// Code for AVX-512 F, BW, VL and DQ. Comparisons return mask registers, which are bit-planes already.
 #pragma once
 
 #include <immintrin.h>
@@ -12,15 +12,15 @@
 namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
-// The number of comparisons, over all planes, beyond which a search is faster.
+// The number of comparisons over all planes above which a search is faster.
 template <class T>
 constexpr int kMostComparisons = sizeof(T) == 4 ? 40 : 110;
 
 inline __mmask16 beyond_lanes(__m512 x, __m512 limit) { return _mm512_cmp_ps_mask(x, limit, _CMP_NLE_UQ); }
 
-// x is beyond a limit where the sign of limit - x is set; an exclusive or of differences has the sign that
-// counts them modulo 2. This needs half as many operations as comparisons and mask registers do, and no more
-// than that the limit is not -0 (0 - 0 is +0) and x no NaN.
+// x is beyond a limit if the sign of limit - x is set, and the sign of an exclusive or of such differences counts them modulo
+// 2. This takes half as many operations as comparisons and mask registers. The limit must not be -0, since 0 - 0 is +0, and x
+// must not be NaN.
 inline __m512 differences(__m512 odd, __m512 first, __m512 second) {
   return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(odd), _mm512_castps_si512(first),
                                                        _mm512_castps_si512(second), 0x96));
@@ -31,7 +31,7 @@ inline __m512d differences(__m512d odd, __m512d first, __m512d second) {
                                                        _mm512_castpd_si512(second), 0x96));
 }
 
-// COUNT limits in registers, and the lanes of 32 elements that are beyond an odd number of them.
+// COUNT limits in registers. `word` marks which of 32 elements are beyond an odd number of them.
 template <class T, int COUNT>
 struct Limits;
 
@@ -44,7 +44,7 @@ struct Limits<float, COUNT> {
   }
 
   __mmask16 odd(const float* x) const {
-    // The minimum of a NaN and infinity is infinity: beyond all.
+    // The minimum of NaN and infinity is infinity, which is beyond all limits.
     const __m512 lanes = _mm512_min_ps(_mm512_loadu_ps(x), _mm512_set1_ps(__builtin_inff()));
     __m512 odd = _mm512_sub_ps(limits[0], lanes);
     for (int j = 1; j + 1 < COUNT; j += 2) {
@@ -89,8 +89,8 @@ inline void flip_plane(const T* values, const T* x, uint32_t* words, int stride)
   for (int block = 0; block < kChunk / kBlock; ++block) words[block * stride] ^= limits.word(x + block * kBlock);
 }
 
-// The bit-planes of a chunk: comparisons with every break, one exclusive or each. Plane by plane with a few
-// breaks at a time: compilers carry masks through a loop in general registers, so none are carried.
+// Computes the bit-planes of a chunk by a comparison with every break, each followed by one exclusive or. It goes
+// plane by plane with a few breaks at a time, because compilers carry masks through a loop in general registers.
 template <class T>
 inline void thermometer(const Table& table, const Breaks<T>& breaks, const T* x, uint32_t* words) {
   const int bits = table.bits;
@@ -140,7 +140,7 @@ struct Lut {
     if constexpr (BITS <= 4) {
       return _mm512_permutexvar_ps(index, part[0]);
     } else {
-      // Pairs of registers by the low 5 bits; the others choose among pairs.
+      // The low 5 bits look up in pairs of registers. The other bits choose among pairs.
       __m512 found[kRegisters / 2];
       for (int i = 0; i < kRegisters / 2; ++i) {
         found[i] = _mm512_permutex2var_ps(part[2 * i], index, part[2 * i + 1]);
@@ -156,10 +156,10 @@ struct Lut {
   }
 };
 
-// The codes of a chunk by a search of STEPS halvings, each a look-up among the breaks of its step.
+// Finds the codes of a chunk by a search of STEPS halvings. Each halving looks up a break among those of its step.
 template <int STEPS>
 struct Search {
-  // The outcomes of the first STEPS comparisons, a bit each.
+  // Returns the outcomes of the first STEPS comparisons, one bit for each.
   static __m512i path(const Breaks<float>& breaks, __m512 x) {
     const __m512i before = Search<STEPS - 1>::path(breaks, x);
     const Lut<STEPS - 1> limits(breaks.reversed + (1 << (STEPS - 1)) - 1);
@@ -194,7 +194,7 @@ struct Search<0> {
   static __m512i path(const Breaks<float>&, __m512) { return _mm512_setzero_si512(); }
 };
 
-// Searches in registers if this table allows. Returns whether it was done.
+// Searches in registers and returns true, or returns false if this table does not allow that.
 inline bool search_in_registers(const Table& table, const float* x, uint32_t* words) {
   switch (table.breaks32.steps) {
     case 4:
@@ -224,7 +224,7 @@ inline void pack_block(const uint8_t* codes, uint32_t* words) {
   }
 }
 
-// The 32 codes of a block, a byte each.
+// Returns the 32 codes of a block, one in each byte.
 template <int BITS>
 inline __m256i codes_of(const uint32_t* words) {
   __m256i codes = _mm256_maskz_set1_epi8(words[0], 1);
@@ -240,7 +240,7 @@ inline void unpack_block(const uint32_t* words, uint8_t* codes) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), codes_of<BITS>(words));
 }
 
-// The levels of a chunk's codes. lut: 2**BITS entries, at least 16 readable ones.
+// Looks up the levels of a chunk's codes. lut: 2**BITS entries; at least 16 can be read.
 template <int BITS>
 inline void look_up(const uint32_t* words, const float* lut, float* levels) {
   const Lut<BITS> level(lut);
@@ -251,7 +251,7 @@ inline void look_up(const uint32_t* words, const float* lut, float* levels) {
   }
 }
 
-// n: a multiple of 16.
+// Converts n elements, a multiple of 16.
 inline void widen(const uint16_t* in, float* out, int n = kChunk) {
   for (int i = 0; i < n; i += 16) {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
@@ -266,7 +266,7 @@ inline void narrow(const float* in, uint16_t* out, int n = kChunk) {
   }
 }
 
-// Copies whole lines of 64 bytes past the caches; `to` is aligned to them.
+// Copies whole lines of 64 bytes past the caches. `to` is aligned to lines.
 inline void stream(const void* from, void* to, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) {
     const __m512i line = _mm512_loadu_si512(static_cast<const char*>(from) + i);

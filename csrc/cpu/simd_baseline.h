@@ -1,4 +1,4 @@
-// Code for any processor, with 16-byte vectors of the compiler (SSE2, NEON, ...).
+// Code for any processor, with the compiler's vectors of 16 bytes (SSE2, NEON, ...).
 #pragma once
 
 #include <cstdint>
@@ -25,11 +25,11 @@ struct Vector<double> {
   typedef int64_t Mask __attribute__((vector_size(16)));
 };
 
-// The number of comparisons, over all planes, beyond which a search is faster.
+// The number of comparisons over all planes above which a search is faster.
 template <class T>
 constexpr int kMostComparisons = sizeof(T) == 4 ? 40 : 24;
 
-// The bit-planes of a chunk: comparisons with every break, one exclusive or each.
+// Computes the bit-planes of a chunk by a comparison with every break, each followed by one exclusive or.
 template <class T>
 inline void thermometer(const Table& table, const Breaks<T>& breaks, const T* x, uint32_t* words) {
   typedef typename Vector<T>::Values Values;
@@ -41,15 +41,15 @@ inline void thermometer(const Table& table, const Breaks<T>& breaks, const T* x,
     for (int plane = 0; plane < table.bits; ++plane) {
       const T* limit = breaks.by_plane + breaks.plane_begin[plane];
       const T* last = breaks.by_plane + breaks.plane_begin[plane + 1];
-      // The comparison is "not beyond", so each break has changed the bit once too often.
+      // The comparison is "not beyond", so each break has flipped the bit once too often.
       const uint32_t flipped = (static_cast<uint32_t>(last - limit) + (table.initial >> plane)) & 1;
       uint32_t word = 0;
       for (int first = 0; first < kBlock; first += group * lanes) {
         Values values[group];
         Mask mask[group] = {};
         memcpy(values, x + first, sizeof values);
-        for (const T* each = limit; each != last; ++each) {
-          for (int v = 0; v < group; ++v) mask[v] ^= values[v] <= *each;
+        for (const T* next = limit; next != last; ++next) {
+          for (int v = 0; v < group; ++v) mask[v] ^= values[v] <= *next;
         }
         Mask bits{};
         for (int v = 0; v < group; ++v) bits |= mask[v] & first_bits << v * lanes;
@@ -60,13 +60,13 @@ inline void thermometer(const Table& table, const Breaks<T>& breaks, const T* x,
   }
 }
 
-// Searches in registers if this table allows. Returns whether it was done.
+// Searches in registers and returns true, or returns false if this table does not allow that.
 template <class T>
 inline bool search_in_registers(const Table&, const T*, uint32_t*) {
   return false;
 }
 
-// 8 bytes of which bit `plane` is wanted, as 8 bits; and 8 bits as 8 bytes of 0 or 1.
+// gather_bits returns bit `plane` of 8 bytes as 8 bits. spread_bits returns 8 bits as 8 bytes of 0 or 1.
 inline uint64_t gather_bits(uint64_t bytes, int plane) {
   return (bytes >> plane & 0x0101010101010101u) * 0x0102040810204080u >> 56;
 }
@@ -79,7 +79,7 @@ inline void pack_block(const uint8_t* codes, uint32_t* words) {
   uint64_t bytes[4];
   memcpy(bytes, codes, sizeof bytes);
 #if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-  for (uint64_t& each : bytes) each = __builtin_bswap64(each);
+  for (uint64_t& eight : bytes) eight = __builtin_bswap64(eight);
 #endif
   for (int plane = 0; plane < BITS; ++plane) {
     words[plane] = static_cast<uint32_t>(gather_bits(bytes[0], plane) | gather_bits(bytes[1], plane) << 8 |
@@ -94,12 +94,12 @@ inline void unpack_block(const uint32_t* words, uint8_t* codes) {
     for (int i = 0; i < 4; ++i) bytes[i] |= spread_bits(words[plane] >> 8 * i & 0xFFu) << plane;
   }
 #if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-  for (uint64_t& each : bytes) each = __builtin_bswap64(each);
+  for (uint64_t& eight : bytes) eight = __builtin_bswap64(eight);
 #endif
   memcpy(codes, bytes, sizeof bytes);
 }
 
-// The levels of a chunk's codes.
+// Looks up the levels of a chunk's codes.
 template <int BITS>
 inline void look_up(const uint32_t* words, const float* lut, float* levels) {
   for (int block = 0; block < kChunk / kBlock; ++block, words += BITS, levels += kBlock) {
@@ -109,7 +109,7 @@ inline void look_up(const uint32_t* words, const float* lut, float* levels) {
   }
 }
 
-// n: a multiple of 16.
+// Converts n elements, a multiple of 16.
 inline void widen(const uint16_t* in, float* out, int n = kChunk) {
   for (int i = 0; i < n; ++i) out[i] = widen_float16(in[i]);
 }
@@ -118,7 +118,7 @@ inline void narrow(const float* in, uint16_t* out, int n = kChunk) {
   for (int i = 0; i < n; ++i) out[i] = narrow_float16(in[i]);
 }
 
-// There is no portable way to write past the caches.
+// Copies. There is no portable way to write past the caches.
 inline void stream(const void* from, void* to, int64_t bytes) { memcpy(to, from, bytes); }
 
 inline void finish_streaming() {}

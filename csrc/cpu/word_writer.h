@@ -1,4 +1,4 @@
-// Writes the words of a stream in order, while groups may begin and end inside of a block.
+// Writes the words of a stream in order. Groups may begin and end inside a block.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,15 @@
 namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
-// Blocks that two threads write, one up to a group and the other from there on, hold zeros before either begins
-// (clear_edge of quantizer.h), and get their bits by atomic operations.
+// A block that two threads write, one up to a group and the other from that group on, holds zeros before either begins
+// (clear_edge of quantizer.cpp), and gets its bits by atomic operations.
 class WordWriter {
  public:
-  // words: of the stream; first: the element to begin with.
+  // words: those of the stream; first: the element to begin with.
   WordWriter(uint32_t* words, int bits, int64_t first)
       : out_(words + word_index(block_of(first), 0, bits)), bits_(bits), filled_(lane_of(first)), shared_(filled_) {}
 
-  // Returns the address for the words of the next m elements and moves on; null if the words have to be `put`.
+  // Returns the address for the words of the next m elements and moves on. Returns null if the words have to be `put`.
   uint32_t* direct(int m) {
     if (filled_ != 0 || m % kBlock != 0) return nullptr;
     uint32_t* here = out_;
@@ -25,7 +25,7 @@ class WordWriter {
     return here;
   }
 
-  // The next m elements, from words that begin with them.
+  // Writes the next m elements, from words that begin with them.
   void put(const uint32_t* words, int m) {
     for (int left = m; left > 0; left -= kBlock, words += bits_) {
       const int count = left < kBlock ? left : kBlock;
@@ -46,7 +46,7 @@ class WordWriter {
     }
   }
 
-  // Writes the rest of a block. end: nothing follows in the stream.
+  // Writes the rest of a block. end: no elements follow in the stream.
   void finish(bool end) {
     if (filled_ != 0) emit(carried_, shared_ || !end);
   }
@@ -65,8 +65,8 @@ class WordWriter {
 
   uint32_t* out_;
   int bits_;
-  int filled_;   // elements of the block at out_ that are known
-  bool shared_;  // whether another thread writes to that block too
+  int filled_;   // the number of elements of the block at out_ that are known
+  bool shared_;  // true if another thread writes to that block too
   uint32_t carried_[kMaxBits] = {};
 };
 

@@ -1,4 +1,4 @@
-// Packed codes and the gradient of the output to the gradient of the input.
+// The gradient of the input of an activation, from packed codes and the gradient of its output.
 
 #include "cuda/dispatch.h"
 #include "cuda/kernels.h"
@@ -17,7 +17,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads)
     decode_mul_kernel(const __grid_constant__ Levels<Wide<T>> levels, int bits, const T* grad, bool grad_is_scalar,
                       int64_t n, bool aligned, const uint32_t* packed, T* out) {
-  // At 5 bits or fewer each level has a memory bank of its own: a warp reads 32 of them at once.
+  // With 5 bits or fewer each level is in another memory bank, so a warp reads 32 of them at once.
   __shared__ Wide<T> of_code[256];
   if (static_cast<int>(threadIdx.x) < 1 << bits) of_code[threadIdx.x] = levels.of_code[threadIdx.x];
   __syncthreads();

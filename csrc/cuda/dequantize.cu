@@ -1,4 +1,4 @@
-// Dequantizes: one warp for each group, 256 elements at a time.
+// The group dequantizer: one warp for each group, 256 elements at a time.
 
 #include "common/quantize.h"
 #include "cuda/dispatch.h"
@@ -16,12 +16,12 @@ struct Runs {
   static constexpr int kLength = sizeof(T) == 4 ? 4 : 8;
   static constexpr int kCount = 8 / kLength;
 
-  // The place of the first element of a run within the part.
+  // Returns the place of the first element of a run within the part.
   __device__ static int start(int run, int lane) { return run * (kDrawBlock / kCount) + lane * kLength; }
 };
 
-// `length` bits of each plane from element `first` of a stream on, of which `exist` exist, in the bytes of an octet
-// from bit `to` on. Nothing is read beyond the block of the last one.
+// Reads the bits of `length` elements of each plane, from element `first` of a stream on, into the bytes of an octet from bit
+// `to` on. Only `exist` elements exist, and no word beyond the block of the last one is read.
 __device__ inline void add_planes(Octet& octet, const uint32_t* words, int64_t first, int length, int exist, int bits,
                                   int to) {
   words += word_index(block_of(first), 0, bits);
@@ -37,7 +37,7 @@ __device__ inline void add_planes(Octet& octet, const uint32_t* words, int64_t f
   }
 }
 
-// The affine map of a run whose first element is `first` of the part that `entries` are of.
+// Applies the affine map to a run that begins with element `first` of the part. entries: those of the part's elements.
 template <class T>
 __device__ void map_run(float* values, const Affine& affine, const Entries& entries, int first, int exist) {
 #pragma unroll

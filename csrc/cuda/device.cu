@@ -8,7 +8,7 @@
 namespace fewbit::cuda {
 namespace {
 
-// nvcc's list of the architectures of this build, ascending, 10 times the compute capability.
+// nvcc's list of the architectures of this build: 10 times the compute capability, ascending.
 constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};
 
 std::string version(int number) {
@@ -23,7 +23,7 @@ std::string text(cudaError_t error) {
   return cudaGetErrorString(error);
 }
 
-// Machine code runs on its own major version from its minor version up; PTX on everything newer.
+// Machine code runs on its own major version from its minor version up. PTX runs on all newer devices.
 bool runs_on(int device_capability) {
   int newest = 0;
   for (const int listed : kArchitectures) {
@@ -34,7 +34,8 @@ bool runs_on(int device_capability) {
   return newest <= device_capability;
 }
 
-// Empty if the kernels run on the device. Attributes need no context, so no memory is taken on it.
+// Returns why the kernels cannot run on the device; empty if they can. Attributes need no context, so no memory of the device
+// is used.
 std::string obstacle(int device) {
   int major = 0, minor = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -64,8 +65,8 @@ std::string obstacle_anywhere(int device) {
   if (devices == 0) return "no CUDA device was found";
   if (device >= 0) return obstacle(device);
   std::string first;
-  for (int each = 0; each < devices; ++each) {
-    const std::string reason = obstacle(each);
+  for (int number = 0; number < devices; ++number) {
+    const std::string reason = obstacle(number);
     if (reason.empty()) return "";
     if (first.empty()) first = reason;
   }

@@ -1,4 +1,4 @@
-// From the number of a dtype to a type.
+// The choice of an element type by the number of a dtype.
 
 #pragma once
 
@@ -14,7 +14,7 @@ struct Type {
   using type = T;
 };
 
-// call(Type<T>) for the element type T of that number.
+// Calls call(Type<T>) for the element type T of that number.
 template <class Call>
 void with_type(int dtype, Call&& call) {
   switch (static_cast<DType>(dtype)) {

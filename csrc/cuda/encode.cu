@@ -1,4 +1,4 @@
-// x to packed codes.
+// The packed codes of x.
 
 #include <type_traits>
 
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The seed lies in device memory, so that no host waits for it and a captured launch reads it anew.
+// The seed is in device memory, so that no host waits for it and a captured launch reads it anew.
 template <class T, int Capacity>
 __global__ void __launch_bounds__(kThreads)
     encode_by_draw(const __grid_constant__ DrawConstants<Capacity> constants, const T* x, int64_t n, bool aligned,
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// An encoding of x (n,), whatever the way of the table.
+// The encoding of x (n,) in the way that the table allows: by thresholds, a search or draws.
 template <class T>
 class Encode {
  public:

@@ -12,11 +12,11 @@
 
 namespace fewbit::cuda {
 
-// In a part of a group a lane has the elements lane + 32 j: the counter 32 (e div 256) + lane has the draws of
-// all, and the votes of a warp on a plane of its j-th codes are a word.
+// In a part of a group a lane has the elements lane + 32 j. The counter 32 (e div 256) + lane has the random numbers of all of
+// them, and the votes of a warp on a plane of its j-th codes are a word.
 constexpr int kPerLane = kDrawBlock / 32;
 
-// The extremes of all elements of a group. An element that is not finite makes `least` -inf.
+// The extremes of a group. If an element is not finite, `least` is -inf.
 struct Extremes {
   float least, greatest;
 };
@@ -34,7 +34,7 @@ __device__ inline void normalize_part(float* values, const Normalization& by, co
   }
 }
 
-// A lane's elements of the part from `begin` on, as they are quantized; those that do not exist are left out.
+// Reads a lane's elements of the part from `begin` on and normalizes them. Elements that do not exist are left out.
 template <bool Normalized, class T>
 __device__ void read_part(float* values, const T* x, const Normalization& by, const GroupPlace& place, int begin,
                           int length, int lane) {
@@ -61,7 +61,7 @@ __device__ inline float other_lanes(float own, int step) {
   return float_of(__shfl_xor_sync(kAllLanes, bits_of(own), step));
 }
 
-// Of a group, in all lanes of its warp; `values` are then a lane's elements of the last part.
+// Returns the extremes of a group in all lanes of its warp. Afterwards `values` are a lane's elements of the last part.
 template <bool Normalized, class T>
 __device__ Extremes extremes_of(float* values, const T* x, const Normalization& by, const GroupPlace& place,
                                 int length, int lane) {

@@ -24,7 +24,7 @@ __device__ inline void store_wide(double x, double* to) { *to = x; }
 __device__ inline void store_wide(float x, Float16* to) { store_one(x, to); }
 __device__ inline void store_wide(float x, Bfloat16* to) { store_one(x, to); }
 
-// The code of a lane's element of a block: lanes read the same words.
+// Returns the code of a lane's element of a block. All lanes read the same words.
 __device__ inline int32_t code_at(const uint32_t* packed, int64_t block, int bits, int lane) {
   const uint32_t* words = packed + word_index(block, 0, bits);
   uint32_t code = 0;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       const int i = round * kBlock + lane;
-      if (begin + round * kBlock >= n) break;  // for all lanes
+      if (begin + round * kBlock >= n) break;  // the same for all lanes
       uint32_t code = 0;
       if (begin + i < n) {
         float value = as_float(x[begin + i]);

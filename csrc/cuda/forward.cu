@@ -1,4 +1,4 @@
-// The fused forward: which kernels a table takes.
+// The fused forward, with the choice of the kernels that a table needs.
 
 #include "cuda/forward.h"
 
@@ -18,8 +18,8 @@ void forward(int function, double p0, double p1, const Table& table, const void*
     } else {
       Thresholds thresholds;
       if (table.unbiased() || !make_thresholds<T>(table, thresholds)) {
-        // Searches and draws are bound by arithmetic, so a second read of x costs them little, and 60 kernels
-        // fewer are compiled. Codes first: y may be x.
+        // Searches and draws are bound by arithmetic, so a second read of x costs little and saves compiling 60 kernels. Codes
+        // come first, because y may be x.
         encode(table, x, dtype, n, packed, seed, device, stream);
         thresholds.bits = 0;
       }

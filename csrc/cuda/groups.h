@@ -1,4 +1,4 @@
-// Groups of a quantized tensor, as warps see them.
+// The groups of a quantized tensor, as warps work on them.
 
 #pragma once
 
@@ -15,8 +15,8 @@
 
 namespace fewbit::cuda {
 
-// The streams where all samples have one width; else only what does not depend on the widths, and of samples, words and
-// groups those that there are.
+// Returns the streams if all samples have one width. Otherwise it returns what does not depend on the widths, with the
+// numbers of available words and groups.
 inline Streams uniform_streams(const Quantized& of) {
   Streams streams = one_stream(of.samples, of.features, of.group_size, of.fp32_min, of.bits);
   if (of.counts) {
@@ -26,15 +26,15 @@ inline Streams uniform_streams(const Quantized& of) {
   return streams;
 }
 
-// Returns whether streams of counts need no more words and groups than there are.
+// Returns true if streams of counts need no more words and groups than there are.
 __device__ inline bool fits(const Streams& streams, const Streams& most) {
   int64_t samples = 0;
   for (int i = 0; i < streams.count; ++i) samples += streams.of[i].samples;
   return samples == most.of[0].samples && streams.words <= most.words && streams.groups <= most.groups;
 }
 
-// Writes the streams of a launch to shared memory: those given, or those of counts that only the device knows. Every thread
-// of a block calls it.
+// Writes the streams of a launch to shared memory: the given ones, or those of counts that only the device knows. Every
+// thread of a block calls it.
 __device__ inline void share_streams(Streams& shared, const Streams& uniform, const int64_t* counts) {
   if (threadIdx.x == 0) {
     if (counts) {
@@ -71,10 +71,10 @@ class GroupPlace {
     }
   }
 
-  // Returns whether elements lie side by side, from of(0) on.
+  // Returns true if elements lie side by side, from of(0) on.
   __device__ bool contiguous() const { return !order_; }
 
-  // Of the group's i-th element.
+  // Returns the place of the group's i-th element.
   __device__ int64_t of(int i) const {
     if (!order_) return base_ + i;
     const int from = inside_ + i, sample = from / features_;
@@ -83,12 +83,12 @@ class GroupPlace {
 
  private:
   int64_t base_;
-  const int64_t* order_;  // from the sample on that has the first element; null if elements are contiguous
+  const int64_t* order_;  // begins with the sample of the first element; null if elements are contiguous
   int features_, inside_;
 };
 
-// The entries of a part of a group whose elements lie side by side: of its first element with 64-bit divisions, of the
-// others with 32-bit ones.
+// The entries of a part of a group whose elements lie side by side. The entry of the first element takes a 64-bit division,
+// those of the others take 32-bit ones.
 class Entries {
  public:
   __device__ Entries(const VectorIndex& index, int64_t element) : count_(index.count) {
@@ -98,7 +98,7 @@ class Entries {
     left_ = left < kDrawBlock ? static_cast<unsigned>(left) : kDrawBlock;
   }
 
-  // Of the part's i-th element.
+  // Returns the entry of the part's i-th element.
   __device__ int64_t of(unsigned i) const {
     if (i < left_) return entry_;
     const int64_t entry = entry_ + 1 + (inner_ == 1 ? i - left_ : (i - left_) / inner_);
@@ -109,10 +109,10 @@ class Entries {
 
  private:
   int64_t count_, entry_;
-  unsigned inner_, left_;  // no more than a part has
+  unsigned inner_, left_;  // at most the length of a part
 };
 
-// The entry of any element.
+// Returns the entry of any element.
 __device__ inline int64_t entry_of(const VectorIndex& index, int64_t element) {
   return element / index.inner % index.count;
 }

@@ -1,9 +1,9 @@
 // The interface of the CUDA kernels: plain C++ that needs no CUDA header.
 //
-// Pointers are device pointers. A call launches on `stream` (a cudaStream_t) of `device` and returns without
-// waiting for it; the calling thread's current device is the same afterwards. Sizes are 64-bit, n = 0 does
-// nothing, dtypes are numbered as in common/dtype.h. Errors are std::runtime_error with CUDA's own text.
-// Tables travel by value as kernel parameters: nothing is cached on a device and a launch can be captured.
+// Pointers are device pointers. A call launches on `stream` (a cudaStream_t) of `device` and returns without waiting for it.
+// It leaves the calling thread's current device as it is. Sizes are 64-bit. With n = 0 nothing is launched. dtypes are
+// numbered as in common/dtype.h. Errors are std::runtime_error with CUDA's own text. Tables are passed by value as kernel
+// parameters, so nothing is cached on a device and a launch can be captured.
 
 #pragma once
 
@@ -19,31 +19,32 @@
 
 namespace fewbit::cuda {
 
-// The CUDA version that the kernels were built with, 1000 * major + 10 * minor.
+// Returns the CUDA version that the kernels were built with, 1000 * major + 10 * minor.
 int runtime_version();
 
-// The compute capabilities that they were built for, 10 * major + minor, ascending. The newest is also there
-// as PTX, which later devices can run.
+// Returns the compute capabilities that the kernels were built for, 10 * major + minor, ascending. The newest is also built as
+// PTX, which later devices can run.
 std::vector<int> architectures();
 
-// Returns whether kernels can run on `device` (-1: on any), and the reason if not. Never throws, leaves no CUDA error behind.
+// Returns true if kernels can run on `device` (-1: on any device), else false and the reason. It never throws and leaves no
+// CUDA error behind.
 std::pair<bool, std::string> available(int device = -1) noexcept;
 
-// codes (n,) -> packed (bits * ceil(n / 32),), and back.
+// Pack codes (n,) to (bits * ceil(n / 32),), and unpack them.
 void pack(const uint8_t* codes, int64_t n, int bits, int32_t* packed, int device, void* stream);
 void unpack(const int32_t* packed, int64_t n, int bits, uint8_t* codes, int device, void* stream);
 
-// x (n,) -> packed codes. `seed`: one int64 in device memory, for unbiased tables; else null.
+// Encodes x (n,) to packed codes. `seed`: one int64 in device memory, for unbiased tables; else null.
 void encode(const Table& table, const void* x, int dtype, int64_t n, int32_t* packed, const int64_t* seed,
             int device, void* stream);
 
-// out (n,) = lut[code] * grad, in grad's dtype. `grad_is_scalar`: grad is one element, taken for all.
-// `out` may be `grad`.
+// Computes out (n,) = lut[code] * grad, in grad's dtype. `grad_is_scalar`: grad has one element, which is used for all. `out`
+// may be `grad`.
 void decode_mul(const Table& table, const void* grad, int dtype, int64_t n, const int32_t* packed, void* out,
                 bool grad_is_scalar, int device, void* stream);
 
-// y (n,) = f(x) and the packed codes of x; y may be x. `function` is the position in FEWBIT_FUNCTIONS,
-// p0 and p1 its parameters. float32, float16 and bfloat16.
+// Computes y (n,) = f(x) and the packed codes of x. y may be x. `function` is the position in FEWBIT_FUNCTIONS, p0 and p1 are
+// its parameters. x is float32, float16 or bfloat16.
 void forward(int function, double p0, double p1, const Table& table, const void* x, int dtype, int64_t n,
              void* y, int32_t* packed, const int64_t* seed, int device, void* stream);
 
@@ -62,32 +63,32 @@ struct Quantized {
   int64_t words, groups;
 };
 
-// x -> packed codes and ranges; words and groups beyond those needed become zeros. `seed`: one int64 in device memory.
+// Quantizes x to packed codes and ranges. Words and groups beyond those needed become zeros. `seed`: one int64 in device
+// memory.
 void quantize(const Quantized& of, const void* x, int dtype, const Normalization& normalization, const int64_t* seed,
               int32_t* packed, uint16_t* ranges, int device, void* stream);
 
-// out: (streams.groups,), length * range^2 of each group of x, whose samples are in order, in one stream. NaN if an element
-// is not finite.
+// Computes length * range^2 of each group of x, whose samples are in order and in one stream; NaN if an element is not finite.
+// out: (streams.groups,).
 void squares(const Streams& streams, const void* x, int dtype, const Normalization& normalization, float* out,
              int device, void* stream);
 
-// out = the values, rounded once to their dtype. affine: null if samples of several widths share groups.
+// Dequantizes to `out`. Values are rounded once, to their dtype. affine: null if samples of several widths share groups.
 void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine, void* out,
                 int dtype, int device, void* stream);
 
-// gamma and beta (n,) -> grid (kGridRows, n).
+// Computes the grid (kGridRows, n) of gamma and beta (n,).
 void grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid, int device, void* stream);
 
-// The fixed-point code of n pre-activations (fewbit/runtime/ops/fixed_point.py). y: of x's dtype; its
-// sign is encoded.
+// Encodes n pre-activations in fixed point (fewbit/runtime/ops/fixed_point.py), with the sign of y. y: of x's dtype.
 void encode_fixed(const Grid& grid, const Normalization& normalization, const void* x, const void* y, int dtype,
                   int64_t n, int bits, int32_t* packed, int device, void* stream);
 
-// activated: restores y, times slope unless positive; otherwise the normalized input, times scale unless null.
+// Decodes. With `activated` it returns y, times slope unless positive, else x~, times scale unless null.
 void decode_fixed(const Grid& grid, const Scale& scale, const int32_t* packed, int64_t n, int bits, bool activated,
                   float slope, void* out, int dtype, int device, void* stream);
 
-// out (n,) = grad, times slope unless y is positive. `out` may be `grad`.
+// Computes out (n,) = grad, times slope unless y is positive. `out` may be `grad`.
 void mask_fixed(const Grid& grid, const int32_t* packed, int64_t n, int bits, double slope, const void* grad,
                 void* out, int dtype, int device, void* stream);
 

@@ -1,4 +1,4 @@
-// Launches: the device, the size of the grid, errors.
+// Kernel launches: the current device, the size of the grid, and errors.
 
 #pragma once
 
@@ -14,8 +14,8 @@ namespace fewbit::cuda {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// Throws CUDA's own text. The runtime also keeps the error for the next cudaGetLastError: that copy is dropped
-// here, or an innocent later call would report it.
+// Throws CUDA's own text. The runtime also saves the error for the next cudaGetLastError. That copy is dropped here, because
+// an unrelated later call would report it.
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   cudaGetLastError();
@@ -40,9 +40,8 @@ class DeviceScope {
   int previous_ = 0;
 };
 
-// Enqueues `kernel`, whose warps stride over `tiles`, with at most `blocks_per_sm` blocks a multiprocessor:
-// many (several waves) where a block has nothing to prepare, one wave where it copies a table first.
-// The device must be current.
+// Enqueues `kernel`, whose warps stride over `tiles`, with at most `blocks_per_sm` blocks a multiprocessor: several waves if
+// a block has nothing to prepare, one wave if it copies a table first. The device must be current.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int device, void* stream, int64_t tiles, int blocks_per_sm,
             Arguments&&... arguments) {
@@ -59,6 +58,6 @@ void launch(void (*kernel)(Parameters...), int device, void* stream, int64_t til
 }
 
 constexpr int kWaves = 64;   // blocks_per_sm without preparation
-constexpr int kOneWave = 4;  // what fits on a multiprocessor at 64 registers a thread
+constexpr int kOneWave = 4;  // the blocks that fit on a multiprocessor with 64 registers a thread
 
 }  // namespace fewbit::cuda

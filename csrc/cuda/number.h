@@ -1,8 +1,8 @@
 // The number types of the kernels, and how two 16-bit floats share a 32-bit register: a "pair", the lower
 // element in the lower half.
 //
-// Pairs use the instructions that the hardware has for them. Without these (sm_75, and the emulation of
-// csrc/tests) the same results come from the bit arithmetic of common/dtype.h.
+// Pairs use the instructions that the hardware has for them. On sm_75 and in the emulation of csrc/tests, which lack them,
+// the bit arithmetic of common/dtype.h computes the same results.
 
 #pragma once
 
@@ -81,7 +81,7 @@ struct Bfloat16 {
     asm("min.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
     return pair;
   }
-  // a - b as a + b * -1: sm_80 has no bfloat16 subtraction, and the product is exact.
+  // a - b is computed as a + b * -1, because sm_80 has no bfloat16 subtraction. The product is exact.
   static __device__ uint32_t difference(uint32_t a, uint32_t b) {
     uint32_t pair;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(b), "r"(0xBF80BF80u), "r"(a));
@@ -107,10 +107,10 @@ constexpr bool kIsPair = sizeof(T) == 2;
 
 // -- the comparison that encodes -------------------------------------------------------------------------
 //
-// x > b is the sign of b - x: the subtraction never rounds a nonzero difference to zero (subnormals are kept)
-// and breaks are finite and never -0, so equal values give +0. NaN is made +inf first: it is beyond all breaks.
+// x > b is the sign of b - x. The subtraction never rounds a nonzero difference to zero, because subnormals are not flushed.
+// Breaks are finite and never -0, so equal values give +0. NaN is replaced by +inf first, which is beyond all breaks.
 
-// A register of x with NaN replaced by +inf.
+// Returns a register of x with NaN replaced by +inf.
 template <class T>
 __host__ __device__ uint32_t nan_to_infinity(uint32_t x) {
   if constexpr (kIsPair<T>) {
@@ -126,7 +126,7 @@ __host__ __device__ uint32_t nan_to_infinity(uint32_t x) {
   }
 }
 
-// A register whose sign bits are set if x > b. Other bits have no meaning.
+// Returns a register whose sign bits are set if x > b. Its other bits have no meaning.
 template <class T>
 __host__ __device__ uint32_t beyond_bits(uint32_t x, uint32_t b) {
   if constexpr (kIsPair<T>) {

@@ -1,4 +1,4 @@
-// Codes to bit-planes and back.
+// Conversion of codes to bit-planes and back.
 
 #include "cuda/kernels.h"
 #include "cuda/launch.h"

@@ -11,9 +11,9 @@
 namespace fewbit::cuda {
 namespace {
 
-// The words of a part of m elements that begins `shift` bits after the begin of a block, at `words`. Of a word
-// index i of the part, the lane i mod 32 writes it. whole: no block has elements of two groups; else all words
-// were zero, and bits from other threads stay.
+// Writes the words of a part of m elements that begins `shift` bits after the begin of a block, at `words`. Lane i mod 32
+// writes word i of the part. whole: no block has elements of two groups; otherwise all words were zero, and bits from other
+// threads stay.
 template <int Slots>
 __device__ void store_words(const int32_t* codes, int m, int shift, int bits, bool whole, int lane, uint32_t* words) {
   const int blocks = (shift + m + kBlock - 1) / kBlock;
@@ -98,8 +98,7 @@ void quantize(const Quantized& of, const void* x, int dtype, const Normalization
   if (groups <= 0 && words <= 0) return;
   const DeviceScope scope(device);
   const auto on = static_cast<cudaStream_t>(stream);
-  // Streams of one width, whose sizes are known here, fill what there is; blocks are only shared where groups
-  // begin inside of them.
+  // Streams of one width, whose sizes are known here, fill all words. Groups share blocks only if groups begin inside blocks.
   const bool whole = of.features < kLeastFeatures || of.features % kBlock == 0;
   if (!whole || of.counts) {
     check(cudaMemsetAsync(packed, 0, static_cast<size_t>(words) * sizeof(uint32_t), on), "clearing packed codes");

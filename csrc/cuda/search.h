@@ -1,4 +1,4 @@
-// Encoding with many breaks: each element searches a copy in shared memory. Draws do the same with knots.
+// Encoding with many breaks. Each element searches a copy of the breaks in shared memory. Draws search the knots.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace fewbit::cuda {
 
-// Kernel parameters may take 32,764 bytes since CUDA 12.1, and cost time per byte: hence two sizes.
+// Kernel parameters can take 32,764 bytes since CUDA 12.1. Every byte costs time, so there are two sizes.
 constexpr size_t kMostParameterBytes = 32764;
 
 inline void require_capacity(int64_t count, int64_t capacity, const char* what) {
@@ -46,7 +46,7 @@ struct Pieces {
   }
 };
 
-// Pieces in shared memory; every thread of the block constructs one.
+// Pieces in shared memory. Every thread of the block constructs this.
 template <class B, int Capacity>
 class SharedPieces {
  public:
@@ -66,7 +66,7 @@ class SharedPieces {
     __syncthreads();
   }
 
-  // The codes of 8 elements, whose searches overlap.
+  // Returns the codes of 8 elements, whose searches overlap.
   template <class T>
   __device__ Octet codes(const uint32_t* group) const {
     int32_t places[8] = {};
@@ -118,7 +118,7 @@ struct DrawConstants {
   }
 };
 
-// Knots in shared memory; every thread of the block constructs one.
+// Knots in shared memory. Every thread of the block constructs this.
 template <int Capacity>
 class SharedKnots {
  public:
@@ -157,7 +157,7 @@ class SharedKnots {
     knots_.level_steps = constants.level_steps;
   }
 
-  // The codes drawn for 8 elements; element i has the number first + Tile<T>::element(group, lane, i).
+  // Returns the codes drawn for 8 elements. Element i has the number first + Tile<T>::element(group, lane, i).
   template <class T>
   __device__ Octet codes(const uint32_t* words, uint64_t seed, int64_t first, int group, int lane) const {
     Octet codes = {0, 0};

@@ -1,4 +1,4 @@
-// Encoding with few breaks: every break is compared with every element, and flips its plane.
+// Encoding with few breaks. Every element is compared with every break, which flips a bit-plane if it is below.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace fewbit::cuda {
 
-// The breaks of each plane, a kernel parameter: kernels read it as constants.
+// The breaks of each plane. They are a kernel parameter, which kernels read as constants.
 struct Thresholds {
   // A comparison costs about 1.5 instructions (half that for pairs), a search of 128 pieces about 60.
   static constexpr int kCapacity = 96;
@@ -21,13 +21,13 @@ struct Thresholds {
   int bits;                   // 0: no codes at all
   uint32_t initial[2];        // the code below all breaks: byte p of both is all ones if plane p is one
   int count[kMaxBits];        // breaks that flip the plane, at least 1
-  // Two by two, from the highest plane down; if a plane has an odd number, .y of its first two is not used.
-  // As float32, or as twice the same 16-bit float.
+  // The breaks in pairs, from the highest plane down. If a plane has an odd number, .y of its first pair is not used. A break
+  // is a float32, or twice the same 16-bit float.
   uint2 breaks[kCapacity / 2 + kMaxBits];
 };
 
-// A float32 break as the register that elements of T are compared with. A 16-bit x is above b if it is above b
-// rounded down to its own type. False if that is -inf, from which nothing can be subtracted.
+// Makes the register with which elements of T are compared for a float32 break b. A 16-bit x is above b if it is above b
+// rounded down to its own type. Returns false if that is -inf, from which nothing can be subtracted.
 template <class T>
 bool make_break(float b, uint32_t& result) {
   if constexpr (kIsPair<T>) {
@@ -42,7 +42,7 @@ bool make_break(float b, uint32_t& result) {
   return true;
 }
 
-// The thresholds of a table for elements of type T. False if it does not fit: it is searched then.
+// Makes the thresholds of a table for elements of type T. Returns false if they do not fit, and the table must be searched.
 template <class T>
 bool make_thresholds(const Table& table, Thresholds& thresholds) {
   const Breaks<float>& breaks = table.breaks32;
@@ -67,16 +67,15 @@ bool make_thresholds(const Table& table, Thresholds& thresholds) {
   return true;
 }
 
-// Planes of 8 elements from the sign bits of `beyond`, registers like those of a group: shifted into `planes`
-// as its lowest byte.
+// Shifts the sign bits of 8 elements into `planes` as its lowest byte. beyond: registers like those of a group.
 template <class T>
 __device__ uint32_t gather_signs(const uint32_t* beyond, uint32_t planes) {
   if constexpr (kIsPair<T>) {
-    // The upper bytes of 4 elements each: their signs are bits 7, 15, 23, 31.
+    // `first` and `second` get the upper bytes of 4 elements each, whose signs are bits 7, 15, 23, 31.
     const uint32_t first = __byte_perm(beyond[0], beyond[1], 0x7531);
     const uint32_t second = __byte_perm(beyond[2], beyond[3], 0x7531);
-    // Signs of the first four at bits 3, 11, 19, 27. A product moves each to its place in the highest byte; no
-    // two partial products meet, so nothing carries.
+    // The signs of the first four elements move to bits 3, 11, 19, 27. A product moves each to its place in the highest byte.
+    // No two partial products overlap, so nothing carries.
     const uint32_t signs = ((second & 0xF0F0F0F0u) | (first >> 4 & 0x0F0F0F0Fu)) & 0x88888888u;
     return __funnelshift_l(signs * 0x00204081u, planes, 8);
   } else {
@@ -86,7 +85,7 @@ __device__ uint32_t gather_signs(const uint32_t* beyond, uint32_t planes) {
   }
 }
 
-// The planes of all groups of a lane. Consumes `x`: NaNs are replaced.
+// Returns the planes of all groups of a lane. It replaces NaN in `x`.
 template <class T>
 __device__ void encode_linear(Fragment<T>& x, const Thresholds& thresholds, Octet* octets) {
   constexpr int kRegisters = Tile<T>::kRegisters, kGroups = Tile<T>::kGroups;
@@ -114,7 +113,7 @@ __device__ void encode_linear(Fragment<T>& x, const Thresholds& thresholds, Octe
           beyond[r] = beyond_bits<T>(x.words[r], b.x) ^ beyond_bits<T>(x.words[r], b.y);
         }
       }
-      // Two at a time: one instruction takes the exclusive or of three.
+      // Breaks are handled in pairs, because one instruction computes the exclusive or of three registers.
 #pragma unroll 1
       for (left -= 2; left > 0; left -= 2) {
         b = thresholds.breaks[next++];

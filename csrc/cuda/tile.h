@@ -1,11 +1,11 @@
-// How a warp shares a tile of elements and the words of the packed format.
+// The division of a tile of elements, and of the words of the packed format, among the lanes of a warp.
 //
-// Global memory is read and written 16 bytes a lane, lanes side by side. That leaves a lane with groups of 8
-// elements: 8 neighbors of a 16-bit type (a vector) and of float64 (4 vectors), twice 4 neighbors of float32
-// (2 vectors, 128 elements apart). A lane's share of a word is then a byte, or two nibbles of two
-// words; exchanges between lanes turn one into the other, and each is its own inverse.
+// Lanes side by side read and write 16 bytes each in global memory. A lane therefore has groups of 8 elements: 8 neighbors of
+// a 16-bit type (one vector) or of float64 (4 vectors), or twice 4 neighbors of float32 (2 vectors, 128 elements apart). A
+// lane's share of a word is then a byte, or a nibble in each of two words. Exchanges between lanes turn shares into words and
+// back; each exchange is its own inverse.
 //
-// Every lane of a warp takes part in an exchange, even if its elements lie beyond the end.
+// Every lane of a warp takes part in an exchange, even if its elements are beyond the end.
 
 #pragma once
 
@@ -22,15 +22,15 @@ namespace fewbit::cuda {
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Planes of 8 elements: bit i of byte p of `low` is bit p of element i; `high` has the planes from 4 on.
-// Also, after `transposed`: byte i of low is the code of element i, high has the elements from 4 on.
+// The planes of 8 elements: bit i of byte p of `low` is bit p of element i; `high` has the planes from 4 on. After
+// `transposed`, byte i of `low` is the code of element i, and `high` has the elements from 4 on.
 struct Octet {
   uint32_t low, high;
 };
 
 // -- inside a lane ---------------------------------------------------------------------------------------
 
-// The transpose of an 8 x 8 matrix of bits (Warren, Hacker's Delight, 7-3): planes to codes, codes to planes.
+// Transposes an 8 x 8 matrix of bits (Warren, Hacker's Delight, 7-3), which turns planes into codes and codes into planes.
 __host__ __device__ inline Octet transposed(Octet m) {
   const auto within = [](uint32_t v) {
     uint32_t t = (v ^ (v >> 7)) & 0x00AA00AAu;
@@ -44,7 +44,7 @@ __host__ __device__ inline Octet transposed(Octet m) {
 
 // -- between lanes ---------------------------------------------------------------------------------------
 
-// 4 x 4 bytes over 4 lanes, Step lanes apart: byte j of the i-th lane and byte i of the j-th change places.
+// Transposes 4 x 4 bytes over 4 lanes, Step lanes apart: byte j of the i-th lane and byte i of the j-th change places.
 template <int Step>
 __device__ inline uint32_t exchange_bytes(uint32_t own, int lane) {
   uint32_t other = __shfl_xor_sync(kAllLanes, own, Step);
@@ -53,7 +53,7 @@ __device__ inline uint32_t exchange_bytes(uint32_t own, int lane) {
   return __byte_perm(own, other, lane & (2 * Step) ? 0x3276 : 0x5410);
 }
 
-// The same for 2 x 2 nibbles of every byte over 2 neighboring lanes.
+// Transposes 2 x 2 nibbles of every byte over 2 neighboring lanes.
 __device__ inline uint32_t exchange_nibbles(uint32_t own, int lane) {
   const uint32_t other = __shfl_xor_sync(kAllLanes, own, 1);
   return lane & 1 ? (other >> 4 & 0x0F0F0F0Fu) | (own & 0xF0F0F0F0u)
@@ -62,8 +62,8 @@ __device__ inline uint32_t exchange_nibbles(uint32_t own, int lane) {
 
 // -- tiles -----------------------------------------------------------------------------------------------
 
-// Elements of type T: float, double, Float16, Bfloat16, or uint8_t (codes; a vector is then 8 bytes). Four
-// vectors a lane: enough loads in flight, and index arithmetic shared by many elements.
+// A tile of elements of type T: float, double, Float16, Bfloat16, or uint8_t for codes, whose vectors have 8 bytes. A lane has
+// four vectors, which is enough to keep loads in flight and to share index arithmetic among many elements.
 template <class T>
 struct Tile {
   static constexpr bool kNibbles = sizeof(T) == 4;
@@ -76,17 +76,17 @@ struct Tile {
   static constexpr int kRegisters = kVectors * kWordsPerVector;
   using Vector = std::conditional_t<kWordsPerVector == 2, uint2, uint4>;
 
-  // The first element of a lane's v-th vector, within the tile.
+  // Returns the place in the tile of the first element of a lane's v-th vector.
   __host__ __device__ static int vector_start(int v, int lane) {
     if (sizeof(T) == 8) return lane * 8 + v * kPerVector;
     return (v * 32 + lane) * kPerVector;
   }
-  // The i-th element of a lane's group, within the tile.
+  // Returns the place in the tile of the i-th element of a lane's group.
   __host__ __device__ static int element(int group, int lane, int i) {
     return vector_start(group * kVectorsPerGroup + i / kPerVector, lane) + i % kPerVector;
   }
 
-  // Between a lane's planes of a group and the word (planes 0-3 or 4-7) that the lane reads or writes:
+  // Converts a lane's planes of a group to the word (of planes 0-3 or 4-7) that the lane reads or writes, and back.
   __device__ static uint32_t to_word(uint32_t planes, int lane) {
     if constexpr (kNibbles) return exchange_bytes<2>(exchange_nibbles(planes, lane), lane);
     return exchange_bytes<1>(planes, lane);
@@ -95,9 +95,9 @@ struct Tile {
     if constexpr (kNibbles) return exchange_nibbles(exchange_bytes<2>(word, lane), lane);
     return exchange_bytes<1>(word, lane);
   }
-  // its plane (of 4),
+  // Returns the plane, of four, of the word that a lane reads or writes.
   __host__ __device__ static int plane(int lane) { return kNibbles ? lane >> 1 & 3 : lane & 3; }
-  // and its block within the tile.
+  // Returns the block in the tile of the word that a lane reads or writes.
   __host__ __device__ static int block(int group, int lane) {
     return group * 8 + (kNibbles ? (lane & 1) * 4 + (lane >> 3) : lane >> 2);
   }
@@ -108,15 +108,15 @@ int64_t tile_count(int64_t n) {
   return n / Tile<T>::kElements + (n % Tile<T>::kElements != 0);
 }
 
-// A tile of n elements, as a lane sees it. A warp takes several:
+// A lane's view of a tile of n elements. A warp works on several tiles:
 // for (Place<T> place(n, aligned); place.exists(); place.advance()) ...
 template <class T>
 struct Place {
   int64_t n;
   int64_t start;  // the tile's first element
   int lane;
-  int left;       // elements of the tile that exist
-  bool aligned;   // whether vectors are aligned
+  int left;       // the number of elements of the tile that exist
+  bool aligned;   // true if vectors are aligned
 
   __device__ Place(int64_t n, bool aligned)
       : n(n),
@@ -138,18 +138,18 @@ struct Place {
   }
 };
 
-// A lane's elements of a tile, as they lie in memory.
+// A lane's elements of a tile, in the format of memory.
 template <class T>
 struct Fragment {
   uint32_t words[Tile<T>::kRegisters];
 
-  // The words that hold a group's elements.
+  // `group` returns the words that hold a group's elements.
   static constexpr int kPerGroup = Tile<T>::kRegisters / Tile<T>::kGroups;
   __host__ __device__ const uint32_t* group(int g) const { return words + g * kPerGroup; }
   __host__ __device__ uint32_t* group(int g) { return words + g * kPerGroup; }
 };
 
-// The i-th value of a group, and two neighbors back.
+// `value` returns the i-th value of a group, and `set_pair` writes two neighbors.
 template <class T>
 __host__ __device__ Wide<T> value(const uint32_t* group, int i) {
   if constexpr (sizeof(T) == 2) {
@@ -179,7 +179,7 @@ __host__ __device__ void set_pair(uint32_t* group, int i, Wide<T> first, Wide<T>
 
 // -- global memory ---------------------------------------------------------------------------------------
 
-enum class Cache { normal, streaming };  // streaming: evicted first, for what is not used again soon
+enum class Cache { normal, streaming };  // streaming: evicted first, for data that is not used again soon
 
 template <Cache cache, class V>
 __device__ V load(const V* address) {
@@ -201,7 +201,7 @@ using Bits = std::conditional_t<
     sizeof(T) == 1, uint8_t,
     std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>>;
 
-// Element j of a lane's vector, as bits; `put` needs words that were zero.
+// Access to the bits of element j of a lane's vector. `put` needs words that were zero.
 template <class T>
 __host__ __device__ void put(uint32_t* words, int j, Bits<T> bits) {
   if constexpr (sizeof(T) == 8) {
@@ -222,8 +222,8 @@ __host__ __device__ Bits<T> get(const uint32_t* words, int j) {
   }
 }
 
-// A lane's elements of a tile. Where the tile is cut or vectors are not aligned they are moved one by one, and
-// those that do not exist are zero.
+// Reads a lane's elements of a tile. If the tile is cut or vectors are not aligned, elements are moved one by one, and those
+// that do not exist are zero.
 template <Cache cache, class T>
 __device__ void load_tile(Fragment<T>& fragment, const T* data, const Place<T>& place) {
   using tile = Tile<T>;
@@ -278,7 +278,7 @@ __device__ void store_tile(const Fragment<T>& fragment, T* data, const Place<T>&
   }
 }
 
-// One element taken for all.
+// Fills a fragment with copies of one element.
 template <class T>
 __device__ void splat(Fragment<T>& fragment, const T* element) {
   const Bits<T> bits = *reinterpret_cast<const Bits<T>*>(element);
@@ -298,8 +298,8 @@ bool is_aligned(const T* data) {
   return reinterpret_cast<uintptr_t>(data) % sizeof(typename Tile<T>::Vector) == 0;
 }
 
-// The planes of a lane's groups, read from the packed words of a tile, and written there. Nothing is read or
-// written beyond the last block. Bits of elements that do not exist are written as zeros: the format's padding.
+// These functions read and write the planes of a lane's groups in the packed words of a tile, up to the last block. Bits of
+// elements that do not exist are written as zeros, which is the format's padding.
 template <class T>
 __device__ void load_planes(Octet* planes, const uint32_t* packed, int bits, const Place<T>& place) {
   using tile = Tile<T>;

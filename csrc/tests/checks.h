@@ -1,4 +1,4 @@
-// What the tests of the CPU kernels share.
+// The checks and buffers that the tests of the CPU kernels share.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
     }                                                                           \
   } while (false)
 
-// n elements that end where their memory ends, aligned to one element and no more.
+// A buffer of n elements whose last byte is the last of its memory, aligned to one element and no more.
 template <class T>
 class Exact {
  public:
@@ -37,7 +37,7 @@ class Exact {
   int64_t n_;
 };
 
-// One element of any dtype, as number and as stored.
+// The conversions between an element of any dtype as it is stored and as a number.
 template <class T, fewbit::DType DTYPE>
 struct Number;
 template <>

@@ -35,7 +35,7 @@ const fewbit::Table& unwrap(const void* table) { return static_cast<const fewbit
 
 extern "C" {
 
-// Lives until the process ends.
+// Makes a table, which lives until the process ends.
 const void* emulated_table(int bits, int initial, int64_t m32, const float* breaks32, const uint8_t* flips32,
                            int64_t m64, const double* breaks64, const uint8_t* flips64, const float* lut32,
                            const double* lut64, int64_t n, const float* points, const float* origins,
@@ -59,13 +59,13 @@ const void* emulated_table(int bits, int initial, int64_t m32, const float* brea
   return new fewbit::OwnedTable(bits, initial, std::move(arrays));
 }
 
-// The multiprocessors of the device, and the first block of every grid that runs.
+// Sets the number of multiprocessors of the device, and the first block of every grid that runs.
 void emulated_device(int multiprocessors, unsigned first_block) {
   cuda_emulation::multiprocessors = multiprocessors;
   cuda_emulation::first_block = first_block;
 }
 
-// Why kernels cannot run on such a device; null if they can.
+// Returns why kernels cannot run on such a device; null if they can.
 const char* emulated_obstacle(int driver, int capability) {
   cuda_emulation::driver = driver;
   cuda_emulation::capability = capability;

@@ -1,5 +1,5 @@
-// The fixed-point code of every instruction set on heap buffers of exactly the right size, compared with one element at
-// a time.
+// Tests of the fixed-point code of every instruction set, on heap buffers of exactly the right size, against a computation of
+// one element at a time.
 
 #include "../common/fixed_point.h"
 
@@ -42,7 +42,7 @@ void test_type(const Kernels& kernels, int64_t n, const VectorIndex& channels, c
   const Grid grid{rows.data(), channels};
   const Normalization normalization{mean.data(), rstd.data(), statistics};
   Exact<uint32_t> packed(packed_words(n, bits));
-  const int64_t cut = n / 2 / kChunk * kChunk;  // as two threads would
+  const int64_t cut = n / 2 / kChunk * kChunk;  // where two threads would divide the work
   const FixedPointKernels& fixed = *kernels.fixed_point;
   fixed.encode(grid, normalization, x.data(), y.data(), DTYPE, bits, 0, cut, packed.data());
   fixed.encode(grid, normalization, x.data(), y.data(), DTYPE, bits, cut, n, packed.data());
@@ -91,11 +91,11 @@ void test_fixed_point(const Kernels& kernels) {
                                    {600, {600, 1}, {1, 600}},   {4200, {7, 1}, {60, 70}},
                                    {2048, {64, 1}, {64, 1}},    {6144, {3, 1024}, {3, 1024}},
                                    {5130, {513, 1}, {10, 513}}, {1400, {2, 700}, {1, 1}}};
-  for (const Case& each : cases) {
+  for (const Case& tested : cases) {
     const int bits = 1 + static_cast<int>(generator() % 8);
-    test_type<float, DType::float32>(kernels, each.n, each.channels, each.statistics, bits);
-    test_type<double, DType::float64>(kernels, each.n, each.channels, each.statistics, bits);
-    test_type<uint16_t, DType::float16>(kernels, each.n, each.channels, each.statistics, bits);
-    test_type<uint16_t, DType::bfloat16>(kernels, each.n, each.channels, each.statistics, bits);
+    test_type<float, DType::float32>(kernels, tested.n, tested.channels, tested.statistics, bits);
+    test_type<double, DType::float64>(kernels, tested.n, tested.channels, tested.statistics, bits);
+    test_type<uint16_t, DType::float16>(kernels, tested.n, tested.channels, tested.statistics, bits);
+    test_type<uint16_t, DType::bfloat16>(kernels, tested.n, tested.channels, tested.statistics, bits);
   }
 }

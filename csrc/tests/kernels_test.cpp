@@ -1,5 +1,5 @@
-// Every CPU kernel of every instruction set that this machine has, on heap buffers of exactly the right size,
-// so that AddressSanitizer sees an access beyond them. Results are compared with one element at a time.
+// Tests of every CPU kernel of every instruction set that this machine has, on heap buffers of exactly the right size, so that
+// AddressSanitizer sees an access beyond them. Results are compared with a computation of one element at a time.
 
 #include <algorithm>
 #include <atomic>
@@ -135,7 +135,7 @@ void test_kernels(const Kernels& kernels) {
       const OwnedTable plain(bits, 0, random_arrays(bits, breaks, false));
       const OwnedTable drawn(bits, (1 << bits) - 1, random_arrays(bits, breaks, true));
       for (const OwnedTable* table : {&plain, &drawn}) {
-        // All sizes for one table of each bits: the others differ in how codes are found.
+        // Only one table for each number of bits runs with all sizes. The others differ in how codes are found.
         for (size_t i = breaks == 3 ? 0 : sizes.size() - 1; i < sizes.size(); ++i) {
           test_table<float, DType::float32>(kernels, table->get(), sizes[i]);
           test_table<double, DType::float64>(kernels, table->get(), sizes[i]);
@@ -208,7 +208,7 @@ void test_floats() {
     CHECK(narrow_float16(widen_float16(half)) == (nan16 ? half | 0x200 : half));
     CHECK(narrow_bfloat16(widen_bfloat16(half)) == (nanb ? half | 0x40 : half));
     if (nan16 || (bits & 0x7FFF) >= 0x7C00) continue;
-    // Halfway to the next one: to the even one of both; and just beside it.
+    // A number halfway between two rounds to the even one. Numbers just beside it round to the nearer one.
     const float here = widen_float16(half), next = widen_float16(half + 1);
     if (std::isinf(next)) continue;
     const float middle = (here + next) / 2;

@@ -1,5 +1,5 @@
-// The group quantizer of every instruction set on heap buffers of exactly the right size, compared with one
-// element at a time.
+// Tests of the group quantizer of every instruction set, on heap buffers of exactly the right size, against a computation of
+// one element at a time.
 
 #include <cmath>
 #include <random>
@@ -23,16 +23,16 @@ struct Case {
   bool fp32_min;
   int bits;
   bool mixed;
-  bool fused;  // with normalization and, unless mixed, an affine map
+  bool fused;  // with normalization, and an affine map unless mixed
   float offset;
   int threads;
 };
 
-// Vectors that n elements share; no more memory than they need.
+// The vectors over n elements, in no more memory than they need.
 struct Vectors {
   VectorIndex index;
   Exact<float> first, second;
-  int left_out;  // 1 or 2: there is no first or no second; else both
+  int left_out;  // 1 or 2: the first or the second vector is missing
 
   explicit Vectors(int64_t n) : Vectors(index_for(n)) {}
   explicit Vectors(const VectorIndex& index) : index(index), first(index.count), second(index.count) {
@@ -60,7 +60,7 @@ struct Vectors {
   }
 };
 
-// The 16-bit draw of element i of a group.
+// Returns the 16-bit random number of element i of a group.
 uint32_t draw_of(uint64_t seed, int64_t group, int i, int group_size) {
   const int64_t padded = (group_size + 255) / 256 * 256, e = group * padded + i;
   const PhiloxWords words = philox_words(seed, static_cast<uint64_t>(e / 256 * 32 + e % 32));
@@ -165,7 +165,7 @@ void test_all_types(const Kernels& kernels, Case c) {
   }
 }
 
-// forward_quantized against forward, then quantize.
+// Compares forward_quantized with forward followed by quantize.
 template <class T, DType DTYPE>
 void test_forward_case(const Kernels& kernels, const Table& table, const Case& c) {
   using N = Number<T, DTYPE>;
@@ -264,7 +264,7 @@ void test_streams() {
   CHECK(first_counter(large.groups - 1, 0, 256) == static_cast<uint64_t>(32 * (large.groups - 1)));
 }
 
-// Groups whose counters need more than 32 bits, of a tensor that would not fit this machine.
+// Tests groups whose counters need more than 32 bits, in a tensor that would not fit in memory.
 void test_large_numbers(const Kernels& kernels) {
   const int64_t first = (int64_t{1} << 33) + 3;
   Streams streams = one_stream(1, 700, 256, false, 4);

@@ -51,7 +51,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import once_differentiable, refuse_batches
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -231,6 +231,8 @@ class _Attention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
+        # torch draws no random numbers inside vmap, and torch.func.vmap differentiates nothing by autograd.
+        refuse_batches("attention", grads, transforms_only=ctx.how.dropout_p == 0)
         (query, key, value), (mask, bias, state) = copies.load(ctx)
         if value is None:
             value = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)

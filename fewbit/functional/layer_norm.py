@@ -29,6 +29,7 @@ from fewbit.config import GROUP_SIZE, check_copies
 from fewbit.runtime.format import sums
 from fewbit.runtime.interop.autocast import in_float32
 from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.tensor_kinds import is_batched
 from fewbit.runtime.quantizers import preactivation
 from fewbit.runtime.quantizers.normalized import (
     dequantize_copies,
@@ -315,11 +316,12 @@ class _GroupNorm(Function):
             rstd, weight, *tensors = ctx.saved_tensors
             placed = _of_groups(rstd, ctx.sizes, grad.dim())
             x = dequantize_scaled(ctx, tensors, placed, grad.dtype)
+            format = torch.contiguous_format if is_batched(grad) else ctx.format
             # Without the input's gradient torch's channels-last kernel writes to address 0.
             mask = True, needs_weight, False
             grad_x, grad_weight, _ = torch.ops.aten.native_group_norm_backward(
-                grad.contiguous(memory_format=ctx.format),
-                x.contiguous(memory_format=ctx.format),
+                grad.contiguous(memory_format=format),
+                x.contiguous(memory_format=format),
                 torch.zeros_like(rstd),
                 rstd,
                 weight,
@@ -330,7 +332,7 @@ class _GroupNorm(Function):
                 grad_x = _group_gradient(
                     ctx.sizes, grad, *dequantize_copies(ctx, tensors), rstd, weight
                 )
-                grad_x = grad_x.contiguous(memory_format=ctx.format)
+                grad_x = grad_x.contiguous(memory_format=format)
             grad_x = grad_x.to(ctx.dtype) if needs_x else None
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         if needs_bias:

@@ -18,7 +18,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import once_differentiable, refuse_batches
 
 __all__ = ["prelu"]
 
@@ -128,6 +128,7 @@ class RandomSlopes(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        refuse_batches("rrelu in training", (grad,), transforms_only=True)
         positive, state = ctx.saved_tensors
         # Contiguous, because torch draws and reads slopes in logical order.
         sign, slopes = torch.empty(**ctx.like), torch.empty(**ctx.like)

@@ -124,6 +124,7 @@ class _LogSoftmax(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        y = ctx.spec.dequantize(ctx.saved_tensors, grad.dtype)
         total = grad.sum(ctx.dim, keepdim=True)
-        return torch.sub(grad, y.mul_(total)).to(ctx.dtype), None, None, None
+        # Not in place, because only one factor has a batch dimension if gradients are batched.
+        product = ctx.spec.dequantize(ctx.saved_tensors, grad.dtype) * total
+        return torch.sub(grad, product).to(ctx.dtype), None, None, None

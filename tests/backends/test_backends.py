@@ -1,4 +1,4 @@
-"""Every backend against NumPy: the packed format, the codes, the products, the draws."""
+"""Every backend against NumPy: the packed format, the codes, the products and the draws."""
 
 import inspect
 import re
@@ -74,7 +74,7 @@ def seed_tensor(seed, device):
 
 
 def check_encoding(backend, table, x, seed=None):
-    """packed bytes, then the product with a gradient, of one dense x."""
+    """Check the packed bytes, and then the product with a gradient, of one dense x."""
     encoding = Encoding.of(table)
     given_seed = None if seed is None else seed_tensor(seed, x.device)
     packed = backend.kernels.encode(x, encoding, given_seed)
@@ -104,7 +104,7 @@ def test_pack_and_unpack(backend, bits):
 
 
 def test_a_word_of_each_plane_is_where_the_format_says(backend):
-    """Element 32 k + i has its bit p in bit i of word k * bits + p, written out for one element."""
+    """Bit p of element 32 k + i is bit i of word k * bits + p, written out for one element."""
     codes = torch.zeros(70, dtype=torch.uint8, device=backend.device)
     codes[32 + 31] = 0b101
     packed = backend.kernels.pack(codes, 3).tolist()
@@ -167,7 +167,7 @@ def test_both_forms(backend, function, form, dtype):
 
 @dtypes
 def test_strange_tables(backend, dtype):
-    """No break at all; breaks out of float32's range or closer than its grid; codes that jump; all sides."""
+    """Tables have no break, breaks outside float32's range or closer than its grid, codes that jump, and all sides."""
     random = np.random.default_rng(3)
     breaks = np.sort(random.normal(size=300))
     codes = random.integers(0, 256, 301)
@@ -198,7 +198,7 @@ def test_strange_tables(backend, dtype):
 
 
 def above_the_lowest(x):
-    """Without the lowest number of its dtype: breaks below it move up to it, to stay finite."""
+    """Return the breaks without the lowest number of the dtype. Breaks below it move up to it, to stay finite."""
     return x[x != torch.finfo(x.dtype).min]
 
 
@@ -247,7 +247,7 @@ def test_a_broadcast_gradient_is_not_copied(backend, dtype, monkeypatch):
 
 @dtypes
 def test_products_round_once_to_nearest_even(backend, dtype):
-    """Subnormals, overflow, infinities and NaN in the gradient; the oracle rounds a float32 product."""
+    """The gradient has subnormals, overflow, infinities and NaN. The oracle rounds a float32 product."""
     table = load_table("selu", 3)
     limits = torch.finfo(dtype)
     special = [limits.max, limits.tiny, limits.smallest_normal * 3, -limits.tiny * 0.75, 0.0, -0.0]
@@ -289,7 +289,7 @@ def test_large_draws(backend):
 
 
 def test_uniform_at_indices_past_32_bits(monkeypatch):
-    """The counter's second word: the reference at element 2**32 + e, by shifting its index."""
+    """The counter's second word is used: the reference computes element 2**32 + e by shifting its index."""
     from fewbit.table import philox
 
     arange = torch.arange
@@ -402,7 +402,7 @@ def tables(draw):
 
 @given(table=tables(), width=st.sampled_from([16, 32, 64]), data=st.data())
 def test_fuzzed_tables(kernels, table, width, data):
-    """Any table, any input; the kernels of the reference and of every instruction set."""
+    """Any table and any input are compared on the reference and the kernels of every instruction set."""
     dtype = {16: torch.float16, 32: torch.float32, 64: torch.float64}[width]
     values = st.floats(width=width) | st.sampled_from([0.0, *table.breaks.tolist()])
     x = torch.tensor(data.draw(st.lists(values, max_size=70)), dtype=torch.float64).to(dtype)
@@ -450,7 +450,7 @@ def test_fuzzed_draws(kernels, made, seed, data):
 
 @pytest.fixture(scope="module")
 def kernels(choice):
-    """All backends of the CPU."""
+    """Return all backends of the CPU."""
     from conftest import ISAS
 
     if not ISAS:
@@ -473,11 +473,11 @@ def test_backends_have_the_attributes_that_are_documented():
         assert found[1:] == [(one.name, one.default) for one in expected.values()], name
 
 
-# -- Which backend ---------------------------------------------------------------------------------------------
+# -- The choice of a backend -------------------------------------------------------------------------------------
 
 
 class On:
-    """A tensor, as far as the choice of a backend looks at it."""
+    """A stand-in for a tensor with the properties that the choice of a backend uses."""
 
     def __init__(self, *device):
         self.device = torch.device(*device)

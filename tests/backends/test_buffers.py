@@ -1,4 +1,4 @@
-"""Whatever a kernel, a backend or an op is handed that is not what it will read or write is refused with one line."""
+"""A kernel, a backend or an op refuses in one line any buffer that is not of the size that it reads or writes."""
 
 import re
 
@@ -50,7 +50,7 @@ def codes(n=N):
 
 
 def good_calls():
-    """Each entry of the kernels with arguments that are right: arrays stand for buffers."""
+    """Return each entry of the kernels with correct arguments, in which arrays stand for buffers."""
     fixed = {"grid": floats(7 * CHANNELS), "inner": 25, "bits": BITS}
     rounded = {"bits": BITS, "widths": None, "fp32_min": False}
     mixed = {"bits": 1, "widths": MIXED, "fp32_min": False}
@@ -104,7 +104,7 @@ def good_calls():
 
 
 def call(isa, name, **changes):
-    """An entry with good arguments, but for those given; a tuple is a buffer as it is."""
+    """Call an entry with correct arguments except for the given ones. A tuple is passed as the buffer itself."""
     arguments = good_calls()[name] | changes
     given = {
         key: buffer(value)
@@ -158,7 +158,7 @@ def test_good_calls(isa, name):
 @compiled
 @pytest.mark.parametrize(("name", "key", "wrong"), list(cases()))
 def test_wrong_buffers_are_refused(name, key, wrong):
-    """On every instruction set, by the names of the entry and of the buffer, in one line."""
+    """Every instruction set refuses them in one line that names the entry and the buffer."""
     for isa in ISAS:
         with pytest.raises(ValueError) as raised:
             call(isa, name, **{key: wrong})
@@ -236,7 +236,7 @@ def test_allocation(key):
 
 
 def good_tensors():
-    """Each function of a backend, and tensors that are right for it."""
+    """Return each function of a backend, with correct tensors."""
     x, packed = torch.zeros(3, 75), torch.zeros(WORDS, dtype=torch.int32)
     limits, seed = torch.zeros(3, 2, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
     grid, widths = torch.ones(7, CHANNELS), torch.from_numpy(MIXED)
@@ -270,10 +270,10 @@ OF_ANY_SIZE = "pack", "encode", "quantize", "squares"
 
 def tensor_cases():
     for name, arguments in good_tensors().items():
-        for position, each in enumerate(arguments):
-            if not isinstance(each, torch.Tensor):
+        for position, argument in enumerate(arguments):
+            if not isinstance(argument, torch.Tensor):
                 continue
-            for fault, wrong in wrong_tensors(each):
+            for fault, wrong in wrong_tensors(argument):
                 is_sized = name in OF_ANY_SIZE and position == 0
                 if not (is_sized and fault in ("short", "empty")):
                     yield pytest.param(name, position, wrong, id=f"{name}-{position}-{fault}")
@@ -354,7 +354,7 @@ def test_ops_refuse_what_they_did_not_expect(kernels, mode, monkeypatch, choice)
 
 
 def test_what_was_kept_and_then_cut_is_refused():
-    """Hooks of saved tensors may hand anything back."""
+    """Hooks of saved tensors may return any tensor."""
     model = nn.Sequential(fewbit.nn.Linear(64, 64, bits=4), fewbit.GELU(bits=3))
     cut = torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: tensor[:-1] if tensor.dtype == torch.int32 else tensor, lambda tensor: tensor

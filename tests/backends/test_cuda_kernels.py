@@ -663,12 +663,12 @@ def squares_of_groups(x, group_size, normalize=None):
         index = torch.arange(x.numel()) // inner % len(rstd)
         centered = rows.flatten() - (0.0 if mean is None else mean[index])
         rows = (centered * rstd[index]).view(x.shape)
-    each = [torch.empty(0)]
+    terms = [torch.empty(0)]
     for group in (part for row in rows for part in row.split(group_size)):
         extent = group.max() - group.min()
         square = len(group) * (extent * extent)
-        each.append(square.view(1) if group.isfinite().all() else torch.tensor([torch.nan]))
-    return torch.cat(each)
+        terms.append(square.view(1) if group.isfinite().all() else torch.tensor([torch.nan]))
+    return torch.cat(terms)
 
 
 def squares_of_cpu(isa, x, group_size, normalize=None):

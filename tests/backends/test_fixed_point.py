@@ -1,4 +1,4 @@
-"""The fixed-point code of pre-activations: every backend against one element at a time in Python's floats."""
+"""The fixed-point code of pre-activations: every backend against Python's floats, one element at a time."""
 
 import math
 
@@ -18,7 +18,7 @@ BITS = range(1, 9)
 
 
 def naive_code(z, y, gamma, beta, bits):
-    """The code of one z = sign(gamma) x~, with exact arithmetic as far as Python's floats have it."""
+    """Return the code of one z = sign(gamma) x~, in Python's floats."""
     levels, step = 2**bits, 6 / 2**bits
     zero = -beta / abs(gamma) if gamma else None
     if zero is None:
@@ -32,7 +32,7 @@ def naive_code(z, y, gamma, beta, bits):
 
 
 def naive_value(code, gamma, beta, bits):
-    """z back from its code."""
+    """Return z computed from its code."""
     levels, step = 2**bits, 6 / 2**bits
     zero = -beta / abs(gamma) if gamma else None
     if zero is None:
@@ -49,7 +49,7 @@ BETA = (0.0, 0.25, 0.5, -0.5, 20.0, 1e-30, 3e19, -3.5, -9.0, 0.75)
 
 def block(n, inner, device="cpu", dtype=torch.float32):
     """x~, gamma and beta by element, y, and the two vectors; n: a multiple of 10 inner."""
-    gamma, beta = (torch.tensor(each, device=device) for each in (GAMMA, BETA))
+    gamma, beta = (torch.tensor(vector, device=device) for vector in (GAMMA, BETA))
     x = (1.5 * normal((n,), torch.float32, device, seed=1)).to(dtype)
     index = torch.arange(n, device=device) // inner % len(GAMMA)
     y = (x.double() * gamma.double()[index] + beta.double()[index]).to(dtype)
@@ -127,7 +127,7 @@ def test_grids_agree_to_the_last_bit(backend, bits, dtype):
     "n, channels, inner", [(70, 7, 1), (70, 1, 1), (1400, 7, 5), (4096, 2, 1024), (1530, 510, 1)]
 )
 def test_backends_agree_to_the_last_bit(backend, n, channels, inner, bits, dtype):
-    """Also with statistics of their own index, and where chunks and runs end in the middle of each other."""
+    """This includes statistics with an index of their own, and chunks and runs that end at different places."""
     device = backend.device
     gamma, beta = normal((channels,), seed=2), normal((channels,), seed=3)
     gamma[0] = 0.0
@@ -140,8 +140,8 @@ def test_backends_agree_to_the_last_bit(backend, n, channels, inner, bits, dtype
     grid = fixed_point.grid_of(gamma, beta, bits, "cpu")
     expected = reference.encode_fixed(x, y, grid, bits, inner, statistics)
 
-    def there(each):
-        return each.to(device) if isinstance(each, torch.Tensor) else each
+    def there(argument):
+        return argument.to(device) if isinstance(argument, torch.Tensor) else argument
 
     moved = None if statistics is None else tuple(map(there, statistics))
     packed = fixed_point.encode(there(x), there(y), there(grid), bits, inner, moved)
@@ -166,7 +166,7 @@ def test_backends_agree_to_the_last_bit(backend, n, channels, inner, bits, dtype
 
 @pytest.mark.parametrize("channels, inner", [(100, 1), (50, 1000)])
 def test_threads_share_the_work(backend, channels, inner):
-    """More elements than one thread is given."""
+    """There are more elements than one thread is given."""
     n, bits = 200_000, 3
     gamma, beta = normal((channels,), seed=2), normal((channels,), seed=3)
     x, y = normal((n,), scale=1.0, seed=4), normal((n,), seed=5)
@@ -220,7 +220,7 @@ numbers = st.one_of(
     bits=st.integers(1, 8),
 )
 def test_the_sign_is_exact(gamma, beta, values, bits):
-    """Whatever weight and bias are: of the y that float32 makes."""
+    """For any weight and bias it is the sign of the y that float32 computes."""
     x = torch.tensor(values)
     weight, bias = torch.tensor([gamma]), torch.tensor([beta])
     y = x * weight + bias
@@ -233,7 +233,7 @@ def test_the_sign_is_exact(gamma, beta, values, bits):
 
 
 def test_the_formula_of_the_paper_loses_the_sign_where_this_does_not():
-    """Eq. 9 and 10 as they stand, of a channel whose zero is beyond its window."""
+    """Equations 9 and 10 are taken literally, for a channel whose zero is beyond its window."""
     gamma, beta, bits = 1.0, 3.5, 4
     x = torch.tensor([-3.4, -3.6, 0.0])
     y = gamma * x + beta

@@ -100,7 +100,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=label)
 
 @cache
 def table():
-    """Any table will do: one bit, the sign."""
+    """Return a table of one bit, the sign; its choice does not matter here."""
     one = np.ones(1, np.uint8)
     lut = np.array([0.0, 1.0])
     zero = np.zeros(1)
@@ -108,7 +108,7 @@ def table():
 
 
 def forward(isa, case, x):
-    """f(x), shape and dtype of x, by the kernels of that instruction set."""
+    """Return f(x) in the shape and dtype of x, by the kernels of that instruction set."""
     name, parameters = case
     number, n_parameters = kernels.FUNCTIONS[name]
     values = tuple(functions.get(name, parameters).parameters.values())
@@ -133,13 +133,13 @@ def by_torch(case, x):
 
 @cache
 def every_half(dtype):
-    """All 65536 values of a 16-bit dtype."""
+    """Return all 65536 values of a 16-bit dtype."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
 @cache
 def grid(dtype, limit):
-    """Dense from -limit to limit."""
+    """Return dense values from -limit to limit."""
     if dtype == torch.float32:
         return torch.linspace(-limit, limit, 60_001, dtype=torch.float64).float()
     x = every_half(dtype)
@@ -148,7 +148,7 @@ def grid(dtype, limit):
 
 @cache
 def wild(dtype):
-    """Every magnitude: random bit patterns, tails, special values."""
+    """Return values of every magnitude: random bit patterns, tails, special values."""
     if dtype != torch.float32:
         return every_half(dtype)
     bits = np.random.default_rng(5).integers(0, 2**32, 50_000, dtype=np.uint32)
@@ -159,7 +159,7 @@ def wild(dtype):
 
 
 def ulp(y, dtype):
-    """The distance of neighbors of dtype around |y|, float64."""
+    """Return the distance of neighbors of dtype around |y|, float64."""
     info = torch.finfo(dtype)
     smallest = np.float64(info.smallest_normal)
     with np.errstate(invalid="ignore"):
@@ -168,7 +168,7 @@ def ulp(y, dtype):
 
 
 def bound(exact, x, dtype):
-    """The rule, float64."""
+    """Return the bound of the rule, float64."""
     return 2.0 * ulp(exact, dtype) + torch.finfo(dtype).eps * np.abs(x) / 4.0
 
 
@@ -190,13 +190,13 @@ def _exact(name, parameters, dtype, limit):
 
 
 def exact_of(case, dtype, limit=None):
-    """f, float64, of grid(dtype, limit), or of wild(dtype) where limit is None."""
+    """Return f, float64, of grid(dtype, limit), or of wild(dtype) if limit is None."""
     name, parameters = case
     return _exact(name, tuple(parameters.items()), dtype, limit)
 
 
 def errors(y, case, dtype, limit=None):
-    """Absolute errors of y and errors in units of the rule, at finite x with a finite f(x) in dtype."""
+    """Return absolute errors of y and errors in units of the rule, at finite x with a finite f(x) in dtype."""
     x = inputs(dtype, limit).double().numpy()
     exact = exact_of(case, dtype, limit)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -238,7 +238,7 @@ def test_error_of_every_float_is_within_the_rule(case, dtype, isa):
 @cache
 def torchs_largest(name, parameters, dtype, limit):
     case = name, dict(parameters)
-    return [each.max() for each in errors(by_torch(case, grid(dtype, limit)), case, dtype, limit)]
+    return [error.max() for error in errors(by_torch(case, grid(dtype, limit)), case, dtype, limit)]
 
 
 @every_isa
@@ -318,7 +318,7 @@ def test_softplus_switches_where_torch_does(case, isa):
 
 
 def bits(y):
-    """The bit patterns, every NaN alike."""
+    """Return the bit patterns, with one pattern for all NaNs."""
     y = y.masked_fill(y.isnan(), torch.nan)
     return y.view(torch.int32 if y.dtype == torch.float32 else torch.int16)
 
@@ -414,7 +414,7 @@ def fitting():
 
 
 def arrays(source):
-    """name -> coefficients, of C++ source."""
+    """Return {name: coefficients} of C++ source."""
     found = re.findall(r"constexpr \w+ (\w+)\[(\d+)\] = \{([^}]*)\}", source)
     result = {}
     for name, length, body in found:

@@ -56,7 +56,9 @@ def narrow_bfloat16(x):
     above = below + np.uint32(0x10000)
     with np.errstate(over="ignore", invalid="ignore"):
         exact = np.abs(x.astype(np.float64))
-        low, high = (np.abs(each.view(np.float32).astype(np.float64)) for each in (below, above))
+        low, high = (
+            np.abs(pattern.view(np.float32).astype(np.float64)) for pattern in (below, above)
+        )
         high = np.where(np.isinf(high), 2.0**128, high)
         to_low, to_high = exact - low, high - exact
     up = (to_high < to_low) | ((to_high == to_low) & (below >> 16 & 1 == 1))
@@ -330,7 +332,8 @@ def test_draws_do_not_depend_on_threads(isa):
     table = fewbit.solve("gelu", bits=2, objective="unbiased")
     e = Encoding.of(table)
     native = kernels.Table(
-        e.bits, e.initial, e.breaks32, e.flips, e.breaks64, e.flips, e.lut32, e.lut64, **e.draw._asdict()
+        e.bits, e.initial, e.breaks32, e.flips, e.breaks64, e.flips, e.lut32, e.lut64,
+        **e.draw._asdict(),
     )  # fmt: skip
     assert native.unbiased
     x = np.random.default_rng(0).normal(0, 2, 3 * 32768 + 5).astype(np.float32)

@@ -129,7 +129,7 @@ def test_results_of_attention_are_their_fakes(shape, order):
     real = attention_gradients(*given)
     with FakeTensorMode() as mode:
         fake = attention_gradients(*tree_map_only(torch.Tensor, mode.from_tensor, given))
-    places = [each.untyped_storage().data_ptr() for each in (*x, *real)]
+    places = [tensor.untyped_storage().data_ptr() for tensor in (*x, *real)]
     assert len(set(places)) == len(places) or not x[0].numel()
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)

@@ -63,7 +63,9 @@ ARGUMENTS = {"threshold": (0.1, -2.0)}
 
 def test_every_activation_is_here():
     named = {
-        name for name, each in inspect.getmembers(F, inspect.isfunction) if hasattr(torch_f, name)
+        name
+        for name, function in inspect.getmembers(F, inspect.isfunction)
+        if hasattr(torch_f, name)
     }
     takes_table = {
         name for name in named if "table" in inspect.signature(getattr(F, name)).parameters
@@ -119,7 +121,10 @@ def weighted(name, *sizes):
     """A call with a weight; sizes: numbers, or the dimension of x that each is the size of, as text."""
 
     def call(functions, x):
-        size = [x.shape[int(each)] if isinstance(each, str) else each for each in sizes]
+        size = [
+            x.shape[int(size_or_dim)] if isinstance(size_or_dim, str) else size_or_dim
+            for size_or_dim in sizes
+        ]
         return getattr(functions, name)(x, make(size).requires_grad_())
 
     return call

@@ -1,4 +1,4 @@
-"""One of two processes that train a compressed model together: run by test_distributed.py."""
+"""One of two processes that train a compressed model together. test_distributed.py runs it."""
 
 import copy
 import math
@@ -18,7 +18,7 @@ BITS = 8
 
 
 class Model(nn.Module):
-    """A convolution, norms, dropout, and two layers of one input."""
+    """A model of a convolution, norms, dropout, and two layers with one input."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ def forward(module, rank):
 
 
 def expected():
-    """Gradients of the exact model, averaged over both processes' inputs."""
+    """Return gradients of the exact model, averaged over both processes' inputs."""
     exact = model()
     for rank in range(2):
         (forward(exact, rank).square().mean() / 2).backward()
@@ -79,7 +79,7 @@ def few_bit_bytes():
 
 
 def step(wrapped, rank):
-    """A step whose forward keeps what few_bit_bytes() says and, beside weights, only vectors."""
+    """Run a step, and check that its forward saves few_bit_bytes() and otherwise only weights and vectors."""
     saved = {}
 
     def pack(tensor):
@@ -147,7 +147,7 @@ def bounded_sharded(rank):
 
 
 def _adapt(rank, controller, run, first="conv"):
-    """Both processes choose the same bits, in the same step, by what both have seen."""
+    """Check that both processes choose the same bits in the same step, from the results of both."""
     policy = controller.context.policy
     changed = []
     for number in range(1, 21):
@@ -206,7 +206,7 @@ def adapting_within(rank):
 
 
 def _bounded(rank, controller, run, first="conv"):
-    """Both processes find the same bounds, and keep to the same bits, by what both have seen."""
+    """Check that both processes find the same bounds and use the same bits, from the results of both."""
     for number in range(1, 13):
         run(number)
     both = [None, None]
@@ -243,7 +243,7 @@ def bounded(rank):
 
 
 def stages(rank):
-    """Each process has a model of its own, sharded over a mesh of one: they do not wait for each other."""
+    """Each process has its own model, sharded over a mesh of one. The processes do not wait for each other."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -257,7 +257,7 @@ def stages(rank):
 
 
 def resumed(rank):
-    """Stopped and gone on, with what each process has saved: the same losses and bits."""
+    """The training stops and continues from the state of each process, with the same losses and bits."""
 
     def start():
         module, controller = _adapting()
@@ -293,7 +293,7 @@ def resumed(rank):
 
 
 def adapting_parts(rank):
-    """Modules of a model that are wrapped and called one by one."""
+    """The modules of a model are wrapped and called one by one."""
     torch.manual_seed(0)
     sizes = (16, 64), (64, 64), (64, 8)
     parts = nn.ModuleList(nn.Sequential(nn.Linear(*number), nn.ReLU()) for number in sizes)
@@ -313,7 +313,7 @@ def adapting_parts(rank):
 
 
 def _synchronize_on_the_cpu():
-    """torch's own kernels of SyncBatchNorm are on GPUs only: written out here."""
+    """Replace the kernels of SyncBatchNorm, which torch has on GPUs only, by formulas."""
 
     def stats(x, eps):
         flat = x.transpose(0, 1).flatten(1)
@@ -379,7 +379,7 @@ def sync_batch_norm(rank):
 
 
 def sync_batch_norm_observed(rank):
-    """Each backward pass of the norm sums up once, also where one process has an empty batch or observes nothing."""
+    """Each backward pass of the norm sums once, also if one process has an empty batch or no probe."""
     _synchronize_on_the_cpu()
     torch.manual_seed(0)
     layers = nn.Conv1d(3, 5, 3), nn.SyncBatchNorm(5), nn.Tanh(), nn.Conv1d(5, 5, 1)

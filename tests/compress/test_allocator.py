@@ -1,4 +1,4 @@
-"""The allocator's expandable segments: set where they can be, and what is said of it is what PyTorch says."""
+"""The allocator's expandable segments: they are set if possible, and the report agrees with PyTorch."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from fewbit.errors import InputError  # noqa: E402
 
 
 class Allocator:
-    """PyTorch's, as far as settings go: each call of `set` puts those back that it does not name."""
+    """A stand-in for PyTorch's allocator settings. Each call of `set` resets the settings that it does not name."""
 
     def __init__(self, settings="", segments=(), supported=True, backend="native"):
         self.calls, self.supported, self.backend = [], supported, backend
@@ -44,7 +44,7 @@ class Allocator:
 
 @pytest.fixture(params=["newer", "older"])
 def install(request, monkeypatch):
-    """install(allocator): a CUDA device with it, as newer and as older PyTorch has it."""
+    """Return install(allocator), which makes a CUDA device with the allocator of newer or older PyTorch."""
     for name in allocator.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -185,7 +185,7 @@ from fewbit.compress.allocator import peak_memory, use_expandable_segments
 {before}
 report = use_expandable_segments()
 x = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
-found = [each["is_expandable"] for each in torch.cuda.memory_snapshot()]
+found = [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()]
 print(report.in_force, report.fixed > 0, any(found), all(found), peak_memory().allocated >= 64 << 20)
 """
 

@@ -1,4 +1,4 @@
-"""Configuration objects: what they accept, how they print, and that they come back from plain values."""
+"""Configuration objects: accepted values, printed form, and conversion to and from plain values."""
 
 import dataclasses
 import inspect

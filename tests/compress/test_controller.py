@@ -1,4 +1,4 @@
-"""The controller: its report, its state, and the numbers that it takes."""
+"""The controller: its report, its state, and the sample numbers that it accepts."""
 
 import copy
 
@@ -88,7 +88,7 @@ def test_bytes_by_op_in_order_without_rows_of_nothing():
 
 
 def numbered(level, numbers):
-    """A controller that has seen a batch with those numbers once, and what it was trained on."""
+    """Return a controller that saw a batch with these numbers once, and its model and batch."""
     model, controller, x = build(bits=fewbit.Level(level, 2))
     controller.number_samples(numbers)
     step(model, x)
@@ -107,7 +107,7 @@ def assert_same_state(state, expected):
 
 @pytest.mark.parametrize("level", ["L2.5", "L3"])
 def test_numbers_are_copied(level):
-    """A loader may use the memory of its numbers again before the forward."""
+    """A loader may overwrite the memory of its numbers before the forward."""
     model, controller, x = build(bits=fewbit.Level(level, 2))
     buffer = torch.arange(8)
     controller.number_samples(buffer)
@@ -140,7 +140,7 @@ def test_numbers_of_64_bits_without_a_sign():
 
 
 def row(**changes):
-    """One of magnitudes."""
+    """Return one row of magnitudes."""
     return {"name": "0", "input": 0, "squares": torch.ones(8), **changes}
 
 
@@ -223,7 +223,7 @@ def test_a_state_without_anything_learned_is_one(level):
 
 
 def edited(state, path, value):
-    """A copy with another value at a path of keys."""
+    """Return a copy with another value at a path of keys."""
     state = copy.deepcopy(state)
     inside = state
     for key in path[:-1]:
@@ -257,7 +257,7 @@ DAMAGED = [
 
 
 def test_damaged_states_of_the_error_bound_policy_change_nothing():
-    """Some of these raised OverflowError or IndexError, others failed in a later step."""
+    """They must raise a clear error now, not OverflowError, IndexError or an error in a later step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
     controller = fewbit.compress_(model, fewbit.ErrorBound(interval=2), verbose=False)

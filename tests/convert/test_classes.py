@@ -222,7 +222,7 @@ def test_a_metaclass_and_a_class_made_by_another_library():
 
 def test_a_forward_that_is_patched_on_the_class_in_between_stays():
     class Own(nn.Module):
-        """A class of its own, which the test patches."""
+        """A class that the test patches."""
 
         count: int = 0
 

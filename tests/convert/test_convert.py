@@ -1,4 +1,4 @@
-"""compress_ and restore_: what changes in a model, what does not, and that it trains."""
+"""compress_ and restore_: what they change in a model, what they preserve, and that the model trains."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ def transformer():
 
 
 class ConvNet(nn.Module):
-    """Tied, shared, in-place and functional parts in one small network."""
+    """A small network with tied, shared, in-place and functional parts."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ def test_the_same_model(case):
 
 
 def test_restored(case):
-    """Class for class and attribute for attribute what it was; state_dict loads both ways."""
+    """Every class and attribute is as before the conversion. state_dict loads in both directions."""
     model, x = case
     before = copy.deepcopy(model)
     controller = quiet(model, bits=2)
@@ -469,7 +469,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_weights_that_are_computed(change, when):
-    """Parametrizations, norms of weights and pruning, put on before or after the conversion."""
+    """Parametrizations, norms of weights and pruning are set before or after the conversion."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     exact = copy.deepcopy(model)
@@ -539,7 +539,7 @@ def twice(theirs):
 
 
 class Doubled:
-    """A callable that is no function."""
+    """A callable that is not a function."""
 
     def __init__(self, theirs):
         self.theirs = theirs
@@ -600,7 +600,7 @@ def test_what_was_replaced_on_the_instance_is_left_alone():
 
 @pytest.mark.parametrize("functional", [False, True])
 def test_a_function_that_was_replaced_is_called_once(monkeypatch, functional):
-    """Forward and backward are of what was put in the place of torch's function."""
+    """Forward and backward are those of the replacement of torch's function."""
     torch.manual_seed(0)
     theirs, layer = TF.linear, nn.Linear(8, 8)
     x = normal((16, 8), scale=1.0)
@@ -625,7 +625,7 @@ def test_a_function_that_was_replaced_is_called_once(monkeypatch, functional):
 
 
 def test_a_parametrized_module_with_layers_inside():
-    """torch goes back to the class below its own, which has to be ours, or the module's."""
+    """torch goes back to the class below its own, which must be fewbit's or the module's."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -763,7 +763,7 @@ def test_sizes_of_zero(make):
 
 
 def calls(x, w):
-    """Functions rather than modules: a linear map, attention, a gate, a softmax."""
+    """A model of functions and not modules: a linear map, attention, a gate, a softmax."""
     h = TF.linear(x, w)
     q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in h.chunk(3, -1))
     a = TF.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -935,7 +935,7 @@ def storage_bytes(tensors):
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
 def test_layers_under_inductor(layer, shape, vector):
-    """The default backend: a quantized input and a norm's deviations are kept, and gradients are torch's."""
+    """With the default backend a quantized input and a norm's deviations are saved, and gradients are torch's."""
     torch.compiler.reset()
     exact = copy.deepcopy(layer)
     for number, parameter in enumerate(exact.parameters()):

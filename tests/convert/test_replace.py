@@ -1,4 +1,4 @@
-"""replace_activations_: which modules change, into what, and what stays as it was."""
+"""replace_activations_: the modules that change, their new classes, and everything that stays."""
 
 import copy
 import pickle
@@ -52,7 +52,7 @@ def from_transformers(name):
 
 
 def check(module, before):
-    """Same values as the module it was; a gradient within what 8 bits allow; codes and nothing else kept."""
+    """Check that values are those of the old module, that the gradient's error fits 8 bits, and that only codes are saved."""
     torch.manual_seed(0)
     x = 2.0 * torch.randn(500, dtype=torch.float64)
     module.eval(), before.eval()
@@ -117,7 +117,7 @@ def test_a_whole_model(model):
 
 
 def test_beside_compress_():
-    """Activations alone: layers that compress_ has converted stay as they are."""
+    """Only activations change: layers that compress_ converted stay as they are."""
     model = nn.Sequential(nn.Linear(96, 96), nn.GELU())
     fewbit.compress_(model, bits=2, verbose=False)
     context = model[0].quantizer.context
@@ -127,7 +127,7 @@ def test_beside_compress_():
 
 
 def test_the_object_stays():
-    """Hooks, shared modules and references from elsewhere survive: only the class changes."""
+    """Hooks, shared modules and references from elsewhere survive, because only the class changes."""
     shared = nn.GELU()
     seen = []
     shared.register_forward_hook(lambda *arguments: seen.append(1))
@@ -155,7 +155,7 @@ def test_functions_held_by_transformer_layers(function, name):
 
 def test_what_is_left_alone_is_said():
     class Own(nn.GELU):
-        """A subclass may compute anything."""
+        """A subclass, which may compute anything."""
 
     model = nn.Sequential(nn.Linear(3, 3), Own(), nn.Identity())
     report = quiet(model)

@@ -57,7 +57,7 @@ def off(ours, theirs):
 
 
 def kept_by(function, model):
-    """The result, and the bytes kept that are no parameters, each storage once."""
+    """Return the result and the saved bytes that are not parameters', each storage once."""
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         y = function()
@@ -161,7 +161,7 @@ def test_against_the_original(device, module, shape, precision):
 
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_of_other_dtypes(device, name):
-    """A 16-bit input to a float32 weight, and float64, which some compute in float32."""
+    """The input is 16-bit with a float32 weight, or float64, which some norms compute in float32."""
     for dtype, of_weight in (
         (torch.bfloat16, torch.float32),
         (torch.float16, torch.float16),
@@ -199,7 +199,7 @@ def test_saved_bytes(name, is_frozen):
 
 @pytest.mark.parametrize("name", NORMS)
 def test_a_norm_offers_its_copy_to_the_next_layer(name):
-    """A linear layer after a norm keeps the norm's copy and no other, exact in expectation."""
+    """A linear layer after a norm uses the norm's copy and no other, exact in expectation."""
     from fewbit.functional.linear import linear
 
     module = randomized(NORMS[name]())
@@ -235,7 +235,7 @@ def test_hooks_of_an_activation_run():
 
 
 def test_few_bit_activations_within_units():
-    """The converter may have replaced the activation already."""
+    """The converter may have replaced the activation before."""
 
     module = randomized(of("llama", "LlamaMLP")(mlp_config()))
     module.act_fn = fewbit.SiLU(bits=2)

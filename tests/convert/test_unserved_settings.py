@@ -1,4 +1,4 @@
-"""Modules whose settings torch takes and no table serves: left alone at conversion, with the reason."""
+"""Modules whose settings torch accepts and no table serves: a conversion skips them and reports the reason."""
 
 from __future__ import annotations
 

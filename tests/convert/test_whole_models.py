@@ -283,9 +283,9 @@ def test_a_compressed_model_is_pickled():
     other = pickle.loads(pickle.dumps(model))
     assert type(other.model.norm) is type(model.model.norm) is not before
     gradients = []
-    for each in (model, other):
+    for tested in (model, other):
         torch.manual_seed(1)
-        gradients.append(gradient(each, inputs))
+        gradients.append(gradient(tested, inputs))
     assert torch.equal(*gradients)
     fewbit.restore_(other)
     assert type(other.model.norm) is before

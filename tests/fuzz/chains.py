@@ -18,7 +18,7 @@ EXACT_BITS = 8
 
 
 class Chain(nn.Module):
-    """Steps of a seed, applied one after the other; `source()` draws an input of a random layout."""
+    """Random steps that run one after another. `source()` draws an input of a random layout."""
 
     def __init__(self, seed, layers=4, sources=("tensor", "embedding")):
         super().__init__()
@@ -49,7 +49,7 @@ class Chain(nn.Module):
         return x
 
     def source(self):
-        """An input: of values and layout that torch's generator and the seed say."""
+        """Return an input, with values and layout from torch's generator and the seed."""
         if self.is_embedded:
             return torch.randint(7, self.shape)
         order = self.order
@@ -59,7 +59,7 @@ class Chain(nn.Module):
         return x.permute([order.index(dim) for dim in range(len(order))]).requires_grad_()
 
     def draw(self):
-        """Draws all parameters anew."""
+        """Draw all parameters anew."""
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.normal_(0.1, 0.6 if parameter.dim() < 2 else parameter[0].numel() ** -0.5)
@@ -74,7 +74,7 @@ class Chain(nn.Module):
         return y
 
     def _try(self, make, x):
-        """Adds a step that fits x, or none."""
+        """Add a random step if it fits x."""
         step = make(x, self.random)
         if step is None:
             return x

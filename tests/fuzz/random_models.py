@@ -49,7 +49,7 @@ class Model(nn.Module):
         self.names.append(make.__name__)
 
     def _settle(self) -> None:
-        """Parameters away from their defaults, some of them frozen, some parts in eval mode, and a dtype."""
+        """Move parameters away from their defaults, freeze some, set some parts to eval mode, and choose a dtype."""
         rng = self.rng
         with torch.no_grad():
             for parameter in self.parameters():
@@ -72,7 +72,7 @@ class Model(nn.Module):
         return torch.randn(shape, generator=self.generator) * scale
 
     def part(self, module: nn.Module) -> nn.Module:
-        """The module as a part; at times one of the same class and settings that is there already."""
+        """Register the module as a part and return it; sometimes return an equal part that exists instead."""
         like = [part for part in self.parts if repr(part) == repr(module)]
         if like and self.rng.random() < 0.5:
             return like[0]
@@ -80,7 +80,7 @@ class Model(nn.Module):
         return module
 
     def vector(self, size: int, mean: float = 0.0):
-        """A function that returns a vector of parameters: whole, a column of two, every third, or one expanded."""
+        """Return a function that returns a vector of parameters: whole, a column of two, every third, or one expanded."""
         layout = self.rng.choice(("whole", "column", "stepped", "expanded"))
         shape = {"whole": (size,), "column": (size, 2), "stepped": (3 * size,), "expanded": (1,)}
         parameter = nn.Parameter(self.normal(shape[layout], 0.2) + mean)
@@ -94,7 +94,7 @@ class Model(nn.Module):
         return views[layout]
 
     def matrix(self, rows: int, columns: int):
-        """A function that returns a matrix of parameters, as it is or transposed."""
+        """Return a function that returns a matrix of parameters, as it is or transposed."""
         is_transposed = self.rng.random() < 0.5
         shape = (columns, rows) if is_transposed else (rows, columns)
         parameter = nn.Parameter(self.normal(shape, 0.4))
@@ -106,13 +106,13 @@ class Model(nn.Module):
         return self.shape[0] if self.kind in ("sequence", "image") else self.shape[-1]
 
     def as_torch_can(self, vector):
-        """vector, contiguous if the model is exact: with another torch's own 2-D batch norm is wrong."""
+        """Return the vector, contiguous if the model is exact, because torch's 2-D batch norm is wrong with other vectors."""
         return vector.contiguous() if self.is_exact and vector is not None else vector
 
     # -- running ------------------------------------------------------------------------------------
 
     def inputs(self) -> list[torch.Tensor]:
-        """Fresh leaves or constants for a call, in a random layout; of an empty batch at times."""
+        """Return new leaves or constants for a call, in a random layout and sometimes with an empty batch."""
         rng, generator = (
             random.Random(~self.seed),
             torch.Generator().manual_seed(~self.seed % 2**40),
@@ -184,7 +184,7 @@ def prelu(m):
 
 
 def there_and_back(m):
-    """A view in which another step runs."""
+    """Run another step on a view, and undo the view."""
     act = m.rng.choice((*FUNCTIONS[:4], torch.Tensor.contiguous))
     a, b = m.rng.choice(((0, -1), (1, -1), (0, 1)))
     return lambda x: act(x.transpose(a, b)).transpose(a, b)
@@ -211,7 +211,7 @@ def residual(m):
 
 
 def joined(m):
-    """The sum with an earlier value, or with another input."""
+    """Return the sum with an earlier value, or with another input."""
     which = m.rng.random()
 
     def step(x):
@@ -275,7 +275,7 @@ def product_of_matrices(m):
 
 
 def some_vectors(m, size):
-    """Weight and bias, either of which may be missing."""
+    """Return weight and bias, either of which may be missing."""
     both = [m.vector(size, 1.0), m.vector(size)]
     missing = m.rng.choice((None, None, None, 0, 1))
     if missing is not None:
@@ -324,7 +324,7 @@ def group_norm(m):
 
 
 def written_out_group_norm(x, groups, weight, bias):
-    """torch's own reads past its storage, writes to address 0 without the input's gradient, and wants a weight."""
+    """Compute group norm. torch's reads past its storage, needs a weight, and fails without the input's gradient."""
     grouped = x.reshape(len(x), groups, x.shape[1:].numel() // groups)
     variance, mean = torch.var_mean(
         grouped.to(torch.promote_types(x.dtype, torch.float32)), -1, False, keepdim=True

@@ -67,7 +67,7 @@ def test_compiled_chains(part, drawn):
 
 
 def test_ops_that_are_not_told_strides_are_found(monkeypatch, drawn):
-    """The fault that told strides mended: each op took the strides of its input for those of the trace."""
+    """The test finds the fault in which each op uses its input's strides for those of the trace."""
 
     def as_it_comes(x, stride, by_sample=False):
         if by_sample:
@@ -127,11 +127,11 @@ def gradients(run, chains, sources, weights):
         [tensor for tensor in (x, *chain.parameters()) if tensor.requires_grad]
         for chain, x in zip(chains, sources, strict=True)
     ]
-    for each in (each for of_chain in graded for each in of_chain):
-        each.grad = None
+    for leaf in (leaf for of_chain in graded for leaf in of_chain):
+        leaf.grad = None
     used = [i for i, y in enumerate(results) if y.requires_grad]
     torch.autograd.backward([results[i] for i in used], [weights[i] for i in used])
-    return [[each.grad for each in of_chain] for of_chain in graded]
+    return [[leaf.grad for leaf in of_chain] for of_chain in graded]
 
 
 def error_of(ours, theirs):

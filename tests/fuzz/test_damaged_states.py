@@ -1,4 +1,4 @@
-"""States of controllers, damaged at random: refused in one line with nothing changed, or good for training on."""
+"""States of controllers with random damage: refused in one line without any change, or usable for training."""
 
 import copy
 import random
@@ -48,7 +48,7 @@ KINDS = {
 
 
 class Trained:
-    """A compressed model, and a state from amid its training."""
+    """A compressed model, and a state from the middle of its training."""
 
     def __init__(self, kind):
         torch.manual_seed(0)
@@ -79,7 +79,7 @@ class Trained:
 
 
 def same(a, b):
-    """Equality of states, which may hold tensors with NaNs."""
+    """Return whether two states are equal. They may have tensors with NaN."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -90,7 +90,7 @@ def same(a, b):
 
 
 def check(trained, seed):
-    """One case; returns whether the state was accepted."""
+    """Run one case, and return whether the state was accepted."""
     rng = random.Random(seed)
     base = rng.choice(trained.states)
     state = mutate(base, rng, ODD)

@@ -1,4 +1,4 @@
-"""Files of tables, damaged at random: refused in one line, or a table that can be used for everything."""
+"""Files of tables with random damage: refused in one line, or a table that is usable for everything."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def documents():
 
 
 def damaged(rng):
-    """The bytes of a file."""
+    """Return the bytes of a file."""
     document = rng.choice(documents())
     if rng.random() < 0.75:
         text = json.dumps(mutate(document, rng))
@@ -116,7 +116,7 @@ def check_usable(tables, seed, folder):
 
 
 def check(seed, folder):
-    """One case; returns whether the file was accepted."""
+    """Run one case, and return whether the file was accepted."""
     path = folder / f"{seed}.json"
     path.write_bytes(damaged(random.Random(seed)))
     try:

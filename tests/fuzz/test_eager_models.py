@@ -43,11 +43,11 @@ def leaves_of(model, inputs):
     named = [(f"input {number}", x) for number, x in enumerate(inputs)] + list(
         model.named_parameters()
     )
-    return [(name, each) for name, each in named if each.requires_grad]
+    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
 
 def run(model, inputs):
-    """(y, the gradient of each leaf that needs one, or None) with a fixed gradient of y."""
+    """Return (y, the gradient of each leaf that needs one, or None) for a fixed gradient of y."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's, on lower precision
         y = model(*inputs)
@@ -69,7 +69,7 @@ def in_float64(seed):
 
 
 class Case:
-    """One model, exact and compressed: what its gradients are, and what they may be off by."""
+    """One model, exact and compressed, with its gradients and their allowed errors."""
 
     def __init__(self, seed: int, **changes):
         self.seed, self.is_explained = seed, False
@@ -101,11 +101,11 @@ class Case:
         self.largest = max([0.1 * self.y.numel() ** 0.5, *norms])
 
     def errors(self):
-        """(name, norm of the exact gradient, how far off the mean of draws is, what is allowed, spread)."""
+        """Return (name, norm of the exact gradient, error of the mean of draws, allowed error, spread)."""
         for name, exact, draws in zip(self.names, self.exact, self.draws, strict=True):
             if exact is None or exact.numel() == 0:
                 continue
-            exact, draws = exact.double(), torch.stack([each.double() for each in draws])
+            exact, draws = exact.double(), torch.stack([draw.double() for draw in draws])
             norm = float(exact.norm())
             mean = draws.mean(0)
             off = float((mean - exact).norm())
@@ -114,7 +114,7 @@ class Case:
             yield name, norm, off, allowed, spread
 
     def wrong(self) -> str | None:
-        """Return what is wrong on one line, or None if nothing is."""
+        """Return a description in one line of the first error, or None."""
         if self.refusal is not None:
             return None
         same = self.y.dtype == self.ours.dtype and self.y.stride() == self.ours.stride()
@@ -122,11 +122,11 @@ class Case:
         if not (same and close):
             return f"{self.what}: the result differs"
         for name, exact, draws in zip(self.names, self.exact, self.draws, strict=True):
-            for each in draws:
-                if (each is None) != (exact is None):
-                    return f"{self.what}: {name}: {each} in place of {exact}"
-                if each is not None and (each.shape, each.dtype) != (exact.shape, exact.dtype):
-                    return f"{self.what}: {name}: {each.shape}, {each.dtype} for {exact.shape}"
+            for draw in draws:
+                if (draw is None) != (exact is None):
+                    return f"{self.what}: {name}: {draw} in place of {exact}"
+                if draw is not None and (draw.shape, draw.dtype) != (exact.shape, exact.dtype):
+                    return f"{self.what}: {name}: {draw.shape}, {draw.dtype} for {exact.shape}"
         for name, norm, off, allowed, spread in self.errors():
             if not off <= allowed:
                 self.is_explained = True
@@ -147,7 +147,7 @@ class Case:
 
 
 def check(seeds):
-    """One line for each case that is wrong, and for what is wrong with all of them."""
+    """Return one line for each case that is wrong, and for each error of all cases together."""
     wrong, found, relative, explained = [], 0, [], []
     for seed in seeds:
         case = Case(seed)
@@ -189,7 +189,7 @@ def test_some_random_models():
 
 
 def permuted(original):
-    """The values in other places."""
+    """Return the values in another order."""
 
     def dequantize(*arguments, **options):
         values = original(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Random compositions of steep, kinked and oscillating functions: f' is right to its promise, or refused.
+"""Random compositions of steep, kinked and oscillating functions: f' is as exact as promised, or refused.
 
 A case is a function and a point; ten points share a function.
 """
@@ -34,7 +34,7 @@ UNARY = [
 
 
 def line(rng):
-    """A straight line, most of them steep, its zero anywhere or at a round place."""
+    """Return a straight line, usually steep, with its zero anywhere or at a round place."""
     slope = 10.0 ** rng.uniform(-1.0, rng.choice([0.5, 2.0, 4.0])) * rng.choice([-1.0, 1.0])
     zero = rng.choice([0.0, 0.3, rng.uniform(-9.0, 9.0), round(rng.uniform(-9.0, 9.0), 1)])
     return lambda m, x: slope * (x - zero)

@@ -30,7 +30,7 @@ FEATURES = 32
 
 
 class Attention(nn.Module):
-    """Layers of one input, attention and activations as functions, a product."""
+    """A model with layers of one input, attention and activations as functions, and a product."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 
 class Again(nn.Module):
-    """A region that the backward pass makes again."""
+    """A model with a region that the backward pass recomputes."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -57,7 +57,7 @@ class Again(nn.Module):
 
 
 class Nested(nn.Module):
-    """A compressed model that calls another one, which is no part of it."""
+    """A compressed model that calls another one, which is not its part."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ def step(model):
 
 @cache
 def made(name):
-    """(model, its state, how many events of each kind a step has, the gradients of its next step)."""
+    """Return (model, its state, the number of events of each kind in a step, the gradients of its next step)."""
     torch.manual_seed(0)
     model = MODELS[name]()
     for module in model.modules():
@@ -139,7 +139,7 @@ def check(name, model) -> None:
     assert state_of(model) == before
     found = gradients(model, X)
     if name in LEARNING:
-        assert all(bool(each.isfinite().all()) for each in found)
+        assert all(bool(gradient.isfinite().all()) for gradient in found)
     else:
         assert all(map(torch.equal, found, gradients_before))
     check_nothing_is_left()
@@ -167,7 +167,7 @@ def test_random_interrupts(chunk):
 def test_an_interrupt_at_every_place(name, opcodes):
     """A step is interrupted the first two times that it reaches each line, and the first time it reaches each opcode."""
     model, before, _, _ = made(name)
-    for _ in exhaustively(lambda: step(model), each=1 if opcodes else 2, opcodes=opcodes):
+    for _ in exhaustively(lambda: step(model), per_line=1 if opcodes else 2, opcodes=opcodes):
         check_nothing_is_left()
         model.zero_grad()
         assert state_of(model) == before
@@ -202,7 +202,7 @@ def quiet_controller(model):
     "what", ["plan", "gradient_ratio", "saved_bytes", "variance_profile", "compress_"]
 )
 def test_an_interrupt_of_a_measurement(what):
-    """At the first time that each line is reached."""
+    """The interrupt comes when each line is reached for the first time."""
     torch.manual_seed(0)
     model = Attention()
     run = measurements(model)[what]

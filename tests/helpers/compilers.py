@@ -1,4 +1,4 @@
-"""Compiled code in tests: Inductor's passes without its code generation, and copies that eager code draws alike."""
+"""Helpers for tests of compiled code: Inductor's passes without code generation, and equal rounding in both modes."""
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
@@ -14,20 +14,20 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.cache import SavedTensorCache
 from fewbit.runtime.saved.context import ForwardContext
 
-# Passes and lowerings are imported late: their modules warn of torch's own deprecations when they are imported.
+# Passes and lowerings are imported late, because their modules warn of torch's own deprecations on import.
 
 
 class Draws:
-    """The seed with which all copies are drawn. A graph has the seed that was set when it was traced."""
+    """The seed that rounds all copies. A graph has the seed that was set when the graph was traced."""
 
     seed = 12345
 
 
 def draw_alike(monkeypatch) -> Draws:
-    """Make eager mode keep the copies that compiled code keeps, so that gradients differ by rounding alone.
+    """Make eager mode save the copies that compiled code saves, so that gradients differ only by floating-point rounding.
 
-    All copies are drawn with one seed, with minimums in bfloat16, and no layer reuses a copy of another one. Copies still
-    differ if torch's eager operation returns other strides than its traced one.
+    One seed rounds all copies, minimums are bfloat16, and no layer reuses the copy of another layer. Copies still differ if
+    torch's eager operation returns other strides than the traced one.
     """
     draws = Draws()
 
@@ -46,11 +46,11 @@ def draw_alike(monkeypatch) -> Draws:
 
 
 def inductor_passes(graph, inputs):
-    """A backend for torch.compile that runs Inductor's decompositions and passes, then the graph op by op.
+    """Run Inductor's decompositions and passes and then the graph op by op, as a backend for torch.compile.
 
-    Ops meet tensors of whatever strides are left when operations without effect are gone, as in code that Inductor
-    makes, which may in addition bring them to the strides that it takes for the traced ones. Each result of an op of
-    fewbit has to be as it was traced: code of Inductor's takes that for granted, and writes to memory by it.
+    Ops get tensors with the strides that are left after Inductor has removed operations without effect, as in Inductor's own
+    code, which may also restore the traced strides. Every result of an op of fewbit must have its traced layout, because
+    Inductor's code relies on that when it writes to memory.
     """
     import torch._inductor.lowering  # which decompositions look into  # noqa: F401
 
@@ -66,7 +66,7 @@ def inductor_passes(graph, inputs):
 
 
 def _settings():
-    # Random numbers are torch's own, as in eager mode.
+    # Random numbers come from torch's own generator, as in eager mode.
     return config.patch(fallback_random=True)
 
 
@@ -88,7 +88,7 @@ class _AsTraced(torch.fx.Interpreter):
         result = super().run_node(node)
         if getattr(node.target, "namespace", None) == "fewbit":
             given = filter(_is_tensor, tree_leaves(self.map_nodes_to_values(node.args, node)))
-            taken = {each.untyped_storage().data_ptr() for each in given}
+            taken = {tensor.untyped_storage().data_ptr() for tensor in given}
             traced = tree_leaves(node.meta["val"])
             for ours, fake in zip(tree_leaves(result), traced, strict=True):
                 assert _metadata(ours) == _metadata(fake), (node.target, ours, fake)
@@ -104,7 +104,7 @@ def _is_tensor(x):
 
 
 def _metadata(x):
-    """Symbolic numbers as those that they were traced with."""
+    """Return a tensor's metadata, with symbolic numbers replaced by those that they were traced with."""
     numbers = *x.shape, *x.stride(), x.storage_offset()
     return [n.node.hint if isinstance(n, torch.SymInt) else n for n in numbers], x.dtype
 

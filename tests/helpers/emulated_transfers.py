@@ -1,7 +1,7 @@
-"""A side stream on the CPU that does its copies late and checks that nobody relies on their being early.
+"""An emulation on the CPU of a side stream that copies as late as allowed, to find code that relies on early copies.
 
-What the current stream does happens at once. Copies wait in a queue, in order, until an event in it is waited
-for, or, with a `patience`, until so many others are behind them.
+Work of the current stream is done at once. Copies wait in a queue, in order, until an event in the queue is waited for or,
+with a `patience`, until that many others are queued behind them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ POISON = 0xA5
 
 
 class Violation(AssertionError):
-    """Memory was freed, or read, before the copy that needed it."""
+    """The error of memory that was freed or read before its copy was done."""
 
 
 class _Copy:
-    """One queued copy. It holds the host's side, as the pinned allocator does, and not the device's."""
+    """One queued copy. It holds the host's memory, as the pinned allocator does, but not the device's."""
 
     def __init__(self, target, source, device_side):
         self.is_out = device_side is source
@@ -41,7 +41,7 @@ class _Copy:
 
 
 class EmulatedTransfers:
-    """`CudaTransfers` for "cpu" tensors. made: the last one. log: ("out" | "back", bytes) in order."""
+    """The `CudaTransfers` of tensors on the CPU. made: the last object. log: ("out" or "back", bytes) in order."""
 
     capturing = False
     patience = None
@@ -98,19 +98,19 @@ class EmulatedTransfers:
                     copy.held = memory
 
     def finish(self):
-        """All that is queued: raises Violation if something was freed too early."""
+        """Do all queued copies. Raise Violation if memory was freed too early."""
         with self.lock:
             while self.queue:
                 self.queue.popleft().run()
 
 
 class EagerTransfers(EmulatedTransfers):
-    """Copies that are done at once."""
+    """Transfers that copy at once."""
 
     patience = 0
 
 
 class FitfulTransfers(EmulatedTransfers):
-    """Copies that are done at random times."""
+    """Transfers that copy at random times."""
 
     patience = 4

@@ -24,8 +24,8 @@ def pooled_z(samples, exact, least, independent=None) -> float:
     Args:
         samples: draws of one gradient.
         exact: its expectation.
-        least: the smallest standard error that is none of float64's rounding.
-        independent: the number of independent entries, if not all are: entries that share a sum move together.
+        least: the standard error below which differences are only float64's rounding.
+        independent: the number of independent entries if not all are, because entries that share a sum are correlated.
     """
     mean, error = moments(samples)
     known = error > least
@@ -40,7 +40,7 @@ def pooled_z(samples, exact, least, independent=None) -> float:
 def signed_z(samples, exact, least) -> list[float]:
     """Return z scores of the sum of the errors, and of their component along exact, over draws.
 
-    Entries may move together: the deviation is that of the sum. These scores show a small error that all entries
+    Entries may be correlated, because the deviation is that of the sum. These scores show a small error that all entries
     share, which the noise of each entry hides.
     """
     off = (samples - exact.double()).flatten(1)

@@ -1,4 +1,4 @@
-"""Every named function once more, in arbitrary precision: formulas of f alone, differentiated numerically."""
+"""Oracles of every named function in arbitrary precision. Only f has a formula; f' is computed numerically."""
 
 import mpmath
 from mpmath import mpf
@@ -17,7 +17,7 @@ def mp_normal_cdf(x):
 
 
 def mp_tanh_gelu(x, scale):
-    # sigmoid(2 u) is (1 + tanh u) / 2 without its cancellation at -inf
+    # sigmoid(2 u) equals (1 + tanh u) / 2 without the cancellation at -inf.
     return x * mp_sigmoid(2 * scale * (x + mpf("0.044715") * x**3))
 
 
@@ -65,8 +65,8 @@ ORACLE = {
 
 
 def oracle(name, parameters, x, side, digits):
-    """f and f' at x; the difference quotient steps to `side` only, so it crosses no kink."""
+    """Return f and f' at x. The difference quotient steps to `side` only, so it crosses no kink."""
     with mpmath.workdps(digits):
         x, step = mpf(x), side * mpf("1e-30")
         f0, f1, f2 = (ORACLE[name](x + k * step, **parameters) for k in range(3))
-        return f0, (4 * f1 - 3 * f0 - f2) / (2 * step)  # error: step**2 f''' / 3
+        return f0, (4 * f1 - 3 * f0 - f2) / (2 * step)  # The error is step**2 f''' / 3.

@@ -1,4 +1,4 @@
-"""Functions written once, for NumPy and for mpmath: what is differentiated, and its oracle in 40 digits."""
+"""Functions that are written once for NumPy and for mpmath, which computes the oracle in 40 digits."""
 
 import mpmath
 import numpy as np
@@ -20,7 +20,7 @@ class Floats:
 
 
 class Digits:
-    """The same on mpmath's numbers."""
+    """The elementary functions on mpmath's numbers."""
 
     exp, log1p, sin, cos, tanh, arctan, sqrt = (
         mpmath.exp, mpmath.log1p, mpmath.sin, mpmath.cos, mpmath.tanh, mpmath.atan, mpmath.sqrt,
@@ -41,6 +41,6 @@ class Digits:
 
 
 def exact_slopes(f, points):
-    """f' at float64 points in 40 digits, rounded once; f takes a namespace and a number."""
+    """Return f' at float64 points, computed in 40 digits and rounded once. f takes a namespace and a number."""
     with mpmath.workdps(60):
         return np.array([float(mpmath.diff(lambda x: f(Digits, x), mpmath.mpf(p))) for p in points])

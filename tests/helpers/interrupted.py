@@ -1,4 +1,4 @@
-"""Raising at a chosen line, or opcode, of fewbit's files, and looking whether anything is left behind."""
+"""Interrupts at a chosen line or opcode of fewbit's files, and checks that nothing is left behind."""
 
 import os
 import sys
@@ -16,17 +16,17 @@ FILES = {name for _, _, names in os.walk(PACKAGE) for name in names if name.ends
 
 
 class Interrupt:
-    """A context that raises `error` at event number `at` in fewbit's own files, and swallows it.
+    """A context that raises `error` at event number `at` in fewbit's own files, and catches it.
 
-    opcodes: events are opcodes rather than lines. files: names of those that count; all if None. The error is raised by the trace
-    function, which Python then takes off, so that it is raised once. is_raised: whether it was.
+    opcodes: events are opcodes and not lines. files: the names of the files that count; None for all. The trace function
+    raises the error, and Python then removes the function, so the error is raised once. is_raised: true after that.
     """
 
     def __init__(self, at, error=KeyboardInterrupt, opcodes=False, files=None):
         assert files is None or FILES.issuperset(files), files
         self.at, self.error, self.opcodes, self.files = at, error, opcodes, files
         self.seen, self.is_raised = 0, False
-        self.places = []  # (file, line) of the events, if at is None
+        self.places = []  # (file, line) of the events if at is None
 
     @classmethod
     def count(cls, function, **options) -> int:
@@ -43,7 +43,7 @@ class Interrupt:
     def __exit__(self, kind, value, traceback):
         sys.settrace(self._before)
         self.caught = (
-            value  # with its traceback, whose frames an interactive interpreter would keep too
+            value  # with its traceback, whose frames an interactive interpreter would hold too
         )
         return kind is not None and self.is_raised and issubclass(kind, self.error)
 
@@ -68,7 +68,7 @@ class Interrupt:
 
 
 def places(function, **options) -> dict[tuple[str, int], list[int]]:
-    """{(file, line): numbers of the events there} of a call."""
+    """Return {(file, line): numbers of the events there} of a call."""
     with (counting := Interrupt(None, **options)):
         function()
     found = defaultdict(list)
@@ -77,9 +77,9 @@ def places(function, **options) -> dict[tuple[str, int], list[int]]:
     return found
 
 
-def exhaustively(function, each=None, **options):
-    """Calls the function once for each event, interrupted there. each: so many events of each line, None: all."""
-    numbers = [number for at in places(function, **options).values() for number in at[:each]]
+def exhaustively(function, per_line=None, **options):
+    """Call the function once for each event, interrupted there. per_line: the number of events of a line; None for all."""
+    numbers = [number for at in places(function, **options).values() for number in at[:per_line]]
     for number in sorted(numbers):
         with Interrupt(number, **options) as interrupt:
             function()
@@ -88,7 +88,7 @@ def exhaustively(function, each=None, **options):
 
 
 def check_nothing_is_left() -> None:
-    """In this thread."""
+    """Check that this thread has no mode, context or call left."""
     assert not torch.overrides._get_current_function_mode_stack()
     assert not torch._C._len_torch_dispatch_stack()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
@@ -100,7 +100,7 @@ def check_nothing_is_left() -> None:
 
 
 def state_of(model) -> list:
-    """Classes, flags, hooks, attributes' names and parameters of all modules, to be compared."""
+    """Return classes, flags, hooks, names of attributes and parameters of all modules, for a comparison."""
     found = []
     for path, module in model.named_modules():
         tables = [
@@ -109,9 +109,9 @@ def state_of(model) -> list:
             if "hooks" in name and isinstance(value, dict)
         ]
         numbers = [
-            (name, each.detach().clone().numpy().tobytes())
-            for name, each in (*module._parameters.items(), *module._buffers.items())
-            if each is not None
+            (name, tensor.detach().clone().numpy().tobytes())
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
         ]
         found.append((path, type(module), module.training, sorted(vars(module)), tables, numbers))
     return found

@@ -19,7 +19,7 @@ from fewbit.runtime.format.groups import quantized_bytes
 
 
 class Called(nn.Module):
-    """A function as a module."""
+    """A module that calls a function."""
 
     def __init__(self, function):
         super().__init__()
@@ -27,7 +27,7 @@ class Called(nn.Module):
 
 
 class Gated(nn.Module):
-    """act(gate) * up."""
+    """A module that computes act(gate) * up."""
 
     def __init__(self, act):
         super().__init__()
@@ -37,7 +37,7 @@ class Gated(nn.Module):
         return self.act(gate) * up
 
 
-# The modules that torch.nn does not have.
+# Equivalents of the modules that torch.nn lacks.
 GATES = {
     "SwiGLU": lambda: Gated(torch_f.silu),
     "GEGLU": lambda approximate="none": Gated(partial(torch_f.gelu, approximate=approximate)),
@@ -47,16 +47,16 @@ GATES = {
 
 @dataclass(frozen=True)
 class Layer:
-    """A class name of torch.nn, its arguments, and the shapes of its inputs.
+    """A layer of a class of torch.nn, with its arguments and the shapes of its inputs.
 
     Attributes:
         others: shapes of the inputs after the first.
-        exact: which gradients are torch's to the bit, of the inputs and then of the parameters. None: as `is_linear` says.
+        exact: for each input and then each parameter, True if its gradient equals torch's to the bit. None: see `limits`.
         format: memory format of the first input.
-        order: the first input's dimensions as they lie in storage, from the outermost.
-        kept_shape: shape of the quantized tensor, if that is not the input's.
-        vectors: float32 numbers that are saved besides it.
-        kept: (bits, output) -> saved bytes, of layers that save something else.
+        order: the first input's dimensions in the order of storage, from the outermost.
+        saved_shape: shape of the quantized tensor, if that is not the input's.
+        vectors: the number of float32 numbers that are saved besides the quantized tensor.
+        saved: (bits, output) -> saved bytes, for layers that save other tensors.
     """
 
     name: str
@@ -67,9 +67,9 @@ class Layer:
     exact: tuple[bool, ...] | None = None
     format: torch.memory_format | None = None
     order: tuple[int, ...] | None = None
-    kept_shape: tuple[int, ...] | None = None
+    saved_shape: tuple[int, ...] | None = None
     vectors: int = 0
-    kept: Callable | None = field(default=None, repr=False)
+    saved: Callable | None = field(default=None, repr=False)
 
     @property
     def id(self) -> str:
@@ -78,7 +78,7 @@ class Layer:
 
     @property
     def is_linear(self) -> bool:
-        """Whether only parameters' gradients depend on the saved input, and linearly: they are exact in expectation."""
+        """True if only parameters' gradients depend on the saved input: linearly, so they are exact in expectation."""
         return self.name.startswith(("Linear", "Conv"))
 
     @property
@@ -116,17 +116,17 @@ class Layer:
         ]
         return [self.input(device, dtype, offset), *others]
 
-    def kept_bytes(self, bits: int, y: torch.Tensor) -> int:
+    def expected_bytes(self, bits: int, y: torch.Tensor) -> int:
         """Return the bytes that the forward with output y saves besides parameters (docs/quantizer.md)."""
-        if self.kept is not None:
-            return self.kept(bits, y)
-        return quantized_bytes(self.kept_shape or self.shape, bits) + 4 * self.vectors
+        if self.saved is not None:
+            return self.saved(bits, y)
+        return quantized_bytes(self.saved_shape or self.shape, bits) + 4 * self.vectors
 
     def limits(self, module, dtype) -> list[float]:
         """Return the largest relative error of each gradient at 8 bits, of the inputs and then of the parameters."""
         if self.exact is not None:
             return [0.0 if is_exact else 0.02 for is_exact in self.exact]
-        if dtype.itemsize == 2:  # sums of 16-bit numbers differ by their own rounding
+        if dtype.itemsize == 2:  # sums of 16-bit numbers have their own rounding errors
             return [0.06] * (1 + len(list(module.parameters())))
         names = [name for name, _ in module.named_parameters()]
         return [
@@ -143,7 +143,7 @@ LINEAR = [
     Layer("Linear", (40, 3), (40,)),
     Layer("Linear", (7, 3), (11, 7), {"bias": False}),
     Layer("Conv1d", (4, 6, 3), (3, 4, 30)),
-    Layer("Conv1d", (4, 6, 3), (4, 30), kept_shape=(1, 4, 30)),
+    Layer("Conv1d", (4, 6, 3), (4, 30), saved_shape=(1, 4, 30)),
     Layer("Conv2d", (4, 6, 3), (2, 4, 9, 10), {"stride": 2, "padding": 1}),
     Layer("Conv2d", (4, 6, 3), (2, 4, 9, 10), format=LAST),
     Layer(
@@ -152,25 +152,25 @@ LINEAR = [
         (2, 4, 9, 10),
         {"dilation": (2, 1), "groups": 2, "bias": False},
     ),
-    Layer("Conv2d", (4, 4, (2, 4)), (2, 4, 9, 10), {"padding": "same"}, kept_shape=(2, 4, 10, 11)),
+    Layer("Conv2d", (4, 4, (2, 4)), (2, 4, 9, 10), {"padding": "same"}, saved_shape=(2, 4, 10, 11)),
     Layer("Conv2d", (4, 4, 3), (2, 4, 9, 10), {"padding": "same"}),
     Layer(
         "Conv2d",
         (4, 4, 3),
         (2, 4, 9, 10),
         {"padding": 1, "padding_mode": "circular"},
-        kept_shape=(2, 4, 11, 12),
+        saved_shape=(2, 4, 11, 12),
     ),
     Layer(
         "Conv2d",
         (4, 4, 3),
         (2, 4, 9, 10),
         {"padding": 2, "padding_mode": "reflect"},
-        kept_shape=(2, 4, 13, 14),
+        saved_shape=(2, 4, 13, 14),
     ),
     Layer("Conv3d", (2, 4, 2), (2, 2, 4, 5, 6)),
     Layer("ConvTranspose1d", (4, 6, 3), (3, 4, 20), {"stride": 2}),
-    Layer("ConvTranspose2d", (4, 6, 3), (4, 7, 8), kept_shape=(1, 4, 7, 8)),
+    Layer("ConvTranspose2d", (4, 6, 3), (4, 7, 8), saved_shape=(1, 4, 7, 8)),
     Layer(
         "ConvTranspose2d",
         (4, 6, 3),
@@ -178,20 +178,20 @@ LINEAR = [
         {"stride": 2, "padding": 1, "output_padding": 1, "groups": 2, "dilation": 2},
     ),
     Layer("ConvTranspose3d", (2, 4, 2), (2, 2, 4, 5, 6)),
-    Layer("Conv1d", (4, 6, 4), (2, 4, 20), {"padding": "same"}, kept_shape=(2, 4, 21)),
+    Layer("Conv1d", (4, 6, 4), (2, 4, 20), {"padding": "same"}, saved_shape=(2, 4, 21)),
     Layer(
         "Conv1d",
         (4, 6, 3),
         (2, 4, 20),
         {"padding": "same", "padding_mode": "reflect", "dilation": 2},
-        kept_shape=(2, 4, 24),
+        saved_shape=(2, 4, 24),
     ),
     Layer(
         "Conv3d",
         (2, 4, (2, 3, 1)),
         (2, 2, 4, 5, 6),
         {"padding": "same", "padding_mode": "circular"},
-        kept_shape=(2, 2, 5, 7, 6),
+        saved_shape=(2, 2, 5, 7, 6),
     ),
     Layer(
         "Conv3d",
@@ -199,7 +199,7 @@ LINEAR = [
         (2, 2, 4, 5, 6),
         {"padding": (1, 2, 1), "padding_mode": "replicate", "stride": 2},
         format=LAST_3D,
-        kept_shape=(2, 2, 6, 9, 8),
+        saved_shape=(2, 2, 6, 9, 8),
     ),
     Layer("ConvTranspose1d", (4, 6, 3), (3, 4, 20), {"stride": 3, "output_padding": 2}),
     Layer(
@@ -230,13 +230,13 @@ NORMS = [
     Layer("BatchNorm3d", (3,), (2, 3, 4, 5, 6), vectors=3),
     Layer("BatchNorm3d", (3,), (2, 3, 4, 5, 6), vectors=3, format=LAST_3D),
     Layer("InstanceNorm1d", (3,), (4, 3, 40), vectors=12),
-    Layer("InstanceNorm1d", (3,), (3, 40), kept_shape=(1, 3, 40), vectors=3),
+    Layer("InstanceNorm1d", (3,), (3, 40), saved_shape=(1, 3, 40), vectors=3),
     Layer(
         "InstanceNorm2d",
         (3,),
         (4, 3, 6, 7),
         {"affine": True, "track_running_stats": True},
-        vectors=2 * 12,  # the weight too, once a sample
+        vectors=2 * 12,  # the weight is saved too, once for each sample
     ),
     Layer("InstanceNorm3d", (3,), (2, 3, 4, 3, 5), {"affine": True}, vectors=2 * 6),
 ]
@@ -255,7 +255,7 @@ def _prelu(arguments, shape, format=None):
         shape,
         format=format,
         exact=(True, False),
-        kept=lambda bits, y: _signs(y.numel()) + quantized_bytes(shape, bits),
+        saved=lambda bits, y: _signs(y.numel()) + quantized_bytes(shape, bits),
     )
 
 
@@ -267,7 +267,7 @@ def _bilinear(arguments, lead):
         shape,
         others=(other,),
         exact=(False, False, False, True)[: 3 + arguments[3]],
-        kept=lambda bits, y: quantized_bytes(shape, bits) + quantized_bytes(other, bits),
+        saved=lambda bits, y: quantized_bytes(shape, bits) + quantized_bytes(other, bits),
     )
 
 
@@ -278,28 +278,28 @@ def _gated(name, arguments=(), shape=(6, 9, 50)):
         shape,
         others=(shape,),
         exact=(False, False),
-        kept=lambda bits, y: (
+        saved=lambda bits, y: (
             2 * quantized_bytes(shape, bits) + (name == "ReGLU") * _signs(y.numel())
         ),
     )
 
 
 def _dropout(name, shape, features=None):
-    """A dropout with a mask over the first `features` dimensions."""
+    """Return a dropout with a mask over the first `features` dimensions."""
     return Layer(
-        name, (0.3,), shape, exact=(True,), kept=lambda bits, y: _signs(prod(y.shape[:features]))
+        name, (0.3,), shape, exact=(True,), saved=lambda bits, y: _signs(prod(y.shape[:features]))
     )
 
 
 def _pool(name, shape, arguments, place=0, options=None):
-    """A pooling that saves the place of each maximum in `place` bits."""
+    """Return a pooling that saves the place of each maximum in `place` bits."""
     return Layer(
         name,
         arguments,
         shape,
         options or {},
         exact=(True,),
-        kept=lambda bits, y: place // 8 * y.numel() if place > 8 else place * _signs(y.numel()),
+        saved=lambda bits, y: place // 8 * y.numel() if place > 8 else place * _signs(y.numel()),
     )
 
 
@@ -409,13 +409,13 @@ def gradients(module, *inputs):
 
 
 def relative(ours, exact) -> float:
-    """||ours - exact|| / ||exact|| in float64."""
+    """Return ||ours - exact|| / ||exact||, computed in float64."""
     ours, exact = ours.double(), exact.double()
     return float((ours - exact).norm() / exact.norm().clamp_min(1e-300))
 
 
 def saved_by(function, *inputs):
-    """Return y and the tensors that a forward saves, each storage once, but for the parameters'."""
+    """Return y and the tensors that a forward saves, one for each storage that is no parameter's."""
     own = function.parameters() if isinstance(function, nn.Module) else ()
     saved, own = {}, {weight.untyped_storage().data_ptr() for weight in own}
 
@@ -423,7 +423,7 @@ def saved_by(function, *inputs):
         place = tensor.untyped_storage().data_ptr()
         if place not in own:
             saved[place] = tensor.detach()
-        return tensor.detach()  # the tensor itself would hold its own graph
+        return tensor.detach()  # the tensor itself would hold the graph that holds it
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = function(*inputs)

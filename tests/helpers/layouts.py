@@ -1,4 +1,4 @@
-"""Layouts of tensors on their way through a model."""
+"""Layouts in which tensors pass through a model."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ def _padded(y):
     return torch.nested.to_padded_tensor(2 * y, 0.0).flatten(0, 1)
 
 
-LAYOUTS = {  # {name: (to the layout, back again, whether gradients can be measured)}
+LAYOUTS = {  # {name: (function to the layout, function back, True if gradients can be measured)}
     "CSR": (lambda h: h.to_sparse_csr(), lambda y: y.to_dense(), False),
     "COO": (lambda h: h.to_sparse(), lambda y: y.to_dense(), True),
     "mkldnn": (lambda h: h.to_mkldnn(), lambda y: y.to_dense(), False),
@@ -27,7 +27,7 @@ LAYOUTS = {  # {name: (to the layout, back again, whether gradients can be measu
 
 
 class InLayout(nn.Module):
-    """Two layers, and the result of the first in a layout: of the model, or between them (is_inside)."""
+    """A model whose first layer's result has a layout: between two layers if is_inside, else as the model's result."""
 
     def __init__(self, name: str, is_inside: bool):
         super().__init__()
@@ -41,6 +41,6 @@ class InLayout(nn.Module):
         return self.b(self.back(h)) if self.is_inside else h
 
     def loss(self, x):
-        """Of dense results."""
+        """Return the loss, of the model's result in a dense layout."""
         y = self(x)
         return (y if self.is_inside else self.back(y)).square().sum()

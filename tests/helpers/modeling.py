@@ -1,4 +1,4 @@
-"""Classes of transformers by name, imported when a test needs them."""
+"""Access to classes of transformers by name. They are imported when a test needs them."""
 
 from importlib import import_module
 

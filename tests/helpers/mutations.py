@@ -1,4 +1,4 @@
-"""Documents of dicts, lists, numbers and strings, damaged in ways that know their structure."""
+"""Damage to documents of dicts, lists, numbers and strings, which knows their structure."""
 
 import copy
 import math
@@ -15,17 +15,17 @@ OTHERS = [None, [], {}, [[]], [{}], [0], {"a": 1}, [None]]
 
 
 def mutate(document, random, odd=()):
-    """Return a damaged copy: one to three changes, each at a place of its own.
+    """Return a damaged copy of a document, with one to three changes in different places.
 
     Args:
-        document: dicts, lists and what is in them; it stays as it is.
+        document: nested dicts and lists. It is not changed.
         random: a random.Random.
-        odd: more values to put into places.
+        odd: more values to put into the document.
     """
     root = [copy.deepcopy(document)]
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         places = list(_places(root))
-        # Long lists of numbers would have nearly all the places, and fields nearly none.
+        # Otherwise long lists of numbers would have nearly all places, and fields nearly none.
         if not places:
             break
         random.shuffle(places)

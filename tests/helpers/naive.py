@@ -1,7 +1,6 @@
-"""Slow, obvious answers to what the solver computes: oracles for its tests.
+"""Slow and obvious computations of the solver's results, as oracles for its tests.
 
-Nothing here imports the solver. Sums are exact (`Fraction`) or carried in extended precision, and
-searches look at everything there is to look at.
+Nothing here imports the solver. Sums are exact (`Fraction`) or in extended precision, and searches are exhaustive.
 """
 
 import itertools
@@ -18,7 +17,7 @@ def fractions(numbers):
 
 
 def spread(values, weights):
-    """The weighted sum of squared deviations from the weighted mean, as a Fraction."""
+    """Return the weighted sum of squared deviations from the weighted mean, as a Fraction."""
     values, weights = fractions(values), fractions(weights)
     total = sum(weights)
     if total == 0:
@@ -28,19 +27,19 @@ def spread(values, weights):
 
 
 def breaks_cost(values, weights, breaks):
-    """What the contiguous partition at `breaks` costs."""
+    """Return the cost of the contiguous partition at `breaks`."""
     edges = [0, *breaks, len(values)]
     return sum(spread(values[a:b], weights[a:b]) for a, b in itertools.pairwise(edges))
 
 
 def every_contiguous(values, weights, count):
-    """The least cost over every way to cut the sequence into `count` segments, empty ones allowed."""
+    """Return the least cost over every way to cut the sequence into `count` segments, empty ones allowed."""
     cuts = itertools.combinations_with_replacement(range(len(values) + 1), count - 1)
     return min(breaks_cost(values, weights, cut) for cut in cuts)
 
 
 def every_grouping(values, weights, count):
-    """The least cost over every assignment of the values to `count` groups, contiguous or not."""
+    """Return the least cost over every assignment of the values to `count` groups, contiguous or not."""
     values, weights = np.asarray(values), np.asarray(weights)
     least = None
     for labels in itertools.product(range(count), repeat=len(values) - 1):
@@ -51,7 +50,7 @@ def every_grouping(values, weights, count):
 
 
 def plain_loop(values, weights, count):
-    """The O(n^2 K) dynamic program in exact arithmetic, on the sequence as it stands."""
+    """Run the O(n^2 K) dynamic program in exact arithmetic, on the sequence in its given order."""
     values, weights = fractions(values), fractions(weights)
     n = len(values)
     costs = [[Fraction(0)] * (n + 1) for _ in range(n + 1)]
@@ -69,12 +68,14 @@ def plain_loop(values, weights, count):
 
 
 def extended_loop(values, weights, count):
-    """The same dynamic program for longer sequences, in `np.longdouble` and without cancellation."""
+    """Run the same dynamic program for longer sequences, in `np.longdouble` and without cancellation."""
     values, weights = np.asarray(values, np.longdouble), np.asarray(weights, np.longdouble)
     n = len(values)
     costs = np.full((n + 1, n + 1), np.longdouble(np.inf))  # costs[start, stop]
     costs[np.arange(n + 1), np.arange(n + 1)] = 0
-    mass, mean, spread_ = np.zeros((3, n), np.longdouble)  # of the segments that end at `stop`
+    mass, mean, spread_ = np.zeros(
+        (3, n), np.longdouble
+    )  # costs of the segments that end at `stop`
     for stop in range(n):
         total = mass[: stop + 1] + weights[stop]
         share = np.divide(weights[stop], total, out=np.zeros_like(total), where=total > 0)
@@ -93,7 +94,7 @@ def extended_loop(values, weights, count):
 
 
 def choice_cost(values, weights, levels):
-    """The sum of w (v - y_k)(y_{k+1} - v), y_k <= v <= y_{k+1}, as a Fraction; levels ascend."""
+    """Return the sum of w (v - y_k)(y_{k+1} - v), y_k <= v <= y_{k+1}, as a Fraction; levels ascend."""
     values, weights, levels = fractions(values), fractions(weights), fractions(levels)
     total = Fraction(0)
     for v, w in zip(values, weights, strict=True):
@@ -104,7 +105,7 @@ def choice_cost(values, weights, levels):
 
 
 def every_choice(values, weights, count, forced=()):
-    """The least choice cost over all sets of `count` levels among the values, both ends in."""
+    """Return the least choice cost over all sets of `count` levels among the values, both ends in."""
     known = sorted({min(values), max(values), *forced})
     others = sorted(set(values) - set(known))
     inner = itertools.combinations(others, min(count - len(known), len(others)))
@@ -115,7 +116,7 @@ def every_choice(values, weights, count, forced=()):
 
 
 def minimax_contiguous(values, count, ends=None):
-    """The least radius with which `count` contiguous segments cover the sequence.
+    """Return the least radius with which `count` contiguous segments cover the sequence.
 
     `ends`: the given levels of the first and the last segment, or None.
     """
@@ -140,7 +141,7 @@ def minimax_contiguous(values, count, ends=None):
 
 
 def minimax_levels(values, count, pinned=()):
-    """The least radius with which `count` levels, `pinned` among them, cover the values."""
+    """Return the least radius with which `count` levels, `pinned` among them, cover the values."""
     values = np.unique(values)
     halves = 0.5 * np.abs(values[:, None] - values[None, :]).ravel()
     distances = np.abs(values[:, None] - np.asarray(pinned, float)[None, :]).ravel()
@@ -170,7 +171,7 @@ def normal_density(mean=0.0, std=1.0):
 
 
 def parts_of(table, marks=(), pieces=64):
-    """The domain cut at the table's breaks, the `marks` and evenly: (n, 2) intervals."""
+    """Return the domain cut at the table's breaks, the `marks` and evenly: (n, 2) intervals."""
     low, high = table.domain
     points = [low, high, *table.breaks, *marks, *np.linspace(low, high, pieces + 1)]
     points = np.unique([p for p in points if low <= p <= high])
@@ -178,12 +179,12 @@ def parts_of(table, marks=(), pieces=64):
 
 
 def quadrature(function, parts):
-    """The integral of a scalar function over all parts, by adaptive quadrature on each."""
+    """Return the integral of a scalar function over all parts, by adaptive quadrature on each."""
     return sum(quad(function, a, b, epsabs=1e-15, epsrel=1e-10, limit=100)[0] for a, b in parts)
 
 
 def squared_error(table, f, density=one, marks=()):
-    """The weighted integral of (f' - q)**2; on each part q is what it is at its middle."""
+    """Return the weighted integral of (f' - q)**2. On each part q has the value that it has in the middle."""
     total = 0.0
     for a, b in parts_of(table, [*f.kinks, *marks]):
         level = table(np.array(0.5 * (a + b)))
@@ -195,14 +196,14 @@ _GAUSS = np.polynomial.legendre.leggauss(24)
 
 
 def fine_integral(function, parts):
-    """The integral of a vectorized function over all parts; 24 Gauss points each."""
+    """Return the integral of a vectorized function over all parts, with 24 Gauss points in each."""
     half = 0.5 * (parts[:, 1] - parts[:, 0])[:, None]
     x = 0.5 * (parts[:, 1] + parts[:, 0])[:, None] + half * _GAUSS[0]
     return float(np.sum(function(x) * (half * _GAUSS[1])))
 
 
 def piece_moments(table, f, density=one, marks=()):
-    """Per level: the mass and the integral of f' w over its pieces."""
+    """Return, for each level, the mass and the integral of f' w over its pieces."""
     mass, first = np.zeros(len(table.levels)), np.zeros(len(table.levels))
     for a, b in parts_of(table, [*f.kinks, *marks]):
         code = table.code(0.5 * (a + b))
@@ -213,7 +214,7 @@ def piece_moments(table, f, density=one, marks=()):
 
 
 def choice_error(table, f, density=one, marks=()):
-    """The expected squared error of an unbiased table, from its knots and levels alone."""
+    """Return the expected squared error of an unbiased table, from its knots and levels alone."""
     levels, knots = table.levels, table.knots
 
     def expected(x):
@@ -237,13 +238,13 @@ class SampledError:
         self.value = f.derivative(self.x)
 
     def of_levels(self, levels):
-        """Every point takes its nearest level."""
+        """Return the error if every point gets its nearest level."""
         levels = np.sort(levels)
         nearest = np.searchsorted(0.5 * (levels[1:] + levels[:-1]), self.value)
         return float(np.sum(self.mass * (self.value - levels[nearest]) ** 2))
 
     def of_breaks(self, breaks, ends=None):
-        """Every piece takes its mean, or the first and last take the levels `ends`."""
+        """Return the error if every piece gets its mean, or the first and last get the levels `ends`."""
         piece = np.searchsorted(np.sort(breaks), self.x)
         count = len(breaks) + 1
         mass = np.bincount(piece, self.mass, count)

@@ -1,6 +1,6 @@
-"""The group quantizer in NumPy, a group at a time, written from docs/quantizer.md: an oracle for its backends.
+"""The group quantizer in NumPy, one group at a time, as docs/quantizer.md defines it: an oracle for the backends.
 
-Rows are (N, D) float32 (float64 ones are rounded here, 16-bit ones were widened); bfloat16 numbers are uint16.
+Rows are (N, D) float32; float64 rows are rounded here, 16-bit rows must be widened before. bfloat16 numbers are uint16.
 """
 
 from fractions import Fraction
@@ -13,12 +13,12 @@ NAN16 = 0x7FC0
 
 
 def streams(shape, widths, group_size):
-    """For each width in turn: (bits, the samples, [(first, end) of each group in the stream])."""
+    """Return (bits, the samples, [(first, end) of each group in the stream]) for each width."""
     samples, features = shape
     for bits in sorted(set(widths)):
         chosen = [i for i in range(samples) if widths[i] == bits]
         n = len(chosen) * features
-        step = features if features >= 64 else max(n, 1)  # what groups do not cross
+        step = features if features >= 64 else max(n, 1)  # the length that groups do not cross
         cuts = [
             (first, min(first + group_size, start + step))
             for start in range(0, n, step)
@@ -28,7 +28,7 @@ def streams(shape, widths, group_size):
 
 
 def normalized(rows, mean, rstd, inner):
-    """(x - mean[i]) rstd[i] in float32, element by element; mean may be None."""
+    """Return (x - mean[i]) rstd[i] in float32, element by element. mean may be None."""
     rows = np.asarray(rows, np.float32)
     result = np.empty_like(rows)
     with np.errstate(all="ignore"):
@@ -39,7 +39,7 @@ def normalized(rows, mean, rstd, inner):
 
 
 def mapped(values, scale, shift, inner):
-    """value scale[i] + shift[i] in float32, element by element; one of the two may be None."""
+    """Return value scale[i] + shift[i] in float32, element by element. scale or shift may be None."""
     result = np.empty_like(values)
     count = len(shift if scale is None else scale)
     with np.errstate(all="ignore"):
@@ -51,7 +51,7 @@ def mapped(values, scale, shift, inner):
 
 
 def quantize(rows, seed, widths, group_size, fp32_min):
-    """(packed, ranges): uint32 words, (groups, 2 or 3) uint16."""
+    """Return (packed, ranges): uint32 words and (groups, 2 or 3) uint16."""
     rows = np.asarray(rows)
     with np.errstate(over="ignore", under="ignore"):
         rows = rows.astype(np.float32)
@@ -72,7 +72,7 @@ def quantize(rows, seed, widths, group_size, fp32_min):
 
 
 def dequantize(packed, ranges, shape, widths, group_size):
-    """(N, D) float32."""
+    """Return the values, (N, D) float32."""
     out, number = np.zeros(shape, np.float32), 0
     for bits, chosen, cuts in streams(shape, widths, group_size):
         n = len(chosen) * shape[1]
@@ -90,7 +90,7 @@ def dequantize(packed, ranges, shape, widths, group_size):
 
 
 def _group(x, seed, number, bits, group_size, fp32_min):
-    """The codes of a group, and its row of the ranges."""
+    """Return the codes of a group, and its row of the ranges."""
     nothing = np.zeros(len(x), np.int64), [NAN16, NAN16, 0][: 3 if fp32_min else 2]
     if not np.isfinite(x).all():
         return nothing
@@ -101,7 +101,10 @@ def _group(x, seed, number, bits, group_size, fp32_min):
     extent = _bfloat16(extent, up=True)
     if not (np.isfinite(minimum) and np.isfinite(extent)):
         return nothing
-    minimum, extent = np.float32(minimum) + np.float32(0), np.float32(extent) + np.float32(0)  # +0
+    minimum, extent = (
+        np.float32(minimum) + np.float32(0),
+        np.float32(extent) + np.float32(0),
+    )  # makes -0 a +0
     scale = np.float32(0)
     if extent > 0:
         with np.errstate(over="ignore"):
@@ -110,13 +113,13 @@ def _group(x, seed, number, bits, group_size, fp32_min):
     # Python rounds half to even, in exact arithmetic.
     fixed = np.array([min(round(Fraction(float(step))), top * 65536) for step in steps], np.int64)
     codes = (fixed + draws(seed, number, len(x), group_size)) >> 16
-    upper = [int(each.view(np.uint32)) >> 16 for each in (minimum, extent)]
+    upper = [int(number.view(np.uint32)) >> 16 for number in (minimum, extent)]
     lower = [int(minimum.view(np.uint32)) & 0xFFFF] if fp32_min else []
     return codes, upper + lower
 
 
 def draws(seed, number, n, group_size):
-    """The 16-bit draws of the first n elements of a group."""
+    """Return the 16-bit random numbers of the first n elements of a group."""
     padded = -(-group_size // 256) * 256
     e = number * padded + np.arange(n)
     counter = 32 * (e // 256) + e % 32
@@ -127,7 +130,7 @@ def draws(seed, number, n, group_size):
 
 
 def _bfloat16(x, up):
-    """The nearest bfloat16 that is not below x (up) or not above it, found by walking; float32."""
+    """Return the nearest bfloat16 that is not below x (up) or not above x, as float32. It is found by walking."""
     x = np.float32(x)
     if not np.isfinite(x):
         return x
@@ -157,7 +160,7 @@ def _codes(words, bits):
 
 
 def grid(x, bits):
-    """(lower value, step, fraction above it) of each element of one group, in float64."""
+    """Return (lower value, step, fraction of a step above the lower value) of each element of one group, in float64."""
     x = np.asarray(x, np.float32)
     minimum = _bfloat16(x.min(), up=False)
     extent = _bfloat16(np.float32(x.max() - minimum), up=True)

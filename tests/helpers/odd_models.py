@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Between(nn.Module):
-    """A layer keeps something between an activation and the layer that keeps its result."""
+    """A layer saves a tensor between an activation and the layer that saves the activation's result."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Between(nn.Module):
 
 
 class TwoFollowers(nn.Module):
-    """Layers that keep one result, in an order that depends on the data."""
+    """Two layers save one result, in an order that depends on the data."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Dropped(nn.Module):
 
 
 class KeepsNothing(nn.Module):
-    """In some forwards nothing is kept but what an activation makes for a layer that is then not called."""
+    """In some forwards only a copy is saved that an activation makes for a layer that is then not called."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class KeepsNothing(nn.Module):
 
 
 class Again(nn.Module):
-    """One module called twice, with dropout and functions; two copies of what norms keep."""
+    """One module is called twice, with dropout and functions. Norms save two copies."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class Again(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Regions that are modules, layers and functions, one of them twice; reentrant or not."""
+    """Checkpointed regions are modules, layers and functions, one of them called twice; reentrant or not."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -100,7 +100,7 @@ class Checkpointed(nn.Module):
 
 
 class WhollyCheckpointed(nn.Module):
-    """The loop makes the whole forward again."""
+    """The training loop recomputes the whole forward."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -115,7 +115,7 @@ class WhollyCheckpointed(nn.Module):
 
 
 class ByItself(nn.Module):
-    """The loop calls its parts, of which the first is a layer."""
+    """The training loop calls the model's parts, of which the first is a layer."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ ODD = {
 }
 
 
-OPTIONS = {  # of compress_, for some of these models
+OPTIONS = {  # options of compress_ for some of these models
     "two followers, of other bits": {"overrides": {"*b": 3}},
     "dropped": {"layers": {"functional": False}},
     "keeps nothing": {"layers": {"functional": False}},

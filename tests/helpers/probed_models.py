@@ -12,7 +12,7 @@ from fewbit.runtime.saved.single_backward import once_differentiable
 
 
 class Fixed(BitPolicy):
-    """A policy with given averages, and a probe in the forward passes that are to be measured."""
+    """A policy with given averages, and with a probe in the forward passes that will be measured."""
 
     def __init__(self, averages=None, probe=None):
         super().__init__()
@@ -36,7 +36,7 @@ def loss_of(y):
 
 
 def gradient(model, x, seed=0):
-    """Return all parameters' gradients of one step as one vector."""
+    """Return the gradients of all parameters in one step, as one vector."""
     torch.manual_seed(seed)
     model.zero_grad(set_to_none=True)
     loss_of(model(x)).backward()
@@ -44,7 +44,7 @@ def gradient(model, x, seed=0):
 
 
 class Residual(nn.Module):
-    """x + body(x)."""
+    """A module that computes x + body(x)."""
 
     def __init__(self, body):
         super().__init__()
@@ -55,7 +55,7 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of four heads, called as a function."""
+    """Self-attention of four heads, computed by torch's function."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ class Twice(nn.Module):
 
 
 class Counted(torch.autograd.Function):
-    """x times a weight, from a quantized x; counts its backward passes."""
+    """A Function that multiplies x by a weight and saves x quantized. It counts its backward passes."""
 
     passes = 0
 
@@ -135,6 +135,6 @@ class Counted(torch.autograd.Function):
 
 
 class Collective(Counted):
-    """The same, as a function whose backward pass runs collectives."""
+    """The same Function, declared to run collectives in its backward pass."""
 
     backward_has_collectives = True

@@ -96,7 +96,7 @@ def tagged(*tags):
 
 
 def long_sequence(kind, n, seed=7):
-    """Values and weights of thousands of items, for the pruned search."""
+    """Return values and weights of thousands of items, for the pruned search."""
     rng = np.random.default_rng(seed)
     weights = rng.random(n)
     values = {
@@ -124,7 +124,7 @@ LONG = ("random", "wave", "steps", "noisy steps", "ties", "far", "far clusters",
 
 @functools.cache
 def solved(name, bits=None, **options):
-    """`fewbit.solve`, remembered, without the warning about unbounded derivatives."""
+    """Return the cached result of `fewbit.solve`, without the warning about unbounded derivatives."""
     from fewbit.solver.solve import solve
 
     options = {key: dict(value) if key == "parameters" else value for key, value in options.items()}

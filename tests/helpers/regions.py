@@ -12,11 +12,11 @@ def block(width=64):
 
 
 class Regions(nn.Module):
-    """A layer, and two blocks in checkpoints.
+    """A model of a layer and two blocks in checkpoints.
 
     Args:
-        reentrant: whether the checkpoints are reentrant.
-        regions: how checkpoints call the blocks: "modules", "functions", "both" (one each), or None without checkpoints.
+        reentrant: as of torch's checkpoint.
+        regions: the form in which checkpoints call the blocks, "modules", "functions" or "both"; None without checkpoints.
         width: features.
     """
 

@@ -1,4 +1,4 @@
-"""Inputs that every test of the runtime shares: dtypes, layouts, activations, and the NumPy oracles."""
+"""The dtypes, layouts, activations and NumPy oracles that tests of the runtime share."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def name_of(dtype) -> str:
 
 
 def normal(shape, dtype=torch.float32, device="cpu", scale=3.0, seed=SEED) -> torch.Tensor:
-    """The same normal numbers of any dtype on any device."""
+    """Return normal random numbers, which are the same in every dtype and on every device."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(device, dtype)
 
 
 def adversarial(table, dtype, device="cpu") -> torch.Tensor:
-    """Every break and knot of the table with its neighbors in dtype, zeros, extremes, infinities, NaN."""
+    """Return every break and knot of the table with its neighbors in dtype, zeros, extremes, infinities and NaN."""
     points = list(table.breaks) + ([] if table.knots is None else list(table.knots.points))
     points += [0.0, -0.0, 1.0, -1.0, 6.0, 3.0, -3.0, 0.5, -0.5, 20.0, -20.0]
     exact = torch.tensor(points, dtype=torch.float64).to(dtype)
@@ -49,7 +49,7 @@ def adversarial(table, dtype, device="cpu") -> torch.Tensor:
 # -- layouts -------------------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, Callable[[Callable], torch.Tensor]] = {
-    # each takes `make(shape)`, a contiguous tensor of that shape, and returns a view of one
+    # A function takes `make(shape)`, which returns a contiguous tensor, and returns a view of such a tensor.
     "empty": lambda make: make((0,)),
     "empty inside": lambda make: make((3, 0, 2)),
     "empty transposed": lambda make: make((3, 0)).t(),
@@ -91,7 +91,7 @@ def laid_out(layout: str, dtype=torch.float32, device="cpu", seed=SEED) -> torch
 
 
 def offsets(x) -> np.ndarray:
-    """Where each element of x lies, counted in elements from its first, in logical order."""
+    """Return the distance in storage of each element of x from the first, in elements and in logical order."""
     place = np.zeros(tuple(x.shape), np.int64)
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         shape = [1] * x.dim()
@@ -105,7 +105,7 @@ def is_dense(x) -> bool:
 
 
 def in_storage_order(x) -> torch.Tensor:
-    """x's elements in the order in which the packed format counts them (docs/runtime.md)."""
+    """Return x's elements in the order of the packed format (docs/runtime.md)."""
     flat = x.detach().reshape(-1)
     return flat[torch.from_numpy(np.argsort(offsets(x))).to(x.device)] if is_dense(x) else flat
 
@@ -115,14 +115,14 @@ def in_storage_order(x) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Sample:
-    """An activation with parameters: ours, torch's (written out where torch has none), and its tables."""
+    """An activation with parameters: fewbit's, torch's (or its formula if torch has none), and the tables."""
 
     function: str  # as in fewbit.functions
     ours: Callable = field(repr=False)
     theirs: Callable = field(repr=False)
     parameters: tuple[float, ...] = ()
-    inplace: bool = False  # whether torch's takes inplace=
-    exact: bool = False  # whether one bit is exact
+    inplace: bool = False  # True if torch's takes inplace=
+    exact: bool = False  # True if one bit is exact
 
     @property
     def id(self) -> str:
@@ -130,7 +130,7 @@ class Sample:
 
     @property
     def bits(self) -> int:
-        """The default of bits=."""
+        """The default number of bits."""
         return 1 if self.exact else 3
 
     def __call__(self, x, **options):
@@ -140,7 +140,7 @@ class Sample:
         return self.theirs(x, *self.parameters, **options)
 
     def table(self, bits=None, **request):
-        """The table of those parameters; request: as in fewbit.load_table."""
+        """Return the table for the parameters. request: as in fewbit.load_table."""
         names = functions.get(self.function).parameters
         parameters = dict(zip(names, self.parameters, strict=False))
         return load_table(self.function, bits or self.bits, tuple(parameters.items()), **request)
@@ -212,7 +212,7 @@ RELU = EXACT[0]
 
 
 def ids(samples) -> dict:
-    """Arguments of pytest.mark.parametrize after the name."""
+    """Return the arguments of pytest.mark.parametrize after the name."""
     return {"argvalues": samples, "ids": [sample.id for sample in samples]}
 
 
@@ -220,12 +220,12 @@ def ids(samples) -> dict:
 
 
 def kept_bits(table) -> int:
-    """Planes that the table's codes take: as many as its levels need."""
+    """Return the number of planes that the codes of the table's levels need."""
     return max(1, (len(table.levels) - 1).bit_length())
 
 
 def packed_of(codes, bits: int) -> np.ndarray:
-    """The packed int32 words of codes: np.packbits on each plane, little-endian."""
+    """Return the packed int32 words of codes: np.packbits on each plane, little-endian."""
     codes = np.asarray(codes, np.uint8).reshape(-1)
     blocks = -(-len(codes) // 32)
     padded = np.zeros(blocks * 32, np.uint8)
@@ -238,31 +238,31 @@ def packed_of(codes, bits: int) -> np.ndarray:
 
 
 def levels_of(table, x, seed=None) -> np.ndarray:
-    """The level number of each element of x in storage order."""
+    """Return the level number of each element of x, in storage order."""
     flat = in_storage_order(x).cpu().to(torch.float64).numpy()
     return table.code(flat) if seed is None else table.sample_code(flat, seed)
 
 
 def encoded(table, x, seed=None) -> np.ndarray:
-    """The packed words that every backend must make of x."""
+    """Return the packed words that every backend must make from x."""
     level = levels_of(table, x, seed)
     return packed_of(level ^ level >> 1, kept_bits(table))
 
 
 def scaled(table, level, grad) -> torch.Tensor:
-    """levels[level] * grad by the rule of docs/table_schema.md; level: NumPy, of grad's shape."""
+    """Return levels[level] * grad by the rule of docs/table_schema.md. level: a NumPy array of grad's shape."""
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     q = torch.tensor(table.levels[np.asarray(level)]).to(wide)
     return (q * grad.cpu().to(wide)).to(grad.dtype).to(grad.device)
 
 
 def gradient(table, x, grad) -> torch.Tensor:
-    """table(x) * grad by that rule, in x's shape."""
+    """Return table(x) * grad by the rule of `scaled`, in x's shape."""
     return scaled(table, table.code(x.detach().cpu().to(torch.float64).numpy()), grad)
 
 
 def same(a, b) -> bool:
-    """Equal bit for bit but for the payload of NaNs."""
+    """Return whether two tensors are equal bit for bit, except for the payload of NaN."""
     a, b = a.detach(), b.detach()
     if a.dtype != b.dtype or a.shape != b.shape:
         return False

@@ -59,7 +59,7 @@ def options(request, device):
 def inputs(
     device="cpu", dtype=torch.float32, query=(3, 4, 9, 16), keys=11, heads=None, values=None
 ):
-    """query, key, value that need gradients."""
+    """Return query, key and value, which need gradients."""
     *batch, _, features = query
     batch = batch if heads is None else (*batch[:-1], heads)
     shapes = query, (*batch, keys, features), (*batch, keys, values or features)
@@ -70,7 +70,7 @@ def inputs(
 
 
 def check(ours, theirs, wanted, within=0.02):
-    """Equal values from equal random states, and gradients within a fraction of their norm."""
+    """Check for equal values from equal random states, and for gradients within a fraction of their norm."""
     torch.manual_seed(1)
     y = ours()
     after = torch.get_rng_state()
@@ -114,7 +114,7 @@ def test_against_torch(device, options, dtype, autocast):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_backward_pass_is_that_of_the_restored_tensors(device, options, autocast):
-    """Exactly torch's, in the dtype of the forward pass; dropout draws the same mask again."""
+    """It is exactly torch's, in the dtype of the forward pass. Dropout draws the same mask again."""
     tensors = inputs(device)
     quantizer = Remembering(4)
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
@@ -151,7 +151,7 @@ def test_a_mask_that_is_learned(device):
 
 
 def test_layouts(device):
-    """Heads within features, as projections make them, and parts of one packed tensor."""
+    """Heads lie within features, as projections make them, or inputs are parts of one packed tensor."""
     query, key, value = (
         normal((3, 9, 4, 16), device=device, scale=1.0, seed=i).requires_grad_() for i in range(3)
     )
@@ -209,7 +209,7 @@ def test_any_configuration(
 
 
 def test_heads_that_share_keys(device):
-    """By torch's enable_gqa, and repeated after they are kept, as transformers repeats them."""
+    """Keys are repeated by torch's enable_gqa, or after they are saved, as transformers does it."""
     tensors = inputs(device, heads=2)
     query, key, value = tensors
     for masked in (False, True):
@@ -252,7 +252,7 @@ def test_a_position_bias(device, masked, is_causal):
 
 
 def test_attention_with_a_learned_bias_leaves_no_graph():
-    """The forward computes with gradients then; a node of that graph must not hold its own result, a cycle in C++."""
+    """The forward computes with gradients then. No node of that graph may hold its own result, a cycle in C++."""
     tensors = [normal((1, 2, 5, 8), seed=i).requires_grad_() for i in range(3)]
     bias = normal((1, 2, 5, 5), seed=3).requires_grad_()
     first = attention(*tensors, None, bias, How(), Quantizer(2))
@@ -263,7 +263,7 @@ def test_attention_with_a_learned_bias_leaves_no_graph():
     assert node() is None
 
 
-# -- attention: what is kept -----------------------------------------------------------------------
+# -- attention: saved tensors ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits, group_size", [(2, 256), (8, 64)])
@@ -373,7 +373,7 @@ def test_compiled_with_dropout_is_torchs_own(device):
 
 
 def test_where_functions_are_replaced(device):
-    """What attention calls stays torch's own, also with gradients (a learned mask)."""
+    """Functions that attention calls stay torch's own, also with gradients (a learned mask)."""
     mask = normal((9, 11), device=device, scale=1.0, seed=5).requires_grad_()
     tensors = inputs(device)
 
@@ -407,7 +407,7 @@ def exact_gradients(grad):
 
 
 def second_order(function, tensors, variances):
-    """1/2 sum_x Var[x] d2G / dx2 of each result G."""
+    """Return 1/2 sum_x Var[x] d2G / dx2 of each result G."""
     total = 0
     for i, (x, var) in enumerate(zip(tensors, variances, strict=True)):
 
@@ -418,16 +418,16 @@ def second_order(function, tensors, variances):
 
             return torch.func.jvp(first, (x,), (direction,))[1]
 
-        each = torch.func.vmap(along)(torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape))
+        curvatures = torch.func.vmap(along)(torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape))
         total = [
             old + torch.tensordot(var.flatten(), new, dims=1) / 2
-            for old, new in zip([0, 0, 0] if total == 0 else total, each, strict=True)
+            for old, new in zip([0, 0, 0] if total == 0 else total, curvatures, strict=True)
         ]
     return total
 
 
 def probability_bias(q, k, var_q, var_k):
-    """E[P^] - P as the module has it."""
+    """Return E[P^] - P by the formula of the module."""
     scale = 1 / math.sqrt(q.shape[-1])
     p = torch.softmax(scale * q @ k.mT, -1)
     mean = p @ k
@@ -441,7 +441,7 @@ def probability_bias(q, k, var_q, var_k):
 
 
 def draws(tensors, grad, bits, count):
-    """`count` independent gradients: samples of 64 features have groups of their own."""
+    """Return `count` independent gradients, of samples of 64 features that have groups of their own."""
     many = [x.expand(count, *x.shape).clone().requires_grad_() for x in tensors]
     y = scaled_dot_product_attention(*many, bits=bits)
     return [x.double() for x in torch.autograd.grad(y, many, grad.expand_as(y))]
@@ -470,7 +470,7 @@ def test_bias_is_as_the_formula_says():
 
 
 def noise_of(drawn, exact):
-    """||grad^ - grad|| / ||grad|| of a single backward pass, the median."""
+    """Return the median of ||grad^ - grad|| / ||grad|| over single backward passes."""
     return float((drawn - exact).flatten(1).norm(dim=1).median() / exact.norm())
 
 
@@ -480,7 +480,7 @@ def noise_of(drawn, exact):
     [(2, 0.24, 0.15, 1.6), (3, 0.05, 0.028, 0.62), (4, 0.011, 0.006, 0.28), (8, None, None, 0.017)],
 )
 def test_size_of_the_bias(bits, of_query, of_value, noise):
-    """One head, 16 queries and keys of 16 features, the median over 24 draws of those."""
+    """There is one head with 16 queries and keys of 16 features. The result is the median over 24 draws of these."""
     torch.manual_seed(1)
     biases, noises = [], []
     for seed in range(24):
@@ -538,7 +538,7 @@ L, S, N, E, H = 7, 9, 3, 32, 4
 
 
 def pair(device="cpu", bits=8, **options):
-    """torch's and ours with the same parameters."""
+    """Return torch's module and ours with the same parameters."""
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(E, H, device=device, **options)
     for parameter in theirs.parameters():
@@ -585,7 +585,9 @@ def compare(ours, theirs, tensors, masks, within=0.02):
         assert weights is None
     else:
         assert torch.equal(weights, expected_weights)
-    flat = [torch.cat([x.flatten().float() for x in each]) for each in (grads, expected_grads)]
+    flat = [
+        torch.cat([x.flatten().float() for x in tensors]) for tensors in (grads, expected_grads)
+    ]
     assert relative(*flat) < within
     assert all(a.shape == b.shape for a, b in zip(grads, expected_grads, strict=True))
 
@@ -649,7 +651,7 @@ def test_module_dtypes(device, dtype, need_weights):
 
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_module_with_dropout(device, need_weights):
-    """With frozen projections no seed is drawn before torch draws the mask: equal random states."""
+    """With frozen projections no seed is drawn before torch draws the mask, so random states are equal."""
     ours, theirs = pair(device, dropout=0.4)
     for layer in (ours, theirs):
         layer.requires_grad_(False)
@@ -686,7 +688,7 @@ def test_module_kept_bytes(device, shared, need_weights, in_session):
 
 
 def test_masks_are_kept_apart():
-    """Their sum, a matrix for each head and sample, is not kept."""
+    """The sum of the masks, a matrix for each head and sample, is not saved."""
     layer, _ = pair(bits=2)
     tensors = sequences(layer, "all")
     mask = torch.zeros(L, L)
@@ -735,13 +737,13 @@ def test_module_compiled(device, need_weights):
     wanted = [tensors[0], *ours.parameters()]
     grads = torch.autograd.grad(y.square().sum(), wanted)
     theirs = torch.autograd.grad(expected.square().sum(), [tensors[0], *theirs.parameters()])
-    flat = [torch.cat([x.flatten() for x in each]) for each in (grads, theirs)]
+    flat = [torch.cat([x.flatten() for x in tensors]) for tensors in (grads, theirs)]
     assert relative(*flat) < 0.02
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_within_transformer_layers(device, norm_first):
-    """Swapped in place, as a conversion does it."""
+    """The attention is swapped in place, as a conversion does it."""
     torch.manual_seed(0)
     options = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first, "device": device}
     encoder = nn.TransformerEncoderLayer(E, H, 48, **options)
@@ -762,7 +764,7 @@ def test_within_transformer_layers(device, norm_first):
             module.__class__, module.quantizer = MultiheadAttention, Quantizer(8)
     y, ours = run(encoder, decoder)
     assert torch.equal(y, expected)
-    flat = [torch.cat([g.flatten() for g in each]) for each in (ours, grads)]
+    flat = [torch.cat([g.flatten() for g in tensors]) for tensors in (ours, grads)]
     assert relative(*flat) < 0.02
     assert keys == ([*encoder.state_dict()], [*decoder.state_dict()])
     encoder.eval()

@@ -1,4 +1,4 @@
-"""Few-bit activations in autograd: what must work as torch's own do, and what must be refused aloud."""
+"""Few-bit activations in autograd: uses that must work as with torch's own, and uses that must be refused."""
 
 import threading
 import warnings
@@ -56,7 +56,7 @@ def test_checkpoint(sample, use_reentrant, device):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpoint_draws_the_same_codes_again(use_reentrant, device):
-    """The outputs of the recomputation do not tell; the gradient of a region with two draws does."""
+    """The outputs of the recomputation cannot show it, but the gradient of a region with two draws does."""
     x = leaf((300,), device)
     torch.manual_seed(4)
     (expected,) = torch.autograd.grad((F.gelu(x, table=DRAWN) * 2).sum(), x)
@@ -105,10 +105,10 @@ def test_saved_tensor_hooks_carry_the_codes(device):
 
 
 def test_negations_that_are_only_noted(device):
-    """The imaginary part of a conjugate: its memory holds the other sign."""
+    """The memory of the imaginary part of a conjugate has the other sign."""
     x, theirs = leaf((9,), device), leaf((9,), device)
-    for each, relu in ((x, F.relu), (theirs, torch_f.relu)):
-        y = relu(torch._neg_view(each * 1.0))
+    for leaf_x, relu in ((x, F.relu), (theirs, torch_f.relu)):
+        y = relu(torch._neg_view(leaf_x * 1.0))
         y.backward(torch._neg_view(normal((9,), device=device, seed=6)))
     assert (x.grad == theirs.grad).all()
     one = leaf((1,), device)
@@ -150,7 +150,7 @@ def test_double_backward_is_refused(sample, device):
 
 @some
 def test_second_derivatives_that_may_be_missing_are_refused(sample, device):
-    """Where torch takes a graph that does not lead to x for a derivative that is zero."""
+    """torch takes the derivative for zero if the graph does not lead to x."""
     functional = torch.autograd.functional
     for function in (lambda x: sample(x).sum(), lambda x: sample(2.0 * x).sum()):
         x = normal((4,), device=device)
@@ -174,7 +174,7 @@ def test_create_graph_alone_is_harmless(sample, device):
 
 
 def load_forward_mode():
-    """torch's forward mode loads decompositions on first use, with a deprecation warning of its own."""
+    """Load the decompositions that torch's forward mode loads on first use, with a deprecation warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.func.jvp(torch.sin, (torch.ones(1),), (torch.ones(1),))
@@ -266,12 +266,12 @@ def test_functional_call_with_parameters(device):
     def loss(parameters, x):
         return torch.func.functional_call(model, parameters, (x[None],)).sum()
 
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    batched = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
     for i in range(6):
         model.zero_grad()
         model(x[i : i + 1]).sum().backward()
         for key, parameter in model.named_parameters():
-            torch.testing.assert_close(each[key][i], parameter.grad)
+            torch.testing.assert_close(batched[key][i], parameter.grad)
 
 
 # -- autocast ------------------------------------------------------------------------------------------------
@@ -337,8 +337,8 @@ def test_inplace_refusals_come_before_anything_is_written(sample, device):
 def test_inplace_on_a_view_updates_its_base(device):
     x, theirs = leaf((6, 8), device), leaf((6, 8), device)
     weight = normal((6, 8), device=device, seed=6)
-    for each, relu in ((x, F.relu), (theirs, torch_f.relu)):
-        base = each * 2.0
+    for leaf_x, relu in ((x, F.relu), (theirs, torch_f.relu)):
+        base = leaf_x * 2.0
         relu(base[1:4, ::2], inplace=True)
         (base * weight).sum().backward()
     assert (x.grad == theirs.grad).all()  # 0 * -1 is -0 here, 0 in torch's
@@ -362,7 +362,7 @@ def test_an_earlier_op_that_needs_the_old_value_notices(device):
 
 
 def test_our_own_input_may_be_overwritten(device):
-    """The codes are all that is needed."""
+    """The backward pass needs the codes alone."""
     x = leaf((20,), device)
     inner = x * 1.0
     y = F.gelu(inner)
@@ -401,7 +401,7 @@ def test_seeds_come_from_torchs_generator(device):
 
 
 def test_draws_are_unbiased(device):
-    """One pooled z statistic: the mean of many draws against the table's mean, in its own deviation."""
+    """One pooled z statistic compares the mean of many draws with the table's mean, in units of its deviation."""
     torch.manual_seed(11)
     x = leaf((500,), device)
     mean = torch.from_numpy(DRAWN(x.detach().cpu().double().numpy()))
@@ -420,7 +420,7 @@ def test_draws_are_unbiased(device):
 
 
 def test_the_same_seed_on_every_layout(device):
-    """Draws go by storage order: a transposed tensor draws what its storage draws."""
+    """Draws follow storage order: a transposed tensor draws the same as its storage."""
     x = leaf((20, 30), device)
     torch.manual_seed(3)
     (plain,) = torch.autograd.grad(F.gelu(x, table=DRAWN).sum(), x)
@@ -429,7 +429,7 @@ def test_the_same_seed_on_every_layout(device):
     assert same(plain, turned)
 
 
-# -- values that are not finite ------------------------------------------------------------------------------
+# -- non-finite values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sample", **ids(ACTIVATIONS))
@@ -444,7 +444,7 @@ def test_nan_is_in_the_last_piece(sample, device):
 
 
 def test_gradients_that_are_not_finite_stay_so(device):
-    """Level 0 times infinity is NaN: nothing that a GradScaler looks for is lost."""
+    """Level 0 times infinity is NaN, so a GradScaler misses nothing."""
     for sample in (GELU, RELU):
         x = adversarial(sample.table(), torch.float32, device).nan_to_num().requires_grad_()
         for bad in (float("inf"), float("-inf"), float("nan")):
@@ -453,7 +453,7 @@ def test_gradients_that_are_not_finite_stay_so(device):
 
 
 def scaled_step(activation, device, x, poison):
-    """Whether one step of a small fp16 model with a GradScaler is taken."""
+    """Return whether a GradScaler takes one step of a small fp16 model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 1)).to(device, torch.float16)
     if poison is not None:

@@ -1,4 +1,4 @@
-"""Complex parameters are measured as the pairs of real ones that they are."""
+"""Complex parameters are measured as pairs of real ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import fewbit
 
 
 class Filtered(nn.Module):
-    """A learned filter of frequencies before a norm, as one complex parameter or as pairs of real ones."""
+    """A model with a learned filter of frequencies before a norm, as one complex parameter or as pairs of real ones."""
 
     def __init__(self, is_complex: bool):
         super().__init__()

@@ -1,4 +1,4 @@
-"""fewbit.functional: torch's outputs, the table's gradients, and nothing kept but packed codes."""
+"""fewbit.functional: outputs are torch's, gradients are the table's, and only packed codes are saved."""
 
 import functools
 import inspect
@@ -52,7 +52,7 @@ def inputs(sample, dtype, device):
 
 
 def exact_value(sample, x):
-    """f(x) in float64, and whether that is finite."""
+    """Return f(x) in float64, and True if f(x) is finite."""
     names = functions.get(sample.function).parameters
     parameters = dict(zip(names, sample.parameters, strict=False))
     f = functions.get(sample.function, parameters)
@@ -60,7 +60,7 @@ def exact_value(sample, x):
 
 
 def spacing(y, dtype):
-    """The distance to the next number of dtype, at |y|."""
+    """Return the distance from |y| to the next number of dtype."""
     limits = torch.finfo(dtype)
     exponent = torch.frexp(y.abs().clamp(min=limits.smallest_normal, max=limits.max)).exponent - 1
     return torch.ldexp(torch.full_like(y, limits.eps), exponent)
@@ -68,7 +68,7 @@ def spacing(y, dtype):
 
 @pytest.mark.parametrize("sample", **ids(ACTIVATIONS))
 def test_forward_is_torchs(backend, sample):
-    """Bit-equal to torch, or within 2 ulp of f(x) plus ulp(1) |x| / 4 (docs/runtime.md)."""
+    """The output is bit-equal to torch's, or within 2 ulp of f(x) plus ulp(1) |x| / 4 (docs/runtime.md)."""
     for dtype in DTYPES:
         x = inputs(sample, dtype, backend.device)
         y, theirs = sample(leaf(x)), sample.torch(x)
@@ -107,7 +107,7 @@ def test_without_a_gradient_torchs_own_function_runs_and_nothing_is_kept(backend
 
 @pytest.mark.parametrize("sample", **ids(ACTIVATIONS))
 def test_gradient_is_the_tables(backend, sample):
-    """levels[code(x)] * grad bit for bit, at breaks, infinities and NaN (which is in the last piece)."""
+    """The gradient is levels[code(x)] * grad bit for bit, at breaks, infinities and NaN (in the last piece)."""
     for dtype in DTYPES:
         for bits in (1, 3):
             table = sample.table(bits)
@@ -118,7 +118,7 @@ def test_gradient_is_the_tables(backend, sample):
 
 
 def steps(x):
-    """The strides that say something."""
+    """Return the strides of dimensions that have more than one element."""
     return [
         stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()
     ]
@@ -131,7 +131,7 @@ def reversed_strides(x):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(backend, name):
-    """Strides of the output are torch's; any strides of the gradient give the same numbers."""
+    """Strides of the output are torch's. The numbers do not depend on the strides of the gradient."""
     table = load_table("gelu", 3)
     for dtype in DTYPES:
         strided = laid_out(name, dtype, backend.device).requires_grad_()
@@ -163,7 +163,7 @@ def test_views_of_the_input_and_a_parameter(backend):
     assert same(parameter.grad, expected)
 
 
-# -- what is kept ----------------------------------------------------------------------------------------------
+# -- saved tensors ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sample", **ids(ACTIVATIONS))
@@ -351,7 +351,7 @@ def test_something_that_is_no_table(table):
 
 
 def test_a_wrong_choice_is_refused_without_a_gradient_too():
-    """A model that fails at the first step of training should fail at its first evaluation."""
+    """A model that fails at the first step of training should also fail at its first evaluation."""
     with pytest.raises((FewbitError, TypeError)):
         F.gelu(normal((4,)), bits=9)
     with pytest.raises(TableError):
@@ -370,7 +370,7 @@ def test_layouts_without_strides_are_torchs():
     nested = torch.nested.nested_tensor([torch.ones(2), -torch.ones(3)], requires_grad=True)
     sparse = torch.eye(3).to_sparse().requires_grad_()
     assert torch.equal(F.relu(sparse).to_dense(), torch.eye(3))
-    assert [each.tolist() for each in F.relu(nested).unbind()] == [[1, 1], [0, 0, 0]]
+    assert [row.tolist() for row in F.relu(nested).unbind()] == [[1, 1], [0, 0, 0]]
 
 
 def test_integers_go_where_torch_sends_them():
@@ -473,7 +473,7 @@ def test_a_subclass_of_tensor_stays_one(device):
 
 
 def test_threads(device):
-    """Several Python threads at once, each with its own graph."""
+    """Several Python threads run at once, each with its own graph."""
     from concurrent.futures import ThreadPoolExecutor
 
     def work(seed):
@@ -488,7 +488,7 @@ def test_threads(device):
 
 
 class Swish(torch.nn.Module):
-    """x sigmoid(beta x)."""
+    """A module that computes x sigmoid(beta x)."""
 
     def __init__(self, beta, needs_gradient=False):
         super().__init__()
@@ -515,7 +515,7 @@ def test_a_callable_whose_parameters_need_a_gradient_is_refused(table):
 
 
 class Equal:
-    """Compares equal to all of its kind, and has no hash."""
+    """A callable that equals all of its kind, and has no hash."""
 
     def __init__(self, beta):
         self.beta = beta
@@ -539,7 +539,7 @@ def frozen(value):
 
 
 class Wide:
-    """A callable that holds a tensor too large to be compared by value."""
+    """A callable with a tensor that is too large to be compared by value."""
 
     def __init__(self, beta):
         self.beta = torch.full((1000,), beta)
@@ -549,7 +549,7 @@ class Wide:
 
 
 class Unseen:
-    """A callable that holds a NumPy array, which has no version counter to tell changes by."""
+    """A callable with a NumPy array, which has no version counter that shows changes."""
 
     def __init__(self, beta):
         self.beta = np.full(1, beta)
@@ -627,7 +627,7 @@ class Counting(Swish):
 
 @pytest.fixture
 def solutions(monkeypatch):
-    """The callables for which a table is solved."""
+    """Record the callables for which a table is solved."""
     solved, load = [], store.load_table
 
     def spied(function, *arguments, **options):
@@ -712,8 +712,8 @@ def test_tables_of_callables_in_threads():
     for_all, saved = callable_tables._solved, dict(callable_tables._solved)
 
     def work(number):
-        for each in range(300):
-            callable_tables._remember(("test", number, each), None)
+        for second in range(300):
+            callable_tables._remember(("test", number, second), None)
 
     try:
         with ThreadPoolExecutor(8) as pool:

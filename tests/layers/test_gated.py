@@ -84,7 +84,7 @@ def test_shapes(sample, gate, up):
 
 
 def test_strides(device, sample):
-    """Channels-last, and the halves of one tensor."""
+    """Inputs are channels-last, or the halves of one tensor."""
     function, act = sample
     gate, up = inputs(device, gate=(4, 6, 5, 7))
     gate = gate.detach().to(memory_format=torch.channels_last)
@@ -113,7 +113,7 @@ def test_one_tensor_for_both(sample):
 
 
 def test_the_kink_of_relu_is_exact():
-    """All elements within a step of 0, where gate's restored sign would be a matter of chance."""
+    """All elements are within a step of 0, so the dequantized gate would have a random sign."""
     gate, up = inputs(gate=(300,))
     gate = (gate.detach() * 1e-3).requires_grad_()
     gate.data[0], gate.data[1], gate.data[2] = 100.0, -100.0, 0.0
@@ -150,7 +150,7 @@ def test_any_configuration(gate, dropped, name, group_size, frozen):
         torch.testing.assert_close(a, b, rtol=0.1, atol=0.2)
 
 
-# -- what is kept ----------------------------------------------------------------------------------
+# -- saved tensors ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits, group_size", [(2, 256), (8, 256), (3, 64)])
@@ -186,7 +186,7 @@ def test_bias_is_as_the_formula_says(name):
     torch.manual_seed(3)
     act = SMOOTH[name]
     gate, up, grad = (normal((64,), scale=1.0, seed=seed) for seed in (1, 2, 3))
-    x, z, g = (each.double() for each in (gate, up, grad))
+    x, z, g = (tensor.double() for tensor in (gate, up, grad))
 
     def derivative(function):
         return lambda x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
@@ -219,7 +219,7 @@ def test_bias_is_as_the_formula_says(name):
     ],
 )
 def test_size_of_the_bias(name, bits, of_gate, of_up):
-    """Of normal gate and up, 256 elements, the median over 24 of those."""
+    """Gate and up are normal with 256 elements. The result is the median over 24 draws of these."""
     torch.manual_seed(4)
     function, act = SAMPLES[name]
     sizes = []
@@ -242,7 +242,7 @@ def test_reglu_is_exact_in_expectation(bits, of_gate, of_up):
     gate, up, grad = (normal((64,), scale=1.0, seed=seed) for seed in (1, 2, 3))
     gate, up = gate + of_gate, up + of_up
     drawn_gate, drawn_up = draws(reglu, gate, up, grad, bits, 20000)
-    x, z, g = (each.double() for each in (gate, up, grad))
+    x, z, g = (tensor.double() for tensor in (gate, up, grad))
     assert mean_square(drawn_gate, g * z * (x > 0)) < 2
     assert mean_square(drawn_up, g * x.relu()) < 2
 

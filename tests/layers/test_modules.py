@@ -158,7 +158,7 @@ def test_a_model_keeps_its_keys_and_moves():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_rrelu_draws_its_slopes_again(device, dtype, inplace):
-    """The forward and the gradient of torch's, from 1 bit an element and the generator's state."""
+    """Forward and gradient are torch's, from 1 bit for each element and the generator's state."""
     x = normal((3, 4, 5, 6), dtype, device).contiguous(memory_format=torch.channels_last)
     x[0, 0, 0, :5] = torch.tensor([0.0, -0.0, math.nan, math.inf, -math.inf])
     grad = normal(x.shape, dtype, device, seed=4)
@@ -295,7 +295,7 @@ def test_distributed_data_parallel(tmp_path):
 
 
 def test_threads_are_torchs():
-    """The number of threads changes no bit, and is not changed."""
+    """The number of threads changes no bit, and fewbit does not change that number."""
     x = normal((100_003,))
     before = torch.get_num_threads()
     expected = gradient_of(lambda x: GELU(x), x)[1]

@@ -95,7 +95,7 @@ def test_vectors_of_any_strides(name, shape, layout, copies):
     x = as_leaf(INPUTS[layout](normal(shape, scale=1.0)))
     grad = normal(shape, scale=1.0, seed=3)
     for weight, bias in itertools.product(VECTORS, VECTORS):
-        vectors = [as_leaf(VECTORS[each](CHANNELS)) for each in (weight, bias)]
+        vectors = [as_leaf(VECTORS[kind](CHANNELS)) for kind in (weight, bias)]
         torch.manual_seed(1)
         ours = results(of(F), name, x, *vectors, grad, bits=8, copies=copies)
         exact = [tensor if tensor is None else as_leaf(tensor.double()) for tensor in (x, *vectors)]
@@ -114,11 +114,13 @@ def test_each_of_input_weight_and_bias_may_need_a_gradient(name, shape):
             continue
         vectors = VECTORS["column"](CHANNELS), VECTORS["every third"](CHANNELS)
         tensors = [
-            as_leaf(each, need)
-            for each, need in zip((normal(shape, scale=1.0), *vectors), needs, strict=True)
+            as_leaf(tensor, need)
+            for tensor, need in zip((normal(shape, scale=1.0), *vectors), needs, strict=True)
         ]
         ours = results(of(F), name, *tensors, grad, bits=8)
-        exact = [as_leaf(each.double(), need) for each, need in zip(tensors, needs, strict=True)]
+        exact = [
+            as_leaf(tensor.double(), need) for tensor, need in zip(tensors, needs, strict=True)
+        ]
         theirs = results(written_out, name, *exact, grad.double())
         assert len(ours) == len(theirs) > 1
         for a, b in zip(ours, theirs, strict=True):
@@ -175,7 +177,7 @@ def test_vectors_of_modules_of_any_strides(kind, bits):
     bias = None if expected[1] is None else as_leaf(expected[1].double())
     y = written_out(name.get(kind, "batch_norm"), leaf, weight, bias).relu()
     y = torch_f.linear(y, model[2].weight.detach().double(), model[2].bias.detach().double())
-    vectors = [each for each in (weight, bias) if each is not None]
+    vectors = [vector for vector in (weight, bias) if vector is not None]
     exact = torch.autograd.grad(y.square().sum(), [leaf, *vectors])
     fewbit.compress_(model, bits)
     ours = torch.autograd.grad(model(x).square().sum(), [x, *model[0].parameters()])
@@ -300,7 +302,7 @@ def test_vectors_are_refused_as_torch_refuses_them(name, vector, last):
 def test_vectors_of_other_dtypes_under_autocast_as_torch(name, shape, dtype):
     def run(functions, **ours):
         x = normal(shape, dtype, scale=1.0).requires_grad_()
-        vectors = [as_leaf(VECTORS[each](CHANNELS)) for each in ("column", "every third")]
+        vectors = [as_leaf(VECTORS[kind](CHANNELS)) for kind in ("column", "every third")]
         with torch.autocast("cpu", torch.bfloat16):
             try:
                 return results(

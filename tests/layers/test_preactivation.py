@@ -1,4 +1,4 @@
-"""The pre-activation block: one fixed-point tensor, which gradients are exact, and what a conversion makes of a model."""
+"""The pre-activation block: its one fixed-point tensor, its exact gradients, and its conversion in models."""
 
 import copy
 import pickle
@@ -56,7 +56,7 @@ BIASES = (0.1, 0.4, 0.3, -1.9, 2.0, 0.0, -1.0)
 
 
 def make(name, bits=4, device="cpu", dtype=torch.float32):
-    """(a block, torch's own with the same parameters, an input)."""
+    """Return (a block, torch's own with the same parameters, an input)."""
     *makers, shape, layout = CASES[name]
     torch.manual_seed(0)
     parts = [make() for make in makers]
@@ -92,7 +92,7 @@ def placed(norm, x):
         dims = tuple(dim for dim in range(x.dim()) if dim != 1)
         shape = 1, -1, *[1] * (x.dim() - 2)
         weight, bias = (
-            None if each is None else each.view(shape) for each in (norm.weight, norm.bias)
+            None if vector is None else vector.view(shape) for vector in (norm.weight, norm.bias)
         )
         rows = x.shape[1]
     weight = torch.ones(1) if weight is None else weight.detach()
@@ -118,7 +118,7 @@ def restored(x, y, weight, bias, bits):
 @pytest.mark.parametrize("bits", (1, 4, 8))
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name, bits, device):
-    """Against exact backprop of the same forward, and with x~^ in the terms that are made from it."""
+    """Gradients are compared with exact backpropagation of the same forward, with x~^ in the terms made from it."""
     ours, theirs, x = make(name, bits, device)
     y, (grad_x, *grads) = gradients(ours, x)
     expected_y, (exact_x, *exact) = gradients(theirs, x)
@@ -214,8 +214,8 @@ def test_a_frozen_norm_leaves_each_layer_to_itself():
 
 def test_frozen_parameters():
     block, theirs, x = make("BatchNorm2d Conv2d", 8)
-    for each in (block.linear.weight, theirs[2].weight, block.norm.bias, theirs[0].bias):
-        each.requires_grad_(False)
+    for parameter in (block.linear.weight, theirs[2].weight, block.norm.bias, theirs[0].bias):
+        parameter.requires_grad_(False)
     check(block, theirs, x, 0.05)
     assert fewbit.saved_bytes(block, x).total == 4 * packed_words(x.numel(), 8) + 4 * 6
 
@@ -267,7 +267,7 @@ def test_what_is_not_taken():
 @pytest.mark.parametrize("is_inside", (False, True), ids=("alone", "in a converted model"))
 @pytest.mark.parametrize("shared", ("norm", "linear", "norm and activation"))
 def test_layers_that_two_blocks_share(shared, is_inside):
-    """Each block keeps one tensor of its own, in the bits of its norm."""
+    """Each block saves one tensor of its own, with the bits of its norm."""
     torch.manual_seed(0)
     norms = [nn.BatchNorm2d(6) for _ in range(2)]
     linears = [nn.Conv2d(6, 6, 3, padding=1, bias=False) for _ in range(2)]
@@ -338,7 +338,7 @@ def test_layers_after_a_layer_norm_share_its_copy_whatever_their_bits_are():
 
 
 class Called(nn.Module):
-    """Everything as functions that the forward calls."""
+    """A model whose forward calls everything as functions."""
 
     def __init__(self):
         super().__init__()
@@ -373,7 +373,7 @@ def chain(depth=3):
 def test_a_conversion_and_blocks_are_the_same():
     model = chain()
     blocks = nn.Sequential(
-        *(PreActivation(each.norm, each.linear, bits=3) for each in copy.deepcopy(model))
+        *(PreActivation(block.norm, block.linear, bits=3) for block in copy.deepcopy(model))
     )
     x = normal((3, 6, 7, 5))
     controller = fewbit.compress_(model, bits=fewbit.PreActivationBits(3), verbose=False)
@@ -385,7 +385,7 @@ def test_a_conversion_and_blocks_are_the_same():
 
 
 def test_the_report_says_who_keeps_nothing_of_its_own():
-    """With a sample by what it showed, which is what the meter counts; without one that it may be so."""
+    """With a sample the report has what the meter counts. Without one it says that this may be so."""
     model, x = nn.Sequential(nn.Conv2d(3, 6, 1), *chain(1), nn.GELU()), normal((3, 3, 7, 5))
     model.append(nn.Conv2d(6, 2, 1))
     model.append(nn.Sequential(nn.Conv2d(2, 2, 1)).requires_grad_(False))
@@ -448,7 +448,7 @@ def test_blocks_inside_of_a_converted_model_stay_as_they_are(bits):
     of_block = [
         entry for entry in fewbit.saved_bytes(model, x).kept if entry.module.startswith("1.")
     ]
-    assert sum(each.bytes for each in of_block) == kept
+    assert sum(entry.bytes for entry in of_block) == kept
     check(model, exact, x, 0.05)
     fewbit.restore_(model)
     assert fewbit.saved_bytes(block, x).total == kept
@@ -456,7 +456,7 @@ def test_blocks_inside_of_a_converted_model_stay_as_they_are(bits):
 
 @pytest.mark.parametrize("level", ("L2.5", "L3", "L4"))
 def test_blocks_at_levels_that_do_not_fuse(level):
-    """Only what is around a block shares bits."""
+    """Only layers around a block share bits."""
     block = PreActivation(nn.BatchNorm2d(6), nn.Conv2d(6, 6, 3, padding=1, bias=False), bits=8)
     model = nn.Sequential(block, nn.Conv2d(6, 2, 1))
     exact, x = copy.deepcopy(model), normal((3, 6, 7, 5))
@@ -483,7 +483,7 @@ def test_what_a_conversion_refuses():
 @pytest.mark.parametrize("reentrant", (False, True))
 @pytest.mark.parametrize("as_function", (False, True))
 def test_checkpoints(reentrant, as_function):
-    """What a region keeps the second time is what it kept the first time."""
+    """The recomputation of a region saves the same as the first forward."""
 
     class Region(nn.Module):
         def __init__(self):
@@ -504,8 +504,8 @@ def test_checkpoints(reentrant, as_function):
 
     model, x = Region(), normal((3, 6, 7, 5))
     plain = copy.deepcopy(model.unit)
-    for each in (model, plain):
-        fewbit.compress_(each, bits=fewbit.PreActivationBits(4), verbose=False)
+    for tested in (model, plain):
+        fewbit.compress_(tested, bits=fewbit.PreActivationBits(4), verbose=False)
     ours, theirs = gradients(model), gradients(plain)
     if (
         as_function
@@ -605,7 +605,7 @@ def test_networks_are_alike_whatever_their_blocks(width):
 
 
 class Attentive(nn.Module):
-    """Three layers take a layer norm's result, two an input that no norm has made."""
+    """A model in which three layers use a layer norm's result, and two an input that no norm made."""
 
     def __init__(self):
         super().__init__()
@@ -636,7 +636,7 @@ ABSTRACT = {
 @pytest.mark.parametrize("name", ABSTRACT)
 @pytest.mark.parametrize("mode", ("meta", "fake"))
 def test_models_without_memory_keep_as_much(mode, name, fuse):
-    """Counts are those of the real model, module by module; its backward pass yields gradients of their sizes."""
+    """Bytes of each module are those of the real model, and backward returns gradients of the right sizes."""
     make, shape = ABSTRACT[name]
 
     def build():

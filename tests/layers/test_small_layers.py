@@ -1,4 +1,4 @@
-"""Embedding, interpolation, PReLU, Softmax, LogSoftmax, Bilinear and products: what these layers alone do."""
+"""Embedding, interpolation, PReLU, Softmax, LogSoftmax, Bilinear and products: properties of these layers alone."""
 
 from functools import partial
 from math import ceil
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def one_thread():
-    """For thousands of tiny calls: waiting threads take minutes on a busy machine."""
+    """Run thousands of tiny calls with one thread, because waiting threads take minutes on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,7 +42,7 @@ def one_thread():
 
 @pytest.mark.usefixtures("one_thread")
 def test_one_input_twice_is_exact_in_expectation():
-    """The two copies of one input are rounded independently, within a forward as well."""
+    """The two copies of one input are rounded independently, also within a forward."""
     torch.manual_seed(0)
     theirs = nn.Bilinear(6, 6, 3).double()
     x = normal((20, 6), torch.float64, scale=1.0)
@@ -122,7 +122,7 @@ def test_prelu_at_zero_and_beyond_numbers(device):
 
 @pytest.mark.parametrize("bits", [1, 2])
 def test_the_bias_of_softmax(bits):
-    """E[grad^_j] - grad_j = -g_j Var[e_j], measured over rows that are all the same."""
+    """The bias E[grad^_j] - grad_j = -g_j Var[e_j] is measured over equal rows."""
     draws, width = 20000, 64
     torch.manual_seed(0)
     x = normal((1, width), torch.float64, scale=1.0).expand(draws, width).requires_grad_()
@@ -144,7 +144,7 @@ def test_the_bias_of_softmax(bits):
     [(1.0, 1, 0.063), (1.0, 2, 0.012), (1.0, 3, 0.003), (3.0, 2, 0.037)],
 )
 def test_the_size_of_the_bias_of_softmax(deviation, bits, size):
-    """As a fraction of the gradient, of normal rows of 64: 0.5 to 5 % at 2 bits."""
+    """For normal rows of 64 it is 0.5 to 5 % of the gradient at 2 bits."""
     torch.manual_seed(0)
     rows, draws = 100, 300
     x = normal((rows, 64), scale=deviation).requires_grad_()
@@ -168,7 +168,7 @@ def test_softmax_dtype_and_dim(device):
         y = ours(x, 1, dtype=torch.float32, bits=8)
         their_y = theirs(x, 1, dtype=torch.float32)
         assert same(y, their_y)
-        found, expected = (torch.autograd.grad(each, x, grad)[0] for each in (y, their_y))
+        found, expected = (torch.autograd.grad(result, x, grad)[0] for result in (y, their_y))
         assert found.dtype == torch.bfloat16 and relative(found, expected) < 0.02
         for shape in ((), (5,), (3, 4), (2, 3, 4)):
             z = normal(shape, device=device).requires_grad_()
@@ -212,7 +212,7 @@ def embedding_step(module, indices):
 
 
 def compare_embeddings(ours, theirs, indices):
-    """Equal to the bit, or refused by both."""
+    """Check that results are equal to the bit, or that both refuse."""
     try:
         their_y, their_grad = embedding_step(theirs, indices)
     except IndexError:  # sparse, with padding, and one index without a dimension
@@ -438,7 +438,7 @@ def limits_of_log_softmax(dim, bits, g, x):
 def limits_of_bilinear(bits, g, x1, x2, weight, *bias):
     step1, step2 = step_of(x1, bits), step_of(x2, bits)
     shapes = x1.shape, x2.shape
-    g, x1, x2 = (each.flatten(0, -2) for each in (g, x1, x2))
+    g, x1, x2 = (tensor.flatten(0, -2) for tensor in (g, x1, x2))
     of_both = torch.einsum("nk,kij->nij", g, weight)
     of_1, of_2 = (torch.einsum("nk,nm->nkm", g, x) for x in (x1, x2))
     of_weight = (
@@ -446,7 +446,7 @@ def limits_of_bilinear(bits, g, x1, x2, weight, *bias):
         + step1 * moved_by(of_2, 0)[:, None, :]
         + step1 * step2 * moved_by(g, 0)[:, None, None]
     )
-    g, w, x1, x2 = (each.abs() for each in (g, weight, x1, x2))
+    g, w, x1, x2 = (tensor.abs() for tensor in (g, weight, x1, x2))
     size1 = torch.einsum("nk,kij,nj->ni", g, w, x2 + step2).view(shapes[0])
     size2 = torch.einsum("nk,kij,ni->nj", g, w, x1 + step1).view(shapes[1])
     size_weight = torch.einsum("nk,ni,nj->kij", g, x1 + step1, x2 + step2)
@@ -454,7 +454,7 @@ def limits_of_bilinear(bits, g, x1, x2, weight, *bias):
         ((step2 * moved_by(of_both, 2)).view(shapes[0]), size1),
         ((step1 * moved_by(of_both, 1)).view(shapes[1]), size2),
         (of_weight, size_weight),
-        *((0 * each, g.sum(0)) for each in bias),
+        *((0 * entry, g.sum(0)) for entry in bias),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Level L3 in a training loop: budgets kept, variance lowered, resumed bit for bit, odd loops."""
+"""Level L3 in a training loop: it stays within budgets, lowers the variance, resumes bit for bit, and takes odd loops."""
 
 import copy
 import json
@@ -53,7 +53,7 @@ def test_bits_keep_to_the_average(name, bits):
     ("name", "bits", "least"), [("transformer", 1.5, 2), ("transformer", 3, 2)]
 )
 def test_variance_of_the_gradient_is_lower(name, bits, least):
-    """The same bits for all layers have at least `least` times the variance."""
+    """With the same bits for all layers the variance is at least `least` times as large."""
     found = {}
     for level in ("L2.5", "L3"):
         model, _, x = build(name, bits=fewbit.AdaptiveBits(bits, interval=10**6))
@@ -95,7 +95,7 @@ def test_a_layer_without_gradient_gets_least():
 
 @pytest.mark.parametrize("samples", [1, 3, 5, 12])
 def test_batches_of_any_size(samples):
-    """Averages are fractions that so many samples can have."""
+    """Averages are fractions that are possible for that number of samples."""
     model = nn.Sequential(
         nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)
     )
@@ -375,7 +375,7 @@ def test_numbers_that_are_refused(numbers, message):
 
 
 def test_saving_changes_nothing():
-    """A state leaves the training as it is, even if numbers are still on their way from a device."""
+    """Saving a state does not change the training, even if numbers are still on their way from a device."""
 
     def run(saves):
         model, controller, x = build(bits=fewbit.AdaptiveBits(2, interval=3))
@@ -404,7 +404,7 @@ def test_numbers_on_their_way_are_part_of_a_state(monkeypatch):
 
 
 def test_a_budget_resumes_with_the_bits_that_it_came_to():
-    """Weights that are loaded after the conversion would give others; so does another budget."""
+    """Weights that are loaded after the conversion would lead to other bits, and so would another budget."""
     sample = normal(MODELS["convnet"][1], scale=1.0)
     model, controller, x = build(bits=fewbit.Budget("60 KiB"), sample=sample)
     for _ in range(3):
@@ -422,7 +422,7 @@ def test_a_budget_resumes_with_the_bits_that_it_came_to():
 
 
 def test_what_was_known_is_taken_at_the_scale_of_what_is_seen():
-    """Losses may be scaled, by ever other factors: only relations count."""
+    """Only ratios count, because losses may be scaled by changing factors."""
     policy = AdaptivePolicy(2, "abc", 200)
     first = {(name, 0): slot(name, 0, 1024, 2.0**i, 2.0**i) for i, name in enumerate("abc")}
     policy.take_in(first)
@@ -449,7 +449,7 @@ def test_a_model_that_processes_trained_together_goes_on_alone():
 
 
 def test_tiny_tensors_keep_to_the_average():
-    """Parts of unequal size: each counts by its own."""
+    """Parts have unequal sizes, and each counts with its size."""
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(5)))
     controller = fewbit.compress_(model, 2.5, verbose=False)
     for _ in range(3):

@@ -35,7 +35,7 @@ def names(controller):
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("interval", [1, 2, 3, 4])
 def test_modules_of_a_model_called_one_by_one(interval):
-    """Each has its turn, also if one would be due whenever it is observed."""
+    """Each module has its turn, even if one would be due whenever it is observed."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"enc": mlp(), "head": mlp(results=8), "rare": mlp()})
     config = fewbit.AdaptiveBits(2, interval=interval)
@@ -178,10 +178,10 @@ def test_nested_results():
 
 @pytest.mark.slow
 def test_sensitivities_that_overflow():
-    """Such a step says nothing; one that comes near does."""
+    """Such a step has no result; a step with values just below the limit has one."""
 
     class Long(nn.Module):
-        """Noise is carried on through each part of it as if the parts were independent: 5 times the square."""
+        """The probe propagates noise as if the parts were independent, which gives 5 times the square."""
 
         def __init__(self):
             super().__init__()
@@ -268,7 +268,7 @@ def test_several_threads():
 
 
 def test_an_empty_batch():
-    """Has gradients of 0, and says nothing to a measurement."""
+    """Its gradients are 0, and a measurement gets nothing from it."""
     torch.manual_seed(0)
     model = mlp()
     controller = compressed(model)
@@ -288,7 +288,7 @@ def test_an_empty_batch():
 
 
 def test_layers_that_no_output_leads_to_keep_the_average():
-    """A loss that the model keeps for itself."""
+    """Only a loss inside the model depends on such layers."""
 
     class Auxiliary(nn.Module):
         def __init__(self):
@@ -397,7 +397,7 @@ class Either(nn.Module):
 
 @pytest.mark.parametrize("kind", ["checkpointed", "other shapes", "branches"])
 def test_budgets_are_of_the_sample(kind):
-    """Training on something else changes nothing of that."""
+    """Training on other inputs does not change the budget."""
     torch.manual_seed(0)
     sample = normal((32, 64), scale=1.0)
     if kind == "checkpointed":

@@ -121,7 +121,7 @@ def test_layers_of_modules_that_are_called_one_by_one_are_all_named():
 
 
 class Experts(nn.ModuleList):
-    """The second gets no samples."""
+    """A model of two experts, of which the second gets no samples."""
 
     def forward(self, x):
         parts = zip(self, (x, x[:0]), strict=True)
@@ -161,7 +161,7 @@ class Block(nn.Sequential):
 
 
 class Blocks(nn.Sequential):
-    """Two alike, which one piece of compiled code serves."""
+    """A model of two equal blocks, for which the compiler uses one piece of code."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -192,7 +192,7 @@ def compiled(model, how):
 
 @pytest.fixture
 def dynamo():
-    """The counters of the compiler, without those of other tests."""
+    """Yield the counters of the compiler, without those of other tests."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     return torch._dynamo.utils.counters
@@ -203,7 +203,7 @@ def dynamo():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("how", ["whole", "in place", "function", "blocks", "wrapped blocks"])
 def test_compiled_layers_are_named(how, dynamo):
-    """One piece of code may serve layers that are alike; telling of them makes no break in a graph."""
+    """One piece of code may serve several equal layers. Naming them makes no break in a graph."""
     model = Blocks()
     controller = bounded(model)
     assert controller.bounds.unobserved == ()
@@ -446,7 +446,7 @@ def test_an_empty_table_is_its_text_in_html():
 
 
 def test_steps_that_a_warning_takes(monkeypatch):
-    """The page says so: three measurements that have something to compare are those of steps 2, 4 and 8."""
+    """The documentation promises it: the three measurements with something to compare are those of steps 2, 4 and 8."""
     from fewbit.policies.error_bound.choices import BitChoice
 
     torch.manual_seed(0)
@@ -529,7 +529,7 @@ def test_what_was_never_converted_is_not_restored():
 
 
 class Parts(nn.Module):
-    """Whose parts are called one by one."""
+    """A model whose parts are called one by one."""
 
     def __init__(self, *names):
         super().__init__()
@@ -539,7 +539,7 @@ class Parts(nn.Module):
 
 @pytest.mark.parametrize("bits", [fewbit.ErrorBound(), 2.5], ids=repr)
 def test_an_empty_state_of_another_model_is_refused_by_its_modules(bits):
-    """A state from before the first measurement knows of the modules that were called, and of nothing else."""
+    """A state from before the first measurement has the called modules and nothing else."""
     states = {}
     for names in (("encoder", "head"), ("encoder", "tail")):
         model = Parts(*names)

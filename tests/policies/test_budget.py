@@ -1,4 +1,4 @@
-"""A budget in bytes is kept to in every forward of its sample, whatever training makes of the model."""
+"""Every forward of the sample stays within a budget in bytes, however training changes the model."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ SETTINGS = {
 
 
 def offset(model):
-    """Everything that layers keep lies far from zero beside its range."""
+    """Return a model in which all saved tensors are far from zero compared with their range."""
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
@@ -97,7 +97,7 @@ def test_offsets(name, settings):
 
 
 class Inner(nn.Module):
-    """Takes a gradient of its own in its forward."""
+    """A model that computes a gradient in its own forward."""
 
     def __init__(self):
         super().__init__()

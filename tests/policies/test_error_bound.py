@@ -1,4 +1,4 @@
-"""ErrorBound in training: gradients within their bounds, whatever the loop, codec and precision."""
+"""ErrorBound in training: gradients stay within their bounds with any loop, codec and precision."""
 
 import copy
 import math
@@ -26,7 +26,7 @@ def build(name="convnet", **options):
 
 
 def bits(controller):
-    """{(name, input): bits, None for what is kept otherwise}"""
+    """Return {(name, input): bits, or None for tensors that are saved in another form}."""
     return {(row.name, row.input): row.bits for row in controller.bounds}
 
 
@@ -34,7 +34,7 @@ def bits(controller):
 
 
 class Called(nn.Module):
-    """A layer as a function."""
+    """A model that calls a layer as a function."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ def test_bits_before_the_first_measurement():
 
 
 def test_a_part_that_is_kept_exactly_does_not_hold_the_whole():
-    """One that a layer takes, where nobody else keeps the rest."""
+    """A layer saves a part of a tensor that nothing else saves."""
 
     torch.manual_seed(0)
 
@@ -132,7 +132,7 @@ def test_a_part_that_is_kept_exactly_does_not_hold_the_whole():
 
 
 def test_what_would_need_more_than_eight_bits_is_kept_exactly():
-    """Then gradients are those of the exact model."""
+    """Gradients are then those of the exact model."""
     model, controller, x = build("convnet", e2=1e-12)
     step(model, x), step(model, x)
     layers = [row for row in controller.bounds if row.input is not None]
@@ -148,7 +148,7 @@ def test_what_would_need_more_than_eight_bits_is_kept_exactly():
 
 
 def test_smaller_batches_do_not_lose_bits_to_rounding():
-    """A fraction of a bit less than the bound asks for would be an error above it, up to four times."""
+    """A fraction of a bit below the bound's number would make the error up to four times too large."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 24))
     controller = bounded(model)
@@ -180,7 +180,7 @@ def test_an_exact_copy_is_the_tensor_itself():
 
 
 class Activated(nn.Module):
-    """An activation as a module, one as a function, one with two slopes."""
+    """A model with an activation as a module, one as a function, and one with two slopes."""
 
     def __init__(self):
         super().__init__()

@@ -30,7 +30,7 @@ from fewbit.policies.error_bound.policy import ErrorBoundPolicy
 
 
 def tensor(*constraints, samples=4, squares=(1.0, 2.0, 3.0, 4.0), elements=400, **facts):
-    """The result for the first input of a layer; `result_of` fills in the layer's name."""
+    """Return the result for the first input of a layer. `result_of` adds the layer's name."""
     squares = (*squares, *[0.0] * (16 - len(squares)))
     rest = {"constraints": constraints, **facts}
     return TensorNorms("", 0, 8.0, False, elements, samples, squares, **rest)
@@ -41,7 +41,7 @@ def weight(v2, first, second=0.0, label="weight"):
 
 
 def result_of(slots, *activations):
-    """The result of a probe: {layer, or (layer, number): TensorNorms}, and activations' norms."""
+    """Return the result of a probe from {layer, or (layer, number): TensorNorms} and the norms of activations."""
     names = [name if isinstance(name, tuple) else (name, 0) for name in slots]
     named = [
         replace(slot, name=name, input=number)
@@ -56,7 +56,7 @@ def activation(v2, grad2=1.0, function="gelu", parameters=(), name="act"):
 
 
 def learned(*results, names=("a", "b"), **bound):
-    """A policy that has learned from results: ProbeResult, or {layer: TensorNorms}."""
+    """Return a policy that has learned from results: ProbeResult, or {layer: TensorNorms}."""
     policy = ErrorBoundPolicy(ErrorBound(**bound), names, activations=["act"])
     for result in results:
         policy.take_in(result if isinstance(result, ProbeResult) else result_of(result))
@@ -67,7 +67,7 @@ def learned(*results, names=("a", "b"), **bound):
 
 
 def best_error(squares, samples, total):
-    """The least error with that many bits in all, by trying: parts of equal samples have equal bits."""
+    """Return the least error with that total of bits by exhaustive search, with equal bits for parts of equal samples."""
     parts = sizes(samples)
     best = math.inf
     for bits in itertools.product(range(1, 9), repeat=len(parts)):
@@ -178,10 +178,10 @@ def test_where_not_all_gradients_were_seen_bits_stay():
 # -- windows -----------------------------------------------------------------------------------------------
 
 
-def rows(*each):
-    """Results of a slot with (v2, first), beside another slot with the rest of a total of 100."""
+def rows(*pairs):
+    """Return results of a slot with (v2, first), beside another slot with the rest of a total of 100."""
     return [
-        {"a": tensor(weight(v2, first)), "b": tensor(weight(100 - v2, 1.0))} for v2, first in each
+        {"a": tensor(weight(v2, first)), "b": tensor(weight(100 - v2, 1.0))} for v2, first in pairs
     ]
 
 
@@ -233,7 +233,7 @@ def test_variables_that_are_gone_are_forgotten():
 
 
 def test_batches_of_other_sizes():
-    """Squares are taken in units of elements: twice the samples and elements are the same bits."""
+    """Squares are in units of elements, so twice the samples and elements lead to the same bits."""
     small = tensor(weight(1.0, 10.0), samples=16, squares=[2.0] * 16, elements=1600)
     large = tensor(weight(1.0, 10.0), samples=32, squares=[2.0] * 16, elements=3200)
     found = [
@@ -322,7 +322,7 @@ def test_activations_by_the_mean_or_each_observation():
 
 
 def monitored(*pairs, label="weight"):
-    """A result with what the monitor saw: (layer, label, (|g^|^2, |g|^2))."""
+    """Return a result with the norms that the monitor measured: (layer, label, (|g^|^2, |g|^2))."""
     slots = {"a": tensor(weight(1.0, 1.0, label=label)), "b": tensor(weight(3.0, 1.0))}
     for name, name_label, pair in pairs:
         slots[name] = replace(slots[name], monitored=(MonitoredNorms(name_label, *pair),))
@@ -340,7 +340,7 @@ def test_ratios_are_of_sums():
 
 
 def test_exact_variables_count_as_they_are():
-    """The monitor does not look at them: 3 of 4 parts of |g|^2."""
+    """The monitor does not measure them: 3 of 4 parts of |g|^2."""
     first = tensor(weight(1.0, 1.0), monitored=(MonitoredNorms("weight", 1.2, 1.0),))
     policy = learned({"a": first, "b": tensor(weight(3.0, 1e9))})
     assert policy.choices["b", 0].average is None and policy.choices["a", 0].average
@@ -376,7 +376,7 @@ def test_no_warning_for_what_may_be_chance():
 
 
 def test_the_warning_comes_where_one_of_many_is_far_above_it():
-    """Each observation has others of them; what one adds does not count as chance between them."""
+    """Each observation has other slots, so the noise of one slot does not count as noise between them."""
     names = "abcdefgh"
     policy = ErrorBoundPolicy(ErrorBound(), list(names))
     slots = {name: tensor(weight(1.0, 1.0)) for name in names}
@@ -443,7 +443,7 @@ def test_exact_values_are_kept_of_a_few_in_turn():
 
 
 def test_those_that_a_forward_did_not_meet_are_next():
-    """A tensor that was not met may belong to another module. One that is not met any more loses its turn."""
+    """A tensor that was not saved may belong to another module. A tensor that is never saved again loses its turn."""
     seen = {name: tensor(weight(1.0, 1.0), elements=10) for name in "abc"}
     policy = learned(seen, names="abcd")
     assert policy.monitored() == [("a", 0)]
@@ -463,7 +463,7 @@ def test_those_that_a_forward_did_not_meet_are_next():
 
 
 def merged(*results):
-    """The result that each of several processes makes of all results."""
+    """Return the result that each of several processes makes from all results."""
     return learned().merge(list(results))
 
 

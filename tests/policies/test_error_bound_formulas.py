@@ -1,4 +1,4 @@
-"""Error bounds of AC-GC: D is never below what it bounds, close to it where it can be, and e2 V2 at dx*."""
+"""Error bounds of AC-GC: D is never below the error, close to it if it can be, and equals e2 V2 at dx*."""
 
 import itertools
 import math
@@ -38,18 +38,18 @@ def square(x):
 
 
 def halves(shape, dx2):
-    """Errors of stochastic rounding midway between two levels: +-dx, where its variance is greatest."""
+    """Return errors of stochastic rounding midway between two levels: +-dx, where its variance is greatest."""
     return math.sqrt(dx2) * (2.0 * torch.randint(0, 2, shape, dtype=torch.float64) - 1.0)
 
 
 def rounding_errors(x, step):
-    """Errors of stochastic rounding to multiples of step; their variances are at most step^2 / 4."""
+    """Return errors of stochastic rounding to multiples of step. Their variances are at most step^2 / 4."""
     steps = x / step
     return step * (torch.floor(steps + torch.rand_like(x)) - steps)
 
 
 def assert_in_expectation(errors, d, least=0.0):
-    """The mean of the squared errors, given one a draw, is between least * d and d, by a z test."""
+    """Check by a z test that the mean of the squared errors of the draws is between least * d and d."""
     errors = np.asarray(errors)
     assert len(errors) >= 64
     slack = SIGMAS * errors.std(ddof=1) / math.sqrt(len(errors)) + 1e-12 * d
@@ -149,13 +149,13 @@ EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def weight_gradient(case, x, g):
-    """The gradient of the weight; it is linear in x, so that of an error is the gradient's error."""
+    """Return the gradient of the weight. It is linear in x, so the gradient of an error is the gradient's error."""
     w = case.w().requires_grad_()
     return torch.autograd.grad(case(x, w), w, g)[0]
 
 
 def input_gradient(case, w, g):
-    """The adjoint of `weight_gradient` as a map of x."""
+    """Compute the adjoint of `weight_gradient` as a map of x."""
     x = case.x().requires_grad_()
     return torch.autograd.grad(case(x, w), x, g)[0]
 
@@ -165,7 +165,7 @@ def unit(x):
 
 
 def worst(case, g, adapt):
-    """(dx, g): the error of norm 1 with the largest gradient error, by power iteration; g too if adapt."""
+    """Return (dx, g): the error of norm 1 with the largest gradient error, by power iteration, also over g if adapt."""
     dx = unit(case.x().abs() if adapt else case.x())
     for _ in range(60):
         dw = unit(weight_gradient(case, dx, g))
@@ -176,7 +176,7 @@ def worst(case, g, adapt):
 
 
 def ratio(case, dx, g):
-    """Squared gradient error over D, for the tightest D: by channel and group."""
+    """Return the squared gradient error over D, for the tightest D: by channel and group."""
     layer = case.layer()
     d = formulas.convolution_d(case.by_channel(dx) / layer.elements, layer, case.by_group(g))
     return square(weight_gradient(case, dx, g)) / d
@@ -221,7 +221,7 @@ def test_the_worst_case_of_a_weight_is_reached(name):
 
 @EVERY_CASE
 def test_errors_of_a_weight_in_expectation(case):
-    """Exactly D without padding, whatever the stride; below with it."""
+    """The error is exactly D without padding, for any stride, and below D with padding."""
     layer, dx2 = case.layer(), 0.04
     g = torch.randn_like(case(case.x(), case.w()))
     d = formulas.convolution_d(dx2, layer, case.by_group(g), expectation=True)
@@ -250,7 +250,7 @@ def test_at_the_error_of_a_weight_d_is_what_is_allowed(case, expectation):
 
 
 def test_shares_of_channels_are_the_best_ones():
-    """The sum of log |dx| over channels falls whichever way D is shared out otherwise: step 3 of the derivation."""
+    """Every other division of D among channels lowers the sum of log |dx|: step 3 of the derivation."""
     case = CASES["depthwise"]
     layer, grad2 = case.layer(), torch.tensor([0.1, 1.0, 5.0, 40.0])
     best = bounds.convolution_error(layer, grad2, 1.0, 1.0)
@@ -389,7 +389,7 @@ class Norm:
 
     @property
     def summed(self):
-        """The dimensions that the weight's gradient is summed over."""
+        """Return the dimensions over which the weight's gradient is summed."""
         return tuple(i for i in range(len(self.shape)) if i != self.channel)
 
     def scaled(self, x, weight):
@@ -431,7 +431,7 @@ EVERY_NORM = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 
 
 class Problem:
-    """A norm with its input, gradient and what the bounds take."""
+    """A norm with its input, its gradient and the numbers that the bounds need."""
 
     def __init__(self, norm, aligned=False):
         self.norm = norm
@@ -454,12 +454,12 @@ class Problem:
         return self.norm.gradients(*copies, self.rstd, self.weight, self.g)
 
     def errors(self, first, second=None):
-        """Squared errors of the gradients of (input, weight)."""
+        """Return the squared errors of the gradients of (input, weight)."""
         pairs = zip(self.gradients(first, second), self.exact, strict=True)
         return [(one - two).square().sum() for one, two in pairs]
 
     def ds(self, dx2, expectation=False):
-        """The same from the bounds, without and with the alignment."""
+        """Return the same errors from the bounds, without and with the alignment."""
         norm = self.norm
         summands = math.prod(norm.shape[i] for i in norm.summed)
         of_weight = bounds.norm_weight_d(dx2, summands, square(self.g), expectation)
@@ -484,7 +484,7 @@ def test_gradients_of_norms_are_torchs(norm):
 
 
 def of_mean_square(dx, norm, dx2):
-    """dx scaled to the mean square dx2 in each set."""
+    """Return dx scaled to the mean square dx2 in each set."""
     viewed = norm.viewed(dx)
     scale = (dx2 / viewed.square().mean(norm.sets, keepdim=True)).sqrt()
     return (viewed * scale).view(dx.shape)
@@ -582,7 +582,7 @@ def attention_gradients(inputs, g, mask=None):
 
 
 class Attention:
-    """Two samples of two heads, queries fewer than keys, the value narrower; a mask of torch's if asked for."""
+    """Two samples of two heads with fewer queries than keys, a narrower value, and optionally a mask."""
 
     def __init__(self, masked=False, scale=1.0):
         shapes = (2, 2, 5, 6), (2, 2, 7, 6), (2, 2, 7, 4)
@@ -599,7 +599,7 @@ class Attention:
         return [square(a - b) for a, b in zip(found, self.exact, strict=True)]
 
     def climbed(self, which, dx2, steps=12):
-        """The largest squared error found of one gradient, all elements erring by +-dx."""
+        """Return the largest squared error that a search finds for one gradient, if all elements err by +-dx."""
         dx = [halves(x.shape, dx2) for x in self.inputs]
         most = 0.0
         for _ in range(steps):
@@ -708,7 +708,7 @@ def test_at_the_error_of_attention_a_d_is_what_is_allowed(expectation, e2):
 
 @pytest.mark.parametrize("name", bounds.CURVATURE)
 def test_curvatures(name):
-    """No divided difference of f' is above, and one comes close."""
+    """No divided difference of f' is above the curvature, and one comes close."""
     x = np.linspace(-12, 12, 400_001)
     slopes = np.abs(np.diff(functions.get(name).derivative(x)) / np.diff(x))
     assert 0.99999 < slopes.max() / bounds.CURVATURE[name] < 1 + 1e-8
@@ -741,7 +741,7 @@ TABLES = list(itertools.product(["gelu", "silu", "selu", "hardswish"], [1, 2, 3,
 
 
 def brute(table, low, high, n=200_001):
-    """max |q - f'| over a fine mesh with all breaks in it, from below and above."""
+    """Return max |q - f'| over a fine mesh that includes both sides of all breaks."""
     x = np.linspace(low, high, n)
     x = np.concatenate([x, table.breaks, np.nextafter(table.breaks, -np.inf)])
     x = x[(x >= low) & (x <= high)]

@@ -1,4 +1,4 @@
-"""A probe of AC-GC's bounds in whole models and odd passes: activations, the monitor, cost, what it leaves."""
+"""A probe of AC-GC's bounds in whole models and odd passes: activations, the monitor, cost, and clean-up."""
 
 import gc
 import weakref
@@ -42,7 +42,7 @@ X = normal((8, 64), scale=1.0)
 
 @pytest.mark.parametrize("layer", **ids(LAYERS))
 def test_every_layer(device, layer):
-    """Results and torch's random state are those of a step that nobody observes, also with exact values kept."""
+    """Results and torch's random state are those of a step without a probe, also if exact values are saved."""
     model, _ = layer.pair(4, device)
     model = nn.Sequential(model)
     x = nn.Parameter(layer.input(device))
@@ -63,7 +63,7 @@ def test_every_layer(device, layer):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_whole_models(name, is_checkpointed):
-    """The same step; a checkpointed region, which rounds with other draws, says much the same."""
+    """The step is the same. A checkpointed region, which is rounded with other seeds, has a similar result."""
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model, x = make(), normal(shape, scale=1.0)
@@ -130,7 +130,7 @@ def test_layouts(name, is_inside):
 
 
 class Activations(nn.Module):
-    """Activations as modules, as a called function, and as a function that a module of torch holds."""
+    """A model with activations as modules, as a called function, and as a function that a module of torch has."""
 
     def __init__(self, is_checkpointed=False):
         super().__init__()
@@ -164,7 +164,7 @@ def test_names_of_activations(is_checkpointed):
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_gradients_at_activations(device, inplace):
-    """Squared norms of the gradients of its result and of its input, the latter as the table makes it."""
+    """The result has squared norms of the gradients of its output and of its input, the latter by the table."""
 
     x = nn.Parameter(normal((8, 64), scale=1.0).to(device))
     y = x.detach().requires_grad_()
@@ -201,7 +201,7 @@ def test_a_restored_model_has_no_names():
 
 
 def test_the_truth_about_a_linear_layer(device):
-    """g^ is the gradient that the step has, g torch's own from the same gradient of the result."""
+    """g^ is the gradient of the step, g is torch's own from the same gradient of the result."""
     torch.manual_seed(0)
     theirs = nn.Linear(64, 8).to(device)
     x = X.to(device)
@@ -325,7 +325,7 @@ def test_exact_values_go_with_the_graph():
 
 
 def test_a_backward_pass_that_fails():
-    """Exact values are let go of although the graph is there; one that comes later says what there is to say."""
+    """Exact values are freed although the graph exists. A later backward pass still has a result."""
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -367,7 +367,7 @@ def test_a_backward_pass_that_fails():
 
 @pytest.mark.parametrize("monitored", [frozenset(), {("1", 0)}])
 def test_layers_with_formulas_run_backward_once(monitored, monkeypatch):
-    """More often only to measure, or where exact values are kept."""
+    """They run it more often only to measure, or if exact values are saved."""
     runs = []
     original = ErrorBoundProbe.probe
 
@@ -394,7 +394,7 @@ def test_layers_with_formulas_run_backward_once(monitored, monkeypatch):
 
 
 def test_what_comes_to_the_host_is_small():
-    """Numbers, and one a channel: not one a row."""
+    """Single numbers, and one for each channel, are copied to the host, but none for each row."""
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8))
     probe = ErrorBoundProbe(0)
     converted(model).context.policy = Fixed(probe=probe)
@@ -419,7 +419,7 @@ def test_gradients_that_are_not_finite_say_nothing(value):
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("scales", [(1.0, 100.0), (100.0, 1.0), (3.0, 3.0)])
 def test_each_call_of_a_layer(scales, is_checkpointed):
-    """Squares add up; D is that of both, of the errors that each has, against sampling."""
+    """Squares add up. D is that of both calls, with the errors of each, and agrees with sampling."""
     model, x = Twice(scales, is_checkpointed), normal((16, 64), scale=1.0)
     controller = converted(model, 4)
     ((_, seen),) = observed(model, controller, x, run=gradient).slots.items()
@@ -502,7 +502,7 @@ def test_a_loss_scale_scales_squares_alike():
 
 @pytest.mark.parametrize("value", [0.0, 3.0])
 def test_constant_inputs(value):
-    """Have no errors at any bits; the formula goes by the gradient alone."""
+    """They have no errors at any bits, so the formula depends on the gradient alone."""
     model = nn.Sequential(nn.Linear(64, 8))
     x = torch.full((8, 64), value)
     (seen,) = observed(model, converted(model), x, run=gradient).slots.values()

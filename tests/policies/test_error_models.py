@@ -1,4 +1,4 @@
-"""V^2 and D of each kind of layer, against torch's gradients and against what rounding does to ours."""
+"""V^2 and D of each kind of layer, against torch's gradients and against the errors that rounding makes."""
 
 import copy
 import importlib
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 
 
 def gradients(model, x, seed=0):
-    """{label: gradient} of the input and the model's only weight, if it has one."""
+    """Return {label: gradient} of the input and of the model's only weight, if it has one."""
     torch.manual_seed(seed)
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     model.zero_grad()
@@ -40,7 +40,7 @@ def observed(model, controller, x, seed=0, averages=None, run=gradients, monitor
 
 
 def monitored_of(result):
-    """The norms from exact values, by slot: {(layer, number): (label, |g^|^2, |g|^2) of each gradient}."""
+    """Return the norms from exact values for each slot: {(layer, number): (label, |g^|^2, |g|^2) of each gradient}."""
     return {name: slot.monitored for name, slot in result.slots.items() if slot.monitored}
 
 
@@ -49,7 +49,7 @@ def d_of(demand, error2):
 
 
 def squared_error(model, x, exact, draws, run=gradients):
-    """{label: mean of |g^ - g|^2 over draws of rounding}."""
+    """Return {label: mean of |g^ - g|^2 over draws of rounding}."""
     sums = dict.fromkeys(exact, 0.0)
     for seed in range(draws):
         for label, item in run(model, x, 100 + seed).items():
@@ -58,7 +58,7 @@ def squared_error(model, x, exact, draws, run=gradients):
 
 
 def pair(layer, device):
-    """A model to be converted, torch's own with the same parameters, and an input that requires no gradient."""
+    """Return a model to convert, torch's own with the same parameters, and an input that requires no gradient."""
     _, theirs = layer.pair(4, device)
     return nn.Sequential(copy.deepcopy(theirs)), theirs, layer.input(device)
 
@@ -68,7 +68,7 @@ def pair(layer, device):
 
 @pytest.mark.parametrize("layer", **ids(LAYERS))
 def test_squares_of_gradients(device, layer):
-    """V^2 at 8 bits is that of torch's own layer, and each gradient that depends on what is kept has one."""
+    """V^2 at 8 bits is that of torch's own layer. Each gradient that depends on the saved tensor has one."""
     model, theirs, x = pair(layer, device)
     exact = gradients(theirs, x)
     ((name, seen),) = observed(model, converted(model, 8), x).slots.items()
@@ -92,7 +92,7 @@ def is_padded(layer) -> bool:
 @pytest.mark.fast(12)
 @pytest.mark.parametrize("layer", **ids(LAYERS))
 def test_d_against_rounding(device, layer):
-    """At 3 bits, whose errors are measured with it: never below; equal where theory says so."""
+    """D is measured at 3 bits with the errors: never below them, and equal if theory says so."""
     model, theirs, x = pair(layer, device)
     exact = gradients(theirs, x)
     controller = converted(model, 3)
@@ -112,7 +112,7 @@ def test_d_against_rounding(device, layer):
     "kind", ["linear", "convolution", "layer norm", "batch norm", "instance norm"]
 )
 def test_samples_of_very_different_size(device, kind):
-    """Bits are shared between samples, and rows with large gradients have large errors: D goes by both."""
+    """D takes into account that samples share bits and that rows with large gradients have large errors."""
     torch.manual_seed(0)
     make = {
         "linear": lambda: nn.Linear(256, 16),
@@ -147,7 +147,7 @@ def test_samples_of_very_different_size(device, kind):
 
 @pytest.mark.parametrize("bits", [1, 2])
 def test_errors_are_taken_off_the_squares(bits):
-    """V^2 is that of exact gradients, where those that come out are much longer."""
+    """V^2 is that of exact gradients, although the computed gradients are much longer."""
     torch.manual_seed(0)
     theirs = nn.Linear(64, 32)
     x = normal((16, 64), scale=1.0)
@@ -164,7 +164,7 @@ def test_errors_are_taken_off_the_squares(bits):
 
 
 class Normed(nn.Module):
-    """Two layers keep the copy of a norm."""
+    """A model in which two layers use the copy of a norm."""
 
     def __init__(self, norm, *layers):
         super().__init__()
@@ -194,7 +194,7 @@ SHARED = {
 
 @pytest.mark.parametrize("name", SHARED)
 def test_layers_that_share_the_copy_of_a_norm(name):
-    """Each demands of the norm's variable, under its own name; errors are scaled by the norm's weight."""
+    """Each layer has a constraint on the norm's slot under its own name. The norm's weight scales errors."""
     if name in ("llama", "gemma"):
         pytest.importorskip("transformers")
     make, shape = SHARED[name]
@@ -232,7 +232,7 @@ def test_layers_that_share_the_copy_of_a_norm(name):
 
 @pytest.mark.parametrize("layer", **ids([item for item in NORMS if len(item.shape) > 3][:4]))
 def test_two_copies(layer):
-    """D of one copy is enough for two."""
+    """The D of one copy suffices for two copies."""
     _, theirs = layer.pair(4)
     model, x = nn.Sequential(copy.deepcopy(theirs)), layer.input()
     controller = converted(model, 3, layers={"copies": 2})
@@ -246,7 +246,7 @@ def test_two_copies(layer):
 
 
 def test_channels_of_a_convolution():
-    """1 / dx*^2 of a channel goes as |g|^2 of its group; without groups all channels are alike."""
+    """1 / dx*^2 of a channel is proportional to |g|^2 of its group. Without groups all channels are equal."""
     torch.manual_seed(0)
     x = normal((4, 6, 8, 8), scale=1.0)
     grad = normal((4, 6, 6, 6), scale=1.0) * torch.tensor([1.0, 1, 1, 1, 5, 5])[:, None, None]
@@ -284,7 +284,7 @@ def test_channels_of_a_batch_norm():
 
 
 class Of(nn.Module):
-    """A function of tensors that are results of something, whose gradients stay; module: what it belongs to."""
+    """A model that applies a function to tensors that are results, whose gradients stay. module: the function's owner."""
 
     def __init__(self, count, function, module=None):
         super().__init__()
@@ -377,7 +377,7 @@ def test_measured_against_rounding(device, name):
 @pytest.mark.parametrize("slopes", [1, 8])
 @pytest.mark.parametrize("needs_input", [False, True])
 def test_prelu(slopes, needs_input):
-    """Errors are those of negative elements: what is kept of the others is 0."""
+    """Only negative elements have errors, because the saved tensor is 0 at the others."""
     torch.manual_seed(0)
     theirs = nn.PReLU(slopes)
     x = normal((16, 8, 10), scale=1.0) + 0.5

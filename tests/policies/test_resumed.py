@@ -1,4 +1,4 @@
-"""Training that is resumed goes on as if it had never stopped, bit for bit."""
+"""Resumed training continues as if it had never stopped, bit for bit."""
 
 import io
 import json
@@ -94,7 +94,7 @@ def test_also_with_codecs_and_channels(config):
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("kernels", ["reference", "native"])
 def test_also_of_odd_models(config, name, kernels, choice, monkeypatch):
-    """Whatever an activation quantized together with its result in which forward, and for whom."""
+    """It does not matter which results an activation quantized too, in which forward and for which layer."""
     stops, steps = (1, 2, 5), 7
     if kernels == "reference":  # which is slow
         monkeypatch.setitem(choice, torch.device("cpu"), reference)

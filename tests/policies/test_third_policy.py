@@ -1,4 +1,4 @@
-"""A policy of a user's own, in one file: nothing but its base class knows of it."""
+"""A user's own policy in one file: fewbit knows only its base class."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,7 +59,7 @@ class SizesProbe:
 
 
 class Largest(BitPolicy):
-    """The largest slot gets `few` bits, all others `many`."""
+    """A policy that gives the largest slot `few` bits and all others `many`."""
 
     kind = "LargestBits"
     limit = 3.0

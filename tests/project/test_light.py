@@ -21,9 +21,9 @@ x = torch.randn(16, 64)
 for _ in range(6):
     model(x).square().mean().backward()
     with torch.no_grad():  # an optimizer of torch's imports Dynamo
-        for each in model.parameters():
-            each -= 0.01 * each.grad
-            each.grad = None
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad
+            parameter.grad = None
 controller.load_state_dict(controller.state_dict())
 if {is_adaptive}:
     assert controller.bounds or controller.allocation

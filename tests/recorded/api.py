@@ -126,7 +126,9 @@ def _conversion(report) -> dict:
         "converted": {row.path: [row.bits, row.shared] for row in report.converted},
         "left alone": sorted(row.path for row in report.left_alone),
         "bits of functions": report.functions,
-        "bytes": None if report.saved is None else [sum(each.values()) for each in report.saved],
+        "bytes": None
+        if report.saved is None
+        else [sum(tensors.values()) for tensors in report.saved],
     }
 
 
@@ -205,8 +207,8 @@ def saved(model, *inputs, **keywords) -> dict:
         "by kind": found.by_kind(),
         "by module": found.by_module(),
         "entries": [
-            [each.module, each.kind, list(each.shape), str(each.dtype), each.bytes]
-            for each in found.entries
+            [entry.module, entry.kind, list(entry.shape), str(entry.dtype), entry.bytes]
+            for entry in found.entries
         ],
     }
 
@@ -235,7 +237,7 @@ def plan(model, batches, loss, candidates=None, **options) -> dict:
         bias]] in the order of the candidates. "recommended" and "closest" are indices of rows.
     """
     if candidates is not None:
-        candidates = [_candidate(*each) for each in candidates]
+        candidates = [_candidate(*candidate) for candidate in candidates]
     found = fewbit.plan(model, batches, loss, candidates=candidates, progress=False, **options)
     rows = list(found.rows)
     return {
@@ -408,7 +410,9 @@ def verified(name: str) -> list:
     from fewbit.catalog.store import tables_directory
 
     found = fewbit.verify(tables_directory() / f"{name}.json")
-    return [[not each.problems and each.unchecked is None, each.recomputed] for each in found]
+    return [
+        [not result.problems and result.unchecked is None, result.recomputed] for result in found
+    ]
 
 
 def error_table(names, bits, **options) -> list[dict]:

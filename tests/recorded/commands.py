@@ -74,7 +74,7 @@ def _run(line):
     with tempfile.TemporaryDirectory() as folder:
         _write_tables(Path(folder))
         before = set(Path(folder).rglob("*"))
-        code, output = api.command(*(each.replace(FOLDER, folder) for each in line.split()))
+        code, output = api.command(*(word.replace(FOLDER, folder) for word in line.split()))
         made = [path for path in Path(folder).rglob("*") if path not in before and path.is_file()]
         found = {"exit code": code, "files": sorted(str(path.relative_to(folder)) for path in made)}
         for path in made:
@@ -104,12 +104,12 @@ def without_words(value, name=""):
         if name == "candidate":
             value = api.candidate_of_document(value)
         return {
-            field: without_words(each, field)
-            for field, each in value.items()
+            field: without_words(part, field)
+            for field, part in value.items()
             if field not in NEVER and "seconds" not in field
         }
     if isinstance(value, list):
-        return [without_words(each, name) for each in value]
+        return [without_words(part, name) for part in value]
     if isinstance(value, str) and name not in NAMES:
         return "words"
     return value

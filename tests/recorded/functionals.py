@@ -177,8 +177,8 @@ def _differentiated(function, inputs) -> dict:
     found = {f"value {i}": part for i, part in enumerate(parts)}
     y = parts[0]
     y.backward(torch.linspace(-1, 1, y.numel(), dtype=torch.float64).to(y.dtype).view(y.shape))
-    for i, each in enumerate(inputs):
-        found[f"gradient {i}"] = each.grad
+    for i, tensor in enumerate(inputs):
+        found[f"gradient {i}"] = tensor.grad
     found["bytes"] = api.saved(function, *inputs)["total"]
     return found
 

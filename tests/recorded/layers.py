@@ -183,24 +183,26 @@ def _in_bits(layer, several):
 def _run(layer, dtype=torch.float32, is_training=True, offset=0.0) -> dict:
     """Run a layer forward and backward; return values, gradients and bytes."""
     torch.manual_seed(SEED)
-    arguments = [each() if isinstance(each, partial) else each for each in layer.arguments]
+    arguments = [
+        argument() if isinstance(argument, partial) else argument for argument in layer.arguments
+    ]
     module = api.layer(layer.name, *arguments, **layer.options)
     module = module.to(dtype).train(is_training)
     inputs = [_input(layer, dtype, offset) for _ in range(layer.inputs)]
     # An operation before the layer, so that an in-place layer gets no leaf.
-    y = module(*(each * 1 for each in inputs))
+    y = module(*(x * 1 for x in inputs))
     parts = y if isinstance(y, tuple) else (y,)
     found = {f"value {i}": part for i, part in enumerate(parts)}
     y = parts[0]
     y.backward(torch.linspace(-1, 1, y.numel(), dtype=torch.float64).to(dtype).view(y.shape))
-    for i, each in enumerate(inputs):
-        found[f"gradient of input {i}"] = each.grad
-    for name, each in module.named_parameters():
-        found[f"gradient of {name}"] = each.grad
-    for name, each in module.named_buffers():
-        found[f"buffer {name}"] = each
+    for i, x in enumerate(inputs):
+        found[f"gradient of input {i}"] = x.grad
+    for name, parameter in module.named_parameters():
+        found[f"gradient of {name}"] = parameter.grad
+    for name, buffer in module.named_buffers():
+        found[f"buffer {name}"] = buffer
     found["next draw"] = torch.rand(1)
-    found["bytes"] = api.saved(module, *(each.detach() * 1 for each in inputs))["total"]
+    found["bytes"] = api.saved(module, *(x.detach() * 1 for x in inputs))["total"]
     return found
 
 

@@ -40,9 +40,9 @@ def leaf(value):
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(name): leaf(each) for name, each in value.items()}
+        return {str(name): leaf(part) for name, part in value.items()}
     if isinstance(value, Iterable):
-        return _list([leaf(each) for each in value])
+        return _list([leaf(part) for part in value])
     raise TypeError(f"expected a tensor, a number or a container of these, got {type(value)}")
 
 
@@ -55,7 +55,7 @@ def numbers(value) -> str:
         value: lists and mappings of numbers, as a controller's state.
     """
     found = sorted(map(str, _numbers(value)))
-    total = math.fsum(each for each in _numbers(value) if math.isfinite(each))
+    total = math.fsum(number for number in _numbers(value) if math.isfinite(number))
     return f"{len(found)} numbers, sum {total:.9g}, sha256 {_sha256(json.dumps(found).encode())}"
 
 
@@ -70,14 +70,14 @@ def _numbers(value):
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        for each in value:
-            yield from _numbers(each)
+        for part in value:
+            yield from _numbers(part)
     elif isinstance(value, int | float):
         yield float(value)
 
 
 def _list(values: list):
-    is_long = len(values) > LONGEST and all(isinstance(each, int | float) for each in values)
+    is_long = len(values) > LONGEST and all(isinstance(number, int | float) for number in values)
     if not is_long:
         return values
     total = math.fsum(values)

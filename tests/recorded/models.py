@@ -78,8 +78,8 @@ class FunctionBlock(nn.Module):
 
     def forward(self, x):
         q, k, v = (
-            each.unflatten(-1, (4, 8)).transpose(1, 2)
-            for each in self.qkv(F.layer_norm(x, (32,), self.first)).chunk(3, -1)
+            part.unflatten(-1, (4, 8)).transpose(1, 2)
+            for part in self.qkv(F.layer_norm(x, (32,), self.first)).chunk(3, -1)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
@@ -343,7 +343,7 @@ def frozen() -> Case:
 
 def _tokens(**more) -> list[dict]:
     found = [torch.randint(3, 90, (3, 12)) for _ in range(STEPS)]
-    return [{"input_ids": each, "labels": each} | more for each in found]
+    return [{"input_ids": tokens, "labels": tokens} | more for tokens in found]
 
 
 def llama() -> Case:

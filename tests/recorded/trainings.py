@@ -91,7 +91,7 @@ def _trained(case) -> dict:
 
 
 def _gradients(model, prefix="gradient") -> dict:
-    return {f"{prefix} {name}": each.grad for name, each in model.named_parameters()}
+    return {f"{prefix} {name}": parameter.grad for name, parameter in model.named_parameters()}
 
 
 def _resumed(case, name, options, state) -> dict:
@@ -103,8 +103,10 @@ def _resumed(case, name, options, state) -> dict:
     torch.manual_seed(SEED)
     loss = fresh.loss(fresh.model, fresh.batches[0])
     loss.backward()
-    gradients = [each.grad for each in fresh.model.parameters() if each.grad is not None]
-    flat = torch.cat([each.detach().double().reshape(-1) for each in gradients])
+    gradients = [
+        parameter.grad for parameter in fresh.model.parameters() if parameter.grad is not None
+    ]
+    flat = torch.cat([gradient.detach().double().reshape(-1) for gradient in gradients])
     return {"resumed loss": loss, "resumed gradient": flat}
 
 
@@ -114,10 +116,10 @@ def _is_restored(case, name) -> dict:
     exact.model.load_state_dict(case.model.state_dict())
     pairs = zip(case.model.modules(), exact.model.modules(), strict=True)
     classes = all(type(ours) is type(theirs) for ours, theirs in pairs)
-    for each in (case, exact):
+    for training in (case, exact):
         torch.manual_seed(SEED)
-        each.model.zero_grad()
-        each.loss(each.model, each.batches[0]).backward()
+        training.model.zero_grad()
+        training.loss(training.model, training.batches[0]).backward()
     pairs = zip(case.model.parameters(), exact.model.parameters(), strict=True)
     gradients = all(_same(ours.grad, theirs.grad) for ours, theirs in pairs)
     return {"classes": classes, "gradients": gradients}

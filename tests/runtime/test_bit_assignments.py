@@ -1,4 +1,4 @@
-"""The bit assignment that a tensor goes by: that of its forward, also where a checkpoint makes a part of it again."""
+"""The bit assignment that a tensor is saved with: that of its forward, also in a recomputed part of a checkpoint."""
 
 import threading
 
@@ -13,7 +13,7 @@ from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 
 
 class Regions(nn.Module):
-    """A layer, and a region that is made again: of modules, or a single layer."""
+    """A layer and a recomputed region, of modules or of a single layer."""
 
     def __init__(self, reentrant, is_layer=False):
         super().__init__()
@@ -29,7 +29,7 @@ class Regions(nn.Module):
 
 @pytest.fixture
 def restored(monkeypatch):
-    """(name of a layer, samples, bits of all samples) of what is restored."""
+    """Return (name of a layer, samples, bits of all samples) of the dequantized tensors."""
     seen, original = [], QuantizedTensorSpec._values
 
     def values(self, tensors, *rest):
@@ -47,14 +47,14 @@ def compressed(model, bits=1.75, level="L2.5"):
 
 
 def in_thread(function):
-    """As a backward pass on a GPU runs."""
+    """Run a function in a thread, as a backward pass on a GPU does."""
     thread = threading.Thread(target=function)
     thread.start()
     thread.join()
 
 
 def seen_samples(controller, name, count=16) -> list[int]:
-    """Numbers of samples whose gradient has been seen."""
+    """Return the numbers of the samples whose gradient was seen."""
     table = controller.context.policy.magnitudes._tables.get((name, 0), torch.empty(0))
     return [number for number in range(count) if number < len(table) and not table[number].isnan()]
 
@@ -95,7 +95,7 @@ def test_regions_go_by_the_numbers_of_their_forward(run, reentrant):
 
 
 def test_a_layer_in_a_region_of_its_own_writes_to_no_sample():
-    """Of a reentrant checkpoint: there nothing tells whose samples they are."""
+    """Nothing in a reentrant checkpoint tells whose samples they are."""
     model = Regions(True, is_layer=True)
     controller = compressed(model)
     controller.number_samples(list(range(8)))
@@ -128,7 +128,7 @@ class Two(nn.Module):
 
 
 def test_a_layer_that_is_called_by_itself_shares_bits_between_its_own_samples(restored):
-    """Before the first forward, and after one of another batch size."""
+    """The layer does so before the first forward, and after one with another batch size."""
     model = Two()
     compressed(model)
     for _ in range(2):

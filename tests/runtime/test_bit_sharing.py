@@ -1,4 +1,4 @@
-"""How the samples of a tensor share its bits."""
+"""The division of bits among the samples of a tensor."""
 
 import threading
 
@@ -103,7 +103,7 @@ def test_bytes_follow_from_the_average_alone(average):
 
 
 def test_samples_that_differ_share_bits_better():
-    """Of the same average, the gradient's variance is lower."""
+    """At the same average, the variance of the gradient is lower."""
     scale = torch.tensor([0.05, 0.05, 0.05, 0.05, 0.05, 8.0]).view(6, 1, 1, 1)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
     exact = gradient(model, X * scale)
@@ -117,7 +117,7 @@ def test_samples_that_differ_share_bits_better():
 
 
 def test_tokens_of_samples(device):
-    """(batch * tokens, features) has as many samples as the model's input."""
+    """A tensor (batch * tokens, features) has as many samples as the model's input."""
 
     class Tokens(nn.Module):
         def __init__(self):
@@ -156,7 +156,7 @@ def test_where_samples_are_not_known_bits_are_those_of_the_tensor():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed(reentrant):
-    """Samples share bits also in what a backward pass of another thread, as a GPU's is, makes again."""
+    """Samples share bits also in a region that another thread recomputes, as the backward pass of a GPU does."""
 
     class Checkpointed(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""The codecs: errors against their bounds, bytes against the tensors', odd inputs."""
+"""The codecs: their errors against the bounds, their bytes against the tensors' bytes, and odd inputs."""
 
 import math
 import re
@@ -41,7 +41,7 @@ SHAPE = (6, 5, 12, 9)  # neither sides nor samples are multiples of a block or a
 
 
 def activations(kind="normal", shape=SHAPE, dtype=torch.float32, seed=0):
-    """Numbers of a kind; "smooth": a sum of waves and little noise."""
+    """Return numbers of a kind. "smooth" is a sum of waves and a little noise."""
     rng = np.random.default_rng([seed, *shape])
     x = rng.normal(0, 1, shape)
     if kind == "sparse":
@@ -58,7 +58,7 @@ def activations(kind="normal", shape=SHAPE, dtype=torch.float32, seed=0):
 
 
 def square_errors(name, x, bound, seeds):
-    """(mean over seeds of the squared errors, mean over seeds of the errors, payload), float64."""
+    """Return (mean squared errors over seeds, mean errors over seeds, payload) in float64."""
     chosen, squares, errors = codec(name), 0, 0
     for seed in range(seeds):
         payload = chosen.compress(x, bound, torch.tensor([seed]))
@@ -97,7 +97,7 @@ def test_channels_have_bounds_of_their_own(name, kind):
 @pytest.mark.parametrize("kind", ["normal", "sparse", "smooth", "scales"])
 @pytest.mark.parametrize("channels", [False, True])
 def test_unbiased(name, kind, channels):
-    """The mean error of each element is normal with the variance that is seen, for most of them: pooled z."""
+    """The mean error of most elements is normal with the measured variance: pooled z."""
     x, seeds = activations(kind), 40
     bound = x.square().mean((0, 2, 3)) / 50 if channels else float(x.square().mean()) / 50
     squares, errors, _ = square_errors(name, x, bound, seeds)
@@ -218,7 +218,7 @@ PARTS = {  # {name: (x to a view of it, whether it reaches less than the storage
 @names
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_does_not_hold_the_whole(name, part):
-    """Of what is kept as it is: a copy of a part, and no copy of all that there is."""
+    """A tensor that is saved as it is: a part is copied, and a whole storage is not."""
     view, is_part = PARTS[part]
     x = view(activations())
     payload = codec(name).compress(x, 0)
@@ -278,7 +278,7 @@ def test_bad_input(name, tensor, bound, said):
     ],
 )
 def test_bad_seeds(name, seed, said):
-    """Kernels read 8 bytes at its address."""
+    """Kernels read 8 bytes at the seed's address."""
     with pytest.raises(InputError, match=said):
         codec(name).compress(activations(), 0.1, seed)
 
@@ -311,7 +311,7 @@ def test_missing_library_is_named(monkeypatch):
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_quant_takes_the_fewest_bits(bits):
-    """Against groups cut, and their steps computed, in NumPy."""
+    """The oracle cuts groups and computes their steps in NumPy."""
     x = activations(shape=(7, 300))
     square = 0.0
     for row in x.numpy().astype(np.float64):
@@ -327,7 +327,7 @@ def test_quant_takes_the_fewest_bits(bits):
 
 
 def test_two_valued_data_reach_the_bound():
-    """The worst case: all values in the middle of a step."""
+    """The worst case has all values in the middle of a step."""
     x = torch.full((4, 256), 0.5)
     x[:, 0], x[:, 1] = 0.0, 1.0
     squares, _, payload = square_errors("quant", x, 0.2501, 20)
@@ -363,7 +363,7 @@ def test_zero_values_lose_nothing(kind, dtype, bound):
     x, seed = activations(kind, dtype=dtype), torch.tensor([5])
     quantized = codec("quant").compress(x, bound, seed)
     payload = codec("quant+zvc").compress(x, bound, seed)
-    values, expected = (codec("quant").decompress(each) for each in (payload, quantized))
+    values, expected = (codec("quant").decompress(given) for given in (payload, quantized))
     assert payload.nbytes < quantized.nbytes
     assert (values[x == 0] == 0).all()
     assert torch.equal(values[x != 0], expected[x != 0])
@@ -396,12 +396,12 @@ def test_transform_keeps_energy():
 
 @pytest.mark.parametrize("size", [(8, 8), (5, 7), (16, 9), (1, 1)])
 def test_transform_against_the_sum_of_cosines(size):
-    """One block, by the definition of the DCT-II in scipy."""
+    """One block is compared with the DCT-II of scipy."""
     from scipy.fft import dctn
 
     x = activations(shape=(1, 1, *size))
-    height, width = (min(8, each) for each in size)
-    block = np.pad(x[0, 0].numpy(), [(0, -each % min(8, each)) for each in size], mode="edge")
+    height, width = (min(8, side) for side in size)
+    block = np.pad(x[0, 0].numpy(), [(0, -side % min(8, side)) for side in size], mode="edge")
     expected = dctn(block[:height, :width].astype(np.float64), norm="ortho")
     assert np.allclose(_coefficients(x)[0, 0].numpy(), expected.reshape(-1), atol=1e-5)
 
@@ -439,7 +439,7 @@ def test_streams_come_back(data):
 
 @names
 def test_layers_dequantize_payloads(name):
-    """`CodecSpec` dequantizes them in another dtype, and with an affine map."""
+    """`CodecSpec` dequantizes payloads in another dtype and with an affine map."""
     x = activations()
     payload = codec(name).compress(x, 1e-2)
     values = codec(name).decompress(SavedTensors(*payload))
@@ -452,7 +452,7 @@ def test_layers_dequantize_payloads(name):
 
 
 class Square(torch.autograd.Function):
-    """x^2 that keeps x through a codec: as layers will."""
+    """A Function that computes x^2 and saves x through a codec, as layers do."""
 
     @staticmethod
     def forward(ctx, x, name):
@@ -518,7 +518,7 @@ def test_the_page_runs():
 
 @names
 def test_random_numbers(name):
-    """A seed gives the same payload; without one torch's generator gives it."""
+    """A seed determines the payload. Without a seed torch's generator does."""
     x, chosen = activations(), codec(name)
 
     def made(*seed):

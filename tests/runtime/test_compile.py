@@ -1,4 +1,4 @@
-"""torch.compile and torch.export: the eager numbers, and only packed codes kept."""
+"""torch.compile and torch.export: results are those of eager mode, and only packed codes are saved."""
 
 import io
 
@@ -83,7 +83,7 @@ def test_dynamic_shapes(device):
 
 
 class Cached(nn.Module):
-    """Concatenates its input with an empty tensor before layers that keep it, as transformers' attention does to keys."""
+    """A model that concatenates its input with an empty tensor before layers that save it, as attention does with keys."""
 
     def __init__(self, kind):
         super().__init__()
@@ -109,7 +109,7 @@ class Cached(nn.Module):
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("kind", ["linear", "activation", "norm", "sign", "gate", "attention"])
 def test_what_a_compiler_removes_changes_no_order(kind, dynamic, monkeypatch):
-    """Inductor drops the cat, so that the layer's input has other strides than when it was traced."""
+    """Inductor removes the cat, so that the layer's input has other strides than in the trace."""
 
     def seed(x):
         return torch.full((1,), 7, dtype=torch.int64, device=x.device)
@@ -127,7 +127,7 @@ def test_what_a_compiler_removes_changes_no_order(kind, dynamic, monkeypatch):
 
 
 def test_symbolic_strides_are_those_of_the_trace(monkeypatch):
-    """Traced, the cat makes a contiguous tensor; without it the layers' inputs lie as x does."""
+    """In the trace the cat makes a contiguous tensor. Without it the layers' inputs have x's strides."""
     monkeypatch.setattr(library, "new_seed", lambda x: torch.full((1,), 7, dtype=torch.int64))
     torch.manual_seed(0)
     first, second = fewbit.nn.Linear(4, 4, bits=8), fewbit.nn.LayerNorm(4, bits=8)
@@ -150,7 +150,7 @@ def test_symbolic_strides_are_those_of_the_trace(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_code_that_inductor_makes_compiles(dtype):
-    """Both dtypes have vector code of their own."""
+    """Each of the two dtypes has vector code of its own."""
     layers = [
         fewbit.nn.PReLU(),
         fewbit.nn.ReLU(),
@@ -191,7 +191,7 @@ def test_inductor(device):
 
 
 def test_draws(device):
-    """A draw takes one of the two levels next to the mean, anew in every call."""
+    """A draw returns one of the two levels next to the mean, and draws again in every call."""
     x = normal((2000,), device=device)
     torch.manual_seed(5)
     function = compiled(lambda x: F.gelu(x, table=DRAWN))
@@ -250,7 +250,7 @@ def test_parameters_that_change_between_calls(device):
 
 
 def test_callables_that_enclose_other_numbers(device):
-    """The compiler takes an enclosed number for a variable at the second value it sees."""
+    """At the second value of an enclosed number the compiler makes it a variable."""
 
     def scaled_tanh(scale):
         return lambda x: torch.tanh(scale * x)
@@ -359,7 +359,7 @@ def test_compiled_checkpoint(device):
 
 
 class Feedforward(nn.Module):
-    """The block whose large tensors a memory budget is about; its activation's input is of no one else's."""
+    """The block whose large tensors a memory budget changes. Only the activation uses the activation's input."""
 
     def __init__(self, width=64):
         super().__init__()
@@ -375,7 +375,7 @@ class Feedforward(nn.Module):
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("budget", [1.0, 0.5, 0.2])
 def test_codes_are_kept_under_a_memory_budget(device, budget):
-    """The partitioner recomputes what it likes, but never the codes; without them there is more to keep."""
+    """The partitioner recomputes other tensors but never the codes. Without the codes more is saved."""
     from torch._functorch import config
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Whatever ends a call, wherever it comes, nothing is left behind: no mode, hook or call, and no half-made change."""
+"""Nothing is left behind when a call ends at any place for any reason: no mode, hook, call or half-made change."""
 
 import asyncio
 import copy
@@ -32,7 +32,7 @@ X = normal((4, 64), scale=1.0)
 
 
 class Small(nn.Module):
-    """Layers, functions, a product, a region that is made again; `between` runs in the middle of the forward."""
+    """A model of layers, functions, a product and a recomputed region. `between` runs in the middle of the forward."""
 
     def __init__(self, between=lambda: None):
         super().__init__()
@@ -76,7 +76,7 @@ def test_an_error_in_a_forward_leaves_nothing(error):
 
 
 def test_an_error_that_the_forward_catches():
-    """The rest of the forward is compressed as it would have been, by the settings of the module that runs."""
+    """The rest of the forward is compressed as without the error, by the settings of the running module."""
 
     class Caught(nn.Module):
         def __init__(self):
@@ -176,7 +176,7 @@ def test_an_error_in_a_thread_is_nobody_elses():
 
 
 def test_a_call_that_nobody_ended_is_not_current():
-    """Defence in depth: as if the frame of the call had gone without putting anything back."""
+    """This can happen only if the frame of the call disappears without its clean-up."""
     model = small()
     call = _Call(model.first[0].quantizer.context, model)
     call.begin(model, (X,), {})
@@ -196,7 +196,7 @@ def test_a_call_that_nobody_ended_is_not_current():
 
 
 def test_places_are_found():
-    """The tests below raise at what they mean to."""
+    """The tests below raise where they intend to."""
     model = small()
     found = places(lambda: model(X))
     assert {name for name, _ in found} >= {
@@ -210,13 +210,13 @@ def test_places_are_found():
 
 
 def test_an_interrupt_at_every_line_of_a_forward():
-    """The first time that each line is reached; tests/fuzz interrupts backward passes and measurements."""
+    """Each line is interrupted when it is reached first. tests/fuzz interrupts backward passes and measurements."""
     model = small()
     twin = copy.deepcopy(model)
     expected = gradients(twin, X)
 
     before = state_of(model)
-    for _ in exhaustively(lambda: loss(model, X), each=1):
+    for _ in exhaustively(lambda: loss(model, X), per_line=1):
         check_nothing_is_left()
         model.zero_grad()
         assert state_of(model) == before
@@ -224,7 +224,7 @@ def test_an_interrupt_at_every_line_of_a_forward():
 
 
 class InTorch:
-    """Raises KeyboardInterrupt at trace event number `at` of that kind where torch takes a mode off for its own call."""
+    """A context that raises KeyboardInterrupt at one trace event in torch's code that removes a mode for torch's own call."""
 
     def __init__(self, kind, at):
         self.kind, self.at, self.seen = kind, at, 0
@@ -270,7 +270,7 @@ def interrupted_in_torch(model, kind, at) -> bool:
 
 
 def test_an_interrupt_where_torch_takes_a_mode_off():
-    """Its generator puts the mode back when the traceback goes, which is after our clean-up."""
+    """torch's generator restores the mode when the traceback is freed, which is after fewbit's clean-up."""
     model, at = Counting(), 0
     fewbit.compress_(model, verbose=False)
     while interrupted_in_torch(model, "opcode", at):
@@ -293,7 +293,7 @@ def test_a_mode_that_was_left_behind_goes_with_the_next_forward():
 
 @pytest.mark.slow
 def test_an_interrupt_of_the_clean_up_of_another_error():
-    """One error ends the forward, and then another one comes at every line of what puts things back."""
+    """One error ends the forward, and another one is raised at every line of the clean-up."""
 
     def stop():
         raise RuntimeError
@@ -323,7 +323,7 @@ def test_an_interrupt_of_the_clean_up_of_another_error():
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_lock_that_the_thread_holds_already(depth):
-    """A finalizer can take a lock that its thread holds. An error in it once released the lock of the block around."""
+    """A finalizer can take a lock that its thread holds. An error in the finalizer must not release the outer lock."""
     lock = threading.RLock()
 
     def within(depth):
@@ -340,11 +340,11 @@ def test_a_lock_that_the_thread_holds_already(depth):
     assert not lock._is_owned() and lock.acquire(blocking=False)
 
 
-# -- what changes a model -------------------------------------------------------------------------------------
+# -- calls that change a model --------------------------------------------------------------------------------
 
 
 def unchanged_or_converted(model, before, exact):
-    """The model is as it was, or converted and can be restored."""
+    """Check that the model is unchanged, or is converted and can be restored."""
     if state_of(model) != before:
         assert any(module.__class__.__module__.startswith("fewbit") for module in model.modules())
         fewbit.restore_(model)
@@ -364,7 +364,9 @@ def test_a_conversion_that_is_interrupted_changes_nothing():
         fewbit.restore_(model)
 
     for _ in exhaustively(
-        run, each=1, files=("convert.py", "module_calls.py", "undo.py", "functions.py", "kinds.py")
+        run,
+        per_line=1,
+        files=("convert.py", "module_calls.py", "undo.py", "functions.py", "kinds.py"),
     ):
         unchanged_or_converted(model, before, exact)
         model.zero_grad()

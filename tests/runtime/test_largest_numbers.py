@@ -1,4 +1,4 @@
-"""The largest numbers of a dtype stay finite when they are restored, so that gradients do."""
+"""The largest numbers of a dtype are finite after dequantization, so that gradients are finite."""
 
 from __future__ import annotations
 

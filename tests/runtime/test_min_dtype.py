@@ -1,4 +1,4 @@
-"""Which minimums are kept in float32: the tensor's own answer on the CPU, an earlier one's on a GPU."""
+"""The choice of float32 minimums: by the tensor itself on the CPU, by an earlier tensor on a GPU."""
 
 import copy
 import io
@@ -26,25 +26,25 @@ STARTS = pytest.mark.parametrize("start", EIGHT_STEPS)
 
 
 def spread(start, extent, shape=(4, 100), dtype=torch.float32):
-    """Elements from start to start + extent; every sample has both."""
+    """Return elements from start to start + extent. Every sample contains both."""
     x = start + extent * torch.rand(shape, generator=torch.Generator().manual_seed(1))
     x[:, 0], x[:, 1] = start, start + extent
     return x.to(dtype)
 
 
 def just_below(start):
-    """The greatest range below 8 steps with which start + range is a float32."""
+    """Return the greatest range below 8 steps for which start + range is a float32."""
     end = torch.tensor(start + EIGHT_STEPS[start])
     return float(end.nextafter(torch.tensor(-math.inf)).double() - start)
 
 
 def is_wide(kept):
-    """Whether minimums are float32."""
+    """Return whether minimums are float32."""
     return {2: False, 3: True}[kept.tensors[1].shape[1]]
 
 
 def range_of(kept):
-    """Greatest range of a group, as it is stored."""
+    """Return the greatest stored range of a group."""
     return float(kept.tensors[1][:, 1].max())
 
 
@@ -88,7 +88,7 @@ def test_dtypes(dtype):
 
 
 def test_all_groups_decide_together():
-    """Each sample is below 8 steps of its minimum; the tensor is not."""
+    """The range of each sample is below 8 steps of its minimum, but that of the tensor is not."""
     x = spread(1000.0, 4.0)
     assert is_wide(Quantizer(2).quantize(x))
     x[2] += 1000
@@ -108,7 +108,7 @@ def test_not_finite(value):
 @pytest.mark.parametrize("bits", [1, 2, 8])
 @pytest.mark.parametrize("part", [1e-3, 0.1, 0.99, 1.01, 50.0])
 def test_restored_within_a_step(start, bits, part):
-    """The range grows by its rounding, 2^-7 of it, and by a bfloat16 minimum's, an eighth at most."""
+    """Rounding extends the range by 2^-7 of itself, and a bfloat16 minimum extends it by an eighth at most."""
     torch.manual_seed(0)
     x = spread(start, part * EIGHT_STEPS[start])
     kept = Quantizer(bits).quantize(x)
@@ -126,7 +126,7 @@ def test_fixed_settings_are_obeyed(start, part):
     torch.manual_seed(0)
     x = spread(start, part * EIGHT_STEPS[start])
     extent = float(x.max().double() - x.min())
-    narrow, wide = (Quantizer(2, min_dtype=each).quantize(x) for each in ("bfloat16", "float32"))
+    narrow, wide = (Quantizer(2, min_dtype=dtype).quantize(x) for dtype in ("bfloat16", "float32"))
     assert not is_wide(narrow) and is_wide(wide)
     assert range_of(wide) <= extent * (1 + 2**-7)
     least = narrow.tensors[1][:, 0].double()
@@ -136,7 +136,7 @@ def test_fixed_settings_are_obeyed(start, part):
 
 
 def test_what_a_bfloat16_minimum_costs():
-    """1000.5 is rounded down to 1000: a range of 0.01 becomes 50 times as large."""
+    """1000.5 is rounded down to 1000, so a range of 0.01 becomes 50 times as large."""
     x = spread(1000.5, 0.01)
     assert range_of(Quantizer(2, min_dtype="bfloat16").quantize(x)) > 50 * 0.01
     assert range_of(Quantizer(2).quantize(x)) < 1.1 * 0.01
@@ -146,7 +146,7 @@ def test_what_a_bfloat16_minimum_costs():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*", "ignore:.*isinstance.*treespec")
 @pytest.mark.parametrize("minimum, columns", [("auto", 2), ("bfloat16", 2), ("float32", 3)])
 def test_compiled(minimum, columns):
-    """Whoever traces cannot ask: auto means bfloat16 there."""
+    """A tracer cannot read the tensor, so auto means bfloat16."""
     torch.compiler.reset()
     layer = Linear(70, 5)
     layer.quantizer = Quantizer(2, min_dtype=minimum)
@@ -161,7 +161,7 @@ def test_compiled(minimum, columns):
 
 
 class Device:
-    """torch as `offset` sees it, with a device that answers when `finish` is called."""
+    """A stand-in for torch in `offset`, with a device that answers when `finish` is called."""
 
     def __init__(self):
         self.capturing = False
@@ -169,7 +169,7 @@ class Device:
         device = self
 
         class Event:
-            """Has nothing to wait with, and cannot be copied."""
+            """An event that has nothing to wait with and cannot be copied."""
 
             def __init__(self):
                 self.lock = threading.Lock()
@@ -300,14 +300,14 @@ def test_copies_keep_the_answer_but_no_event(fake, again):
 
 
 class OnDevice(torch.Tensor):
-    """A tensor whose layer must not ask it."""
+    """A tensor that its layer must not read."""
 
     is_cuda = True
 
 
 @pytest.fixture
 def layer(fake, monkeypatch):
-    """keep(x) of a layer on that device: whether minimums are float32."""
+    """Return whether minimums are float32 when a layer on the device saves x."""
     monkeypatch.setattr(quantizer, "is_plain", lambda x: True)
     one = Quantizer(2)
 
@@ -349,7 +349,7 @@ def test_copies_of_a_quantizer(fake, layer, again):
 @pytest.mark.parametrize("minimum", ["bfloat16", "float32"])
 @STARTS
 def test_from_ranges_as_from_the_tensor(start, minimum):
-    """But near 8 steps, as minimums are rounded by up to one and ranges by 2^-7."""
+    """Near 8 steps they may differ, as minimums are rounded by up to one step and ranges by 2^-7."""
     for part, expected in ((0.0, True), (0.05, True), (0.85, True), (1.01, False), (9.0, False)):
         x = spread(start, part * EIGHT_STEPS[start])
         if minimum == "bfloat16" and x.min() < 0 and torch.frexp(x.min())[0] < -0.99:
@@ -364,7 +364,7 @@ def test_from_ranges_as_from_the_tensor(start, minimum):
 
 
 def test_a_layer_on_every_device(device):
-    """From the second tensor on at the latest, without a wait for the device."""
+    """The answer is right from the second tensor on at the latest, without a wait for the device."""
     one, x = Quantizer(2), LARGE.to(device)
     if device == "cuda":
         one.quantize(x)  # whatever is built or allocated once
@@ -387,7 +387,7 @@ def notes(model, x):
 
 
 def layers(count):
-    """Linear layers one after another, with inputs around 1000 each."""
+    """Return consecutive linear layers whose inputs are around 1000."""
     model = torch.nn.Sequential(*(torch.nn.Linear(70, 70) for _ in range(count)))
     for layer in model:
         torch.nn.init.normal_(layer.weight, std=1e-5)

@@ -1,4 +1,4 @@
-"""What torch's own modules take, and converted models have to take as well."""
+"""Inputs and uses that torch's own modules accept, and that converted models must accept too."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def quiet(model, bits=8, **options):
     return model
 
 
-# -- results that are written to -------------------------------------------------------------------
+# -- results that are changed in place -------------------------------------------------------------
 
 
 def test_an_embeddings_result_may_be_written_to():
@@ -55,7 +55,7 @@ def test_activations_in_place_after_any_layer():
     assert torch.isfinite(model[0].weight.grad).all()
 
 
-# -- what is no plain tensor -----------------------------------------------------------------------
+# -- tensors that are not plain --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_sparse_and_complex_inputs_are_torchs():
             return ((self.weight + x) * phase).tanh().abs()
 
     model, exact = quiet(Complex()), Complex()
-    for each in (model, exact):
-        each(normal((3, 4), scale=1.0)).sum().backward()
+    for tested in (model, exact):
+        tested(normal((3, 4), scale=1.0)).sum().backward()
     assert torch.equal(model.weight.grad, exact.weight.grad)
 
 
@@ -148,7 +148,7 @@ def test_fx_records_layers_whose_input_is_a_keyword(cls):
 
 
 class Calling(nn.Module):
-    """Calls one function on what a linear layer makes."""
+    """A model that calls one function on the result of a linear layer."""
 
     def __init__(self, function):
         super().__init__()
@@ -213,7 +213,7 @@ def test_a_frozen_norm_in_evaluation_mode_can_be_differentiated_twice():
 
 
 class Recursive(nn.Module):
-    """Calls itself once, between two parts that draw."""
+    """A module that calls itself once, between two parts that draw random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -241,7 +241,7 @@ def test_a_model_that_calls_itself():
 
 
 def test_models_that_call_each_other():
-    """Neither is taken for one that was interrupted."""
+    """Neither call is treated as an interrupted one."""
     inner = quiet(nn.Sequential(nn.Linear(6, 6)))
 
     class Outer(nn.Module):
@@ -275,7 +275,7 @@ def test_rounding_changes_from_step_to_step_whatever_the_default_device():
     assert not torch.equal(*grads)
 
 
-# -- gradients as torch hands them on --------------------------------------------------------------
+# -- gradients as torch passes them ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.RMSNorm(8)])
@@ -330,7 +330,7 @@ def test_a_sparse_embedding_with_a_graph_of_its_gradient():
 
 
 def test_what_a_checkpoint_makes_again_is_alike():
-    """On CUDA an answer about offsets may arrive between the two forwards of a region."""
+    """On CUDA an answer about offsets may arrive between the forward of a region and its recomputation."""
     quantizer, answers = Quantizer(4), []
 
     def region(x):
@@ -344,11 +344,11 @@ def test_what_a_checkpoint_makes_again_is_alike():
     assert quantizer._fp32_min_on_device() == (True, True)
 
 
-# -- parts that are compiled -----------------------------------------------------------------------
+# -- compiled parts --------------------------------------------------------------------------------
 
 
 class Mixed(nn.Module):
-    """Functions that are in the table beside others."""
+    """A model of functions that the table has, and of other functions."""
 
     def __init__(self):
         super().__init__()
@@ -367,7 +367,7 @@ class Mixed(nn.Module):
     "order", ["parts, then converted", "converted, then parts", "whole, then converted"]
 )
 def test_what_is_compiled_in_a_converted_model(order, backend, full):
-    """torch.compile once took what it made of one function for another's."""
+    """torch.compile must not use the code of one function for another."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = nn.Sequential(Mixed(), nn.ReLU(), Mixed()), normal((8, 16), scale=1.0)

@@ -40,7 +40,7 @@ EMULATIONS = {"late": EmulatedTransfers, "eager": EagerTransfers, "fitful": Fitf
 
 @pytest.fixture(params=[*EMULATIONS, pytest.param("cuda", marks=CUDA)])
 def place(request, choice):
-    """A device, and Offloads that take from it; after the test nothing must have been freed too early."""
+    """Return a device, and Offloads with its transfers. After the test no memory may have been freed too early."""
     if request.param == "cuda":
         torch.zeros(0, device="cuda")
         yield SimpleNamespace(device="cuda", offload=Offload, finish=torch.cuda.synchronize)
@@ -61,7 +61,7 @@ def place(request, choice):
 
 @pytest.fixture
 def late():
-    """The emulation alone: .kind, .offload()."""
+    """Return the emulation alone: .kind, .offload()."""
     kind = type("Transfers", (EmulatedTransfers,), {})
     yield SimpleNamespace(
         kind=kind, offload=lambda **settings: Offload(**settings, transfers={"cpu": kind})
@@ -71,7 +71,7 @@ def late():
 
 
 class Residual(nn.Module):
-    """Two convolutions that keep one input, pooling, dropout."""
+    """A model of two convolutions that save one input, pooling and dropout."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """q, k, v of one normalized input; an embedding; a gate."""
+    """A model with q, k, v of one normalized input, an embedding and a gate."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,8 @@ class Attention(nn.Module):
         x = self.embedding(tokens)
         y = self.norm(x)
         q, k, v = (
-            each(y).view(*y.shape[:-1], 4, 8).transpose(1, 2) for each in (self.q, self.k, self.v)
+            linear(y).view(*y.shape[:-1], 4, 8).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
         )
         y = nn.functional.scaled_dot_product_attention(q, k, v)
         x = x + y.transpose(1, 2).flatten(2)
@@ -127,7 +128,7 @@ MODELS = {"mlp": (mlp, lambda device: torch.randn(32, 64, device=device)),
 
 
 def converted(name, device, **settings):
-    """(model, input)."""
+    """Return (model, input)."""
     torch.manual_seed(0)
     make, sample = MODELS[name]
     model = make().to(device).train()
@@ -249,7 +250,7 @@ def test_the_tensors_of_others_stay(place):
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_layers_come_back_before_they_are_asked_for(late, ahead):
-    """Of n layers the last `ahead` stay; at layer i those down to i - ahead are on their way."""
+    """Of n layers the last `ahead` stay. At layer i the layers down to i - ahead are on their way back."""
     n, sizes, seen = 7, [], {}
     around = late.offload(least=1, ahead=ahead)
     x = torch.ones(8, requires_grad=True)
@@ -290,7 +291,7 @@ def test_layers_come_back_before_they_are_asked_for(late, ahead):
 
 @pytest.fixture
 def marked(monkeypatch):
-    """Weak references to all that is marked; .most: of how many the memory was there at once."""
+    """Return weak references to all marked memory. .most: the largest number that existed at once."""
     found = SimpleNamespace(all=[], most=0)
     original = offload.mark
 
@@ -308,7 +309,7 @@ def alive(storages):
 
 
 def test_memory_is_free_while_the_forward_goes_on(place, marked):
-    """Also that of copies that layers of a converted model share, which the cache holds."""
+    """This includes copies that layers of a converted model share, which the cache holds."""
     model, x = converted("mlp", place.device, layers={"activation_bits": 1})
     around = place.offload(least=1, ahead=1)
     y = forward(model, x, around)
@@ -339,7 +340,7 @@ def test_a_graph_that_is_dropped_frees_everything(place, marked):
 
 
 def test_no_cycle_through_what_stays(place):
-    """A node that saves its own result (exp) would otherwise be kept alive by it."""
+    """Otherwise a node that saves its own result (exp) would be kept alive by it."""
     x = torch.ones(8, device=place.device, requires_grad=True)
     gc.disable()
     try:
@@ -400,7 +401,7 @@ def test_some_outputs_then_others(place):
 
 
 def test_what_backward_passes_by_is_not_left_on_the_device(late):
-    """Layers of a branch that is not differentiated are fetched, and freed when it has been passed."""
+    """Layers of a branch that is not differentiated are fetched, and are freed after the backward pass has passed it."""
     around = late.offload(least=1, ahead=1)
     x = torch.ones(64, 64, requires_grad=True)
     with around:
@@ -410,7 +411,7 @@ def test_what_backward_passes_by_is_not_left_on_the_device(late):
             branch = fewbit.functional.gelu(branch)
         y = fewbit.functional.gelu(trunk)
         z = fewbit.functional.gelu(y)
-    (lane,) = [each for each in _lanes(around)]
+    (lane,) = [running for running in _lanes(around)]
     z.sum().backward(retain_graph=True)
     assert len(lane._present) == 0
     branch.sum().backward()
@@ -438,7 +439,7 @@ def test_several_forwards_before_a_backward(place):
 
 
 def test_threads(place):
-    """Forwards in two threads, and each one's backward in the other."""
+    """Two threads run a forward each, and each runs the other's backward."""
     # (Two threads that round would draw from one generator; activations draw nothing.)
     only = {
         "include": lambda path, module: isinstance(module, nn.GELU),
@@ -479,7 +480,7 @@ def test_backward_in_another_thread(place):
 
 
 def test_within_the_session(place):
-    """Entered and left by a converted model's own hooks, in training with gradients only."""
+    """A converted model's own hooks enter and leave the Offload, only in training with gradients."""
     model, x = converted("residual", place.device)
     exact = backward(model, forward(model, x))
     model, x = converted("residual", place.device)
@@ -510,7 +511,7 @@ def test_the_documentation():
     )
 
 
-# -- Where nothing leaves ----------------------------------------------------------------------------------
+# -- cases in which nothing leaves -------------------------------------------------------------------------
 
 
 def test_a_meter_sees_what_is_kept(place):
@@ -537,7 +538,7 @@ def test_save_on_cpu_sees_what_is_kept(place):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointed_regions_keep_to_themselves(place, use_reentrant):
-    """What is outside leaves; what is made again within stays."""
+    """Tensors saved outside the regions leave; tensors recomputed within them stay."""
 
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -585,7 +586,7 @@ def test_on_the_cpu_nothing_is_done():
 
 
 def test_within_torch_func(late):
-    """Which forbids hooks: nothing leaves."""
+    """torch.func forbids hooks, so nothing leaves."""
     around = late.offload(least=1)
 
     def run(x):
@@ -601,7 +602,7 @@ def test_within_torch_func(late):
 
 
 def test_a_change_in_place_is_found(late):
-    """As without hooks, under which autograd does not look."""
+    """The check works as without hooks, under which autograd does not make it."""
     x = torch.ones(8, requires_grad=True)
     with late.offload(least=1):
         y = x * 2
@@ -658,7 +659,7 @@ def test_a_copy_has_the_settings_and_no_bytes(again):
 
 
 def test_within_another(place):
-    """The inner one takes what is kept in it, the outer one the rest."""
+    """The inner Offload takes the tensors that are saved in it, the outer one the others."""
     model, x = converted("mlp", place.device)
     alone = place.offload(least=1)
     exact = backward(model, forward(model, x, alone))
@@ -676,7 +677,7 @@ def test_within_another(place):
 
 
 class Broken(nn.Module):
-    """The compiler leaves its forward to the interpreter, and compiles what that calls."""
+    """A model whose forward the compiler leaves to the interpreter, while it compiles the functions called there."""
 
     def forward(self, x):
         for _ in range(1):
@@ -687,7 +688,7 @@ class Broken(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*", "ignore:The .grad attribute")
 def test_with_a_compiled_part(late):
-    """The hooks run for what a compiled part saves, and are not compiled themselves."""
+    """The hooks run for tensors that a compiled part saves, and are not compiled themselves."""
 
     def run(*context):
         torch._dynamo.reset()
@@ -725,7 +726,7 @@ def test_the_emulation_finds_memory_that_is_freed_too_early():
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_memory_on_its_way_may_be_dropped(is_used):
-    """Not waited for, it is held for the side stream; waited for, it need not be."""
+    """Memory that nobody waited for is held for the side stream. Other memory need not be."""
     transfers = EmulatedTransfers(torch.device("cpu"))
     host = torch.arange(8, dtype=torch.uint8)
     memory = OnDevice(transfers, *transfers.to_device(host))

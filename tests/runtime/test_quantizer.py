@@ -1,4 +1,4 @@
-"""The group quantizer of every backend, bit for bit against NumPy, and what docs/quantizer.md promises of it."""
+"""The group quantizer of every backend, bit for bit against NumPy, and the promises of docs/quantizer.md."""
 
 import functools
 import math
@@ -37,7 +37,7 @@ SEED = -(2**63) + 12345
 
 
 def inputs(shape, dtype, kind="normal", seed=0):
-    """Numbers of a kind, on the CPU."""
+    """Return numbers of a kind, on the CPU."""
     rng = np.random.default_rng([seed, *shape])
     x = rng.normal(0, 1, shape)
     if kind == "offset":
@@ -92,7 +92,7 @@ def dequantize(backend, packed, ranges, like, bits=2, group_size=256, widths=Non
 
 
 def to_device(given, device):
-    """normalize or affine, with its vectors there."""
+    """Return normalize or affine with its vectors on the device."""
     if given is None:
         return None
     *vectors, inner = given
@@ -100,7 +100,7 @@ def to_device(given, device):
 
 
 def same(a, b):
-    """Equal bits, any NaN for any NaN."""
+    """Return whether bits are equal; all NaNs are equal."""
     nan = a.isnan()
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     a, b, other = a.view(integer), b.view(integer), b.isnan()
@@ -108,15 +108,15 @@ def same(a, b):
 
 
 def in_dtype(values, dtype):
-    """In float16 nothing is restored as infinite."""
+    """Return values in a dtype. In float16 no dequantized value is infinite."""
     return (values.clamp(-65504.0, 65504.0) if dtype == torch.float16 else values).to(dtype)
 
 
 def check(backend, x, bits, group_size, fp32_min, widths=None):
-    """Codes, ranges, spread and what is restored, against the oracle; returns what was kept."""
-    each = [bits] * len(x) if widths is None else widths.tolist()
+    """Compare codes, ranges, spread and dequantized values with the oracle, and return the saved tensors."""
+    bits_of_samples = [bits] * len(x) if widths is None else widths.tolist()
     rows = x.to(torch.float32).numpy()
-    expected = naive.quantize(rows, SEED, each, group_size, fp32_min)
+    expected = naive.quantize(rows, SEED, bits_of_samples, group_size, fp32_min)
     packed, ranges, spread = quantize(backend, x, bits, group_size, fp32_min, widths)
     what = (tuple(x.shape), x.dtype, bits, group_size, fp32_min)
     assert np.array_equal(packed, expected[0]), what
@@ -125,7 +125,7 @@ def check(backend, x, bits, group_size, fp32_min, widths=None):
     if spread is not None:
         least_greatest = (rows.min(), rows.max()) if rows.size else (0.0, 0.0)
         np.testing.assert_array_equal(spread, least_greatest)
-    restored = naive.dequantize(packed, ranges, x.shape, each, group_size)
+    restored = naive.dequantize(packed, ranges, x.shape, bits_of_samples, group_size)
     out = dequantize(backend, packed, ranges, x, bits, group_size, widths)
     assert same(out, in_dtype(torch.from_numpy(restored), x.dtype)), what
     return packed, ranges
@@ -173,7 +173,7 @@ def test_the_largest_group(backend):
 
 
 def test_shapes(backend):
-    """Samples are along dimension 0; a scalar is one of one feature."""
+    """Samples are along dimension 0. A scalar is one sample of one feature."""
     for shape in ((), (5,), (3, 4, 5), (2, 3, 7, 11), (0, 3), (3, 0, 2)):
         x = inputs((math.prod(shape),), torch.float32).reshape(shape)
         packed, ranges, _ = quantize(backend, x)
@@ -184,7 +184,7 @@ def test_shapes(backend):
 
 
 def test_channels_last(backend):
-    """A dense tensor whose samples are outermost is taken, and restored, in storage order."""
+    """A dense tensor whose samples are outermost is quantized and dequantized in storage order."""
     x = inputs((2, 3, 8, 9), torch.float32).to(memory_format=torch.channels_last)
     flat = x.permute(0, 2, 3, 1).reshape(2, -1)
     kept = check(backend, flat, 2, 64, False)
@@ -198,7 +198,7 @@ def test_channels_last(backend):
 
 @functools.cache
 def shared_words(shape, dtype, several):
-    """Groups that begin inside of a word, enough of them for several threads; what the reference makes of them."""
+    """Return groups that begin inside a word, enough for several threads, and the reference's result."""
     x, widths = inputs(shape, dtype, "specials"), mixed(shape[0]) if several else None
     kept = quantize(reference, x, 3, 256, False, widths)
     return x, widths, kept, dequantize(reference, *kept[:2], x, 3, 256, widths)
@@ -262,7 +262,7 @@ def test_room_beyond_the_codes_is_zero(backend):
 @pytest.mark.slow
 @compiled
 def test_more_elements_than_an_int_counts():
-    """The last groups of 2**31 elements and some, in memory that exists only where it is touched."""
+    """The last groups of more than 2**31 elements, in memory that exists only where it is touched."""
     features, samples = 256, (1 << 23) + 5
     n = samples * features
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -284,7 +284,7 @@ def test_more_elements_than_an_int_counts():
     assert not packed[: -9 * features // 32].any() and not ranges[:-9].any()
 
 
-# -- what layers before and after do to elements -----------------------------------------------------------
+# -- normalization and affine maps -------------------------------------------------------------------------
 
 
 SHAPES = [
@@ -303,7 +303,7 @@ SHAPES = [
 
 
 def vectors(n, seed):
-    """Pairs of vectors that n elements can share, and inner: 1, n, and what lies between."""
+    """Return pairs of vectors that n elements can share, and inner: 1, n and numbers between."""
     rng = np.random.default_rng([n, seed])
     divisors = [number for number in range(1, n + 1) if n % number == 0] or [1]
     pairs = [
@@ -326,10 +326,10 @@ def test_normalized_on_load(backend, dtype):
         for i, (mean, rstd, inner) in enumerate(vectors(x.numel(), 0)):
             mean = None if i % 3 == 0 else mean
             widths = mixed(shape[0]) if i % 2 else None
-            each = [3] * shape[0] if widths is None else widths.tolist()
+            bits_of_samples = [3] * shape[0] if widths is None else widths.tolist()
             group_size, fp32_min = (32, 256, 320)[i % 3], i % 4 == 0
             expected = naive.normalized(rows, or_none(mean), rstd.numpy(), inner)
-            packed, ranges = naive.quantize(expected, SEED, each, group_size, fp32_min)
+            packed, ranges = naive.quantize(expected, SEED, bits_of_samples, group_size, fp32_min)
             made = quantize(
                 backend, x, 3, group_size, fp32_min, widths, normalize=(mean, rstd, inner)
             )
@@ -373,7 +373,7 @@ def test_threads_that_share_vectors(backend, threads, inner):
 
 
 def test_channels_last_normalized(backend):
-    """The index is that of storage order: with channels last each has a neighbor's entry."""
+    """The index is that of storage order: with channels last, neighbors have neighboring entries."""
     x = inputs((2, 3, 8, 9), torch.float32).to(memory_format=torch.channels_last)
     mean, rstd = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([0.5, 2.0, 3.0])
     expected = quantize(reference, (x - mean.view(1, 3, 1, 1)) * rstd.view(1, 3, 1, 1))
@@ -408,7 +408,7 @@ def test_vectors_that_do_not_fit(backend):
 
 
 def squares(rows, group_size):
-    """Of each row the sum of length * range^2 over its groups, in float64."""
+    """Return the sum of length * range^2 over the groups of each row, in float64."""
     result = []
     for row in rows.astype(np.float64):
         cuts = [row[at : at + group_size] for at in range(0, len(row), group_size)]
@@ -457,7 +457,7 @@ def test_squares_are_of_groups_in_storage_order(backend):
 
 
 class LargestTensor(TorchDispatchMode):
-    """How many elements the largest tensor has that torch's operations make."""
+    """A mode that records the number of elements of the largest tensor that torch's operations make."""
 
     elements = 0
 
@@ -494,7 +494,7 @@ def test_an_affine_map_of_samples_of_several_widths(backend, features):
 @pytest.mark.parametrize("statistics", [(6, 1, 1, 1), (1, 70, 1, 1), (6, 70, 1, 1)], ids=str)
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 def test_kept_and_restored_by_kernels(backend, dtype, statistics, last):
-    """Quantizer and QuantizedTensorSpec make the same in a kernel as with torch's operations, where there is an index."""
+    """Quantizer and QuantizedTensorSpec compute the same by a kernel, if there is an index, as by torch's operations."""
     format = torch.channels_last if last else torch.contiguous_format
     x = inputs((6, 70, 3, 3), dtype).to(backend.device, memory_format=format)
     of_sample, of_channel = statistics[0] > 1, statistics[1] > 1
@@ -523,7 +523,7 @@ def test_kept_and_restored_by_kernels(backend, dtype, statistics, last):
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 def test_a_norm_needs_no_other_pass(backend, last, monkeypatch):
-    """The norm's statistics, and its weight and bias, get to the kernels."""
+    """The kernels get the norm's statistics, weight and bias."""
     indices = []
 
     def spy(name, place):
@@ -558,7 +558,7 @@ ENCODING = Encoding(2, np.arange(4.0), np.array([-1.0, 0.0, 1.0]), np.arange(4),
 
 
 def compare_forward_quantized(kernels, x, bits, group_size, fp32_min=False, in_place=False):
-    """Bit-equal to forward and then quantize; False where the kernels decline."""
+    """Check bit-equality with forward and then quantize. Return False if the kernels decline."""
     seed, y = torch.tensor([SEED]), torch.empty_like(x)
     codes = kernels.forward(x, "silu", (), ENCODING, None, y)
     expected = kernels.quantize(y, seed, bits, group_size, fp32_min)
@@ -630,7 +630,7 @@ def test_forward_quantized_where_nothing_is_fused(backend):
         assert backend.kernels.forward_quantized(x, "silu", (), ENCODING, None, x, *rest) is None
 
 
-# -- what is promised --------------------------------------------------------------------------------------
+# -- promises of docs/quantizer.md -------------------------------------------------------------------------
 
 
 def test_bytes(backend):
@@ -653,7 +653,7 @@ def test_top_is_restored_exactly():
 @dtypes
 @pytest.mark.parametrize("fp32_min", [False, True], ids=["bfloat16", "fp32_min"])
 def test_nothing_is_clipped(backend, dtype, fp32_min):
-    """All elements lie in [minimum, minimum + range], and come back within a step."""
+    """All elements are in [minimum, minimum + range], and are dequantized to within a step."""
     for bits in (1, 3, 8):
         for kind in ("normal", "offset", "scales"):
             limit = 3e4 if dtype == torch.float16 else 1e38
@@ -690,7 +690,7 @@ def test_wide_minimums_are_exact(backend):
 
 
 def test_a_group_that_is_not_finite(backend):
-    """It is lost, and no other."""
+    """Only the group with the element is lost."""
     for value in (math.nan, math.inf, -math.inf):
         x = inputs((4, 256), torch.float32)
         whole = quantize(backend, x)
@@ -724,7 +724,7 @@ def test_the_seed_alone_decides(backend):
 @pytest.mark.parametrize("fp32_min", [False, True], ids=["bfloat16", "fp32_min"])
 @pytest.mark.parametrize("offset", [0, 10, 1000])
 def test_unbiased(backend, offset, fp32_min):
-    """Over seeds, the mean error over its standard deviation is standard normal: pooled, and element by element."""
+    """The mean error over seeds, divided by its standard deviation, is standard normal: pooled and for each element."""
     seeds, bits = 50, 2
     x = offset + inputs((4, 512), torch.float32, seed=offset)
     exact = x.double()
@@ -741,16 +741,16 @@ def test_unbiased(backend, offset, fp32_min):
     pooled = float(total.sum() / variance.sum().sqrt())
     assert abs(pooled) < 3.5, pooled
     certain = variance < 1e-3 * seeds * step**2
-    each = (total**2 / variance)[~certain].mean()
-    assert abs(float(each) - 1) < 5 * math.sqrt(2 / x.numel()), each
+    mean_square = (total**2 / variance)[~certain].mean()
+    assert abs(float(mean_square) - 1) < 5 * math.sqrt(2 / x.numel()), mean_square
 
 
-# -- what CUDA is told -------------------------------------------------------------------------------------
+# -- arguments for CUDA ------------------------------------------------------------------------------------
 
 
 @compiled
 def test_widths_for_cuda():
-    """What the CUDA kernels take in place of widths, made without looking at them on the host."""
+    """The arguments that replace widths for the CUDA kernels are computed without reading the widths on the host."""
     widths = mixed(50)
     (order, counts), buffers = native._order(widths)
     assert order.tolist() == sorted(range(50), key=lambda i: widths[i])  # stable

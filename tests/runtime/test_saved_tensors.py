@@ -1,4 +1,4 @@
-"""An input that several layers keep is quantized once, and only what is the same tensor counts as the same."""
+"""An input that several layers save is quantized once, and only the same tensor counts as the same."""
 
 import copy
 import gc
@@ -20,7 +20,7 @@ from fewbit.runtime.format.groups import quantized_bytes
 
 
 class Branches(nn.Module):
-    """`count` linear layers of one input; `between` does something to it before the last one."""
+    """A model of `count` linear layers with one input. `between` changes the input before the last layer."""
 
     def __init__(self, count=3, between=lambda x: x, features=96):
         super().__init__()
@@ -40,15 +40,15 @@ def compressed(model, bits=8, **options):
 
 
 def copies(model, x) -> int:
-    """How many quantized tensors a forward keeps."""
+    """Return the number of quantized tensors that a forward saves."""
     return sum(tensor.dtype == torch.int32 for tensor in saved_by(model, x)[1])
 
 
 def check_gradients(model, exact, x, limit=0.02):
-    for each in (model, exact):
-        each.zero_grad()
+    for tested in (model, exact):
+        tested.zero_grad()
         torch.manual_seed(0)
-        each(x).square().sum().backward()
+        tested(x).square().sum().backward()
     for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
         assert relative(ours.grad, theirs.grad) < limit
 
@@ -119,7 +119,7 @@ def signs_(x):
 @pytest.mark.parametrize("shape", [(5, 96), (2, 96), (700, 96)], ids=str)
 @pytest.mark.parametrize("activation", [False, True])
 def test_a_write_that_autograd_does_not_see(write, shape, activation):
-    """Each layer goes by what its input was when it ran."""
+    """Each layer uses its input as it was when the layer ran."""
     torch.manual_seed(0)
     if write is one_entry_ and shape[0] < 5:
         shape = (5, 96)
@@ -144,7 +144,7 @@ def test_a_write_that_autograd_does_not_see(write, shape, activation):
 
 
 def test_a_write_where_contents_are_not_compared(monkeypatch):
-    """Without fingerprints, as on a GPU, calls that give access to a tensor's memory are seen where functions are compressed."""
+    """Without fingerprints, as on a GPU, compressed functions notice calls that give access to memory."""
     monkeypatch.setattr("fewbit.runtime.saved.cache.fingerprint", lambda x: None)
     model = Branches(2, data_)
     fewbit.compress_(model, 8, verbose=False)
@@ -156,7 +156,7 @@ def test_a_write_where_contents_are_not_compared(monkeypatch):
 
 
 class Logging(Branches):
-    """Reads values of tensors that are freed before the shared input is made, if possible at the address of one."""
+    """A model that reads values of freed tensors before the shared input is made, if possible at the address of one."""
 
     def forward(self, x):
         freed = [torch.ones(x.shape) for _ in range(50)]
@@ -165,7 +165,7 @@ class Logging(Branches):
         addresses = set(map(self.address, freed))
         del freed, tensor
         tensors = [x.clone() for _ in range(100)]
-        again = [each for each in tensors if self.address(each) in addresses]
+        again = [tensor for tensor in tensors if self.address(tensor) in addresses]
         x = (again or tensors)[0]
         parts = [layer(x) for layer in self.layers]
         return sum(parts)
@@ -184,7 +184,7 @@ def test_an_access_to_the_memory_of_a_freed_tensor_changes_nothing():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_fingerprints(seed):
-    """Equal contents have equal ones; one changed entry, or any order, makes others."""
+    """Equal contents have equal fingerprints. One changed entry or another order changes the fingerprint."""
     generator = torch.Generator().manual_seed(seed)
     shape = torch.randint(1, 80, (3,), generator=generator).tolist()
     x = torch.randn(shape, generator=generator)
@@ -212,7 +212,7 @@ def test_fingerprints(seed):
 @pytest.mark.parametrize("rows", [2, 16, 122, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_fingerprints_of_even_layouts(rows, columns, dtype):
-    """Rows that are multiples of the sums' columns, and changes of one bit of every number."""
+    """Rows are multiples of the sums' columns, and one bit of every number changes."""
     torch.manual_seed(0)
     x = torch.randn(rows, columns, dtype=dtype)
     found = fingerprint(x)
@@ -221,7 +221,7 @@ def test_fingerprints_of_even_layouts(rows, columns, dtype):
 
 
 def test_an_address_that_is_used_again_is_another_tensor():
-    """Temporaries of a forward, each of which lies where the one before it lay."""
+    """Each temporary of the forward has the address of the one before it."""
     memory = np.empty((5, 96), np.float32)  # an allocator might not give an address back at once
 
     class Reuse(nn.Module):
@@ -256,7 +256,7 @@ def test_layers_with_other_settings_have_their_own_copy():
 
 
 def test_autocast_shares_as_well():
-    """The copy is made of the tensor before any cast, so that the cast does not matter to it."""
+    """The copy is made from the tensor before any cast, so the cast does not matter to it."""
     model = Branches()
     exact = copy.deepcopy(model)
     compressed(model)
@@ -298,7 +298,7 @@ def test_an_entry_does_not_hold_the_tensor():
 
 
 class Watched(Branches):
-    """Calls `watch` when backward has each layer's gradient, then when it has the shared input's."""
+    """A model that calls `watch` when backward has each layer's gradient, and then when it has the shared input's."""
 
     def forward(self, x):
         x = x * 1.0
@@ -311,10 +311,10 @@ class Watched(Branches):
 
 @pytest.mark.parametrize("retain", [False, True])
 def test_the_copy_is_freed_when_the_last_layer_has_used_it(retain):
-    """Not before, and not only at the end of backward; with retain_graph it stays."""
+    """It is freed neither earlier nor only at the end of backward. With retain_graph it stays."""
     model = compressed(Watched())
     kept, seen = [], []
-    model.watch = lambda grad: seen.append([each() is not None for each in kept])
+    model.watch = lambda grad: seen.append([reference() is not None for reference in kept])
 
     def pack(tensor):
         if tensor.dtype in (torch.int32, torch.bfloat16):
@@ -324,7 +324,7 @@ def test_the_copy_is_freed_when_the_last_layer_has_used_it(retain):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = model(X.clone().requires_grad_())
     assert (
-        len({each().data_ptr() for each in kept}) == 2
+        len({reference().data_ptr() for reference in kept}) == 2
     )  # codes and ranges, that every layer holds
     y.sum().backward(retain_graph=retain)
     there, gone = [True] * len(kept), [retain] * len(kept)
@@ -351,7 +351,7 @@ def test_two_models_share_nothing():
 
 
 class Twice(nn.Module):
-    """One layer that is used twice, or two with one weight, the second time on what `between` makes of the input."""
+    """One layer that is used twice, or two layers with one weight. The second use gets `between` of the input."""
 
     def __init__(self, layer, between, is_tied=False):
         super().__init__()
@@ -384,7 +384,7 @@ def test_a_layer_that_is_used_twice_keeps_each_input_once(layer, between, copies
     check_gradients(model, exact, X)
 
 
-# -- a norm and what follows it ---------------------------------------------------------------------------------
+# -- a norm and the layers after it -----------------------------------------------------------------------------
 
 
 class Normed(nn.Module):
@@ -433,7 +433,7 @@ def test_what_a_norm_offers_is_exact_in_expectation():
 
 
 class Checkpointed(nn.Module):
-    """Blocks of a norm, two linear layers of its output, and dropout, each made again in backward."""
+    """Blocks of a norm, two linear layers of its result, and dropout. Backward recomputes each block."""
 
     def __init__(self, reentrant, as_function):
         super().__init__()
@@ -461,7 +461,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("as_function", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints(reentrant, as_function):
-    """The second forward draws the dropout of the first, and gradients are those of the exact model."""
+    """The recomputation draws the dropout of the first forward, and gradients are those of the exact model."""
     torch.manual_seed(0)
     model = Checkpointed(reentrant, as_function)
     exact = copy.deepcopy(model)
@@ -495,15 +495,15 @@ def test_checkpoints(reentrant, as_function):
 
 
 def living() -> int:
-    """How many tensors of codes there are, whoever holds them."""
+    """Return the number of tensors of codes that exist."""
     gc.collect()
     return sum(
-        type(each) is torch.Tensor and each.dtype == torch.int32 for each in gc.get_objects()
+        type(found) is torch.Tensor and found.dtype == torch.int32 for found in gc.get_objects()
     )
 
 
 class Regions(nn.Module):
-    """Units in checkpointed regions: each its own, as a module or in a function, or two of them, one within the other."""
+    """A model of units in checkpointed regions: each in its own, as a module or in a function, or two nested."""
 
     def __init__(self, made, how):
         super().__init__()
@@ -537,10 +537,10 @@ def block():
 @pytest.mark.parametrize("bits", [8, fewbit.PreActivationBits()], ids=repr)
 @pytest.mark.parametrize("how", ["modules", "functions", "nested", "whole", "apart", "blocks"])
 def test_nothing_of_a_region_lives_on_after_the_forward(how, bits):
-    """The hooks of a checkpoint live as long as the graph; what was kept within it must not."""
+    """The hooks of a checkpoint live as long as the graph. The tensors saved within it must not."""
     model = Regions(block if how == "blocks" else unit, how)
-    for each in model.units if how == "apart" else [model]:
-        compressed(each, bits)
+    for region in model.units if how == "apart" else [model]:
+        compressed(region, bits)
     run = (lambda x: region(lambda x: model(x) + model(x), x)) if how == "whole" else model
     x, before = X.clone().requires_grad_(), living()
     y = run(x)
@@ -551,7 +551,7 @@ def test_nothing_of_a_region_lives_on_after_the_forward(how, bits):
 
 
 def test_hooks_of_others_do_not_split_a_copy():
-    """save_on_cpu and the meter around a forward: still one copy, and nothing kept after it."""
+    """With save_on_cpu or the meter around a forward there is still one copy, and nothing is held afterwards."""
     model = compressed(Branches())
     with torch.autograd.graph.save_on_cpu():
         model(X).sum().backward()
@@ -572,7 +572,7 @@ class Followed(nn.Module):
 
 @pytest.fixture
 def one_pass(monkeypatch):
-    """How many times an activation quantized its result too."""
+    """Return how many times an activation also quantized its result."""
     backend = backends.of(torch.empty(0))
     if not hasattr(backend, "_kernels"):
         pytest.skip("the reference backend has no such pass")
@@ -589,7 +589,7 @@ def one_pass(monkeypatch):
 
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), nn.SiLU()])
 def test_an_activation_and_the_layer_after_it_are_one_pass(one_pass, activation):
-    """From the second forward on; with the bytes and the gradients of the first."""
+    """They are so from the second forward on, with the bytes and gradients of the first."""
     model = Followed(copy.deepcopy(activation))
     exact = copy.deepcopy(model)
     compressed(model, layers={"activation_bits": 8})
@@ -632,7 +632,7 @@ def test_a_large_offset_is_left_to_the_layer(one_pass):
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
 def test_in_one_pass_or_not_the_draws_are_the_same(backend, offset):
-    """So that a resumed training, whose first forward has no such pass, goes on as if never stopped."""
+    """A resumed training, whose first forward has no such pass, therefore continues as if never stopped."""
     torch.manual_seed(0)
     model = nn.Sequential(Followed(nn.GELU()), Followed(nn.GELU())).to(backend.device)
     compressed(model)
@@ -651,7 +651,7 @@ def test_in_one_pass_or_not_the_draws_are_the_same(backend, offset):
 
 
 class Factors(nn.Module):
-    """A product of one tensor with itself; `function` makes it."""
+    """A product of one tensor with itself, computed by `function`."""
 
     def __init__(self, function):
         super().__init__()
@@ -669,12 +669,12 @@ class Factors(nn.Module):
     lambda x, y: fewbit.functional.bilinear(x, y, torch.ones(3, 16, 16)),
 ], ids=["attention", "swiglu", "bilinear"])  # fmt: skip
 def test_factors_of_one_product_are_rounded_apart(function):
-    """Else the square of a rounding error would bias the gradient."""
+    """Otherwise the square of a rounding error would bias the gradient."""
     model = Factors(function)
     fewbit.compress_(model, bits=2, verbose=False)
     x = normal((2, 3, 7, 8))
     codes = [tensor for tensor in saved_by(model, x)[1] if tensor.dtype == torch.int32]
     of_factors = [tensor for tensor in codes if tensor.numel() == codes[-1].numel()]
     assert len(of_factors) >= 2
-    for i, each in enumerate(of_factors):
-        assert not any(torch.equal(each, other) for other in of_factors[:i])
+    for i, factor in enumerate(of_factors):
+        assert not any(torch.equal(factor, other) for other in of_factors[:i])

@@ -1,4 +1,4 @@
-"""Seeds are functions of what they are for, and of nothing else."""
+"""A seed is a function of its purpose, and of nothing else."""
 
 import threading
 
@@ -25,7 +25,7 @@ def test_a_seed_is_the_same_for_the_same_purpose_in_any_order():
     assert torch.equal(other.next(CPU, "b", 1), b) and torch.equal(other.next(CPU, "b", 1), c)
     assert torch.equal(other.of(CPU, "a", 0), a) and torch.equal(one.of(CPU, "a", 0), a)
     assert a.dtype == torch.int64 and a.shape == (1,)
-    assert len({each.item() for each in (a, b, c)}) == 3
+    assert len({seed.item() for seed in (a, b, c)}) == 3
 
 
 def test_seeds_draw_nothing_and_start_from_torchs_generator():
@@ -39,7 +39,7 @@ def test_seeds_draw_nothing_and_start_from_torchs_generator():
 
 
 def test_seeds_are_unrelated():
-    """Those of names, inputs, numbers and steps that follow each other: each bit is that of a fair coin."""
+    """Seeds of consecutive names, inputs, numbers and steps: each bit is like a fair coin."""
     found = []
     for _ in range(4):
         torch.rand(())
@@ -59,7 +59,7 @@ def test_seeds_are_unrelated():
 
 @pytest.mark.parametrize("name", ODD)
 def test_no_two_tensors_are_rounded_with_one_seed(name, choice, monkeypatch):
-    """In a step, what is made again in it, and the steps after it."""
+    """This holds in a step, in its recomputations, and in the following steps."""
     monkeypatch.setitem(choice, CPU, reference)  # which makes no copy that is not asked for
     torch.manual_seed(0)
     model = ODD[name]()
@@ -96,7 +96,7 @@ def test_a_model_that_is_one_region_is_rounded_anew_in_each_step(reentrant):
 
 
 class Interrupted(nn.Module):
-    """`between` runs between two layers."""
+    """A model in which `between` runs between two layers."""
 
     def __init__(self):
         super().__init__()
@@ -131,4 +131,4 @@ def test_a_forward_in_another_thread_changes_nothing():
     model.between = interrupt
     found = gradients()
     assert ran == [True]
-    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

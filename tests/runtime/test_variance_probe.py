@@ -1,4 +1,4 @@
-"""What a probe says that rounding adds to the gradient's variance, against formulas and against sampling."""
+"""The variance that rounding adds to the gradient, as a probe reports it, against formulas and sampling."""
 
 import gc
 import weakref
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 
 
 def observed(model, controller, x, seeds=1, run=gradient):
-    """{name: sensitivity}, the mean over probes."""
+    """Return {name: sensitivity}, the mean over probes."""
     sums = {}
     for seed in range(seeds):
         probe = VarianceProbe(seed)
@@ -44,7 +44,7 @@ def observed(model, controller, x, seeds=1, run=gradient):
 
 
 def results_of(model, x):
-    """Return what a probe finds in one step of a model, which it converts."""
+    """Convert a model, and return the results of a probe in one step."""
     probe = VarianceProbe(0)
     converted(model).context.policy = Fixed(probe=probe)
     gradient(model, x)
@@ -56,7 +56,7 @@ def results_of(model, x):
 
 
 def test_linear_layer(device):
-    """B.1 without positions: sum over samples of |gradient|^2 * sum of length * range^2 / 6."""
+    """Formula B.1 without positions: sum over samples of |gradient|^2 * sum of length * range^2 / 6."""
     model = nn.Sequential(nn.Linear(300, 20)).to(device)
     x = normal((16, 300), scale=1.0).to(device) * torch.arange(1, 17, device=device)[:, None]
     y = model(x)
@@ -68,7 +68,7 @@ def test_linear_layer(device):
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_convolution(device, stride):
-    """B.1: G K / (6 I A) sum |gradient|^2 |R|^2, where every pixel is seen equally often: kernels of 1 and 2."""
+    """Formula B.1, G K / (6 I A) sum |gradient|^2 |R|^2, if every pixel is used equally often: kernels of 1 and 2."""
     model = nn.Sequential(nn.Conv2d(8, 12, stride, stride=stride, groups=2)).to(device)
     x = normal((4, 8, 12, 12), scale=1.0).to(device)
     y = model(x)
@@ -82,7 +82,7 @@ def test_convolution(device, stride):
 
 
 def test_norm(device):
-    """Of the scale's gradient, as B.2 has it: noise of x~ times the gradient, over samples."""
+    """Formula B.2 for the scale's gradient: the noise of x~ times the gradient, over samples."""
     model = nn.Sequential(nn.LayerNorm(512)).to(device)
     x = normal((32, 512), scale=1.0).to(device)
     y = model(x)
@@ -99,7 +99,7 @@ def test_norm(device):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_part_of_the_variance(name):
-    """Of one variable at 3 bits with the others at 8, by sampling: within a factor of 2, the sum within 1.4."""
+    """One variable has 3 bits, the others 8. Parts agree with sampling within a factor of 2, the sum within 1.4."""
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model = make()
@@ -114,7 +114,7 @@ def test_each_part_of_the_variance(name):
 
     most = dict.fromkeys(predicted, 8.0)
     rest = variance(most)
-    measured = {each: variance({**most, each: 3.0}) - rest for each in predicted}
+    measured = {name: variance({**most, name: 3.0}) - rest for name in predicted}
     assert len(predicted) > 8
     for value, sensitivity in predicted.items():
         assert 1 / 2 < measured[value] / (sensitivity / 49) < 2, value
@@ -125,7 +125,7 @@ def test_each_part_of_the_variance(name):
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("scales", [(1.0, 100.0), (100.0, 1.0), (3.0, 3.0)])
 def test_each_call_of_a_layer_has_noise_of_its_own(scales, is_checkpointed):
-    """In the order of the calls, in a region that is made again too, against sampling."""
+    """Noise is in the order of the calls, also in a recomputed region, and agrees with sampling."""
     model, x = Twice(scales, is_checkpointed), normal((16, 64), scale=1.0)
     controller = converted(model, 4)
     ((_, sensitivity),) = observed(model, controller, x, 4).items()
@@ -135,7 +135,7 @@ def test_each_call_of_a_layer_has_noise_of_its_own(scales, is_checkpointed):
 
 
 def test_the_spread_of_a_layer_that_is_called_twice():
-    """Parts of all its tensors together, each in the order of its own samples."""
+    """The parts of all its tensors are combined, each in the order of its own samples."""
     model, x = Twice((1.0, 3.0)), normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
     (found,) = results_of(model, x).values()
     expected = squares(x, 256).sort().values * (1 + 9)
@@ -149,7 +149,7 @@ class Product(nn.Module):
 
 
 def test_products_of_one_module():
-    """q @ k and a @ v have one name, and together what they have in modules of their own."""
+    """q @ k and a @ v have one name, and together the variance that they have in separate modules."""
 
     class ByHand(nn.Module):
         def __init__(self, products):
@@ -179,7 +179,7 @@ def test_products_of_one_module():
 
 @pytest.mark.parametrize("layer", **ids(LAYERS))
 def test_every_layer(device, layer):
-    """Results and torch's random state are those of a step that nobody observes; what is said is positive."""
+    """Results and torch's random state are those of a step without a probe. The variances are positive."""
     model, _ = layer.pair(4, device)
     model = nn.Sequential(model)
     x = nn.Parameter(layer.input(device))
@@ -220,7 +220,7 @@ def test_a_step_that_is_observed_is_the_same_step(name, is_checkpointed):
 
 
 def test_regions_within_a_model():
-    """Of checkpointed layers as of others, once each."""
+    """Checkpointed layers count like other layers, once each."""
 
     class Model(nn.Module):
         def __init__(self, is_checkpointed):
@@ -294,7 +294,7 @@ def test_one_input_of_several_layers_is_one_variable():
     (name,) = (sums := observed(both, converted(both), x, 10))
     fewbit.restore_(both)
     alone = [observed(model, converted(model), x, 10) for model in map(Model, layers)]
-    parts = sum(value for each in alone for value in each.values())
+    parts = sum(value for found in alone for value in found.values())
     assert name == ("layers.0", 0) and sums[name] == pytest.approx(parts, rel=0.1)
 
 
@@ -402,7 +402,7 @@ def test_outputs_in_containers(make):
 @pytest.mark.parametrize("is_inside", [False, True], ids=["of results", "within"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name, is_inside):
-    """Nothing raises, and the step is the same; what cannot be measured says nothing."""
+    """Nothing raises, and the step is the same. Tensors that cannot be measured have no result."""
     _, _, is_measured = LAYOUTS[name]
     model = InLayout(name, is_inside)
     controller = converted(model)
@@ -434,7 +434,7 @@ def nodes_below(y) -> list:
 
 
 def test_of_earlier_forwards_the_nearest_nodes_are_watched():
-    """And all of this one's, however far below."""
+    """All nodes of the current forward are watched, at any depth."""
 
     class Model(nn.Module):
         def __init__(self, depth):
@@ -448,7 +448,7 @@ def test_of_earlier_forwards_the_nearest_nodes_are_watched():
             return self.last(y)
 
     def sensitivity(between, depth=0):
-        """Of the norm, below which are `between` nodes and a layer."""
+        """Return the sensitivity of the norm, below which are `between` nodes and a layer."""
         torch.manual_seed(0)
         model, below = Model(depth), nn.Linear(64, 64)
 
@@ -464,7 +464,7 @@ def test_of_earlier_forwards_the_nearest_nodes_are_watched():
 
 
 def test_an_observation_without_a_backward_pass_leaves_nothing_behind():
-    """A graph that goes on from forward to forward has hooks of the latest probe alone."""
+    """A graph that continues from forward to forward has hooks of the latest probe alone."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
     controller = fewbit.compress_(model, fewbit.AdaptiveBits(2, interval=1), verbose=False)
@@ -481,7 +481,7 @@ def test_an_observation_without_a_backward_pass_leaves_nothing_behind():
 
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_a_backward_pass_within_the_forward(is_alone):
-    """Of a layer that the step's own pass reaches too that counts; else nothing is known of it."""
+    """A layer counts if the step's own backward pass reaches it too. Otherwise nothing is known of it."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -507,7 +507,7 @@ def test_a_backward_pass_within_the_forward(is_alone):
 
 @pytest.mark.parametrize("function", [Counted, Collective])
 def test_backward_passes_with_collectives_run_once(function):
-    """They keep the average, and noise goes through them."""
+    """They keep the average bits, and noise passes through them."""
 
     class Scale(nn.Module):
         def __init__(self):
@@ -532,7 +532,7 @@ def test_backward_passes_with_collectives_run_once(function):
     found = probe.results()
     assert found["scale", 0].is_known == (function is Counted)
     sensitivities = [found[name, 0].sensitivity for name in ("linear", "norm")]
-    assert all(each > 0 for each in sensitivities)
+    assert all(sensitivity > 0 for sensitivity in sensitivities)
 
 
 def test_nothing_of_the_graph_is_held():

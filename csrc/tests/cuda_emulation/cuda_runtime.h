@@ -1,5 +1,5 @@
-// As much of CUDA as csrc/cuda uses, on the CPU: the .cu files compile with a host compiler where this
-// directory comes first in the include path. Slow, and exact about what threads may assume of each other.
+// An emulation on the CPU of the part of CUDA that csrc/cuda uses. The .cu files compile with a host compiler if this
+// directory is first in the include path. The emulation is slow, and exact about what threads may assume of each other.
 //
 // Threads of a block are fibers. A fiber runs until it shuffles, synchronizes or ends. All lanes of a warp must
 // then have stopped at a shuffle with the same lane mask: a lane that misses one ends the program.
@@ -51,7 +51,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack{new char[kStack]};
   State state = State::done;
   int shuffles = 0;
-  uint32_t slots[2] = {};  // what the lane offers, alternately: a slow reader still finds the last one
+  uint32_t slots[2] = {};  // the lane's values, alternately, so that a slow reader still finds the last one
 };
 
 inline std::vector<Fiber> fibers;
@@ -60,7 +60,7 @@ inline unsigned current = 0;
 inline std::function<void()> body;
 inline bool trapped = false;
 
-// Settings: the multiprocessors, driver and capability that the device claims, and the blocks that run.
+// The settings: the multiprocessors, driver and capability that the device claims, and the blocks that run.
 inline int multiprocessors = 4;
 inline int driver = 13000, capability = 90;
 inline unsigned first_block = 0, last_block = ~0u;
@@ -86,7 +86,7 @@ inline void resume(unsigned thread) {
   swapcontext(&scheduler, &fibers[thread].context);
 }
 
-// Runs a warp until all its lanes wait at a barrier, or are done.
+// Runs a warp until all its lanes wait at a barrier or have ended.
 inline void run_warp(unsigned first) {
   for (;;) {
     for (unsigned lane = first; lane < first + 32; ++lane) {
@@ -129,7 +129,7 @@ inline void run_block(unsigned threads) {
 
 inline void __syncthreads() { cuda_emulation::pause(cuda_emulation::State::at_barrier); }
 
-// Ends the kernel, which cudaLaunchKernelEx then says: a device would say it later.
+// Ends the kernel with an error, which cudaLaunchKernelEx returns. A device would report it later.
 [[noreturn]] inline void __trap() {
   using namespace cuda_emulation;
   trapped = true;
@@ -148,7 +148,7 @@ inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int lane_mask) {
   return fibers[self ^ static_cast<unsigned>(lane_mask)].slots[slot];
 }
 
-// A vote is a shuffle in which every lane looks at all.
+// A vote is a shuffle in which every lane reads the values of all lanes.
 inline uint32_t __ballot_sync(unsigned mask, int predicate) {
   using namespace cuda_emulation;
   if (mask != 0xFFFFFFFFu) fail("expected a vote of all lanes");

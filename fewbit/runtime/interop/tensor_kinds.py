@@ -37,6 +37,20 @@ def is_abstract(x) -> bool:
     return all(type(mode) is FakeTensorMode for mode in _get_current_dispatch_mode_stack())
 
 
+def is_batched(x, transforms_only: bool = False) -> bool:
+    """Return whether x stands for a batch of tensors in `torch.func.vmap`, or for `is_grads_batched=True`.
+
+    Args:
+        x: a tensor or None.
+        transforms_only: whether to look for `torch.func.vmap` alone, in which torch serves fewer operations.
+    """
+    if x is None or torch.compiler.is_compiling():
+        return False
+    if torch._C._functorch.is_batchedtensor(x):
+        return True
+    return not transforms_only and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 def check_not_distributed(*tensors) -> None:
     """Raise InputError if one of the tensors is a DTensor, which cannot be quantized since groups would cross shards.
 

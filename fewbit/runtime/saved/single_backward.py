@@ -8,6 +8,7 @@ import torch
 from torch.autograd import Function
 
 from fewbit.errors import GradientError
+from fewbit.runtime.interop.tensor_kinds import is_batched
 from fewbit.runtime.ops.library import NO_SECOND_DERIVATIVE
 from fewbit.runtime.probes.restoring import observed
 
@@ -49,6 +50,15 @@ class Once(Function):
     @staticmethod
     def backward(ctx, *_):
         raise GradientError(NO_SECOND_DERIVATIVE)
+
+
+def refuse_batches(layer: str, grads, transforms_only: bool) -> None:
+    """Raise GradientError if a gradient is a batch of gradients. transforms_only: as for `is_batched`."""
+    if any(is_batched(grad, transforms_only) for grad in grads):
+        raise GradientError(
+            f"expected one gradient at a time for {layer}, got a batch of gradients inside vmap; "
+            "call torch.autograd.grad once for each gradient"
+        )
 
 
 def graph_anchors(ctx) -> list[torch.Tensor]:

@@ -1,23 +1,24 @@
 """Backends: the kernels of a device, compiled or in plain torch. The best backend that works is chosen for each device.
 
-A backend is an object with these attributes, all of which the module `reference` has and documents:
+A backend is an object with these attributes. The module `reference` has and documents all of them:
 
     name                         for reports: "reference", "cuda" or an instruction set of the CPU
     pack, unpack                 codes to bit-planes, and back
     encode, decode_mul           the codes of a few-bit activation's input, and its gradient from these codes
     forward                      the activation's result and its codes in one pass, or None if there is no such pass
-    quantize, dequantize         the group quantizer, and approximate values
-    squares                      the numbers by which samples share bits
+    quantize, dequantize         the group quantizer: codes and ranges of groups, and approximate values from them
+    squares                      the numbers by which a tensor's bits are divided among its samples
     forward_quantized            `forward` and `quantize` of the result in one pass, or None if there is no such pass
     grid_fixed, encode_fixed     the grid and the codes of a pre-activation in fixed point
     decode_fixed, mask_fixed     values from these codes, and the gradient of the ReLU from their signs
 
-All take and return tensors of one device, with the signatures that `reference` has, and give its bits: same codes, ranges
-and values. They differ in two things only, which `reference.forward` and `results.QuantizedGroups.spread` describe: passes
-that only some backends have, and what the host knows without waiting for the device.
+Every function takes and returns tensors of one device, and has the signature that it has in `reference`. All backends
+return the same codes, ranges and values, bit for bit. They differ in two things only: some backends have passes that
+others lack (`reference.forward`), and on some the host would have to wait for a result
+(`results.QuantizedGroups.spread`).
 
-A new backend is a new file here, which `_choose` selects by device. This folder may import `runtime.format` and
-`runtime.interop`.
+To add a backend, write a new file here and let `_choose` select it by device. This folder may import `runtime.format`
+and `runtime.interop`.
 """
 
 from __future__ import annotations

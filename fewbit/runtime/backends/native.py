@@ -26,15 +26,16 @@ _MOST_POINTS = 1800
 class Kernels:
     """The compiled kernels of one device type, with the signatures of `reference`.
 
-    Tensors are passed as buffers, see `_buffer`. A kernel raises ValueError if a buffer has not the size that the kernel
-    reads or writes.
+    Tensors are passed as buffers, see `_buffer`. A kernel raises ValueError if the size of a buffer is not the one that
+    the kernel reads or writes.
 
     Args:
         kernels: the object from the extension module.
-        where: where(tensor) returns the last arguments of each call, which say where to run.
-        streams: streams(widths) returns tensors to keep alive during a call of the group quantizer, and the arguments
-            that say which samples have which width.
-        name: of the kernels.
+        where: a function. where(tensor) returns the last arguments of each call, which say on which device and stream
+            to run.
+        streams: a function. streams(widths) returns tensors to keep alive during a call of the group quantizer, and the
+            arguments that say which samples have which number of bits.
+        name: the name of the kernels.
     """
 
     def __init__(self, kernels, where, streams, name):
@@ -104,7 +105,7 @@ class Kernels:
     def forward_quantized(
         self, x, function, parameters, encoding, seed, out, qseed, bits, group_size, fp32_min=False
     ):
-        """See `reference.forward_quantized`. The kernels of CUDA have no such pass."""
+        """See `reference.forward_quantized`. The CUDA kernels have no such pass, so this returns None on CUDA."""
         fused = _fused(x, function, parameters, encoding)
         if fused is None or not hasattr(self._kernels, "forward_quantized"):
             return None

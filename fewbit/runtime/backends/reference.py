@@ -1,4 +1,4 @@
-"""The reference backend: plain torch, any device, and the oracle of every other backend.
+"""The reference backend: plain torch for any device. Every other backend has to return the same bits.
 
 Inputs are dense, see `runtime.format.layout`. Every function here follows docs/table_schema.md to the letter.
 """
@@ -47,14 +47,14 @@ def forward(x, function, parameters, encoding, seed, out) -> torch.Tensor | None
     Args:
         x: a dense tensor.
         function: the name of f in `fewbit.functions`.
-        parameters: of f, in the order of `fewbit.functions`.
-        encoding: of the codes.
-        seed: (1,) int64 if the encoding is unbiased, else None.
-        out: the tensor for f(x), with the strides of x; may be x itself.
+        parameters: the parameters of f, in the order of `fewbit.functions`.
+        encoding: the encoding of the codes.
+        seed: (1,) int64 if the encoding draws codes at random, else None.
+        out: the tensor to which f(x) is written, with the strides of x; may be x itself.
 
     Returns:
-        The packed codes. None, with nothing done, if this function or dtype has no such pass: then the caller computes f(x)
-        with torch and calls `encode`.
+        The packed codes. None, with nothing done, if there is no such pass for this function or dtype; the caller then
+        computes f(x) with torch and calls `encode`.
     """
     return None
 
@@ -65,19 +65,19 @@ def forward_quantized(
     """Compute `forward` and quantize f(x) in one pass over memory, if the backend has such a pass. This backend has none.
 
     Args:
-        x: a tensor with samples outermost.
-        function: as for `forward`.
-        parameters: as for `forward`.
-        encoding: as for `forward`.
-        seed: as for `forward`.
-        out: as for `forward`.
+        x: a dense tensor with samples outermost.
+        function: the name of f, see `forward`.
+        parameters: the parameters of f, see `forward`.
+        encoding: the encoding of x's codes, see `forward`.
+        seed: the seed of x's codes or None, see `forward`.
+        out: the tensor to which f(x) is written, see `forward`.
         qseed: the seed for `quantize`.
-        bits: as for `quantize`.
-        group_size: as for `quantize`.
-        fp32_min: as for `quantize`.
+        bits: the bits per element of the quantized f(x), see `quantize`.
+        group_size: the number of elements in a group, see `quantize`.
+        fp32_min: whether groups have float32 minimums, see `quantize`.
 
     Returns:
-        The codes of x and the quantized f(x). None, with nothing done, if there is no such pass: then the caller calls
+        The codes of x and the quantized f(x). None, with nothing done, if there is no such pass; the caller then calls
         `forward` and `quantize`.
     """
     return None
@@ -88,8 +88,8 @@ def encode(x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None) -> to
 
     Args:
         x: a dense tensor of a floating dtype.
-        encoding: of the codes.
-        seed: (1,) int64 if the encoding is unbiased, else None.
+        encoding: the encoding of the codes.
+        seed: (1,) int64 if the encoding draws codes at random, else None.
     """
     entry = Entry("encode", x)
     entry.check_numbers("x", x)
@@ -102,12 +102,12 @@ def encode(x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None) -> to
 def decode_mul(
     grad: torch.Tensor, packed: torch.Tensor, encoding: Encoding, out: torch.Tensor
 ) -> None:
-    """Write lut[code] * grad, rounded once, into `out`.
+    """Write lut[code] * grad, rounded once, into `out`. `lut` holds the value that the encoding has for each code.
 
     Args:
-        grad: a gradient with the dtype and strides of `out`, or a broadcast scalar.
-        packed: packed codes.
-        encoding: of the codes.
+        grad: a gradient with the dtype and strides of `out`, or one element of storage that is broadcast.
+        packed: the packed codes.
+        encoding: the encoding of the codes.
         out: a dense tensor.
     """
     n = out.numel()
@@ -155,7 +155,7 @@ def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.
 
 
 def uniform(seed: torch.Tensor, n: int) -> torch.Tensor:
-    """Return fewbit.table.philox.uniform(seed, arange(n)) on the seed's device: (n,) float32 in [0, 1)."""
+    """Return random numbers in [0, 1), (n,) float32: `fewbit.table.philox.uniform(seed, arange(n))` on the seed's device."""
     index = torch.arange(n, dtype=torch.int64, device=seed.device)
     return (philox_words(seed, index)[0] >> 8).to(torch.float32) * 2.0**-24
 

@@ -1,4 +1,4 @@
-"""Parts that the functions of the reference backend share: bit-planes, Philox counters, vectors over a tensor."""
+"""Functions that several files of the reference backend use: bit-planes, random numbers, vectors over a tensor."""
 
 from __future__ import annotations
 
@@ -57,9 +57,13 @@ def philox_words(seed: torch.Tensor, counter: torch.Tensor):
 
 
 def entries_of(values: torch.Tensor, vectors, inner: int) -> list[torch.Tensor | None]:
-    """Return the entries of vectors for the elements of values, in values' shape; None stays None.
+    """Return, for each vector, the entry that belongs to each element of `values`, in the shape of values.
 
-    vectors, inner: as for `layout.check_vectors`.
+    Args:
+        values: a tensor in storage order.
+        vectors: vectors whose entries belong to runs of elements, see `layout.check_vectors`. A vector may be None; its
+            result is None.
+        inner: the length of a run, see `layout.check_vectors`.
     """
     n = values.numel()
     entries = check_vectors(vectors, inner, n)

@@ -1,7 +1,7 @@
-"""The fixed-point code of pre-activations in plain torch, for any device, and the oracle of the kernels.
+"""The fixed-point code of a norm's normalized input, in plain torch for any device. The kernels have to return the same bits.
 
-`fewbit.runtime.ops.fixed_point` defines the grid. All operations are in float32 and in the order of
-csrc/common/fixed_point.h.
+A norm computes y = gamma x~ + beta from its normalized input x~. `fewbit.runtime.ops.fixed_point` defines the code and
+its grid. All operations are in float32 and in the order of csrc/common/fixed_point.h.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ REACH = 3.0
 
 
 def grid_fixed(gamma, beta, bits: int) -> torch.Tensor:
-    """Return the grid of gamma and beta, (channels,) float32 or float64: (7, channels) float32, see `fixed_point.grid_of`."""
+    """Return the grid, which says what codes mean in each channel: (7, channels) float32, see `fixed_point.grid_of`.
+
+    Args:
+        gamma: (channels,) float32 or float64, the weight of the norm.
+        beta: the bias of the norm, of the same shape and dtype.
+        bits: the bits of a code.
+    """
     entry = Entry("grid_fixed", gamma)
     entry.check_numbers("gamma", gamma)
     entry.check("beta", beta, gamma.numel(), gamma.dtype)
@@ -53,9 +59,9 @@ def encode_fixed(x, y, grid, bits, inner, normalize=None):
         x: x~ as a dense tensor, or the norm's input if `normalize` is given.
         y: the norm's result, whose sign is encoded, with the strides and dtype of x.
         grid: (7, channels) float32, see `grid_fixed`.
-        bits: of a code.
-        inner: element e in storage order has column (e div inner) mod channels of the grid.
-        normalize: (mean, rstd, inner) as for `reference_quantizer.quantize`, or None.
+        bits: the bits of a code.
+        inner: element number e in storage order has column (e div inner) mod channels of the grid.
+        normalize: (mean, rstd, inner) to normalize x with, see `reference_quantizer.quantize`; or None.
 
     Returns:
         (bits * ceil(n / 32),) int32.
@@ -83,15 +89,15 @@ def encode_fixed(x, y, grid, bits, inner, normalize=None):
 
 
 def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None:
-    """Write restored values, rounded once, into `out`.
+    """Write dequantized values, rounded once, into `out`.
 
     Args:
         packed: the result of `encode_fixed`.
-        grid: as for `encode_fixed`.
-        bits: as for `encode_fixed`.
-        inner: as for `encode_fixed`.
+        grid: the grid that `encode_fixed` got.
+        bits: the bits of a code.
+        inner: the number of consecutive elements in a channel, see `encode_fixed`.
         out: a dense tensor.
-        slope: None to restore the normalized input x~; else y if y is positive, and y * slope otherwise.
+        slope: None for values of x~. A number for values of y, multiplied by slope where y is not positive.
         scale: (vector, inner) to multiply x~ with, or None.
     """
     entry = Entry("decode_fixed", out)
@@ -119,15 +125,15 @@ def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None
 
 
 def mask_fixed(grad, packed, grid, bits, inner, slope, out) -> None:
-    """Write grad into `out` for positive y, and grad * slope (0 for slope 0) for other y.
+    """Write grad into `out` where y is positive, and grad * slope (0 for slope 0) elsewhere.
 
     Args:
         grad: a gradient with the strides of the dense `out`.
         packed: the result of `encode_fixed`.
-        grid: as for `encode_fixed`.
-        bits: as for `encode_fixed`.
-        inner: as for `encode_fixed`.
-        slope: of the activation below 0.
+        grid: the grid that `encode_fixed` got.
+        bits: the bits of a code.
+        inner: the number of consecutive elements in a channel, see `encode_fixed`.
+        slope: the slope of the activation below 0.
         out: a dense tensor.
     """
     entry = Entry("mask_fixed", grad)

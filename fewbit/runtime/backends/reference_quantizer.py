@@ -1,4 +1,4 @@
-"""The group quantizer in plain torch, for any device, and the oracle of the kernels (docs/quantizer.md)."""
+"""The group quantizer (docs/quantizer.md) in plain torch, for any device. The kernels have to return the same bits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def quantize(
     Args:
         x: a dense tensor with samples outermost.
         seed: (1,) int64.
-        bits: of all samples, unless `widths` is given.
+        bits: the bits per element of all samples, unless `widths` is given.
         group_size: elements of a group.
         fp32_min: whether minimums are float32.
         widths: (N,) uint8, the bits of each sample, or None.
-        words: with widths the int32 words to allocate for all codes.
-        normalize: (mean or None, rstd, inner) if (x - mean[i]) * rstd[i] in float32 is quantized, with 1-D contiguous
-            float32 vectors of which element number e in storage order has entry i = (e div inner) mod length; or None.
+        words: only if `widths` is given: the number of int32 words to allocate for all codes.
+        normalize: None to quantize x itself. (mean or None, rstd, inner) to quantize (x - mean[i]) * rstd[i], computed
+            in float32. mean and rstd are 1-D contiguous float32 vectors, and element number e in storage order has
+            entry i = (e div inner) mod length.
 
     Returns:
         The codes and ranges of the groups. The spread is two 0-D float32 tensors.
@@ -104,8 +105,9 @@ def dequantize(packed, ranges, bits, group_size, out, widths=None, affine=None) 
         group_size: as for `quantize`.
         out: a dense tensor with samples outermost.
         widths: as for `quantize`.
-        affine: (scale or None, shift or None, inner) for values * scale[i] + shift[i], computed in float32 before they
-            are rounded, with entries i as for `quantize`; or None. Not for short samples of several widths.
+        affine: (scale or None, shift or None, inner) to write values * scale[i] + shift[i], computed in float32 before
+            rounding, with the entries i as in `quantize`; or None. Not possible if samples of fewer than 64 features
+            have several widths.
     """
     entry = Entry("dequantize", out)
     entry.check_numbers("out", out)
@@ -132,7 +134,7 @@ def dequantize(packed, ranges, bits, group_size, out, widths=None, affine=None) 
 
 
 def in_dtype(values, dtype):
-    """Convert restored values to dtype. In float16, values are clamped: a rounded range can exceed 65504, the largest."""
+    """Convert dequantized values to dtype. In float16 they are clamped to 65504, since a rounded range can exceed it."""
     if dtype == torch.float16:
         most = torch.finfo(dtype).max
         values = values.clamp(-most, most)
@@ -203,10 +205,10 @@ def limits_of(ranges):
 
 
 def draws(seed, group, group_size):
-    """Return the random draws of the elements of groups.
+    """Return the random 16-bit numbers by which the elements of groups are rounded.
 
-    Element i of group g has draw number e = g * (group_size rounded up to 256) + i. Eight draws come from one Philox
-    counter: draw e is half word (e div 32) mod 8 of counter 32 (e div 256) + e mod 32, lower halves first.
+    Element i of group g has draw number e = g * (group_size rounded up to 256) + i. One Philox counter yields eight
+    draws: draw e is half word (e div 32) mod 8 of counter 32 (e div 256) + e mod 32, lower halves first.
 
     Args:
         seed: (1,) int64.

@@ -11,10 +11,10 @@ class QuantizedGroups(NamedTuple):
     """The result of `quantize`.
 
     Attributes:
-        packed: packed codes, int32.
-        ranges: (groups, 2) bfloat16, minimum and range, or (groups, 3) if minimums are float32.
-        spread: the smallest and the largest element in float32, as two numbers or 0-D tensors. None from the kernels of
-            CUDA, for which the host would have to wait.
+        packed: the packed codes, int32.
+        ranges: (groups, 2) bfloat16, the minimum and the range of each group; (groups, 3) if minimums are float32.
+        spread: the smallest and the largest element in float32, as two numbers or 0-D tensors. None from the CUDA
+            kernels, because the host would have to wait for these numbers.
     """
 
     packed: torch.Tensor

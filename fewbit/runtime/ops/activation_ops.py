@@ -1,13 +1,15 @@
 """The torch ops of few-bit activations, and their implementations, which eager mode calls without the dispatcher.
 
     encode(x, encoding, stride, seed) -> packed codes
-    encode_kept(x, encoding, stride, seed) -> packed codes, and a 1 to multiply f(x) with
+    encode_kept(x, encoding, stride, seed) -> packed codes, one
     decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with those strides
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
 
-An encoding is passed as text (`Encoding.text`), so that an exported program needs nothing but these ops. f itself is no op: a
-compiler fuses torch's own function with its neighbors and may recompute it, which it could not do to an op that
-returns f(x) and codes at once (docs/decisions/0004).
+An encoding is passed as text (`Encoding.text`), so that an exported program needs nothing but these ops. `lut` holds
+the value that the encoding has for each code. `one` is a tensor of value 1: the activation multiplies f(x) by it, so
+that a compiler has to run the op in the forward pass. The function f itself is no op. A compiler fuses torch's own
+function with its neighbors and may recompute it, which it could not do with an op that returns f(x) and codes at once
+(docs/decisions/0004).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from fewbit.runtime.ops.torch_functions import CONTIGUOUS, FORWARD, IN_PLACE, OT
 def activation(x, function, parameters, encoding, seed, inplace):
     """Return f(x) and the packed codes of x. x may have any strides; f(x) has the strides of torch's result.
 
-    With `inplace`, f(x) is written to x, which must not overlap itself.
+    With `inplace`, f(x) is written to x, no two elements of which may share memory.
     """
     backend, packed = backends.of(x), None
     source = x if x.is_contiguous() else layout.dense(x)
@@ -60,7 +62,7 @@ def _result_stride(x, function):
 
 
 def activation_quantized(x, function, parameters, encoding, seed, quantizer):
-    """Return f(x), the packed codes of x, and the quantizer's SavedTensors of f(x) or None, computed in one pass.
+    """Return f(x), the packed codes of x, and the quantizer's SavedTensors of f(x) or None, computed in one pass over memory.
 
     x must be contiguous. Returns None if the backend has no such pass.
     """
@@ -82,7 +84,14 @@ def encode(x, encoding, seed):
 
 
 def decode_mul(grad, packed, encoding, stride):
-    """Return lut[code] * grad. stride: the strides of the dense tensor whose codes were packed."""
+    """Return lut[code] * grad: the gradient times the value that the encoding has for each code.
+
+    Args:
+        grad: the gradient of the activation's result.
+        packed: the packed codes.
+        encoding: the encoding of the codes.
+        stride: the strides of the dense tensor whose codes were packed.
+    """
     if grad.is_contiguous() and grad.stride() == stride:
         out = torch.empty_like(grad)
     else:

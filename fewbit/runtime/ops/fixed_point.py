@@ -1,19 +1,20 @@
-"""The K-bit fixed-point code of a normalized tensor, from which the exact sign of the norm's result can be read.
+"""The K-bit fixed-point code of a norm's normalized input x~, from which the exact sign of the norm's result y can be read.
 
-Let y = gamma x~ + beta, with x~ of mean 0 and standard deviation 1. BLPA (Chakrabarti and Moseley, 2019, eq. 9 and 10) has
-L = 2^K levels for y between beta - 3 |gamma| and beta + 3 |gamma|. In terms of z = sign(gamma) x~, with sign(0) = +1, so that
-y = |gamma| z + beta, each level is the middle of a cell (edge, edge + D] with D = 6 / L. The result y is 0 at
-z0 = -beta / |gamma|, which is a multiple of D away from the first edge. The code differs from the paper's in four points
-(docs/decisions/0012-sign-of-a-clipped-pre-activation.md):
+Let y = gamma x~ + beta, with x~ of mean 0 and standard deviation 1. BLPA (Chakrabarti and Moseley, 2019, eq. 9 and 10)
+has L = 2^K levels for y between beta - 3 |gamma| and beta + 3 |gamma|. Let z = sign(gamma) x~, with sign(0) = +1, so
+that y = |gamma| z + beta. In terms of z, each level is the middle of a cell (edge, edge + D] with D = 6 / L. The result
+y is 0 at z0 = -beta / |gamma|, which is a multiple of D away from the first edge. The code differs from the paper's in
+four points (docs/decisions/0012-sign-of-a-clipped-pre-activation.md):
 
 - Cells are open below, so that y = 0 is on the side that is not positive, as in ReLU's derivative.
-- If z0 is outside of the levels' range, the first code that means y > 0 is 1 or L - 1, and a value on the wrong side of z0
-  gets the nearest code on its own side. Otherwise clipping would lose the sign.
+- If z0 is outside of the levels' range, the first code that means y > 0 is 1 or L - 1, and a value on the wrong side of
+  z0 gets the nearest code on its own side. Otherwise clipping would lose the sign.
 - If gamma is 0, or so small that z0 is not finite, the code is that of z = x~ alone: all values have beta's sign.
 - If gamma < 0, the cells are those of -gamma.
 
-The side is decided by the y that the forward pass computed, so code >= first is exactly y > 0, however y was rounded. If
-|z0| <= 3, a value in the range is restored within D / 2: |y - y^| <= 3 |gamma| / 2^K (eq. 11).
+The side of z0 is decided by the y that the forward pass computed. However y was rounded, its code is therefore at least
+the first code that means y > 0 exactly if y > 0. If |z0| <= 3, a value in the range is dequantized with an error of at
+most D / 2 in z: |y - y^| <= 3 |gamma| / 2^K (eq. 11).
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from fewbit.runtime.interop.tensor_kinds import is_abstract
 
 
 def grid_of(weight, bias, bits: int, device) -> torch.Tensor:
-    """Return the grid, which says for each channel what codes mean.
+    """Return the grid, which says what codes mean in each channel.
 
     Args:
-        weight: gamma of the norm, of any shape, or None.
-        bias: beta of the norm, of any shape, or None.
-        bits: of a code.
-        device: of the grid, if there is neither weight nor bias.
+        weight: the norm's gamma, of any shape, or None.
+        bias: the norm's beta, of any shape, or None.
+        bits: the bits of a code.
+        device: the device of the grid, if there is neither weight nor bias.
 
     Returns:
-        (7, channels) float32, contiguous; (7, 1) without weight and bias. The rows are: the first edge in z; the first
-        code that means y > 0; the smallest z for which such a code stands; the largest z for which another code stands;
-        the sign of gamma; |gamma|; beta.
+        (7, channels) float32, contiguous; (7, 1) without weight and bias. With z = sign(gamma) x~, the rows are: the
+        first edge of a cell in z; the first code that means y > 0; the smallest z that a code with y > 0 is dequantized
+        to; the largest z that any other code is dequantized to; the sign of gamma; |gamma|; beta.
     """
     gamma, beta = _vectors(weight, bias, device)
     if is_abstract(gamma):
@@ -53,7 +54,7 @@ def encode(x, y, grid, bits: int, inner: int, normalize=None) -> torch.Tensor:
 
 
 def decode(packed, grid, bits: int, inner: int, size, stride, dtype, slope=None, scale=None):
-    """Return restored values of that size, stride and dtype, see `reference_fixed_point.decode_fixed`."""
+    """Return dequantized values of that size, stride and dtype, see `reference_fixed_point.decode_fixed`."""
     out = packed.new_empty_strided(size, stride, dtype=dtype)
     if not is_abstract(packed):
         backends.of(packed).decode_fixed(packed, grid, bits, inner, out, slope, scale)
@@ -61,7 +62,7 @@ def decode(packed, grid, bits: int, inner: int, size, stride, dtype, slope=None,
 
 
 def mask(grad, packed, grid, bits: int, inner: int, slope: float) -> torch.Tensor:
-    """Return the gradient of ReLU (slope 0) or LeakyReLU for a dense grad, see `reference_fixed_point.mask_fixed`."""
+    """Return the input gradient of ReLU (slope 0) or LeakyReLU for a dense grad, see `reference_fixed_point.mask_fixed`."""
     out = torch.empty_like(grad)
     if not is_abstract(grad):
         backends.of(grad).mask_fixed(grad, packed, grid, bits, inner, slope, out)

@@ -1,4 +1,4 @@
-"""The torch library `fewbit`: how its ops are registered with the dispatcher, autograd, vmap and the compiler."""
+"""The torch library `fewbit`: how its ops are registered with torch's dispatcher, autograd, vmap and compiler."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def define(schema: str, implementation):
 
 
 def refuse_second_derivative(op) -> None:
-    """Make the backward of an op, which itself computes a gradient, raise GradientError."""
+    """For an op that computes a gradient, make the op's own backward, a second derivative, raise GradientError."""
     register_autograd(op, _refuse, setup_context=lambda ctx, inputs, output: None)
 
 
@@ -45,7 +45,7 @@ def _refuse(ctx, grad):
 
 @contextmanager
 def saved_when_partitioned():
-    """Mark the ops that are traced in this block as saved, not recomputed, by the compiler's partitioner.
+    """Mark the ops that are traced in this block, so that the compiler's partitioner does not recompute their results.
 
     With an `activation_memory_budget` below 1 the partitioner would recompute the codes, the smallest tensors, from the
     largest ones. In a checkpointed region everything is recomputed, as the user asked for.
@@ -62,7 +62,7 @@ def saved_when_partitioned():
 
 
 def save_results(op) -> None:
-    """Register that autograd does not differentiate an op and that a compiler saves the op's results for backward."""
+    """Register that autograd does not differentiate an op, and that a compiler saves the op's results for the backward pass."""
 
     def call(*arguments):
         check_not_distributed(*arguments)
@@ -73,7 +73,10 @@ def save_results(op) -> None:
 
 
 def run_by_example(op) -> None:
-    """Register a vmap rule that runs `op` example by example, since words of a packed tensor never mix examples."""
+    """Register a vmap rule that runs `op` for one example of the batch after the other.
+
+    The words of a packed tensor may not mix examples.
+    """
 
     def rule(info, in_dims, *arguments):
         batched = [

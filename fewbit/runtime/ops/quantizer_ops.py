@@ -1,9 +1,10 @@
 """The torch ops of the group quantizer, and their implementations, which eager mode calls directly.
 
-    quantize(x, stride, seed, bits, group_size, fp32_min) -> packed, ranges, and a 1 to multiply the layer's result with
+    quantize(x, stride, seed, bits, group_size, fp32_min) -> packed, ranges, one
     dequantize(packed, ranges, bits, group_size, size, stride, dtype) -> the values, with those strides
 
-Both ops take the same strides, which define the order of the elements.
+Both ops take the same strides, which define the order of the elements. `one` is a tensor of value 1: the layer
+multiplies its result by it, so that a compiler has to run the op in the forward pass.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ from fewbit.runtime.ops.library import define, save_results
 
 
 def quantize(x, seed, bits, group_size, fp32_min=None, normalize=None, widths=None, words=None):
-    """Return (packed, ranges) of x (docs/quantizer.md).
+    """Return (packed, ranges) of x: packed codes, and the minimum and range of each group (docs/quantizer.md).
 
     Args:
         x: a floating tensor of any strides.
         seed: (1,) int64 on x's device.
-        bits: 1 to 8, for all samples, unless `widths` is given.
-        group_size: elements of a group.
-        fp32_min: whether minimums are float32. None decides by the tensor's offset on the CPU, and means False on CUDA,
-            where the host would have to wait (`saved/min_dtype.py` decides there).
-        normalize: as for `reference_quantizer.quantize`, for an x that is `layout.is_by_sample`.
-        widths: (N,) uint8, the bits of each sample.
-        words: with widths the int32 words to allocate, `groups.mixed_words` or more.
+        bits: the bits per element of all samples, 1 to 8, unless `widths` is given.
+        group_size: the number of elements in a group.
+        fp32_min: whether groups have float32 minimums. On the CPU, None means float32 if `is_offset` is true of x. On
+            CUDA, where the host would have to wait to find out, None means False; `saved/min_dtype.py` decides before
+            the call.
+        normalize: how to normalize x first, or None, see `reference_quantizer.quantize`. If given,
+            `layout.is_by_sample(x)` must be true.
+        widths: (N,) uint8, the bits per element of each sample, or None.
+        words: only if `widths` is given: the number of int32 words to allocate, at least `groups.mixed_words`.
     """
     x = x.detach()
     source = x if layout.is_by_sample(x) else x.contiguous()
@@ -49,10 +52,13 @@ def _quantize(source, seed, bits, group_size, fp32_min, *rest):
 
 
 def quantize_samples(x, seed, slot, samples, group_size, fp32_min=None, normalize=None):
-    """Return (packed, ranges, widths, sensitivities) of x, whose samples share the bits of a slot.
+    """Return (packed, ranges, widths, sensitivities) of x, after dividing the bits of x's slot among x's samples.
+
+    A slot is one tensor that a layer saves in every forward pass.
 
     Returns:
-        packed and ranges; widths, (samples,) uint8; sensitivities, (samples,) float32, by which bits are shared.
+        packed and ranges, see `quantize`; widths, (samples,) uint8, the bits per element of each sample; sensitivities,
+        (samples,) float32, the numbers by which the bits were divided.
     """
     source = _by_samples(x, samples)
     features = source.numel() // samples
@@ -65,7 +71,7 @@ def quantize_samples(x, seed, slot, samples, group_size, fp32_min=None, normaliz
 
 
 def sensitivities(x, slot, samples, group_size, fp32_min=None, normalize=None):
-    """Return the (samples,) float32 by which samples would share bits, as in `quantize_samples`."""
+    """Return the numbers by which `quantize_samples` would divide bits among samples, (samples,) float32."""
     return _sensitivities(_by_samples(x, samples), slot, group_size, normalize)
 
 
@@ -81,21 +87,21 @@ def _sensitivities(source, slot, group_size, normalize):
 
 
 def squares(x, group_size, normalize=None):
-    """Return, for each sample of x, the sum over groups of length times squared range: (N,) float32.
+    """Return, for each sample of x, the sum over groups of length * range^2: (N,) float32.
 
-    x must be `layout.is_by_sample`.
+    `layout.is_by_sample(x)` must be true.
     """
     return backends.of(x).squares(x, group_size, normalize)
 
 
 def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generator):
-    """Return the mean variance of an element in each sample of x if rounded to `bits`: (samples,) float32.
+    """Return the mean variance that rounding to `bits` adds to an element, for each sample of x: (samples,) float32.
 
     The variance is estimated from two draws, so that neither the ranges nor the exact values are needed.
 
     Args:
         x: a floating tensor of any strides.
-        samples: their number; None: as many as dimension 0 has.
+        samples: the number of samples; None: the size of dimension 0.
         group_size: as for `quantize`.
         fp32_min: as for `quantize`.
         normalize: as for `quantize`.
@@ -119,7 +125,7 @@ def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generat
 def dequantize_samples(
     packed, ranges, widths, samples, group_size, size, stride, dtype, affine=None
 ):
-    """Return the values of `quantize_samples`, see `dequantize`."""
+    """Return approximate values from the results of `quantize_samples`, see `dequantize`."""
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     rows = out if len(out) == samples else out.view(samples, -1)
     backends.of(packed).dequantize(packed, ranges, 0, group_size, rows, widths, affine)
@@ -135,10 +141,10 @@ def dequantize(packed, ranges, bits, group_size, size, stride, dtype, widths=Non
         bits: as for `quantize`.
         group_size: as for `quantize`.
         size: of the quantized tensor.
-        stride: `layout.by_sample_stride` of the quantized tensor.
+        stride: the strides of the quantized tensor, see `layout.by_sample_stride`.
         dtype: of the values.
         widths: as for `quantize`.
-        affine: as for `reference_quantizer.dequantize`.
+        affine: (scale, shift, inner) to map the values with, or None, see `reference_quantizer.dequantize`.
     """
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     backends.of(packed).dequantize(packed, ranges, bits, group_size, out, widths, affine)
@@ -146,7 +152,11 @@ def dequantize(packed, ranges, bits, group_size, size, stride, dtype, widths=Non
 
 
 def is_offset(least: float, greatest: float) -> bool:
-    """Return whether the range of a tensor is below 8 bfloat16 steps of its minimum."""
+    """Return whether a tensor's minimum is so large relative to its range that groups need float32 minimums.
+
+    They do if the greatest element minus the least one is less than 8 times the spacing of bfloat16 numbers at the
+    least one.
+    """
     if not (math.isfinite(least) and math.isfinite(greatest)) or least == 0:
         return False
     step = math.ldexp(1.0, math.frexp(least)[1] - 1 - 7)

@@ -1,4 +1,4 @@
-"""Norms of gradients, on their devices, and as numbers once they are on the host."""
+"""Norms of gradients: computed on the gradients' devices, and read as numbers after an asynchronous copy to the host."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 
 
 def by_edge(context, results) -> list:
-    """Return the gradients that a Function's backward makes for inputs that need one, in order.
+    """Return the gradients that a Function's backward makes for the inputs that need one, in the order of the inputs.
 
     Args:
         context: the Function's context.
-        results: what its backward returned, a gradient or None for each input.
+        results: the results of the Function's backward: a gradient or None for each input.
     """
     results = results if isinstance(results, tuple) else (results,)
     needed = context.needs_input_grad
@@ -20,15 +20,18 @@ def by_edge(context, results) -> list:
 
 
 def is_dense(x) -> bool:
-    """Return whether x is plain, or plain once its signs are resolved: gradients of conjugates are flagged as negative."""
+    """Return whether x is an ordinary dense tensor in eager mode, at least after `resolve_neg`.
+
+    Autograd sets the negative bit on gradients of conjugated tensors.
+    """
     return is_plain(x) or (type(x) is torch.Tensor and x.is_neg() and is_plain(x.resolve_neg()))
 
 
 def norm(tensors) -> torch.Tensor | None:
-    """Return the square root of the sum of squares of all entries of the dense tensors.
+    """Return the square root of the sum of the squares of all entries of the tensors.
 
     Args:
-        tensors: tensors on any devices, and None, which does not count.
+        tensors: dense tensors on any devices. None among them is skipped.
 
     Returns:
         0-D float32 on the device of the first tensor; None if there is none.

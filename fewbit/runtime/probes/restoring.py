@@ -1,4 +1,8 @@
-"""The backward pass of a layer while a probe follows: which tensors it dequantizes, and noise in one of them."""
+"""Run a layer's backward while a probe measures: record which tensors are dequantized, and add noise to one of them.
+
+A *slot* is one tensor that a layer saves in every forward pass. The probe learns how rounding a slot affects gradients
+from runs of the backward in which that slot's tensors get noise.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ _running = threading.local()
 
 
 def observed(backward, context, grads):
-    """Return the results of a layer's backward, and let the probes of its saved tensors measure on the way.
+    """Return the results of a layer's backward, after the probes of its saved tensors have measured the layer.
 
     Args:
         backward: the backward of the layer's autograd Function, called with `context` and `grads`.
@@ -46,11 +50,11 @@ def observed(backward, context, grads):
 
 
 class Restoring:
-    """Records the slots of tensors that are dequantized in `running`, and adds noise to tensors of a target slot.
+    """Records the slots whose tensors are dequantized within `running`, and adds noise to the tensors of one slot.
 
     Args:
         target: the slot whose tensors get noise, or None.
-        level: the bits whose rounding the noise imitates, see `VarianceProbe.noise`.
+        level: which noise to add, see `VarianceProbe.noise`.
         probe: the probe that makes the noise.
     """
 
@@ -61,24 +65,24 @@ class Restoring:
 
     @contextmanager
     def running(self):
-        """Record the tensors that are dequantized in this block."""
+        """Record the slots of the tensors that are dequantized in this block."""
         before = getattr(_running, "restoring", None)
         with undo_after(lambda: setattr(_running, "restoring", before)):
             _running.restoring = self
             yield self
 
     def is_target(self, slot) -> bool:
-        """Return whether tensors of the slot get noise."""
+        """Return whether the tensors of this slot get noise."""
         return self.target is not None and slot.name == self.target.name
 
     def restored(self, values, spec, packed):
-        """Record the slot of a dequantized tensor and return its values, changed if the slot is the target."""
+        """Record the slot of a dequantized tensor. Return its values, with noise if the slot is the target."""
         slot = spec.slot
         self.slots.setdefault(slot.name, slot)
         return self.changed(values, spec, packed) if self.is_target(slot) else values
 
     def changed(self, values, spec, packed):
-        """Add noise to the values in place and return them. Subclasses may change them otherwise."""
+        """Add noise to the values in place and return them. A subclass may change them in another way."""
         slot = spec.slot
         if slot.rounding is not None:
             flat = layout.storage_order(values)
@@ -92,12 +96,12 @@ class Restoring:
 
 
 def restored(values, spec, packed):
-    """Return the values of a saved tensor that a layer's backward has dequantized, with noise if a probe tries that.
+    """Return the values of a saved tensor that a layer's backward has dequantized, with noise if a probe asks for noise.
 
     Args:
         values: dequantized values, which may be changed in place.
-        spec: of the saved tensor.
-        packed: its packed codes, which identify it.
+        spec: the spec of the saved tensor.
+        packed: the packed codes of the saved tensor, whose address identifies the tensor.
     """
     if spec.slot is None:
         return values
@@ -106,7 +110,7 @@ def restored(values, spec, packed):
 
 
 def is_changed(spec) -> bool:
-    """Return whether `restored` adds noise to the tensor with that spec."""
+    """Return whether `restored` would add noise to the saved tensor with that spec."""
     restoring = getattr(_running, "restoring", None)
     return restoring is not None and spec.slot is not None and restoring.is_target(spec.slot)
 

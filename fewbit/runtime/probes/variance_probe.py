@@ -1,25 +1,27 @@
-"""The variance that rounding each slot adds to a model's gradient, measured in one backward pass.
+"""Measure, in one backward pass, the variance that rounding each slot adds to a model's gradient.
 
-Theorem 3 of ActNN (long version, section 3) is a sum over saved tensors. Rounding a tensor adds variance to the gradients of
-the parameters of its own layer. If the gradient of the layer's input depends on the tensor, rounding also adds variance to
-the gradients of all layers below. Three kinds of numbers are measured, each from one random draw:
+A *slot* is one tensor that a layer saves in every forward pass. Theorem 3 of ActNN (long version, section 3) is a sum
+over slots. Rounding a tensor adds variance to the gradients of the parameters of its own layer. If the gradient of the
+layer's input depends on the tensor, rounding also adds variance to the gradients of all layers below, that is, nearer
+to the model's input. Three kinds of numbers are measured, each from one random draw:
 
-- A layer runs its backward again with noise in one of its dequantized tensors; the noise has the variance of rounding. The
-  difference is the effect of the noise on the layer's gradients: own[p] of a parameter p and out[e] of an edge e of the
-  graph, both sums of squares.
-- The layer runs its backward once more with random signs on the incoming gradient. The results tell how noise in that
-  gradient propagates to the edges, gain[e], and to the layer's parameters, gain[p], both relative to the sum of squares of
-  the incoming gradient. If the incoming gradient comes directly from a layer above, that layer's noise itself is passed on
-  instead, since it can be far from random signs: the noise of batch norm is a multiple of the convolution's result in each
-  channel.
-- The gain of every other node of the graph is that of the gradient itself.
+- A layer runs its backward again with noise in one of its dequantized tensors; the noise has the variance of rounding.
+  The difference is the effect of the noise on the layer's gradients: own[p] for a parameter p and out[e] for an edge e
+  of the autograd graph, both sums of squares.
+- The layer runs its backward once more with random signs on the incoming gradient. The results tell how noise in the
+  incoming gradient propagates to the edges, gain[e], and to the layer's parameters, gain[p]. Both are relative to the
+  sum of squares of the incoming gradient. If the incoming gradient comes directly from a layer above, that layer's
+  noise itself is passed on instead, since it can be far from random signs: the noise of batch norm is a multiple of the
+  convolution's result in each channel.
+- For every other node of the graph, gain is the gain of the gradient itself.
 
 Noise from different sources is uncorrelated, so sums of squares add up along the graph. With
 
     S(node) = sum over its parameters of gain[p]  +  sum over its edges of gain[e] S(node below e)
 
-rounding the tensor adds  sum of own[p] + sum of out[e] S(node below e)  in all (docs/controller.md). This number is measured
-for 1 bit, whose noise is least like that of other bits, and for the slot's bits or 2, whichever is more.
+rounding the tensor adds  sum of own[p] + sum of out[e] S(node below e)  in all (docs/controller.md). This number is
+measured twice: for 1 bit, whose noise is least like that of other numbers of bits, and for the slot's bits, but at
+least 2.
 """
 
 from __future__ import annotations
@@ -47,18 +49,21 @@ _PARAMETER, _NOTHING = -1, -2  # below an edge in place of a node
 
 @dataclass
 class RoundingEffect:
-    """The effect of rounding one slot, in one forward and its backward pass.
+    """The effect of rounding one slot, in one forward pass and its backward pass.
 
     Args:
         average: the bits per element that the slot had.
-        is_fixed: whether these bits were fixed.
+        is_fixed: whether the user fixed these bits.
         elements: the number of elements of all tensors of the slot.
-        samples: the number of samples that share the bits, or 0.
+        samples: the number of samples among which the bits were divided, or 0.
         sensitivity: the variance that rounding adds, times (2^bits - 1)^2; 0 if no gradient reached the layer.
         at_one: the variance that rounding to 1 bit adds.
-        spread: SPREAD numbers in ascending order by which samples share bits, each the mean of equally many samples. If
-            there are fewer samples, their own numbers and zeros. The spreads of several tensors are added.
-        is_known: False if the backward pass reached the layer by a path that was not watched, or cannot probe the layer.
+        spread: SPREAD numbers that summarize the numbers by which bits are divided among samples. The samples are
+            sorted by their number and cut into SPREAD equal parts, and each entry is the mean of one part. If there are
+            fewer samples, the entries are the samples' own numbers and zeros. If a slot saves several tensors, their
+            spreads are added.
+        is_known: False if the backward pass reached the layer by a path that the probe did not watch, or the layer
+            cannot be probed.
     """
 
     average: float
@@ -116,12 +121,13 @@ class _Node:
 
 
 class VarianceProbe:
-    """The probe of one forward and the backward pass through it, see `assignment.Probe`.
+    """The probe of one forward pass and the backward pass through it, see `assignment.Probe`.
 
-    It never raises. If gradients are neither plain nor COO, it becomes void and has no results.
+    The probe never raises. If a gradient is neither an ordinary dense tensor nor a sparse COO tensor, the probe becomes
+    void and has no results.
 
     Args:
-        seed: of the noise.
+        seed: the seed of the noise.
     """
 
     def __init__(self, seed: int):
@@ -148,7 +154,7 @@ class VarianceProbe:
     def record_saved(
         self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0
     ) -> None:
-        """Note that a layer saved a tensor, see `assignment.Probe`."""
+        """Record that a layer saved a tensor, see `assignment.Probe`."""
         if not self._is_open:
             return
         seen = self.slots.setdefault(slot.name, RoundingEffect(slot.average, slot.is_fixed))
@@ -162,22 +168,25 @@ class VarianceProbe:
             seen.spread = spread
 
     def record_rounding(self, slot, record) -> dict[int, torch.Tensor] | None:
-        """Return {level: (samples,) variance of an element} for a saved tensor, or None after `end`.
+        """Return the variance that rounding adds to the elements of a saved tensor, or None after `end`.
 
         Args:
-            slot: of the tensor.
-            record: a `QuantizationRecord`.
+            slot: the slot of the tensor.
+            record: the tensor and its quantized copy, a `QuantizationRecord`.
+
+        Returns:
+            {level: (samples,) mean variance of an element in each sample}, for each number of bits in LEVELS.
         """
         if not self._is_open:
             return None
         return {level: record.variance(level, self._generator) for level in LEVELS}
 
     def knows(self, name: tuple[str, int]) -> bool:
-        """Return whether a tensor of that slot was recorded."""
+        """Return whether `record_saved` was called for a slot of that name."""
         return name in self.slots
 
     def watch(self, outputs) -> None:
-        """Follow the backward pass from the results of the forward: tensors, in any nest of containers."""
+        """Follow the backward pass from the result of the forward pass: tensors in nested containers."""
         self._is_watching = True
         tensors = tensors_in(outputs)
         if not self._can_measure(tensors):
@@ -239,9 +248,10 @@ class VarianceProbe:
             torch.autograd.Variable._execution_engine.queue_callback(_End(self))
 
     def reached(self, slots) -> None:
-        """Note that a backward pass restores these slots in a layer that is not probed.
+        """Record that a backward pass dequantizes tensors of these slots in a layer that is not probed.
 
-        A backward pass within the forward is no part of the step's. The step's decides then whether they are known.
+        If this happens in a backward pass within the forward pass, the slots stay known as long as the step's own
+        backward pass probes them.
         """
         names = {slot.name for slot in slots} & self.slots.keys()
         if not self._is_open:
@@ -253,7 +263,7 @@ class VarianceProbe:
             self._reached_within |= names
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
-        """Run a layer's backward again, with noise in the slots that it restores and in `grads`, see `assignment.Probe`."""
+        """Run a layer's backward again, with noise in the tensors that it dequantizes and in `grads`, see `assignment.Probe`."""
         node = self._nodes[number]
         results = by_edge(context, results)
         self.is_void |= any(grad is not None and grad.is_sparse for grad in grads)
@@ -316,7 +326,15 @@ class VarianceProbe:
             node.handed = []
 
     def noise(self, rows: torch.Tensor, slot, level: int) -> torch.Tensor:
-        """Return noise for restored values, (samples, features) float32, with the mean variance of rounding in each sample."""
+        """Return noise to add to dequantized values: float32 of the shape of `rows`.
+
+        In each sample the noise has the mean variance of rounding.
+
+        Args:
+            rows: the dequantized values, (samples, features).
+            slot: the slot of the values.
+            level: 1 for the noise of 1 bit; 2 for the noise of the slot's own bits, but at least 2.
+        """
         variance = slot.rounding[level].nan_to_num(0.0)
         if len(variance) != len(rows):
             variance = variance.mean().expand(len(rows))
@@ -347,13 +365,13 @@ class VarianceProbe:
         return self._runs
 
     def end(self) -> None:
-        """Stop measuring."""
+        """Stop measuring, and remove the hooks from the autograd graph."""
         self._is_open = False
         while self._hooks:
             self._hooks.pop().remove()
 
     def send(self) -> None:
-        """Stop measuring, and start to copy the measurements to the host. Nothing waits for a device."""
+        """Stop measuring, and start to copy the measurements to the host without waiting for a device."""
         self.end()
         self._let_go()
         self._host_copy = self._sent()
@@ -369,18 +387,18 @@ class VarianceProbe:
             yield from (found for found in norms if found is not None)
 
     def is_there(self) -> bool:
-        """Return whether `results` would not wait."""
+        """Return whether the measurements are on the host, so that `results` would not wait."""
         return self._host_copy.is_there()
 
     def results(self) -> dict[tuple, RoundingEffect]:
-        """Return the effects by slot, with a sensitivity of 0 if no backward pass reached the layer.
+        """Return {slot's name: RoundingEffect}. A slot has sensitivity 0 if no backward pass reached its layer.
 
-        Returns {} if the probe is void or a gradient was not finite. With scaled losses such a step is skipped.
+        Returns {} if the probe is void or a gradient was not finite. A step with a scaled loss is skipped in that case.
         """
         return self._summed_up(self._host_copy.values())
 
     def snapshot(self) -> dict[tuple, RoundingEffect]:
-        """Return `results` of the measurements so far. Waits for the devices; measuring continues."""
+        """Return `results` for the measurements so far, after waiting for the devices. Measuring continues."""
         return self._summed_up(self._sent().values())
 
     def _summed_up(self, host) -> dict[tuple, RoundingEffect]:

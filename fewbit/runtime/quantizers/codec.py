@@ -1,4 +1,8 @@
-"""Slot codecs, which save the tensors of a slot in place of the group quantizer, if the bit assignment says so."""
+"""Slot codecs: other ways to save a tensor than the group quantizer.
+
+A *slot* is one tensor that a layer saves in every forward pass. The bit assignment of a forward pass names the slots
+that a codec saves. A *spec* is everything but the tensors that is needed to dequantize a saved tensor.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,18 @@ from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, map_affine
 class SlotCodec(Protocol):
     """Saves the tensors of one slot.
 
-    The same tensor and seed give the same result in every call, since checkpoints recompute saved tensors.
+    A checkpoint recomputes saved tensors, so a slot codec has to return the same result whenever tensor and seed are
+    the same.
     """
 
     def quantize(self, x: torch.Tensor, seed: torch.Tensor):
         """Return (tensors for `save_for_backward`, spec).
 
-        The spec has `count`, the number of tensors, and dequantize(tensors), which returns values in memory of their own.
+        The spec has an attribute `count`, the number of tensors. It has a method `dequantize(tensors)`, whose result
+        shares no memory with the tensors.
 
         Args:
-            x: a plain floating tensor.
+            x: an ordinary dense floating tensor in eager mode.
             seed: (1,) int64 on x's device.
         """
 
@@ -32,7 +38,7 @@ class CodecSpec(NamedTuple):
 
     Args:
         inner: the slot codec's own spec.
-        place: a spec with everything but the bits.
+        place: a spec of the same tensor that describes size, strides, dtype and slot. Its bits are not used.
     """
 
     inner: object

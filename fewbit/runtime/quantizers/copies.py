@@ -1,4 +1,4 @@
-"""Several quantized tensors in the context of one autograd Function."""
+"""Save and load several quantized tensors, called copies, in the context of one autograd Function."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fewbit.runtime.quantizers.spec import SavedTensors
 
 
 class UnquantizedSpec(NamedTuple):
-    """The spec of a tensor that is saved as it is."""
+    """The spec of a tensor that is saved unchanged."""
 
     def dequantize(self, tensors, dtype=None) -> Tensor:
-        """Return the tensor in dtype, or in its own."""
+        """Return the saved tensor, converted to dtype if one is given."""
         (tensor,) = tensors
         return tensor if dtype is None else tensor.to(dtype)
 
@@ -28,13 +28,13 @@ def save(ctx, y: Tensor, copies: Iterable[SavedTensors | None], *others: Tensor 
     """Save copies for the backward pass.
 
     Args:
-        ctx: the context of an autograd Function; gets `specs`.
+        ctx: the context of an autograd Function. Its attribute `specs` is set for `load`.
         y: the Function's result.
-        copies: the copies, each None if no gradient needs it.
-        *others: tensors that are saved as they are.
+        copies: the quantized copies. A copy that no gradient needs is None.
+        *others: tensors that are saved unchanged.
 
     Returns:
-        y, tied to the copies if a compiler traces.
+        y. If a compiler traces, y is made to depend on the copies, so that they are computed in the forward pass.
     """
     ctx.specs, tensors = [], []
     for copy in copies:
@@ -49,7 +49,12 @@ def save(ctx, y: Tensor, copies: Iterable[SavedTensors | None], *others: Tensor 
 
 
 def load(ctx, dtype=None) -> tuple[list[Tensor | None], tuple[Tensor | None, ...]]:
-    """Return the dequantized copies that `save` got, and the other tensors. dtype: of the copies; their own unless given."""
+    """Return the dequantized copies that `save` got, followed by the other tensors.
+
+    Args:
+        ctx: the context that `save` got.
+        dtype: the dtype of the dequantized copies; None: each in its own dtype.
+    """
     saved = ctx.saved_tensors
     start = len(saved) - sum(count for _, count in ctx.specs)
     others, values = saved[:start], []

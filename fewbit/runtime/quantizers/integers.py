@@ -25,7 +25,7 @@ MOST_BITS = 8
 
 
 def bits_of(count: int) -> int:
-    """Return the bits of a number in [0, count)."""
+    """Return the number of bits that an integer in [0, count) needs."""
     return (count - 1).bit_length()
 
 
@@ -46,7 +46,7 @@ class PackedIntegersSpec(NamedTuple):
     stride: tuple[int, ...]
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the integers in their size and stride: uint8, or int16 or int32 beyond 8 bits."""
+        """Return the integers in their size and strides: as uint8, or as int16 or int32 if they have more than 8 bits."""
         return self.flat(tensors).as_strided(self.size, self.stride)
 
     def flat(self, tensors) -> torch.Tensor:
@@ -61,19 +61,20 @@ class PackedIntegersSpec(NamedTuple):
 
 
 class NarrowIntegersSpec(NamedTuple):
-    """The spec of integers in a narrower dtype than their own."""
+    """The spec of integers that are saved in a narrower dtype than they had."""
 
     dtype: torch.dtype
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the integers in their own dtype."""
+        """Return the integers in the dtype that they had."""
         return tensors[0].to(self.dtype)
 
 
 def pack(values: torch.Tensor, count: int) -> SavedTensors:
     """Pack integers or bools in [0, count), of any strides, into as few bits as `count` needs.
 
-    Up to 8 bits: ``4 * bits * ceil(n / 32)`` bytes; beyond: n of the narrowest of int16 and int32.
+    Integers of up to 8 bits take ``4 * bits * ceil(n / 32)`` bytes. Integers of more bits are saved as int16 or int32,
+    the narrowest that holds them.
     """
     bits = bits_of(count)
     spec = PackedIntegersSpec(bits, tuple(values.shape), tuple(layout.dense_stride(values)))
@@ -86,7 +87,7 @@ def pack(values: torch.Tensor, count: int) -> SavedTensors:
 
 
 def narrow(values: torch.Tensor, count: int) -> SavedTensors:
-    """Convert integers in [0, count) to the narrowest dtype that holds them, never to a wider one than theirs."""
+    """Convert integers in [0, count) to the narrowest dtype that holds them, but not to a wider dtype than they have."""
     dtype = dtype_of(count)
     if dtype.itemsize >= values.dtype.itemsize:
         return SavedTensors((values,), NarrowIntegersSpec(values.dtype))

@@ -1,8 +1,8 @@
-"""The quantized copies of normalized inputs, and a norm's result dequantized from one.
+"""The quantized copies of a norm's normalized input, and the norm's result dequantized from such a copy.
 
-y = x~ weight + bias is linear in the normalized input x~. If the dequantized x~^ is exact in expectation, so is y^. A
-layer that saves y for the gradient of its weight can therefore use the copy that the norm before it saves anyway, and
-two vectors that exist already.
+A norm computes y = x~ weight + bias from the normalized input x~. Since y is linear in x~, dequantized values of x~
+that are exact in expectation give values of y that are exact in expectation. A layer after the norm that would save y
+can therefore use the copy of x~ that the norm saves anyway, with weight and bias, which exist already.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, un
 
 
 class AffineResultSpec(NamedTuple):
-    """The spec of a norm's result y, dequantized from (packed, ranges, weight, bias). The bias may be None.
+    """The spec of a norm's result y, which is dequantized from (packed, ranges, weight, bias). The bias may be None.
 
     Args:
-        normalized: the spec of x~.
-        dtype: of y.
+        normalized: the spec of the normalized input x~.
+        dtype: the dtype of y.
         channels: the shape in which weight and bias broadcast to y; None if they broadcast as they are.
     """
 
@@ -30,7 +30,7 @@ class AffineResultSpec(NamedTuple):
     channels: tuple[int, ...] | None = None
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return y in the size of x. dtype: of the result; that of y unless given."""
+        """Return approximate values of y, in the size of x~ and in y's dtype unless another one is given."""
         *saved, weight, bias = tensors
         affine = self._placed(weight), self._placed(bias), self._inner()
         return self.normalized.dequantize(saved, dtype or self.dtype, affine)
@@ -53,15 +53,15 @@ class AffineResultSpec(NamedTuple):
 
 
 def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None) -> None:
-    """Let layers of the same model that save the norm's result y use the norm's copy of x~.
+    """Let layers of the same model that would save the norm's result y use the norm's copy of x~ instead.
 
     Args:
-        quantizer: of the norm.
-        y: the result.
+        quantizer: the quantizer of the norm.
+        y: the result of the norm.
         saved: the SavedTensors of x~.
-        weight: of the norm.
-        bias: of the norm, or None.
-        channels: as of `AffineResultSpec`.
+        weight: the weight of the norm.
+        bias: the bias of the norm, or None.
+        channels: the shape in which weight and bias broadcast to y, see `AffineResultSpec`.
     """
     if quantizer.context is None or saved.trace_anchor is not None:
         return
@@ -75,16 +75,17 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
 
 
 def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
-    """Quantize the normalized x once or twice, and note the spec in ctx.
+    """Quantize the normalized input of a norm once or twice.
 
     Args:
-        ctx: of the norm's autograd Function; gets `spec` and `inner`.
-        x: as for `Quantizer.quantize_normalized`.
-        mean: as for `Quantizer.quantize_normalized`.
-        rstd: as for `Quantizer.quantize_normalized`.
-        inner: as for `Quantizer.quantize_normalized`.
-        copies: 1 or 2.
-        quantizer: of the norm.
+        ctx: the context of the norm's autograd Function. Its attributes `spec` and `inner` are set for the backward
+            pass.
+        x: the input of the norm. See `Quantizer.quantize_normalized` for x, mean, rstd and inner.
+        mean: the mean of x, or None.
+        rstd: the reciprocal standard deviation of x.
+        inner: the number of consecutive elements with the same statistics, or None.
+        copies: 1, or 2 for two independently rounded copies.
+        quantizer: the quantizer of the norm.
 
     Returns:
         (SavedTensors of the first copy, all tensors to save).
@@ -95,26 +96,26 @@ def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
 
 
 def dequantize_copies(ctx, saved):
-    """Return the two factors x~^ of the backward pass: twice the same copy, or two independent ones."""
+    """Return dequantized x~ twice, from two independent copies, or from one copy if only one was saved."""
     count = ctx.spec.count
     first = ctx.spec.dequantize(saved[:count])
     return first, first if len(saved) == count else ctx.spec.dequantize(saved[count:])
 
 
 def dequantize_scaled(ctx, saved, rstd, dtype):
-    """Return x~^ of the first copy divided by rstd: an input of mean 0 for torch's own backward functions."""
+    """Return dequantized x~ divided by rstd: an input of mean 0 that torch's own backward functions accept in place of x."""
     deviation = rstd.to(ctx.spec.dtype).reciprocal()
     return ctx.spec.dequantize(saved[: ctx.spec.count], dtype, (deviation, None, ctx.inner))
 
 
 def input_gradient(g, first, second, rstd, dims, centered=True):
-    """Return a norm's input gradient (g - mean(g) - x~1 mean(x~2 g)) rstd, without the first mean unless centered.
+    """Return the gradient of a norm's input: (g - mean(g) - x~1 mean(x~2 g)) rstd, without mean(g) if not `centered`.
 
     Args:
-        g: the gradient of the result times the weight.
-        first: dequantized x~1.
-        second: dequantized x~2, perhaps the same copy.
-        rstd: broadcasts over `dims`.
+        g: the gradient of the norm's result, times the weight.
+        first: the dequantized x~1.
+        second: the dequantized x~2, perhaps from the same copy as x~1.
+        rstd: the reciprocal standard deviation, which broadcasts over `dims`.
         dims: the dimensions over which means are taken.
         centered: whether the norm subtracts the mean.
     """

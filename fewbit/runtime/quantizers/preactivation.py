@@ -1,8 +1,10 @@
-"""A norm's fixed-point copy, from which x~, y = gamma x~ + beta and ReLU of y are dequantized.
+"""A norm's copy in K-bit fixed point, from which x~, y = gamma x~ + beta and the ReLU of y can be dequantized.
 
-One packed tensor serves a pre-activation block (BLPA, section 3.2). The norm saves it and puts it into the cache for y. A
-ReLU or LeakyReLU of y reads y's sign from it and puts it into the cache for its own result. A linear layer or convolution
-of either dequantizes its input from it. No layer needs to know the others: a copy is found by its tensor.
+Here x~ is the norm's normalized input and y the norm's result. One packed tensor serves the norm, the activation and
+the linear layer or convolution of a pre-activation block (BLPA, section 3.2). The norm saves the packed tensor and puts
+it into the cache as a copy of y. A ReLU or LeakyReLU of y reads the sign of y from the copy, and adds the copy to the
+cache for its own result. A linear layer or convolution dequantizes its input from the copy. No layer needs to know the
+others, because the cache finds a copy by the tensor that is to be saved.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from fewbit.runtime.saved.single_backward import once_differentiable
 
 
 class FixedPointSpec(NamedTuple):
-    """The spec of x~, dequantized from (packed, weight, bias). Weight and bias may be None.
+    """The spec of x~, which is dequantized from (packed, weight, bias). Weight and bias may be None.
 
     Args:
-        bits: of the codes.
-        inner: element e in storage order has channel (e div inner) mod channels.
-        size, stride: of the norm's result y.
-        dtype: of x~.
+        bits: the bits of a code.
+        inner: element number e in storage order belongs to channel (e div inner) mod (number of channels).
+        size, stride: the size and strides of the norm's result y.
+        dtype: the dtype of x~.
     """
 
     bits: int
@@ -46,18 +48,18 @@ class FixedPointSpec(NamedTuple):
         return 3
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """Return x~ in the size and strides of y. affine: as for `QuantizedTensorSpec.dequantize`."""
+        """Return x~ in the size and strides of y. For `affine` see `QuantizedTensorSpec.dequantize`."""
         scale, shift, inner = affine or (None, None, None)
         if shift is None and inner is not None and self.dtype == torch.float32:
             return self._decode(tensors, dtype or self.dtype, scale=(flat(scale), inner))
         return map_affine(self._decode(tensors, self.dtype), affine).to(dtype or self.dtype)
 
     def result(self, tensors, dtype: torch.dtype, slope: float) -> torch.Tensor:
-        """Return y if positive, else y * slope, element by element."""
+        """Return y where y is positive, and y * slope elsewhere."""
         return self._decode(tensors, dtype, slope)
 
     def masked(self, grad, tensors, slope: float) -> torch.Tensor:
-        """Return grad if y is positive, else grad * slope, element by element."""
+        """Return grad where y is positive, and grad * slope elsewhere."""
         packed, weight, bias = tensors
         if not is_eager(grad):  # is_grads_batched=True
             ones = torch.ones(self.size, dtype=grad.dtype, device=packed.device)
@@ -75,12 +77,12 @@ class FixedPointSpec(NamedTuple):
 
 
 class PreActivationSpec(NamedTuple):
-    """The spec of y, or of its ReLU or LeakyReLU, dequantized from the same tensors.
+    """The spec of y, or of the ReLU or LeakyReLU of y, dequantized from the tensors of `fixed`.
 
     Args:
         fixed: the spec of x~.
-        dtype: of the values.
-        slope: of the activation below 0; 1 for y itself.
+        dtype: the dtype of the values.
+        slope: the slope of the activation below 0; 1 for y itself.
     """
 
     fixed: FixedPointSpec
@@ -88,12 +90,16 @@ class PreActivationSpec(NamedTuple):
     slope: float = 1.0
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the values in the size and strides of y. dtype: of the result; the spec's own unless given."""
+        """Return the values in the size and strides of y, in the spec's dtype unless another one is given."""
         return self.fixed.result(tensors, dtype or self.dtype, self.slope)
 
 
 def can_save_fixed_point(quantizer, x, rstd, weight, bias, copies: int) -> bool:
-    """Return whether a norm saves x~ in fixed point: not if a compiler traces or statistics have 16 bits."""
+    """Return whether a norm can save x~ in fixed point.
+
+    It cannot if the quantizer does not ask for it (`fuse`), two copies are needed, a compiler traces, or the statistics
+    have a 16-bit dtype.
+    """
     if not quantizer.fuse or copies != 1 or rstd.dtype.itemsize <= 2:
         return False
     return all(tensor is None or is_eager(tensor) for tensor in (x, weight, bias))
@@ -105,15 +111,15 @@ def save_fixed_point(
     """Save x~ of a norm in fixed point, and put the copy into the cache for the norm's result y.
 
     Args:
-        quantizer: of the norm.
-        x: as for `Quantizer.quantize_normalized`.
-        y: the norm's result.
-        mean: as for `Quantizer.quantize_normalized`.
-        rstd: as for `Quantizer.quantize_normalized`.
-        inner: as for `Quantizer.quantize_normalized`.
-        weight: of the norm, or None.
-        bias: of the norm, or None.
-        channels: the dimension that weight and bias belong to; None: the last ones, in y's order.
+        quantizer: the quantizer of the norm.
+        x: the input of the norm. See `Quantizer.quantize_normalized` for x, mean, rstd and inner.
+        y: the result of the norm.
+        mean: the mean of x.
+        rstd: the reciprocal standard deviation of x.
+        inner: the number of consecutive elements with the same statistics, or None.
+        weight: the weight of the norm, or None.
+        bias: the bias of the norm, or None.
+        channels: the dimension of y that weight and bias belong to; None: the last dimensions.
 
     Returns:
         SavedTensors of x~.
@@ -143,11 +149,10 @@ def save_fixed_point(
 
 
 def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
-    """Return ReLU or LeakyReLU of a tensor with a fixed-point copy, which saves nothing of its own; else None.
+    """Return ReLU or LeakyReLU of a tensor that has a fixed-point copy in the cache; None for any other tensor or function.
 
-    The copy is put into the cache for the result as well.
-
-    The arguments are those of `activations.apply.apply`.
+    The activation saves nothing of its own. The copy is put into the cache for the result as well. The arguments are
+    those of `fewbit.runtime.activations.apply.apply`.
     """
     if function not in ("relu", "leaky_relu"):
         return None

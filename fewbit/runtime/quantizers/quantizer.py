@@ -1,4 +1,9 @@
-"""The group quantizer of a layer: `Quantizer.quantize` in the forward pass, `QuantizedTensorSpec.dequantize` in backward."""
+"""The group quantizer of a layer: `Quantizer.quantize` in the forward pass, `QuantizedTensorSpec.dequantize` in backward.
+
+A *copy* is the quantized form of a tensor that a layer saves: codes of a few bits, and a minimum and a range for each
+group of elements. A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots
+in training.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +44,17 @@ class Quantizer:
 
     Args:
         bits: 1 to 8.
-        group_size: elements that share a minimum and a range, a multiple of 32.
-        min_dtype: the dtype of groups' minimums, "bfloat16", "float32" or "auto": float32 if a tensor's offset is
-            large relative to its range.
-        context: what the layers of a converted model share, or None.
+        group_size: the number of elements that share a minimum and a range, a multiple of 32.
+        min_dtype: the dtype of groups' minimums: "bfloat16", "float32", or "auto", which means float32 for tensors
+            whose minimum is large relative to their range.
+        context: the state that the layers of a converted model share, or None.
         name: the name of the layer in that model.
-        average: the average of bits an element, if a policy shares bits between samples; `bits` unless given.
-        is_fixed: whether the policy must leave the average as it is.
-        fuse: whether norms save fixed-point copies, which the layers after them share.
+        average: the average number of bits per element, if a policy divides bits among samples; `bits` unless given.
+        is_fixed: whether the policy must not change the average.
+        fuse: whether norms save copies in fixed point that the layers after them can use.
 
     Raises:
-        InputError: for other bits, group sizes or dtypes.
+        InputError: bits, group_size or min_dtype is none of these.
     """
 
     def __init__(
@@ -81,16 +86,16 @@ class Quantizer:
 
         Args:
             name: the other layer's name.
-            **changes: attributes that have other values, for example `context`.
+            **changes: attributes that get other values, for example `context`.
         """
         other = copy(self)
         vars(other).update(changes, name=name, _selector=MinDtypeSelector())
         return other
 
     def quantize_or_reuse(self, x: torch.Tensor) -> SavedTensors:
-        """Return the fixed-point copy that a norm has made of x, if any, else `quantize(x)`.
+        """Return the fixed-point copy of x that a norm has made, if there is one, else `quantize(x)`.
 
-        For linear layers and convolutions, which need no more than that copy.
+        Linear layers and convolutions call this method, because the norm's copy is all they need.
         """
         context = self.fixed_point_context
         if context is not None and context.cache.has_fixed_point and is_eager(x):
@@ -102,9 +107,10 @@ class Quantizer:
 
     @property
     def fixed_point_context(self) -> ForwardContext | None:
-        """The context in which norms put fixed-point copies and the layers after them look for these.
+        """The context in whose cache norms put fixed-point copies, and in which the layers after them look for these copies.
 
-        Within a pre-activation block it is the block's own, since a layer in several blocks has the last block's quantizer.
+        Within a pre-activation block this is the block's own context. A layer that is in several blocks has the
+        quantizer of the last one, whose context would be the wrong one in the others.
         """
         running = current()
         return running if running is not None and running.is_private else self.context
@@ -113,9 +119,9 @@ class Quantizer:
         """Return a quantized copy of x.
 
         Args:
-            x: floating, of any shape and strides. A transposed view is quantized in the order in which it lies in memory.
-            shared: whether layers that save x in the same forward may share the copy.
-            slot: a number for each of the layer's inputs.
+            x: a floating tensor of any shape and strides. A transposed view is quantized in the order of its memory.
+            shared: whether layers that save x in the same forward pass may share the copy.
+            slot: the number of x among the layer's inputs.
         """
         order = layout.storage_permutation(x)
         if order is not None:
@@ -138,20 +144,22 @@ class Quantizer:
     def quantize_independent(self, x: torch.Tensor, *others: torch.Tensor) -> SavedTensors:
         """Return a copy of x that is rounded independently of the copies of `others`, even if x is one of them.
 
-        For layers that multiply dequantized values: a product is exact in expectation only if its factors are independent.
+        Layers that multiply dequantized values need this: a product is exact in expectation only if its factors are
+        independent.
         """
         is_one = any(_is_same_memory(x, other) for other in others)
         return self.quantize(x, not is_one, slot=len(others))
 
     def quantize_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
-        """Return a quantized copy, shared with no layer, of (x - mean) rstd in float32 or better.
+        """Return a quantized copy of (x - mean) rstd, computed in float32 or better. No other layer gets this copy.
 
         Args:
-            x: floating, of any shape and strides.
+            x: a floating tensor of any shape and strides.
             mean: the mean, which broadcasts to x, or None.
             rstd: the reciprocal standard deviation, which broadcasts to x.
-            inner: set if element e of x, in storage order with samples outermost, has statistics number
-                (e div inner) mod (number of statistics); else None.
+            inner: the number of consecutive elements with the same statistics: element number e of x, in storage order
+                with samples outermost, has statistics number (e div inner) mod (number of statistics). None if x has no
+                such order.
         """
         fits = inner is not None and layout.is_by_sample(x)
         if fits and is_plain(x) and rstd.dtype == torch.float32 and x.dtype != torch.float64:
@@ -246,15 +254,16 @@ class Quantizer:
         return self._selector.poll(), True
 
     def quantize_with_activation(self, run, y) -> tuple | None:
-        """Quantize an activation's result y in the pass that computes y and the activation's codes.
+        """Quantize an activation's result y in the same pass that computes y and the activation's codes.
 
         Args:
-            run: run(seed, bits, group_size, fp32_min) writes y and returns a `backends.results.QuantizedForward`, or None if
-                it cannot.
-            y: a plain tensor, samples outermost.
+            run: a function. run(seed, bits, group_size, fp32_min) writes y and returns a
+                `backends.results.QuantizedForward`, or returns None if it has no such pass.
+            y: an ordinary dense tensor in eager mode, samples outermost.
 
         Returns:
-            (codes, SavedTensors of y), or (codes, None) if y has a large offset; None if nothing was written.
+            (codes, SavedTensors of y); (codes, None) if y's minimum is so large relative to its range that float32
+            minimums are needed; None if nothing was written.
         """
         if self._policy is not None:
             return None
@@ -273,9 +282,10 @@ class Quantizer:
 
     @property
     def key(self) -> tuple:
-        """The key by which layers can share copies, and from which seeds are hashed, see `ForwardContext.seed_of_result`.
+        """The settings that two layers must have in common to share a copy. Seeds are hashed from the key too.
 
-        Append a setting that changes the copy only if it has not its default value, so that other seeds stay as they are.
+        For seeds see `ForwardContext.seed_of_result`. Append a new setting to the key only if it changes the copy and
+        does not have its default value, so that the seeds of other quantizers stay the same.
         """
         bits = self.bits
         if self._policy is not None:
@@ -291,7 +301,7 @@ class Quantizer:
         return SavedTensors((packed, ranges), spec, None if is_abstract(x) else one)
 
     def was_traced(self) -> None:
-        """Tell the policy that the layer runs inside torch.compile, which no probe sees."""
+        """Tell the policy that the layer runs inside torch.compile, so that no probe can measure it."""
         # A quantizer that is made in the traced code has no attributes yet.
         if "context" in vars(self) and self._policy is not None and not self.is_fixed:
             self._policy.report_unobserved(self.name, COMPILED)
@@ -346,12 +356,12 @@ def _is_ordinary(x) -> bool:
 
 @lru_cache(maxsize=256, typed=True)  # 2.0 is not 2, and True is not 1
 def quantizer_of(bits: int, group_size: int) -> Quantizer:
-    """Return the Quantizer of a functional call. Raises InputError for bad bits or group_size."""
+    """Return the Quantizer for a call of a function in `fewbit.functional`. Raises InputError for bad bits or group_size."""
     return Quantizer(bits, group_size)
 
 
 def is_differentiated(*tensors) -> bool:
-    """Return whether a layer of those inputs saves tensors, in a mode in which fewbit's layer can run.
+    """Return whether a layer of these inputs saves tensors, in a mode of torch in which fewbit's layer can run.
 
     Transforms of torch.func and torch.jit.trace see torch's own layer.
     """

@@ -1,4 +1,8 @@
-"""The tensors that a layer saves, and the specs that turn them into values again in the backward pass."""
+"""The tensors that a layer saves, and specs, which turn saved tensors into values again in the backward pass.
+
+A *slot* is one tensor that a layer saves in every forward pass. A *probe* measures for a policy how rounding affects
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,10 @@ class QuantizedTensorSpec(NamedTuple):
     """Everything but the tensors that is needed to dequantize a saved tensor.
 
     Args:
-        bits, group_size: of the quantizer.
-        size, stride, dtype: of the values.
+        bits, group_size: the settings of the quantizer.
+        size, stride, dtype: those of the dequantized values.
         samples: the number of samples with bits of their own, or None.
-        slot: the slot that the tensor was saved for, if a policy chooses bits.
+        slot: the slot for which the tensor was saved, if a policy chooses bits; else None.
     """
 
     bits: int
@@ -39,13 +43,13 @@ class QuantizedTensorSpec(NamedTuple):
         return 2 if self.samples is None else 3
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """Return approximate values of the saved tensor, in its size and strides.
+        """Return approximate values of the saved tensor, in the tensor's size and strides.
 
         Args:
             tensors: the saved tensors, `count` of them.
-            dtype: of the result; the saved tensor's unless given.
-            affine: (scale, shift, inner) for values * scale + shift, computed before the values are rounded to dtype.
-                scale and shift broadcast to the values, and either may be None. inner: as for
+            dtype: the dtype of the result; the saved tensor's dtype unless given.
+            affine: (scale, shift, inner) to return values * scale + shift, computed before the result is rounded to
+                dtype; or None. scale and shift broadcast to the values, and either may be None. For inner see
                 `Quantizer.quantize_normalized`.
         """
         *vectors, inner = affine or (None, None)
@@ -93,23 +97,24 @@ class QuantizedTensorSpec(NamedTuple):
 
 
 class PermutedSpec(NamedTuple):
-    """The spec of a tensor that was saved with its dimensions in another order."""
+    """The spec of a tensor whose dimensions were in another order when it was saved."""
 
     inner: QuantizedTensorSpec
     order: tuple[int, ...]
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the values of `inner` with dimension order[i] as dimension i."""
+        """Return the values of `inner`, with dimension order[i] of `inner` as dimension i."""
         return self.inner.dequantize(tensors, dtype).permute(self.order)
 
 
 class SavedTensors(NamedTuple):
-    """Tensors for `save_for_backward` and the spec that dequantizes them.
+    """Tensors for `save_for_backward`, and the spec that dequantizes them.
 
     Args:
         tensors: the saved tensors.
-        spec: turns them into values.
-        trace_anchor: when a compiler traces, a 1 to multiply the layer's result with (docs/decisions/0004); else None.
+        spec: the spec that turns the tensors into values.
+        trace_anchor: if a compiler traces, a tensor of value 1 that the layer multiplies its result with, so that the
+            compiler runs the quantization in the forward pass (docs/decisions/0004); else None.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -117,19 +122,21 @@ class SavedTensors(NamedTuple):
     trace_anchor: torch.Tensor | None = None
 
     def tie(self, y: torch.Tensor) -> torch.Tensor:
-        """Return y, made dependent on the saved tensors if a compiler traces, so that they are made in the forward pass."""
+        """Return y. If a compiler traces, y is made to depend on the saved tensors, so that the forward pass computes them."""
         return y if self.trace_anchor is None else y * self.trace_anchor.to(y.dtype)
 
 
 class QuantizationRecord(NamedTuple):
-    """A tensor and its quantized copy, which a probe measures.
+    """A tensor and its quantized copy, for a probe to measure.
 
     Args:
         x: the tensor.
         tensors: the saved tensors that were made of x, or of x normalized.
-        spec: of the saved tensors.
-        group_size, fp32_min: as for `quantizer_ops.quantize`.
-        normalize: (mean or None, rstd, inner) as for `Quantizer.quantize_normalized`, or None.
+        spec: the spec of the saved tensors.
+        group_size, fp32_min: the number of elements in a group, and whether minimums are float32, see
+            `quantizer_ops.quantize`.
+        normalize: (mean or None, rstd, inner) if x was normalized before it was quantized, see
+            `reference_quantizer.quantize`; else None.
     """
 
     x: torch.Tensor
@@ -140,21 +147,21 @@ class QuantizationRecord(NamedTuple):
     normalize: tuple | None
 
     def variance(self, bits: int, generator) -> torch.Tensor:
-        """Return the variance of an element in each sample if rounded to `bits`, see `quantizer_ops.rounding_variance`."""
+        """Return the variance that rounding to `bits` adds, for each sample. See `quantizer_ops.rounding_variance`."""
         settings = self.group_size, self.fp32_min, self.normalize
         return quantizer_ops.rounding_variance(
             self.x, self.spec.samples, *settings, bits, generator
         )
 
     def squares(self) -> torch.Tensor:
-        """Return the sum over groups of length times squared range, 0-D float32."""
+        """Return the sum over all groups of length * range^2, 0-D float32."""
         x = self.x if layout.is_by_sample(self.x) else self.x.contiguous()
         if x.numel() < groups.LEAST_FEATURES * len(x):
             x = layout.storage_order(x).view(1, -1)  # groups run across samples that are so short
         return quantizer_ops.squares(x, self.group_size, self.normalize).sum()
 
     def exact(self) -> torch.Tensor:
-        """Return the values without errors, in the size, strides and dtype of the dequantized ones."""
+        """Return the values before rounding, in the size, strides and dtype of the dequantized values."""
         spec = self.spec
         x = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=self.x.device)
         x.copy_(self.x)
@@ -167,16 +174,20 @@ class QuantizationRecord(NamedTuple):
         return x
 
     def errors(self, exact: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the dequantized values minus the exact ones. exact: the result of `exact()` if the caller has it."""
+        """Return the dequantized values minus the exact ones.
+
+        Args:
+            exact: the result of `exact()`, if the caller has it already.
+        """
         if exact is None:
             exact = self.x if self.normalize is None else self.exact()
         return self.spec.dequantize_exact(self.tensors).sub_(exact)
 
 
 def unsharded(weight, bias) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return a norm's weight and bias, as copies if the model may be distributed.
+    """Return a norm's weight and bias. If the model may be distributed, they are copies.
 
-    If parameters are sharded, those of the norm may be gone when the layer after the norm runs backward.
+    If parameters are sharded, the norm's own ones may be gone when the layer after the norm runs its backward.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return weight, bias
@@ -184,7 +195,12 @@ def unsharded(weight, bias) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 
 
 def map_affine(values: torch.Tensor, affine) -> torch.Tensor:
-    """Compute values * scale + shift in place and return it. affine: as for `QuantizedTensorSpec.dequantize`."""
+    """Compute values * scale + shift in place and return the result.
+
+    Args:
+        values: the values to change.
+        affine: (scale, shift, inner) or None, see `QuantizedTensorSpec.dequantize`.
+    """
     scale, shift, _ = affine or (None, None, None)
     if scale is not None:
         values.mul_(scale)

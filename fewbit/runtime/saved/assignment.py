@@ -1,16 +1,17 @@
-"""Bits that are not fixed: the bit assignment of one forward pass.
+"""The bits of every saved tensor in one forward pass, if a policy chooses them.
 
 A *slot* is one input that a layer saves in every forward pass, for example the input of a linear layer. Each slot has
-an average number of bits per element, so the bytes of its tensor follow from the shape alone. The samples of the tensor
-share these bits according to the squares of their ranges (ActNN, section 4.2). Rounding adds step^2 / 6 on average to
-the variance of an element, where step is the range of its group / (2^bits - 1). So sample n adds
+an average number of bits per element, so the bytes of its tensor follow from the shape alone. A *sample* is one slice
+of the tensor along dimension 0. The bits are divided among the samples according to the squares of their ranges (ActNN,
+section 4.2), so that samples of larger range get more bits. On average, rounding adds step^2 / 6 to the variance of an
+element, where step = (range of the element's group) / (2^bits - 1). Sample n therefore adds
 
     squares_n / 6 / (2^bits_n - 1)^2        squares_n = sum over its groups of length * range^2
 
-times the square of its gradient, if that is known.
+If the squared norm of the sample's gradient is known, this number is multiplied by the squared norm.
 
-A `BitPolicy` (`bit_policy.py`) makes one `BitAssignment` for each forward pass. If the policy wants to learn from a forward
-pass, it adds a `Probe` to the assignment.
+A `BitPolicy` (`bit_policy.py`) makes one `BitAssignment` for each forward pass. To learn from a forward pass, the
+policy adds a `Probe` to the assignment. The probe measures how much rounding each slot changes the gradient.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ with use_reentrant=True; it was called by itself, outside a forward pass of the 
 
 
 class TensorSlot(NamedTuple):
-    """One saved tensor of a forward pass.
+    """One tensor that a layer saves, in one forward pass.
 
     Args:
-        name: the layer's name and the number of its input.
+        name: the layer's name and the number of the layer's input.
         average: bits per element, from 1 to 8.
         is_fixed: whether the user gave these bits, so that no policy may change them.
         assignment: the forward pass's assignment.
         rounding: the object that the probe's `record_rounding` returned for this tensor, or None.
-        user: the name of the layer that restores the tensor, if a probe watches and another layer saved it.
+        user: the name of the layer that dequantizes the tensor, if another layer saved it and a probe measures the
+            forward pass; else None.
     """
 
     name: tuple[str, int]
@@ -52,12 +54,12 @@ class TensorSlot(NamedTuple):
     user: str | None = None
 
     def total(self, samples: int) -> int:
-        """Return the bits of one element of all `samples` samples together."""
+        """Return the sum, over the samples, of the bits per element of each sample."""
         bits = self._whole(self.average * samples)
         return min(max(bits, MIN_BITS * samples), MAX_BITS * samples)
 
     def uniform(self) -> int:
-        """Return the bits per element of a tensor whose samples are not known."""
+        """Return the whole number of bits per element for a tensor that is not divided into samples."""
         return min(max(self._whole(self.average), MIN_BITS), MAX_BITS)
 
     def _whole(self, bits: float) -> int:
@@ -67,61 +69,68 @@ class TensorSlot(NamedTuple):
 
     @property
     def levels(self) -> float:
-        """2^bits - 1: the number of steps that a range is divided into."""
+        """2^bits - 1: the number of steps into which a group's range is divided."""
         return 2.0**self.average - 1
 
 
 class Probe(Protocol):
     """The object that measures one forward pass and its backward pass for a policy.
 
-    Methods are called in the order in which they are listed. None of them may raise.
+    The methods are called in the order in which they are listed. None of them may raise.
     """
 
     def record_saved(self, slot: TensorSlot, elements: int, sensitivities, fp32_min_bytes: int):
-        """Note that a layer saved a tensor.
+        """Record that a layer saved a tensor.
 
         Args:
             slot: the tensor's slot.
             elements: the number of elements.
-            sensitivities: (samples,) float32 by which the samples share bits, or None if they do not.
-            fp32_min_bytes: bytes by which the saved tensor grows if its minimums become float32.
+            sensitivities: (samples,) float32, the numbers by which bits are divided among samples; None if they are not
+                divided.
+            fp32_min_bytes: the bytes by which the saved tensor grows if the minimums of its groups become float32.
         """
 
     def record_rounding(self, slot: TensorSlot, record) -> object | None:
-        """Return what the backward pass needs to know of this tensor's rounding: `TensorSlot.rounding`.
+        """Return the object that the backward pass gets as `TensorSlot.rounding`, or None.
 
         Args:
             slot: the tensor's slot.
-            record: the tensor and its quantized copy, `fewbit.runtime.quantizers.spec.QuantizationRecord`.
+            record: the tensor and its quantized copy, a `fewbit.runtime.quantizers.spec.QuantizationRecord`.
         """
 
     def knows(self, name: tuple[str, int]) -> bool:
-        """Return whether a tensor of the slot of that name was recorded."""
+        """Return whether `record_saved` was called for a slot of that name."""
 
     def watch(self, outputs) -> None:
-        """Follow the backward pass that starts at the results of the forward pass, in any nest of containers."""
+        """Follow the backward pass from `outputs`, the result of the forward pass: tensors in nested containers."""
 
     def reached(self, slots) -> None:
-        """Note that the backward pass restores these slots in a layer for which `probe` is not called."""
+        """Record that a layer's backward dequantized tensors of these slots, and that `probe` is not called for them."""
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
         """Measure one layer in the backward pass.
 
         Args:
-            number: the number that the probe gave the layer's node in `watch`.
-            backward: the layer's backward function, called with the context and the gradients.
-            context: the layer's autograd context.
+            number: the number that the probe gave in `watch` to the layer's node of the autograd graph.
+            backward: the layer's backward function. The probe may call it with `context` and gradients.
+            context: the context of the layer's autograd Function.
             grads: the gradients of the layer's results.
             results: the gradients that `backward` returned for the layer's inputs.
-            slots: the slots that `backward` restored.
+            slots: the slots whose tensors `backward` dequantized.
         """
 
     def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int) -> torch.Tensor:
-        """Return noise of the shape of restored values (samples, features); float32."""
+        """Return noise to add to dequantized values: float32 of the shape of `rows`.
+
+        Args:
+            rows: the dequantized values, (samples, features).
+            slot: the values' slot.
+            level: which noise to imitate, see `fewbit.runtime.probes.variance_probe.LEVELS`.
+        """
 
 
 class ChannelWeights:
-    """Weights of a layer's channels, of mean 1, copied to each device on demand."""
+    """Weights of a layer's channels, with mean 1. A device gets a copy when `on` first asks for it."""
 
     def __init__(self, weights):
         cpu = torch.device("cpu")
@@ -137,18 +146,18 @@ class ChannelWeights:
 
 @dataclass(eq=False)
 class BitAssignment:
-    """The bits that one forward pass goes by, and every checkpoint that recomputes a part of it.
+    """The bits of all slots in one forward pass, and in every checkpointed region of that pass that is recomputed.
 
     Args:
         averages: {slot's name: bits} of slots that do not have their layer's own average.
         samples: the number of samples in the forward pass, or None if it is not known.
-        probe: what measures this forward pass, or None.
-        magnitudes: squared gradient norms by slot and sample, if the samples of this forward pass are numbered.
-        numbers: the numbers of this forward pass's samples, or None.
-        codecs: {slot's name: slot codec} of slots that a `SlotCodec` saves instead of the group quantizer.
+        probe: the probe that measures this forward pass, or None.
+        magnitudes: the squared gradient norms by slot and sample, or None.
+        numbers: the rows of this forward pass's samples in `magnitudes`; None if the user did not number the samples.
+        codecs: {slot's name: slot codec} of slots whose tensors a `SlotCodec` saves instead of the group quantizer.
         activations: {activation's name: bits} of few-bit activations that do not have their own bits.
         channels: {layer's name: count} of layers for which each channel of a sample has its own bits.
-        channel_weights: {layer's name: weights} by which such channels share bits.
+        channel_weights: {layer's name: weights} by which bits are divided among such channels.
         least_features: samples with fewer elements have no bits of their own.
         rounds_up: whether averages that are not fixed are lower bounds. Otherwise they are upper bounds.
         unobserved: the reason why no probe may see this forward pass's tensors, REENTRANT or ALONE, or "".
@@ -169,29 +178,30 @@ class BitAssignment:
     _numbers_by_device: dict = field(default_factory=dict, repr=False)
 
     def slot(self, name: tuple[str, int], average: float, is_fixed: bool) -> TensorSlot:
-        """Return the slot of that name. It has the given average unless the policy chose another."""
+        """Return the slot of that name. If `is_fixed` or the policy chose nothing for the slot, it has the given average."""
         if not is_fixed:
             average = self.averages.get(name, average)
         return TensorSlot(name, average, is_fixed, self)
 
     def codec(self, slot: TensorSlot):
-        """Return the slot codec that saves the slot instead of the group quantizer, or None."""
+        """Return the slot codec that saves this slot's tensors instead of the group quantizer, or None."""
         return None if slot.is_fixed else self.codecs.get(slot.name)
 
     def activation_bits(self, name: str, default: int) -> int:
-        """Return the bits of the few-bit activation of that name."""
+        """Return the bits of the few-bit activation of that name: `default` unless the policy chose others."""
         return self.activations.get(name, default)
 
     def sensitivities(self, slot: TensorSlot, squares: torch.Tensor) -> torch.Tensor:
-        """Return the numbers by which samples share bits.
+        """Return the numbers by which the bits of a tensor are divided among its samples.
 
         Args:
             slot: the slot of the tensor.
-            squares: (samples,) float32, sums of squared ranges.
+            squares: (samples,) float32, for each sample the sum of its groups' length * range^2.
 
         Returns:
-            (samples,) float32: the squares times the squared gradients of samples that were seen before. If each
-            channel of a sample counts as a sample, the squares times the channels' weights.
+            (samples,) float32. Usually these are the squares, each multiplied by the sample's squared gradient norm if
+            the sample is numbered and was seen before. If each channel of a sample counts as a sample, they are the
+            squares times the channels' weights.
         """
         layer, number = slot.name
         channels = self.channels.get(layer, 0)
@@ -205,7 +215,7 @@ class BitAssignment:
         return squares if magnitudes is None else squares * magnitudes
 
     def note_gradient(self, slot: TensorSlot, grad) -> None:
-        """Remember the size of each sample's gradient, if samples are numbered.
+        """Remember the squared norm of each sample's gradient, if the user numbered the samples of this forward pass.
 
         Args:
             slot: a slot that a layer has saved.
@@ -221,11 +231,12 @@ class BitAssignment:
         return found
 
     def samples_of(self, x, layer: str = "") -> int | None:
-        """Return how many samples lie one after the other in x's memory, or None if that is not known.
+        """Return the number of samples that lie one after the other in x's memory; None if x is not divided into samples.
 
         Args:
             x: a tensor that a layer saves.
-            layer: the layer's name. If its channels have bits of their own, each channel of a sample counts.
+            layer: the layer's name. If the layer's channels have bits of their own, each channel of a sample counts as
+                one.
         """
         if not self.samples or not x.dim() or not x.numel():
             return None

@@ -1,4 +1,8 @@
-"""The interface of whoever chooses a model's bits. The base class divides the bits of each tensor between its samples."""
+"""The interface of policies. A policy chooses the bits of a model's saved tensors while the model trains.
+
+A *slot* is one tensor that a layer saves in every forward pass. A *probe* measures a forward and its backward pass for
+the policy (`assignment.py`).
+"""
 
 from __future__ import annotations
 
@@ -21,16 +25,20 @@ SAMPLES = ("magnitudes", "numbers")
 
 
 class BitPolicy:
-    """The object that chooses a model's bits while the model trains. The base class lets samples share their bits.
+    """The object that chooses a model's bits while the model trains.
 
-    Another policy is a subclass in one file. All methods have defaults here, so that a subclass may do no more than set
-    `kind` and fill `averages`. The runtime calls `begin`, `assign` and `report_unobserved`. The controller calls the rest.
+    The base class gives every slot its average, and divides the bits of each tensor among the tensor's samples.
+
+    To add a policy, write a subclass; one file is enough. All methods have defaults, so a subclass may do no more than
+    set `kind` and fill `averages`. The runtime calls `begin`, `assign` and `report_unobserved`. The controller, the
+    object that `fewbit.compress_` returns, calls the other methods.
 
     Args:
         bits: the average number of bits per element, from 1 to 8.
 
     Attributes:
-        averages: {(layer's name, number of its input): bits per element} of slots that do not have the layer's own average.
+        averages: {(layer's name, number of its input): bits per element} of slots that do not have the layer's own
+            average.
     """
 
     kind = "SampleBits"
@@ -68,55 +76,56 @@ class BitPolicy:
         return assignment
 
     def assign(self, inputs, probe: Probe | None = None) -> BitAssignment:
-        """Return an assignment with the bits as they are now; the policy learns nothing from it.
+        """Return a bit assignment with the present bits. The policy learns nothing from the forward pass that uses it.
 
         Args:
             inputs: the arguments of a forward pass.
-            probe: a probe of the caller's own.
+            probe: the caller's probe, which measures the forward pass for the caller; or None.
         """
         return BitAssignment(self.averages, batch_size(inputs), probe)
 
     def report_unobserved(self, layer: str, reason: str) -> None:
-        """Note that a probe cannot see a layer's tensor.
+        """Record that no probe can see the tensors that a layer saves. The base class does nothing.
 
         Args:
             layer: the layer's name.
-            reason: COMPILED, REENTRANT or ALONE.
+            reason: COMPILED, REENTRANT or ALONE, see `assignment.py`.
         """
 
     # -- The controller asks ---------------------------------------------------------------------------------
 
     def tables(self, model, ended: str) -> dict[str, Rows]:
-        """Return what the policy has chosen: tables by the name of the controller's property, "allocation" or "bounds".
+        """Return tables of the policy's choices by name: "allocation" or "bounds", the controller's properties that show them.
 
         Args:
             model: the compressed model, or None if it no longer exists.
-            ended: why the model is no longer trained with this policy, or "".
+            ended: the reason why the model is no longer trained with this policy, or "".
         """
         return {}
 
     def number_samples(self, numbers) -> None:
-        """Set the numbers of the samples of the next forward pass in training.
+        """Set the numbers by which the samples of the next forward pass in training are recognized in later epochs.
 
         Args:
-            numbers: (N,) integers on the CPU.
+            numbers: (N,) integers on the CPU, one for each sample.
 
         Raises:
-            InputError: the numbers are not such integers, or the policy does not go by samples.
+            InputError: the numbers are not such integers, or the policy does not divide bits among samples.
         """
         self._numbers = self._places_of_samples.of(numbers)
 
     def state_dict(self) -> dict:
-        """Return what `load_state_dict` needs to continue."""
+        """Return the state from which `load_state_dict` continues: what the policy has learned."""
         if not self.magnitudes:
             return {}
         return {"magnitudes": self.magnitudes.state(), "numbers": self._places_of_samples.state()}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Continue from a state.
+        """Replace what the policy has learned by a saved state.
 
         Args:
-            state: the result of `state_dict` of a policy of this kind. It is checked before the policy changes.
+            state: the result of `state_dict` of a policy of this kind. The policy changes only if the whole state is
+                valid.
 
         Raises:
             InputError: the state is from another kind of policy, or has invalid entries.
@@ -130,10 +139,10 @@ class BitPolicy:
 
 
 def wrong_state(kind: str, state: Mapping) -> InputError:
-    """Return the InputError for a controller's state that is from another configuration.
+    """Return the InputError for a state that is from a controller with another configuration.
 
     Args:
-        kind: the configuration's class of the controller that was to load the state.
+        kind: the name of the configuration's class, for the controller that was to load the state.
         state: the state.
     """
     return InputError(f"expected the state of a controller of {kind}, got one {_origin(state)}")

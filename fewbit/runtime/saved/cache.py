@@ -1,13 +1,15 @@
-"""The quantized copies that the layers of one model share during a forward.
+"""The quantized copies that the layers of one model share during a forward pass.
 
-A tensor that several layers save, such as the input of q, k and v or of a residual branch, is quantized once. A copy is
-found by the tensor's storage, its place in the storage and its version, so that neither an in-place change nor a
-reused address is mistaken for the saved tensor. The storage is referred to weakly and stays collectable. Writes through
-`x.data` or `x.numpy()` do not change the version; on the CPU a checksum of the content is compared as well. Copies are
-dropped when the forward ends, or the checkpointed region in which they were made.
+A *copy* is the quantized form of a tensor, which a layer saves for the backward pass. If several layers save the same
+tensor, such as the input of the projections q, k and v or of a residual branch, the tensor is quantized once. A copy is
+found by the tensor's storage, the tensor's place in the storage and its version. An in-place change or a reused address
+is therefore not mistaken for the saved tensor. The cache refers to the storage weakly and does not keep it alive.
+Writes through `x.data` or `x.numpy()` do not change the version, so on the CPU a checksum of the content is compared as
+well. The cache drops its copies when the forward pass ends, or when the checkpointed region ends in which they were
+made.
 
-An activation whose result a layer saves makes that layer's copy itself from the next forward on, in the pass in which
-the activation computes its result and its own codes.
+If a layer saves an activation's result, then from the next forward pass on the activation makes the copy for that
+layer. The activation's result, its own codes and the copy are then computed in one pass over memory.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ _FIXED_POINT = "pre-activation"  # key of fixed-point copies, beside `Quantizer.
 
 
 class SavedTensorCache:
-    """Copies of the forward that runs in a thread, and the layers that saved activations' results in earlier forwards.
+    """The copies made in the forward pass that runs in a thread.
 
-    Outside of a forward nothing is found and nothing is added.
+    The cache also remembers, from earlier forward passes, which layers saved the results of activations. Outside of a
+    forward pass the cache finds nothing and adds nothing.
     """
 
     def __init__(self, checkpoints: CheckpointRegions):
@@ -41,22 +44,22 @@ class SavedTensorCache:
 
     @property
     def is_open(self) -> bool:
-        """True while a forward runs in this thread."""
+        """True while a forward pass runs in this thread."""
         return self._local.entries is not None
 
     def begin(self) -> None:
-        """Start a forward with no copies."""
+        """Start a forward pass with no copies."""
         local = self._local
         local.entries, local.results, local.exposed = {}, {}, {}
 
     def end(self) -> None:
-        """Drop the copies of the forward."""
+        """Drop the copies of the forward pass."""
         self._local.entries, self._local.results = None, {}
 
     # -- Copies ------------------------------------------------------------------------------------------
 
     def get(self, x, key):
-        """Return the SavedTensors of x that a layer with this key may use, or None."""
+        """Return the SavedTensors of x that a layer with this `Quantizer.key` may use, or None."""
         entries = self._entries()
         found = entries.get((*_place(x), key)) if entries else None
         if found is None or x.untyped_storage()._cdata in self._local.exposed:
@@ -65,7 +68,7 @@ class SavedTensorCache:
         return saved if content is None or content == fingerprint(x) else None
 
     def put(self, x, key, saved) -> None:
-        """Let later layers with this key that save x, or the same memory in the same state, use these SavedTensors."""
+        """Add the SavedTensors of x, for later layers with this `Quantizer.key` that save x or the same unchanged memory."""
         entries = self._entries()
         if entries is not None and not x.is_inference():
             if offload.is_active():
@@ -74,16 +77,16 @@ class SavedTensorCache:
             entries[*_place(x), key] = StorageWeakRef(x.untyped_storage()), saved, fingerprint(x)
 
     def get_fixed_point(self, x):
-        """Return the fixed-point copy of x that a norm, or an activation after it, has added, or None."""
+        """Return the copy of x in K-bit fixed point that a norm, or an activation after the norm, has added; or None."""
         return self.get(x, _FIXED_POINT) if self.has_fixed_point else None
 
     def put_fixed_point(self, y, saved) -> None:
-        """Let linear layers, convolutions and activations of y use this copy, whatever their bits are."""
+        """Add a copy of y in K-bit fixed point, for linear layers, convolutions and activations of y with any number of bits."""
         self.has_fixed_point = True
         self.put(y, _FIXED_POINT, saved)
 
     def stop_sharing(self, x) -> None:
-        """Stop sharing copies of x in this forward: its memory was accessed in a way that autograd does not track."""
+        """Stop sharing copies of x in this forward pass: its memory was accessed in a way that autograd does not track."""
         if not self.is_open:
             return
         # Parameters of lazy modules refuse access through `__torch_function__`.
@@ -102,22 +105,29 @@ class SavedTensorCache:
 
     @property
     def result_count(self) -> int:
-        """The number of activations that have run in this forward."""
+        """The number of activations that have run in this forward pass."""
         return len(self._local.results)
 
     def consumer_quantizer(self, x):
-        """Return the quantizer of the layer that saved this activation's result in an earlier forward, or None.
+        """Return the quantizer of the layer that saved this activation's result in an earlier forward pass, or None.
 
         Args:
-            x: the activation's input. Activations are known by their number in the forward and their input's shape and
-                dtype.
+            x: the activation's input. An activation is recognized by its number in the forward pass and by the shape
+                and dtype of x.
         """
         if not self.is_open or in_checkpoint():
             return None
         return self._consumers.get((self.result_count, x.shape, x.dtype))
 
     def record_output(self, x, y, quantizer=None, saved=None) -> None:
-        """Record an activation's result y of x, and the copy of y that the activation made for `quantizer`, if any."""
+        """Record that an activation of x returned y.
+
+        Args:
+            x: the activation's input.
+            y: the activation's result.
+            quantizer: the quantizer for which the activation made a copy of y, or None.
+            saved: that copy, or None.
+        """
         if not self.is_open or in_checkpoint():
             return
         number = self.result_count, x.shape, x.dtype
@@ -126,10 +136,12 @@ class SavedTensorCache:
             self.put(y, quantizer.key, saved)
 
     def record_consumer(self, x, quantizer) -> int | None:
-        """Record that a layer saves x. If x is an activation's result, the next forward makes both in one pass.
+        """Record that the layer with this quantizer saves x.
+
+        If x is an activation's result, the activation makes the copy of x in the next forward pass.
 
         Returns:
-            The number of that activation in this forward, or None.
+            The number of that activation in this forward pass, or None.
         """
         if not self.is_open or in_checkpoint():
             return None
@@ -143,7 +155,7 @@ class SavedTensorCache:
         return result.number[0]
 
     def forget_unused(self) -> None:
-        """Forget the layers that did not use the copy that an activation made for them in this forward."""
+        """Forget the layers that did not use the copy that an activation made for them in this forward pass."""
         for result in self._local.results.values():
             if result.has_copy and not result.is_used:
                 self._consumers.pop(result.number, None)

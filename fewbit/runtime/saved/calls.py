@@ -1,7 +1,7 @@
-"""Calls of a converted model's modules, after which the state of the thread is as before, whatever ends them.
+"""Run the calls of a converted model's modules, and restore the state of the thread after each call, however the call ends.
 
-Python may raise an interrupt at any bytecode, also during clean-up, so all restoring is idempotent and done twice after
-an exception (docs/decisions/0013). The order of the statements matters.
+Python may raise an interrupt at any bytecode, also during clean-up. All restoring is therefore idempotent and done
+twice after an exception (docs/decisions/0013). The order of the statements matters.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from fewbit.runtime.saved.context import ForwardContext
 
 
 class CallGuard:
-    """Runs the calls of the modules of one model, each as a part of a forward with that model's context."""
+    """Runs the calls of the modules of one model, each as a part of a forward pass of the model.
+
+    Args:
+        context: the model's `ForwardContext`, the state that its layers share.
+    """
 
     def __init__(self, context: ForwardContext):
         self.context = context
 
     def call(self, module, function, args=(), kwargs=None):
-        """Return function(*args, **kwargs), the call of a module with children, as a part of a forward of this model.
+        """Return function(*args, **kwargs), where `function` runs `module`, as a part of a forward pass of this model.
 
-        The outermost call is the forward. When the call returns or raises, the previous state is restored, and after
-        an exception restored a second time, in case the first restoration was interrupted.
+        The outermost call is the whole forward pass. When a call returns or raises, the previous state is restored.
+        After an exception it is restored a second time, in case the first restoration was interrupted.
         """
         kwargs, context = kwargs or {}, self.context
         call = _Call(context, module)

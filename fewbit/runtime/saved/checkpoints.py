@@ -1,4 +1,7 @@
-"""The checkpointed regions of one model: the forward that each is a part of, and the copies made in the latest one."""
+"""The checkpointed regions of one model: to which forward pass each belongs, and the copies made in the latest region.
+
+A *region* is the part of a forward pass that `torch.utils.checkpoint` runs again, or recomputes, in the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from fewbit.runtime.interop.checkpoint import (
 class CheckpointRegions:
     """Remembers regions from their first run to their recomputation in the backward pass.
 
-    A recomputed region must go by the bits and seeds of its first run, so that both save the same copies.
+    A recomputed region has to use the bits and seeds of its first run, so that both runs save the same copies.
     """
 
     def __init__(self):
@@ -26,11 +29,11 @@ class CheckpointRegions:
         self._local = _Local()
 
     def remember(self, region, forward):
-        """Record the forward that a region is a part of, unless one is recorded. Return the recorded one."""
+        """Record that a region is a part of a forward pass, unless one is recorded for the region. Return the recorded one."""
         return self._forwards.setdefault(region, forward)
 
     def recorded_forward(self):
-        """Return the forward recorded for the region that runs in this thread, or None."""
+        """Return the forward pass that was recorded for the region that runs in this thread, or None."""
         frame = region_of(checkpoint_hook())
         found = None if frame is None else self._forwards.get(frame)
         if found is None and in_backward():
@@ -39,10 +42,11 @@ class CheckpointRegions:
         return found
 
     def is_over(self) -> bool:
-        """Return whether the copies of the running region can be dropped when the outermost call ends.
+        """Return whether the copies of the running region can be dropped when the outermost call of a module ends.
 
-        They can outside of a region and in a region around a whole forward. The answer in the recomputation is that of
-        the first run, although calls are outermost then that were within others at first.
+        They can be dropped outside of a region, and in a region that contains a whole forward pass. The recomputation
+        gets the answer of the first run, because a call that was within another call in the first run may be outermost
+        when recomputed.
         """
         if not in_checkpoint():
             return True
@@ -52,10 +56,11 @@ class CheckpointRegions:
         return frame in self._whole
 
     def entries(self, outer: dict | None) -> dict | None:
-        """Return the cache entries of the running region, or `outer`, those of the forward, outside of a region.
+        """Return the cache entries of the region that runs in this thread, or `outer` if none runs.
 
-        The recomputation has no copies from the forward around the region, so the first run may not use them either.
-        Whatever ends a region's entries has to happen in both runs: another region, or none, that asks for its own.
+        `outer` are the entries of the whole forward pass. The recomputation has no copies from the part of the forward
+        pass outside of the region, so the first run may not use such copies either. The entries of a region are dropped
+        when another region, or none, asks for entries; this happens alike in both runs.
         """
         hook, regions = checkpoint_hook(), self._local.regions
         if hook is None or hook not in regions:

@@ -1,4 +1,4 @@
-"""The context of a forward, from which the layers of one converted model get bits, seeds, and the copies that they share."""
+"""The context of a model: its layers ask it for the bits and seeds of the present forward pass, and for shared copies."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ _running = threading.local()  # the innermost call of any model in this thread
 
 
 def current() -> ForwardContext | None:
-    """Return the context of the model whose forward runs in this thread, or None."""
+    """Return the context of the model whose forward pass runs in this thread, or None."""
     call = _innermost(_running)
     return None if call is None else call.context
 
 
 @contextmanager
 def measuring(observation=None):
-    """Within this context forwards of this thread are no steps of a training.
+    """Run the block so that forward passes of this thread do not count as steps of training.
 
     Args:
-        observation: the probe that follows these forwards, or None. A probe of an outer `measuring` takes precedence.
+        observation: the probe that measures these forward passes, or None. Within another `measuring` block, the outer
+            block's probe is used.
     """
     before = getattr(_running, "measured", ())
     with undo_after(lambda: setattr(_running, "measured", before)):
@@ -47,19 +48,20 @@ def measuring(observation=None):
 
 
 def is_measuring() -> bool:
-    """Return whether a `measuring` context is entered in this thread."""
+    """Return whether this thread is within a `measuring` block."""
     return bool(getattr(_running, "measured", ()))
 
 
 class ForwardContext:
-    """The state that the layers of one converted model share, and no other model.
+    """The state that the layers of one converted model share with each other, but not with other models.
 
     A deep copy, or an unpickled context, keeps the constructor's arguments and nothing else.
 
     Args:
-        contexts: context managers entered around each forward in training, in this order.
-        policy: chooses the bits of each forward; None if all bits are fixed.
-        is_private: whether the context belongs to one block, whatever the model around the block is converted to.
+        contexts: context managers that are entered around each forward pass in training, in this order.
+        policy: the `BitPolicy` that chooses the bits of each forward pass; None if all bits are fixed.
+        is_private: whether the context belongs to one pre-activation block (a norm, an activation and a linear layer or
+            convolution that share a copy) and not to a model.
     """
 
     def __init__(self, contexts=(), policy=None, is_private=False):
@@ -80,46 +82,47 @@ class ForwardContext:
     # -- For CallGuard -----------------------------------------------------------------------------------
 
     def calls(self) -> tuple:
-        """Return weak references to the innermost calls in this thread, of any model and of this one, for `set_calls`."""
+        """Return weak references to this thread's innermost running calls, for `set_calls`: of any model, and of this model."""
         return getattr(_running, "call", None), self._local.call
 
     def set_calls(self, running, own) -> None:
-        """Make these the innermost calls of this thread, of any model and of this one."""
+        """Set the innermost running calls of this thread: `running` of any model, and `own` of this model."""
         self._local.call, _running.call = own, running
 
     def begin_forward(self, module, inputs) -> None:
-        """Choose bits and seeds for a forward, or find those of the forward of which this call recomputes a part."""
+        """Choose bits and seeds for a forward pass. A recomputation gets those of the pass of which it repeats a part."""
         local = self._local
         local.is_differentiated = not in_backward()
         begin = self._new_forward if local.is_differentiated else self._recomputed_forward
         self._use(begin(module, inputs))
 
     def join_region(self, region, is_reentrant: bool) -> None:
-        """Record that the forward goes through a checkpointed region.
+        """Record that the forward pass runs through a checkpointed region.
 
         Args:
-            region: a result of `checkpoint.region_of` or `checkpoint.reentrant_region`.
-            is_reentrant: whether this is the first run of a reentrant region, whose layers save only when recomputed.
+            region: a result of `checkpoint.region_of` or `checkpoint.reentrant_region`; None does nothing.
+            is_reentrant: whether this is the first run of a region with `use_reentrant=True`, whose layers save tensors
+                only when recomputed.
         """
         if region is not None and self._local.forward is not None:
             self.checkpoints.remember(region, self._local.forward)
             self._local.has_saved |= is_reentrant
 
     def finished_forward(self) -> _Forward | None:
-        """Return the forward that ends now, unless it is not differentiated or a recomputation."""
+        """Return the forward pass that ends now; None if it has no backward pass, or recomputes a checkpointed region."""
         return self._local.forward if self._local.is_differentiated else None
 
     @property
     def has_saved(self) -> bool:
-        """True if a layer has saved a tensor in this forward."""
+        """True if a layer has saved a tensor in this forward pass."""
         return self._local.has_saved
 
     def record_save(self, value: bool = True) -> None:
-        """Record that a layer saves a tensor in this forward, or with False that none has yet."""
+        """Record that a layer saves a tensor in this forward pass, or with False that no layer has saved one yet."""
         self._local.has_saved = value
 
     def end_forward(self) -> None:
-        """Forget the forward."""
+        """Forget the present forward pass."""
         local = self._local
         local.forward = None
         local.is_differentiated, local.activation = False, None
@@ -127,19 +130,20 @@ class ForwardContext:
     # -- The modules that run ----------------------------------------------------------------------------
 
     def is_running(self) -> bool:
-        """Return whether a forward of the model is running in this thread."""
+        """Return whether a forward pass of the model is running in this thread."""
         return _innermost(self._local) is not None
 
     def recomputes_alike(self) -> bool:
-        """Return whether the recomputation of this moment by a checkpoint would find this model's contexts entered.
+        """Return whether a checkpoint that recomputes the present call would enter this model's calls and contexts again.
 
-        It does in a region that is a module, or within one; not in a bare function.
+        It would if the checkpointed region is a module of the model or lies within one, or if there is no region. It
+        would not if the region is a bare function.
         """
         hook, call = checkpoint_hook(), _innermost(self._local)
         return hook is None or (call is not None and call.hook is hook)
 
     def compresses_functions(self) -> bool:
-        """Return whether to compress functions now: the calling module trains, and a checkpoint would recompute it alike."""
+        """Return whether to compress functions now: the calling module is in training mode, and `recomputes_alike`."""
         call = _innermost(self._local)
         return call is not None and call.training and self.recomputes_alike()
 
@@ -150,7 +154,7 @@ class ForwardContext:
 
     @contextmanager
     def activation(self, path: str):
-        """Within this context the activation of the module with that path runs."""
+        """Run the block as the activation of the module with that path."""
         local, before = self._local, self._local.activation
         with undo_after(lambda: setattr(local, "activation", before)):
             local.activation = path
@@ -159,17 +163,17 @@ class ForwardContext:
     # -- Bits --------------------------------------------------------------------------------------------
 
     def assignment(self, x) -> BitAssignment | None:
-        """Return the bit assignment of the current forward, in which a layer saves x.
+        """Return the bit assignment of the forward pass in which a layer saves x; None if all bits are fixed.
 
-        A layer called outside a forward gets an assignment for x alone. The tensors of a recomputed region must have the
-        shapes of its first run.
+        A layer called outside a forward pass of its model gets an assignment for x alone. The tensors of a recomputed
+        region must have the shapes of its first run.
         """
         if self._is_outside():
             return self._unobserved_assignment((x,), ALONE)
         return self._forward_of(x).assignment
 
     def activation_bits(self, name: str, bits: int, x) -> int:
-        """Return the bits of a few-bit activation of x: `bits`, unless the forward assigns others to that name."""
+        """Return the bits of the few-bit activation `name` of x: `bits`, unless the policy chose others for this forward pass."""
         if self.policy is None or not x.requires_grad or not torch.is_grad_enabled():
             return bits
         if self._is_outside() or torch._C._functorch.maybe_current_level() is not None:
@@ -178,7 +182,7 @@ class ForwardContext:
         return bits if assignment is None else assignment.activation_bits(name, bits)
 
     def observed_activation(self, function: str, parameters: tuple) -> tuple | None:
-        """Return (name, function, parameters) of the running activation if the forward is observed, else None.
+        """Return (name, function, its parameters) of the running activation if a probe measures this forward pass; else None.
 
         The name is the path of the module, or "path of the module:function" if the module calls a function.
         """
@@ -193,7 +197,7 @@ class ForwardContext:
     # -- Seeds -------------------------------------------------------------------------------------------
 
     def seed(self, x, name: str, slot: int) -> torch.Tensor:
-        """Return the seed for a tensor x that the layer `name` saves as its input number `slot`.
+        """Return the seed from which x is rounded, if the layer `name` saves x as its input number `slot`.
 
         Returns:
             (1,) int64 on x's device.
@@ -204,9 +208,9 @@ class ForwardContext:
         return self._forward_of(x).seeds.next(x.device, name, slot)
 
     def seed_of_result(self, y, key, number: int | None = None) -> torch.Tensor:
-        """Return the seed for the copy of an activation's result y that all layers with this key share.
+        """Return the seed from which an activation's result y is rounded, for a copy that all layers with this key share.
 
-        The seed does not depend on who makes the copy: the first layer that saves y, or before that the activation.
+        The seed is the same whether the first layer that saves y makes the copy or the activation itself.
 
         Args:
             y: the activation's result.
@@ -282,7 +286,7 @@ class ForwardContext:
 
 
 def contexts_of(model: nn.Module) -> Iterator[ForwardContext]:
-    """Yield the context of every module whose calls are guarded. The same context can come several times."""
+    """Yield the context of every module whose calls run within a `CallGuard`. The same context can be yielded several times."""
     for module in model.modules():
         guard = vars(module).get(GUARD)
         if isinstance(module, TrackedModule) and guard is not None:

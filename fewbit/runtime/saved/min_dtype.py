@@ -1,8 +1,9 @@
-"""The dtype of groups' minimums for the tensors of one layer, on devices that the host does not wait for.
+"""Decide whether the minimums of groups are float32 or bfloat16, for one layer on a GPU.
 
-On the CPU every tensor decides for itself. On a GPU the host may not wait for the answer, and a layer goes by an earlier
-tensor of its own, whose answer has arrived meanwhile. Either way values are exact in expectation; only their variance
-depends on the answer.
+The group quantizer saves a minimum and a range for each group of elements. If a tensor's elements are far from zero
+compared with their range, a minimum in bfloat16 is too coarse and would enlarge the range. On the CPU every tensor
+decides for itself. On a GPU the host may not wait for the answer, so a layer uses the answer for one of its earlier
+tensors. Values are exact in expectation with either dtype; only their variance differs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from fewbit.runtime.format.groups import STEPS
 
 
 class MinDtypeSelector:
-    """Selects the dtype for one layer. Tensors number 1, 2, 4, 8 ... and then every 256th are examined."""
+    """Selects the dtype for one layer. It examines the layer's tensors number 1, 2, 4, 8 ... and every 256th."""
 
     EVERY = 256
     """The period with which tensors are examined in the long run."""
@@ -28,7 +29,7 @@ class MinDtypeSelector:
         return {"is_large": self.is_large, "_count": self._count, "_pending": None}
 
     def poll(self) -> bool:
-        """Return the latest answer that has arrived: whether minimums are float32."""
+        """Return whether the next tensor gets float32 minimums, according to the latest answer that has arrived from the GPU."""
         if self._pending is None or torch.cuda.is_current_stream_capturing():
             return self.is_large
         if self._pending[1].query():
@@ -36,7 +37,11 @@ class MinDtypeSelector:
         return self.is_large
 
     def ask(self, ranges: torch.Tensor) -> None:
-        """Start to find the answer for a tensor from its minimums and ranges, without waiting."""
+        """Start to compute whether a tensor needs float32 minimums, without waiting for the GPU.
+
+        Args:
+            ranges: the minimums and ranges of the tensor's groups.
+        """
         if torch.cuda.is_current_stream_capturing() or not ranges.numel():
             return
         self._count += 1
@@ -51,7 +56,14 @@ class MinDtypeSelector:
 
 
 def is_large(ranges: torch.Tensor) -> torch.Tensor:
-    """Return whether the range of all groups together is below 8 bfloat16 steps of their minimum, as a 0-D bool."""
+    """Return whether a tensor's offset is large relative to its range, as a 0-D bool tensor.
+
+    It is if the greatest element minus the least one is less than 8 times the spacing of bfloat16 numbers at the least
+    one.
+
+    Args:
+        ranges: the minimums and ranges of the tensor's groups.
+    """
     minimum, extent = limits_of(ranges)
     least, greatest = minimum.min(), (minimum + extent).max()
     exponent = torch.frexp(least)[1] - 1

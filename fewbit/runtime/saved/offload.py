@@ -1,8 +1,9 @@
-"""Compressed tensors on the host between forward and backward (ActNN's level L4, section 5.2).
+"""Move saved tensors to the host between the forward and the backward pass (ActNN's level L4, section 5.2).
 
-Layers mark the tensors that they make to save them. Within an `Offload`, hooks on saved tensors replace a marked tensor by a
-handle, and its bytes are copied to the host while the forward continues. The backward pass unpacks handles in the reverse
-order. When it unpacks those of one layer, the bytes of the layers before are already being copied back.
+Layers mark the tensors that they make for the backward pass. Within an `Offload`, hooks on saved tensors replace a
+marked tensor by a *handle*, and the tensor's bytes are copied to the host while the forward pass continues. The
+backward pass turns handles into tensors again, in the reverse order. When it asks for the tensors of one layer, the
+bytes of the layers that it needs next are already being copied back.
 """
 
 from __future__ import annotations
@@ -43,29 +44,29 @@ _running = _Running()
 
 
 def mark(*tensors: torch.Tensor) -> None:
-    """Mark plain tensors that were made to be saved for the backward pass and are used for nothing else."""
+    """Mark tensors that a layer made only to save them for the backward pass, so that an `Offload` may move them to the host."""
     forward = _running.forward()
     if forward is not None:
         forward.mark(tensors)
 
 
 def is_active() -> bool:
-    """Return whether tensors that are marked in this thread now are moved to the host."""
+    """Return whether this thread is within an `Offload` that moves marked tensors to the host."""
     return _running.forward() is not None
 
 
 class Offload:
-    """A context around a forward. Tensors that fewbit saves within it are on the host until the backward pass.
+    """A context manager around a forward pass. Tensors that fewbit saves within it are on the host until the backward pass.
 
-    Nothing is moved in a backward pass (a recomputed region), under other hooks on saved tensors (a meter, save_on_cpu, a
-    checkpointed region), and while a CUDA graph is captured.
+    Nothing is moved in a backward pass (a recomputed region), within other hooks on saved tensors (of a meter,
+    save_on_cpu or a checkpointed region), and while a CUDA graph is captured.
 
     Args:
-        least: bytes of the smallest storage that is moved.
-        ahead: the number of layers whose tensors are being copied at once. In the forward, that many layers' tensors may
-            still be on the device, and those of the last layers stay there, since backward begins with them. In the
-            backward pass, that many layers' tensors are copied back ahead of time.
-        transfers: {device type: class}, `TRANSFERS` unless given.
+        least: the bytes of the smallest storage that is moved.
+        ahead: the number of layers whose tensors are copied at the same time. In the forward pass, the tensors of that
+            many layers may still be on the device; those of the last layers stay there, since the backward pass begins
+            with them. In the backward pass, the tensors of that many layers are copied back ahead of time.
+        transfers: {device type: class that copies to and from the host}. The default is `TRANSFERS`.
 
     Raises:
         InputError: `least` or `ahead` is no integer, or negative.
@@ -94,7 +95,7 @@ class Offload:
 
     @property
     def bytes_on_host(self) -> int:
-        """The bytes on the host that graphs hold now."""
+        """The bytes of moved tensors that autograd graphs hold on the host now."""
         return sum(len(copy.host) for copy in tuple(self._on_host))
 
     def __enter__(self) -> Offload:
@@ -110,11 +111,11 @@ class Offload:
         self.cut(len(_running.entered) - 1)
 
     def depth_outside(self) -> int:
-        """Return the number of offloads, of any model, that are entered in this thread, for `cut`."""
+        """Return the number of `Offload` blocks, of any model, that this thread is in; `cut` takes this number."""
         return len(_running.entered)
 
     def cut(self, depth: int) -> None:
-        """Exit offloads until only `depth` of them are entered."""
+        """Exit `Offload` blocks until this thread is in only `depth` of them."""
         while len(_running.entered) > depth:
             _, forward = _running.entered[-1]
             if forward is not None:
@@ -123,7 +124,7 @@ class Offload:
             _running.entered.pop()
 
     def transfers_of(self, device: torch.device):
-        """Return the copies between that device and the host, or None if tensors stay there."""
+        """Return the object that copies between that device and the host, or None if tensors stay on the device."""
         kind = self._kinds.get(device.type)
         if kind is None:
             return None
@@ -133,7 +134,11 @@ class Offload:
             return self._transfers[device]
 
     def send(self, transfers, source: torch.Tensor) -> tuple[_Copy, OnDevice]:
-        """Start a copy of bytes to the host. Return it, and the bytes on the device until it is complete."""
+        """Start to copy bytes to the host.
+
+        Returns:
+            The copy on the host, and the `OnDevice` that keeps the bytes on the device until the copy is complete.
+        """
         host, event = transfers.to_host(source)
         copy = _Copy(host)
         self._on_host.add(copy)

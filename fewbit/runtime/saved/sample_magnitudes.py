@@ -1,7 +1,8 @@
-"""The size of each sample's gradient when it was last seen (ActNN, section 4.2).
+"""The squared norm of each sample's gradient when the sample was last seen (ActNN, section 4.2).
 
-Rounding a sample matters as much as its gradient is large. The forward cannot know the gradient; the one that the same
-sample had an epoch ago is a guess. If the user numbers the samples of the data, bits are shared by that guess.
+Rounding a sample matters more if the gradient of the sample is large. The forward pass cannot know the gradient. The
+gradient of the same sample an epoch ago is a guess. If the user numbers the samples of the data set, bits are divided
+among samples by that guess.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from fewbit.text import printable
 
 @dataclass(frozen=True)
 class SampleIndices:
-    """The rows of a forward's samples in tables. indices: (N,) int64. size: the number of rows."""
+    """The rows that the samples of one forward pass have in the tables of `GradientMagnitudes`.
+
+    Args:
+        indices: (N,) int64, the row of each sample.
+        size: the number of rows of a table.
+    """
 
     indices: torch.Tensor
     size: int
@@ -28,18 +34,18 @@ class SampleIndices:
         return len(self.indices)
 
     def to(self, device) -> SampleIndices:
-        """Return the rows on that device."""
+        """Return a copy of these rows on that device."""
         return SampleIndices(self.indices.to(device, non_blocking=True), self.size)
 
 
 class SampleNumbering:
-    """Gives each sample number a row in tables, in the order in which numbers are first given."""
+    """Gives each number that the user gave a sample a row in tables. Rows are in the order in which numbers first occurred."""
 
     def __init__(self):
         self._of: dict[int, int] = {}
 
     def of(self, numbers) -> SampleIndices:
-        """Return the rows of these samples, on the CPU. Raises InputError if `numbers` are not whole numbers of 64 bits."""
+        """Return the rows of these samples, on the CPU. Raises InputError if `numbers` are not integers of 64 bits on the CPU."""
         try:
             is_tensor = isinstance(numbers, torch.Tensor)
             found = numbers if is_tensor else torch.as_tensor(numbers, device="cpu")
@@ -61,11 +67,11 @@ class SampleNumbering:
         return SampleIndices(indices, len(self._of))
 
     def state(self) -> torch.Tensor:
-        """Return the numbers in the order of their rows, int64."""
+        """Return the samples' numbers in the order of their rows, int64."""
         return torch.tensor(list(self._of), dtype=torch.int64, device="cpu")
 
     def load(self, numbers) -> None:
-        """Load a result of `state`. Raises InputError, with nothing changed, for anything else."""
+        """Load a result of `state`. For anything else, raise InputError and change nothing."""
         is_fit = _is_vector(numbers) and numbers.dtype == torch.int64
         if not is_fit or len(numbers.unique()) < len(numbers):
             raise InputError(
@@ -75,7 +81,7 @@ class SampleNumbering:
 
 
 class GradientMagnitudes:
-    """The squared norms of samples' gradients, for each slot, by the sample's number."""
+    """The squared norms of samples' gradients, in a table for each slot, that is, for each tensor that a layer saves."""
 
     def __init__(self):
         self._tables: dict[tuple, torch.Tensor] = {}  # float32; NaN: not seen
@@ -84,9 +90,9 @@ class GradientMagnitudes:
         return bool(self._tables)
 
     def of(self, name: tuple, numbers: SampleIndices) -> torch.Tensor | None:
-        """Return the squared norms of these samples relative to their mean, (N,) float32.
+        """Return the squared gradient norms of these samples divided by their mean, (N,) float32.
 
-        Samples that were not seen get 1. Returns None if the slot was never seen.
+        A sample that was not seen before gets 1. Returns None if no gradient was recorded for the slot `name`.
         """
         if name not in self._tables:
             return None
@@ -94,9 +100,14 @@ class GradientMagnitudes:
         return (known / known.nanmean()).nan_to_num(1.0, 1.0, 1.0)
 
     def note(self, name: tuple, numbers: SampleIndices, grad: torch.Tensor) -> None:
-        """Record the gradient of the result of the layer with that slot, samples along dimension 0.
+        """Record the squared norms of samples' gradients for a slot.
 
-        Gradients that are not finite, as with losses that are scaled too much, are ignored.
+        Gradients that are not finite are ignored; they occur if a loss is scaled too much.
+
+        Args:
+            name: the slot's name.
+            numbers: the samples' rows.
+            grad: the gradient of the result of the layer that saves the slot, samples along dimension 0.
         """
         count = len(numbers)
         if not count or not grad.numel() or not grad.dim() or len(grad) % count:
@@ -127,7 +138,7 @@ class GradientMagnitudes:
         ]
 
     def load(self, rows) -> None:
-        """Load a result of `state`. Raises InputError, with nothing changed, for anything else."""
+        """Load a result of `state`. For anything else, raise InputError and change nothing."""
         tables = {}
         for row in rows if isinstance(rows, list | tuple) else (rows,):
             entries = row if isinstance(row, Mapping) else {}

@@ -1,4 +1,4 @@
-"""The seeds of one forward."""
+"""The seeds from which tensors are rounded in one forward pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 
 
 class Seeds:
-    """Seeds of the tensors that the layers of one model save, each a hash of its purpose.
+    """Seeds of the tensors that the layers of one model save. Each seed is a hash of the *purpose* that the caller names.
 
-    Seeds start from the state of torch's generator for the CPU and draw nothing from it. Dropout therefore draws what it
-    would draw without fewbit, also in the recomputation of a checkpointed region, which restores torch's generator and
-    may quantize another number of tensors. The order in which tensors are quantized does not matter.
+    Seeds are derived from the state of torch's generator for the CPU but draw nothing from the generator. Dropout
+    therefore draws the numbers that it would draw without fewbit. The same holds in the recomputation of a checkpointed
+    region, which restores torch's generator and may quantize another number of tensors. The order in which tensors are
+    quantized does not matter.
 
     Args:
         salt: up to 16 bytes. Seeds with different salts have nothing in common.
@@ -30,10 +31,10 @@ class Seeds:
         self._counts = {}
 
     def next(self, device: torch.device, *purpose) -> torch.Tensor:
-        """Return another seed for this purpose in each call.
+        """Return a seed for this purpose, another one in each call.
 
         Args:
-            device: of the seed.
+            device: the device of the seed.
             purpose: values that have a repr.
 
         Returns:
@@ -47,7 +48,7 @@ class Seeds:
         return next(self._counts.setdefault(purpose, count()))
 
     def of(self, device: torch.device, *purpose) -> torch.Tensor:
-        """Return the same seed for this purpose in each call, (1,) int64. The host does not wait for the device."""
+        """Return the seed for this purpose, the same one in each call, (1,) int64. The host does not wait for the device."""
         text = repr((device.index or 0, *purpose)).encode()
         value = hashlib.blake2b(text, digest_size=8, key=self.start).digest()
         value = int.from_bytes(value, "big", signed=True)

@@ -1,4 +1,4 @@
-"""Backward passes that can be run, but not differentiated: a second derivative raises GradientError."""
+"""Backward passes that can be run but not differentiated: computing a second derivative raises GradientError."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from fewbit.runtime.probes.restoring import observed
 
 
 def once_differentiable(backward):
-    """Decorate a Function's backward so that differentiating its results raises GradientError.
+    """Decorate the backward of an autograd Function so that differentiating its results raises GradientError.
 
-    torch's decorator of that name returns a second derivative of zero if the incoming gradient is a constant.
+    torch's decorator of the same name instead returns a second derivative of zero if the incoming gradient is a
+    constant.
     """
 
     @wraps(backward)
@@ -36,7 +37,10 @@ def once_differentiable(backward):
 
 
 class Once(Function):
-    """The identity of a gradient, tied to the tensors that the gradient was computed from; its backward raises."""
+    """An autograd Function that returns a gradient unchanged and makes it depend on the tensors it was computed from.
+
+    The Function's own backward, a second derivative, raises GradientError.
+    """
 
     @staticmethod
     def forward(ctx, result, *inputs):
@@ -53,7 +57,13 @@ class Once(Function):
 
 
 def refuse_batches(layer: str, grads, transforms_only: bool) -> None:
-    """Raise GradientError if a gradient is a batch of gradients. transforms_only: as for `is_batched`."""
+    """Raise GradientError if one of the gradients is a batch of gradients, which the layer cannot process.
+
+    Args:
+        layer: the layer's name, for the message.
+        grads: the incoming gradients.
+        transforms_only: whether to look for batches of `torch.func.vmap` alone, see `tensor_kinds.is_batched`.
+    """
     if any(is_batched(grad, transforms_only) for grad in grads):
         raise GradientError(
             f"expected one gradient at a time for {layer}, got a batch of gradients inside vmap; "
@@ -62,10 +72,10 @@ def refuse_batches(layer: str, grads, transforms_only: bool) -> None:
 
 
 def graph_anchors(ctx) -> list[torch.Tensor]:
-    """Return tensors that tie a gradient to the graph, so that differentiating it raises GradientError.
+    """Return tensors for the gradient to depend on, so that differentiating the gradient raises GradientError.
 
-    The gradient depends on the layer's input x, which is not saved. The leaves from which x was computed stand for it. They
-    are needed since the incoming gradient may be a constant, without a graph.
+    The gradient depends on the layer's input x, but x is not saved. The leaves of the graph from which x was computed
+    take the place of x. The incoming gradient alone is not enough, because it may be a constant without a graph.
     """
     return [torch.empty(0, requires_grad=True), *_leaves(ctx)]
 

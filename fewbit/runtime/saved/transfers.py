@@ -1,4 +1,4 @@
-"""Copies between a CUDA device and pinned host memory on a side stream. All tensors here are bytes: uint8, (n,)."""
+"""Copy bytes between a CUDA device and pinned host memory on a side stream. All tensors here are uint8, (n,)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class CudaTransfers:
-    """The copies between one device and the host. The host never waits; streams wait for one another."""
+    """Copies bytes between one device and the host. The host never waits; CUDA streams wait for one another."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -16,11 +16,11 @@ class CudaTransfers:
 
     @staticmethod
     def is_ready() -> bool:
-        """Return whether the process uses CUDA."""
+        """Return whether the process has initialized CUDA."""
         return torch.cuda.is_initialized()
 
     def is_capturing(self) -> bool:
-        """Return whether the current stream is captured into a CUDA graph, which would not include a side stream."""
+        """Return whether the current stream is captured into a CUDA graph. Such a graph would not include the side stream."""
         with torch.cuda.device(self.device):
             return torch.cuda.is_current_stream_capturing()
 
@@ -29,10 +29,10 @@ class CudaTransfers:
         return torch.cuda.current_stream(self.device)
 
     def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start a copy to the host.
+        """Start to copy bytes to the host.
 
         Args:
-            source: bytes on the device, whose memory may not change until the event.
+            source: bytes on the device, which may not change until the returned event.
 
         Returns:
             The copy in pinned memory, and the event after which it is complete.
@@ -42,10 +42,10 @@ class CudaTransfers:
         return host, self._copy(host, source)
 
     def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start a copy to the device.
+        """Start to copy bytes back to the device.
 
         Args:
-            host: a copy from `to_host`, which the side stream completes before it starts this one.
+            host: a copy from `to_host`. The side stream completes that copy before it starts this one.
 
         Returns:
             The copy in memory of the current stream, and the event after which it is complete.
@@ -64,21 +64,27 @@ class CudaTransfers:
         self.current().wait_event(event)
 
     def hold(self, memory: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """Prevent memory, once freed, from being reused before `stream` (the side stream) has done its work so far."""
+        """Prevent memory, once freed, from being reused before a stream has done its work so far.
+
+        Args:
+            memory: the memory.
+            stream: the stream, the side stream by default.
+        """
         memory.record_stream(self.side if stream is None else stream)
 
 
 class OnDevice:
-    """Bytes on the device, which the side stream reads or writes until an event.
+    """Bytes on the device that the side stream reads or writes until an event.
 
-    The bytes are memory of the stream that is current at the start. Once that stream has waited for the event they need no
-    `hold`, because the next user of the memory comes later in the order of that stream. Without `hold` the memory can be
-    reused at once; with it only after the device has got there, and the host, far ahead, would allocate new memory.
+    The bytes are in memory of the stream that was current when this object was made, the home stream. Once the home
+    stream has waited for the event, freed memory can be reused at once, because the next use comes later in the home
+    stream's order. Otherwise `CudaTransfers.hold` has to delay the reuse until the device gets there; the host is far
+    ahead and would allocate new memory meanwhile.
 
     Args:
         transfers: the `CudaTransfers` of the device.
         memory: the bytes.
-        event: the event after which the side stream has done its work on them.
+        event: the event after which the side stream no longer uses the bytes.
     """
 
     def __init__(self, transfers, memory: torch.Tensor, event):
@@ -87,7 +93,7 @@ class OnDevice:
         self._is_waited_for = False
 
     def use(self) -> torch.Tensor:
-        """Return the bytes for later work of the current stream."""
+        """Return the bytes, for work that the current stream gets from now on."""
         self.transfers.wait(self.event)
         current = self.transfers.current()
         if current != self._home:

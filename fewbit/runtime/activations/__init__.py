@@ -1,4 +1,6 @@
-"""Few-bit activation functions: which table applies, the autograd Function, and tables of a user's callables.
+"""Few-bit activation functions, for whose backward pass a code of a few bits is saved in place of each input element.
 
-This folder may import every other folder of `fewbit.runtime`. It defines no modules; `fewbit.nn` does.
+A table gives the value of the derivative for each code. The files choose the table, define the autograd Functions, and
+make tables of a user's callables. This folder may import every other folder of `fewbit.runtime`. It defines no modules;
+`fewbit.nn` does.
 """

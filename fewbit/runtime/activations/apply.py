@@ -1,4 +1,8 @@
-"""One call that applies a function with a few-bit derivative, whatever mode torch is in."""
+"""Apply a function with a few-bit derivative: one call that works in every mode of torch.
+
+The forward pass computes the function f exactly. The backward pass uses a table, a step function in place of f', and
+codes that say on which step each element is.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +25,20 @@ _ANY_VIEW = torch._C._autograd.CreationMeta.DEFAULT
 
 
 def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inplace: bool = False):
-    """Return f(x), differentiable once, with a table in place of f'.
+    """Return f(x). The result can be differentiated once, with a table in place of f'.
 
     If no gradient is needed, and for nested and sparse tensors, torch's own function runs and fewbit saves nothing.
 
     Args:
         x: a floating tensor of any shape and strides.
         function: the name of f in `fewbit.functions`.
-        parameters: of f, in the order of `fewbit.functions`.
-        encoding: the text of the table's encoding, see `Encoding.parse`.
+        parameters: the parameters of f, in the order of `fewbit.functions`.
+        encoding: the table as text, see `Encoding.parse`.
         inplace: whether to write f(x) to x.
 
     Raises:
-        InputError: the dtype is not float32, float64, float16 or bfloat16, or torch or the packed codes do not allow the
-            in-place call.
-        GradientError: a second or a forward-mode derivative is computed.
+        InputError: the dtype is not float32, float64, float16 or bfloat16, or f(x) may not be written to x.
+        GradientError: a second derivative or a forward-mode derivative is computed.
     """
     if not needs_grad(x) or not _is_strided(x):
         return torchs_own(x, function, parameters, inplace)
@@ -63,7 +66,7 @@ def _is_strided(x) -> bool:
 
 
 def takes(x) -> bool:
-    """Return whether x is a tensor for which `apply` has a few-bit derivative."""
+    """Return whether x is a tensor to which `apply` can give a few-bit derivative."""
     return isinstance(x, torch.Tensor) and x.dtype in FLOATING
 
 
@@ -74,15 +77,15 @@ def torchs_own(x: torch.Tensor, function: str, parameters: tuple, inplace: bool 
 
 
 def apply_callable(x: torch.Tensor, function, encoding: str):
-    """Return function(x), differentiable once, with a table in place of the callable's derivative.
+    """Return function(x). The result can be differentiated once, with a table in place of the callable's derivative.
 
     Args:
         x: a floating tensor of any shape and strides.
         function: a callable on tensors.
-        encoding: as for `apply`.
+        encoding: the table as text, see `Encoding.parse`.
 
     Raises:
-        FunctionError: the callable's result needs a gradient of something other than x, which it would not get.
+        FunctionError: a parameter of the callable needs a gradient. It would get none, since only x does.
     """
     if not needs_grad(x) or not _is_strided(x):
         return function(x)
@@ -107,7 +110,8 @@ def _forward(function, parameters):
 def needs_grad(x) -> bool:
     """Return whether x may get a gradient, at any level of torch.func's transforms.
 
-    torch.jit.trace sees torch's own function, as torch.export does, since a trace with fewbit's could not be saved.
+    The answer is False under torch.jit.trace, which therefore traces torch's own function. A trace of fewbit's function
+    could not be saved.
     """
     if not torch.is_grad_enabled() or torch.jit.is_tracing():
         return False
@@ -165,7 +169,13 @@ def _autocast(x, function: str):
 
 
 def check_inplace(x, function: str, plain: bool) -> None:
-    """Raise InputError if f(x) may not be written to x, before anything is written. plain: whether x `is_plain`."""
+    """Raise InputError if f(x) may not be written to x. Call this before anything is written.
+
+    Args:
+        x: the input.
+        function: the name of f, for the message.
+        plain: whether x is an ordinary dense tensor in eager mode, see `tensor_kinds.is_plain`.
+    """
     view = plain and x._is_view()
     if x.is_leaf or (view and x._base.is_leaf):
         raise InputError(

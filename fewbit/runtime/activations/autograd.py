@@ -1,8 +1,8 @@
-"""autograd Functions around the implementations of `ops`.
+"""The autograd Functions of few-bit activations, around the implementations in `fewbit.runtime.ops`.
 
-`Activation` runs named functions in eager mode. It calls fused kernels without the dispatcher, which for an op written in
-Python costs twice as much as torch's own activation of a small tensor. `Traceable` runs callables, and any function that a
-compiler or `torch.func` traces.
+`Activation` runs named functions in eager mode. It calls fused kernels without torch's dispatcher. For an op written in
+Python, the dispatcher costs twice as much as torch's own activation of a small tensor. `Traceable` runs callables, and
+any function that a compiler or `torch.func` traces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fewbit.runtime.saved.single_backward import graph_anchors
 
 
 class Activation(Function):
-    """f(x), for which only the packed codes of x are saved."""
+    """Computes f(x) and saves only the packed codes of x."""
 
     @staticmethod
     def forward(ctx, x, function, parameters, encoding, inplace):
@@ -59,7 +59,10 @@ class Activation(Function):
 
     @classmethod
     def of_plain(cls, *arguments):
-        """Apply the Function to a plain tensor. Function.apply would spend a third of its time on wrappers for torch.func."""
+        """Apply the Function to an ordinary dense tensor in eager mode.
+
+        `Function.apply` would spend a third of its time on wrappers for torch.func.
+        """
         return super(Function, cls).apply(*arguments)
 
 
@@ -77,7 +80,7 @@ def _in_context(context, x, *arguments):
 
 
 class Traceable(Function):
-    """(f(x), packed codes of x) for any callable f on tensors, in ops that can be traced."""
+    """Computes (f(x), packed codes of x) for any callable f on tensors, in ops that can be traced."""
 
     generate_vmap_rule = True
 
@@ -111,7 +114,10 @@ def _product(ctx, grad, packed, encoding):
 
 
 class Product(Function):
-    """lut[code] * grad, whose backward raises GradientError. An op's own autograd does not work in torch.func."""
+    """Computes lut[code] * grad, the gradient times the table's value for each code. Its backward raises GradientError.
+
+    A Function is needed because an op's own autograd does not work in torch.func.
+    """
 
     generate_vmap_rule = True
 

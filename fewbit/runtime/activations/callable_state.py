@@ -1,12 +1,14 @@
-"""The state that a callable's values depend on, as far as it can be seen without calling the callable.
+"""The state that a callable's values depend on, as far as it can be found without calling the callable.
 
-The state is a list of everything that is reached from the callable: of a module its parameters, buffers and attributes,
-of a function what it encloses, its defaults and the globals that it names, of an object its attributes. Numbers and text
-are compared by value, tensors by identity and version, and CPU tensors of at most 64 elements also by value, because a
-change through `.data` or NumPy leaves the version as it is. Nothing is read from a GPU, so nothing synchronizes.
+The state is a list of everything that can be reached from the callable: the parameters, buffers and attributes of a
+module; the attributes of any other object; the enclosed variables, the defaults and the named globals of a function.
+Numbers and text are compared by value. Tensors are compared by identity and version. CPU tensors of at most 64 elements
+are also compared by value, because a change through `.data` or NumPy leaves the version as it is. Nothing is read from
+a GPU, so nothing synchronizes.
 
-Something that cannot be looked into (an array, an object with __slots__ or of a C extension) makes the state unseen, and so
-does a state of more than 1000 parts. Class attributes and code that a method calls are taken to be constant.
+If something cannot be looked into (an array, or an object that has __slots__ or comes from a C extension), the state
+counts as unknown. So does a state of more than 1000 parts. Class attributes, and the code that a method calls, are
+assumed to be constant.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class _Same(NamedTuple):
 
 
 def state_of(function) -> State | None:
-    """Return the state of a callable, or None if it has a part that cannot be seen."""
+    """Return the state of a callable, or None if the state is unknown."""
     parts: State = []
     try:
         _visit(function, parts, set())
@@ -57,14 +59,14 @@ def state_of(function) -> State | None:
 
 
 def is_same(before: State | None, now: State | None) -> bool:
-    """Return whether both states were seen and are equal."""
+    """Return whether both states are known and equal."""
     if before is None or now is None or len(before) != len(now):
         return False
     return all(type(a) is type(b) and a == b for a, b in zip(before, now, strict=True))
 
 
 def contents(function: types.FunctionType) -> list:
-    """Return the values of the variables that a function encloses; None for a variable that has no value yet."""
+    """Return the values of the variables that a function encloses. A variable that has no value yet gives None."""
     return [_content(cell) for cell in function.__closure__ or ()]
 
 

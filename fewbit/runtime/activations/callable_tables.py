@@ -1,7 +1,7 @@
 """The table of a user's callable: solved once, and again when the callable has changed.
 
-Whether a callable has changed is decided by its state (runtime/activations/callable_state.py), without calling the callable. If the
-state has changed, or if the callable has something whose state cannot be seen, its values at 64 points decide.
+The state of a callable (runtime/activations/callable_state.py) tells whether the callable has changed, without a call.
+If the state has changed or is unknown, the callable's values at 64 points decide.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from fewbit.table import Table
 def callable_encoding_text(
     function, bits: int, table: Table | None, device, dtype, is_plain: bool
 ) -> str:
-    """Return the text of the encoding for a callable on tensors of that device and dtype.
+    """Return the table of a callable, as the text of its encoding, for tensors of that device and dtype.
 
     While a CUDA graph is captured, values cannot be compared, and the existing table is used.
 
     Args:
         function: the callable.
-        bits: 1 to 8, for a table that is solved.
+        bits: 1 to 8, for a table that has to be solved.
         table: the user's table, or None.
-        device: of the tensors.
-        dtype: of the tensors.
-        is_plain: whether the callable's input `is_plain`. If so, `apply_callable` checks the result of the forward for a
-            gradient. Otherwise (while compiling, in transforms, with fake tensors) the callable is evaluated and checked
-            here in every call.
+        device: the device of the tensors.
+        dtype: the dtype of the tensors.
+        is_plain: whether the callable's input is an ordinary dense tensor in eager mode, see `tensor_kinds.is_plain`.
+            If so, `apply_callable` later checks that the result has no gradient of its own. Otherwise (while compiling,
+            in transforms, with fake tensors) this function evaluates the callable and makes the check, in every call.
     """
     if table is not None:
         if not is_plain:
@@ -68,7 +68,10 @@ def name_of(function) -> str:
 
 
 def check_result(function, result) -> None:
-    """Raise FunctionError unless the result of the callable, for an input without a gradient, is a tensor without one."""
+    """Raise FunctionError unless the callable's result is a tensor that needs no gradient.
+
+    The callable was called with an input that needs none, so a gradient could only belong to the callable's parameters.
+    """
     if not isinstance(result, torch.Tensor):
         raise FunctionError(
             f"{name_of(function)}: expected a callable that returns a tensor, got {type(result).__name__}"

@@ -1,4 +1,4 @@
-"""The table of an activation: the one that the user gave, or the default for its function and bits."""
+"""The table of an activation: the one that the user gave, or the default one for the function and the number of bits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ DEFAULT = {"weight": "uniform", "objective": "mse", "tails": "free", "form": "le
 
 @constant
 def encoding_text(function: str, parameters: tuple, bits: int, table: Table | None = None) -> str:
-    """Return the text of the encoding for a named function.
+    """Return the table of a named function, as the text of its encoding.
 
     Args:
-        function: a name of `fewbit.functions`.
-        parameters: of the function, in the order of `fewbit.functions`.
+        function: a name in `fewbit.functions`.
+        parameters: the function's parameters, in the order of `fewbit.functions`.
         bits: 1 to 8, for the default table.
-        table: the user's table, or None.
+        table: the user's table, or None for the default one.
 
     Raises:
         FunctionError, SolveError, TableError: there is no such table; the message has one line.

@@ -1,4 +1,4 @@
-"""Codecs: compression of saved tensors within a bound on the error, behind one interface (docs/codecs.md).
+"""Codecs compress saved tensors within a bound on the error, behind one interface (docs/codecs.md).
 
     payload = codec("quant").compress(tensor, bound)
     values = codec("quant").decompress(payload)

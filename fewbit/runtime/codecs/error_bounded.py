@@ -1,6 +1,7 @@
-"""The codec `error-bounded`: prediction and entropy coding with a bound on every error (as AutoCuSZ in AC-GC, section 5).
+"""The codec `error-bounded`: prediction and entropy coding with a bound on every element's error.
 
-It calls SZ3 (Liang et al., IEEE TBD 2023) through the package imagecodecs.
+The method is that of AutoCuSZ in AC-GC, section 5. The codec calls the library SZ3 (Liang et al., IEEE TBD 2023)
+through the package imagecodecs.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ MOST_DIMS = 4
 
 
 class ErrorBounded(Codec):
-    """SZ3: no element's error exceeds the square root of the bound, or of its channel's bound.
+    """Compresses with SZ3, a library for error-bounded compression.
 
-    The errors of all elements are checked after compressing; a tensor that fails the check is saved exactly. Values are
-    rounded to nearest, so they are not exact in expectation, and a zero stays zero only if its prediction is. SZ3 runs on
-    the host, so tensors on GPUs are copied there and back. It needs `pip install 'fewbit[codecs]'`, and raises InputError
-    without. The seed is not used.
+    Bounds are on squared errors, so no element's error exceeds the square root of the bound, or of its channel's bound
+    if there is one for each channel. The errors of all elements are checked after compressing; a tensor that fails the
+    check is saved exactly. SZ3 predicts each element and rounds the difference to nearest. Values are therefore not
+    exact in expectation, and a zero stays zero only if its prediction is zero. SZ3 runs on the host, so tensors on GPUs
+    are copied there and back. The codec needs `pip install 'fewbit[codecs]'`, and raises InputError without it. The
+    seed is not used.
     """
 
     name = "error-bounded"
@@ -60,7 +63,7 @@ class ErrorBounded(Codec):
 
 
 class Predicted(NamedTuple):
-    """The spec of (the library's bytes, steps)."""
+    """The spec of a tensor that SZ3 compressed. Its tensors are SZ3's bytes, and the steps by which elements were divided."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -68,7 +71,7 @@ class Predicted(NamedTuple):
     count = 2
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the values, contiguous."""
+        """Return the values as a contiguous tensor."""
         data, steps = tensors
         as_numpy = torch.empty(0, dtype=_computed_in(self.dtype)).numpy().dtype
         array = _library().sz3_decode(data.cpu().numpy().tobytes(), _shape(self.size), as_numpy)
@@ -77,7 +80,7 @@ class Predicted(NamedTuple):
 
 
 def check_library() -> None:
-    """Raise InputError, which says what to install, if imagecodecs is not installed."""
+    """Raise InputError if imagecodecs is not installed; the message says what to install."""
     _library()
 
 

@@ -1,7 +1,8 @@
-"""The codec `jpeg`: a cosine transform of blocks of spatial activations (as AutoJPEG in AC-GC, section 5, by another method).
+"""The codec `jpeg`: a cosine transform of blocks of spatial activations.
 
-The paper finds the relation of JPEG's levels to the error by experiment. This transform is orthonormal, so the
-squared error of the coefficients is that of the values, and the step follows from the bound.
+It has the purpose of AutoJPEG in AC-GC, section 5, but another method. The paper finds by experiment how JPEG's levels
+relate to the error. The transform used here is orthonormal, so the squared error of the coefficients is that of the
+values, and the rounding step follows from the bound.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ MOST_STEPS = 2**15 - 1
 
 
 class Jpeg(Codec):
-    """A cosine transform of 8 by 8 blocks; coefficients are rounded at random to multiples of one step.
+    """Transforms blocks of 8 by 8 elements by cosines, and rounds the coefficients at random to multiples of one step.
 
-    Values are exact in expectation. The expected squared error, which is computed from the coefficients, is at most the
-    bound on average over the tensor, or over each channel. Only tensors (N, C, H, W) are taken; others raise InputError.
-    Sizes depend on the data, so the host waits for the device several times.
+    Values are exact in expectation. The expected squared error is computed from the coefficients. On average over the
+    tensor, or over each channel if each has its own bound, the expected squared error is at most the bound. Tensors
+    must have shape (N, C, H, W); others raise InputError. Compressed sizes depend on the data, so the host waits for
+    the device several times.
     """
 
     name = "jpeg"
@@ -68,7 +70,10 @@ class Jpeg(Codec):
 
 
 class Transformed(NamedTuple):
-    """The spec of (steps, widths, words of the coefficients). nonzeros: as `streams.read` takes them."""
+    """The spec of a transformed tensor. Its tensors are the steps, the widths, and the words of the packed coefficients.
+
+    `streams` explains words, widths and `nonzeros`.
+    """
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -77,7 +82,7 @@ class Transformed(NamedTuple):
     count = 3
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the values, contiguous."""
+        """Return the values as a contiguous tensor."""
         steps, widths, words = tensors
         samples, channels, height, width = self.size
         h, w = min(EDGE, height), min(EDGE, width)

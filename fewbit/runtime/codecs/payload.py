@@ -1,4 +1,7 @@
-"""The parts that codecs share: the payload, the check of their arguments, and the tensor that is saved exactly."""
+"""The parts that all codecs use: payloads, the check of a codec's arguments, and tensors that are saved exactly.
+
+A *payload* is a compressed tensor. A *spec* is everything but tensors that is needed to make the values again.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ EXACT = "exact"
 
 
 class Payload(NamedTuple):
-    """A compressed tensor. For a layer `SavedTensors(*payload)` is the same.
+    """A compressed tensor. A layer can save `SavedTensors(*payload)`.
 
     Args:
-        tensors: everything that takes memory, for `save_for_backward`.
-        spec: plain data with `count`, the number of tensors, and dequantize(tensors), which returns the values in the
-            compressed tensor's size and dtype, in memory of their own.
+        tensors: the tensors for `save_for_backward`. They take all the memory of the payload.
+        spec: plain data. It has an attribute `count`, the number of tensors, and a method `dequantize(tensors)`. The
+            method returns the values in the size and dtype of the compressed tensor, in new memory.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -35,12 +38,12 @@ class Payload(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors' elements."""
+        """The bytes of the elements of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     @property
     def codec(self) -> str:
-        """The name of the codec that made the payload, or EXACT. A codec may leave a tensor to another one."""
+        """The name of the codec that made the payload, or EXACT. It can be another codec than the one that was called."""
         return codec_of(self.spec)
 
     def __repr__(self) -> str:
@@ -55,21 +58,22 @@ class Payload(NamedTuple):
 
 
 class Codec(ABC):
-    """Compresses tensors within a bound on the error. The docstring of each subclass says what is guaranteed."""
+    """Compresses tensors within a bound on the error. The docstring of each subclass says which error is bounded."""
 
     name: str
 
     def compress(self, tensor: torch.Tensor, bound, seed: torch.Tensor | None = None) -> Payload:
         """Return the payload of a tensor.
 
-        A tensor is saved exactly (a part of a larger storage as a copy) if it has a number that is not finite, would not
-        become smaller, or cannot be saved within the bound.
+        A tensor is saved exactly if it has a number that is not finite, would not become smaller, or cannot be saved
+        within the bound. A part of a larger storage is copied for that.
 
         Args:
             tensor: float32, float64, float16 or bfloat16, of any shape and strides, in eager mode.
-            bound: the bound on the squared error of an element, at least 0: a number, or (C,) numbers, one for each
+            bound: the bound on the squared error of an element, at least 0: one number, or (C,) numbers, one for each
                 channel (dimension 1).
-            seed: (1,) int64 on the tensor's device, from which rounding is drawn. Drawn from torch's generator unless given.
+            seed: (1,) int64 on the tensor's device, from which the rounding is drawn. By default the seed is drawn from
+                torch's generator.
 
         Raises:
             InputError: for other tensors, bounds and seeds.
@@ -82,10 +86,10 @@ class Codec(ABC):
         """Return the payload of x. limits: the result of `checked`."""
 
     def decompress(self, payload: Payload) -> torch.Tensor:
-        """Return the values of a payload of any codec, in the tensor's size and dtype and in memory of their own.
+        """Return the values of a payload of any codec, in the tensor's size and dtype and in new memory.
 
         Raises:
-            InputError: not given a payload.
+            InputError: `payload` is not a payload.
         """
         if not isinstance(payload, Payload | SavedTensors):
             raise InputError(f"expected a Payload, got {type(payload).__name__}")
@@ -117,7 +121,7 @@ def exact(x: torch.Tensor) -> Payload:
 
 
 def smaller(x: torch.Tensor, tensors, spec) -> Payload:
-    """Return the payload of tensors that were made of x, or of x itself if they are no smaller."""
+    """Return the payload of `tensors`, which were made from x. If they are not smaller than x, return a payload of x itself."""
     payload = Payload(tuple(tensors), spec)
     if payload.nbytes >= x.numel() * x.element_size():
         return exact(x)
@@ -181,10 +185,10 @@ def _check_seed(seed, tensor) -> None:
 
 
 def largest(x: torch.Tensor, channels: bool) -> torch.Tensor:
-    """Return the largest magnitude of x, which must not be empty.
+    """Return the largest magnitude in x, which must not be empty.
 
     Args:
-        x: values, channels in dimension 1.
+        x: values, with channels in dimension 1.
         channels: whether to return one number for each channel.
 
     Returns:
@@ -195,19 +199,20 @@ def largest(x: torch.Tensor, channels: bool) -> torch.Tensor:
 
 
 def left_over(limits, magnitude, dtype: torch.dtype, roundings: int = 3) -> torch.Tensor:
-    """Return the part of the limits that is left for quantization by a codec that computes in float32.
+    """Return the part of the bounds that is left for quantization, after the rounding errors of computing in float32.
 
-    The root mean square of a sum of errors is at most the sum of their root mean squares. The last rounding, to dtype, adds
-    at most half a unit of the magnitude, and at most the error itself, since the exact value has that dtype.
+    The root mean square of a sum of errors is at most the sum of their root mean squares. The last rounding, to dtype,
+    adds at most half a unit of the magnitude. It also adds at most as much as the error before it, since the exact
+    value has that dtype.
 
     Args:
-        limits: the result of `checked`.
-        magnitude: the result of `largest`.
-        dtype: of the values.
+        limits: the bounds, the result of `checked`.
+        magnitude: the largest magnitudes, the result of `largest`.
+        dtype: the dtype of the values.
         roundings: how often a value is rounded in float32.
 
     Returns:
-        float64 of the limits' shape; 0 if nothing is left, NaN if the magnitude is NaN.
+        float64 of the shape of `limits`; 0 if nothing is left, NaN if the magnitude is NaN.
     """
     root = limits.sqrt() - roundings * 2.0**-24 * magnitude
     unit = torch.finfo(dtype).eps / 2 * magnitude

@@ -27,11 +27,11 @@ FIRST_BITS = 4
 
 
 class Quant(Codec):
-    """Codes of 1 to 8 bits in groups of 256 (docs/quantizer.md).
+    """Saves codes of 1 to 8 bits in groups of 256 elements (docs/quantizer.md).
 
-    Values are exact in expectation. The expected squared error is at most the bound, on average over the tensor, or over
-    each channel: the variance of a rounding error is at most a quarter of the squared step, whatever the data. The host
-    waits for the ranges once, to choose the fewest bits.
+    Values are exact in expectation. On average over the tensor, or over each channel if each has its own bound, the
+    expected squared error is at most the bound: whatever the data, the variance of a rounding error is at most a
+    quarter of the squared step. The host waits once for the ranges, to choose the fewest bits.
     """
 
     name = "quant"
@@ -41,12 +41,12 @@ class Quant(Codec):
 
 
 class Piece(NamedTuple):
-    """The channels that have one number of bits.
+    """The channels that are saved with the same number of bits.
 
     Args:
-        channels: their numbers, or None for all channels.
-        x: their elements, channels outermost unless these are all channels.
-        payload: of x.
+        channels: the numbers of the channels, or None for all channels.
+        x: the elements of the channels. Channels are outermost unless these are all channels.
+        payload: the compressed x.
     """
 
     channels: tuple[int, ...] | None
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 class ByChannel(NamedTuple):
-    """The spec of a tensor whose channels have several numbers of bits. parts: (channels, spec) of each piece."""
+    """The spec of a tensor whose channels have different numbers of bits. parts: (channels, spec) of each `Piece`."""
 
     parts: tuple[tuple[tuple[int, ...], object], ...]
     size: tuple[int, ...]
@@ -63,17 +63,17 @@ class ByChannel(NamedTuple):
 
     @property
     def codec(self) -> str:
-        """`quant+zvc` if zeros were left out of some part."""
+        """`quant+zvc` if some piece was saved without its zeros, else `quant`."""
         codecs = {codec_of(spec) for _, spec in self.parts}
         return "quant+zvc" if "quant+zvc" in codecs else Quant.name
 
     @property
     def count(self) -> int:
-        """The number of tensors."""
+        """The number of tensors of all pieces."""
         return sum(spec.count for _, spec in self.parts)
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the values, contiguous."""
+        """Return the values as a contiguous tensor."""
         values = torch.empty(self.size, dtype=self.dtype, device=tensors[0].device)
         rows, rest = values.transpose(0, 1), tuple(tensors)
         for channels, spec in self.parts:
@@ -84,12 +84,12 @@ class ByChannel(NamedTuple):
 
 
 def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> list[Piece]:
-    """Return the pieces of quantized x, one for each number of bits if `limits` has an entry for each channel.
+    """Quantize x in pieces. There is one for each number of bits if each channel has its own limit, else one in all.
 
     Args:
         x: any tensor that `Codec.compress` takes.
-        limits: (1,) or (C,) float64 on the CPU.
-        seed: as for `Codec.compress`.
+        limits: the bounds on the squared error, (1,) or (C,) float64 on the CPU.
+        seed: the seed that `Codec.compress` got, or None.
     """
     if not x.numel():
         return [Piece(None, x, exact_payload(x))]
@@ -112,7 +112,7 @@ def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> 
 
 
 def joined(x: torch.Tensor, parts: list[Piece]) -> Payload:
-    """Return one payload of all pieces of x."""
+    """Return one payload of x from all of its pieces."""
     if parts[0].channels is None:
         return parts[0].payload
     if all(isinstance(piece.payload.spec, Exact) for piece in parts):
@@ -125,16 +125,16 @@ def joined(x: torch.Tensor, parts: list[Piece]) -> Payload:
 def widths_for(ranges, size, limits, dtype) -> list[int]:
     """Return the fewest bits, 1 to 8, with which each sample's expected squared error is within its limit.
 
-    At most range^2 / (4 (2^bits - 1)^2) of an element's squared error comes from rounding to codes.
+    Rounding an element to codes adds at most range^2 / (4 (2^bits - 1)^2) to its squared error.
 
     Args:
-        ranges: minimum and range of each group, from `quantizer_ops.quantize`.
-        size: of the quantized tensor, with samples of 64 features or more unless there is a single limit.
-        limits: (samples,) float64; or (1,), for which all samples get one number of bits.
-        dtype: of the values.
+        ranges: the minimum and range of each group, from `quantizer_ops.quantize`.
+        size: the size of the quantized tensor. Samples have 64 features or more unless there is a single limit.
+        limits: (samples,) float64; or (1,), for which all samples get the same number of bits.
+        dtype: the dtype of the values.
 
     Returns:
-        A list of bits; 0 if 8 bits are not enough.
+        A list of bits. An entry is 0 if 8 bits are not enough.
     """
     square, magnitude = _spread(ranges, size)
     if len(limits) == 1:

@@ -1,4 +1,7 @@
-"""Rows of small integers, each row packed with as few bits as it needs, and without its zeros if there are many."""
+"""Pack rows of small integers. Each row gets as few bits as it needs, and its zeros are left out if there are many.
+
+The *width* of a row is the number of bits of each of its integers.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,13 @@ def write(numbers: torch.Tensor):
     """Pack integers. The host waits for the device.
 
     Args:
-        numbers: (C, K, n) int32, of magnitude below 2^15.
+        numbers: (C, K, n) int32, C * K rows of n integers of magnitude below 2^15.
 
     Returns:
-        words: 1-D int32, the packed integers of all rows in ascending order of widths (docs/quantizer.md has the format).
-        widths: (C, K) uint8, the bits of each row's integers, plus SPARSE if zeros are left out. The nonzero integers
-            then follow a mask with one bit for each integer.
+        words: 1-D int32, the packed integers of all rows in ascending order of widths (docs/quantizer.md has the
+            format).
+        widths: (C, K) uint8, the width of each row, plus SPARSE if zeros are left out. In that case a mask, one bit for
+            each integer, comes before the nonzero integers.
         nonzeros: the number of nonzero integers for each width that has SPARSE.
     """
     # 0, 1, -1, 2, -2 ... become 0, 1, 2, 3, 4 ...

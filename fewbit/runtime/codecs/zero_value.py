@@ -1,4 +1,4 @@
-"""The codec `quant+zvc`: `quant` without the codes of zeros (AutoQuantZ in AC-GC, section 5)."""
+"""The codec `quant+zvc`: the codec `quant` without the codes of zeros (AutoQuantZ in AC-GC, section 5)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fewbit.runtime.saved import offload
 
 
 class ZeroValue(Codec):
-    """One bit for each element that says whether it is zero, and the codes of the other elements.
+    """Saves one bit for each element, which says whether the element is zero, and the codes of the other elements.
 
-    Values are those of `quant` with the same seed, except that zeros are exactly zero, so the guarantee is that of `quant`.
-    If leaving out zeros saves nothing, the payload is that of `quant`. The size depends on the data, so the host waits for
-    the device twice.
+    Values are those of `quant` with the same seed, except that zeros are exactly zero, so the bound holds as for
+    `quant`. If the payload would not become smaller by leaving out zeros, it is that of `quant`. The size depends on
+    the data, so the host waits for the device twice.
     """
 
     name = "quant+zvc"
@@ -32,10 +32,10 @@ class ZeroValue(Codec):
 
 
 class Sparse(NamedTuple):
-    """The spec of (mask, codes of nonzero values, ranges).
+    """The spec of a tensor saved without its zeros. Its tensors are the mask, the codes of nonzero values, and the ranges.
 
     Args:
-        inner: the spec of `quant`.
+        inner: the spec that `quant` gives the tensor.
         nonzero: the number of codes.
     """
 

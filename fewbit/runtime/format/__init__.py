@@ -1,4 +1,4 @@
-"""Sizes and layouts: the order of elements, their packing into words, groups and bits. There are no kernels here.
+"""Sizes and layouts: the order of a tensor's elements, groups of elements, and codes packed into words. No kernels are here.
 
 This folder may import `runtime.interop` and the tables. Every backend and every op relies on these definitions.
 """

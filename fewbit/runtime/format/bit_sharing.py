@@ -1,4 +1,4 @@
-"""The bits of a tensor, shared out between its samples so that rounding adds the least variance in all."""
+"""Divide the bits of a tensor among its samples so that rounding adds the least variance in total."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _GAINS = [before - after for before, after in zip(_NOISE, _NOISE[1:], strict=Fal
 def share_bits(squares: torch.Tensor, total: int) -> torch.Tensor:
     """Return the bits of each sample that minimize the sum of squares / (2^bits - 1)^2.
 
-    The sum falls ever more slowly with the bits of a sample. The best shares are therefore found by adding the `total` - N
-    single bits that gain the most, in any order. Nothing here waits for a device.
+    Each further bit of a sample lowers the sum by less than the bit before. The minimum is therefore reached by giving
+    every sample one bit, and then adding those `total` - N single bits that lower the sum most. No computation here
+    waits for a device.
 
     Args:
-        squares: (N,) float32, the squared ranges of the samples, perhaps times squared gradients.
-        total: the sum of all bits, from N to 8 N.
+        squares: (N,) float32, the squared ranges of the samples, possibly times the samples' squared gradient norms.
+        total: the sum of all samples' bits, from N to 8 N.
 
     Returns:
         (N,) uint8, from 1 to 8.

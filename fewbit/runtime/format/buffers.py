@@ -22,7 +22,7 @@ def check_dense(tensor: torch.Tensor) -> None:
 
 
 class Entry:
-    """The checks for a call of one function of a backend.
+    """The checks of the tensors in a call of one function of a backend.
 
     Args:
         name: The name of the function, for messages.
@@ -38,7 +38,7 @@ class Entry:
 
         Args:
             name: The name of the argument, for the message.
-            tensor: The tensor; None is refused too.
+            tensor: The tensor. None raises too.
             count: The number of elements that the tensor must have, or the least number if is_least.
             dtype: The dtype that the tensor must have.
             is_least: Whether the tensor may have more elements.
@@ -61,7 +61,7 @@ class Entry:
         self.check(name, tensor, tensor.numel(), tensor.dtype)
 
     def check_seed(self, seed, is_drawn: bool = True) -> None:
-        """Raise ValueError if codes are drawn at random without a seed, or a seed is given for codes that are not."""
+        """Raise ValueError if codes are drawn at random and there is no seed, or if codes are not drawn and there is a seed."""
         if is_drawn:
             self.check("seed", seed, 1, torch.int64)
         elif seed is not None:
@@ -70,12 +70,12 @@ class Entry:
             )
 
     def check_packed(self, packed, n: int, bits: int) -> None:
-        """Raise ValueError unless packed has the number of words that n elements need."""
+        """Raise ValueError unless `packed` has the number of words that n elements need."""
         check_bits(bits)
         self.check("packed", packed, packed_words(n, bits), torch.int32)
 
     def check_copy(self, packed, ranges, bits, group_size, shape, widths) -> None:
-        """Raise ValueError unless packed codes and ranges have the sizes for a quantized tensor of the given shape."""
+        """Raise ValueError unless codes and ranges have the sizes that a quantized tensor of the given shape has."""
         samples, features = groups.samples_of(shape)
         if ranges.dim() != 2 or ranges.shape[1] not in (
             groups.FP32_MIN_COLUMNS - 1,
@@ -95,7 +95,7 @@ class Entry:
         self.check("ranges", ranges, rows * ranges.shape[1], torch.bfloat16, is_mixed)
 
     def check_widths(self, widths, samples: int, features: int, group_size: int) -> tuple[int, int]:
-        """Return the total words and groups of samples with these widths in bits; ValueError unless each width is 1 to 8."""
+        """Return the numbers of words and of groups for samples with these bits per element. ValueError unless each is 1 to 8."""
         self.check("widths", widths, samples, torch.uint8)
         widths = widths.tolist()
         for bits in widths:
@@ -105,7 +105,7 @@ class Entry:
         return groups.mixed_words(widths, features), rows
 
     def check_grid(self, grid, bits: int) -> None:
-        """Raise ValueError unless grid is one of the fixed-point code."""
+        """Raise ValueError unless `grid` has the shape and dtype of a grid of the fixed-point code."""
         check_bits(bits)
         if grid.dim() != 2 or len(grid) != 7:
             raise ValueError(
@@ -115,7 +115,7 @@ class Entry:
 
 
 def check_bits(bits: int) -> None:
-    """Raise ValueError unless bits is a width of packed codes."""
+    """Raise ValueError unless `bits` is from 1 to 8."""
     if not 1 <= bits <= 8:
         raise ValueError(f"bits: expected 1 to 8, got {bits}")
 

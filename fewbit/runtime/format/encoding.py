@@ -1,4 +1,8 @@
-"""The constants of a table with which every backend computes, made once for each table. Nothing here needs torch."""
+"""Encodings: the constants of a table with which every backend computes, made once for each table. Nothing here needs torch.
+
+A table replaces the derivative f' of an activation by a step function q. The *breaks* are the points at which q
+changes, the *pieces* are the intervals between breaks, and the *levels* are the values of q.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from fewbit.table import Knots, Table, round_breaks
 
 
 def packed_words(n: int, bits: int) -> int:
-    """Return the int32 words of n elements of that many bits each, packed as bit-planes over blocks of 32."""
+    """Return the number of int32 words for n codes of that many bits. Codes are packed as bit-planes over blocks of 32."""
     return bits * ((n + BLOCK - 1) // BLOCK)
 
 
@@ -25,15 +29,18 @@ def gray(index):
 
 
 class Draw(NamedTuple):
-    """The constants of a draw (docs/table_schema.md), all float32.
+    """The constants from which codes of an unbiased table are drawn at random (docs/table_schema.md), all float32.
+
+    The table replaces f' by a piecewise linear function, and x gets one of the two levels around the function's value
+    at x.
 
     Args:
-        points: (n,), strict: x is beyond a point if x > point.
-        origins: (n,), the points that the formula subtracts.
-        values: (n,), the stand-in for f' at the points.
-        slopes: (n-1,), its slopes between the points.
-        levels: (K,), ascending.
-        inverse_gaps: (K-1,), the reciprocal distance of each level to the next.
+        points: (n,), the corners of the piecewise linear function. x is beyond a point if x > point.
+        origins: (n,), the points that are subtracted from x in the formula.
+        values: (n,), the values of the function at the points.
+        slopes: (n-1,), the slopes of the function between the points.
+        levels: (K,), the levels, ascending.
+        inverse_gaps: (K-1,), the reciprocal distance from each level to the next.
     """
 
     points: np.ndarray
@@ -48,16 +55,19 @@ class Draw(NamedTuple):
 class Encoding:
     """A table at run time.
 
-    The packed code of x is ``initial ^ XOR of flips[j] over the breaks with not (x <= breaks[j])``, so NaN is beyond every
-    break. The value q(x) is ``lut[code]``.
+    The packed code of x starts as `initial`, the code of the first piece. For every break j that x is beyond, that is,
+    `not (x <= breaks[j])`, the code is XORed with `flips[j]`. NaN is therefore beyond every break. The value q(x) is
+    ``lut[code]``.
 
     Args:
-        bits: of a code.
-        levels: (K,) float64.
-        breaks: (M-1,) float64.
-        codes: (M,) int64, the level of each piece.
-        closed: for each break "right" or "left", the piece that the break belongs to.
-        knots: of an unbiased table, else None.
+        bits: the bits of a code.
+        levels: (K,) float64, the values of q.
+        breaks: (M-1,) float64, ascending.
+        codes: (M,) int64, the number of the level of each piece.
+        closed: for each break, "right" if the piece on its left contains it, as in (a, b], or "left" if the piece on
+            its right does, as in [b, c).
+        knots: for an unbiased table, the corners of the piecewise linear function that random codes have as their mean;
+            else None.
     """
 
     bits: int
@@ -69,7 +79,7 @@ class Encoding:
 
     @classmethod
     def of(cls, table: Table) -> Encoding:
-        """Return the constants of a table. Tables that are equal at run time share one object."""
+        """Return the encoding of a table. Tables that are equal at run time get the same object."""
         return Encoding.parse(_text(table))
 
     @classmethod
@@ -79,7 +89,7 @@ class Encoding:
 
     @cached_property
     def text(self) -> str:
-        """The encoding as one line of JSON, an argument of ops, so that an exported program needs nothing else."""
+        """The encoding as one line of JSON. Ops take it as an argument, so that an exported program needs nothing else."""
         return _text(self)
 
     def __reduce__(self):
@@ -89,45 +99,45 @@ class Encoding:
 
     @property
     def unbiased(self) -> bool:
-        """True if codes are drawn at random, so that a seed is needed."""
+        """True if codes are drawn at random, which needs a seed."""
         return self.knots is not None
 
     @cached_property
     def initial(self) -> int:
-        """The code below all breaks."""
+        """The code of the first piece, below all breaks."""
         return int(gray(self.codes[0]))
 
     @cached_property
     def breaks64(self) -> np.ndarray:
-        """(m,) float64, finite, strict: x is beyond a break if x > break."""
+        """The breaks for float64 inputs, (m,) float64, finite, adjusted so that x is beyond a break if x > break."""
         return _strict(self.breaks, self.closed)
 
     @cached_property
     def flips(self) -> np.ndarray:
-        """(m,) uint8: the planes of the code that each break flips."""
+        """The bits of the code that change at each break, (m,) uint8."""
         codes = gray(self.codes)
         return (codes[1:] ^ codes[:-1]).astype(np.uint8)
 
     @cached_property
     def breaks32(self) -> np.ndarray:
-        """The breaks for 16- and 32-bit inputs: (m,) float32, finite, strict."""
+        """The breaks for 16- and 32-bit inputs, (m,) float32, finite, adjusted so that x is beyond a break if x > break."""
         return _strict(round_breaks(self.breaks, self.closed), self.closed)
 
     @cached_property
     def lut64(self) -> np.ndarray:
-        """(2**bits,) float64: the level of each code, 0 for codes that do not occur."""
+        """The level of each code, (2**bits,) float64; 0 for codes that do not occur."""
         lut = np.zeros(1 << self.bits)
         lut[gray(np.arange(len(self.levels)))] = self.levels
         return lut
 
     @cached_property
     def lut32(self) -> np.ndarray:
-        """(2**bits,) float32, the levels rounded to nearest."""
+        """The level of each code, rounded to nearest, (2**bits,) float32."""
         return self.lut64.astype(np.float32)
 
     @cached_property
     def draw(self) -> Draw | None:
-        """The constants of a draw; None unless unbiased."""
+        """The constants from which codes are drawn at random; None unless the table is unbiased."""
         if self.knots is None:
             return None
         points = round_breaks(self.knots.points, self.knots.closed)

@@ -1,4 +1,4 @@
-"""Checksums of a tensor's memory, to detect writes through `x.data` or `x.numpy()`, which change no version."""
+"""Checksums of a tensor's memory, to detect writes through `x.data` or `x.numpy()`. Such writes do not change the version."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Rows of the tensor that are reordered then change columns, unless they move by a
 def fingerprint(x: torch.Tensor) -> int | bytes | None:
     """Return a checksum of a tensor's memory.
 
-    Up to SMALL bytes it is a CRC. Above, it is the sums of the columns of the memory as rows of 64-bit integers, which
-    are computed at the speed of memory, and a CRC of the rest. Exchanging words within a column does not change
-    it.
+    For up to SMALL bytes the checksum is a CRC. For more bytes, the memory is read as rows of 64-bit integers. The
+    checksum is then the sums of the columns, which are computed at the speed of memory, with a CRC of the rest. Two
+    words of the same column can be exchanged without changing the checksum.
 
     Returns:
-        The checksum. None if the tensor is not on the CPU, since reading would synchronize with the device, or has no
-        readable memory.
+        The checksum. None if the tensor is not on the CPU, since reading would synchronize with the device, or if the
+        tensor has no readable memory.
     """
     if x.device.type != "cpu" or not is_plain(x):
         return None

@@ -1,7 +1,8 @@
-"""The groups that a tensor is cut into, and the bytes of its quantized copy (docs/quantizer.md).
+"""The groups that a tensor is cut into, and the bytes of the tensor's quantized copy (docs/quantizer.md).
 
-A sample is a slice along dimension 0. Samples of 64 features or more are cut into groups one by one. Shorter ones are
-concatenated, and groups run across them. Nothing here needs torch.
+A *group* is a run of elements that share a minimum and a range. A *sample* is a slice along dimension 0. Samples of 64
+features or more are cut into groups one by one. Shorter samples are concatenated, and groups run across them. Nothing
+here needs torch.
 """
 
 from __future__ import annotations
@@ -27,21 +28,27 @@ def samples_of(shape) -> tuple[int, int]:
 
 
 def group_count(samples: int, features: int, group_size: int) -> int:
-    """Return the number of groups of samples that are all packed with the same width."""
+    """Return the number of groups, if all samples are packed with the same bits per element."""
     if features >= LEAST_FEATURES:
         return samples * -(-features // group_size)
     return -(-(samples * features) // group_size)
 
 
 def most_groups(samples: int, features: int, group_size: int) -> int:
-    """Return the largest number of groups of samples of several widths. If groups run across samples, each width ends one."""
+    """Return the largest possible number of groups, if samples have several numbers of bits per element.
+
+    A group that runs across short samples ends where the number of bits changes.
+    """
     if features >= LEAST_FEATURES:
         return group_count(samples, features, group_size)
     return group_count(samples, features, group_size) + min(8, samples) - (samples > 0)
 
 
 def mixed_words(widths: Iterable[int], features: int) -> int:
-    """Return the int32 words of the codes of samples with those widths: each width is padded to whole words once."""
+    """Return the number of int32 words for samples with those bits per element.
+
+    The codes of all samples with the same bits are padded to whole words together.
+    """
     counts = [0] * 9
     for width in widths:
         counts[width] += 1
@@ -49,9 +56,10 @@ def mixed_words(widths: Iterable[int], features: int) -> int:
 
 
 def words_of_total(total: int, features: int) -> int:
-    """Return int32 words that suffice for samples whose bits an element sum up to `total`, however they are shared.
+    """Return a number of int32 words that suffices for samples whose bits per element add up to `total`.
 
-    The codes of every width are padded to whole blocks, which takes at most 36 words.
+    The number suffices however the bits are divided among the samples. The codes of each number of bits are padded to
+    whole blocks, which takes at most 36 words.
     """
     return -(-total * features // BLOCK) + sum(range(1, 9))
 
@@ -59,7 +67,7 @@ def words_of_total(total: int, features: int) -> int:
 def quantized_bytes(shape, bits: int, group_size: int = GROUP_SIZE, fp32_min: bool = False) -> int:
     """Return the bytes of the quantized copy of a tensor: codes, and 4 bytes for each group, or 6 with float32 minimums.
 
-    These are 4 bits ceil(n / 32) + (4 or 6) groups for n elements.
+    A tensor of n elements has codes of 4 bits ceil(n / 32) bytes.
     """
     samples, features = samples_of(shape)
     groups = group_count(samples, features, group_size)
@@ -67,6 +75,6 @@ def quantized_bytes(shape, bits: int, group_size: int = GROUP_SIZE, fp32_min: bo
 
 
 def fp32_min_bytes(ranges) -> int:
-    """Return the bytes by which ranges, (groups, 2 or 3), grow if their minimums become float32."""
+    """Return the bytes by which `ranges`, (groups, 2 or 3), would grow if the minimums became float32."""
     count, columns = ranges.shape
     return 2 * count * (FP32_MIN_COLUMNS - columns)

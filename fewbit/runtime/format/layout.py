@@ -31,18 +31,18 @@ def are_dense(shape, stride) -> bool:
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x if it is dense, else its contiguous copy, whose storage order is x's logical order."""
+    """Return x if it is dense, else its contiguous copy. The storage order of the copy is x's logical order."""
     return x if is_dense(x) else x.contiguous()
 
 
 def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of `dense(x)`; for dimensions of size 0 and 1, whose strides mean nothing, torch's choice."""
+    """Return the strides of `dense(x)`. For dimensions of size 0 and 1, whose strides mean nothing, torch chooses the strides."""
     whole = contiguous_stride(x.shape)
     return whole if x.is_contiguous() or not is_dense(x) else _stride(x)
 
 
 def is_regular(x: torch.Tensor) -> bool:
-    """Return whether every pointwise function of torch returns x's strides.
+    """Return whether every pointwise function of torch returns a result with x's strides.
 
     If x has dimensions of size 0 or 1, or gaps between its elements, the strides of the result depend on the function.
     """
@@ -59,10 +59,10 @@ def is_regular(x: torch.Tensor) -> bool:
 
 
 def result_stride(x: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the strides of the result of torch's pointwise functions for a dense x; None if x is not dense, or empty.
+    """Return the strides that torch's pointwise functions give their result for x; None if x is empty or not dense.
 
-    torch replaces the strides of dimensions of size 1 if x is contiguous or channels-last, and keeps them otherwise. Its
-    clamps (`torch_functions.OTHER_STRIDES`) do not follow this rule.
+    torch replaces the strides of dimensions of size 1 if x is contiguous or channels-last, and keeps them otherwise.
+    torch's clamps (`torch_functions.OTHER_STRIDES`) do not follow this rule.
     """
     if x.is_contiguous():
         stride = contiguous_stride(x.shape)
@@ -91,12 +91,12 @@ def is_by_sample(x: torch.Tensor) -> bool:
 
 
 def is_part(x: torch.Tensor) -> bool:
-    """Return whether x keeps a storage alive that is larger than its elements. Elements of expanded dimensions count repeatedly."""
+    """Return whether x keeps a storage alive that is larger than x. In an expanded dimension, every repetition counts."""
     return x.untyped_storage().nbytes() > x.numel() * x.element_size()
 
 
 def storage_permutation(x: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the order of dimensions in which a dense x is contiguous; None if x is not dense, or `is_by_sample`."""
+    """Return the order of dimensions in which a dense x is contiguous; None if x is not dense, or if `is_by_sample(x)`."""
     if is_by_sample(x) or not is_dense(x):
         return None
     return tuple(_outermost_first(x.shape, x.stride()))
@@ -122,7 +122,7 @@ def _lies_inside(stride, shape, a: int, b: int) -> bool:
 
 
 def by_sample_stride(x: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of x if it `is_by_sample`, else those of its contiguous copy."""
+    """Return the strides of x if `is_by_sample(x)`, else the strides of its contiguous copy."""
     return _stride(x) if is_by_sample(x) else contiguous_stride(x.shape)
 
 
@@ -144,7 +144,7 @@ def _stride(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def unviewed(y: torch.Tensor) -> torch.Tensor:
-    """Return y as a tensor that is no view: a Function's result that is a view could not be written to in place."""
+    """Return y as a tensor that is not a view. A view that a Function returns could not be written to in place."""
     if torch.compiler.is_compiling() or not y._is_view():
         return y
     result = torch.ops.aten._unsafe_view(y, y.shape)
@@ -155,17 +155,17 @@ def unviewed(y: torch.Tensor) -> torch.Tensor:
 
 
 def storage_order(x: torch.Tensor) -> torch.Tensor:
-    """Return the 1-D view of a dense x's elements in storage order."""
+    """Return a 1-D view of the elements of a dense x in storage order."""
     return x.view(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
 
 
 def check_vectors(vectors, inner: int, n: int) -> int:
-    """Check vectors whose entries are shared by the elements of a tensor in storage order.
+    """Check vectors whose entries each belong to many elements of a tensor.
 
-    Element number e has entry (e div inner) mod (number of entries).
+    Element number e of the tensor, in storage order, has entry (e div inner) mod (number of entries).
 
     Args:
-        vectors: 1-D contiguous float32 tensors of one length, or None; at least one tensor.
+        vectors: 1-D contiguous float32 tensors of one length, or None; at least one is a tensor.
         inner: the number of consecutive elements with the same entry.
         n: the number of elements, a multiple of entries * inner.
 
@@ -198,7 +198,7 @@ def is_broadcast_scalar(x: torch.Tensor) -> bool:
 
 
 def contiguous_stride(shape) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor of that shape, whose sizes may be symbolic."""
+    """Return the strides of a contiguous tensor of that shape. Sizes may be symbolic."""
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
@@ -214,7 +214,7 @@ def has_stride(x: torch.Tensor, stride) -> bool:
 
 
 def bring_to(x: torch.Tensor, stride) -> torch.Tensor:
-    """Return x, or a copy that has the given strides, those of a dense tensor of its shape."""
+    """Return x if it has the given strides, which are those of a dense tensor of x's shape; else a copy that has them."""
     if has_stride(x, stride):
         return x
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
@@ -242,7 +242,13 @@ def with_stride(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tenso
 
 
 def check_stride(shape, stride, by_sample: bool = False) -> None:
-    """Raise ValueError unless a dense tensor of the given shape can have the given strides; by_sample: as for `with_stride`."""
+    """Raise ValueError unless a dense tensor of the given shape can have the given strides.
+
+    Args:
+        shape: The shape of the tensor.
+        stride: The strides.
+        by_sample: Whether dimension 0 must be outermost in storage.
+    """
     n = math.prod(shape)
     fits = len(stride) == len(shape) and are_dense(shape, stride)
     if fits and by_sample and n and shape and shape[0] > 1:
@@ -255,7 +261,7 @@ def check_stride(shape, stride, by_sample: bool = False) -> None:
 
 
 def overlaps(x: torch.Tensor) -> bool:
-    """Return whether two elements of x may share a place in storage, so that the result of writing to x is not defined."""
+    """Return whether two elements of x may share a place in storage. The result of writing to such an x is not defined."""
     if x.numel() <= 1 or is_dense(x):
         return False
     # Sorted by stride, each dimension must step over all that the smaller ones span.

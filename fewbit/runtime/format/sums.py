@@ -1,4 +1,4 @@
-"""A gradient as a matrix, and its sums, which are the gradients of biases and of norms' weights."""
+"""A gradient as a matrix, and sums over it: the gradients of biases and of norms' weights are such sums."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from math import prod
 
 
 def rows(x):
-    """Return x as a matrix with x's last dimension as columns. Sizes of 0 are allowed."""
+    """Return x as a matrix whose columns are x's last dimension. Sizes of 0 are allowed."""
     if x.dim() == 2:
         return x
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])

@@ -1,10 +1,11 @@
-"""The indices of max-pooling, as positions within windows.
+"""The indices of max-pooling, saved as positions within windows.
 
-torch's max-pooling returns the flat index of each maximum in its plane, an int64. The place in the result gives the window,
-so a layer saves only the position within the window, a number below the window's size.
+For each element of its result, torch's max-pooling returns an int64: the flat index of the maximum in the input plane.
+The place of the element in the result determines the window, so a layer saves only the position within the window, a
+number below the window's size.
 
-For a window that is all -inf some of torch's kernels for channels-last tensors return an index outside the window, which
-is no position. Both directions therefore clamp, and the index of such a window is restored to some index in the plane.
+For a window that is all -inf, some of torch's kernels for channels-last tensors return an index outside the window,
+which has no position. Both directions therefore clamp, and the index of such a window becomes some index in the plane.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ class Windows(NamedTuple):
     """The windows of one plane. Every field has one entry for each spatial dimension.
 
     Args:
-        size: of the plane.
+        size: the size of the plane.
         out: the size of the result.
         extent: the number of elements of the longest window.
-        dilation: the distance of neighboring elements of a window.
-        stride, padding: of fixed windows; None for adaptive ones, which start at floor(o * size / out).
+        dilation: the distance between neighboring elements of a window.
+        stride, padding: the stride and padding of fixed windows; None for adaptive windows, which start at floor(o *
+            size / out).
     """
 
     size: tuple[int, ...]
@@ -35,12 +37,12 @@ class Windows(NamedTuple):
 
     @classmethod
     def fixed(cls, size, out, kernel, stride, padding, dilation) -> Windows:
-        """Return the windows of MaxPool."""
+        """Return the windows of a MaxPool layer."""
         return cls(size, out, kernel, dilation, stride, padding)
 
     @classmethod
     def adaptive(cls, size, out) -> Windows:
-        """Return the windows of AdaptiveMaxPool, from floor(o * size / out) up to ceil((o + 1) * size / out)."""
+        """Return the windows of AdaptiveMaxPool. Window o goes from floor(o * size / out) up to ceil((o + 1) * size / out)."""
         extent = tuple(map(_longest, size, out))
         return cls(size, out, extent, (1,) * len(size), None, None)
 
@@ -50,7 +52,7 @@ class Windows(NamedTuple):
         return prod(self.extent)
 
     def positions(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the row-major position within its window for each of torch's indices, (..., *out)."""
+        """Return, for each of torch's indices, the row-major position within the index's window, (..., *out)."""
         if prod(self.size) < 1 << 31:
             indices = indices.to(torch.int32)
         position, scale, rest = 0, 1, indices
@@ -67,12 +69,12 @@ class Windows(NamedTuple):
         return position.clamp_(0, self.count - 1)
 
     def indices(self, positions: torch.Tensor, size, stride) -> torch.Tensor:
-        """Return torch's indices.
+        """Return the indices that torch's max-pooling would return.
 
         Args:
             positions: (n,) integers, in storage order of the result.
-            size: of the result.
-            stride: of the result.
+            size: the size of the result.
+            stride: the strides of the result.
 
         Returns:
             int64 of that size and stride.
@@ -82,7 +84,7 @@ class Windows(NamedTuple):
         return found.as_strided(size, stride).add_(first).clamp_(0, prod(self.size) - 1)
 
     def only(self, size, device) -> torch.Tensor:
-        """Return the indices of windows that have one element: int64 of the given size."""
+        """Return the indices of windows that each have one element: int64 of the given size."""
         first = self._tables(torch.empty(0, device=device))[1]
         return first.expand(size).contiguous()
 

@@ -1,4 +1,4 @@
-"""Copies of numbers from devices to the host, which nothing waits for."""
+"""Copy numbers from devices to the host without waiting for the copies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class AsyncHostCopy:
-    """A copy of floating tensors to the host, which starts when this object is made."""
+    """A copy of floating tensors to the host. Making this object starts the copy."""
 
     def __init__(self, tensors):
         self._tensors = list(tensors)  # held, since `values` knows them by their identity
@@ -23,11 +23,11 @@ class AsyncHostCopy:
             )
 
     def is_there(self) -> bool:
-        """Return whether `values` would not wait."""
+        """Return whether the copy is complete, so that `values` would not wait."""
         return all(event is None or event.query() for _, event in self._parts.values())
 
     def values(self) -> dict[int, list[float]]:
-        """Return {id(tensor): its entries}. Waits for copies that are not there yet."""
+        """Return {id(tensor): list of the tensor's entries}, after waiting until the copy is complete."""
         found = {}
         for device, (flat, event) in self._parts.items():
             if event is not None:

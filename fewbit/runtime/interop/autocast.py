@@ -1,4 +1,4 @@
-"""Autocast inside autograd Functions."""
+"""torch's autocast inside autograd Functions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fewbit.runtime.interop.interrupts import undo_after
 
 
 def as_torch_casts():
-    """Return a context in which torch's own layer casts as autocast asks, without autocast's cache of cast weights.
+    """Return a context manager. Within it, torch's own layers cast as autocast asks, but autocast's cache is not used.
 
-    A weight that is cast inside an autograd Function has no graph, and the cache would pass it to other layers. The
-    backward pass casts the parameter again in place of saving the cast weight.
+    The cache holds cast weights. A weight that is cast inside an autograd Function has no graph, and the cache would
+    pass it to other layers. Instead of saving the cast weight, the backward pass casts the parameter again.
     """
     # A compiler traces the casts, and its partitioner chooses the tensors to save.
     if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
@@ -30,7 +30,7 @@ def _uncached():
 
 
 def in_float32(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return x as autocast passes it to functions that it runs in float32 on CUDA, but not on the CPU."""
+    """Return x converted as autocast converts the input of functions that run in float32 on CUDA but not on the CPU."""
     if x is not None and x.is_cuda and x.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
         return x.to(torch.float32)
     return x

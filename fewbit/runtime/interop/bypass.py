@@ -1,4 +1,9 @@
-"""Switch off the compression of functions (convert/functions.py) while some modules run, and change its settings for others."""
+"""Switch off the compression of functions while some modules run, or change its settings for other modules.
+
+`fewbit/convert/functions.py` compresses functions that modules call, such as `torch.nn.functional.gelu`. The *mode* of
+a module says what happens to such calls within the module. True: functions stay torch's own. False: functions are
+compressed with the model's settings. Anything else is the module's own settings.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ _stack = _Stack()
 
 
 def bypass():
-    """Return a context within which functions stay torch's own, as in a layer in evaluation mode."""
+    """Return a context manager within which functions stay torch's own, as they do in evaluation mode."""
     return nullcontext() if torch.compiler.is_compiling() else _bypass()
 
 
@@ -38,7 +43,7 @@ def _bypass():
 
 
 def current_mode():
-    """Return the mode of the innermost module: True, False or settings."""
+    """Return the mode of the innermost running module."""
     return _stack.modes[-1] if _stack.modes else False
 
 
@@ -48,12 +53,12 @@ def modes() -> tuple:
 
 
 def clear() -> None:
-    """Clear the modes at the beginning of a model's forward: those of modules around the model do not apply to it."""
+    """Forget all modes when a model's forward pass begins. Modes of modules around the model do not apply to the model."""
     _stack.modes = ()
 
 
 def restore_modes(before: tuple) -> None:
-    """Restore the modes from before a call, when the call ends."""
+    """Set the modes to `before`, the result of `modes` before a call, when the call ends."""
     _stack.modes = before
 
 
@@ -63,18 +68,18 @@ class ModeHooks:
     torch does not run `leave` after a KeyboardInterrupt; the call of the enclosing module then restores the modes.
 
     Args:
-        mode: the mode, see `current_mode`.
+        mode: the mode: True, False or settings.
     """
 
     def __init__(self, mode):
         self.mode = mode
 
     def enter(self, *_) -> None:
-        """Set the mode: a forward pre-hook."""
+        """Set the mode. Register this as a forward pre-hook."""
         if not torch.compiler.is_compiling():
             _stack.modes = (*_stack.modes, self.mode)
 
     def leave(self, *_) -> None:
-        """Restore the mode before: a forward hook, which is also called if the forward raised."""
+        """Restore the mode before. Register this as a forward hook that is also called if the forward raised."""
         if not torch.compiler.is_compiling():
             _stack.modes = _stack.modes[:-1]

@@ -1,8 +1,10 @@
-"""Recognize the checkpointed region (torch.utils.checkpoint) that this thread runs, the first time and again.
+"""Recognize the checkpointed region that this thread runs, both in its first run and in its recomputation.
 
-torch has no public link from the recomputation of a region to its first run. The two kinds of checkpoint are therefore
-recognized by an object that exists once for each region: without reentrance by the frame that the region's hooks on
-saved tensors hold, with reentrance by the autograd context of `CheckpointFunction` (docs/decisions/0014).
+A *region* is the part of a forward pass inside one call of torch.utils.checkpoint, which runs the part again in the
+backward pass. torch has no public link from the recomputation of a region to its first run. fewbit therefore recognizes
+a region by an object that exists once for each region (docs/decisions/0014). With `use_reentrant=False`, that object is
+the frame that the region's hooks on saved tensors hold. With `use_reentrant=True`, it is the autograd context of
+`CheckpointFunction`.
 """
 
 from __future__ import annotations
@@ -18,18 +20,20 @@ _REENTRANT = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__
 
 
 def checkpoint_hook():
-    """Return the pack hook of the checkpointed region that runs without reentrance, or None."""
+    """Return the pack hook of the region with `use_reentrant=False` that this thread runs, or None."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack = hooks and hooks[0]
     return pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
 
 
 def region_of(hook):
-    """Return the object that is the same in a region's first run and its recomputation; None without a region.
+    """Return an object that is the same in a region's first run and in its recomputation; None without a region.
+
+    The two runs have different hooks. A cell in the closure of each hook refers to the region's frame, directly, weakly
+    or through another function.
 
     Args:
-        hook: the result of `checkpoint_hook`. The first run and the recomputation have different hooks, and a cell in the
-            closure of each refers to the region's frame, directly, weakly or through another function.
+        hook: the result of `checkpoint_hook`.
     """
     for cell in getattr(hook, "__closure__", None) or ():
         held = cell.cell_contents
@@ -42,7 +46,7 @@ def region_of(hook):
 
 
 def reentrant_region():
-    """Return the autograd context of the innermost reentrant checkpoint whose region this thread runs, or None.
+    """Return the autograd context of the innermost region with `use_reentrant=True` that this thread runs, or None.
 
     The context is the same when the region is recomputed, perhaps in another thread.
     """
@@ -60,5 +64,5 @@ def in_backward() -> bool:
 
 
 def in_checkpoint() -> bool:
-    """Return whether a checkpointed region without reentrance runs in this thread, for the first time or again."""
+    """Return whether this thread runs a region with `use_reentrant=False`, for the first time or again."""
     return checkpoint_hook() is not None

@@ -1,4 +1,4 @@
-"""The tensors in a model's arguments and results."""
+"""Find the tensors in a model's arguments and results."""
 
 from __future__ import annotations
 

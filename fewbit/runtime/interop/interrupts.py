@@ -1,8 +1,8 @@
-"""Undo changes after any exception. An interrupt may come at any bytecode, also during the clean-up itself.
+"""Undo changes after any exception, including an interrupt at any bytecode, even one during the clean-up itself.
 
-A generator's `finally` runs even if the interrupt comes between its `yield` and the `with` block, or between the block
-and `__exit__`, because Python closes the generator when its last reference goes. After an exception the clean-up runs
-twice, in case the first run was interrupted, so a clean-up must be idempotent.
+Python closes a generator when the last reference to it goes. A generator's `finally` therefore runs even if the
+interrupt comes between the generator's `yield` and the `with` block, or between the block and `__exit__`. After an
+exception the clean-up runs twice, in case the first run was interrupted, so a clean-up must be idempotent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def undo_after(put_back: Callable[[], None]):
 
 @contextmanager
 def hold(lock):
-    """Hold a `threading.RLock` during the block. If the thread holds the lock already, leave it to the block around."""
+    """Hold a `threading.RLock` during the block. If the thread holds the lock already, the outer block releases it."""
     if lock._is_owned():  # a finalizer or a signal handler may run within a block; releasing twice would release that one's
         yield
         return
@@ -57,7 +57,7 @@ class ThreadState:
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def put_back(self) -> None:
-        """Restore the snapshot. Hooks on saved tensors that were pushed since are popped."""
+        """Restore the state. Hooks on saved tensors that were pushed after the snapshot are popped."""
         torch.set_grad_enabled(self._has_grad)
         torch._C._set_torch_function_state(self._overrides)
         torch.set_autocast_cache_enabled(self._cache)
@@ -82,10 +82,14 @@ _ENTER = _GeneratorContextManager.__enter__.__code__
 
 
 def close_suspended(error: BaseException) -> None:
-    """Close the generators of contexts whose `__enter__` the error ended after their `yield`, as torch's around each mode.
+    """Close the generators of context managers that the error left suspended, entered but not exited.
 
-    The traceback keeps their frames alive. When it is freed, the generators would run the code after the `yield`, which
-    would undo the clean-up.
+    If an error ends the `__enter__` of a context manager that is written as a generator after the generator's `yield`,
+    the generator stays suspended, as with torch's managers around each mode. The traceback keeps its frame alive. When
+    the traceback is freed, the generator would run the code after the `yield` and so undo the clean-up.
+
+    Args:
+        error: the error, whose traceback is searched.
     """
     traceback = error.__traceback__
     while traceback is not None:
@@ -102,8 +106,9 @@ def undone_if_it_raises(snapshot: Callable) -> Callable:
     """Return a decorator that restores a snapshot if the decorated function raises.
 
     Args:
-        snapshot: a function that is called with the arguments of the decorated function before each call, and returns an
-            object with a method `put_back()`. That method is called twice, in case an interrupt stops the first call.
+        snapshot: a function that is called before each call of the decorated function, with the same arguments. It
+            returns an object with a method `put_back()`. That method is called twice, in case an interrupt stops the
+            first call.
     """
 
     def decorator(function):

@@ -1,8 +1,9 @@
-"""Subclasses that run the calls of a converted model's modules inside `try` / `finally`.
+"""Subclasses of module classes that run the calls of a converted model's modules inside `try` / `finally`.
 
 After a KeyboardInterrupt or another BaseException that is no Exception, torch runs no forward hook
-(docs/decisions/0013). fewbit therefore changes the class of a module, in place, to a subclass whose `__call__` passes
-the call to the model's guard (saved/calls.py). A class or module with that `__call__` is called tracked.
+(docs/decisions/0013). fewbit therefore changes the class of a module, in place, to a subclass. The `__call__` of the
+subclass passes the call to the model's call guard (`CallGuard` in saved/calls.py), which restores the thread's state
+after the call. A class or module with that `__call__` is called *tracked*.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made 
 
 
 def leave_to_interpreter(code: CodeType) -> None:
-    """Exclude a function from compilation as a frame of its own; torch.compile still inlines the function when tracing.
+    """Exclude a function from compilation on its own. torch.compile still traces the function as a part of its callers.
 
-    Otherwise Dynamo would compile the function and could reuse the code that was compiled for another call.
+    Without this, Dynamo would compile the function and could reuse, for one call, the code that was compiled for
+    another.
     """
     if hasattr(eval_frame, "skip_code"):  # torch 2.6
         eval_frame.skip_code(code)
@@ -52,7 +54,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 class TrackedModule:
-    """A mixin: calls of the module run within its model's guard. Without a guard they are torch's own."""
+    """A mixin for module classes. Calls of the module run within its model's call guard, or are torch's own without a guard."""
 
     def __init_subclass__(cls, **kwargs):
         # A user's class may register its subclasses; classes that `tracked_class` makes must not be registered.
@@ -80,7 +82,7 @@ class TrackedModule:
 
 
 class TrackedGraph(TrackedModule):
-    """`TrackedModule` for torch.fx.GraphModule, which copies only what its graph uses, and pickles the code of its graph."""
+    """The `TrackedModule` for torch.fx.GraphModule, which copies only what its graph uses and pickles its graph's code."""
 
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(protocol)
@@ -116,7 +118,10 @@ def _recreated(made, args) -> nn.Module:
 
 
 def tracked_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `base` whose calls run within the module's guard. Every call returns the same subclass."""
+    """Return the subclass of `base` whose calls run within the module's call guard (`CallGuard`).
+
+    Every call with the same base returns the same subclass.
+    """
     reference = _made.get(base)
     made = None if reference is None else reference()
     if made is None:
@@ -140,9 +145,10 @@ def _new_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict) -
 
 
 def graph_class_of(module: nn.Module) -> type | None:
-    """Return the class that torch.fx made for this module alone, with the code of its graph; None if there is none.
+    """Return the class that torch.fx made for this module alone, with the code of the module's graph; None if there is none.
 
-    torch.fx writes to that class and refers to it, so the class has to stay: `track` changes its bases.
+    torch.fx writes to that class and refers to it, so the module has to keep the class. `track` changes the class's
+    bases instead.
     """
     if not isinstance(module, GraphModule):
         return None
@@ -151,12 +157,12 @@ def graph_class_of(module: nn.Module) -> type | None:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class without the subclass from `track`, for looking up classes."""
+    """Return the class that the module had before `track`, for looking up classes."""
     return vars(type(module)).get("_fewbit_base", type(module))
 
 
 def tracked_class_for(module: nn.Module) -> type[nn.Module]:
-    """Return the class that `track` would give the module, without changing the module."""
+    """Return the class that `track` should give the module. The module is not changed."""
     cls = class_of(module)
     if isinstance(module, TrackedModule) or graph_class_of(module) is not None:
         return type(module)
@@ -168,7 +174,13 @@ def tracked_class_for(module: nn.Module) -> type[nn.Module]:
 
 
 def track(module: nn.Module, guard, cls: type[nn.Module]) -> None:
-    """Make calls of the module run within the guard. cls: the result of `tracked_class_for`."""
+    """Make calls of the module run within a call guard.
+
+    Args:
+        module: the module.
+        guard: the `CallGuard` of the model.
+        cls: the result of `tracked_class_for`.
+    """
     vars(module)[GUARD] = guard
     _set_class(module, cls)
 
@@ -183,7 +195,7 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def untrack(module: nn.Module) -> None:
-    """Undo `track`. If the class still contains `TrackedModule`, calls behave like torch's without a guard."""
+    """Undo `track`. If the class has to keep `TrackedModule`, calls still behave like torch's, since there is no guard."""
     vars(module).pop(GUARD, None)
     cls, own = untracked_class(module), graph_class_of(module)
     for made in [kind for kind in type(module).__mro__ if "_fewbit_base" in vars(kind)]:
@@ -205,7 +217,10 @@ def _move_writes(made: type, base: type) -> None:
 
 
 def untracked_class(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class without `TrackedModule`, also if another library subclassed the tracked class (parametrize, fully_shard)."""
+    """Return the module's class without `TrackedModule`.
+
+    This also works if another library has made a subclass of the tracked class (parametrize, fully_shard).
+    """
     cls = type(module)
     if graph_class_of(module) is not None:
         return cls
@@ -214,7 +229,10 @@ def untracked_class(module: nn.Module) -> type[nn.Module]:
 
 
 def rebase(cls: type, old: type, new: type) -> type | None:
-    """Return cls rebuilt with base `new` in place of `old`; None if a method of cls uses super() without arguments."""
+    """Return the class cls rebuilt with the base `new` in place of `old`.
+
+    Returns None if a method of cls uses super() without arguments.
+    """
     if cls is old:
         return new
     if old not in cls.__mro__:

@@ -1,7 +1,8 @@
-"""torch.nn.functional as it was when fewbit was imported.
+"""The functions of torch.nn.functional as they were when fewbit was imported.
 
-A user may monkey-patch a function of torch with a wrapper that calls the original. If the model's functions are
-compressed, that inner call is replaced by fewbit's function, which must call the original and not the wrapper again.
+A user may replace a function of torch by a wrapper that calls the original. If the functions of the user's model are
+compressed, fewbit's function runs in place of the original in that call. fewbit's function must then call the original,
+and not the wrapper again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random numbers of a forward pass, drawn again in the backward pass from the generator's state."""
+"""Draw the random numbers of a forward pass again in the backward pass, from the saved state of the generator."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 
 
 def can_replay(x) -> bool:
-    """Return whether random numbers that are drawn for x now can be drawn again.
+    """Return whether random numbers that are drawn for x now can be drawn again later.
 
-    A compiler cannot follow the state of a generator, and a CUDA graph cannot read it.
+    They cannot if a compiler traces, because it cannot follow a generator's state, or if a CUDA graph is captured,
+    because it cannot read the state.
     """
     if not is_plain(x):
         return False
@@ -29,7 +30,7 @@ def state_of(x) -> Tensor:
 
 @contextmanager
 def replayed(x, state):
-    """Set torch's generator for x's device to an earlier state within this context."""
+    """Run the block with torch's generator for x's device in an earlier state."""
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         if x.is_cuda:
             torch.cuda.set_rng_state(state.cpu(), x.device)

@@ -28,7 +28,7 @@ def is_plain(x) -> bool:
 
 
 def is_abstract(x) -> bool:
-    """Return whether x is a meta or fake tensor in ordinary eager mode, with a storage that identifies it and no memory."""
+    """Return whether x is a meta or fake tensor in ordinary eager mode: it has a storage that identifies it, but no memory."""
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return False
     is_meta = type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_meta
@@ -38,11 +38,11 @@ def is_abstract(x) -> bool:
 
 
 def is_batched(x, transforms_only: bool = False) -> bool:
-    """Return whether x stands for a batch of tensors in `torch.func.vmap`, or for `is_grads_batched=True`.
+    """Return whether x stands for a batch of tensors, in `torch.func.vmap` or because of `is_grads_batched=True`.
 
     Args:
         x: a tensor or None.
-        transforms_only: whether to look for `torch.func.vmap` alone, in which torch serves fewer operations.
+        transforms_only: whether to look for `torch.func.vmap` alone, within which torch supports fewer operations.
     """
     if x is None or torch.compiler.is_compiling():
         return False
@@ -52,7 +52,9 @@ def is_batched(x, transforms_only: bool = False) -> bool:
 
 
 def check_not_distributed(*tensors) -> None:
-    """Raise InputError if one of the tensors is a DTensor, which cannot be quantized since groups would cross shards.
+    """Raise InputError if one of the tensors is a DTensor.
+
+    A DTensor cannot be quantized, since groups of elements would cross its shards.
 
     Args:
         tensors: The arguments of a layer or an op; may include values that are no tensors.
@@ -66,5 +68,5 @@ def check_not_distributed(*tensors) -> None:
 
 
 def is_eager(x) -> bool:
-    """Return whether x is plain or abstract: layers save and share the same tensors of both."""
+    """Return whether x is in ordinary eager mode: `is_plain` or `is_abstract`. Layers save and share both kinds alike."""
     return is_plain(x) or is_abstract(x)

@@ -151,7 +151,7 @@ class Quantizer:
         return self.quantize(x, not is_one, slot=len(others))
 
     def quantize_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
-        """Return a quantized copy of (x - mean) rstd, computed in float32 or better. No other layer gets this copy.
+        """Return a quantized copy of (x - mean) rstd, computed in float32 or better. The copy is not put into the cache.
 
         Args:
             x: a floating tensor of any shape and strides.

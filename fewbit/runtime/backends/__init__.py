@@ -13,9 +13,9 @@ A backend is an object with these attributes. The module `reference` has and doc
     decode_fixed, mask_fixed     values from these codes, and the gradient of the ReLU from their signs
 
 Every function takes and returns tensors of one device, and has the signature that it has in `reference`. All backends
-return the same codes, ranges and values, bit for bit. They differ in two things only: some backends have passes that
-others lack (`reference.forward`), and on some the host would have to wait for a result
-(`results.QuantizedGroups.spread`).
+return the same codes, ranges and values, bit for bit. They differ in two things only. Some backends have passes that
+others lack, see `reference.forward`. Only some know a tensor's smallest and largest element without waiting for the
+device, see `results.QuantizedGroups.spread`.
 
 To add a backend, write a new file here and let `_choose` select it by device. This folder may import `runtime.format`
 and `runtime.interop`.

@@ -328,7 +328,8 @@ def _ranges(rows: int, fp32_min: bool, device) -> torch.Tensor:
 def cpu(isa: str | None = None) -> Kernels:
     """Return the CPU kernels of the named instruction set.
 
-    By default the environment variable FEWBIT_CPU_ISA names the set, or it is the best one of this processor.
+    If `isa` is None, the environment variable FEWBIT_CPU_ISA names the set. Without that variable, the best set of this
+    processor is used.
     """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     _kernels.use_openmp_of(str(library))

@@ -105,7 +105,7 @@ def decode_mul(
     """Write lut[code] * grad, rounded once, into `out`. `lut` holds the value that the encoding has for each code.
 
     Args:
-        grad: a gradient with the dtype and strides of `out`, or one element of storage that is broadcast.
+        grad: a gradient with the dtype and strides of `out`, or one for which `layout.is_broadcast_scalar` is true.
         packed: the packed codes.
         encoding: the encoding of the codes.
         out: a dense tensor.

@@ -27,7 +27,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
-    """Return the n codes, uint8, of packed: (bits * ceil(n / 32),) int32."""
+    """Return the n codes, uint8, that `pack` packed into (bits * ceil(n / 32),) int32."""
     Entry("unpack", packed).check_packed(packed, n, bits)
     lanes = torch.arange(BLOCK, device=packed.device)
     planes = torch.arange(bits, device=packed.device)

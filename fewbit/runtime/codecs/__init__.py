@@ -3,7 +3,8 @@
     payload = codec("quant").compress(tensor, bound)
     values = codec("quant").decompress(payload)
 
-This folder may import the other folders of `fewbit.runtime` except `activations`. A new codec is a new file here.
+Each codec takes the place of a method in the paper AC-GC, section 5. This folder may import the other folders of
+`fewbit.runtime` except `activations`. A new codec is a new file here.
 """
 
 from __future__ import annotations

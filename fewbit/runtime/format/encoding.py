@@ -19,12 +19,15 @@ from fewbit.table import Knots, Table, round_breaks
 
 
 def packed_words(n: int, bits: int) -> int:
-    """Return the number of int32 words for n codes of that many bits. Codes are packed as bit-planes over blocks of 32."""
+    """Return the number of int32 words for n codes of that many bits.
+
+    Blocks of 32 codes are packed as bit-planes: each word holds one bit of each of the 32 codes.
+    """
     return bits * ((n + BLOCK - 1) // BLOCK)
 
 
 def gray(index):
-    """Return the Gray code of a level. Codes of neighboring levels differ in one bit, so a break flips one plane."""
+    """Return the Gray code of a level's number. Codes of neighboring levels differ in one bit."""
     return index ^ (index >> 1)
 
 

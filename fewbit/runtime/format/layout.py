@@ -19,7 +19,7 @@ def is_dense(x: torch.Tensor) -> bool:
 
 
 def are_dense(shape, stride) -> bool:
-    """Return whether a tensor of the given shape and strides is dense. A tensor without elements is."""
+    """Return whether a tensor of the given shape and strides is dense. A tensor without elements is dense."""
     if 0 in shape:
         return True
     step = 1
@@ -36,7 +36,7 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of `dense(x)`. For dimensions of size 0 and 1, whose strides mean nothing, torch chooses the strides."""
+    """Return the strides of `dense(x)`. torch chooses those of dimensions of size 0 and 1, because they mean nothing."""
     whole = contiguous_stride(x.shape)
     return whole if x.is_contiguous() or not is_dense(x) else _stride(x)
 
@@ -223,8 +223,8 @@ def bring_to(x: torch.Tensor, stride) -> torch.Tensor:
 def with_stride(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tensor:
     """Return x with exactly the given strides: x itself, a view of it, or a copy.
 
-    An op that packs or unpacks in storage order gets the strides as an argument, because in a compiled graph the strides
-    of its input may differ from those at tracing time (docs/runtime.md, "Strides").
+    An op that packs or unpacks in storage order gets the strides as an argument. In a compiled graph, the strides of
+    the op's input may differ from those at tracing time (docs/runtime.md, "Strides").
 
     Args:
         x: A tensor of any strides.

@@ -1,4 +1,4 @@
-"""Run ordinary Python code while torch.compile traces a function, without leaving a trace of the code in the compiled program."""
+"""Run ordinary Python code while torch.compile traces a function, without a trace of the code in the compiled program."""
 
 from __future__ import annotations
 

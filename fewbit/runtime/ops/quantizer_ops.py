@@ -140,9 +140,9 @@ def dequantize(packed, ranges, bits, group_size, size, stride, dtype, widths=Non
         ranges: from `quantize`.
         bits: as for `quantize`.
         group_size: as for `quantize`.
-        size: of the quantized tensor.
+        size: the size of the quantized tensor.
         stride: the strides of the quantized tensor, see `layout.by_sample_stride`.
-        dtype: of the values.
+        dtype: the dtype of the values.
         widths: as for `quantize`.
         affine: (scale, shift, inner) to map the values with, or None, see `reference_quantizer.dequantize`.
     """

@@ -13,7 +13,8 @@ to the model's input. Three kinds of numbers are measured, each from one random 
   sum of squares of the incoming gradient. If the incoming gradient comes directly from a layer above, that layer's
   noise itself is passed on instead, since it can be far from random signs: the noise of batch norm is a multiple of the
   convolution's result in each channel.
-- For every other node of the graph, gain is the gain of the gradient itself.
+- At every other node of the graph, the gain of an edge is measured on the gradient itself: the sum of squares of the
+  gradient that leaves through the edge, over that of the incoming gradient.
 
 Noise from different sources is uncorrelated, so sums of squares add up along the graph. With
 
@@ -357,7 +358,7 @@ class VarianceProbe:
     # -- afterwards --------------------------------------------------------------------------------------
 
     def has_run(self) -> bool:
-        """Return whether a backward pass has ended, or the probe is void."""
+        """Return whether a backward pass has ended. Also true if the probe is void and will have no results."""
         return self.is_void or self._is_over
 
     def runs(self) -> bool:

@@ -56,7 +56,7 @@ class BitPolicy:
     # -- The runtime asks ------------------------------------------------------------------------------------
 
     def begin(self, module, inputs) -> BitAssignment:
-        """Return the assignment of a forward pass in training that begins now.
+        """Return the bit assignment of a forward pass in training that begins now.
 
         Args:
             module: the module whose call is the forward pass.

@@ -146,7 +146,7 @@ class Offload:
         return copy, OnDevice(transfers, source, event)
 
     def fetch(self, transfers, copy: _Copy) -> OnDevice:
-        """Start to copy bytes back to the device."""
+        """Start to copy bytes back to the device. Return the `OnDevice` that holds them there."""
         self.bytes_back += len(copy.host)
         return OnDevice(transfers, *transfers.to_device(copy.host))
 

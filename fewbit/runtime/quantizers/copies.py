@@ -1,4 +1,7 @@
-"""Save and load several quantized tensors, called copies, in the context of one autograd Function."""
+"""Save and load several quantized tensors, called copies, in the context of one autograd Function.
+
+A *spec* is everything but the tensors that is needed to dequantize a saved tensor. `SavedTensors` are tensors and spec.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Small integers saved for the backward pass, in bit-planes or in the narrowest dtype.
 
-`pack` and `narrow` return SavedTensors, as `Quantizer.quantize` does.
+`pack` and `narrow` return SavedTensors, as `Quantizer.quantize` does: the tensors to save, and a spec that turns them
+into integers again.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ MOMENTUM = 0.5
 
 @dataclass(frozen=True)
 class SlotVariance(Record):
-    """The variance that rounding one slot adds to the gradient.
+    """The variance that rounding one saved tensor of a layer (a slot) adds to the gradient.
 
     Args:
         name: the layer's name.
@@ -78,11 +78,11 @@ class SlotVariance(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def is_adjustable(self) -> bool:
-        """Return whether the policy chooses the slot's bits by its sensitivity."""
+        """Return whether the policy chooses the tensor's bits: the user gave none, and all gradients were measured."""
         return self.is_known and not self.is_fixed
 
     def parts(self) -> list[float]:
-        """Return the shares of the sensitivity, with sum 1, of parts of equal size with samples that get similar bits."""
+        """Divide the samples into parts with similar bits. Return each part's fraction of the sensitivity."""
         count = min(self.samples, SPREAD) or 1
         points = [] if self.spread is None or count == 1 else self.spread[:count]
         total = sum(points)
@@ -115,7 +115,8 @@ class VarianceKnowledge(Record):
         budget: the bytes that the user allows for a forward pass (`Budget`), or None. `bits` and `sizes` follow from the
             budget.
         bits: the average number of bits per element.
-        sizes: (layer, input, elements) of the slots to which the average applies; None: all slots, with their latest sizes.
+        sizes: (layer, input, elements) of the saved tensors (slots) to which the average applies; None: all slots, with
+            their latest sizes.
         slots: the slots by (layer, number of the input), in the order of the forward pass.
     """
 
@@ -131,11 +132,11 @@ class SlotVarianceProbe(VarianceProbe):
     """A `VarianceProbe` whose results are `SlotVariance` records."""
 
     def results(self) -> dict[tuple[str, int], SlotVariance]:
-        """Return the measured variances by slot. Waits until the numbers are on the host."""
+        """Return the measured variances by (layer, number of its input). Waits until the numbers are on the host."""
         return _records(super().results())
 
     def snapshot(self) -> dict[tuple[str, int], SlotVariance]:
-        """Return the variances that were measured so far, by slot. The measurement continues."""
+        """Return the variances that were measured so far, by (layer, number of its input). The measurement continues."""
         return _records(super().snapshot())
 
 
@@ -157,7 +158,7 @@ def _records(effects: Mapping) -> dict[tuple[str, int], SlotVariance]:
 
 
 class AdaptivePolicy(ProbingPolicy):
-    """A policy that keeps to an average number of bits over all slots whose bits the user did not give.
+    """A policy that keeps to an average number of bits over all saved tensors (slots) whose bits the user did not give.
 
     Args:
         bits: the average number of bits per element.
@@ -185,7 +186,7 @@ class AdaptivePolicy(ProbingPolicy):
         super().__init__(bits, names, interval, VarianceKnowledge(budget, bits, rows, {}))
 
     def tables(self, model, ended: str) -> dict:
-        """Return {"allocation": the bits of each slot}."""
+        """Return {"allocation": table of the bits of each saved tensor}."""
         rows = (
             Allocated(
                 *_slot_of(slot),
@@ -202,15 +203,15 @@ class AdaptivePolicy(ProbingPolicy):
         return {"allocation": Allocation(rows, empty, ended, unobserved)}
 
     def new_probe(self) -> SlotVarianceProbe:
-        """Return a probe of the variance that rounding adds."""
+        """Return a probe, which measures the variance that rounding adds to the gradient in one forward and backward pass."""
         return SlotVarianceProbe(self.step)
 
     def merge(self, results: list) -> dict[tuple[str, int], SlotVariance]:
-        """Return one result for all processes: for each slot, variances and elements are summed, bits and samples averaged."""
+        """Return one measurement for all processes: sums of variances and elements, means of bits and samples."""
         return merge_by_key(results)
 
     def learn(self, result: dict[tuple[str, int], SlotVariance]) -> VarianceKnowledge:
-        """Return the knowledge after one more measurement. The result of a measurement without any variance is ignored."""
+        """Return all that is known after one more measurement. The result of a measurement without any variance is ignored."""
         if not any(slot.sensitivity > 0 for slot in result.values()):
             return self.knowledge
         known = _in_units_of(result, self.knowledge.slots)
@@ -220,7 +221,7 @@ class AdaptivePolicy(ProbingPolicy):
         return replace(self.knowledge, slots=slots)
 
     def adopt(self, knowledge: VarianceKnowledge) -> None:
-        """Set the knowledge, and choose the bits of all slots by it."""
+        """Set `self.knowledge`, and choose the bits of all saved tensors by it."""
         averages = allocated(knowledge)
         slots = {
             name: slot if slot.is_fixed else replace(slot, bits=averages.get(name, knowledge.bits))
@@ -230,7 +231,7 @@ class AdaptivePolicy(ProbingPolicy):
         self.bits, self.averages = knowledge.bits, averages
 
     def fit(self, knowledge: VarianceKnowledge, settings: Mapping) -> VarianceKnowledge:
-        """Return a state's knowledge, with this policy's own budget and average bits unless the state has the same budget."""
+        """Return the knowledge from a controller's state, with this policy's own average bits if the budget is another."""
         own = self.knowledge
         for layer, *_ in (*knowledge.slots, *(knowledge.sizes or ())):
             check_layer(layer, self._layers)
@@ -246,9 +247,9 @@ class AdaptivePolicy(ProbingPolicy):
 
 
 def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
-    """Return the average bits of each slot, by ActNN's problem (10).
+    """Return the average bits of each saved tensor (slot), from ActNN's optimization problem (10).
 
-    Each slot is divided into parts of equal size, with samples that get similar bits. Each part counts as a tensor of its
+    Each tensor is divided into parts of equal size, with samples that get similar bits. Each part counts as a tensor of its
     own.
     """
     sizes = None

@@ -28,10 +28,10 @@ class SizeProbe:
         self._codes = self._reserve = 0
 
     def record_saved(self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0):
-        """Count the elements of a tensor, and the bytes of its codes.
+        """Count the elements of a saved tensor, and the bytes of its codes.
 
-        The arguments are those of `fewbit.runtime.saved.assignment.Probe.record_saved`: the tensor's slot, its number of
-        elements, and facts about its layout.
+        The arguments are those of `fewbit.runtime.saved.assignment.Probe.record_saved`: the tensor's `TensorSlot`, its
+        number of elements, and facts about its layout.
         """
         if in_checkpoint():
             return
@@ -50,7 +50,7 @@ class SizeProbe:
         """Do nothing: sizes do not depend on the rounding."""
 
     def knows(self, name: tuple[str, int]) -> bool:
-        """Return True: tensors of all slots are counted."""
+        """Return True: all saved tensors are counted."""
         return True
 
     def watch(self, outputs) -> None:
@@ -67,7 +67,7 @@ class SizeProbe:
             saved: the bytes that the counted forward pass has saved.
 
         Raises:
-            InputError: not even 1 bit per element fits, or there is no slot whose bits can change.
+            InputError: not even 1 bit per element fits, or there is no saved tensor whose bits can change.
         """
         elements = sum(self.elements.values())
         if not elements:

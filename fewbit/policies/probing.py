@@ -43,7 +43,7 @@ RESULT = {"path": text, "since": whole(), "is_summed": flag}
 
 @dataclass
 class ProbeRun:
-    """One measurement, from its forward pass until the policy learns from its result.
+    """One measurement by a probe, from its forward pass until the policy learns from its result.
 
     Args:
         path: the module whose forward pass was measured.
@@ -106,7 +106,8 @@ class ProbeRun:
 class ProbingPolicy(BitPolicy):
     """A policy that measures some forward passes and learns from the measurements.
 
-    A subclass sets `Knowledge`, the `Record` class of all that the policy learns, and `RESULT_SHAPE`. It implements
+    A probe is the object that measures one forward and backward pass. A subclass sets `Knowledge`, the `Record` class of
+    all that the policy learns, and `RESULT_SHAPE`, which checks a probe's result in a controller's state. It implements
     `new_probe`, `learn`, `adopt`, `fit` and `merge`, and may override `apply_to`.
 
     Args:
@@ -164,11 +165,11 @@ class ProbingPolicy(BitPolicy):
     # -- What a subclass says ------------------------------------------------------------------------------------
 
     def new_probe(self):
-        """Return a probe for the forward pass that begins now."""
+        """Return a probe, an object that measures the forward pass that begins now."""
         raise NotImplementedError
 
     def learn(self, result) -> Record:
-        """Return the knowledge after one more result; `self.knowledge` itself if the result is of no use."""
+        """Return all that is known after one more measurement; `self.knowledge` itself if the result is of no use."""
         raise NotImplementedError
 
     def adopt(self, knowledge: Record) -> None:
@@ -180,11 +181,11 @@ class ProbingPolicy(BitPolicy):
         assignment.averages = self.averages
 
     def merge(self, results: list):
-        """Return one result for all processes, given the results of each process in rank order."""
+        """Return one measurement for all processes, given those of each process in rank order."""
         raise NotImplementedError
 
     def fit(self, knowledge: Record, settings: Mapping) -> Record:
-        """Return the part of a state's knowledge that is of use to this policy.
+        """Return the part of the knowledge in a controller's state that is of use to this policy.
 
         Args:
             knowledge: the knowledge in the state.
@@ -270,7 +271,7 @@ class ProbingPolicy(BitPolicy):
         self.take_in(result)
 
     def take_in(self, result) -> None:
-        """Learn from a result, and choose bits anew. If that fails, nothing changes."""
+        """Learn from the result of a measurement, and choose bits anew. If that fails, nothing changes."""
         knowledge = self.learn(result)
         if knowledge is not self.knowledge:
             self.adopt(knowledge)

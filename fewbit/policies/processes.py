@@ -11,7 +11,7 @@ look whether numbers have reached the host, because all of them have to use the 
 
 
 def groups_of(module) -> tuple:
-    """Return the process groups over which results are gathered, one group after the other; () for a single process.
+    """Return the process groups over which measurements are gathered, one group after the other; () for a single process.
 
     With DistributedDataParallel this is the process group of the wrapper whose forward pass runs. With fully_shard these
     are the groups of the mesh over which the parameters are distributed.

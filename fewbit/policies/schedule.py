@@ -54,7 +54,7 @@ class Schedule(Record):
         return replace(self, step=capped(self.step, MOST_STEPS), turns=turns)
 
     def check(self, where: str) -> None:
-        """Raise InputError if a module was measured after its latest step, or if its latest step is after the present one."""
+        """Raise InputError if the steps of a module are not in order: last measured, latest, present step of the training."""
         for i, turn in enumerate(self.turns.values()):
             if not turn.measured <= turn.latest <= self.step:
                 raise wrong(f"turns[{i}]", f"steps in order up to {self.step}", tuple(turn))

@@ -23,7 +23,7 @@ REASONS = {
 
 
 class Unobserved:
-    """The list of the layers that were reported as unobserved.
+    """The list of the layers that were reported because a policy cannot measure what they save.
 
     Compiled layers are reported only once, when they are traced, so they stay in the list. Other layers are removed after
     FORGOTTEN measurements without another report.
@@ -35,7 +35,7 @@ class Unobserved:
         self._measurement = 0
 
     def add(self, layer: str, reason: str) -> None:
-        """Note that probes cannot see what a layer saves.
+        """Note that measurements cannot see what a layer saves.
 
         Args:
             layer: the layer's name.
@@ -57,11 +57,11 @@ class Unobserved:
         }
 
     def found(self, model: nn.Module | None, seen: Container[str]) -> dict[str, str]:
-        """Return {layer: reason in words} of all listed layers that no probe has seen.
+        """Return {layer: reason in words} of all listed layers that no measurement has seen.
 
         Args:
             model: the model with the layers, or None if it no longer exists.
-            seen: the layers that a probe has seen.
+            seen: the layers that a measurement has seen.
         """
         compiled = self._compiled if model is None else _with_alike(model, self._compiled)
         reasons = dict.fromkeys(compiled, COMPILED) | {

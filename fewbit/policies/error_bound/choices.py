@@ -23,12 +23,12 @@ from fewbit.runtime.codecs import DEFAULT as QUANT
 
 
 class BitChoice(NamedTuple):
-    """The choice for one slot.
+    """The error-bound policy's choice for one saved tensor of a layer (a slot).
 
     Args:
         average: bits per element; None if a codec saves the slot, or if the slot is saved exactly.
-        dx2: dx*^2.
-        constraint: the gradient constraint from which dx*^2 follows, or None if no gradient depends on the slot.
+        dx2: the mean squared error of the elements that the bound allows.
+        constraint: the gradient constraint from which `dx2` follows, or None if no gradient depends on the slot.
     """
 
     average: float | None
@@ -37,14 +37,14 @@ class BitChoice(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """The choices for all slots, and the bits of all activations' tables."""
+    """The choices for all saved tensors (slots), and the bits of all activations' tables."""
 
     slots: Mapping[tuple[str, int], BitChoice]
     activations: Mapping[str, int]
 
 
 def choose(knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int]) -> Choices:
-    """Return the choices that follow from the knowledge.
+    """Return the bits that follow from the policy's knowledge, for all saved tensors and activations.
 
     Args:
         knowledge: all that the policy has learned.
@@ -68,7 +68,7 @@ def choose(knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int
 
 
 def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:
-    """Return the choice for one slot.
+    """Return the choice for one saved tensor of a layer (a slot).
 
     A slot that no gradient depends on gets the fewest bits. If not all gradients were measured, the slot keeps the most
     bits.
@@ -89,7 +89,7 @@ def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:
 
 
 def choose_codec(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound, stats: PayloadStats):
-    """Return the codec of a slot whose `BitChoice` has no bits.
+    """Return the codec of a saved tensor (slot) whose `BitChoice` has no bits.
 
     Args:
         slot: the knowledge of the slot.
@@ -106,7 +106,7 @@ def choose_codec(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound, sta
 
 
 def has_enough_bits(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound) -> bool:
-    """Return whether the bits that the user gave for a slot keep to the bound. True if that is not known."""
+    """Return whether the bits that the user gave for a saved tensor keep to the bound. True if not known."""
     if not slot.is_known or choice.constraint is None:
         return True
     least = slot.least_average(choice.dx2, bound.window) if choice.dx2 > 0 else None

@@ -53,7 +53,11 @@ LEAST_SEEN = 3
 
 
 class Row(NamedTuple):
-    """One measurement of a constraint: V^2, and the squares first^2 and second^2 in D = (first dx + second dx^2)^2."""
+    """One measurement of a gradient: its squared norm V^2, and first^2 and second^2 of its squared error D.
+
+    D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the saved tensor's elements
+    (docs/error_bound.md).
+    """
 
     v2: float
     first2: float
@@ -76,14 +80,14 @@ class ActivationRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ConstraintEstimate(Record):
-    """The last measurements of one constraint, the latest last.
+    """The last measurements of one constraint: a bound on the squared error of one gradient.
 
     Args:
         label: the name of the gradient, as in `GradientConstraint`.
         kind: whether D follows from a formula or was measured, as in `GradientConstraint`.
-        rows: the constraint in each measurement.
-        pairs: the squared norms from each measurement in which the monitor included the slot.
-        missed: the number of measurements of the slot since the last one with this constraint.
+        rows: the constraint in each measurement, the latest last.
+        pairs: the gradient's squared norms with errors and without, from the measurements of the monitor (`monitor.py`).
+        missed: the number of measurements of the saved tensor since the last one with this constraint.
     """
 
     label: str = entry(text, default="")
@@ -98,7 +102,7 @@ class ConstraintEstimate(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def dx2(self, e2: float, window: str) -> float:
-        """Return dx*^2: the mean squared error of the slot's elements for which D = e2 V^2.
+        """Return the mean squared error of the saved tensor's elements for which the gradient's squared error is e2 V^2.
 
         Args:
             e2: the squared gradient error that is allowed, in units of V^2.
@@ -119,7 +123,9 @@ def _label_of(estimate: ConstraintEstimate) -> str:
 
 @dataclass(frozen=True)
 class TensorEstimate(Record):
-    """The knowledge of one slot. The fields up to `dtype_bytes` are those of the slot's latest `TensorNorms`.
+    """All that is known of one saved tensor of a layer (a slot).
+
+    The fields up to `dtype_bytes` are those of the latest `TensorNorms`.
 
     Args:
         spreads: for each measurement, one number for each part of the samples (`parts_of`): the mean of range^2 over the
@@ -162,14 +168,14 @@ class TensorEstimate(Record):
             raise wrong(f"{where}.weighed", expected, self.weighed)
 
     def unmonitored(self) -> TensorEstimate:
-        """Return the estimate without the monitor's measurements."""
+        """Return the estimate without the measurements of the monitor (`monitor.py`)."""
         constraints = {
             label: replace(constraint, pairs=()) for label, constraint in self.constraints.items()
         }
         return replace(self, constraints=constraints)
 
     def deciding(self, e2: float, window: str) -> tuple[float, ConstraintEstimate | None]:
-        """Return the smallest dx*^2 of all constraints, and its constraint; (infinity, None) if there are no constraints."""
+        """Return the smallest mean squared error that a constraint allows, and the constraint; (infinity, None) if there is none."""
         found = [(made.dx2(e2, window), made) for made in self.constraints.values()]
         return min(found, key=lambda pair: pair[0], default=(math.inf, None))
 
@@ -182,10 +188,10 @@ class TensorEstimate(Record):
         return least_average(squares, self.samples, self.samples or 1, dx2)
 
     def pairs(self, is_exact: bool = False) -> tuple[Pair, Pair]:
-        """Return the sum of the mean pairs of the parameters' gradients, and the sum of those of all gradients.
+        """Return two sums of squared norms with errors and without: over parameters' gradients, and over all gradients.
 
         Args:
-            is_exact: whether the slot is saved exactly. Then both numbers of a pair are V^2.
+            is_exact: whether the tensor is saved exactly. Then both norms of each gradient are those without errors.
         """
         seen = []
         for constraint in self.constraints.values():
@@ -198,15 +204,15 @@ class TensorEstimate(Record):
         return sum_of(of_parameters), sum_of([pair for _, pair in seen])
 
     def excess(self, limit: float, of_parameters: bool, is_exact: bool) -> tuple[float, float]:
-        """Return the mean of |g^|^2 - limit |g|^2 over the monitor's measurements, and the square of its standard error.
+        """Return the mean of |g^|^2 - limit |g|^2, and the square of the standard error of this mean.
 
-        If the monitor has included the slot fewer than LEAST_SEEN times, the standard error is taken to be as large as the
-        mean.
+        g^ is the gradient with errors, g the exact one. The mean is over the measurements of the monitor (`monitor.py`). If
+        there are fewer than LEAST_SEEN of them, the standard error is taken to be as large as the mean.
 
         Args:
             limit: the largest |g^|^2 / |g|^2 that is allowed.
             of_parameters: whether only gradients of parameters count.
-            is_exact: whether the slot is saved exactly.
+            is_exact: whether the tensor is saved exactly.
         """
         if is_exact:
             pair = self.pairs(is_exact=True)[not of_parameters]
@@ -225,7 +231,7 @@ class TensorEstimate(Record):
 
     @property
     def ratio(self) -> float | None:
-        """The largest E|g^|^2 / E|g|^2 of the gradients that depend on the slot; None before the monitor measures one."""
+        """The largest E|g^|^2 / E|g|^2 of gradients that depend on this tensor; None before the first measurement."""
         seen = (constraint.pairs for constraint in self.constraints.values())
         pairs = [_mean_pair(pairs) for pairs in seen if pairs]
         return max((ratio_of(pair) for pair in pairs if pair.exact2 > 0), default=None)
@@ -266,9 +272,9 @@ class BoundKnowledge(Record):
     """All that the error-bound policy has learned.
 
     Args:
-        slots: the estimates of slots, by (layer, number of the input).
+        slots: the estimates of saved tensors (slots), by (layer, number of the input).
         activations: the estimates of activations, by name.
-        next: the position, among the slots, of the slot that the monitor includes next.
+        next: the position, among the slots, of the slot with which the monitor continues.
         has_warned: whether the user was warned that gradients exceed the bound.
     """
 
@@ -285,7 +291,7 @@ class BoundKnowledge(Record):
 
 
 def is_of_parameter(label: str) -> bool:
-    """Return whether the gradient with this label is that of a parameter."""
+    """Return whether a label, such as "weight" or "input", is that of a parameter's gradient."""
     return label.rpartition(" ")[2] == "weight"
 
 
@@ -295,7 +301,7 @@ def ratio_of(pair: Pair) -> float | None:
 
 
 def sum_of(pairs: list[Pair]) -> Pair:
-    """Return the sum of pairs, number by number."""
+    """Return the sum of pairs of squared norms, as a pair."""
     hat2 = exact2 = 0.0
     for pair in pairs:
         hat2, exact2 = hat2 + pair.hat2, exact2 + pair.exact2

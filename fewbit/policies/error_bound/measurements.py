@@ -18,7 +18,7 @@ from fewbit.policies.error_bound.observations import GradientConstraint, Monitor
 
 @dataclass
 class MeasuredTensor:
-    """The measurements of one saved tensor.
+    """The measurements of one saved tensor of a layer (a slot).
 
     Args:
         name: the name of the tensor's slot.
@@ -49,7 +49,7 @@ class MeasuredGradient:
         kind: whether `part` is a formula or was measured, as in `GradientConstraint`.
         tensor: the saved tensor from which the gradient is computed.
         size: 0-D, the norm of the gradient.
-        exact: 0-D, the norm of the gradient from exact values; None if the monitor does not include the slot.
+        exact: 0-D, the norm of the gradient from exact values; None if that is not computed in this measurement.
     """
 
     part: Part
@@ -61,7 +61,7 @@ class MeasuredGradient:
 
 
 class Share(NamedTuple):
-    """One gradient of one call of a layer, with the effect of one slot's error on it.
+    """One gradient of one call of a layer, with the effect of the error of one saved tensor (slot) on this gradient.
 
     Args:
         found: the gradient.
@@ -77,7 +77,9 @@ class Share(NamedTuple):
 
 
 def shares_by_slot(host, calls: list[list[MeasuredGradient]]) -> dict[tuple, list[Share]]:
-    """Return the gradients that depend on each slot, by slot. Gradients on which the slot's error has no effect are left out.
+    """Return for each saved tensor (slot) the gradients that depend on it.
+
+    Gradients on which the tensor's error has no effect are left out.
 
     Args:
         host: the numbers on the host, by the id of the tensor in which they were measured.
@@ -116,7 +118,7 @@ def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
 
     Args:
         host: the numbers on the host, by the id of the tensor in which they were measured.
-        shares: the gradients that depend on one slot.
+        shares: the gradients that depend on one saved tensor.
     """
     gradients = [share.found for share in shares if share.found.exact is not None]
     return tuple(
@@ -130,7 +132,7 @@ def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
 def constraints_of(
     host, shares: list[Share], tried: float
 ) -> list[tuple[GradientConstraint, list[float] | None]]:
-    """Return the constraints of one slot, one for each label and kind, each with the costs of the slot's channels or None.
+    """Return the constraints on the error of one saved tensor (slot): one for each label and kind, with the costs of channels.
 
     Args:
         host: the numbers on the host, by the id of the tensor in which they were measured.
@@ -164,7 +166,7 @@ def _sum_of_channels(costs: list[list[float]]) -> list[float] | None:
 
 
 def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) -> tuple | None:
-    """Return the weights of a slot's channels, with mean 1, in proportion to the effect of errors in each channel.
+    """Return the weights of a saved tensor's channels, with mean 1, in proportion to the effect of errors in each channel.
 
     For one gradient the effect of a channel is its part of first^2 / V^2. Of several gradients the largest effect counts.
 

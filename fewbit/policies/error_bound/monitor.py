@@ -20,7 +20,7 @@ Slots = Mapping[tuple[str, int], TensorEstimate]
 
 
 def turn_of(slots: Slots, start: int, exact: Container) -> list[tuple[str, int]]:
-    """Return the slots that the next measurement includes.
+    """Return the saved tensors (slots) that the next measurement compares with exact values.
 
     Together their exact values take no more memory than those of the largest slot.
 
@@ -47,7 +47,7 @@ def turn_of(slots: Slots, start: int, exact: Container) -> list[tuple[str, int]]
 def next_start(
     turn: list[tuple[str, int]], start: int, before: Slots, now: Slots, seen: Container
 ) -> int:
-    """Return the position of the slot with which the next measurement begins.
+    """Return the position of the saved tensor (slot) with which the monitor's next measurement begins.
 
     If the forward pass did not reach a slot, for example because the slot belongs to another module of the model, the next
     measurement begins with this slot.
@@ -68,7 +68,7 @@ def next_start(
 
 
 def total_ratio(slots: Slots, exact: Container) -> float | None:
-    """Return E|g^|^2 / E|g|^2 over all slots; None before the first measurement.
+    """Return E|g^|^2 / E|g|^2 over all saved tensors (slots); None before the first measurement.
 
     g^ are the gradients as computed, g those from exact values. If gradients of parameters were measured, only they count.
     Gradients from slots that are saved exactly count as exact.
@@ -82,7 +82,7 @@ def total_ratio(slots: Slots, exact: Container) -> float | None:
 
 
 def is_exceeded(slots: Slots, exact: Container, limit: float) -> bool:
-    """Return whether the ratio of `total_ratio` is above the limit by more than three standard errors.
+    """Return whether `total_ratio`, a ratio of squared gradient norms, is above the limit by more than three standard errors.
 
     Rounding is random, so the ratio of a single measurement may be above the limit by chance.
     """

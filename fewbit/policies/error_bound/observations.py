@@ -57,7 +57,7 @@ def merged_kind(kinds: list[str]) -> str:
 
 @dataclass(frozen=True)
 class GradientConstraint(Record):
-    """The constraint D <= e2 V^2, by which one gradient bounds the error of one slot.
+    """The constraint D <= e2 V^2, by which one gradient bounds the error of one saved tensor (slot).
 
     Args:
         label: the name of the gradient: "weight", "input", "query" ... If the gradient is that of another layer than the
@@ -86,7 +86,7 @@ class MonitoredNorms(NamedTuple):
 
 
 def merge_constraints(values: list[Iterable[GradientConstraint]]) -> tuple:
-    """Return the constraints of all processes. Constraints with the same label become one."""
+    """Return the constraints of all processes on one tensor's error. Constraints with the same label become one."""
     return tuple(merge_by_key([by_label(constraints) for constraints in values]).values())
 
 
@@ -98,7 +98,7 @@ def merge_monitored(values: list[Iterable[MonitoredNorms]]) -> tuple:
 
 @dataclass(frozen=True)
 class TensorNorms(Record):
-    """The measurements of one slot.
+    """The measurements of one saved tensor of a layer (a slot) in one forward and backward pass.
 
     Args:
         name: the layer's name.
@@ -197,7 +197,7 @@ class ActivationNorms(Record):
 
 
 def slot_of(made) -> tuple[str, int]:
-    """Return the slot that a record is about: the layer's name, and the number of the layer's input."""
+    """Return which saved tensor (slot) a record is about: the layer's name, and the number of the layer's input."""
     return made.name, made.input
 
 
@@ -208,7 +208,7 @@ def name_of(made) -> str:
 
 @dataclass(frozen=True)
 class ProbeResult(Record):
-    """The result of one probe: measurements of slots by (layer, number of the input), and of activations by name."""
+    """The measurements of saved tensors, by (layer, number of the input), and of activations, by name, in one step."""
 
     slots: Mapping[tuple[str, int], TensorNorms] = entry(
         keyed(TensorNorms.read, slot_of, "every input of a layer once"),

@@ -35,7 +35,7 @@ _SETTINGS = "e2", "window", "codec", "by_channel"
 
 
 class ErrorBoundPolicy(ProbingPolicy):
-    """A policy that gives each slot and each activation as few bits as a bound on gradient errors allows.
+    """A policy that gives each saved tensor and each activation as few bits as a bound on gradient errors allows.
 
     Args:
         bound: the configuration, with the bound.
@@ -76,7 +76,7 @@ class ErrorBoundPolicy(ProbingPolicy):
 
     @property
     def ratio(self) -> float | None:
-        """E|g^|^2 / E|g|^2 over all slots, as measured by the monitor (`monitor.py`); None before the first measurement."""
+        """E|g^|^2 / E|g|^2 over all layers, as measured by the monitor (`monitor.py`); None before the first measurement."""
         return monitor.total_ratio(self.knowledge.slots, self._exact())
 
     def tables(self, model, ended: str) -> dict:
@@ -97,7 +97,7 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- In a forward pass -----------------------------------------------------------------------------------
 
     def new_probe(self) -> ErrorBoundProbe:
-        """Return a probe that also computes exact gradients for the slots of `monitored`."""
+        """Return the object that measures a forward pass, with exact gradients for the tensors of `monitored`."""
         return ErrorBoundProbe(self.step, frozenset(self.monitored()))
 
     def apply_to(self, assignment: BitAssignment) -> None:
@@ -110,7 +110,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         assignment.rounds_up = True
 
     def monitored(self) -> list[tuple[str, int]]:
-        """Return the slots for which the next probe also computes gradients from exact values."""
+        """Return the saved tensors (slots) for which the next probe also computes gradients from exact values."""
         return monitor.turn_of(self.knowledge.slots, self.knowledge.next, self._exact())
 
     def _exact(self) -> set[tuple[str, int]]:
@@ -118,17 +118,17 @@ class ErrorBoundPolicy(ProbingPolicy):
         return {name for name, codec in self._codecs.items() if isinstance(codec, ExactCodec)}
 
     def codec_of(self, name: tuple[str, int]):
-        """Return the codec of a slot, or None if the slot is saved by the group quantizer."""
+        """Return the codec of a saved tensor (slot), or None if the group quantizer saves the tensor."""
         return self._codecs.get(name)
 
     # -- Learning --------------------------------------------------------------------------------------------
 
     def merge(self, results: list[ProbeResult | None]) -> ProbeResult:
-        """Return one result for all processes, merged by slot and activation."""
+        """Return one result for all processes, merged by saved tensor and activation."""
         return ProbeResult.merged([result or ProbeResult() for result in results])
 
     def learn(self, result: ProbeResult | None) -> BoundKnowledge:
-        """Return the knowledge after one more measurement."""
+        """Return all that is known after one more measurement."""
         known, result = self.knowledge, result or ProbeResult()
         total = math.fsum(
             constraint.v2 for slot in result.slots.values() for constraint in slot.constraints
@@ -153,7 +153,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         return BoundKnowledge(slots, activations, following, known.has_warned)
 
     def adopt(self, knowledge: BoundKnowledge) -> None:
-        """Set the knowledge, and choose bits, codecs and tables by the knowledge."""
+        """Set `self.knowledge`, and choose bits, codecs and tables by it."""
         choices = choose(knowledge, self.bound, self.given)
         self.knowledge = knowledge
         self.choices, self.activations = choices.slots, choices.activations
@@ -177,7 +177,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         }
 
     def take_in(self, result: ProbeResult | None) -> None:
-        """Learn from a result, and warn once if gradients exceed the bound."""
+        """Learn from the result of a measurement, and warn once if gradients exceed the bound."""
         before = self.knowledge
         super().take_in(result)
         known, ratio, limit = self.knowledge, self.ratio, self.limit
@@ -209,7 +209,7 @@ class ErrorBoundPolicy(ProbingPolicy):
             check_layer(layer, self._layers)
 
     def fit(self, knowledge: BoundKnowledge, settings: Mapping) -> BoundKnowledge:
-        """Return the part of a state's knowledge that is of use to this policy.
+        """Return the part of the knowledge in a controller's state that is of use to this policy.
 
         Activations whose bits this policy does not bound are left out. If the state has other settings, so are the
         measurements of the monitor, because they are for other bits.

@@ -68,14 +68,14 @@ class _Rounding:
 
 
 class ErrorBoundProbe(VarianceProbe):
-    """The probe of one forward pass and its backward pass.
+    """The object that measures one forward pass and its backward pass for the error-bound policy.
 
     The probe never raises an exception. For a layer whose gradients are not ordinary dense tensors there is no result.
 
     Args:
         seed: the seed of the noise.
-        monitored: the slots whose exact values are kept until the backward pass has ended or failed, or until the graph is
-            freed.
+        monitored: the saved tensors (slots) whose exact values are kept until the backward pass has ended or failed, or
+            until the graph is freed.
     """
 
     def __init__(self, seed: int, monitored: frozenset[tuple[str, int]] = frozenset()):
@@ -94,7 +94,7 @@ class ErrorBoundProbe(VarianceProbe):
         """Measure the rounding errors of a saved tensor. Return the object that the autograd graph holds for the tensor.
 
         Args:
-            slot: the tensor's slot.
+            slot: the tensor's name and bits.
             record: the tensor and its quantized copy.
         """
         if not self._is_open:
@@ -162,7 +162,7 @@ class ErrorBoundProbe(VarianceProbe):
         self._found[number] = found
 
     def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int) -> torch.Tensor:
-        """Return float32 noise in the shape of `rows`, with the slot's `MeasuredTensor.deviation` in all elements."""
+        """Return float32 noise in the shape of `rows`, with the standard deviation that was chosen for the saved tensor."""
         deviation = slot.rounding.tensor.deviation
         return self._uniform(rows).sub_(0.5).mul_(math.sqrt(12.0) * deviation)
 

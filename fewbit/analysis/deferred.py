@@ -59,7 +59,7 @@ class Noise:
             yield
 
     def number_saved(self) -> tuple[str, int]:
-        """Count a tensor that is saved now. Return its context and its number in the context.
+        """Count a tensor that is saved now. Return its context, the path of the running module, and its number in the context.
 
         Tensors that a checkpoint recomputes in a backward pass have negative numbers, which begin anew in every pass.
         """
@@ -72,7 +72,7 @@ class Noise:
         """Return the int64 seed for rounding a tensor in the present backward pass, or None if the tensor stays exact.
 
         Args:
-            context: the tensor's context.
+            context: the path of the module that saved the tensor.
             number: the tensor's number, as `number_saved` returned it.
         """
         draws = (self._draws or {}).get(context)

@@ -66,7 +66,7 @@ class GradientRatio(Result):
 
     @property
     def is_exceeded(self) -> bool:
-        """Whether the ratio is above the limit by more than `chance`."""
+        """Whether the ratio is above the limit by more than `chance`. False without a limit."""
         return self.limit is not None and self.ratio > self.limit + self.chance
 
     @property
@@ -100,7 +100,7 @@ class GradientRatio(Result):
         return self.ratio <= self.limit < unbiased and self.ratio + self.chance < unbiased
 
     def records(self) -> list[dict]:
-        """Return a dict for each module that owns parameters."""
+        """Return a dict for each module that owns parameters: its path, ratio and relative error."""
         return [
             {"module": name, "ratio": ratio, "relative_error": self.relative_by_module[name]}
             for name, ratio in self.by_module.items()

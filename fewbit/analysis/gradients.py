@@ -118,14 +118,14 @@ class Measured:
             return self.backward(value)
 
     def inner(self, a, b) -> np.ndarray:
-        """Return the inner product of two gradients for each group of parameters, (P,) float64."""
+        """Return the inner product of two gradients for the parameters of each of P modules, (P,) float64."""
         products = [(x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)]
         device = products[0].device  # a single transfer, also for a model on several devices
         products = iter(torch.stack([product.to(device) for product in products]).tolist())
         return np.array([sum(next(products) for _ in group) for group in self.groups.values()])
 
     def halved(self, a, b) -> np.ndarray:
-        """Return half the squared norm of the difference of two gradients for each group of parameters, (P,) float64."""
+        """Return half the squared norm of the difference of two gradients for each of P modules, (P,) float64."""
         between = difference(a, b)
         return self.inner(between, between) / 2
 
@@ -140,9 +140,9 @@ def difference(a, b) -> list[torch.Tensor]:
 
 
 def sampling(exact: Measured, parts) -> np.ndarray:
-    """Return half the squared difference of the exact gradients of two minibatches, for consecutive pairs; (pairs, P).
+    """Return half the squared difference of the exact gradients of each two consecutive minibatches, (pairs, P).
 
-    The mean over pairs estimates the variance between minibatches, for each of the P groups of parameters.
+    The mean over pairs estimates the variance between minibatches, for the parameters of each of P modules.
 
     Args:
         exact: the exact model.
@@ -156,7 +156,7 @@ def sampling(exact: Measured, parts) -> np.ndarray:
 
 
 def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.ndarray, str]:
-    """Return estimates of the variance between minibatches, (pairs, P), and a text that says how they were made.
+    """Return estimates of the variance between minibatches, (pairs, P) for P modules, and a text that says how they were made.
 
     If there are several batches, the estimates compare these batches (`sampling`). A single batch is divided into chunks.
     The estimates then compare the chunks, and are divided by the number of chunks, because gradients of smaller batches

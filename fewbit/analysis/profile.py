@@ -73,33 +73,33 @@ class VarianceProfile(Document):
 
     @property
     def quantization(self) -> np.ndarray:
-        """The variance that rounding adds to each module's gradient, (P,): the sum of the terms over all contexts."""
+        """The variance that rounding adds to each module's gradient, (P,): `terms` summed over contexts."""
         return self.terms.sum(0)
 
     @property
     def quantization_error(self) -> np.ndarray:
-        """The standard error of `quantization`, (P,). The rounding of different contexts is independent."""
+        """The standard error of `quantization`, (P,). The rounding of different modules is independent."""
         return np.sqrt(np.square(self.terms_error).sum(0))
 
     def total(self) -> np.ndarray:
-        """Return the variance of the compressed gradient, (P,): `sampling` + `quantization`."""
+        """Return the variance of each module's compressed gradient, (P,): `sampling` + `quantization`."""
         return self.sampling + self.quantization
 
     @property
     def agreement(self) -> np.ndarray:
-        """The difference `quantization` - `direct`, divided by its standard error, (P,); 0 if nothing is rounded."""
+        """`quantization` - `direct`, divided by the standard error of this difference, (P,); 0 if nothing is rounded."""
         error = np.hypot(self.quantization_error, self.direct_error)
         difference = self.quantization - self.direct
         return np.divide(difference, error, out=np.zeros_like(error), where=error > 0)
 
     @property
     def sampling_ratio(self) -> float:
-        """The sampling variance divided by the quantization variance, each summed over all modules."""
+        """The variance between minibatches divided by the variance that rounding adds, each summed over all modules."""
         return _ratio(self.sampling.sum(), self.quantization.sum())
 
     @property
     def own(self) -> np.ndarray:
-        """The variance that rounding a module's own context adds to the module's gradient, (P,); 0 if it has no context."""
+        """The variance that rounding a module's own saved tensors adds to the module's gradient, (P,); 0 if it saves none."""
         rows = {context: row for row, context in enumerate(self.contexts)}
         return np.array(
             [
@@ -110,7 +110,7 @@ class VarianceProfile(Document):
 
     @property
     def own_share(self) -> float:
-        """The part of all quantization variance that comes from modules' own contexts, 0 to 1."""
+        """The fraction of `quantization`, summed over modules, that comes from the modules' own saved tensors, 0 to 1."""
         return _ratio(self.own.sum(), self.quantization.sum())
 
     def to_dict(self) -> dict:
@@ -140,7 +140,7 @@ class VarianceProfile(Document):
 
     @property
     def title(self) -> str:
-        """One line with `sampling_ratio`, and the part of the quantization variance that comes from modules' own contexts."""
+        """One line with `sampling_ratio`, the ratio of variance between minibatches to that of rounding, and `own_share`."""
         return (
             f"{self._name_and_bits}: sampling variance is {self.sampling_ratio:.3g} times quantization "
             f"variance, {100 * self.own_share:.0f}% of which comes from modules' own contexts"
@@ -151,7 +151,7 @@ class VarianceProfile(Document):
         return f"{self.model}, {counted(self.bits, 'bit')}"
 
     def view(self) -> View:
-        """Return a table of the modules, the one with the largest quantization variance first, and a row with their sum."""
+        """Return a table of the modules, those first whose gradient rounding changes most, and a row with their sum."""
         columns = (
             Column("module", lambda row: module_name(row["parameters"]), "name", least=24),
             _variances("sampling"),

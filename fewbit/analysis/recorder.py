@@ -72,7 +72,7 @@ class Token:
 
 
 class Recorder:
-    """A list of the running modules, the innermost last, and of the tokens in the order in which tensors were saved.
+    """A list of the running modules, the innermost last, and of a `Token` for each saved tensor, in the order of saving.
 
     Args:
         outside: the place that is noted for tensors that are saved while no watched module runs.
@@ -83,11 +83,11 @@ class Recorder:
         self._tokens: list[weakref.ref[Token]] = []
 
     def enter(self, place: Place) -> None:
-        """Note that the module of this place begins to run."""
+        """Note that a module begins to run."""
         self.running.append(place)
 
     def alive(self) -> list[Token]:
-        """Return the tokens that autograd still holds."""
+        """Return the `Token`s of those saved tensors that autograd still holds."""
         return [token for token in (ref() for ref in self._tokens) if token is not None]
 
     def hooks(self) -> tuple:
@@ -202,7 +202,7 @@ def _origin(tensor) -> str:
 
 
 def name_nodes(outputs) -> None:
-    """Write into each token the name of an autograd node that holds it, if the node can be reached from the outputs."""
+    """Write into the `Token` of each saved tensor the name of an autograd node that holds the tensor."""
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:

@@ -165,7 +165,7 @@ class SavedBytes(Result):
         return f"{name}{amount(self.total)} saved for backward, in {counted(storages, 'storage')}"
 
     def view(self) -> View:
-        """Return a table of storages, largest first. Equal storages of similar modules, as in repeated blocks, have one row."""
+        """Return a table of storages, largest first. Equal storages in repeated blocks have one row."""
         if not self.total:
             return View(self.title, notes=[NOTHING, *self._notes()])
         unit = unit_of(self.total, "MiB")

@@ -16,7 +16,7 @@ FOLLOWING = (*LINEAR.values(), Conv1D, ReLU, LeakyReLU)
 
 
 def note(model: nn.Module) -> str:
-    """Return the line of the report that counts the norms in fixed point."""
+    """Return the line of the report that counts the norms that save their input in fixed point."""
     count = counted(len(_norms(model)), "norm")
     return f"pre-activations: {count} in fixed point, shared with the layers that follow"
 

@@ -74,7 +74,7 @@ class Candidate:
 
     @property
     def call(self) -> str:
-        """The Python expression that converts a model named `model` with this setting."""
+        """The Python expression that converts a model named `model` as this candidate says."""
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         if self.activations_only:
             return f"fewbit.replace_activations_(model, {self.bits.initial_bits}{options})"
@@ -118,7 +118,7 @@ class Candidate:
 
 
 class Curve(NamedTuple):
-    """The default candidates with one name.
+    """The default candidates of `fewbit.plan` with one name, which are one curve in its picture.
 
     Attributes:
         policy: the name.

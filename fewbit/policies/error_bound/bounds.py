@@ -174,7 +174,7 @@ def _kept(row: Bounded) -> str:
 
 
 def rows_of(policy) -> Iterator[Bounded]:
-    """Yield a row for each saved tensor that the policy has measured, then for each activation, in the order of the forward."""
+    """Yield a row for each saved tensor that the policy has measured, then one for each activation."""
     for name, slot in policy.knowledge.slots.items():
         choice = policy.choices.get(name) or choose_bits(slot, policy.bound)
         codec = None if slot.is_fixed else policy.codec_of(name)

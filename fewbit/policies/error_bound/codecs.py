@@ -12,7 +12,7 @@ class ExactCodec:
     """A codec that saves the tensor unchanged, as torch's own layer would. A part of a larger storage is copied."""
 
     def quantize(self, x, seed):
-        """Return a payload with the exact values. `seed` is not used."""
+        """Return the tensor's exact values in the form of a codec's result. `seed` is not used."""
         return exact(x)
 
 
@@ -30,8 +30,8 @@ class BoundedCodec:
 
     Args:
         name: the name of a codec in `fewbit.runtime.codecs`, which does the work.
-        bound: dx*^2, the largest mean squared error that is allowed.
-        channels: the dx*^2 of each channel, for tensors with that number of channels; or None.
+        bound: the largest mean squared error that is allowed.
+        channels: the largest mean squared error of each channel, for tensors with that number of channels; or None.
         stats: the object into which the size of each saved tensor is written.
     """
 

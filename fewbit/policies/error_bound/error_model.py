@@ -35,7 +35,7 @@ from fewbit.runtime.quantizers.spec import PermutedSpec
 
 
 class Cost(NamedTuple):
-    """The coefficients of D = (first dx + second dx^2)^2.
+    """The squared error of a gradient, (first dx + second dx^2)^2, if a saved tensor has the mean squared error dx^2.
 
     Args:
         first: the coefficient of dx.
@@ -50,7 +50,7 @@ class Cost(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The error model of one gradient of a layer.
+    """The error model of one gradient of a layer: its squared error as a function of the saved tensor's error.
 
     Args:
         place: the gradient's position among the inputs of the layer's autograd Function.
@@ -73,10 +73,10 @@ class Part(NamedTuple):
 
 
 def of_layer(context, grads, results, errors: Tensor) -> list[Part] | None:
-    """Return the error models of a layer's gradients, or None if there is no formula. The layer saves one quantized tensor.
+    """Return the error models (`Part`) of a layer's gradients, or None if there is no formula for this kind of layer.
 
     Args:
-        context: the autograd context of the layer's Function.
+        context: the autograd context of the layer's Function, which has saved one quantized tensor.
         grads: the gradients of the layer's results.
         results: the gradients that the layer's backward returned.
         errors: (rows,) squared errors of the restored tensor, summed over each row, that is each entry of its dimension 0

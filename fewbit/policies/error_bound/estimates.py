@@ -84,7 +84,7 @@ class ConstraintEstimate(Record):
 
     Args:
         label: the name of the gradient, as in `GradientConstraint`.
-        kind: whether D follows from a formula or was measured, as in `GradientConstraint`.
+        kind: whether the gradient's error follows from a formula or was measured, as in `GradientConstraint`.
         rows: the constraint in each measurement, the latest last.
         pairs: the gradient's squared norms with errors and without, from the measurements of the monitor (`monitor.py`).
         missed: the number of measurements of the saved tensor since the last one with this constraint.
@@ -102,10 +102,10 @@ class ConstraintEstimate(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def dx2(self, e2: float, window: str) -> float:
-        """Return the mean squared error of the saved tensor's elements for which the gradient's squared error is e2 V^2.
+        """Return the mean squared error of the saved tensor with which the gradient has the largest error that is allowed.
 
         Args:
-            e2: the squared gradient error that is allowed, in units of V^2.
+            e2: the squared gradient error that is allowed, divided by the gradient's squared norm V^2.
             window: "mean" takes the means of V^2 and of the squared coefficients over the measurements. "max" takes the
                 mean of V^2, and the largest squared coefficients.
         """
@@ -175,7 +175,7 @@ class TensorEstimate(Record):
         return replace(self, constraints=constraints)
 
     def deciding(self, e2: float, window: str) -> tuple[float, ConstraintEstimate | None]:
-        """Return the smallest mean squared error that a constraint allows, and the constraint; (infinity, None) if there is none."""
+        """Return the smallest mean squared error that a constraint allows, and the constraint; (infinity, None) without any."""
         found = [(made.dx2(e2, window), made) for made in self.constraints.values()]
         return min(found, key=lambda pair: pair[0], default=(math.inf, None))
 
@@ -239,7 +239,7 @@ class TensorEstimate(Record):
 
 @dataclass(frozen=True)
 class ActivationEstimate(Record):
-    """The knowledge of one few-bit activation: its function, and squared norms of gradients in the last measurements."""
+    """All that is known of one few-bit activation: its function, and squared norms of gradients in the last measurements."""
 
     name: str = entry(text)
     function: str = entry(function_name)
@@ -254,10 +254,10 @@ class ActivationEstimate(Record):
         check_parameters(self.function, self.parameters, f"{where}.parameters")
 
     def allowed(self, e2: float, window: str) -> float:
-        """Return the largest error of the table (not squared) that the bound allows.
+        """Return the largest error of the activation's table of f' (not squared) that the bound on its gradient allows.
 
         Args:
-            e2: the squared gradient error that is allowed, in units of V^2.
+            e2: the squared gradient error that is allowed, divided by the gradient's squared norm.
             window: "mean" takes the means of the squared norms over the measurements. "max" takes the smallest error that
                 any of the measurements allows.
         """

@@ -90,7 +90,7 @@ class Convolution:
         return math.prod(most_reads(*sizes) for sizes in dimensions)
 
     def weight(self, expectation: bool) -> int:
-        """Return w in D = sum over channels of w |g|^2 dx2, where g is the gradient of the output in the channel's group."""
+        """Return w in the bound of `convolution_d`: the sum over channels of w |g|^2 dx2."""
         if not expectation:
             return self.reads * self.elements
         return self.reads if self.transposed else math.prod(self.filter)
@@ -117,7 +117,7 @@ def most_reads(taps: int, stride: int, dilation: int = 1, steps: int | None = No
 
 
 def convolution_d(dx2, layer: Convolution, grad2, expectation: bool = False) -> float:
-    """Return D for the weight's gradient of a convolution, transposed or not (sections 4 and 5).
+    """Return a bound of the squared error of a convolution's weight gradient (docs/theory/ac_gc.md, sections 4 and 5).
 
     In the worst case dx2 need only bound the mean squared error of each channel, or, if dx2 and grad2 are floats, of each
     group of channels.
@@ -162,10 +162,11 @@ def check_groups(grad2: Tensor, layer: Convolution) -> None:
 
 
 def norm_input_coefficients(size: int, scaled2, alignment2=None, expectation: bool = False):
-    """Return (first, second) of D = (first dx + second dx2)^2 for the input's gradient of a norm (section 6).
+    """Return (first, second) of (first dx + second dx2)^2, a bound of the squared error of a norm's input gradient.
 
-    A set is the elements that share a mean and a deviation s: a channel of a batch norm, a row of a layer norm, and so on.
-    g' is the gradient of the output times the weight, and x~ is the normalized input, which the norm saves.
+    dx2 = dx^2 is the mean squared error of the norm's saved tensor (docs/theory/ac_gc.md, section 6). A set is the elements
+    that share a mean and a deviation s: a channel of a batch norm, a row of a layer norm, and so on. g' is the gradient of
+    the output times the weight, and x~ is the normalized input, which the norm saves.
 
     Args:
         size: the number of elements of a set.

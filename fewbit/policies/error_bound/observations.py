@@ -51,13 +51,13 @@ MOST_PARAMETER = 1e6
 
 
 def merged_kind(kinds: list[str]) -> str:
-    """Return the kind of a constraint that was merged from several: MEASURED if any of them was measured."""
+    """Return the kind of a constraint that was merged from several: MEASURED, found by measurement, if any of them was."""
     return MEASURED if MEASURED in kinds else EXPECTED
 
 
 @dataclass(frozen=True)
 class GradientConstraint(Record):
-    """The constraint D <= e2 V^2, by which one gradient bounds the error of one saved tensor (slot).
+    """A constraint D <= e2 V^2 that one gradient, with squared error D, sets to the error of one saved tensor (slot).
 
     Args:
         label: the name of the gradient: "weight", "input", "query" ... If the gradient is that of another layer than the
@@ -153,7 +153,7 @@ def parts_of(samples: int) -> int:
 
 
 def function_name(value, where: str) -> str:
-    """Return the value if it is the name of a function in `fewbit.functions`, else raise InputError. This is a shape."""
+    """Return `value` if it names a function in `fewbit.functions`. Else raise an InputError that begins with `where`."""
     name = text(value, where)
     if name not in functions.names():
         raise wrong(where, "the name of a function that fewbit has", value)

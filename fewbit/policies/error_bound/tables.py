@@ -24,14 +24,14 @@ from fewbit.table import Table
 
 
 def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> int | None:
-    """Return the fewest bits with which the largest error of the default table is at most `allowed`.
+    """Return the fewest bits with which the largest error of a function's default table is at most `allowed`.
 
     Tables that are not part of the package are solved when they are first needed.
 
     Args:
         function: a name in `fewbit.functions`.
         parameters: the function's parameters.
-        allowed: the largest |q - f'| that is allowed.
+        allowed: the largest |q - f'| that is allowed, where q is the table's step function in place of f'.
 
     Returns:
         The bits, or None if 8 bits are not enough.
@@ -44,7 +44,7 @@ def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> 
 
 @lru_cache(maxsize=1024)
 def table_error(function: str, parameters: tuple[float, ...], bits: int) -> float:
-    """Return max |q - f'| of the default table over the table's domain."""
+    """Return max |q - f'| over the domain of a function's default table, where q is the table's step function."""
     names = functions.get(function).parameters
     given = dict(zip(names, parameters, strict=True))
     table = store.load_table(function, bits, parameters=given, **DEFAULT)
@@ -62,7 +62,7 @@ def is_known(function: str, parameters: tuple[float, ...]) -> bool:
 
 
 def allowed_error(grad2: float, e2: float, v2: float) -> float:
-    """Return the largest max |q - f'| (not squared) that the bound allows.
+    """Return the largest error of an activation's table, max |q - f'| (not squared), that the bound allows.
 
     With this error E, the squared error of the input's gradient is at most E^2 grad2 = e2 v2.
 

@@ -65,7 +65,7 @@ def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) 
 
 
 def updated(before: Mapping, now: Mapping, update: Callable) -> dict:
-    """Return estimates by name after one more measurement. Estimates that were not updated for a long time are dropped.
+    """Return estimates by name, updated with one measurement. Estimates that were not measured for long are dropped.
 
     Args:
         before: the estimates so far. Each counts the measurements since it was last updated.

@@ -54,7 +54,7 @@ class Entry:
         dtype: The dtype of that tensor.
         device: The device of that tensor.
         bytes: The size of the whole storage; 0 if an earlier module saved it, so that it is counted once.
-        viewed_bytes: The largest part of the storage that saved tensors of all modules together can reach.
+        viewed_bytes: An upper bound of the part of the storage that saved tensors reach, those of all modules together.
         saves: The number of tensors in this storage that this module saved.
         node: The name of an autograd node that holds the storage, "" if not known.
         first_saver: The earlier module that saved the storage, or None.

@@ -53,12 +53,12 @@ def compress_(
 ) -> Controller:
     """Make a model save only a few bits per element for the backward pass, in place, and report what was changed.
 
-    Layers of torch.nn and transformers save quantized inputs, activations save a few bits per element (codes) of which
-    their derivative is a function, and dropout and pooling save packed masks and positions (exact). The same holds for
-    functions that the model's forward calls, such as F.gelu. Modules stay the same objects. Only their classes change, each
-    to a subclass of torch's class. Parameters, buffers, hooks, tied modules, `state_dict` keys, device, dtype and training
-    flags do not change, and the training loop needs no change. In evaluation mode and under no_grad nothing is compressed.
-    A second call first undoes the earlier one, so only the new settings hold.
+    Layers of torch.nn and transformers save quantized inputs. Activations save codes of a few bits per element, from which
+    the backward pass gets an approximate derivative. Dropout and pooling save packed masks and positions, which is exact.
+    The same holds for functions that the model's forward calls, such as F.gelu. Modules stay the same objects. Only their
+    classes change, each to a subclass of torch's class. Parameters, buffers, hooks, tied modules, `state_dict` keys,
+    device, dtype and training flags do not change, and the training loop needs no change. In evaluation mode and under
+    no_grad nothing is compressed. A second call first undoes the earlier one, so only the new settings hold.
 
     Args:
         model: the model, which changes in place.

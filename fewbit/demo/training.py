@@ -68,7 +68,7 @@ class Run:
 
 
 def build(corpus: Corpus, settings: Settings, activation: Callable[[], nn.Module], seed: int):
-    """Build a model. Its parameters depend on the seed, not on the activation."""
+    """Build a model. The initial parameters depend on the seed, not on the activation."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return CharTransformer(

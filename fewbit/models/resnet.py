@@ -47,7 +47,7 @@ class BasicBlock(nn.Module):
         self.downsample = _downsample(inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output (batch, expansion * width, height / stride, width / stride)."""
+        """Return the block's output, (batch, expansion * width, height / stride, width / stride)."""
         identity = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         return self.relu(self.bn2(self.conv2(x)) + identity)

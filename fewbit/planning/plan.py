@@ -68,8 +68,9 @@ def plan(
     """Measure the saved bytes and the gradient errors of settings of `compress_` before a long run, and recommend a setting.
 
     The model and torch's random state do not change. With bits that adapt during training (`AdaptiveBits`, `ErrorBound`),
-    the measurement first runs three steps without updating the weights, so that bits are chosen. For each candidate it runs
-    about draws * batches forward and backward passes. It takes the memory of a copy of the model and of three gradients.
+    three steps without an update of the weights come first, so that bits are chosen. For each candidate the measurement
+    runs about draws * batches forward and backward passes. It takes the memory of a copy of the model and of three
+    gradients.
 
     Args:
         model: A model in training mode, compressed already or not.

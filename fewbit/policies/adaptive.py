@@ -82,7 +82,7 @@ class SlotVariance(Record):
         return self.is_known and not self.is_fixed
 
     def parts(self) -> list[float]:
-        """Divide the samples into parts with similar bits. Return each part's fraction of the sensitivity."""
+        """Divide the samples into parts whose bits are similar. Return each part's fraction of `sensitivity`."""
         count = min(self.samples, SPREAD) or 1
         points = [] if self.spread is None or count == 1 else self.spread[:count]
         total = sum(points)

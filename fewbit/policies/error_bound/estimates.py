@@ -159,7 +159,7 @@ class TensorEstimate(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def check(self, where: str) -> None:
-        """Raise InputError if the latest spread has the wrong length, or if `weights` and `weighed` contradict each other."""
+        """Raise InputError if the last of `spreads` has the wrong length, or if `weighed` does not fit `weights`."""
         parts, last = parts_of(self.samples), len(self.spreads[-1])
         if last != parts:
             raise wrong(f"{where}.spreads", f"{parts} entries in the last one", last)
@@ -180,7 +180,7 @@ class TensorEstimate(Record):
         return min(found, key=lambda pair: pair[0], default=(math.inf, None))
 
     def least_average(self, dx2: float, window: str) -> float | None:
-        """Return the lowest average bits with a mean squared error of at most dx2; None if 8 bits are not enough."""
+        """Return the lowest average bits with a mean squared error of at most `dx2`; None if 8 bits are not enough."""
         parts = parts_of(self.samples)
         alike = [spread for spread in self.spreads if len(spread) == parts]
         combined = max if window == "max" else mean

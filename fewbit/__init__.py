@@ -1,7 +1,7 @@
 """fewbit: train neural networks with a fraction of the activation memory.
 
-Names are imported on first use. The offline half (`fewbit.solve`, `fewbit.Table`, the command line) therefore never imports
-torch, and works without it.
+Names are imported when they are first used. So `fewbit.solve`, `fewbit.Table` and the commands that design tables never
+import torch, and work without it.
 """
 
 import gc

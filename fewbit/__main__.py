@@ -1,4 +1,4 @@
-"""`python -m fewbit`: the command line."""
+"""The command line, for `python -m fewbit`."""
 
 from fewbit.cli import main
 

@@ -1,7 +1,7 @@
-"""Configuration objects: who chooses the bits of a model's saved tensors, and the settings of its layers.
+"""Configuration objects: they say who chooses the bits of the tensors that a model saves, and how its layers are set.
 
-All are frozen dataclasses that check their values, compare by value, have a repr that can be pasted into a program, and
-become plain JSON values with `to_dict` and objects again with `from_dict`. This file may import the other files in the
+All are frozen dataclasses. They check their values, compare by value, and have a repr that can be pasted into a program.
+`to_dict` returns plain JSON values, and `from_dict` makes an object from them. This file may import the other files in the
 root of the package. It does not import torch.
 """
 
@@ -35,7 +35,7 @@ LEVELS = ("L0", "L1", "L2", "L2.5", "L3", "L4", "L5")
 def plain_number(value):
     """Return a real number of any type (4.0, numpy.int64(4)) as an int if it is whole, else as a float.
 
-    Values that are not real numbers are returned unchanged.
+    A value that is not a real number is returned unchanged.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
@@ -61,12 +61,12 @@ def check_group_size(group_size, name: str = "group_size") -> int:
 
 
 def check_copies(copies, name: str = "copies") -> int:
-    """Return the number of copies. Raise InputError if it is neither 1 nor 2."""
+    """Return `copies`, the number of copies that norms save of their input. Raise InputError if it is neither 1 nor 2."""
     return _require(_is_whole(copies, 1, 2), "1 or 2", name, copies)
 
 
 def check_min_dtype(min_dtype, name: str = "min_dtype") -> str:
-    """Return the name of a dtype. Raise InputError if it is none of MIN_DTYPES."""
+    """Return the name of a dtype for the minimums of groups. Raise InputError if it is not one of MIN_DTYPES."""
     return _require(min_dtype in MIN_DTYPES, "auto, bfloat16 or float32", name, min_dtype)
 
 
@@ -178,21 +178,22 @@ class _Config:
 
 
 class BitConfig(_Config):
-    """The base of the objects that say who chooses the bits per element of quantized inputs.
+    """The base class of configurations that say who chooses the bits per element of quantized inputs.
 
-    A policy of your own needs a frozen dataclass that derives from this class, a `fewbit.policies.BitPolicy`, and
-    `fewbit.policies.make_policy.register` to connect the two. The dataclass has to set `kind`, and to override
-    `initial_bits` if its first field is something else. The other attributes have the values that suit a policy.
+    A policy is an object that chooses bits while the model trains. For a policy of your own, write a frozen dataclass that
+    derives from this class and a `fewbit.policies.BitPolicy`, and connect them with `fewbit.policies.make_policy.register`.
+    The dataclass has to set `kind`. If its first field is not the number of bits, it also has to override `initial_bits`.
+    The defaults of the other attributes suit a policy that chooses bits for each layer.
 
     Attributes:
-        kind: the name of the class in the plain form, unique among all subclasses.
-        has_policy: a policy chooses bits while the model trains, so that numbers of bits are averages. If it is False,
-            `make_policy` has to return None.
-        adapts: the policy chooses the bits of each layer. It is False if there is no policy, and for `BitPolicy` itself,
-            which only shares a tensor's bits between its samples.
-        chooses_activation_bits: the policy chooses the bits of few-bit activations too.
-        fuses_norms: norms save their normalized input in fixed point, and layers after them save nothing.
-        bits_of_activations: the bits of few-bit activations if `LayerSettings` does not say.
+        kind: the name of the class in `to_dict`, different from those of all other subclasses.
+        has_policy: whether a policy chooses bits while the model trains, so that numbers of bits are averages. If it is
+            False, `make_policy` has to return None.
+        adapts: whether the policy chooses the bits of each layer. It is False if there is no policy. It is also False for
+            the policy `BitPolicy` itself, which only divides the bits of each tensor among its samples.
+        chooses_activation_bits: whether the policy chooses the bits of few-bit activations too.
+        fuses_norms: whether norms save their normalized input in fixed point, so that layers after them save nothing.
+        bits_of_activations: the bits of few-bit activations if `LayerSettings` does not give them.
     """
 
     kind: ClassVar[str]
@@ -204,23 +205,23 @@ class BitConfig(_Config):
 
     @property
     def initial_bits(self) -> float:
-        """The bits per element, an average if samples share them, until the policy chooses others: the first field."""
+        """The bits per element until the policy chooses others, as an average over samples: the value of the first field."""
         return getattr(self, fields(self)[0].name)
 
     def describe(self) -> str:
-        """Return how bits are chosen, in words for the report; "" if there is nothing to add to the repr."""
+        """Return a text for the report that says how bits are chosen; "" if the repr says all."""
         return ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return {"kind": kind, field: value} of plain JSON values."""
+        """Return {"kind": kind, field: value, ...} with plain JSON values."""
         return {"kind": self.kind, **super().to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BitConfig:
-        """Make the object of the class that `values["kind"]` names.
+        """Make an object of the class whose `kind` is `values["kind"]`, from the result of `to_dict`.
 
         Raises:
-            InputError: `values` is not a mapping, names no class, or its fields are not those of the class.
+            InputError: `values` is not a mapping, has no known kind, or has fields that the class does not have.
         """
         kinds = {known.kind: known for known in BitConfig.__subclasses__()}
         kind = values.get("kind") if isinstance(values, Mapping) else None
@@ -235,7 +236,7 @@ class FixedBits(BitConfig):
     """Every quantized tensor has the same number of bits per element (level L2 of ActNN).
 
     Attributes:
-        bits: a whole number from 1 to 8.
+        bits: bits per element, a whole number from 1 to 8.
     """
 
     kind = "fixed"
@@ -256,10 +257,10 @@ class FixedBits(BitConfig):
 
 @dataclass(frozen=True, repr=False)
 class SampleBits(BitConfig):
-    """The samples of each tensor share its bits: samples with larger ranges get more (level L2.5 of ActNN).
+    """The bits of each tensor are divided among its samples: samples with larger ranges get more (level L2.5 of ActNN).
 
     Attributes:
-        average: bits per element of each tensor, a number from 1 to 8.
+        average: the average bits per element of each tensor, a number from 1 to 8.
     """
 
     kind = "samples"
@@ -269,17 +270,20 @@ class SampleBits(BitConfig):
     average: float = 4
 
     def describe(self) -> str:
-        """Return how bits are chosen, in words for the report."""
+        """Return a text for the report that says how bits are chosen."""
         return f"{self.average:.4g} bits on average, shared between samples"
 
 
 @dataclass(frozen=True, repr=False)
 class AdaptiveBits(BitConfig):
-    """Layers and samples share bits, more where rounding adds more variance to the gradient (level L3 of ActNN).
+    """Bits are divided among layers and samples while the model trains (level L3 of ActNN).
+
+    Layers and samples whose rounding adds more variance to the gradient get more bits.
 
     Attributes:
-        average: bits per element over all tensors, a number from 1 to 8.
-        interval: steps from one adaptation to the next. The first are after steps 1, 2, 4, 8 and so on.
+        average: the average bits per element over all tensors, a number from 1 to 8.
+        interval: the number of steps from one choice of bits to the next. The first choices are after steps 1, 2, 4, 8 and
+            so on.
     """
 
     kind = "adaptive"
@@ -289,17 +293,17 @@ class AdaptiveBits(BitConfig):
     interval: int = 200
 
     def describe(self) -> str:
-        """Return how bits are chosen, in words for the report."""
+        """Return a text for the report that says how bits are chosen."""
         return _adapted(self.average, self.interval)
 
 
 @dataclass(frozen=True, repr=False)
 class Budget(BitConfig):
-    """`AdaptiveBits` with the largest average for which a forward of the sample saves at most so many bytes.
+    """`AdaptiveBits` with the largest average for which a forward of the argument `sample` of `compress_` fits a budget.
 
     Attributes:
-        bytes: a number of bytes, or a size such as "6 GiB" (powers of 1024), of everything that a forward saves.
-        interval: steps from one adaptation to the next, as for `AdaptiveBits`.
+        bytes: the bytes that this forward may save in all: a number, or a size such as "6 GiB" (powers of 1024).
+        interval: the number of steps from one choice of bits to the next, as for `AdaptiveBits`.
     """
 
     kind = "budget"
@@ -310,11 +314,11 @@ class Budget(BitConfig):
 
     @property
     def initial_bits(self) -> float:
-        """The bits with which the sample's tensors are first measured."""
+        """The bits of the tensors in the first measurement of their sizes: 4."""
         return 4
 
     def describe(self) -> str:
-        """Return how bits are chosen, in words for the report."""
+        """Return a text for the report that says how bits are chosen."""
         return _adapted(None, self.interval)
 
     def _shown(self, name: str) -> str:
@@ -329,11 +333,12 @@ class ErrorBound(BitConfig):
     """Bits follow from a bound on the error that each saved tensor may cause in gradients (AC-GC; docs/error_bound.md).
 
     Attributes:
-        e2: the bound: the squared error of a gradient over its squared norm, finite and above 0.
-        window: "mean" or "max" of the last ten observations decides.
+        e2: the largest squared error of a gradient that is allowed, divided by the gradient's squared norm; finite and
+            above 0.
+        window: how the last ten measurements are combined: "mean" uses their means, "max" the largest error coefficients.
         codec: how tensors are saved: "quant", "quant+zvc", "error-bounded" or "jpeg" (docs/codecs.md).
-        by_channel: whether channels of samples have bits of their own.
-        interval: steps from one observation to the next. The first are after steps 1, 2, 4, 8 and so on.
+        by_channel: whether each channel of a sample has bits of its own.
+        interval: the number of steps from one measurement to the next. The first are after steps 1, 2, 4, 8 and so on.
     """
 
     kind = "error-bound"
@@ -355,11 +360,11 @@ class ErrorBound(BitConfig):
 
     @property
     def initial_bits(self) -> int:
-        """The bits per element before the first observation."""
+        """The bits per element before the first measurement: 8."""
         return MAX_BITS
 
     def describe(self) -> str:
-        """Return how bits are chosen, in words for the report."""
+        """Return a text for the report that says how bits are chosen."""
         unit = "channels of samples" if self.by_channel else "samples"
         how = f"bits by layers and {unit}" if self.codec == CODECS[0] else f"the codec {self.codec}"
         return (
@@ -370,14 +375,15 @@ class ErrorBound(BitConfig):
 
 @dataclass(frozen=True, repr=False)
 class PreActivationBits(BitConfig):
-    """Norms save their normalized input in fixed point, and layers after them restore their own inputs from it (BLPA).
+    """Norms save their normalized input in fixed point, and the layers after them restore their own inputs from it (BLPA).
 
-    A ReLU or LeakyReLU after a batch or layer norm has its exact gradient from that tensor, and linear layers and
-    convolutions after either restore their inputs from it, whatever their own bits are: one tensor a block in place of
-    three (docs/preactivation.md). Other layers have `bits` too.
+    From this tensor a ReLU or LeakyReLU after a batch or layer norm computes its exact gradient. Linear layers and
+    convolutions after the norm or the activation restore their inputs from the same tensor, whatever bits their own
+    settings say. So a block saves one tensor in place of three (docs/preactivation.md). Other layers save quantized inputs
+    with `bits` bits.
 
     Attributes:
-        bits: a whole number from 1 to 8.
+        bits: bits per element, a whole number from 1 to 8.
     """
 
     kind = "pre-activation"
@@ -392,12 +398,13 @@ class PreActivationBits(BitConfig):
 class Level(BitConfig):
     """A preset: one of the levels of ActNN, Table 2.
 
-    "L0" compresses nothing, "L1" quantizes inputs of convolutions only, "L2" is FixedBits, "L2.5" SampleBits, "L3"
-    AdaptiveBits, "L4" AdaptiveBits with HostOffload(), and "L5" the same with expandable segments.
+    "L0" compresses nothing, and "L1" quantizes only the inputs of convolutions. "L2" is FixedBits, "L2.5" is SampleBits,
+    and "L3" is AdaptiveBits. "L4" is AdaptiveBits with HostOffload(), and "L5" the same with expandable segments.
 
     Attributes:
         name: the name of the level.
-        bits: a number from 1 to 8, whole at L1 and L2; None: 4. None is the only value at L0.
+        bits: bits per element, a number from 1 to 8; whole at L1 and L2. None stands for 4. L0 has no bits, so it must be
+            None there.
     """
 
     kind = "level"
@@ -417,7 +424,7 @@ class Level(BitConfig):
 
     @property
     def config(self) -> BitConfig | None:
-        """The configuration that the level stands for; None at L0."""
+        """The configuration for which the level stands; None at L0."""
         if self.name == "L0":
             return None
         classes = {"L1": FixedBits, "L2": FixedBits, "L2.5": SampleBits}
@@ -426,29 +433,30 @@ class Level(BitConfig):
 
     @property
     def convolutions_only(self) -> bool:
-        """Whether only modules that are convolutions are converted."""
+        """Whether only convolutions are converted."""
         return self.name == "L1"
 
     @property
     def offload(self) -> HostOffload | None:
-        """The offload that the level includes."""
+        """The setting of offloading at this level: HostOffload at L4 and L5, else None."""
         return HostOffload(self.name == "L5") if self.name in ("L4", "L5") else None
 
     @property
     def initial_bits(self) -> float:
-        """The bits of the configuration that the level stands for."""
+        """The initial bits of the configuration for which the level stands."""
         return FixedBits.bits if self.config is None else self.config.initial_bits
 
     def describe(self) -> str:
-        """Return how bits are chosen, in words for the report."""
+        """Return a text for the report that says how bits are chosen."""
         return "" if self.config is None else self.config.describe()
 
 
 def as_config(bits) -> BitConfig:
-    """Return what the argument `bits` of `compress_` stands for.
+    """Return the configuration for which the argument `bits` of `compress_` stands.
 
     Args:
-        bits: a BitConfig; a whole number for FixedBits; another number for AdaptiveBits; None for FixedBits().
+        bits: a BitConfig, which is returned; a whole number for FixedBits; another number for AdaptiveBits; None for
+            FixedBits().
 
     Raises:
         InputError: `bits` is anything else, or a number outside 1 to 8.
@@ -497,20 +505,23 @@ def _byte_count(size) -> int:
 
 @dataclass(frozen=True, repr=False)
 class LayerSettings(_Config):
-    """Settings of layers: of the whole model, or of the modules that a glob in `overrides` matches.
+    """Settings of layers: of the whole model, or of the modules that a glob pattern in `overrides` matches.
 
-    None means: as usual for the model, or as for the rest of the model in `overrides`.
+    In settings of the whole model, None stands for the usual value, which is given below. In `overrides`, None stands for
+    the value in the rest of the model.
 
     Attributes:
-        bits: of quantized inputs, in `overrides` only; a policy does not change bits that are given here.
-        activation_bits: of few-bit activations, 1 to 8 (usually 3; activations whose derivative has two values have 1
-            bit, which is exact).
-        attention_bits: of q, k and v (usually `bits`, and at least 4 if bits are fixed; docs/decisions/0008).
-        group_size: features that share a minimum and a range, a multiple of 32 (usually 256).
+        bits: the bits of quantized inputs. They may only be given in `overrides`, and a policy does not change them.
+        activation_bits: the bits of few-bit activations, 1 to 8 (usually 3). Activations whose derivative has only two
+            values have 1 bit, which is exact.
+        attention_bits: the bits of the queries, keys and values of attention (usually `bits`, and at least 4 if bits are
+            fixed; docs/decisions/0008).
+        group_size: the number of features that share a minimum and a range, a multiple of 32 (usually 256).
         min_dtype: the dtype of groups' minimums: "auto", "bfloat16" or "float32" (docs/quantizer.md).
-        copies: 2 makes norms save two independent copies, so that their gradient has no bias (usually 1).
-        functional: whether functions of torch and torch.nn.functional that a forward calls are compressed while the
-            model trains in eager mode, such as F.gelu and F.scaled_dot_product_attention (usually True).
+        copies: the number of independently rounded copies that norms save, 1 or 2 (usually 1). With 2 the gradient of norms
+            has no bias.
+        functional: whether to compress functions of torch and torch.nn.functional that a forward calls while the model
+            trains in eager mode, such as F.gelu and F.scaled_dot_product_attention (usually True).
     """
 
     _checks = {
@@ -533,7 +544,11 @@ class LayerSettings(_Config):
 
     @classmethod
     def of(cls, change) -> LayerSettings | None:
-        """Return what a value of `overrides` stands for: None, LayerSettings, a mapping of its fields, or bits of everything.
+        """Return the settings for which a value of `overrides` stands.
+
+        Args:
+            change: LayerSettings, a mapping of its fields, a number of bits for everything, or None to leave modules as
+                they are.
 
         Raises:
             InputError: the value is anything else, or cannot be used.
@@ -553,10 +568,11 @@ class LayerSettings(_Config):
 
 @dataclass(frozen=True, repr=False)
 class HostOffload(_Config):
-    """Saved tensors on a GPU are in the host's memory between the forward and the backward pass (docs/offload.md).
+    """Saved tensors of a GPU are kept in the host's memory between the forward and the backward pass (docs/offload.md).
 
     Attributes:
-        expandable_segments: whether PyTorch's allocator also reserves the GPU's memory in expandable segments.
+        expandable_segments: whether PyTorch's allocator also reserves the GPU's memory in expandable segments, which can
+            grow and so avoid fragmentation.
     """
 
     _checks = {"expandable_segments": _flag}

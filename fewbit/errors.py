@@ -1,4 +1,4 @@
-"""The exceptions that fewbit raises for bad input. A message is one line: "expected ..., got ..."."""
+"""The exceptions that fewbit raises for bad input. Messages are one line each, mostly "expected ..., got ..."."""
 
 from fewbit.text import printable
 
@@ -31,15 +31,15 @@ class InputError(FewbitError):
 
 
 class GradientError(FewbitError):
-    """Raised for a derivative that cannot be computed from few-bit codes, such as a second one."""
+    """Raised for a derivative that cannot be computed from the saved codes, such as a second derivative."""
 
 
 class BoundWarning(UserWarning):
-    """Warns that a gradient error exceeds the bound of policy="error-bound"."""
+    """Warns that gradients exceed the bound of `ErrorBound`."""
 
 
 class OutputExistsError(FewbitError):
-    """Raised instead of overwriting an existing file. The only argument is the path."""
+    """Raised if a file exists and would be overwritten. The only argument is the path."""
 
     @property
     def path(self):

@@ -1,4 +1,4 @@
-"""Write a file completely or not at all."""
+"""Functions that write a file completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fewbit.errors import FewbitError, OutputExistsError
 
 
 def check_writable(path: str | os.PathLike, force: bool = False) -> None:
-    """Raise the errors of `write_atomic` that can be predicted, before the work that makes the data is done.
+    """Raise the errors of `write_atomic` that can be predicted. Call this before the data to write are computed.
 
     Args:
         path: The path of the file to write.
@@ -30,18 +30,18 @@ def check_writable(path: str | os.PathLike, force: bool = False) -> None:
 def write_atomic(
     path: str | os.PathLike, data: str | bytes, force: bool = False, *, follow_links: bool = True
 ) -> None:
-    """Write `data` completely or not at all. A reader sees the old file or the whole new one.
+    """Write a file completely or not at all. Other programs see either the old file or the whole new one.
 
-    Without `force` an existing file is never overwritten, even if another process creates it meanwhile.
-    If the write is interrupted, the temporary file is removed.
+    Without `force` an existing file is never overwritten, even if another process creates it at the same time. If the write
+    is interrupted, the temporary file is removed.
 
     Args:
         path: The path of the file.
         data: Bytes, or text, which is written as UTF-8.
         force: Whether an existing file may be overwritten.
-        follow_links: Whether to write the file that a symbolic link points to; else the link itself is replaced.
-            Links in a path that the user names are followed. In the cache, whose paths fewbit names, links are replaced,
-            so that nobody who can make a link there chooses which file is overwritten.
+        follow_links: Whether to write the file to which a symbolic link points; otherwise the link itself is replaced.
+            Links in a path that the user gave are followed. In the cache, where fewbit chooses the paths, links are
+            replaced. So nobody who can make a link there can choose which file is overwritten.
 
     Raises:
         OutputExistsError: The path exists, and `force` is false.

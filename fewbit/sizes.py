@@ -1,4 +1,4 @@
-"""Counts and numbers of bytes in the form in which people write them."""
+"""Functions that format counts and numbers of bytes for people to read, and parse sizes that people write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def counted(count: float, noun: str) -> str:
 
 
 def format_size(count: int) -> str:
-    """Return a number of bytes in the largest unit of which there is at least one, such as `32 GB` or `1.5 KB`."""
+    """Return a number of bytes in the largest unit that is not larger than it, such as `32 GB` or `1.5 KB`."""
     unit = max((name for name in UNITS if UNITS[name] <= count), key=UNITS.get, default="B")
     return f"{count / UNITS[unit]:.4g} {unit}"
 

@@ -1,4 +1,4 @@
-"""Make text from a file, an argument or another program safe to print."""
+"""Functions that make text from a file, an argument or another program safe to print."""
 
 from __future__ import annotations
 

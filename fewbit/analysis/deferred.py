@@ -1,7 +1,9 @@
-"""Quantizers that round in the backward pass, so that one forward serves many draws.
+"""Quantizers that round in the backward pass, so that one forward serves several backward passes with independent rounding.
 
-Rounding changes the tensors that backward restores, and nothing that forward computes. A deferred quantizer saves the tensor
-itself. Every backward pass over the same graph rounds the tensor anew, as in another pass, or not at all, as `Noise` decides.
+Rounding changes the tensors that the backward pass restores, and nothing that the forward computes. A deferred quantizer
+therefore saves the tensor unchanged. Each backward pass over the same graph then rounds the tensor anew, with the same
+random numbers as another pass, or not at all. `Noise` decides which. One set of random numbers for rounding is called a
+draw.
 """
 
 from __future__ import annotations
@@ -19,16 +21,17 @@ from fewbit.runtime.quantizers.spec import SavedTensors, map_affine
 
 
 class Noise:
-    """The choice of the contexts that a backward pass rounds, and of their draws.
+    """The choice which tensors a backward pass rounds, and with which random numbers.
 
-    A context is all tensors that one module saves of its inputs. Its name is the module's path.
+    The choice is made for contexts. A context is all tensors that one module saves of its inputs. Its name is the module's
+    path.
 
     Args:
-        seed: the seed of all draws.
-        path: returns the path of the module that runs now.
+        seed: the seed of all random numbers.
+        path: a function that returns the path of the module that runs now.
 
     Attributes:
-        contexts: {context: number of tensors that it has saved}, in the order of their first.
+        contexts: {context: number of tensors that it has saved}, in the order in which contexts first saved a tensor.
     """
 
     def __init__(self, seed: int, path: Callable[[], str]):
@@ -38,7 +41,7 @@ class Noise:
         self._draws, self._again = None, {}
 
     def defer(self, quantizer: Quantizer) -> Quantizer:
-        """Make a quantizer a deferred one, in place, and return it."""
+        """Make a quantizer a deferred one, in place, and return the quantizer."""
         quantizer.__class__ = DeferredQuantizer
         quantizer.noise = self
         return quantizer
@@ -48,17 +51,17 @@ class Noise:
         """Return a context manager for a backward pass.
 
         Args:
-            draws: {context: name of its draws}; other contexts stay exact. Names can be any objects: names with the same
-                repr give the same draws.
+            draws: {context: name of the draw with which it is rounded}. Contexts that are not named stay exact. A name can
+                be any object. Names with the same repr give the same random numbers.
         """
         with undo_after(lambda: setattr(self, "_draws", None)):
             self._draws, self._again = draws, {}
             yield
 
     def number_saved(self) -> tuple[str, int]:
-        """Count a tensor that is saved now. Return its context and its number in the context.
+        """Count a tensor that is saved now. Return its context, the path of the running module, and its number in the context.
 
-        Tensors that a checkpoint recomputes in a backward pass have negative numbers, counted anew in every pass.
+        Tensors that a checkpoint recomputes in a backward pass have negative numbers, which begin anew in every pass.
         """
         path, sign = self.path(), 1 if self._draws is None else -1
         numbers = self.contexts if self._draws is None else self._again
@@ -66,7 +69,12 @@ class Noise:
         return path, sign * numbers[path]
 
     def seed_of(self, context: str, number: int) -> int | None:
-        """Return the seed of a tensor in the backward pass that runs, an int64; None if the tensor stays exact."""
+        """Return the int64 seed for rounding a tensor in the present backward pass, or None if the tensor stays exact.
+
+        Args:
+            context: the path of the module that saved the tensor.
+            number: the tensor's number, as `number_saved` returned it.
+        """
         draws = (self._draws or {}).get(context)
         if draws is None:
             return None
@@ -75,16 +83,16 @@ class Noise:
 
 
 class DeferredQuantizer(Quantizer):
-    """A quantizer that rounds in the backward pass. Layers do not share copies."""
+    """A quantizer that saves tensors unchanged and rounds them in the backward pass. Every layer saves its own tensors."""
 
     noise: Noise
 
     def quantize(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> SavedTensors:
-        """Save x itself."""
+        """Save x unchanged."""
         return self._save_exactly(x.detach(), False)
 
     def quantize_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
-        """Save (x - mean) rstd itself."""
+        """Save (x - mean) rstd without rounding."""
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))

@@ -1,6 +1,7 @@
-"""The true ratio E|g^|^2 / E|g|^2 of a compressed model's gradients on given batches, measured with several draws.
+"""The ratio E|g^|^2 / E|g|^2 of a compressed model's gradients g^ and exact gradients g, measured on given batches.
 
-|g|^2 is that of the exact model, so the ratio contains the errors of all layers and their effect on the layers below.
+The means of |g^|^2 are over several passes with independent rounding (draws). The exact gradient g is that of a copy of the
+model that is not compressed. So the ratio contains the errors of all layers, and their effect on the layers below.
 """
 
 from __future__ import annotations
@@ -41,16 +42,18 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True, repr=False)
 class GradientRatio(Result):
-    """The ratio of a compressed model's squared gradient to the exact one's, in all and by module.
+    """The ratio of a compressed model's squared gradient g^ to the exact one g, in all and by module.
 
     Attributes:
-        ratio: E|g^|^2 / E|g|^2, sums over batches and all parameters; also `float(...)` of the result.
-        error: The standard error of the ratio, from the differences between draws.
-        limit: 1 + e2, None if the model has no such bound.
-        by_module: The ratio of the parameters of each module alone, NaN if the exact gradient is 0.
-        draws: The number of draws of each batch.
-        relative_error: E|g^ - g|^2 / |g|^2. A bias adds to it even if it makes gradients smaller.
-        relative_by_module: The relative error of the parameters of each module alone.
+        ratio: E|g^|^2 / E|g|^2, both summed over batches and all parameters. `float(...)` of the result returns the ratio
+            too.
+        error: The standard error of the ratio, computed from the differences between draws of the rounding.
+        limit: 1 + e2 of the model's `ErrorBound`; None if the model has no such bound.
+        by_module: {module's path: ratio of the module's own parameters}. NaN if the exact gradient is 0.
+        draws: The number of draws of the rounding for each batch.
+        relative_error: E|g^ - g|^2 / |g|^2. Unlike the ratio, it grows with every bias, also with one that makes gradients
+            smaller.
+        relative_by_module: {module's path: relative error of the module's own parameters}.
     """
 
     ratio: float
@@ -63,12 +66,12 @@ class GradientRatio(Result):
 
     @property
     def is_exceeded(self) -> bool:
-        """Return whether the ratio is above the limit by more than `chance`."""
+        """Whether the ratio is above the limit by more than `chance`. False without a limit."""
         return self.limit is not None and self.ratio > self.limit + self.chance
 
     @property
     def chance(self) -> float:
-        """The error that chance may explain: three standard errors for many draws, more for few draws."""
+        """The excess over the limit that may be due to chance: three standard errors for many draws, more for few."""
         from scipy import stats
 
         return float(stats.t.isf(stats.norm.sf(3), self.draws - 1)) * self.error
@@ -78,7 +81,7 @@ class GradientRatio(Result):
 
     @property
     def title(self) -> str:
-        """The ratio, its standard error, the limit and the relative error in one line."""
+        """One line with the ratio, its standard error, the limit and the relative error."""
         text = f"E|g^|^2 / E|g|^2 = {self.ratio:.4g} +- {self.error:.2g}"
         if self.limit is not None:
             text += f", {self._verdict} {limit_text(self.limit)}"
@@ -97,14 +100,14 @@ class GradientRatio(Result):
         return self.ratio <= self.limit < unbiased and self.ratio + self.chance < unbiased
 
     def records(self) -> list[dict]:
-        """Return a dict for each module with parameters."""
+        """Return a dict for each module that owns parameters: its path, ratio and relative error."""
         return [
             {"module": name, "ratio": ratio, "relative_error": self.relative_by_module[name]}
             for name, ratio in self.by_module.items()
         ]
 
     def view(self) -> View:
-        """Return a table with a row for each module with parameters."""
+        """Return a table with a row for each module that owns parameters."""
         columns = (
             Column("module", lambda row: module_name(row["module"]), "name"),
             Column("ratio", lambda row: _number(row["ratio"], self.limit)),
@@ -146,18 +149,18 @@ def gradient_ratio(
     seed: int,
     limit: float | None,
 ) -> GradientRatio:
-    """Measure the ratio on given batches.
+    """Measure the ratio of a compressed model's squared gradient to the exact one on given batches.
 
     Args:
         model: the compressed model.
-        batch: as for `Controller.gradient_ratio`, as are `loss`, `draws` and `seed`.
-        loss: the loss, given the model and a batch.
-        draws: independent roundings of each batch.
+        batch: one batch, or an iterable of several, as for `fewbit.compress.controller.Controller.gradient_ratio`.
+        loss: called as ``loss(model, batch)``; returns a scalar tensor.
+        draws: the number of passes over each batch with independent rounding.
         seed: the seed of dropout.
-        limit: 1 + e2 of the model's bound, None if it has no bound.
+        limit: 1 + e2 of the model's bound; None if the model has no bound.
 
     Raises:
-        InputError: the model or a batch cannot be measured.
+        InputError: an argument cannot be used, or the gradient is 0 or not finite.
     """
     check_count("draws", draws, 2)
     check_count("seed", seed, 0)

@@ -1,6 +1,7 @@
 """Gradients of a copy of a model on given batches: checks of the arguments, passes, and squared norms.
 
-The user's model and torch's random state stay as they were.
+The parameters are divided into P groups, one for each module that owns parameters. The user's model and torch's random
+state do not change.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class Measured:
 
     Args:
         model: the copy.
-        loss: returns the scalar loss of (model, batch).
+        loss: called as loss(model, batch); returns a scalar tensor.
         seed: the seed of dropout.
 
     Attributes:
-        groups: as `groups_of` returns them.
+        groups: {path of a module: its own parameters that require grad}, as `groups_of` returns it.
         parameters: the parameters of all groups.
     """
 
@@ -52,11 +53,11 @@ class Measured:
 
     @contextmanager
     def forward(self, batch, number: int):
-        """Return a context manager that yields the loss of a batch, with its graph.
+        """Return a context manager that runs a forward and yields the loss of the batch, with the graph.
 
         Args:
             batch: the batch.
-            number: the number of the batch. Dropout is the same in all passes with one number.
+            number: the number of the batch. Dropout is the same in all passes with the same number.
         """
         modules, tensors = dict(self.model.named_modules()), tensors_of(batch)
         with unchanged(modules, tensors):
@@ -68,7 +69,7 @@ class Measured:
             yield value
 
     def value(self, batch) -> torch.Tensor:
-        """Return the loss of a batch. Raise InputError if the loss function uses the model as a tensor."""
+        """Return the loss of a batch. Raise InputError if the loss function takes the model or the batch for a tensor."""
         try:
             return self.loss(self.model, batch)
         except (TypeError, AttributeError) as error:
@@ -79,13 +80,13 @@ class Measured:
             ) from error
 
     def backward(self, value: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
-        """Return the gradients of `parameters`, zeros for a parameter without a gradient.
+        """Return the gradients of `parameters`, with zeros for a parameter that has no gradient.
 
         The gradient of a complex parameter is viewed as real numbers, so that squared norms can be summed as usual.
 
         Args:
             value: the loss.
-            again: whether the graph is retained for another backward pass.
+            again: whether to retain the graph for another backward pass.
 
         Raises:
             InputError: the loss does not depend on any parameter, or the model has reentrant checkpoints.
@@ -117,14 +118,14 @@ class Measured:
             return self.backward(value)
 
     def inner(self, a, b) -> np.ndarray:
-        """Return the inner products of two gradients by group, (P,) float64."""
+        """Return the inner product of two gradients for the parameters of each of P modules, (P,) float64."""
         products = [(x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)]
         device = products[0].device  # a single transfer, also for a model on several devices
         products = iter(torch.stack([product.to(device) for product in products]).tolist())
         return np.array([sum(next(products) for _ in group) for group in self.groups.values()])
 
     def halved(self, a, b) -> np.ndarray:
-        """Return half the squared difference of two gradients by group, (P,) float64."""
+        """Return half the squared norm of the difference of two gradients for each of P modules, (P,) float64."""
         between = difference(a, b)
         return self.inner(between, between) / 2
 
@@ -134,14 +135,18 @@ def _as_real(x: torch.Tensor) -> torch.Tensor:
 
 
 def difference(a, b) -> list[torch.Tensor]:
-    """Return the difference a - b of two gradients."""
+    """Return the difference a - b of two gradients, which are lists with a tensor for each parameter."""
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def sampling(exact: Measured, parts) -> np.ndarray:
-    """Return half the squared differences of the exact gradients of pairs of minibatches, (pairs, P).
+    """Return half the squared difference of the exact gradients of each two consecutive minibatches, (pairs, P).
 
-    Their mean is the variance between minibatches.
+    The mean over pairs estimates the variance between minibatches, for the parameters of each of P modules.
+
+    Args:
+        exact: the exact model.
+        parts: the minibatches.
     """
     pairs = []
     for first in range(0, len(parts) - 1, 2):
@@ -151,12 +156,16 @@ def sampling(exact: Measured, parts) -> np.ndarray:
 
 
 def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.ndarray, str]:
-    """Return `sampling` between batches, or between chunks of a single batch, and a text that says which.
+    """Return estimates of the variance between minibatches, (pairs, P) for P modules, and a text that says how they were made.
+
+    If there are several batches, the estimates compare these batches (`sampling`). A single batch is divided into chunks.
+    The estimates then compare the chunks, and are divided by the number of chunks, because gradients of smaller batches
+    vary more.
 
     Args:
         exact: the exact model.
-        batch: the user's argument.
-        batches: the batches that `batches_of` returned for it.
+        batch: the argument `batch` of the user.
+        batches: the list that `batches_of` returned for this argument.
         chunks: the number of chunks of a single batch.
     """
     if len(batches) > 1:
@@ -174,7 +183,7 @@ def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.
 
 
 def groups_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Return {path of a module: its own parameters that require grad}; a shared parameter appears once."""
+    """Return {path of a module: its own parameters that require grad}. A shared parameter appears once."""
     groups, seen = {}, set()
     for path, module in model.named_modules():
         if type(module) is kinds._PART_OF_ATTENTION:
@@ -188,7 +197,7 @@ def groups_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def check_model(model) -> None:
-    """Raise InputError unless the model is a module whose gradients compression can change."""
+    """Raise InputError if the argument is not a module, or if compression cannot change the gradients of the module."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not model.training:
@@ -202,7 +211,7 @@ def check_model(model) -> None:
 
 
 def has_batch_norm(model) -> bool:
-    """Return whether the model has batch norms in training mode, in which samples change each other's gradients."""
+    """Return whether the model has batch norms in training mode. With batch norm, samples change each other's gradients."""
     norms = nn.modules.batchnorm._BatchNorm
     return any(isinstance(module, norms) and module.training for module in model.modules())
 
@@ -216,7 +225,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def check_loss(loss) -> None:
-    """Raise InputError if the loss cannot be called as loss(model, batch)."""
+    """Raise InputError if `loss` cannot be called as loss(model, batch)."""
     if not callable(loss):
         raise InputError(
             f"loss: expected a function (model, batch) -> scalar tensor, got {type(loss).__name__}"
@@ -253,7 +262,7 @@ def _check_value(value) -> None:
 
 
 def check_count(name: str, value, least: int, even: bool = False) -> None:
-    """Raise InputError if a value is not an integer of at least `least`, or, if `even`, not an even one."""
+    """Raise InputError if the value is not an integer, is below `least`, or is odd although `even` is true."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < least or (even and value % 2):
         kind = "an even integer" if even else "an integer"
@@ -261,10 +270,11 @@ def check_count(name: str, value, least: int, even: bool = False) -> None:
 
 
 def batches_of(batch) -> list:
-    """Return a list of batches.
+    """Return the list of batches that the user's argument stands for.
 
     Args:
-        batch: a batch, which is a tensor, or a tuple or mapping of tensors; or an iterable of batches of one size.
+        batch: one batch: a tensor, or a tuple or mapping of tensors. Or several batches of the same size: any other
+            iterable.
 
     Raises:
         InputError: `batch` is anything else, or has no samples.
@@ -291,9 +301,9 @@ def batches_of(batch) -> list:
 
 @contextmanager
 def explained(batch):
-    """Return a context manager that explains errors of a loss if the user gave a list [inputs, targets].
+    """Return a context manager that explains errors of the loss if the user gave a list [inputs, targets].
 
-    A data loader calls such a list a batch. Here a list is several batches.
+    Data loaders return a batch as such a list. Here a list stands for several batches.
     """
     try:
         yield
@@ -309,12 +319,12 @@ def explained(batch):
 
 
 def tensors_of(batch) -> list[torch.Tensor]:
-    """Return all tensors of a batch, or of several."""
+    """Return all tensors of one batch or of several."""
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 def size_of(batch) -> int:
-    """Return the number of samples of a batch: dimension 0 of its first tensor that is not 0-D."""
+    """Return the number of samples of a batch: the size of dimension 0 of its first tensor that is not 0-D."""
     for tensor in tensors_of(batch):
         if tensor.dim():
             return len(tensor)
@@ -322,7 +332,7 @@ def size_of(batch) -> int:
 
 
 def parts_of(batch, chunks: int) -> list:
-    """Cut a batch into equal parts. Tensors with another dimension 0 than the batch's size are in all parts."""
+    """Cut a batch into equal parts. A tensor whose dimension 0 is not the number of samples goes whole into every part."""
     size = size_of(batch)
     if size % chunks:
         raise InputError(

@@ -1,7 +1,7 @@
-"""The memory that training a model takes: its size, the bytes saved for backward, the largest batch (docs/memory.md).
+"""The memory that training a model takes: the model, the bytes saved for backward, the largest batch (docs/memory.md).
 
-The arithmetic is appendix B of Few-bit Backward (Novikov et al., ICML 2023). The meter counts the saved bytes in a forward
-on fake tensors, which have shapes and no memory.
+The formulas are those of appendix B of the paper Few-bit Backward (Novikov et al., ICML 2023). The saved bytes are counted
+in a forward on fake tensors, which have shapes and no memory.
 """
 
 from __future__ import annotations
@@ -47,16 +47,19 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """The bytes that one forward of a model saves at `batch` samples, in float32.
+    """The bytes that one forward of a model saves, in float32.
 
     Attributes:
-        size: Pixels of an image's side, or tokens.
-        activation: The name of the nonlinearity that was built in, None for the architecture's own.
+        model: The name of the model.
+        size: The side of the images in pixels, or the number of tokens.
+        batch: The number of samples in the forward.
+        activation: The name of the activation with which the model was built; None for the architecture's own.
+        dropout: Whether dropout was on.
         parameters: The number of parameters.
-        model_bytes: Bytes of parameters and buffers.
+        model_bytes: The bytes of parameters and buffers.
         activation_bytes: All bytes that are saved for backward.
-        nonlinear_bytes: The part of them that only activation modules save.
-        activation_inputs: The number of elements that go into each activation.
+        nonlinear_bytes: The part of `activation_bytes` that only activation modules save.
+        activation_inputs: The number of input elements of each activation.
     """
 
     model: str
@@ -72,38 +75,38 @@ class Measurement:
 
     @property
     def share(self) -> float:
-        """The nonlinearities' part of the saved bytes."""
+        """The part of the saved bytes that only activation modules save, 0 to 1."""
         return self.nonlinear_bytes / self.activation_bytes
 
     @property
     def like_paper(self) -> bool:
-        """Return whether the settings are those of the paper's appendix B."""
+        """Whether the settings are those of the paper's appendix B."""
         size = SEQUENCE_LENGTH if models.family(self.model).is_text else IMAGE_SIZE
         own = self.activation == paper_activation(self.model)
         return self.model in PAPER and own and self.size == size and not self.dropout
 
     def saved(self, bits: int | None) -> float:
-        """Return the bytes saved by the paper's arithmetic: the nonlinear part at `bits` of 32 per element."""
+        """Return the saved bytes by the paper's formula: activations save `bits` bits per element in place of 32."""
         fraction = 1 if bits is None else bits / 32
         return self.activation_bytes - self.nonlinear_bytes * (1 - fraction)
 
     def saved_packed(self, bits: int) -> int:
-        """Return the bytes that fewbit saves: one packed copy of the codes of each activation's input."""
+        """Return the saved bytes with fewbit: for each activation the codes of its input, packed in 32-bit words."""
         packed = sum(4 * bits * -(-elements // 32) for elements in self.activation_inputs)
         return self.activation_bytes - self.nonlinear_bytes + packed
 
     def max_batch(self, saved: float, device_bytes: int) -> int:
-        """Return the largest batch beside four copies of the model.
+        """Return the largest batch that fits a device beside COPIES times the bytes of the model.
 
         Args:
-            saved: The bytes that `batch` samples save.
+            saved: The bytes that a forward with `batch` samples saves.
             device_bytes: The memory of the device.
         """
         return max(0, int((device_bytes - COPIES * self.model_bytes) * self.batch // saved))
 
 
 def paper_activation(name):
-    """Return the activation that the paper's figures imply: a function that saves its input, in place of ReLU."""
+    """Return the activation that the paper's figures imply: "gelu" in place of ReLU, None if the architecture has no ReLU."""
     return "gelu" if models.family(name).has_relu else None
 
 
@@ -115,18 +118,18 @@ def measure(
     activation: str | None = "paper",
     dropout: bool = False,
 ) -> Measurement:
-    """Count the bytes that one training forward of a model saves.
+    """Count the bytes that one forward of a model in training saves.
 
     Args:
-        name: A name of :func:`fewbit.models.names`.
-        size: Pixels of an image's side, or tokens; 256 by default.
+        name: One of the names that :func:`fewbit.models.names` returns.
+        size: The side of the images in pixels, or the number of tokens; 256 by default.
         batch: The number of samples.
-        activation: A name of ``fewbit.models.activations.FACTORIES``, None for the architecture's own; ``paper`` is GELU
-            if the architecture has ReLU.
-        dropout: Whether dropout is on; the paper's is off.
+        activation: A key of ``fewbit.models.activations.FACTORIES``; None for the architecture's own activation. With
+            ``"paper"``, GELU replaces ReLU.
+        dropout: Whether dropout is on. In the paper it is off.
 
     Raises:
-        FewbitError: The name is unknown, or the model does not take the size.
+        FewbitError: The name is unknown, or the model does not accept the size.
     """
     name = models.resolve(name)
     if not isinstance(batch, int) or batch < 1:
@@ -179,7 +182,7 @@ def _check_size(name, size):
 
 
 def freeze_dropout(model):
-    """Set all modules to evaluation mode except batch norm, which keeps the statistics of the batch."""
+    """Set all modules to evaluation mode except batch norm, which continues to use the statistics of the batch."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     for module in model.modules():
@@ -212,14 +215,14 @@ def _nonlinear(model, saved):
 
 @dataclass(frozen=True, repr=False)
 class MemoryReport(Result):
-    """Measurements, and the largest batches on a device: a line per model, or per size of code for one model."""
+    """Measurements of models, and the largest batches on a device. For a single model, one line for each number of bits."""
 
     measurements: tuple[Measurement, ...]
     device_bytes: int = DEVICE_BYTES
     bits: tuple[int, ...] = BITS
 
     def records(self) -> list[dict]:
-        """Return a dict per model: the measurement, then the arithmetic for every size of code."""
+        """Return a dict for each model: the measurement, and the results of the formulas for each number of bits."""
         return [self._record(measured) for measured in self.measurements]
 
     def _record(self, measured: Measurement) -> dict:
@@ -244,7 +247,7 @@ class MemoryReport(Result):
         return measured.max_batch(saved, self.device_bytes)
 
     def view(self) -> View:
-        """Return a table with a row for each model; for one model a row for each size of code."""
+        """Return a table with a row for each model, or for a single model with a row for each number of bits."""
         if len(self.measurements) == 1:
             return self._one(self.measurements[0])
         device = f"{format_size(self.device_bytes)} device"
@@ -361,17 +364,17 @@ def memory(
     dropout: bool = False,
     progress=None,
 ) -> MemoryReport:
-    """Do the arithmetic of appendix B for one or several models.
+    """Measure one or several models, and compute their largest batches by the formulas of appendix B.
 
     Args:
-        names: Names of models; every model by default.
-        bits: Bits of the codes, 1 to 8 each.
+        names: Names of models; None: every model.
+        bits: Numbers of bits of the codes, each from 1 to 8.
         device_bytes: The memory of the device.
-        image_size: Pixels of a side, for models of images.
+        image_size: The side of the images in pixels.
         sequence_length: The number of tokens, for models of text.
-        batch: As for :func:`measure`, as are `activation` and `dropout`.
-        activation: The nonlinearity.
-        dropout: Whether dropout is on.
+        batch: The number of samples in the measured forward.
+        activation: A name, None or ``"paper"``, as for :func:`measure`.
+        dropout: Whether dropout is on. In the paper it is off.
         progress: Called as ``progress(what, done, total)``.
     """
     names = [models.resolve(name) for name in names or models.names()]

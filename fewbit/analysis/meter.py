@@ -1,6 +1,6 @@
-"""The meter: the bytes that one forward saves for backward, each storage once, by module and kind.
+"""The meter: it counts the bytes that one forward saves for backward, by module and kind, each storage once.
 
-Nothing is estimated: the tokens of a `Recorder` stand for exactly the tensors that the backward pass would find.
+Nothing is estimated: while the forward runs, a `Recorder` notes exactly the tensors that the backward pass would find.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ SPARSE_PARTS = {
 
 @leaves_nothing
 def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
-    """Run ``model(*inputs, **kwargs)`` once, with gradients, and count the bytes that it saves for backward.
+    """Run ``model(*inputs, **kwargs)`` once, with gradients, and count the bytes that the forward saves for backward.
 
-    The model stays as it was: training flags and gradients are not touched, buffers and torch's random state are put back,
-    hooks are removed. Real, meta and fake tensors can be counted, and compiled models as one module. docs/meter.md
-    describes what is counted.
+    The model does not change: training flags and gradients are not touched, buffers and torch's random state are restored,
+    and hooks are removed. Tensors may be real, meta or fake ones. A compiled model is counted as one module. docs/meter.md
+    says what is counted.
 
     Args:
-        model: A torch.nn.Module, or any callable. The modules that a callable refers to (closure, globals, attributes) are
-            found and named.
+        model: A torch.nn.Module, or any callable. The modules to which a callable refers (by its closure, globals or
+            attributes) are found and named.
         *inputs: The arguments of the model.
         **kwargs: The keyword arguments of the model.
 
     Returns:
-        The storages that were saved. Exceptions of the forward itself are passed on.
+        The storages that were saved.
 
     Raises:
-        FewbitError: The model cannot be called.
+        FewbitError: The model cannot be called. Exceptions of the forward itself are passed on.
     """
     if not callable(model):
         raise FewbitError(

@@ -1,4 +1,8 @@
-"""The terms of ActNN's Theorem 3 for a model: their sums, their table, their heat map and their document."""
+"""The result of `fewbit.variance_profile`, with its table, its heat map and its document.
+
+A context is all tensors that one module saves of its inputs. A term is the variance that rounding one context adds to the
+gradient of one module's parameters, as in Theorem 3 of ActNN (docs/variance_profile.md).
+"""
 
 from __future__ import annotations
 
@@ -27,21 +31,23 @@ DECADES = 8
 
 @dataclass(frozen=True, repr=False, eq=False)
 class VarianceProfile(Document):
-    """The terms of ActNN's Theorem 3, C contexts by P modules with parameters, as float64 NumPy arrays.
+    """The variance that rounding each of C contexts adds to the gradients of each of P modules, as float64 NumPy arrays.
 
-    A variance is summed over all elements of a module's parameters, in units of the gradient squared. Each array
-    has its standard errors, of the same shape and name with `_error`; NaN if there was one measurement only.
-    Errors are those of the draws, given the batches, except `sampling_error`.
+    A context is all tensors that one module saves of its inputs. The P modules are those that own parameters. A variance is
+    summed over all elements of a module's parameters, in units of the gradient squared. Each array has an array of standard
+    errors, with the same shape and a name that ends in `_error`; NaN if there was only one measurement. `sampling_error`
+    shows how batches differ. All other standard errors show how draws of the rounding differ on the given batches.
 
     Attributes:
+        model: The class name of the model.
         contexts: The paths of the modules whose saved tensors are rounded, in the order of the forward ("" is the model).
         parameters: The paths of the modules that own parameters which require grad, in the same order.
         terms: (C, P), the variance that rounding a context adds to a module's gradient.
         sampling: (P,), the variance of the exact gradient between minibatches.
-        direct: (P,), the variance with all contexts drawn at once, to compare with `quantization`.
-        bias: (P,), the squared norm of the compressed gradient's mean minus the exact gradient, also that of few-bit
-            activations. The estimate is exact in expectation, and may therefore be below 0.
-        bits: The bits of the settings.
+        direct: (P,), the variance measured with all contexts rounded at once, to compare with `quantization`.
+        bias: (P,), the squared norm of the difference between the mean compressed gradient and the exact gradient. The bias
+            of few-bit activations is included. The estimate is exact in expectation, and may therefore be below 0.
+        bits: The bits of quantized tensors.
         draws: The number of pairs of draws for each context and batch.
         batches: The number of batches.
         sampled: A text that says from what `sampling` was measured.
@@ -67,33 +73,33 @@ class VarianceProfile(Document):
 
     @property
     def quantization(self) -> np.ndarray:
-        """The sum of the terms over contexts, which rounding adds by Theorem 3, (P,)."""
+        """The variance that rounding adds to each module's gradient, (P,): `terms` summed over contexts."""
         return self.terms.sum(0)
 
     @property
     def quantization_error(self) -> np.ndarray:
-        """The standard error of `quantization`, (P,). The draws of different contexts are independent."""
+        """The standard error of `quantization`, (P,). The rounding of different modules is independent."""
         return np.sqrt(np.square(self.terms_error).sum(0))
 
     def total(self) -> np.ndarray:
-        """Return the variance of the compressed gradient by Theorem 3, (P,): sampling and quantization."""
+        """Return the variance of each module's compressed gradient, (P,): `sampling` + `quantization`."""
         return self.sampling + self.quantization
 
     @property
     def agreement(self) -> np.ndarray:
-        """The difference of `quantization` and `direct` in its standard errors, (P,); 0 if nothing rounds."""
+        """`quantization` - `direct`, divided by the standard error of this difference, (P,); 0 if nothing is rounded."""
         error = np.hypot(self.quantization_error, self.direct_error)
         difference = self.quantization - self.direct
         return np.divide(difference, error, out=np.zeros_like(error), where=error > 0)
 
     @property
     def sampling_ratio(self) -> float:
-        """Sampling variance over quantization variance, each summed over all parameters."""
+        """The variance between minibatches divided by the variance that rounding adds, each summed over all modules."""
         return _ratio(self.sampling.sum(), self.quantization.sum())
 
     @property
     def own(self) -> np.ndarray:
-        """The term of the module's own context, (P,); 0 if it has none."""
+        """The variance that rounding a module's own saved tensors adds to the module's gradient, (P,); 0 if it saves none."""
         rows = {context: row for row, context in enumerate(self.contexts)}
         return np.array(
             [
@@ -104,11 +110,11 @@ class VarianceProfile(Document):
 
     @property
     def own_share(self) -> float:
-        """The share of all quantization variance that comes from modules' own contexts."""
+        """The fraction of `quantization`, summed over modules, that comes from the modules' own saved tensors, 0 to 1."""
         return _ratio(self.own.sum(), self.quantization.sum())
 
     def to_dict(self) -> dict:
-        """Return everything as plain values; standard errors that are not known as None."""
+        """Return everything as plain values. Standard errors that are not known become None."""
         values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
         return {"schema": VARIANCE_PROFILE} | values
 
@@ -125,7 +131,7 @@ class VarianceProfile(Document):
         return cls(**values)
 
     def records(self) -> list[dict]:
-        """Return a dict for each module with parameters, in the order of the forward."""
+        """Return a dict for each module that owns parameters, in the order of the forward."""
         columns = {name: getattr(self, name) for name in RECORDED}
         return [
             {"parameters": name} | {key: float(values[i]) for key, values in columns.items()}
@@ -134,7 +140,7 @@ class VarianceProfile(Document):
 
     @property
     def title(self) -> str:
-        """The ratio of sampling to quantization variance, and the share of modules' own contexts."""
+        """One line with `sampling_ratio`, the ratio of variance between minibatches to that of rounding, and `own_share`."""
         return (
             f"{self._name_and_bits}: sampling variance is {self.sampling_ratio:.3g} times quantization "
             f"variance, {100 * self.own_share:.0f}% of which comes from modules' own contexts"
@@ -145,7 +151,7 @@ class VarianceProfile(Document):
         return f"{self.model}, {counted(self.bits, 'bit')}"
 
     def view(self) -> View:
-        """Return a table of modules by their quantization variance, largest first, and their sum."""
+        """Return a table of the modules, those first whose gradient rounding changes most, and a row with their sum."""
         columns = (
             Column("module", lambda row: module_name(row["parameters"]), "name", least=24),
             _variances("sampling"),

@@ -11,11 +11,11 @@ PATIENCE = 2.0  # seconds before progress is shown
 
 
 class Progress:
-    """A bar on standard error that appears after PATIENCE seconds, if standard error is a terminal or a notebook.
+    """A bar on standard error, shown after PATIENCE seconds if standard error is a terminal or the program runs in a notebook.
 
     Args:
         name: The text beside the bar.
-        is_asked: Whether there may be a bar at all.
+        is_asked: False if there must not be a bar at all.
     """
 
     def __init__(self, name: str, is_asked: bool):
@@ -24,12 +24,16 @@ class Progress:
 
     @contextmanager
     def shown(self):
-        """Return a context manager for the block that calls `step`; the bar disappears when the block ends."""
+        """Return a context manager for the block that calls `step`. The bar disappears when the block ends."""
         with undo_after(lambda: self._bar is None or self._bar.stop()):
             yield self
 
     def step(self, of: int) -> None:
-        """Note one more step. of: the number of all steps."""
+        """Count one more step.
+
+        Args:
+            of: The number of all steps.
+        """
         self._done += 1
         if not self._is_asked or time.monotonic() - self._started < PATIENCE:
             return

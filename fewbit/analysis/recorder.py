@@ -1,8 +1,9 @@
-"""The recorder of saved tensors: which tensors autograd saves in a forward, and which module runs at that time.
+"""The recorder of saved tensors: it notes which tensors autograd saves in a forward, and which module runs at that time.
 
-Every tensor that autograd saves passes through a saved-tensor hook, which hands autograd a token in its place. Autograd
-drops the token when it drops the tensor. So the tokens that are alive after the forward stand for exactly the tensors that
-the backward pass would find. A tensor that was saved and dropped again, as in a branch whose result is not used, is left out.
+Every tensor that autograd saves passes through a saved-tensor hook, which gives autograd another object in its place, a
+token. Autograd frees the token when it would free the tensor. So the tokens that exist after the forward stand for exactly
+the tensors that the backward pass would find. A tensor that was saved and freed again, as in a branch whose result is not
+used, is not counted.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ COPIES = {
 
 @dataclass(frozen=True)
 class Place:
-    """A module that saves tensors.
+    """A module in which tensors are saved.
 
     Attributes:
         path: the dotted path of the module, "" for the model itself and for code outside of modules.
@@ -50,12 +51,13 @@ class Place:
 
 
 class Token:
-    """The object that stands for a saved tensor inside autograd. It lives as long as autograd saves the tensor.
+    """The object that autograd holds in place of a saved tensor. It exists as long as autograd would keep the tensor.
 
     Attributes:
         tensor: the saved tensor, detached.
-        place: the module that was running.
-        origin: "leaf" for a leaf that requires grad or a view of one, "cast" for its copy in another dtype, else "".
+        place: the module that was running when the tensor was saved.
+        origin: "leaf" if the tensor is a leaf that requires grad, or a view of one; "cast" if it is a copy of a leaf in
+            another dtype; else "".
         node: the name of an autograd node that holds the token, "" if not known.
         has_fewbit_node: whether a node that holds the token is one of fewbit's.
     """
@@ -70,10 +72,10 @@ class Token:
 
 
 class Recorder:
-    """The modules that are running, innermost last, and the tokens in the order of saving.
+    """A list of the running modules, the innermost last, and of a `Token` for each saved tensor, in the order of saving.
 
     Args:
-        outside: the place of tensors that are saved outside of all watched modules.
+        outside: the place that is noted for tensors that are saved while no watched module runs.
     """
 
     def __init__(self, outside: Place):
@@ -85,11 +87,11 @@ class Recorder:
         self.running.append(place)
 
     def alive(self) -> list[Token]:
-        """Return the tokens that autograd holds now."""
+        """Return the `Token`s of those saved tensors that autograd still holds."""
         return [token for token in (ref() for ref in self._tokens) if token is not None]
 
     def hooks(self) -> tuple:
-        """Return the hooks for `torch.autograd.graph.saved_tensors_hooks`; a compiler must not compile them."""
+        """Return the two hooks for `torch.autograd.graph.saved_tensors_hooks`. A compiler must not compile them."""
 
         def pack(tensor):
             token = Token(tensor, self.running[-1])
@@ -106,7 +108,7 @@ class Recorder:
 
     @contextmanager
     def watching(self, modules: dict[str, nn.Module]) -> Iterator[None]:
-        """Keep `running` up to date while modules are called inside the block.
+        """Return a context manager that notes which of the modules are running inside the block.
 
         Args:
             modules: {path: module}, parents first.
@@ -200,7 +202,7 @@ def _origin(tensor) -> str:
 
 
 def name_nodes(outputs) -> None:
-    """Write into the tokens which autograd nodes hold them, as far as the outputs lead to these nodes."""
+    """Write into the `Token` of each saved tensor the name of an autograd node that holds the tensor."""
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:
@@ -235,7 +237,7 @@ def _is_fewbit_node(node) -> bool:
 
 
 def is_fewbit(model) -> bool:
-    """Return whether the class of a model, which may be compiled, is one of fewbit's."""
+    """Return whether the class of a model is one of fewbit's. The model may be a compiled one."""
     return _is_fewbit_class(type(getattr(model, "_orig_mod", model)))
 
 
@@ -244,7 +246,7 @@ def _is_fewbit_class(cls) -> bool:
 
 
 def type_name(model) -> str:
-    """Return the name of a module's class, or of another callable."""
+    """Return the name of a module's class, or the name of another callable."""
     if isinstance(model, nn.Module):
         original = getattr(model, "_orig_mod", model)
         return type(original).__name__ + " (compiled)" * is_compiled(model)

@@ -1,4 +1,4 @@
-"""The bytes that one forward saves for backward: their sums, their table and their picture."""
+"""The result of `fewbit.saved_bytes`: the bytes that one forward saves for backward, as sums, table and picture."""
 
 from __future__ import annotations
 
@@ -43,20 +43,22 @@ COLORS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One storage as one module saved it.
+    """One storage (the memory that a tensor and its views have in common), as one module saved it.
 
     Attributes:
-        module: The dotted path of the innermost module that was running, "" for the model itself and for code outside
-            of modules.
+        module: The dotted path of the innermost module that was running, "" for the model itself and for code outside of
+            modules.
+        module_type: The name of the module's class.
         kind: activation, input, integer, mask, packed, range, statistic, cast, parameter or buffer (docs/meter.md).
-        shape: The shape of the first saved tensor with this storage.
+        shape: The shape of the first saved tensor in this storage.
         dtype: The dtype of that tensor.
-        bytes: The size of the whole storage; 0 if an earlier module saved it.
-        viewed_bytes: The part of the storage that saved tensors of all modules reach, at most.
-        saves: The number of tensors that this module saved.
+        device: The device of that tensor.
+        bytes: The size of the whole storage; 0 if an earlier module saved it, so that it is counted once.
+        viewed_bytes: An upper bound of the part of the storage that saved tensors reach, those of all modules together.
+        saves: The number of tensors in this storage that this module saved.
         node: The name of an autograd node that holds the storage, "" if not known.
-        first_saver: The earlier module that saved the storage, if any.
-        shared_with: Modules that saved it later.
+        first_saver: The earlier module that saved the storage, or None.
+        shared_with: The modules that saved the storage later.
     """
 
     module: str
@@ -75,55 +77,61 @@ class Entry:
 
 @dataclass(frozen=True, repr=False)
 class SavedBytes(Result):
-    """The storages that one forward of `model` saves for backward; `entries` are in the order of saving."""
+    """The storages that one forward of a model saves for backward, in the order in which they were saved.
+
+    Attributes:
+        model: The class name of the model.
+        entries: One `Entry` for each storage and module that saved it.
+    """
 
     model: str
     entries: tuple[Entry, ...]
 
     @property
     def total(self) -> int:
-        """The bytes saved for backward: all kinds but parameters and buffers, which exist anyway."""
+        """The bytes saved for backward, without parameters and buffers, which exist anyway."""
         return sum(entry.bytes for entry in self.kept)
 
     @property
     def kept(self) -> tuple[Entry, ...]:
-        """The entries that make up the total."""
+        """The entries that are counted in `total`."""
         return tuple(entry for entry in self.entries if entry.kind not in STATE)
 
     @property
     def parameters(self) -> int:
-        """The bytes of the parameters that were saved, not in the total."""
+        """The bytes of the parameters that were saved. They are not counted in `total`."""
         return self.by_kind().get("parameter", 0)
 
     @property
     def buffers(self) -> int:
-        """The bytes of the buffers that were saved, not in the total."""
+        """The bytes of the buffers that were saved. They are not counted in `total`."""
         return self.by_kind().get("buffer", 0)
 
     @property
     def inputs(self) -> int:
-        """The bytes of the model's own inputs that were saved, in the total."""
+        """The bytes of the model's own inputs that were saved. They are counted in `total`."""
         return self.by_kind().get("input", 0)
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
-        """Return {path: bytes}, largest first; the sum is `total`.
+        """Return {path of a module: bytes}, largest first. The sum is `total`.
 
         Args:
-            depth: Cut paths to so many parts. Without it a module stands for itself, without its children.
+            depth: Cut paths to this number of parts, so that a module includes the modules below it. None: each module
+                counts alone, without its children.
 
         Raises:
-            FewbitError: `depth` is below 0.
+            FewbitError: `depth` is neither None nor an integer of at least 0.
         """
         if depth is not None and (not isinstance(depth, int) or depth < 0):
             raise FewbitError(f"depth: expected None or an integer >= 0, got {depth!r}")
         return _sums(self.kept, lambda entry: _cut(entry.module, depth))
 
     def by_module_type(self) -> dict[str, int]:
-        """Return {class name: bytes}, largest first; the sum is `total`."""
+        """Return {class name of modules: bytes}, largest first. The sum is `total`."""
         return _sums(self.kept, lambda entry: entry.module_type)
 
     def by_kind(self) -> dict[str, int]:
-        """Return {kind: bytes}, largest first, parameters and buffers included."""
+        """Return {kind: bytes}, largest first. Parameters and buffers are included, so the sum may be above `total`."""
         return _sums(self.entries, lambda entry: entry.kind)
 
     def records(self) -> list[dict]:
@@ -134,7 +142,7 @@ class SavedBytes(Result):
         ]
 
     def to_dict(self) -> dict:
-        """Return everything as plain values."""
+        """Return all sums and entries as plain values."""
         return {
             "model": self.model,
             "total": self.total,
@@ -151,13 +159,13 @@ class SavedBytes(Result):
 
     @property
     def title(self) -> str:
-        """The total and the number of storages."""
+        """One line with `total` and the number of storages."""
         storages = sum(entry.bytes > 0 for entry in self.kept)
         name = f"{self.model}: " if self.model else ""
         return f"{name}{amount(self.total)} saved for backward, in {counted(storages, 'storage')}"
 
     def view(self) -> View:
-        """Return a table of storages, largest first, with those of alike modules in one row."""
+        """Return a table of storages, largest first. Equal storages in repeated blocks have one row."""
         if not self.total:
             return View(self.title, notes=[NOTHING, *self._notes()])
         unit = unit_of(self.total, "MiB")
@@ -217,19 +225,20 @@ class SavedBytes(Result):
         depth: int | None = None,
         force: bool = False,
     ):
-        """Draw bytes as horizontal bars, largest first, stacked by kind.
+        """Draw the bytes as horizontal bars, largest first. Each bar is divided by kind.
 
         Args:
-            path: Also save the figure, as .png or .svg.
-            by: "module_type" or "module".
-            depth: Cut module paths to so many parts, as `by_module` does.
+            path: Also save the figure in this file, whose name ends in .png or .svg.
+            by: "module_type" or "module": what each bar stands for.
+            depth: With by="module", cut module paths to this number of parts, as `by_module` does.
             force: Replace the file if it exists.
 
         Returns:
             The matplotlib Figure.
 
         Raises:
-            FewbitError: `by` or the file's ending is another one, or matplotlib is not installed.
+            FewbitError: `by` is neither "module_type" nor "module", the file's name ends in neither .png nor .svg, or
+                matplotlib is not installed.
             OutputExistsError: The file exists and `force` is false.
         """
         if by not in ("module_type", "module"):
@@ -264,7 +273,7 @@ def _cut(path: str, depth: int | None) -> str:
 
 
 class Row(NamedTuple):
-    """The entries of alike modules, which differ in their module only; or a sum of rows."""
+    """One row of the table: equal storages of modules that differ only in a number in their paths; or the sum of rows."""
 
     module: str
     module_type: str
@@ -276,7 +285,10 @@ class Row(NamedTuple):
 
 
 def rows(entries: Iterable[Entry]) -> list[Row]:
-    """Group entries that have bytes, alike ones in one row, largest first."""
+    """Return the rows of the table, largest first: equal storages of similar modules are put in one row (`Row`).
+
+    Entries of 0 bytes are left out.
+    """
     groups = defaultdict(list)
     for entry in entries:
         if entry.bytes:

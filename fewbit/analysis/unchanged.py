@@ -1,4 +1,4 @@
-"""Measurements that leave a model, its inputs and torch's random state as they were."""
+"""Helpers for measurements that leave a model, its inputs and torch's random state as they were."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 
 
 def alone(value):
-    """Return a tensor in memory of its own, because the meter counts whole storages; other values as they are."""
+    """Return a copy of a tensor that is part of a larger storage, and other values unchanged.
+
+    The meter counts whole storages, so it would count too much for a part.
+    """
     if not is_plain(value) or not layout.is_part(value):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
@@ -25,11 +28,11 @@ def alone(value):
 
 @contextmanager
 def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
-    """Put buffers and torch's random state back at the end of the block, even if it raises an exception.
+    """Return a context manager that restores buffers and torch's random state when the block ends, also by an exception.
 
     Args:
         modules: {path: module} of the modules whose buffers may change.
-        inputs: tensors, for whose devices the random state is put back too.
+        inputs: tensors. The random state of their devices is restored too.
     """
     with _disable_current_modes():  # buffers are real tensors under a fake mode too
         buffers = [

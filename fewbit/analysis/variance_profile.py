@@ -1,17 +1,22 @@
-"""The variance profile: the sources of the variance of a compressed model's gradient.
+"""The variance profile: which saved tensors add how much variance to the gradients of a compressed model.
 
 Theorem 3 of ActNN (long version) splits the variance of the gradient of a parameter theta:
 
     Var[grad^ theta] = Var[grad theta] + sum over m of E[ Var[ G^(theta ~ m)(grad^ H(m), C^(m)) | grad^ H(m) ] ]
 
-The term of layer m is the variance that rounding the context of m alone adds. The gradient that arrives at m has the noise
-of later contexts, and earlier contexts are exact. Every term is measured: half the squared difference of two gradients that
-differ in m's draws alone has the term as its mean. With all contexts drawn anew, half the squared difference has a mean with
-which the sum must agree. With two minibatches in place of two draws, its mean is the first term. Appendix C.2 and figure 8 of
-the paper show the profile of a ResNet-50.
+C(m) is the context of module m: all tensors that m saves of its inputs. H(m) is the output of m. The hat marks values with
+rounding errors, and G^(theta ~ m) is the backward computation from m down to theta. The term of m is the variance that
+rounding the context of m alone adds, if the gradient that arrives at m has the errors of later contexts, and earlier
+contexts are exact.
 
-One forward serves all passes over a batch (`deferred`). Rounding is unbiased in layers that are linear in the tensors that
-they save. In other layers (docs/layers.md) the sum agrees up to terms of the order of the bias.
+Every term is measured. Half the squared difference of two gradients that differ only in the rounding of m has the term as
+its mean. If all contexts are rounded anew, half the squared difference has a mean that must agree with the sum of the
+terms. The first term, Var[grad theta], is measured likewise, from two minibatches in place of two draws of the rounding.
+Appendix C.2 and figure 8 of the paper show the profile of a ResNet-50.
+
+One forward serves all passes over a batch (`deferred.py`). The theorem needs unbiased rounding of the backward pass, which
+holds for layers whose backward is linear in the tensors that they save. For other layers (docs/layers.md) the sum agrees
+only up to terms of the order of the bias.
 """
 
 from __future__ import annotations
@@ -66,34 +71,40 @@ def variance_profile(
     seed: int = 0,
     progress: bool = True,
 ) -> VarianceProfile:
-    """Measure the terms of ActNN's Theorem 3 (long version, section 3.4) for a model and a minibatch.
+    """Measure how much variance the rounding of each module's saved tensors adds to the gradients of each module's parameters.
 
-    The model and torch's random state stay as they are. The measurement takes two copies of the model, and 2 draws (C + 1)
-    backward passes a batch with C contexts. Few-bit activations are not random: they are compressed in all passes but the
-    exact ones of `sampling` and `bias`.
+    These variances are the terms of ActNN's Theorem 3 (long version, section 3.4; docs/variance_profile.md). All tensors
+    that one module saves of its inputs are called its context. The model and torch's random state do not change. The
+    measurement takes the memory of two copies of the model. For each batch it runs about 2 * draws * (C + 1) backward
+    passes, where C is the number of contexts. Few-bit activations do not round at random, so they add no variance, but they
+    are compressed in these passes.
 
     Args:
         model: A model in training mode, compressed already or not.
         batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable, is
-            several batches. With batch norm give several: the gradient of a chunk depends on the statistics of the chunk, so
-            that the sampling variance from chunks is too large, often by much.
-        loss: Called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor, a mean over the samples,
-            as ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
-        bits: Bits per element, as for `compress_`, whatever the model was compressed with. Modules that were made as
-            fewbit's keep their bits.
-        layers: As for `compress_`, as are `include`, `exclude` and `overrides`.
-        include: The modules that are converted.
-        exclude: The modules that are not converted.
-        overrides: Settings of single modules.
-        draws: Pairs of independent draws for each context and batch, 2 at least.
-        chunks: Equal parts of a single batch, an even number. The variance of their gradients, divided by their number, is
-            the sampling variance. Of several batches it is the variance between them.
-        seed: The seed of the draws, and of dropout, which is the same in all passes over a batch.
-        progress: Whether to show a bar on standard error if it takes longer than two seconds.
+            several batches. If the model has batch norm, give several batches: parts of a single batch have batch
+            statistics of their own, so their gradients differ too much, and `sampling` comes out too large, often by much.
+        loss: Called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor, a mean over the
+            samples, as ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
+        bits: Bits per element of quantized tensors, a whole number from 1 to 8. Layers that `compress_` has converted get
+            these bits too. Modules that you created from fewbit's own classes keep their bits.
+        layers: Further settings of layers, as for `fewbit.compress_`.
+        include: The modules that are converted, as for `fewbit.compress_`.
+        exclude: The modules that are not converted, as for `fewbit.compress_`.
+        overrides: Settings of single modules, as for `fewbit.compress_`.
+        draws: The number of pairs of backward passes with independent rounding, for each context and batch; at least 2.
+        chunks: The number of equal parts of a single batch, an even number of at least 4. The variance of their gradients,
+            divided by `chunks`, gives the result's `sampling`. If there are several batches, `sampling` is the variance
+            between these, and `chunks` has no effect.
+        seed: The seed of the rounding, and of dropout, which is the same in all passes over a batch.
+        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds.
+
+    Returns:
+        The profile: the variances with standard errors, the variance between minibatches, and the bias.
 
     Raises:
-        InputError: A setting is not valid, the model is in evaluation mode, cannot be copied or rounds nothing, or the batch
-            or the loss cannot be used.
+        InputError: A setting is not valid, the model is in evaluation mode, cannot be copied or rounds nothing, or the
+            batch or the loss cannot be used.
     """
     settings = resolve(FixedBits(bits), layers)
     check_count("draws", draws, 2)

@@ -1,8 +1,8 @@
-"""Settings of PyTorch's CUDA allocator with which freed memory of one size can serve tensors of another.
+"""The setting of PyTorch's CUDA allocator with which freed memory of one size can be used for tensors of another size.
 
 ActNN's level L5 (section 5.2) allocates large tensors without the caching allocator, because cached blocks fragment the
-memory. PyTorch now has expandable segments: a segment grows in place by whole pages, so freed blocks of any size can be used
-again. Level L5 of fewbit uses them and keeps the caching allocator.
+memory. Today PyTorch has expandable segments. Such a segment grows in place by whole pages, so freed blocks of any size can
+be used again. Level L5 of fewbit uses expandable segments and keeps the caching allocator.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class AllocatorReport:
     """The result of `use_expandable_segments`.
 
     Attributes:
-        in_force: the allocator reserves memory in expandable segments from now on.
-        fixed: bytes that were reserved before, in segments of a fixed size. They stay until `torch.cuda.empty_cache()` finds
-            them unused.
+        in_force: whether the allocator reserves memory in expandable segments from now on.
+        fixed: the bytes that were reserved earlier, in segments of a fixed size. These segments stay until they are unused
+            and `torch.cuda.empty_cache()` frees them.
         reason: the reason why expandable segments are not in force, or "".
     """
 
@@ -53,8 +53,8 @@ class PeakMemory:
 
     Attributes:
         device: the device, for example "cuda:0".
-        allocated: bytes allocated for tensors.
-        reserved: bytes reserved by the allocator.
+        allocated: the largest number of bytes that tensors had at a time.
+        reserved: the largest number of bytes that the allocator had reserved at a time.
     """
 
     device: str
@@ -63,7 +63,7 @@ class PeakMemory:
 
     @property
     def ratio(self) -> float:
-        """Peak reserved over peak allocated bytes, at least 1; 1 if nothing was allocated."""
+        """`reserved` divided by `allocated`, at least 1; 1 if nothing was allocated."""
         return self.reserved / self.allocated if self.allocated else 1.0
 
     def __repr__(self) -> str:
@@ -74,10 +74,11 @@ class PeakMemory:
 
 
 def use_expandable_segments() -> AllocatorReport:
-    """Set expandable segments for the CUDA caching allocator of this process.
+    """Make the CUDA caching allocator of this process use expandable segments.
 
-    Call this before the first tensor is on the GPU, because segments that exist stay as they are. Other settings of the
-    allocator are kept. The function changes nothing if one of VARIABLES says `expandable_segments:False`, or without a GPU.
+    Call this before the first tensor is on the GPU, because existing segments do not change. Other settings of the
+    allocator are kept. Nothing changes if there is no GPU, or if one of the environment variables in VARIABLES contains
+    `expandable_segments:False`.
 
     Returns:
         Whether the setting is in force, and the reason if it is not.
@@ -101,13 +102,13 @@ def use_expandable_segments() -> AllocatorReport:
 
 
 def peak_memory(device=None) -> PeakMemory:
-    """Return the peaks since the last `torch.cuda.reset_peak_memory_stats`.
+    """Return the peaks of a GPU's memory since the last `torch.cuda.reset_peak_memory_stats`.
 
     Args:
         device: a CUDA device; None: the current one.
 
     Raises:
-        InputError: `device` is not a CUDA device, or there is none.
+        InputError: `device` is not a CUDA device, or there is no GPU.
     """
     try:
         found = torch.device("cuda" if device is None else device)

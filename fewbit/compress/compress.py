@@ -1,4 +1,4 @@
-"""`compress_`: the configuration checked, the model converted and given its policy, and the result reported."""
+"""`compress_`: it checks the configuration, converts the model, gives it a policy and reports the result."""
 
 from __future__ import annotations
 
@@ -51,36 +51,40 @@ def compress_(
     sample=None,
     verbose: bool = True,
 ) -> Controller:
-    """Make a model save a few bits per element for the backward pass, in place, and report what was done.
+    """Make a model save only a few bits per element for the backward pass, in place, and report what was changed.
 
-    Layers of torch.nn and transformers save quantized inputs, activations save few-bit codes, and dropout and pooling
-    save packed masks and positions (exact). Functions that the model's forward calls, such as F.gelu, do the same. Module
-    objects stay and change their classes, each to a subclass of torch's: parameters, buffers, hooks, tied modules,
-    `state_dict` keys, device, dtype and training flags are as before, and so is the training loop. In evaluation mode and
-    under no_grad nothing is compressed. A second call undoes the first, so that its settings hold alone.
+    Layers of torch.nn and transformers save quantized inputs. Activations save codes of a few bits per element, from which
+    the backward pass gets an approximate derivative. Dropout and pooling save packed masks and positions, which is exact.
+    The same holds for functions that the model's forward calls, such as F.gelu. Modules stay the same objects. Only their
+    classes change, each to a subclass of torch's class. Parameters, buffers, hooks, tied modules, `state_dict` keys,
+    device, dtype and training flags do not change, and the training loop needs no change. In evaluation mode and under
+    no_grad nothing is compressed. A second call first undoes the earlier one, so only the new settings hold.
 
     Args:
         model: the model, which changes in place.
-        bits: who chooses the bits per element of quantized inputs: FixedBits, SampleBits, AdaptiveBits, Budget,
+        bits: says who chooses the bits per element of quantized inputs: FixedBits, SampleBits, AdaptiveBits, Budget,
             ErrorBound, PreActivationBits, a Level of ActNN, or a BitConfig of your own. A whole number from 1 to 8 stands
             for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4).
-        layers: LayerSettings, or a mapping of its fields except `bits`: settings that differ from the usual ones.
-        include: globs over dotted module paths ("" is the model itself; any path of a shared module counts; a glob that
-            matches a module matches the modules inside it), or a function (path, module) -> bool.
-        exclude: like `include`; modules that both match are excluded.
-        overrides: {glob: settings of the modules that it matches}: LayerSettings, a mapping of its fields, a number of bits
-            of everything, or None to leave the modules as they are. The last glob that matches a module holds.
-        offload: keep saved tensors of a GPU in the host's memory until the backward pass needs them.
-        sample: a tensor, a tuple of inputs or a mapping of keyword inputs, for which the report compares the bytes
-            that the exact model and the compressed one save. Budget needs it.
-        verbose: print the report.
+        layers: settings of layers that differ from the usual ones: LayerSettings, or a mapping of its fields except `bits`.
+        include: the modules to convert: one or several glob patterns of dotted module paths, or a function (path, module)
+            -> bool. The path "" is the model itself. A pattern that matches a module also matches the modules inside it.
+            For a module with several paths any of them counts.
+        exclude: the modules to leave as they are, in the same form. A module that `include` and `exclude` both match is
+            left.
+        overrides: {glob pattern: settings of the modules that match}. Settings are LayerSettings, a mapping of its fields,
+            a number of bits for everything, or None to leave the modules as they are. If several patterns match a module,
+            the last one holds.
+        offload: HostOffload() moves saved tensors from a GPU to the host's memory until the backward pass needs them.
+        sample: an example batch: a tensor, a tuple of inputs or a mapping of keyword inputs. The report then compares the
+            bytes that the exact model and the compressed one save for this batch. Budget needs it.
+        verbose: whether to print the report.
 
     Returns:
         The controller: the report, the bits that were chosen, the policy's state, measurements.
 
     Raises:
-        InputError: a setting cannot be used, the model is not a module, a glob matches no module, or a budget is
-            too small for 1 bit per element. The model stays unchanged, also after Ctrl-C.
+        InputError: a setting cannot be used, the model is not a module, a pattern matches no module, or a budget is too
+            small for 1 bit per element. The model is then unchanged, also after Ctrl-C.
     """
     given = as_config(bits)
     config, offload = _without_level(given, offload)

@@ -1,4 +1,4 @@
-"""The controller: what `compress_` returns, and what the layers of a converted model share."""
+"""The controller: the object that `compress_` returns. It gives access to what was converted, chosen and measured."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Controller:
     """The object that stands for one compressed model. The training loop does not need it.
 
     Args:
-        model: the compressed model, held weakly.
+        model: the compressed model. The controller does not keep it alive.
         report: the modules that were converted.
-        context: the state of a forward pass that the model's layers share.
-        allocator: the result of setting PyTorch's allocator to expandable segments, or None.
-        config: the configuration given to `compress_`.
+        context: the object through which the model's layers share state in a forward pass.
+        allocator: the result of `use_expandable_segments`, or None if that was not called.
+        config: the configuration that was given to `compress_`.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class Controller:
 
     @property
     def model(self) -> nn.Module | None:
-        """The compressed model, or None if it is gone."""
+        """The compressed model, or None if it no longer exists."""
         return self._model()
 
     @property
     def allocation(self) -> Allocation:
-        """The bits of each slot as of the latest adaptation, with AdaptiveBits and Budget; otherwise empty."""
+        """With AdaptiveBits and Budget, a table of the bits of each saved tensor as they were chosen last; otherwise empty."""
         empty = f"{self.config!r} reports no bits by layer: fewbit.AdaptiveBits does"
         return self._tables.get("allocation", Allocation(empty=empty))
 
     @property
     def bounds(self) -> Bounds:
-        """The errors that ErrorBound allows, as of the latest measurement; with other configurations empty."""
+        """With ErrorBound, a table of the errors that are allowed, from the latest measurement; otherwise empty."""
         return self._tables.get("bounds", Bounds(empty="bounds are found with fewbit.ErrorBound"))
 
     @property
@@ -78,20 +78,22 @@ class Controller:
         draws: int = 8,
         seed: int = 0,
     ) -> GradientRatio:
-        """Measure the gradients of the model as it is compressed now against exact gradients.
+        """Compare the gradients of the model, as it is compressed now, with exact gradients.
 
-        The model and torch's random state stay as they are. The measurement takes draws + 1 forward and backward passes a
-        batch, and memory for two more models, three gradients and the tensors that an exact model saves. A BoundWarning
-        says if the ratio is above the policy's limit beyond chance.
+        The model and torch's random state do not change. For each batch the measurement runs draws + 1 forward and backward
+        passes. It takes the memory of two more models, of three gradients and of the tensors that an exact model saves. If
+        the ratio is above the limit of the model's ErrorBound by more than chance, a BoundWarning is given.
 
         Args:
-            batch: one batch, or several, as for `fewbit.plan`.
-            loss: the loss, given the model and a batch.
-            draws: independent roundings of each batch, 2 at least.
+            batch: a tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable, is
+                several batches.
+            loss: called as ``loss(model, batch)`` with a copy of the model; returns a scalar tensor.
+            draws: the number of passes over each batch with independent rounding, at least 2.
             seed: the seed of dropout.
 
         Returns:
-            E|g^|^2 / E|g|^2 over all parameters, and E|g^ - g|^2 / |g|^2, which shows a bias too.
+            For gradients g^ of the compressed model and exact gradients g: the ratio E|g^|^2 / E|g|^2 over all parameters,
+            and the relative error E|g^ - g|^2 / |g|^2, which shows a bias too.
 
         Raises:
             InputError: the model or the batch cannot be measured.
@@ -105,22 +107,22 @@ class Controller:
 
     @property
     def offload(self) -> Offload | None:
-        """The bytes moved to the host and back; None without HostOffload."""
+        """With HostOffload, the bytes that were moved to the host and back; otherwise None."""
         return next(
             (context for context in self.context.contexts if isinstance(context, Offload)), None
         )
 
     def peak_memory(self, device=None) -> PeakMemory:
-        """Return the peaks of a GPU's memory, allocated for tensors and reserved. Raise InputError without a GPU."""
+        """Return the peaks of a GPU's memory, allocated and reserved (`PeakMemory`). Raise InputError if there is no GPU."""
         return peak_memory(device)
 
     def state_dict(self) -> dict:
-        """Return what a resumed training needs to go on alike, to be saved beside the model's state.
+        """Return what a resumed training needs to continue with the same bits. Save it beside the model's state.
 
-        Call it between steps.
+        Call this method between steps.
 
         Returns:
-            Plain numbers and strings, and tensors if samples are numbered; empty if bits are fixed.
+            Plain numbers and strings, and tensors if you use `number_samples`; empty if bits are fixed.
         """
         return {} if self._policy is None else self._policy.state_dict()
 
@@ -128,11 +130,11 @@ class Controller:
         """Continue from a state. The whole state is checked before the controller changes.
 
         Args:
-            state: the result of `state_dict` of a controller for the same model, level and policy.
+            state: the result of `state_dict` of a controller for the same model and configuration.
 
         Raises:
-            InputError: the state is not from such a controller; or the model no longer exists, was restored or was
-                compressed again. The message names the entry, the expected value and the value found.
+            InputError: the state is from another controller; or the model no longer exists, was restored or was compressed
+                again. The message names the entry, the expected value and the value found.
         """
         if self._ended:
             raise InputError(
@@ -157,15 +159,18 @@ class Controller:
         return ""
 
     def number_samples(self, numbers) -> None:
-        """Set the numbers of the samples in the next forward pass, so that bits go by the gradients they had before.
+        """Give numbers to the samples of the next forward pass, so that the policy recognizes samples that it has seen before.
 
-        This is optional, and for one forward pass. Each number takes 4 to 8 bytes for each tensor that layers save.
+        Samples with larger gradients in earlier passes then get more bits. The call is optional, and holds for one forward
+        pass. Each sample number takes 4 to 8 bytes of memory for each tensor that layers save.
 
         Args:
-            numbers: (N,) int64 on the CPU, where N is dimension 0 of the model's input. A sample always has the same number.
+            numbers: (N,) int64 on the CPU, where N is dimension 0 of the model's input. A sample must always have the same
+                number.
 
         Raises:
-            InputError: the numbers are not such integers, or bits do not go by samples, as with FixedBits and ErrorBound.
+            InputError: the numbers are not such integers, or bits are not chosen by sample, as with FixedBits and
+                ErrorBound.
         """
         if self._policy is None:
             raise InputError(

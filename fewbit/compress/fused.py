@@ -1,4 +1,4 @@
-"""The rows of a report of PreActivationBits: norms in fixed point, and layers that save nothing of their own."""
+"""The rows of a report of PreActivationBits: norms in fixed point, and layers that restore their inputs from them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ FOLLOWING = (*LINEAR.values(), Conv1D, ReLU, LeakyReLU)
 
 
 def note(model: nn.Module) -> str:
-    """Return the line of the report about the norms."""
+    """Return the line of the report that counts the norms that save their input in fixed point."""
     count = counted(len(_norms(model)), "norm")
     return f"pre-activations: {count} in fixed point, shared with the layers that follow"
 
 
 def shared(model: nn.Module, rows, saved: SavedBytes | None = None) -> tuple[ConvertedModule, ...]:
-    """Return the rows of the report with `shared` set for layers that may follow a norm.
+    """Return the rows of the report, with `shared` true for layers whose saved tensors are all those of a norm before them.
 
     Args:
         model: the converted model.
         rows: a row for each converted module.
-        saved: the tensors that a forward of the converted model in training saved. If it is None, the rows of layers that may
-            follow a norm get `shared=None`, since only a forward shows which of them do.
+        saved: the tensors that a forward of the converted model in training saved. Only a forward shows which layers use a
+            norm's tensor, so without `saved` the layers that may do so get `shared=None`.
     """
     norms = _norms(model)
     entries = {}

@@ -1,4 +1,7 @@
-"""Forward passes of a sample: the bytes that a model saves, and the bits with which it fits a budget."""
+"""Forward passes with the example batch that `compress_` gets as `sample`.
+
+They show how many bytes the model saves, and with how many bits it fits a budget.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from fewbit.runtime.saved.context import measuring
 
 
 def check_sample(sample) -> None:
-    """Raise InputError if the sample is no tensor, tuple, mapping or None."""
+    """Raise InputError if the sample is none of tensor, tuple, mapping and None."""
     if sample is not None and not isinstance(sample, tuple | Mapping | torch.Tensor):
         raise InputError(
             "sample: expected a tensor, a tuple of positional inputs or a mapping of keyword inputs, "
@@ -26,7 +29,7 @@ def check_sample(sample) -> None:
 
 
 def saved_for(model: nn.Module, sample) -> SavedBytes:
-    """Return what a forward of the sample saves."""
+    """Return the bytes that a forward of the sample saves, as `fewbit.saved_bytes` counts them."""
     # The meter would count the whole tensor of which the sample is a part.
     sample = tree_map(alone, sample)
     inputs = (sample,) if isinstance(sample, torch.Tensor) else sample
@@ -36,7 +39,7 @@ def saved_for(model: nn.Module, sample) -> SavedBytes:
 
 
 def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
-    """Return {name of an op: bytes that a forward saves for its backward}."""
+    """Return {name of an autograd node: bytes that it saves for its backward}."""
     sums = {}
     for entry in saved.kept:
         name = entry.node or "unknown"
@@ -45,15 +48,16 @@ def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
 
 
 def average_within(model: nn.Module, sample, budget: int) -> tuple[float, dict]:
-    """Return the bits with which the model fits a budget, and the sizes of the tensors that share them.
+    """Return the average number of bits with which the model fits a budget, and the sizes of the tensors that have these bits.
 
     Args:
         model: a converted model with a policy whose bits may change.
         sample: the inputs of the forward that has to fit.
-        budget: bytes of everything that the forward saves.
+        budget: the bytes that the forward may save in all.
 
     Returns:
-        The average bits per element, and {(name, slot): number of elements}.
+        The average bits per element, and {(layer's name, number of its input): number of elements} of all tensors whose
+        bits may change.
 
     Raises:
         InputError: the budget is too small for 1 bit per element.

@@ -1,4 +1,4 @@
-"""`fewbit demo`: a small character-level transformer, trained with exact and with few-bit activations.
+"""`fewbit demo`: train a small character-level transformer with exact and with few-bit activations.
 
 The command compares losses and memory of several settings. This folder may import everything except `fewbit.cli`.
 """

@@ -1,4 +1,7 @@
-"""The experiment of the demo: the same training with exact and few-bit GELU, with its results as plain data."""
+"""The experiment of the demo: the same training with exact and with few-bit GELU.
+
+An arm of the experiment is one setting, trained from several seeds.
+"""
 
 from __future__ import annotations
 
@@ -65,21 +68,25 @@ def run_demo(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     processes: int = 1,
 ) -> Demo:
-    """Train the transformer with exact GELU and in fewer bits, from the same seeds 0, 1, ...
+    """Train the transformer with exact GELU and with fewer bits, from the same seeds 0, 1, ...
+
+    An arm is one setting, trained from every seed.
 
     Args:
-        bits: Bits of few-bit GELUs; one arm is trained for each entry.
-        everything: Bits of quantized inputs in models that `compress_` has converted, with 3 bits for GELUs and 4 for
-            attention; one arm for each entry.
-        average: Average bits of such models at level L3, which shares bits between layers; one arm for each entry.
-        seeds: Number of seeds; every arm is trained from every seed.
-        settings: Settings of every training; by default those of STORED.
-        corpus: The text; by default the help texts that Python ships.
+        bits: Numbers of bits of few-bit GELUs, one arm for each.
+        everything: Numbers of bits of quantized inputs, one arm for each. These models are converted by `compress_`, with 3
+            bits for GELUs and at least 4 for attention.
+        average: Average numbers of bits of quantized inputs, one arm for each. These models are converted in the same way,
+            but at level L3 of ActNN, which divides bits among layers (`AdaptiveBits`).
+        seeds: The number of seeds.
+        settings: The settings of every training; by default those of the stored results that come with the package.
+        corpus: The text; by default the help texts that come with Python.
         progress: Called as `progress(what, steps done, steps in all)`.
-        processes: Number of trainings that run at a time, one thread each. Tensors are small, and with one thread the same
-            seed gives the same losses on any number of cores.
+        processes: The number of trainings that run at a time, each with one thread. Tensors are small, and with one thread
+            the same seed gives the same losses on any number of cores.
 
     Raises:
+        InputError: A number is out of range.
         FewbitError: The text is too short.
     """
     check_request(bits, everything, average, seeds)
@@ -163,7 +170,7 @@ def _stored(settings) -> dict | None:
 
 @contextmanager
 def one_thread():
-    """Run a block with one thread in torch, and restore the number of threads afterwards."""
+    """Return a context manager for a block in which torch uses one thread. Afterwards the number of threads is as before."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

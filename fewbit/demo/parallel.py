@@ -1,4 +1,4 @@
-"""Run tasks in several processes that report their progress."""
+"""A function that runs tasks in several processes and reports their progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _worker = None
 
 
 class Stopped(Exception):
-    """The exception that a worker's `step` raises after the parent process has stopped waiting for the worker."""
+    """The exception that stops a worker process after the parent process has stopped waiting for it. `step` raises it."""
 
 
 def run_all(
@@ -29,11 +29,11 @@ def run_all(
     """Return `[work(task, step) for task in tasks]`, computed in several processes.
 
     Args:
-        work: Called with a task and a function `step`; calls `step(n)` after step n. `work` is pickled if there are
-            several processes.
-        tasks: Started in reverse order, so the slowest tasks should be last.
-        processes: Number of processes. With 1 the tasks run in this process, in order.
-        progress: Called as `progress(index of a task, number of steps done in that task)`, in this process.
+        work: Called with a task and a function `step`. After each step it calls `step(number of steps done)`. With several
+            processes `work` is pickled.
+        tasks: The tasks. They are started in reverse order, so the slowest tasks should be last.
+        processes: The number of processes. With 1 the tasks run in this process, in order.
+        progress: Called in this process as `progress(index of a task, number of steps done in that task)`.
 
     Raises:
         FewbitError: A worker process was killed.

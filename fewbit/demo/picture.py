@@ -1,4 +1,4 @@
-"""The picture of the demo: training curves, and the distance of each final loss from exact's."""
+"""The picture of the demo: training curves, and the difference of each final loss from the loss with exact activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def draw_demo(figure, demo: Demo) -> None:
-    """Draw both parts into an empty figure."""
+    """Draw the training curves and the differences of the final losses into an empty figure."""
     figure.set_size_inches(9.2, 3.9)
     left, right = figure.subplots(1, 2, width_ratios=[1.7, 1])
     colors = _colors(len(demo.arms))

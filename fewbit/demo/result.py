@@ -1,4 +1,7 @@
-"""The result of the demo: trainings with exact and with few-bit activations, side by side."""
+"""The result of the demo: trainings with exact and with few-bit activations, compared.
+
+An arm is one setting, trained from every seed. The exact arm has torch's own activations.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,16 @@ VERDICT = "within 1 std"
 
 @dataclass(frozen=True)
 class Arm:
-    """One configuration, trained from every seed.
+    """One setting, trained from every seed.
 
     Attributes:
         bits: The bits of GELU; None for torch.nn.GELU.
-        activation_bytes: Bytes that the GELUs save for backward in one step (counted by :func:`fewbit.saved_bytes`).
-        model_bytes: Bytes that the whole model saves.
+        activation_bytes: The bytes that the GELUs save for backward in one step, as :func:`fewbit.saved_bytes` counts them.
+        model_bytes: The bytes that the whole model saves.
         runs: The trainings, in the order of the seeds.
-        seconds: The time of all trainings.
-        everything: The bits of quantized inputs if the whole model is compressed, else None.
-        level: The level at which it is compressed.
+        seconds: The time of all trainings of the arm together.
+        everything: The bits of quantized inputs if `compress_` has converted the whole model, else None.
+        level: The level of ActNN with which `compress_` has converted the model.
     """
 
     bits: int | None
@@ -56,7 +59,7 @@ class Arm:
 
     @property
     def finals(self) -> list[float]:
-        """The final losses, in nats per character."""
+        """The final loss of each training, in nats per character."""
         return [run.final for run in self.runs]
 
     @property
@@ -66,15 +69,15 @@ class Arm:
 
     @property
     def std(self) -> float | None:
-        """The sample standard deviation over seeds; None for one seed."""
+        """The sample standard deviation of the final losses over seeds; None for one seed."""
         return statistics.stdev(self.finals) if len(self.runs) > 1 else None
 
     def differences(self, exact: Arm) -> list[float]:
-        """Return the differences of the final losses, seed by seed."""
+        """Return the final loss of this arm minus that of the exact arm, for each seed."""
         return [ours - theirs for ours, theirs in zip(self.finals, exact.finals, strict=True)]
 
     def curve(self) -> tuple[list[float], list[float]]:
-        """Return (steps, mean training losses of the blocks of steps around them), over all seeds."""
+        """Return (steps, losses), a curve of the training loss averaged over seeds and over blocks of consecutive steps."""
         runs = zip(*(run.train for run in self.runs), strict=True)
         losses = [statistics.fmean(step) for step in runs]
         size = max(1, len(losses) // CURVE_POINTS)
@@ -85,7 +88,13 @@ class Arm:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """The standard deviation of exact's final loss over seeds; `stored` if it is that of stored runs."""
+    """The standard deviation of the exact arm's final loss over seeds, with which differences are compared.
+
+    Attributes:
+        std: The standard deviation, in nats per character.
+        seeds: The number of seeds.
+        stored: Whether the deviation is that of the stored results that come with the package.
+    """
 
     std: float
     seeds: int
@@ -94,7 +103,15 @@ class Yardstick:
 
 @dataclass(frozen=True, repr=False)
 class Demo(Result):
-    """The arms of the demo, the exact one first; `stored` is the document of stored runs with the same settings."""
+    """The result of the demo.
+
+    Attributes:
+        settings: The settings of every training.
+        characters: The number of characters of the training text.
+        backend: The name of the backend that computed the few-bit activations.
+        arms: The arms, the exact one first.
+        stored: The stored results that come with the package, if they have the same settings; else None.
+    """
 
     settings: training.Settings
     characters: int
@@ -104,7 +121,7 @@ class Demo(Result):
 
     @property
     def exact(self) -> Arm:
-        """The arm of torch's own activations."""
+        """The arm with torch's own activations."""
         return self.arms[0]
 
     @property
@@ -119,7 +136,7 @@ class Demo(Result):
 
     @property
     def yardstick(self) -> Yardstick | None:
-        """The standard deviation of these runs if they have several seeds, else that of the stored ones."""
+        """The standard deviation of the exact arm's final loss over these seeds, or the stored one if there is one seed."""
         if self.exact.std is not None:
             return Yardstick(self.exact.std, self.seeds, stored=False)
         if self.stored is None:
@@ -127,13 +144,16 @@ class Demo(Result):
         return Yardstick(self.stored["arms"][0]["std"], self.stored["seeds"], stored=True)
 
     def distance(self, arm: Arm) -> float | None:
-        """Return the mean difference to exact in standard deviations; None without a yardstick."""
+        """Return the mean difference of an arm's final losses from the exact arm's, in standard deviations of the yardstick.
+
+        None if there is no yardstick, or if its standard deviation is 0.
+        """
         if self.yardstick is None or self.yardstick.std == 0:
             return None
         return statistics.fmean(arm.differences(self.exact)) / self.yardstick.std
 
     def to_dict(self) -> dict:
-        """Return everything as plain values; losses in nats per character."""
+        """Return everything as plain values. Losses are in nats per character."""
         return {
             "machine": {
                 "system": platform.platform(terse=True),
@@ -182,7 +202,7 @@ class Demo(Result):
         return {"finals": arm.finals, "curve": curve}
 
     def view(self) -> View:
-        """Saved bytes and final losses side by side, and the facts that the verdict rests on."""
+        """Return a table with the saved bytes and the final losses of each arm, and notes that explain the verdict."""
         columns = (
             Column("GELU", lambda arm: arm.name, "word"),
             Column("its bytes", lambda arm: amount(arm.activation_bytes), drop=1),

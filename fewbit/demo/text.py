@@ -1,4 +1,4 @@
-"""The corpus of the demo, the English help texts that CPython ships, and its batches."""
+"""The text of the demo, English help texts that come with CPython, and batches of it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HELD_OUT = 0.1
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as character numbers.
+    """A text whose characters are numbers.
 
     Attributes:
-        alphabet: All characters of the text, sorted.
-        train: The first nine tenths, (n,) int64, numbers below len(alphabet).
-        held_out: The last tenth.
+        alphabet: All characters of the text, sorted. A character's number is its position in the alphabet.
+        train: The first nine tenths of the text, (n,) int64.
+        held_out: The last tenth of the text.
     """
 
     alphabet: str
@@ -29,7 +29,7 @@ class Corpus:
 
     @classmethod
     def from_text(cls, text: str) -> Corpus:
-        """Make the corpus of a text. The alphabet is that of the whole text."""
+        """Make the corpus of a text. The alphabet contains the characters of both parts."""
         alphabet = "".join(sorted(set(text)))
         number = {character: i for i, character in enumerate(alphabet)}
         numbers = torch.tensor([number[character] for character in text])
@@ -37,32 +37,32 @@ class Corpus:
         return cls(alphabet, numbers[:cut], numbers[cut:])
 
     def batch(self, size: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw random windows of `train`.
+        """Return random windows of `train`.
 
         Args:
             size: The number of windows.
-            context: Characters of a window.
-            generator: The generator of the places.
+            context: The number of characters of a window.
+            generator: The generator that draws the positions of the windows.
 
         Returns:
-            The characters and the next characters, both (size, context) int64.
+            The characters, and for each of them the next character; both (size, context) int64.
         """
         starts = torch.randint(len(self.train) - context, (size,), generator=generator)
         windows = self.train[starts[:, None] + torch.arange(context + 1)]
         return windows[:, :-1], windows[:, 1:]
 
     def held_out_batch(self, size: int, context: int) -> tuple[Tensor, Tensor]:
-        """Return characters and next characters, both (size, context) int64, from evenly spaced windows of `held_out`."""
+        """Return evenly spaced windows of `held_out`: characters, and for each the next one; both (size, context) int64."""
         starts = torch.linspace(0, len(self.held_out) - context - 1, size).long()
         windows = self.held_out[starts[:, None] + torch.arange(context + 1)]
         return windows[:, :-1], windows[:, 1:]
 
 
 def python_topics() -> Corpus:
-    """Return the corpus of the texts of Python's `help("topics")`, in alphabetical order.
+    """Return the corpus of the texts of Python's `help("topics")`, in alphabetical order of their names.
 
     Raises:
-        FewbitError: This Python has no such texts.
+        FewbitError: This Python comes without these texts.
     """
     try:
         from pydoc_data.topics import topics

@@ -1,4 +1,4 @@
-"""A training run of the demo's transformer, which the demo, benchmarks and tests share."""
+"""One training run of the demo's transformer. Benchmarks and tests use it too."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ MOST_STEPS = 100_000
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run, without activation and seed.
+    """The settings of a training run, except the activation and the seed.
 
     Attributes:
-        steps: Training steps, 1 to 100,000.
-        batch: Windows of a batch.
-        context: Characters of a window.
-        width: Width of the transformer.
+        steps: The number of training steps, 1 to 100,000.
+        batch: The number of windows in a batch.
+        context: The number of characters in a window.
+        width: The width of the transformer.
         depth: The number of blocks.
-        heads: Attention heads of a block.
+        heads: The number of attention heads in a block.
         learning_rate: The largest learning rate.
-        weight_decay: AdamW's weight decay.
-        warmup: Share of the steps with a growing learning rate.
-        clip: The largest norm of the gradient.
-        held_out_windows: Windows of the held-out text for the final loss.
+        weight_decay: The weight decay of AdamW.
+        warmup: The fraction of the steps in which the learning rate grows.
+        clip: The norm to which larger gradients are clipped.
+        held_out_windows: The number of windows of held-out text on which the final loss is computed.
     """
 
     steps: int = 600
@@ -54,11 +54,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Run:
-    """The losses of a run: mean cross entropies per character, in nats.
+    """The losses of a training run: mean cross entropies per character, in nats.
 
     Attributes:
         seed: The seed of weights and batches.
-        train: The loss of each step's batch before the step.
+        train: For each step, the loss of its batch before the weights are updated.
         final: The loss on the held-out windows after the last step.
     """
 
@@ -68,7 +68,7 @@ class Run:
 
 
 def build(corpus: Corpus, settings: Settings, activation: Callable[[], nn.Module], seed: int):
-    """Build a model. Its parameters depend on the seed, not on the activation."""
+    """Build a model. The initial parameters depend on the seed, not on the activation."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return CharTransformer(
@@ -82,13 +82,19 @@ def build(corpus: Corpus, settings: Settings, activation: Callable[[], nn.Module
 
 
 def loss(model: nn.Module, characters, following) -> torch.Tensor:
-    """Return the mean cross entropy per character, in nats."""
+    """Return the mean cross entropy per character, in nats.
+
+    Args:
+        model: The model.
+        characters: The characters, (size, context) int64.
+        following: For each character the next one, (size, context) int64.
+    """
     return cross_entropy(model(characters).flatten(0, 1), following.flatten())
 
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, corpus: Corpus, settings: Settings) -> float:
-    """Return the mean loss over the held-out windows."""
+    """Return the mean cross entropy per character over the held-out windows, in nats."""
     model.eval()
     pairs = corpus.held_out_batch(settings.held_out_windows, settings.context)
     chunks = zip(*(tensor.split(64) for tensor in pairs), strict=True)
@@ -104,16 +110,16 @@ def train(
     seed: int,
     progress: Callable[[int], None] = lambda step: None,
 ) -> Run:
-    """Train a model in place with AdamW, a linear warm-up and a cosine to zero.
+    """Train a model in place with AdamW. The learning rate grows linearly, then falls to zero along a cosine.
 
-    The batches and the draws of unbiased tables depend on the seed alone. torch's random state is restored.
+    The batches and the random numbers of unbiased tables depend on the seed alone. torch's random state is restored.
 
     Args:
         model: The model.
         corpus: The text.
         settings: The settings.
         seed: The seed of the batches.
-        progress: Called with the number of steps done after every step.
+        progress: Called after every step with the number of steps done.
 
     Returns:
         The `Run`.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Causal self-attention and an MLP of four times the width, both pre-norm and residual."""
+    """Causal self-attention and an MLP of four times the width. Each has a layer norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int, activation: Callable[[], nn.Module]):
         super().__init__()
@@ -23,7 +23,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the shape of x, (batch, context, width)."""
+        """Return the block's output, (batch, context, width) like x."""
         x = x + self._attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
@@ -38,10 +38,10 @@ class CharTransformer(nn.Module):
 
     Args:
         vocabulary: The number of different characters.
-        context: The largest number of characters of a window.
-        width: Width of the residual stream.
+        context: The largest number of characters in a window.
+        width: The width of the residual stream.
         depth: The number of blocks.
-        heads: Attention heads of a block.
+        heads: The number of attention heads in a block.
         activation: Called without arguments; returns the activation module of an MLP, such as `torch.nn.GELU`.
     """
 
@@ -64,6 +64,10 @@ class CharTransformer(nn.Module):
             nn.init.normal_(embedding, std=0.02)  # as in GPT-2
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Return the logits (batch, context, vocabulary) of the next characters for characters (batch, context) int64."""
+        """Return the logits of the next characters, (batch, context, vocabulary).
+
+        Args:
+            characters: (batch, context) int64.
+        """
         x = self.characters(characters) + self.positions[: characters.shape[1]]
         return self.head(self.norm(self.blocks(x)))

@@ -1,6 +1,6 @@
-"""Standard architectures for measurements, with the parameters and keys of torchvision's models.
+"""Standard architectures for measurements. Image models have the parameters and `state_dict` keys of torchvision's models.
 
-Torch is imported when a model is built. This folder may import the files in the root of the package.
+Torch is imported only when a model is built. This folder may import the files in the root of the package.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from fewbit.errors import FewbitError
 
 
 class Family(NamedTuple):
-    """Models of one architecture.
+    """The models of one architecture.
 
     Attributes:
-        name: as in the help of `fewbit memory`.
-        module: the module of this folder that builds them.
-        builder: the class or function there, called with a model's name and, for another nonlinearity, a callable.
-        models: their names.
-        is_text: whether their input are tokens, not images.
-        has_relu: whether their nonlinearity is ReLU, in place of which the paper has GELU.
+        name: the family's name, as in the help of `fewbit memory`.
+        module: the module of this folder that builds the models.
+        builder: the class or function in that module. It is called with a model's name and, to replace the activation, a
+            callable that returns a module.
+        models: the names of the models.
+        is_text: whether the input is tokens; otherwise it is images.
+        has_relu: whether the activation is ReLU. The paper Few-bit Backward replaces ReLU by GELU.
     """
 
     name: str
@@ -68,20 +69,20 @@ _SMALLEST_IMAGE, _LARGEST_IMAGE = 64, 8192
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all models, by family and size."""
+    """Return the names of all models, ordered by family and size."""
     return tuple(name for family in FAMILIES for name in family.models)
 
 
 def family(name: str) -> Family:
-    """Return the family of a model."""
+    """Return the family of the model with that name."""
     return next(family for family in FAMILIES if name in family.models)
 
 
 def resolve(name: str) -> str:
-    """Return the name of a model in the spelling of `names`.
+    """Return a model's name in the spelling of `names`.
 
     Args:
-        name: A name in any case, with or without hyphens, underscores and blanks.
+        name: The name in upper or lower case, with or without hyphens, underscores and spaces.
 
     Raises:
         FewbitError: The name is unknown. The message suggests similar names.
@@ -102,11 +103,11 @@ def _plain(name):
 
 
 def check_size(name: str, size: int) -> int:
-    """Return the size of an input, after it is checked.
+    """Return the size of a model's input. Raise FewbitError if the model does not accept it.
 
     Args:
         name: The name of a model.
-        size: Pixels of an image's side, or tokens.
+        size: The side of the images in pixels, or the number of tokens.
 
     Raises:
         FewbitError: The model does not accept the size.
@@ -127,15 +128,16 @@ def check_size(name: str, size: int) -> int:
 def build(name: str, activation: str | Callable | None = None):
     """Build a torch module with random weights, in training mode. Example: `build("resnet18", "gelu")`.
 
-    The module's input are images (batch, 3, height, width) or token numbers (batch, length) int64.
+    The module takes images (batch, 3, height, width), or token numbers (batch, length) int64.
 
     Args:
         name: The name of a model.
         activation: A key of `fewbit.models.activations.FACTORIES`, or a callable that returns a module; by default the
-            architecture's own.
+            architecture's own activation stays.
 
     Raises:
-        FewbitError: The name of the model or the activation is unknown, or transformers is needed and not installed.
+        FewbitError: The name of the model or the activation is unknown, or the package transformers is needed and not
+            installed.
     """
     name = resolve(name)
     if isinstance(activation, str):

@@ -28,6 +28,6 @@ _OTHERS = (nn.MultiheadAttention, nn.Softmax, nn.Softmin, nn.Softmax2d, nn.LogSo
 
 
 def is_activation(module: nn.Module) -> bool:
-    """Return whether a module is a pointwise nonlinearity of torch or transformers."""
+    """Return whether a module is an elementwise nonlinearity of torch or transformers."""
     homes = ("torch.nn.modules.activation", "transformers.activations")
     return type(module).__module__ in homes and not isinstance(module, _OTHERS)

@@ -1,4 +1,4 @@
-"""EfficientNet-B0, B3 and B7 (Tan and Le, 2019), with the keys of torchvision's models."""
+"""EfficientNet-B0, B3 and B7 (Tan and Le, 2019), with the `state_dict` keys of torchvision's models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _unit(inputs, outputs, kernel, stride=1, groups=1, activation=None, eps=1e-5
 
 
 class SqueezeExcitation(nn.Module):
-    """Scales every channel by a sigmoid of the means of all channels."""
+    """A module that multiplies each channel by a factor, a sigmoid of a small network of all channels' means."""
 
     def __init__(self, channels: int, squeezed: int, activation: Callable):
         super().__init__()
@@ -55,20 +55,20 @@ class SqueezeExcitation(nn.Module):
         self.scale_activation = nn.Sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the shape of x (batch, channels, height, width)."""
+        """Return the scaled channels, (batch, channels, height, width) like x."""
         scale = self.fc2(self.activation(self.fc1(self.avgpool(x))))
         return self.scale_activation(scale) * x
 
 
 class StochasticDepth(nn.Module):
-    """Drops the residual of a whole sample with probability p, in training mode only."""
+    """A module that sets the residual branch of a whole sample to zero with probability p, in training mode only."""
 
     def __init__(self, p: float):
         super().__init__()
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the shape of x (batch, channels, height, width)."""
+        """Return a tensor of the same shape as x, (batch, channels, height, width)."""
         if not self.training or self.p == 0:
             return x
         keep = torch.empty((len(x), 1, 1, 1), dtype=x.dtype, device=x.device)

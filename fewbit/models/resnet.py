@@ -1,4 +1,4 @@
-"""ResNet-18 to ResNet-152 for images (He et al., 2016), with the keys of torchvision's models.
+"""ResNet-18 to ResNet-152 for images (He et al., 2016), with the `state_dict` keys of torchvision's models.
 
 The 3x3 convolution of a bottleneck has the stride, as in torchvision ("ResNet v1.5").
 """
@@ -33,7 +33,7 @@ def _downsample(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and the shortcut."""
+    """Two 3x3 convolutions and a shortcut."""
 
     expansion = 1
 
@@ -47,14 +47,14 @@ class BasicBlock(nn.Module):
         self.downsample = _downsample(inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output (batch, expansion * width, height / stride, width / stride)."""
+        """Return the block's output, (batch, expansion * width, height / stride, width / stride)."""
         identity = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         return self.relu(self.bn2(self.conv2(x)) + identity)
 
 
 class Bottleneck(nn.Module):
-    """A 1x1, a 3x3 and a 1x1 convolution, and the shortcut."""
+    """A 1x1, a 3x3 and a 1x1 convolution, and a shortcut."""
 
     expansion = 4
 

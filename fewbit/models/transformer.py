@@ -1,4 +1,4 @@
-"""RoBERTa and GPT-2 from transformers' configurations, with random weights. Nothing is downloaded."""
+"""RoBERTa and GPT-2, built from configurations of the package transformers with random weights. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LONGEST = {name: 512 if name.startswith("roberta") else 1024 for name in SIZES}
 
 
 def build(name: str, activation: Callable | None = None, attention: str = "eager") -> nn.Module:
-    """Build a model with random weights, which maps `input_ids` (batch, length) int64 to hidden states.
+    """Build a model with random weights. It maps `input_ids` (batch, length) int64 to hidden states.
 
     Args:
         name: A key of `SIZES`.
-        activation: Called without arguments; returns an activation module for the feed-forward layers. By default the
-            model's own activations stay.
-        attention: The `attn_implementation` of transformers.
+        activation: Called without arguments; returns the activation module of a feed-forward layer. By default the model's
+            own activations stay.
+        attention: The argument `attn_implementation` of transformers.
 
     Raises:
         FewbitError: transformers is not installed.

@@ -1,4 +1,4 @@
-"""Workloads to measure training steps without data: a model with random weights, synthetic batches and a loss."""
+"""Workloads for measuring training steps without a data set: a model with random weights, random batches and a loss."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MASKED = 0.15
 
 
 class Workload(NamedTuple):
-    """A training workload.
+    """A model with batches and a loss.
 
     Attributes:
         model: The model, in training mode.
         batches: The batches, tuples of tensors.
-        loss: Called as `loss(model, batch)`; returns the mean over the samples.
+        loss: Called as `loss(model, batch)`; returns the mean loss over the samples.
     """
 
     model: nn.Module
@@ -40,15 +40,15 @@ def workload(
     batches: int = 4,
     seed: int = 0,
 ) -> Workload:
-    """Make the workload of a model. It depends on the seed alone, and torch's random state is restored.
+    """Make the workload of a model. The workload depends on the seed alone. torch's random state is restored.
 
-    Batches are images of normal noise with random classes, or random tokens: masked ones for RoBERTa, next-token prediction
-    for GPT-2.
+    Image models get images of normal noise and random classes. Text models get random tokens: RoBERTa predicts masked
+    tokens, and GPT-2 predicts the next tokens.
 
     Args:
-        name: A name of `fewbit.models.names`.
-        batch: Samples of a batch; by default 16 images or 4 sequences.
-        size: Pixels of an image's side or tokens; by default 64.
+        name: One of the names that `fewbit.models.names` returns.
+        batch: The number of samples in a batch; by default 16 images or 4 sequences.
+        size: The side of the images in pixels, or the number of tokens; by default 64.
         batches: The number of batches.
         seed: The seed of weights and batches.
 
@@ -80,17 +80,23 @@ def workload(
 
 
 def classification_loss(model, batch) -> torch.Tensor:
-    """Return the cross entropy of classes. batch: images (N, 3, size, size) and classes (N,) int64."""
+    """Return the mean cross entropy of the predicted classes.
+
+    Args:
+        model: A model for images.
+        batch: The images (N, 3, size, size) and their classes (N,) int64.
+    """
     images, classes = batch
     return F.cross_entropy(model(images), classes)
 
 
 def masked_loss(model, batch) -> torch.Tensor:
-    """Return the cross entropy of masked tokens. The embedding's weight is the last layer.
+    """Return the mean cross entropy of masked tokens. The weight of the embedding serves as the last layer.
 
     Args:
-        model: A transformer of transformers.
-        batch: int64 tensors: the tokens (N, T), the places of the masked ones (N, M), and the original tokens (N, M).
+        model: A model of transformers.
+        batch: int64 tensors: the tokens (N, T), the positions of the masked ones (N, M), and the original tokens there (N,
+            M).
     """
     tokens, places, masked = batch
     states = model(tokens).last_hidden_state
@@ -100,7 +106,12 @@ def masked_loss(model, batch) -> torch.Tensor:
 
 
 def next_token_loss(model, batch) -> torch.Tensor:
-    """Return the cross entropy of the next tokens. The embedding's weight is the last layer. batch: tokens (N, T) int64."""
+    """Return the mean cross entropy of the next tokens. The weight of the embedding serves as the last layer.
+
+    Args:
+        model: A model of transformers.
+        batch: The tokens, (N, T) int64, in a tuple.
+    """
     (tokens,) = batch
     states = model(tokens).last_hidden_state[:, :-1]
     logits = F.linear(states, model.get_input_embeddings().weight)

@@ -1,4 +1,5 @@
-"""`fewbit.plan`: compare settings of compression by memory and gradient error before a training run.
+"""`fewbit.plan`: compare settings of `compress_` by memory and gradient error before a training run.
 
-This folder may import `fewbit.compress` and everything that `fewbit.compress` may import. Only the command line imports it.
+This folder may import `fewbit.compress` and everything that `fewbit.compress` may import. Only the command line imports
+this folder.
 """

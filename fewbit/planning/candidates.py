@@ -1,4 +1,4 @@
-"""Settings that a plan measures: what users may choose between, and the default choice."""
+"""Candidates: the settings of `compress_` that `fewbit.plan` measures, and the default choice of them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from fewbit.sizes import counted
 
 @dataclass(frozen=True)
 class Candidate:
-    """One point of a plan.
+    """One setting that `fewbit.plan` measures: one point in its picture.
 
     Attributes:
-        policy: the name of the point's curve.
-        bits: as for `compress_`. It is stored as a BitConfig.
-        options: other keyword arguments of `compress_`.
-        activations_only: whether `replace_activations_` is called instead of `compress_`, so that all else stays exact;
-            `bits` is then a whole number.
+        policy: the name of the curve to which the point belongs.
+        bits: the argument `bits` of `fewbit.compress_`: a configuration, a number or None. It is stored as a configuration.
+        options: other keyword arguments of `fewbit.compress_`.
+        activations_only: whether to call `replace_activations_` instead of `compress_`, so that only activations save fewer
+            bytes; `bits` is then a whole number.
     """
 
     policy: str
@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The text that tells the candidate from others of its policy: `2 bits`, `e2=0.01`."""
+        """A text that distinguishes the candidate from others with the same `policy`: `2 bits`, `e2=0.01`."""
         first, *others = fields(self.bits)
         value = getattr(self.bits, first.name)
         if first.name in ("bits", "average"):
@@ -74,14 +74,17 @@ class Candidate:
 
     @property
     def call(self) -> str:
-        """The call that converts a model named `model` like this, as an expression."""
+        """The Python expression that converts a model named `model` as this candidate says."""
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         if self.activations_only:
             return f"fewbit.replace_activations_(model, {self.bits.initial_bits}{options})"
         return f"fewbit.compress_(model, {self.bits!r}{options})"
 
     def apply(self, model: nn.Module) -> Controller | None:
-        """Convert the model in place; an earlier conversion is undone. Return the controller, if there is one."""
+        """Convert the model in place, and return the controller. With `activations_only` there is none, and None is returned.
+
+        An earlier conversion of the model is undone first.
+        """
         if not self.activations_only:
             return compress_(model, self.bits, **{**self.options, "verbose": False})
         restore_(model)
@@ -89,7 +92,7 @@ class Candidate:
         return None
 
     def to_dict(self) -> dict:
-        """Return plain JSON values. Options that JSON does not have become text."""
+        """Return the candidate as plain JSON values. Options that JSON cannot represent become text."""
         return {
             "policy": self.policy,
             "bits": self.bits.to_dict(),
@@ -99,7 +102,7 @@ class Candidate:
 
     @classmethod
     def from_dict(cls, values: Mapping) -> Candidate:
-        """Make the candidate from what `to_dict` returned.
+        """Make a candidate from the values that `to_dict` returned.
 
         Raises:
             InputError: the configuration is not one of fewbit's, or has other fields.
@@ -115,14 +118,14 @@ class Candidate:
 
 
 class Curve(NamedTuple):
-    """The default candidates of one policy.
+    """The default candidates of `fewbit.plan` with one name, which are one curve in its picture.
 
     Attributes:
-        policy: the name of the policy.
-        config: makes the configuration of a point from one of the values.
-        values: bits, or e2.
-        needs: classes; the model has to have a module of one of them.
-        needed: the same in words.
+        policy: the name.
+        config: a function that makes the configuration of a candidate from one of the values.
+        values: the values, one for each candidate: numbers of bits, or bounds e2.
+        needs: classes of modules. The candidates are only for models that have a module of one of these classes.
+        needed: the description of these classes in words.
     """
 
     policy: str
@@ -147,16 +150,21 @@ def default_candidates(
 ) -> tuple[Candidate, ...]:
     """Return the candidates that `fewbit.plan` measures if none are given.
 
-    "fixed": the same bits for all layers. "shared": layers and samples share bits. "error-bound": bits follow from a bound on
-    the gradient's error. "pre-activation": fused norms. "activations": few-bit activations alone, if the model has activations
-    as modules; 1 bit, which is exact, if the derivative of all of them has two values, as that of ReLU.
+    Their names in `policy` are:
+
+    - "fixed": all layers have the same bits (`FixedBits`).
+    - "shared": bits are divided among layers and samples (`AdaptiveBits`).
+    - "error-bound": bits follow from a bound on the gradient's error (`ErrorBound`).
+    - "pre-activation": norms and the layers after them save one tensor together (`PreActivationBits`).
+    - "activations": only activation modules are compressed (`replace_activations_`). If all their derivatives have two
+      values, as that of ReLU, there is one candidate with 1 bit, which is exact.
 
     Args:
-        model: the model that the candidates are for.
-        policies: names of the policies that are wanted; None: all.
+        model: the model for which the candidates are.
+        policies: the names that are wanted; None: all that suit the model.
 
     Raises:
-        InputError: `policies` has a name that there is not for this model.
+        InputError: `policies` has a name that does not exist or does not suit this model.
     """
     if isinstance(policies, str) or not isinstance(policies, Iterable | None):
         raise InputError(f"policies: expected a list of names, as ['fixed'], got {policies!r}")
@@ -192,7 +200,7 @@ def default_candidates(
 
 
 def check_candidates(candidates) -> tuple[Candidate, ...]:
-    """Return the given candidates as a tuple. Raise InputError for anything else, and if there are none."""
+    """Return one candidate, or an iterable of them, as a tuple. Raise InputError for anything else, and if there are none."""
     if not isinstance(candidates, Iterable):
         candidates = (candidates,)
     found = tuple(candidates)

@@ -30,10 +30,11 @@ MARKERS = "osD^vP"
 
 
 def draw_plan(figure, plan: TrainingPlan) -> None:
-    """Draw a curve for each policy into an empty figure, both axes logarithmic.
+    """Draw a curve for each policy into an empty figure: gradient error over saved bytes, both axes logarithmic.
 
-    Lines mark the variance between minibatches and the share of it that is allowed, a ring the recommended candidate. An
-    error of 0, or below the picture, lies on its lower edge.
+    A horizontal line marks the variance between minibatches, and another one the largest error of a recommended candidate.
+    A ring marks the candidate that is recommended. Errors that are 0 or too small for the picture are drawn at its lower
+    edge.
     """
     from matplotlib.colors import to_rgb
 

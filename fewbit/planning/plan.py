@@ -1,13 +1,14 @@
-"""The plan: bytes and gradient errors of settings of a conversion, measured before a long run.
+"""`fewbit.plan`: the saved bytes and gradient errors of several settings of `compress_`, measured before a long run.
 
-For a setting with gradients g^ that rounding makes noisy, and the exact gradient g of the same batch,
+Let g be the exact gradient of a batch, and g^ the gradient of the same batch with a setting. g^ differs from pass to pass,
+because rounding is random. The error of the setting is
 
     error = E|g^ - g|^2 = variance + |bias|^2,
 
-in units of the gradient squared, beside the variance of g between minibatches. A setting whose error is a small share of
-that variance hardly changes the information in a step of stochastic gradient descent (ActNN, section 3.2). The error is not
-divided by |g|^2 of its batch, because |g|^2 differs much more from batch to batch once a model is trained, and hardly
-correlates with the error.
+in units of the gradient squared. It is compared with the variance of g between minibatches. If the error is small relative
+to that variance, the setting hardly changes the information in a step of stochastic gradient descent (ActNN, section 3.2).
+The error is not divided by |g|^2 of its batch. Once a model is trained, |g|^2 differs much more from batch to batch than
+the error does, and hardly correlates with it.
 """
 
 from __future__ import annotations
@@ -64,26 +65,32 @@ def plan(
     seed: int = 0,
     progress: bool = True,
 ) -> TrainingPlan:
-    """Measure the saved bytes and the gradient errors of settings of `compress_`, and recommend one, before a long run.
+    """Measure the saved bytes and the gradient errors of settings of `compress_` before a long run, and recommend a setting.
 
-    The model and torch's random state stay as they are. Bits that adapt (level L3) are measured as they are after three
-    steps at these weights. The measurement takes about draws * batches forward and backward passes a candidate, and the
-    memory of three gradients and a copy of the model.
+    The model and torch's random state do not change. With bits that adapt during training (`AdaptiveBits`, `ErrorBound`),
+    three steps without an update of the weights come first, so that bits are chosen. For each candidate the measurement
+    runs about draws * batches forward and backward passes. It takes the memory of a copy of the model and of three
+    gradients.
 
     Args:
         model: A model in training mode, compressed already or not.
         batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable, is
-            several batches: give 4 or more, since standard errors then show how errors vary between batches. With batch norm
-            give several, as for `variance_profile`.
+            several batches. Give 4 batches or more, so that standard errors show how errors differ between batches. If the
+            model has batch norm, give several batches in any case: parts of a single batch have batch statistics of their
+            own, so the variance between minibatches comes out too large.
         loss: Called as ``loss(model, batch)`` with the copy. It returns a scalar tensor, a mean over the samples, as
             ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
         candidates: The settings to measure; by default `default_candidates(model)`.
-        share: The largest error of a recommended candidate, relative to the variance between minibatches.
-        draws: Independent roundings for each candidate and batch, 2 at least.
-        chunks: Equal parts of a single batch, from which the variance between minibatches is estimated, an even number. Of
-            several batches it is the variance between them.
-        seed: The seed of the draws, and of dropout, which is the same in all passes over a batch.
-        progress: Whether to show a bar on standard error if it takes longer than two seconds.
+        share: The largest error of a recommended candidate, divided by the variance between minibatches.
+        draws: The number of passes with independent rounding for each candidate and batch, at least 2.
+        chunks: The number of equal parts of a single batch from which the variance between minibatches is estimated, an
+            even number of at least 4. If there are several batches, the variance between these is measured, and `chunks`
+            has no effect.
+        seed: The seed of the rounding, and of dropout, which is the same in all passes over a batch.
+        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds.
+
+    Returns:
+        The plan: the measured candidates, and which of them is recommended.
 
     Raises:
         InputError: A setting is not valid, the model is in evaluation mode or cannot be copied, or the batch or the loss

@@ -1,4 +1,4 @@
-"""A plan: the candidates as they were measured, the recommended one, their table and their document."""
+"""The result of `fewbit.plan`: the measured candidates and the recommended one, with a table and a document."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ UNSURE = 0.2
 
 @dataclass(frozen=True)
 class Planned:
-    """One candidate, measured.
+    """One candidate with its measurements.
 
-    Errors are means over batches and draws, sums over all parameters, in units of the gradient squared.
+    g is the exact gradient of a batch, and g^ the gradient with the candidate. Errors are summed over all parameters and
+    averaged over batches and draws of the rounding, in units of the gradient squared.
 
     Attributes:
-        saved_bytes: Bytes that one forward saves for backward, counted by the meter.
-        error: |g^ - g|^2, with bias.
+        candidate: The setting that was measured.
+        saved_bytes: The bytes that one forward saves for backward, as `fewbit.saved_bytes` counts them.
+        error: |g^ - g|^2, including bias.
         error_error: The standard error of `error`, NaN if not known.
-        variance: The part of `error` by which draws of rounding differ.
+        variance: The part of `error` that differs from draw to draw.
         variance_error: The standard error of `variance`, NaN if not known.
-        bias: The rest of `error`, the squared bias. The estimate is exact in expectation, and may therefore be below 0.
-        seconds: The median of the candidate's forward and backward passes, which take turns with those of all others.
-        seconds_least: The shortest of those passes.
-        seconds_most: The longest of those passes.
+        bias: The rest of `error`: the squared bias. The estimate is exact in expectation, and may therefore be below 0.
+        seconds: The median time of a forward and backward pass. Passes of the candidates are measured in turn.
+        seconds_least: The shortest time of a pass.
+        seconds_most: The longest time of a pass.
     """
 
     candidate: Candidate
@@ -52,27 +54,36 @@ class Planned:
 
     @property
     def policy(self) -> str:
-        """The name of the candidate's policy."""
+        """The name of the curve to which the candidate belongs."""
         return self.candidate.policy
 
     @property
     def label(self) -> str:
-        """The text that tells the candidate from others of its policy."""
+        """A text that distinguishes the candidate from others with the same `policy`."""
         return self.candidate.label
 
 
 @dataclass(frozen=True, repr=False)
 class TrainingPlan(Document):
-    """The bytes that each candidate saves, beside its error and its time.
+    """The saved bytes, the gradient error and the time of each candidate, and which candidate is recommended.
+
+    g is the exact gradient of a batch.
 
     Attributes:
-        exact_bytes: Bytes that the exact model saves; `exact_seconds`, `exact_seconds_least` and `exact_seconds_most` are
-            its times, as in `Planned`.
+        model: The class name of the model.
+        device: The device of the model.
+        batches: The number of batches.
+        batch_size: The number of samples in a batch.
+        draws: The number of passes with independent rounding for each candidate and batch.
+        share: The largest error of a recommended candidate, divided by `sampling`.
+        exact_bytes: The bytes that the model saves without compression.
+        exact_seconds: The median time of its forward and backward passes.
+        exact_seconds_least: The shortest of these times.
+        exact_seconds_most: The longest of these times.
         gradient: The mean of |g|^2 over the batches.
         sampling: The variance of g between minibatches.
         sampling_error: The standard error of `sampling`, NaN if not known.
         sampled: A text that says from what `sampling` was measured.
-        share: The largest share of `sampling` that the error of a recommended candidate may have.
         rows: The candidates in the order in which they were given.
     """
 
@@ -96,12 +107,15 @@ class TrainingPlan(Document):
 
     @property
     def limit(self) -> float:
-        """The largest error of a recommended candidate: `share` of `sampling`."""
+        """The largest error of a recommended candidate: `share` * `sampling`."""
         return self.share * self.sampling
 
     @property
     def recommended(self) -> Planned | None:
-        """The candidate with the fewest bytes among those within `limit` that save less than the exact model."""
+        """The candidate that saves the fewest bytes, of those whose error is within `limit`; None if there is none.
+
+        Candidates that save as many bytes as the exact model, or more, are not considered.
+        """
         fitting = [
             row
             for row in self.rows
@@ -111,13 +125,16 @@ class TrainingPlan(Document):
 
     @property
     def closest(self) -> Planned:
-        """The candidate with the least error among those that save less than the exact model; if none does, of all."""
+        """The candidate with the smallest error, of those that save fewer bytes than the exact model.
+
+        If no candidate saves fewer bytes, all of them are considered.
+        """
         known = [row for row in self.rows if math.isfinite(row.error)] or self.rows
         saving = [row for row in known if row.saved_bytes < self.exact_bytes] or known
         return min(saving, key=lambda row: (row.error, row.saved_bytes))
 
     def to_dict(self) -> dict:
-        """Return everything as plain values; numbers that are not known as None, options that JSON has not as text."""
+        """Return everything as plain values. Numbers that are not known become None; options that JSON lacks become text."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         rows = [_row(row) for row in self.rows]
         return finite({"schema": PLAN} | values | {"rows": rows})
@@ -153,7 +170,7 @@ class TrainingPlan(Document):
 
     @property
     def title(self) -> str:
-        """The recommended candidate with its bytes, error and time, or the reason if there is none."""
+        """One line: the recommended candidate with its bytes, error and time, or the reason why there is none."""
         chosen, best = self.recommended, self.closest
         exact = amount(self.exact_bytes)
         if chosen is not None:
@@ -175,7 +192,7 @@ class TrainingPlan(Document):
 
     @property
     def unit(self) -> tuple[str, int]:
-        """The name and the bytes of the unit of all sizes in the table and the picture."""
+        """The unit of all sizes in the table and the picture: (name, number of bytes)."""
         return unit_of(self.exact_bytes)
 
     def _time(self, row: Planned) -> float:
@@ -186,7 +203,7 @@ class TrainingPlan(Document):
         return f"{least / self.exact_seconds:.3g} to {most / self.exact_seconds:.3g}"
 
     def view(self) -> View:
-        """Return a table of the exact model, whose row is None, and the candidates; `*` marks the recommended one."""
+        """Return a table of the exact model, whose row is None, and the candidates. `*` marks the recommended candidate."""
         chosen, unit = self.recommended, self.unit
 
         def setting(row: Planned) -> str:

@@ -1,7 +1,9 @@
-"""Level L3: bits go to the slots and samples for which they lower the variance of the gradient most.
+"""The policy of `AdaptiveBits` (level L3 of ActNN): saved tensors and samples that matter more for the gradient get more bits.
 
-In some steps a `VarianceProbe` measures the variance that rounding each slot adds. From these numbers ActNN's Prob. (10)
-gives the bits of the following steps. Several processes choose the same bits, because all use the sums over all of them.
+A slot is a tensor that a layer saves in every forward pass, known by the layer's name and the number of the layer's input.
+In some steps a `VarianceProbe` measures how much variance the rounding of each slot adds to the gradient. The bits of the
+following steps solve an optimization problem, ActNN's problem (10): the least variance for a given average number of bits
+(`allocation.py`). All processes choose the same bits, because each uses the measurements summed over all processes.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ MOMENTUM = 0.5
 
 @dataclass(frozen=True)
 class SlotVariance(Record):
-    """The effect of rounding one slot.
+    """The variance that rounding one saved tensor of a layer (a slot) adds to the gradient.
 
     Args:
         name: the layer's name.
@@ -54,11 +56,13 @@ class SlotVariance(Record):
         is_fixed: whether the user gave these bits.
         is_known: whether all gradients that depend on the slot were measured.
         elements: the number of elements in one forward pass, of all processes.
-        samples: the number of samples that share the bits in one process; 0 if they do not share any.
+        samples: the number of samples in one process among which the slot's bits are divided; 0 if all samples have the
+            same bits.
         sensitivity: the variance that rounding adds to the gradient, times (2^bits - 1)^2.
         at_one: the variance that rounding to 1 bit adds.
-        spread: SPREAD numbers by which samples share bits, in rising order, each the mean of as many samples.
-        missed: measurements since the last one that has seen the slot.
+        spread: the numbers by which bits are divided among samples, sorted and averaged in SPREAD parts of equal size; None
+            if bits are not divided.
+        missed: the number of measurements since the slot was last measured.
     """
 
     name: str = entry(text)
@@ -74,18 +78,18 @@ class SlotVariance(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def is_adjustable(self) -> bool:
-        """Return whether the policy chooses the slot's bits by its sensitivity."""
+        """Return whether the policy chooses the tensor's bits: the user gave none, and all gradients were measured."""
         return self.is_known and not self.is_fixed
 
     def parts(self) -> list[float]:
-        """Return the shares of the sensitivity in parts of equal size, each of samples with similar ranges."""
+        """Divide the samples into parts whose bits are similar. Return each part's fraction of `sensitivity`."""
         count = min(self.samples, SPREAD) or 1
         points = [] if self.spread is None or count == 1 else self.spread[:count]
         total = sum(points)
         return [point / total for point in points] if total > 0 else [1.0 / count] * count
 
     def after(self, before: SlotVariance | None) -> SlotVariance:
-        """Return the slot with the sensitivity that follows from this measurement and those before."""
+        """Return this measurement with sensitivities averaged with those of the measurements before."""
         if before is None or not before.is_known:
             return self
         return replace(
@@ -105,13 +109,15 @@ SLOTS = keyed(SlotVariance.read, _slot_of, "every input of a layer once")
 
 @dataclass(frozen=True)
 class VarianceKnowledge(Record):
-    """The knowledge of an `AdaptivePolicy`.
+    """All that an `AdaptivePolicy` has learned.
 
     Args:
-        budget: bytes from which `bits` and `sizes` follow, or None.
+        budget: the bytes that the user allows for a forward pass (`Budget`), or None. `bits` and `sizes` follow from the
+            budget.
         bits: the average number of bits per element.
-        sizes: (layer, input, elements) of the slots that share the budget; None for all slots with the sizes last seen.
-        slots: the slots by layer and number of the input, in the order of the forward pass.
+        sizes: (layer, input, elements) of the saved tensors (slots) to which the average applies; None: all slots, with
+            their latest sizes.
+        slots: the slots by (layer, number of the input), in the order of the forward pass.
     """
 
     budget: int | None = entry(optional(whole(1)))
@@ -123,14 +129,14 @@ class VarianceKnowledge(Record):
 
 
 class SlotVarianceProbe(VarianceProbe):
-    """A `VarianceProbe` with results as records."""
+    """A `VarianceProbe` whose results are `SlotVariance` records."""
 
     def results(self) -> dict[tuple[str, int], SlotVariance]:
-        """Return the effects of rounding by slot. Waits until the numbers are on the host."""
+        """Return the measured variances by (layer, number of its input). Waits until the numbers are on the host."""
         return _records(super().results())
 
     def snapshot(self) -> dict[tuple[str, int], SlotVariance]:
-        """Return the effects that were measured so far, and go on."""
+        """Return the variances that were measured so far, by (layer, number of its input). The measurement continues."""
         return _records(super().snapshot())
 
 
@@ -152,15 +158,16 @@ def _records(effects: Mapping) -> dict[tuple[str, int], SlotVariance]:
 
 
 class AdaptivePolicy(ProbingPolicy):
-    """A policy that keeps to an average number of bits over all slots whose bits are not fixed.
+    """A policy that keeps to an average number of bits over all saved tensors (slots) whose bits the user did not give.
 
     Args:
         bits: the average number of bits per element.
-        names: the names of all quantizers that the model may have, the same in every process.
-        interval: steps from one measurement to the next.
-        sizes: {slot: elements} of the slots that share the budget, in the forward pass that the budget is for. Other
-            slots keep `bits`. None: all slots, with the sizes of the latest measurement.
-        budget: the bytes from which `bits` and `sizes` follow, or None.
+        names: the names of all layers and functions that may save quantized tensors, the same in every process.
+        interval: the number of steps from one measurement to the next.
+        sizes: {slot: elements} of the slots to which the average applies, in the forward pass that has to fit the budget.
+            Other slots keep `bits`. None: all slots, with the sizes of the latest measurement.
+        budget: the bytes that the user allows for a forward pass (`Budget`), from which `bits` and `sizes` were computed,
+            or None.
     """
 
     kind = "AdaptiveBits"
@@ -179,7 +186,7 @@ class AdaptivePolicy(ProbingPolicy):
         super().__init__(bits, names, interval, VarianceKnowledge(budget, bits, rows, {}))
 
     def tables(self, model, ended: str) -> dict:
-        """Return {"allocation": the bits of each slot}."""
+        """Return {"allocation": table of the bits of each saved tensor}."""
         rows = (
             Allocated(
                 *_slot_of(slot),
@@ -196,15 +203,15 @@ class AdaptivePolicy(ProbingPolicy):
         return {"allocation": Allocation(rows, empty, ended, unobserved)}
 
     def new_probe(self) -> SlotVarianceProbe:
-        """Return a probe of the variance that rounding adds."""
+        """Return a probe, which measures the variance that rounding adds to the gradient in one forward and backward pass."""
         return SlotVarianceProbe(self.step)
 
     def merge(self, results: list) -> dict[tuple[str, int], SlotVariance]:
-        """Return the sums and means over processes, by slot."""
+        """Return one measurement for all processes: sums of variances and elements, means of bits and samples."""
         return merge_by_key(results)
 
     def learn(self, result: dict[tuple[str, int], SlotVariance]) -> VarianceKnowledge:
-        """Return the knowledge with the sensitivities of one more measurement."""
+        """Return all that is known after one more measurement. The result of a measurement without any variance is ignored."""
         if not any(slot.sensitivity > 0 for slot in result.values()):
             return self.knowledge
         known = _in_units_of(result, self.knowledge.slots)
@@ -214,7 +221,7 @@ class AdaptivePolicy(ProbingPolicy):
         return replace(self.knowledge, slots=slots)
 
     def adopt(self, knowledge: VarianceKnowledge) -> None:
-        """Set the knowledge, and allocate bits by it."""
+        """Set `self.knowledge`, and choose the bits of all saved tensors by it."""
         averages = allocated(knowledge)
         slots = {
             name: slot if slot.is_fixed else replace(slot, bits=averages.get(name, knowledge.bits))
@@ -224,7 +231,7 @@ class AdaptivePolicy(ProbingPolicy):
         self.bits, self.averages = knowledge.bits, averages
 
     def fit(self, knowledge: VarianceKnowledge, settings: Mapping) -> VarianceKnowledge:
-        """Return the knowledge of a state with the budget of this policy."""
+        """Return the knowledge from a controller's state, with this policy's own average bits if the budget is another."""
         own = self.knowledge
         for layer, *_ in (*knowledge.slots, *(knowledge.sizes or ())):
             check_layer(layer, self._layers)
@@ -234,15 +241,16 @@ class AdaptivePolicy(ProbingPolicy):
         return replace(own, slots=knowledge.slots)
 
     def check_result(self, result: dict[tuple[str, int], SlotVariance]) -> None:
-        """Raise InputError if a result has a layer that the model lacks."""
+        """Raise InputError if a result names a layer that the model does not have."""
         for layer, _ in result:
             check_layer(layer, self._layers)
 
 
 def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
-    """Return the average bits of each slot by Prob. (10) of ActNN.
+    """Return the average bits of each saved tensor (slot), from ActNN's optimization problem (10).
 
-    Each slot counts as several tensors of equal size, with samples that have similar ranges.
+    Each tensor is divided into parts of equal size, with samples that get similar bits. Each part counts as a tensor of its
+    own.
     """
     sizes = None
     if knowledge.sizes is not None:

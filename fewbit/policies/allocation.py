@@ -1,10 +1,10 @@
-"""The division of a budget of bits between tensors: Prob. (10) of ActNN (section 4.2).
+"""The division of a budget of bits among tensors: the optimization problem (10) of ActNN (section 4.2).
 
     min  sum_i  w_i / (2^b_i - 1)^2     such that     sum_i  d_i b_i <= budget,   least <= b_i <= most
 
-Here w_i is the sensitivity of tensor i, which is the variance that rounding it adds to the gradient times
-(2^b_i - 1)^2, and d_i is the number of its elements. The variance at 1 bit can be given separately, because it departs
-most from this formula.
+Here b_i is the number of bits per element of tensor i, and d_i is the number of its elements. The sensitivity w_i is the
+variance that rounding tensor i adds to the gradient, times (2^b_i - 1)^2. The variance at 1 bit can be given separately,
+because it departs most from this formula.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from fewbit.errors import InputError
 def allocate(sensitivity, elements, budget: int, least=MIN_BITS, most=MAX_BITS, at_one=None):
     """Return the bits of each tensor by ActNN's greedy algorithm, in O(n log n).
 
-    All tensors start at `most` bits. The tensor whose variance rises least per element gives up a bit, until the budget
-    is met. Bits that the last tensor gave up too many go to the tensors that gain most. The result is optimal if all
-    tensors have one size and at_one is at least .21 of the sensitivity, because each bit then gains less than the one
-    before.
+    All tensors start at `most` bits. In each step the tensor whose variance rises least per element loses a bit, until the
+    budget is met. If the last step takes more bits than needed, the bits that are left over go to the tensors that gain
+    most. The result is optimal if all tensors have one size and `at_one` is at least .21 of the sensitivity, because each
+    bit then gains less than the one before.
 
     Args:
-        sensitivity: (n,) finite floats, 0 or more.
-        elements: (n,) integers, 0 or more.
+        sensitivity: (n,) finite floats, 0 or more: the w of each tensor.
+        elements: (n,) integers, 0 or more: the number of elements of each tensor.
         budget: the number of bits of all elements together.
-        least: the fewest bits of a tensor.
-        most: the most bits of a tensor.
-        at_one: (n,) finite floats: the variance that each tensor adds at 1 bit. None: the sensitivity.
+        least: the fewest bits per element of a tensor.
+        most: the most bits per element of a tensor.
+        at_one: (n,) finite floats: the variance that rounding each tensor to 1 bit adds. None: equal to the sensitivity.
 
     Returns:
-        (n,) uint8.
+        (n,) uint8, the bits per element of each tensor.
 
     Raises:
-        InputError: another value, or a budget below least * sum(elements).
+        InputError: an argument is not as described here, or the budget is below least * sum(elements).
     """
     sensitivity = np.ascontiguousarray(sensitivity, dtype=np.float64)
     at_one = sensitivity if at_one is None else np.ascontiguousarray(at_one, dtype=np.float64)
@@ -65,7 +65,7 @@ def allocate(sensitivity, elements, budget: int, least=MIN_BITS, most=MAX_BITS, 
 
 
 def variance(sensitivity, bits) -> float:
-    """Return the variance that `allocate` minimizes: the sum of w / (2^b - 1)^2."""
+    """Return the variance that `allocate` minimizes: the sum of sensitivity / (2^bits - 1)^2 over all tensors."""
     return float(np.sum(np.asarray(sensitivity) * _NOISE[np.asarray(bits)]))
 
 
@@ -88,10 +88,11 @@ def _allocate(sensitivity, at_one, elements, budget, least, most):
 
 
 def reference(sensitivity, at_one, elements, budget, least, most):
-    """Return what the compiled kernel computes, without a heap.
+    """Return the result of the compiled kernel behind `allocate`, computed without a heap.
 
-    The moves of one tensor come in rising order of loss if at_one is at least .21 of the sensitivity. So taking moves off
-    a heap one by one is the same as taking them in sorted order.
+    A step of the algorithm takes one bit from one tensor. If `at_one` is at least .21 of the sensitivity, each further bit
+    that a tensor loses costs more than the one before. So taking the cheapest step off a heap again and again is the same
+    as taking all steps in sorted order.
     """
     n = len(elements)
     steps = np.arange(most, least, -1)

@@ -1,4 +1,4 @@
-"""The bits that level L3 has chosen, as a sequence of rows."""
+"""The table of the bits that the policy of `AdaptiveBits` and `Budget` has chosen."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fewbit.sizes import counted
 
 
 class Allocated(NamedTuple):
-    """The tensor that a layer saves of one of its inputs.
+    """One row: a tensor that a layer saves of one of its inputs, and the bits of this tensor.
 
     Attributes:
         name: The layer's path; for a function that a module calls, the module's path and the function's name.
-        input: The number of the input.
+        input: The number of the layer's input.
         bits: Bits per element, on average.
-        is_fixed: Whether the bits were given, not chosen.
+        is_fixed: Whether the user gave the bits, so that the policy did not choose them.
         elements: The number of elements in one forward, of all processes.
-        samples: The number of samples that share the bits; 0 if all have as many.
+        samples: The number of samples among which the bits are divided; 0 if all samples have the same bits.
         sensitivity: The variance that rounding adds to the gradient of all parameters, times (2^bits - 1)^2.
     """
 
@@ -34,20 +34,23 @@ class Allocated(NamedTuple):
 
     @property
     def codes(self) -> int:
-        """Bytes of the codes in one forward."""
+        """The bytes of the tensor's codes in one forward."""
         return int(self.bits * self.elements / 8)
 
     @property
     def variance(self) -> float:
-        """The variance that rounding adds with these bits."""
+        """The variance that rounding the tensor to these bits adds to the gradient."""
         return self.sensitivity / (2.0**self.bits - 1) ** 2
 
 
 class Allocation(Rows):
-    """Rows of Allocated, in the order of the forward; equal to an allocation with the same rows.
+    """The rows of a table of chosen bits, in the order of the forward. Two tables with the same rows are equal.
 
     Args:
-        rows: As for `Rows`, as are the other arguments.
+        rows: The rows.
+        empty: The line that is shown if there are no rows.
+        ended: The reason why the model is not trained any more, or "".
+        unobserved: {path of a layer: the reason why the policy cannot measure what the layer saves}.
     """
 
     _not_observed = "not observed, so that no bits are chosen (compiled layers have the whole part of the average)"
@@ -63,7 +66,7 @@ class Allocation(Rows):
 
     @property
     def bits(self) -> float:
-        """The average bits of all elements."""
+        """The average bits per element over all rows."""
         return _average(self)
 
     @property

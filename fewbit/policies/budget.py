@@ -1,4 +1,4 @@
-"""Budgets in bytes: the average number of bits with which a forward pass keeps to one."""
+"""Budgets in bytes: the average number of bits with which a forward pass fits a budget."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SLACK = 4 * words_of_total(32, 1) + SPREAD
 
 
 class SizeProbe:
-    """A probe that counts the elements of the slots whose bits a policy may choose.
+    """A probe that counts the elements of all saved tensors whose bits a policy may choose, by slot.
 
-    Tensors that are saved in a checkpointed region are not counted, because they no longer exist when the forward pass
-    ends.
+    A slot is a tensor that a layer saves in every forward pass. Tensors that are saved in a checkpointed region are not
+    counted, because they no longer exist when the forward pass ends.
     """
 
     def __init__(self):
@@ -28,7 +28,11 @@ class SizeProbe:
         self._codes = self._reserve = 0
 
     def record_saved(self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0):
-        """Count the elements of a tensor, and the bytes of its codes. The arguments are those of `VarianceProbe.record_saved`."""
+        """Count the elements of a saved tensor, and the bytes of its codes.
+
+        The arguments are those of `fewbit.runtime.saved.assignment.Probe.record_saved`: the tensor's `TensorSlot`, its
+        number of elements, and facts about its layout.
+        """
         if in_checkpoint():
             return
         self._reserve += fp32_min_bytes  # of slots with fixed bits too
@@ -43,27 +47,27 @@ class SizeProbe:
         self._reserve += _SLACK
 
     def record_rounding(self, slot, record) -> None:
-        """Do nothing: only the forward pass counts."""
+        """Do nothing: sizes do not depend on the rounding."""
 
     def knows(self, name: tuple[str, int]) -> bool:
-        """Return True: all slots count."""
+        """Return True: all saved tensors are counted."""
         return True
 
     def watch(self, outputs) -> None:
         """Do nothing, as there is no backward pass to follow."""
 
     def reached(self, slots) -> None:
-        """Do nothing, as sizes are known already."""
+        """Do nothing: sizes are known before the backward pass."""
 
     def bits(self, budget: int, saved: int) -> float:
-        """Return the average number of bits with which a forward pass like this one saves at most `budget` bytes.
+        """Return the average number of bits with which a forward pass like the counted one saves at most `budget` bytes.
 
         Args:
             budget: the bytes that the forward pass may save.
-            saved: the bytes that it has saved now.
+            saved: the bytes that the counted forward pass has saved.
 
         Raises:
-            InputError: not even 1 bit per element fits, or there is no slot whose bits can change.
+            InputError: not even 1 bit per element fits, or there is no saved tensor whose bits can change.
         """
         elements = sum(self.elements.values())
         if not elements:

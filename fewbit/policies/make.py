@@ -1,4 +1,4 @@
-"""The policy of each configuration."""
+"""The functions that make the policy of a configuration."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from fewbit.runtime.saved.bit_policy import BitPolicy
 
 @singledispatch
 def make_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
-    """Return the policy that a configuration stands for; None if bits are fixed.
+    """Return the policy that a configuration stands for, or None if the configuration fixes the bits.
 
-    Register a function for a configuration class of your own with `make_policy.register`. `checked_policy` calls it.
+    Users do not call this function: `checked_policy` does. To connect a configuration class of your own to a policy,
+    register a function with `make_policy.register`.
 
     Args:
         config: the configuration.
-        facts: those of the converted model.
+        facts: the facts about the converted model, such as its layers' names.
 
     Raises:
         InputError: no function is registered for the class of the configuration.
@@ -39,9 +40,10 @@ def make_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
 
 
 def checked_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
-    """Return `make_policy(config, facts)`. Raise InputError if the configuration's attributes do not fit that policy.
+    """Return `make_policy(config, facts)`. Raise InputError if attributes of the configuration contradict the policy.
 
-    The attributes are what layers go by: they would ignore a policy without `has_policy`, and bits by layer without `adapts`.
+    Layers read these attributes. Without `has_policy` they would ignore the policy, and without `adapts` they would ignore
+    the bits that it chooses for single layers.
     """
     policy = make_policy(config, facts)
     has_policy = policy is not None

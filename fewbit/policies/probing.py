@@ -1,8 +1,8 @@
-"""The base of policies that measure some forward passes and choose bits by what they have found.
+"""The base class of policies that measure some forward passes, and choose bits by the measurements.
 
-In some steps a probe goes along with the forward pass and its backward pass. Its results reach the host on their own, and
-the policy learns from them in a later step. If several processes train the model, they exchange their results first, so
-that all of them learn the same.
+In some steps a probe measures the forward pass and its backward pass. The results are copied to the host without waiting,
+and the policy learns from them in a later step. If several processes train the model, they exchange their results first, so
+that all of them learn the same. The knowledge of a policy is all that it has learned.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ RESULT = {"path": text, "since": whole(), "is_summed": flag}
 
 @dataclass
 class ProbeRun:
-    """A measurement from its forward pass until the policy learns from its result.
+    """One measurement by a probe, from its forward pass until the policy learns from its result.
 
     Args:
         path: the module whose forward pass was measured.
-        since: the step of that forward pass; once the probe was sent, or has a result, the step of that.
+        since: the step of the measured forward pass; after the results were sent to the host, the step in which they were
+            sent.
         probe: the probe; None if the result was loaded from a state.
         is_sent: whether the probe has ended, and its numbers are on their way to the host.
-        result: what the probe has found in this process, if that is known already.
-        is_merged: whether the result is that of all processes.
+        result: the result in this process, if it was loaded from a state.
+        is_merged: whether the result is already that of all processes.
         groups: the groups of processes that exchange results; () for a single process.
-        lag: forward passes that those processes wait before they do so.
+        lag: the number of forward passes that these processes wait before they exchange the results that were sent.
     """
 
     path: str
@@ -66,9 +67,10 @@ class ProbeRun:
     lag: int = 0
 
     def is_ready(self, step: int, path: str) -> bool:
-        """Return whether the run can go on.
+        """Return whether the next stage of the measurement can begin: sending the results, or learning from them.
 
-        Several processes go by the count of steps alone, so that all of them go on in the same step.
+        If several processes train the model, only the number of steps decides, so that the stage begins in the same step in
+        all.
 
         Args:
             step: the number of forward passes that have begun.
@@ -82,18 +84,18 @@ class ProbeRun:
         return self.probe.has_run()
 
     def is_stale(self, step: int, path: str) -> bool:
-        """Return whether another probe may take the place of this one, to which no backward pass has come."""
+        """Return whether to give this measurement up for another, because no backward pass of its forward pass has come."""
         if self.probe is None or self.is_sent or self.groups:
             return False
         is_passed_over = self.path == path and not self.probe.runs()
         return is_passed_over or step > self.since + PATIENCE
 
     def results(self):
-        """Return what was found; waits until the numbers are on the host."""
+        """Return the result of the measurement. Waits until the numbers are on the host."""
         return self.result if self.probe is None else self.probe.results()
 
     def pending(self) -> ProbeRun | None:
-        """Return a run with the result, for a state; None if the backward pass has not come."""
+        """Return this measurement with its result, to be stored in a state; None if the backward pass has not come."""
         if self.probe is None or self.is_sent:
             return replace(self, probe=None, result=self.results())
         if not self.probe.has_run():
@@ -102,16 +104,17 @@ class ProbeRun:
 
 
 class ProbingPolicy(BitPolicy):
-    """A policy that measures some forward passes and learns from them.
+    """A policy that measures some forward passes and learns from the measurements.
 
-    A subclass has `Knowledge`, a `Record` with all that it has learned, `RESULT_SHAPE`, and the methods `new_probe`,
-    `learn`, `adopt`, `apply_to`, `fit` and `merge`.
+    A probe is the object that measures one forward and backward pass. A subclass sets `Knowledge`, the `Record` class of
+    all that the policy learns, and `RESULT_SHAPE`, which checks a probe's result in a controller's state. It implements
+    `new_probe`, `learn`, `adopt`, `fit` and `merge`, and may override `apply_to`.
 
     Args:
-        bits: the average number of bits per element before anything is known.
-        names: the names of all quantizers that the model may have, the same in every process.
-        interval: steps from one measurement to the next. The first measurements are in steps 1, 2, 4, 8 ...
-        knowledge: what is known before the first measurement.
+        bits: the average number of bits per element before the first measurement.
+        names: the names of all layers and functions that may save quantized tensors, the same in every process.
+        interval: the number of steps from one measurement to the next. The first measurements are in steps 1, 2, 4, 8 ...
+        knowledge: the knowledge before the first measurement.
     """
 
     name: str | None = None
@@ -146,61 +149,66 @@ class ProbingPolicy(BitPolicy):
         return self.schedule.step
 
     def report_unobserved(self, layer: str, reason: str) -> None:
-        """Note that no probe sees a layer."""
+        """Note that probes cannot see what a layer saves.
+
+        Args:
+            layer: the layer's name.
+            reason: one of the keys of `fewbit.policies.unobserved.REASONS`.
+        """
         self._unobserved.add(layer, reason)
 
     def unobserved_layers(self, model) -> dict[str, str]:
-        """Return {layer: reason in words} of the layers of the model that probes do not see."""
+        """Return {layer: reason in words} of the layers of the model whose saved tensors probes cannot see."""
         found = self._unobserved.found(model, {layer for layer, _ in self.knowledge.slots})
         return {layer: found[layer] for layer in self._layers if layer in found}
 
     # -- What a subclass says ------------------------------------------------------------------------------------
 
     def new_probe(self):
-        """Return a probe for the forward pass that begins now."""
+        """Return a probe, an object that measures the forward pass that begins now."""
         raise NotImplementedError
 
     def learn(self, result) -> Record:
-        """Return what is known after one more result; `self.knowledge` itself if the result says nothing."""
+        """Return all that is known after one more measurement; `self.knowledge` itself if the result is of no use."""
         raise NotImplementedError
 
     def adopt(self, knowledge: Record) -> None:
-        """Set `self.knowledge`, and the bits that follow from it. Nothing changes if that fails."""
+        """Set `self.knowledge`, and the bits that follow from the knowledge. If that fails, nothing changes."""
         raise NotImplementedError
 
     def apply_to(self, assignment: BitAssignment) -> None:
-        """Set the bits of a forward pass."""
+        """Set the bits in the assignment of a forward pass."""
         assignment.averages = self.averages
 
     def merge(self, results: list):
-        """Return one result of those of all processes, in rank order."""
+        """Return one measurement for all processes, given those of each process in rank order."""
         raise NotImplementedError
 
     def fit(self, knowledge: Record, settings: Mapping) -> Record:
-        """Return what this policy takes over of a state's knowledge.
+        """Return the part of the knowledge in a controller's state that is of use to this policy.
 
         Args:
-            knowledge: the knowledge of the state.
+            knowledge: the knowledge in the state.
             settings: the settings of the policy that made the state, as `settings` returns them.
 
         Raises:
-            InputError: the knowledge is not of this model.
+            InputError: the knowledge is about another model.
         """
         raise NotImplementedError
 
     def check_result(self, result) -> None:
-        """Raise InputError if a state's result is not of this model."""
+        """Raise InputError if the measurement in a state is of another model."""
 
     # -- In a forward pass ---------------------------------------------------------------------------------------
 
     def assign(self, inputs, probe=None) -> BitAssignment:
-        """Return the assignment of a forward pass, with the bits that this policy has chosen."""
+        """Return a bit assignment for a forward pass that does not count as a step, with the bits as they are now."""
         assignment = super().assign(inputs, probe)
         self.apply_to(assignment)
         return assignment
 
     def begin(self, module, inputs) -> BitAssignment:
-        """Return the assignment of a forward pass that begins, with a probe if a measurement is due."""
+        """Return the bit assignment of a forward pass that begins, with a probe if a measurement is due."""
         assignment = super().begin(module, inputs)
         if is_capturing() or torch._C._functorch.maybe_current_level() is not None:
             return assignment
@@ -263,7 +271,7 @@ class ProbingPolicy(BitPolicy):
         self.take_in(result)
 
     def take_in(self, result) -> None:
-        """Learn from a result. Nothing changes if that fails."""
+        """Learn from the result of a measurement, and choose bits anew. If that fails, nothing changes."""
         knowledge = self.learn(result)
         if knowledge is not self.knowledge:
             self.adopt(knowledge)
@@ -281,14 +289,14 @@ class ProbingPolicy(BitPolicy):
     # -- State ---------------------------------------------------------------------------------------------------
 
     def settings(self) -> dict:
-        """Return the entries of a state that say by which settings the bits were chosen."""
+        """Return the policy's settings on which its bits depend, as entries of a state."""
         return {}
 
     def state_dict(self) -> dict:
-        """Return what `load_state_dict` needs to continue: plain numbers and strings, and tensors of numbered samples.
+        """Return the state: plain numbers and strings, and tensors if the user has numbered the samples.
 
-        Waits for numbers that are on their way to the host. The policy does not change, so one of several processes may
-        save, and others not.
+        The call waits for numbers that are on their way to the host. The policy does not change, so one of several
+        processes may save the state while the others do not.
         """
         with hold(self._lock):
             run = self._loaded if self._run is None else self._run.pending()
@@ -306,7 +314,7 @@ class ProbingPolicy(BitPolicy):
         }
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Continue from a state. The bits that follow from it depend on this policy's own settings.
+        """Continue from a state. Bits are chosen from the state's knowledge by this policy's own settings.
 
         Args:
             state: the result of `state_dict`. The whole state is checked before the policy changes.
@@ -335,7 +343,7 @@ class ProbingPolicy(BitPolicy):
             self._roll_back((schedule, loaded, knowledge))
 
     def setting_shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the entries of `settings`."""
+        """Return the shapes of the entries that `settings` returns. A shape checks one entry (`fewbit.schema.shapes`)."""
         return {}
 
     def _check_kind(self, state: Mapping) -> None:

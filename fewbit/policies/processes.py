@@ -1,4 +1,4 @@
-"""The processes that train one model together, and how each of them gets what all have measured."""
+"""The processes that train one model together, and the exchange of measurements between them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ look whether numbers have reached the host, because all of them have to use the 
 
 
 def groups_of(module) -> tuple:
-    """Return the process groups over which results are gathered one after the other; () for a single process.
+    """Return the process groups over which measurements are gathered, one group after the other; () for a single process.
 
-    These are the group of the DistributedDataParallel whose forward pass runs, or the groups of the mesh over which
-    fully_shard has distributed the parameters.
+    With DistributedDataParallel this is the process group of the wrapper whose forward pass runs. With fully_shard these
+    are the groups of the mesh over which the parameters are distributed.
+
+    Args:
+        module: the module whose forward pass runs.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return ()
@@ -40,7 +43,12 @@ def _sharded_over(module) -> tuple:
 
 
 def lag_of(module, groups) -> int:
-    """Return how many forward passes lie between the end of a measurement and its use in all processes."""
+    """Return how many forward passes lie between the end of a measurement and its use in all processes.
+
+    Args:
+        module: the module that was measured.
+        groups: the process groups that `groups_of` returned for the module.
+    """
     if not groups:
         return 0
     parameter = next(module.parameters(), None)
@@ -51,7 +59,12 @@ def lag_of(module, groups) -> int:
 
 
 def gather(value, groups) -> list:
-    """Return the values of all processes, in the same order in each of them. Blocks until all have called it."""
+    """Return the list of the values of all processes. Blocks until all processes have called this function.
+
+    Args:
+        value: the value of this process.
+        groups: the process groups that `groups_of` returned. The list has the same order in all processes.
+    """
     values = [value]
     for group in groups:
         parts = [None] * distributed.get_world_size(group)

@@ -1,7 +1,8 @@
-"""Records: frozen dataclasses that controllers' states hold and that processes merge.
+"""Records: frozen dataclasses that can be stored in a controller's state and merged over processes.
 
-A field is declared once, with the shape of its entry in a state and a rule for merging. The plain form, the validation
-and the merging of a record follow from its fields.
+Each field is declared once, with its shape and a rule for merging. A shape (`fewbit.schema.shapes`) is a function that
+checks one entry of a state and returns the field's value. Conversion to plain values, validation and merging of a record
+follow from these declarations.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from fewbit.schema.shapes import MOST_ROWS, Shape, entries, listed, record, wron
 
 
 def first(values: list):
-    """Return the value of the first process, as for names, which are the same in all processes."""
+    """Return the value of the first process. Serves for values that are the same in all processes, such as names."""
     return values[0]
 
 
 def mean(values: list) -> float:
-    """Return the mean."""
+    """Return the mean of the values of all processes."""
     return sum(values) / len(values)
 
 
 def rounded_mean(values: list) -> int:
-    """Return the mean as a whole number."""
+    """Return the mean of the values of all processes, rounded to a whole number."""
     return round(mean(values))
 
 
 def root_sum_square(values: list) -> float:
-    """Return the root of the sum of squares, as independent errors add up."""
+    """Return the root of the sum of squares, because the squares of independent errors add up."""
     return math.sqrt(sum(value**2 for value in values))
 
 
 def vector_sum(values: list[tuple | None]) -> tuple | None:
-    """Return the sum of vectors that may have different lengths; None if there is no vector."""
+    """Return the sum of vectors, the shorter ones padded with zeros. None values are left out; None if there is no vector."""
     vectors = [vector for vector in values if vector is not None]
     length = max(map(len, vectors), default=0)
     padded = [(*vector, *[0.0] * (length - len(vector))) for vector in vectors]
@@ -43,7 +44,7 @@ def vector_sum(values: list[tuple | None]) -> tuple | None:
 
 
 def vector_mean(values: list[tuple | None]) -> tuple | None:
-    """Return the mean of the vectors; None if there is no vector, or their lengths differ."""
+    """Return the mean of vectors. None values are left out; None if there is no vector, or if the lengths differ."""
     vectors = [vector for vector in values if vector is not None]
     if len(set(map(len, vectors))) != 1:
         return None
@@ -51,7 +52,7 @@ def vector_mean(values: list[tuple | None]) -> tuple | None:
 
 
 def merge_by_key(values: list[Mapping]) -> dict:
-    """Merge mappings of records: records with the same key become one, in the order of first appearance."""
+    """Merge mappings of records: records with the same key become one. Keys keep the order of their first appearance."""
     by_key: dict = {}
     for mapping in values:
         for key, value in mapping.items():
@@ -60,13 +61,13 @@ def merge_by_key(values: list[Mapping]) -> dict:
 
 
 def entry(shape: Shape, merge: Callable[[list], object] = first, key: str = "", **options):
-    """Return a field of a record.
+    """Return a dataclass field for a record.
 
     Args:
-        shape: the validator of the field's entry in a state (`fewbit.schema.shapes`); it returns the field's value.
+        shape: checks the field's entry in a state and returns the field's value (`fewbit.schema.shapes`).
         merge: makes one value of a list with the value of each process.
-        key: the key of the entry, if it differs from the field's name.
-        options: those of `dataclasses.field`.
+        key: the key of the field's entry in a state, if it differs from the field's name.
+        options: further arguments of `dataclasses.field`.
     """
     return field(metadata={"shape": shape, "merge": merge, "key": key}, **options)
 
@@ -75,24 +76,24 @@ class Record:
     """The base of dataclasses whose fields are made with `entry`."""
 
     def to_plain(self) -> dict:
-        """Return the entries of a state: plain numbers, strings, lists and dictionaries."""
+        """Return the record as entries of a state: plain numbers, strings, lists and dictionaries."""
         return {_key(item): plain(getattr(self, item.name)) for item in fields(self)}
 
     @classmethod
     def shapes(cls) -> dict[str, Shape]:
-        """Return the shape of each entry."""
+        """Return the shape of each entry, by the entry's key."""
         return {_key(item): item.metadata["shape"] for item in fields(cls)}
 
     @classmethod
     def from_entries(cls, values: Mapping, where: str = "") -> Self:
-        """Return the record of entries that `shapes` has checked; further entries are ignored."""
+        """Return the record with the given entries, which `shapes` have checked. Other entries are ignored."""
         made = cls(**{item.name: values[_key(item)] for item in fields(cls)})
         made.check(where)
         return made
 
     @classmethod
     def read(cls, value, where: str) -> Self:
-        """Return the record of a plain form from a file: the shape of an entry that holds such a record.
+        """Check the plain form of a record in a state, and return the record. This method is itself a shape.
 
         Raises:
             InputError: the value is not the plain form of a valid record. The message begins with `where`.
@@ -104,7 +105,7 @@ class Record:
 
     @classmethod
     def merged(cls, records: list[Self]) -> Self:
-        """Return one record of several that processes have made of the same thing, in rank order."""
+        """Return one record, merged from the records that all processes made of the same thing, in rank order."""
         merged = {
             item.name: item.metadata["merge"]([getattr(made, item.name) for made in records])
             for item in fields(cls)
@@ -113,7 +114,7 @@ class Record:
 
 
 def plain(value):
-    """Return the plain form of a value: of a mapping the list of its values, which hold their keys themselves."""
+    """Return the plain form of a value. A mapping becomes the list of its values, since each value contains its key."""
     if isinstance(value, Record):
         return value.to_plain()
     if isinstance(value, Mapping):
@@ -124,24 +125,24 @@ def plain(value):
 
 
 def vector(shape: Shape, least: int = 0, most: int = MOST_ROWS) -> Shape:
-    """Return the shape of a list with `least` to `most` entries, which becomes a tuple."""
+    """Return the shape of a list with `least` to `most` entries. The field's value is a tuple."""
     check = listed(shape, least, most)
     return lambda value, where: tuple(check(value, where))
 
 
 def named_tuple(cls: type, *shapes: Shape) -> Shape:
-    """Return the shape of a list with one entry for each field of a NamedTuple, which it becomes."""
+    """Return the shape of a list with one entry for each field of a NamedTuple class. The field's value is such a tuple."""
     check = entries(*shapes)
     return lambda value, where: cls(*check(value, where))
 
 
 def keyed(shape: Shape, key: Callable, expected: str) -> Shape:
-    """Return the shape of a list of records, which becomes a mapping.
+    """Return the shape of a list of records. The field's value is a mapping from keys to the records.
 
     Args:
-        shape: the shape of a record.
-        key: makes the key of a record.
-        expected: describes the list in the error message if two records have the same key.
+        shape: the shape of one record.
+        key: a function that returns the key of a record.
+        expected: describes the list in the error message for two records with the same key.
     """
     check = listed(shape)
 

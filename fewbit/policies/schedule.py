@@ -1,4 +1,8 @@
-"""The schedule of a policy's measurements: in which forward pass of which module the next one is due."""
+"""The schedule of a policy's measurements: it says in which forward pass the next measurement takes place.
+
+A training loop may call several modules of a model one by one. These modules are then measured in turn. A step is a forward
+pass of any of them in training.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ PATIENCE = 16
 
 
 class Turn(NamedTuple):
-    """A module of the model that is called by itself: its latest step, and the step in which it was last measured."""
+    """A module that the training loop calls: its path, its latest step, and the step in which it was last measured."""
 
     path: str
     latest: int
@@ -26,12 +30,12 @@ def _path_of(turn: Turn) -> str:
 
 @dataclass(frozen=True)
 class Schedule(Record):
-    """The number of steps so far, and what is due.
+    """The number of steps so far, and the modules that wait for a measurement.
 
     Args:
-        step: forward passes in training so far.
-        is_due: whether the next module whose turn it is should be measured.
-        turns: the turns of modules by path. There are several if the training loop calls parts of the model one by one.
+        step: the number of forward passes in training so far.
+        is_due: whether a measurement is due, of the module whose turn it is.
+        turns: the turn of each module that the training loop calls, by the module's path.
     """
 
     step: int = entry(whole(), default=0)
@@ -42,7 +46,7 @@ class Schedule(Record):
     )
 
     def capped(self) -> Schedule:
-        """Return the schedule with steps that a state allows. A training can go on beyond them."""
+        """Return the schedule with step numbers capped at the largest that a state may hold. A training can run longer."""
         turns = {
             path: Turn(path, capped(turn.latest, MOST_STEPS), capped(turn.measured, MOST_STEPS))
             for path, turn in self.turns.items()
@@ -50,15 +54,19 @@ class Schedule(Record):
         return replace(self, step=capped(self.step, MOST_STEPS), turns=turns)
 
     def check(self, where: str) -> None:
-        """Raise InputError if the steps of a turn are not in order."""
+        """Raise InputError if the steps of a module are not in order: last measured, latest, present step of the training."""
         for i, turn in enumerate(self.turns.values()):
             if not turn.measured <= turn.latest <= self.step:
                 raise wrong(f"turns[{i}]", f"steps in order up to {self.step}", tuple(turn))
 
     def after_step(self, path: str, interval: int) -> Schedule:
-        """Return the schedule when a forward pass of the module of that path begins.
+        """Return the schedule after a forward pass of the module with that path has begun.
 
         Measurements are due in steps 1, 2, 4, 8 ... up to the interval, and then once in each interval.
+
+        Args:
+            path: the module's path.
+            interval: the number of steps from one measurement to the next.
         """
         step = self.step + 1
         is_early = step < interval and step & (step - 1) == 0
@@ -68,7 +76,7 @@ class Schedule(Record):
         return Schedule(step, is_due, {**self.turns, path: turn})
 
     def is_turn_of(self, path: str) -> bool:
-        """Return whether a module should be measured now: one is due, and no other module in use has waited longer."""
+        """Return whether to measure a module now: a measurement is due, and no other module in use has waited longer."""
         own = self.turns[path].measured
         return self.is_due and all(
             turn.measured >= own
@@ -77,6 +85,6 @@ class Schedule(Record):
         )
 
     def measured(self, path: str) -> Schedule:
-        """Return the schedule after a measurement of that module has begun."""
+        """Return the schedule after a measurement of the module with that path has begun."""
         turn = Turn(path, self.step, self.step)
         return replace(self, is_due=False, turns={**self.turns, path: turn})

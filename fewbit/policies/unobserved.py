@@ -1,6 +1,6 @@
-"""The layers whose tensors probes do not see, with the reasons. They keep the bits that they start with.
+"""The layers whose saved tensors probes cannot see, with the reasons. Policies leave the bits of these layers alone.
 
-Each process has its own list, which is no part of a state.
+Each process has its own list. The list is not stored in a state.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ REASONS = {
 
 
 class Unobserved:
-    """The layers that were reported.
+    """The list of the layers that were reported because a policy cannot measure what they save.
 
-    Compiled layers are reported once, when they are traced, and stay. Others are forgotten after FORGOTTEN measurements
-    without another report.
+    Compiled layers are reported only once, when they are traced, so they stay in the list. Other layers are removed after
+    FORGOTTEN measurements without another report.
     """
 
     def __init__(self):
@@ -35,14 +35,19 @@ class Unobserved:
         self._measurement = 0
 
     def add(self, layer: str, reason: str) -> None:
-        """Note a report. The arguments are those of `BitPolicy.report_unobserved`."""
+        """Note that measurements cannot see what a layer saves.
+
+        Args:
+            layer: the layer's name.
+            reason: one of the keys of `REASONS`.
+        """
         if reason == COMPILED:
             self._compiled.add(layer)
         else:
             self._reports[layer] = reason, self._measurement
 
     def new_measurement(self) -> None:
-        """Count a measurement, and forget layers that were not reported for a long time."""
+        """Count a measurement, and remove layers that were not reported for a long time."""
         self._measurement += 1
         oldest = self._measurement - FORGOTTEN
         self._reports = {
@@ -52,11 +57,11 @@ class Unobserved:
         }
 
     def found(self, model: nn.Module | None, seen: Container[str]) -> dict[str, str]:
-        """Return {layer: reason in words}.
+        """Return {layer: reason in words} of all listed layers that no measurement has seen.
 
         Args:
             model: the model with the layers, or None if it no longer exists.
-            seen: layers that a probe has seen, which are left out.
+            seen: the layers that a measurement has seen.
         """
         compiled = self._compiled if model is None else _with_alike(model, self._compiled)
         reasons = dict.fromkeys(compiled, COMPILED) | {

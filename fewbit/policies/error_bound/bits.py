@@ -1,7 +1,8 @@
-"""The fewest bits with which the error of a slot is within a bound.
+"""The fewest bits with which the rounding error of a saved tensor stays within a bound.
 
-Stochastic rounding in steps of s has variances of at most s^2 / 4. So samples with squares_n = sum over groups of
-length * range^2 and b_n bits have a mean squared error per element of at most
+Stochastic rounding in steps of s adds a variance of at most s^2 / 4 to an element. Let sample n be rounded to b_n bits, and
+let squares_n be the sum of length * range^2 over the sample's groups. Then the mean squared error of the tensor's elements
+is at most
 
     sum_n squares_n / 4 / (2^b_n - 1)^2 / elements
 """
@@ -23,11 +24,13 @@ def least_average(squares, samples: int, elements: int, limit: float) -> float |
     """Return the lowest average number of bits with which the mean squared error is at most `limit`.
 
     Args:
-        squares: SPREAD values in rising order, each the mean of as many samples. Fewer samples have the values themselves.
-            If samples is 0, the first is the value of the whole tensor.
-        samples: the number of samples that share the bits. If it is 0, they share none, and the average is whole.
-        elements: the number of elements.
-        limit: the largest mean squared error of an element.
+        squares: the numbers squares_n, in rising order. If there are more than SPREAD samples, they are divided into SPREAD
+            parts of nearly equal size, and each part has the mean of its samples. If `samples` is 0, the first number is
+            that of the whole tensor.
+        samples: the number of samples, among which the bits are divided. If it is 0, the tensor has one whole number of
+            bits.
+        elements: the number of elements of the tensor.
+        limit: the largest mean squared error of the elements that is allowed.
 
     Returns:
         The average, or None if MAX_BITS bits are not enough.
@@ -52,7 +55,7 @@ def least_average(squares, samples: int, elements: int, limit: float) -> float |
 
 
 def sizes(samples: int) -> list[int]:
-    """Return the number of samples in each part of a spread (`fewbit.runtime.probes.variance_probe`); [1] for no samples."""
+    """Return the number of samples in each of the at most SPREAD parts of a tensor; [1] if there are no samples."""
     count = min(samples, SPREAD)
     ends = [round(i * samples / count) for i in range(count + 1)] if count else [0, 1]
     return [b - a for a, b in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""The bounds that policy="error-bound" has found, as a sequence of rows."""
+"""The table of the error bounds that the policy of `ErrorBound` has found."""
 
 from __future__ import annotations
 
@@ -20,23 +20,27 @@ WORST = "worst case"
 
 
 class Bounded(NamedTuple):
-    """The tensor that a layer saves of one of its inputs, or the codes of an activation.
+    """One row: a tensor that a layer saves of one of its inputs, or the codes that an activation saves.
+
+    In the notation of this table, g is an exact gradient and g^ the gradient with the errors of saved tensors.
 
     Attributes:
         name: The layer's path; for a function that a module calls, the module's path and the function's name.
-        input: The number of the input; None for activations.
-        demand: The gradient that allows the smallest error.
-        kind: The kind of the bound on that gradient's error: "in expectation", "measured" (docs/error_bound.md), or
-            "worst case" for activations.
-        dx: The root mean square error that the saved tensor may have; for an activation the error of f'.
-        kept: "bits", "exact", or the name of the codec that saved the tensor ("quant" if "jpeg" or "quant+zvc" left it to
-            that).
-        bits: Bits per element on average; for a codec all bytes of its latest payload in this process, None before that;
-            None if exact.
+        input: The number of the layer's input; None for activations.
+        demand: The gradient that allows the smallest error of the tensor.
+        kind: The kind of the bound on that gradient's error: "in expectation", "measured" (docs/error_bound.md), or "worst
+            case" for activations.
+        dx: The root mean square error that the saved tensor may have; for an activation the largest error of f'.
+        kept: "bits", "exact", or the name of the codec that saved the tensor. The codecs "jpeg" and "quant+zvc" leave some
+            tensors to the codec "quant".
+        bits: Bits per element on average; None if the tensor is saved exactly. For a codec, all bytes of its latest tensor
+            in this process are counted; None before the first one.
         elements: The number of elements in one forward, of all processes; None for activations.
-        is_fixed: Whether the bits were given.
-        is_met: False if bits that were given, or an activation's table with the most bits, err by more.
-        ratio: E|g^|^2 / E|g|^2 that the monitor saw, the largest of the layer's gradients; None if it has seen none.
+        is_fixed: Whether the user gave the bits.
+        is_met: False if the error is larger than allowed, because the user gave too few bits, or because an activation's
+            table with the most bits is not enough.
+        ratio: E|g^|^2 / E|g|^2 as measured by the monitor (`monitor.py`), the largest of the layer's gradients; None before
+            the first such measurement.
     """
 
     name: str
@@ -53,13 +57,16 @@ class Bounded(NamedTuple):
 
 
 class Bounds(Rows):
-    """Rows of Bounded, in the order of the forward, activations last; equal to bounds with the same rows.
+    """The rows of a table of bounds, in the order of the forward, activations last. Two tables with equal contents are equal.
 
     Args:
         rows: The rows.
-        e2: The bound of `compress_`, None without the policy.
-        ratio: E|g^|^2 / E|g|^2 in all, as far as the monitor has seen it; None before that.
-        empty: As for `Rows`, as are the other arguments. Layers that are not observed have 8 bits.
+        e2: The e2 of `ErrorBound`; None with another configuration.
+        ratio: E|g^|^2 / E|g|^2 over all layers as measured by the monitor; None before the first measurement.
+        empty: The line that is shown if there are no rows.
+        unobserved: {path of a layer: the reason why the policy cannot measure what the layer saves}. These layers have 8
+            bits.
+        ended: The reason why the model is not trained any more, or "".
     """
 
     _not_observed = "not observed, so that they have 8 bits"
@@ -84,12 +91,12 @@ class Bounds(Rows):
 
     @property
     def limit(self) -> float | None:
-        """1 + e2, the largest ratio that the bound allows."""
+        """The largest E|g^|^2 / E|g|^2 that the bound allows: 1 + e2. None without e2."""
         return None if self.e2 is None else 1.0 + self.e2
 
     @property
     def bits(self) -> float | None:
-        """The average bits of all elements that bits or codecs save; None without any."""
+        """The average bits per element over all rows that have `bits`; None if no row has."""
         found = [(row.bits, row.elements) for row in self if row.bits and row.elements]
         elements = sum(count for _, count in found)
         return sum(bits * count for bits, count in found) / elements if elements else None
@@ -167,7 +174,7 @@ def _kept(row: Bounded) -> str:
 
 
 def rows_of(policy) -> Iterator[Bounded]:
-    """Yield a row for each slot of an `ErrorBoundPolicy`, then for each activation, in the order of the forward."""
+    """Yield a row for each saved tensor that the policy has measured, then one for each activation."""
     for name, slot in policy.knowledge.slots.items():
         choice = policy.choices.get(name) or choose_bits(slot, policy.bound)
         codec = None if slot.is_fixed else policy.codec_of(name)

@@ -1,4 +1,8 @@
-"""The bits, codecs and tables that follow from the error-bound policy's knowledge."""
+"""The choice of bits, codecs and tables from the knowledge of the error-bound policy.
+
+A slot is a tensor that a layer saves in every forward pass. dx*^2 is the largest mean squared error of the slot's elements
+with which the error of each gradient stays within its bound.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,12 @@ from fewbit.runtime.codecs import DEFAULT as QUANT
 
 
 class BitChoice(NamedTuple):
-    """The choice for one slot.
+    """The error-bound policy's choice for one saved tensor of a layer (a slot).
 
     Args:
-        average: bits per element; None if a codec saves the slot, or it is saved exactly.
-        dx2: dx*^2, the mean squared error that is allowed.
-        constraint: the constraint that dx* follows from, or None.
+        average: bits per element; None if a codec saves the slot, or if the slot is saved exactly.
+        dx2: the mean squared error of the elements that the bound allows.
+        constraint: the gradient constraint from which `dx2` follows, or None if no gradient depends on the slot.
     """
 
     average: float | None
@@ -33,22 +37,22 @@ class BitChoice(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Choices by slot, and bits by activation."""
+    """The choices for all saved tensors (slots), and the bits of all activations' tables."""
 
     slots: Mapping[tuple[str, int], BitChoice]
     activations: Mapping[str, int]
 
 
 def choose(knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int]) -> Choices:
-    """Return what follows from the knowledge.
+    """Return the bits that follow from the policy's knowledge, for all saved tensors and activations.
 
     Args:
-        knowledge: the policy's knowledge.
-        bound: the policy's settings.
+        knowledge: all that the policy has learned.
+        bound: the configuration of the policy.
         given: {name: bits} of few-bit activations whose bits the user gave.
 
     Raises:
-        FewbitError: an activation's function has no table with the parameters that the knowledge says.
+        FewbitError: an activation's function has no table with the parameters that were measured.
     """
     slots = {
         name: choose_bits(slot, bound)
@@ -64,9 +68,14 @@ def choose(knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int
 
 
 def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:
-    """Return the choice for one slot.
+    """Return the choice for one saved tensor of a layer (a slot).
 
-    A slot that no gradient uses has the fewest bits. If not all gradients were seen, the slot keeps the most bits.
+    A slot that no gradient depends on gets the fewest bits. If not all gradients were measured, the slot keeps the most
+    bits.
+
+    Args:
+        slot: the knowledge of the slot.
+        bound: the configuration of the policy.
     """
     dx2, constraint = slot.deciding(bound.e2, bound.window)
     if constraint is None and slot.is_known:
@@ -80,13 +89,13 @@ def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:
 
 
 def choose_codec(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound, stats: PayloadStats):
-    """Return the codec of a slot whose choice has no bits.
+    """Return the codec of a saved tensor (slot) whose `BitChoice` has no bits.
 
     Args:
         slot: the knowledge of the slot.
-        choice: its choice.
-        bound: the policy's settings.
-        stats: filled by the codec whenever it saves the slot.
+        choice: the choice for the slot.
+        bound: the configuration of the policy.
+        stats: the object into which the codec writes the size of each tensor that it saves.
     """
     if choice.dx2 == 0 or not slot.is_known or bound.codec == QUANT:
         return ExactCodec()
@@ -97,7 +106,7 @@ def choose_codec(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound, sta
 
 
 def has_enough_bits(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound) -> bool:
-    """Return whether bits that the user gave keep to the bound, as far as that is known."""
+    """Return whether the bits that the user gave for a saved tensor keep to the bound. True if not known."""
     if not slot.is_known or choice.constraint is None:
         return True
     least = slot.least_average(choice.dx2, bound.window) if choice.dx2 > 0 else None

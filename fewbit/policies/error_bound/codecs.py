@@ -1,4 +1,4 @@
-"""Slot codecs of the error-bound policy, for slots to which the group quantizer's bits are not suited."""
+"""Codecs that save single tensors for the error-bound policy, in place of the group quantizer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from fewbit.runtime.codecs.payload import exact
 
 
 class ExactCodec:
-    """A slot codec that saves the tensor as it is, as torch's own layer would. Of a part of a larger storage it saves a copy."""
+    """A codec that saves the tensor unchanged, as torch's own layer would. A part of a larger storage is copied."""
 
     def quantize(self, x, seed):
-        """Return a payload with the exact values."""
+        """Return the tensor's exact values in the form of a codec's result. `seed` is not used."""
         return exact(x)
 
 
 @dataclass
 class PayloadStats:
-    """The latest payload of one slot: bits per element, and the codec that made it. Both are None before the first."""
+    """The latest saved tensor of one layer input: bits per element, and the codec's name. Both are None before the first."""
 
     bits: float | None = None
     codec: str | None = None
@@ -26,13 +26,13 @@ class PayloadStats:
 
 @dataclass(frozen=True)
 class BoundedCodec:
-    """A slot codec that saves tensors with a codec of `fewbit.runtime.codecs`, within a bound on the mean squared error.
+    """A codec that saves tensors within a bound on the mean squared error of their elements.
 
     Args:
-        name: the codec's name in `fewbit.runtime.codecs`.
-        bound: dx*^2, the mean squared error of an element that is allowed.
-        channels: dx*^2 of each channel, for tensors with as many channels; or None.
-        stats: filled with each payload.
+        name: the name of a codec in `fewbit.runtime.codecs`, which does the work.
+        bound: the largest mean squared error that is allowed.
+        channels: the largest mean squared error of each channel, for tensors with that number of channels; or None.
+        stats: the object into which the size of each saved tensor is written.
     """
 
     name: str
@@ -41,7 +41,7 @@ class BoundedCodec:
     stats: PayloadStats = field(default_factory=PayloadStats, compare=False, repr=False)
 
     def quantize(self, x, seed):
-        """Return the payload of a tensor, and note its size in `stats`."""
+        """Return the compressed tensor, and write its size into `stats`."""
         bound = self.bound
         if self.channels is not None and x.dim() > 1 and x.shape[1] == len(self.channels):
             bound = self.channels

@@ -1,12 +1,13 @@
-"""The error model of each kind of layer: D of the layer's gradients as a function of its saved tensor's error.
+"""The error model of each kind of layer: the error D of the layer's gradients as a function of the error of its saved tensor.
 
-`of_layer` runs in a layer's backward pass, where gradients and restored tensors are available, and takes small numbers
-that reach the host later. There `Part.finish` computes D from them by the formulas in expectation. For layers without a
-useful formula `of_layer` returns None, and the probe measures the effect of noise instead. These are gated units,
-products, softmax, and attention, whose bound asks for some bits too many.
+D is the squared error of a gradient, and dx^2 is the mean squared error of the elements of the saved tensor. `of_layer`
+runs in a layer's backward pass, where gradients and the restored tensor are available. It computes a few small numbers on
+the device. When they have reached the host, `Part.finish` computes D from them by the formulas in expectation
+(docs/theory/ac_gc.md). For gated units, products, softmax and attention there is no formula, or only one that asks for too
+many bits. `of_layer` then returns None, and the probe measures the effect of noise instead.
 
-D is a function of the mean squared error of the tensor, dx^2. If a formula has one error for all elements, rows n (entries
-of dimension 0) weigh by the errors dx_n^2 that they have now, because samples have bits of their own:
+Some formulas have one dx^2 for all elements, but samples have different bits and so different errors. Row n, an entry of
+dimension 0, is therefore weighted by its present mean squared error dx_n^2:
 
     sum of |g_n|^2 dx_n^2  =  dx^2 sum of |g_n|^2 (dx_n^2 / dx^2)
 """
@@ -34,12 +35,13 @@ from fewbit.runtime.quantizers.spec import PermutedSpec
 
 
 class Cost(NamedTuple):
-    """The coefficients of D = (first dx + second dx^2)^2.
+    """The squared error of a gradient, (first dx + second dx^2)^2, if a saved tensor has the mean squared error dx^2.
 
     Args:
         first: the coefficient of dx.
         second: the coefficient of dx^2.
-        channels: each channel's (dimension 1) share of first^2, in any unit; None if all are equal, or there are none.
+        channels: numbers in proportion to the parts of first^2 that come from each channel (dimension 1); None if all are
+            equal, or if there are no channels.
     """
 
     first: float
@@ -48,14 +50,15 @@ class Cost(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The error model of one gradient of a layer.
+    """The error model of one gradient of a layer: its squared error as a function of the saved tensor's error.
 
     Args:
-        place: the gradient's position among the inputs of the autograd Function.
-        numbers: 1-D float64 tensors, for the host.
-        finish: returns the Cost, given the entries of each of `numbers` and the tensor's present mean squared error.
-        repeats: the number of times that a parameter was repeated to be this input. Its gradient is the sum of as many
-            parts, which lie one after the other.
+        place: the gradient's position among the inputs of the layer's autograd Function.
+        numbers: 1-D float64 tensors, to be copied to the host.
+        finish: returns the `Cost`. Its arguments are the values of `numbers`, as lists, and the present mean squared error
+            of the saved tensor.
+        repeats: the number of times that a parameter was repeated to form the layer's input, as in instance norms. The
+            parameter's gradient is the sum of that many consecutive parts.
     """
 
     place: int
@@ -64,19 +67,20 @@ class Part(NamedTuple):
     repeats: int = 1
 
     def of(self, results) -> Tensor:
-        """Return this gradient, given all gradients that the layer's backward has returned."""
+        """Return this gradient from the list of all gradients that the layer's backward has returned."""
         found = results[self.place]
         return found if self.repeats == 1 else found.view(self.repeats, -1).sum(0)
 
 
 def of_layer(context, grads, results, errors: Tensor) -> list[Part] | None:
-    """Return the error model of a layer that saves one quantized tensor, or None if there is no formula.
+    """Return the error models (`Part`) of a layer's gradients, or None if there is no formula for this kind of layer.
 
     Args:
-        context: the layer's autograd context.
+        context: the autograd context of the layer's Function, which has saved one quantized tensor.
         grads: the gradients of the layer's results.
-        results: the gradients that its backward returned.
-        errors: (rows,) squared errors of the restored tensor, summed over each entry of its dimension 0 in storage.
+        results: the gradients that the layer's backward returned.
+        errors: (rows,) squared errors of the restored tensor, summed over each row, that is each entry of its dimension 0
+            in storage.
     """
     formula = _FORMULAS.get(context._forward_cls)
     if formula is None or grads[0] is None:
@@ -92,7 +96,7 @@ def of_layer(context, grads, results, errors: Tensor) -> list[Part] | None:
 
 @lru_cache(maxsize=256)
 def labels(function) -> tuple[str, ...]:
-    """Return the names of an autograd Function's inputs, as torch's layers call them."""
+    """Return the names of the inputs of an autograd Function, as the layers of torch call them."""
     names = list(signature(function.forward).parameters)[1:]
     return tuple(_AS_IN_TORCH.get(name, name) for name in names)
 

@@ -1,7 +1,10 @@
-"""The error-bound policy's knowledge of each slot and activation, from its last measurements, and the errors it allows.
+"""The error-bound policy's knowledge: estimates for each saved tensor and activation, from the last measurements.
 
-Squared norms are stored in units of the sum of all V^2 of their measurement. So a scaled loss, which scales all of them
-alike, changes nothing here.
+A slot is a tensor that a layer saves in every forward pass. A constraint D <= e2 V^2 bounds the squared error D of one
+gradient, where V^2 is the gradient's squared norm. D depends on dx^2, the mean squared error of the slot's elements.
+Squared norms are divided by the sum of all V^2 of their measurement, so a scale factor of the loss changes nothing here. g
+is an exact gradient, and g^ is the gradient with errors. The monitor (`monitor.py`) measures both for a few slots at a
+time.
 """
 
 from __future__ import annotations
@@ -50,7 +53,11 @@ LEAST_SEEN = 3
 
 
 class Row(NamedTuple):
-    """A constraint in one measurement: V^2, and the squares of the coefficients of D = (first dx + second dx^2)^2."""
+    """One measurement of a gradient: its squared norm V^2, and first^2 and second^2 of its squared error D.
+
+    D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the saved tensor's elements
+    (docs/error_bound.md).
+    """
 
     v2: float
     first2: float
@@ -58,14 +65,14 @@ class Row(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Squared norms of one gradient in units of the total: as it was, and from exact values."""
+    """The squared norms of one gradient: |g^|^2, with errors, and |g|^2, from exact values."""
 
     hat2: float
     exact2: float
 
 
 class ActivationRow(NamedTuple):
-    """Squared norms of an activation's gradients in one measurement: of its input, and of its result."""
+    """One measurement of an activation: the squared norms of the gradients of its input and of its result."""
 
     v2: float
     grad2: float
@@ -73,14 +80,14 @@ class ActivationRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ConstraintEstimate(Record):
-    """A gradient constraint in its last measurements, the latest last.
+    """The last measurements of one constraint: a bound on the squared error of one gradient.
 
     Args:
-        label: see `GradientConstraint`.
-        kind: see `GradientConstraint`.
-        rows: the constraint in each measurement.
-        pairs: the gradient in each measurement in which the monitor saw it.
-        missed: measurements of the slot since the last one with this constraint.
+        label: the name of the gradient, as in `GradientConstraint`.
+        kind: whether the gradient's error follows from a formula or was measured, as in `GradientConstraint`.
+        rows: the constraint in each measurement, the latest last.
+        pairs: the gradient's squared norms with errors and without, from the measurements of the monitor (`monitor.py`).
+        missed: the number of measurements of the saved tensor since the last one with this constraint.
     """
 
     label: str = entry(text, default="")
@@ -95,12 +102,12 @@ class ConstraintEstimate(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def dx2(self, e2: float, window: str) -> float:
-        """Return the mean squared error of the slot's elements with which D is e2 V^2.
+        """Return the mean squared error of the saved tensor with which the gradient has the largest error that is allowed.
 
         Args:
-            e2: the squared gradient error that is allowed, in units of V^2.
-            window: "mean" takes the means of V^2 and of the squared coefficients. "max" takes the mean of V^2 and the
-                largest squared coefficients.
+            e2: the squared gradient error that is allowed, divided by the gradient's squared norm V^2.
+            window: "mean" takes the means of V^2 and of the squared coefficients over the measurements. "max" takes the
+                mean of V^2, and the largest squared coefficients.
         """
         if not self.rows:
             return math.inf
@@ -116,15 +123,17 @@ def _label_of(estimate: ConstraintEstimate) -> str:
 
 @dataclass(frozen=True)
 class TensorEstimate(Record):
-    """The knowledge of one slot. The fields up to `dtype_bytes` are those of the latest `TensorNorms`.
+    """All that is known of one saved tensor of a layer (a slot).
+
+    The fields up to `dtype_bytes` are those of the latest `TensorNorms`.
 
     Args:
-        spreads: for each measurement the squares of each part of the samples, in units of the mean of range^2 over the
-            elements of its samples.
-        weights: the channels' weights, the mean of the last `weighed` measurements; None if there are none.
-        weighed: see `weights`.
-        constraints: the gradients' constraints by label.
-        missed: measurements since the last one that has seen the slot.
+        spreads: for each measurement, one number for each part of the samples (`parts_of`): the mean of range^2 over the
+            elements of the part.
+        weights: the channels' weights, averaged over measurements; None if all channels count alike.
+        weighed: the number of measurements that count in `weights`, at most HISTORY.
+        constraints: the constraints of the gradients that depend on the slot, by label.
+        missed: the number of measurements since the slot was last measured.
     """
 
     name: str = entry(text)
@@ -150,7 +159,7 @@ class TensorEstimate(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def check(self, where: str) -> None:
-        """Raise InputError if the number of spreads or of weights is wrong."""
+        """Raise InputError if the last of `spreads` has the wrong length, or if `weighed` does not fit `weights`."""
         parts, last = parts_of(self.samples), len(self.spreads[-1])
         if last != parts:
             raise wrong(f"{where}.spreads", f"{parts} entries in the last one", last)
@@ -159,19 +168,19 @@ class TensorEstimate(Record):
             raise wrong(f"{where}.weighed", expected, self.weighed)
 
     def unmonitored(self) -> TensorEstimate:
-        """Return the estimate without the monitor's results."""
+        """Return the estimate without the measurements of the monitor (`monitor.py`)."""
         constraints = {
             label: replace(constraint, pairs=()) for label, constraint in self.constraints.items()
         }
         return replace(self, constraints=constraints)
 
     def deciding(self, e2: float, window: str) -> tuple[float, ConstraintEstimate | None]:
-        """Return the smallest dx*^2 and the constraint that has it; (infinity, None) without constraints."""
+        """Return the smallest mean squared error that a constraint allows, and the constraint; (infinity, None) without any."""
         found = [(made.dx2(e2, window), made) for made in self.constraints.values()]
         return min(found, key=lambda pair: pair[0], default=(math.inf, None))
 
     def least_average(self, dx2: float, window: str) -> float | None:
-        """Return the fewest bits, on average, with a mean squared error of at most dx2; None if 8 bits are not enough."""
+        """Return the lowest average bits with a mean squared error of at most `dx2`; None if 8 bits are not enough."""
         parts = parts_of(self.samples)
         alike = [spread for spread in self.spreads if len(spread) == parts]
         combined = max if window == "max" else mean
@@ -179,10 +188,10 @@ class TensorEstimate(Record):
         return least_average(squares, self.samples, self.samples or 1, dx2)
 
     def pairs(self, is_exact: bool = False) -> tuple[Pair, Pair]:
-        """Return sums over constraints of the mean pairs: of parameters' gradients, and of all gradients.
+        """Return two sums of squared norms with errors and without: over parameters' gradients, and over all gradients.
 
         Args:
-            is_exact: whether the slot is saved exactly. Then both numbers of a pair are V^2.
+            is_exact: whether the tensor is saved exactly. Then both norms of each gradient are those without errors.
         """
         seen = []
         for constraint in self.constraints.values():
@@ -195,14 +204,15 @@ class TensorEstimate(Record):
         return sum_of(of_parameters), sum_of([pair for _, pair in seen])
 
     def excess(self, limit: float, of_parameters: bool, is_exact: bool) -> tuple[float, float]:
-        """Return the mean and the squared standard error of |g^|^2 - limit |g|^2, as the monitor has seen it.
+        """Return the mean of |g^|^2 - limit |g|^2, and the square of the standard error of this mean.
 
-        If the monitor has seen the slot fewer than LEAST_SEEN times, the error is as large as the mean.
+        g^ is the gradient with errors, g the exact one. The mean is over the measurements of the monitor (`monitor.py`). If
+        there are fewer than LEAST_SEEN of them, the standard error is taken to be as large as the mean.
 
         Args:
-            limit: the largest ratio of the two squared norms that is allowed.
+            limit: the largest |g^|^2 / |g|^2 that is allowed.
             of_parameters: whether only gradients of parameters count.
-            is_exact: whether the slot is saved exactly.
+            is_exact: whether the tensor is saved exactly.
         """
         if is_exact:
             pair = self.pairs(is_exact=True)[not of_parameters]
@@ -221,7 +231,7 @@ class TensorEstimate(Record):
 
     @property
     def ratio(self) -> float | None:
-        """The largest E|g^|^2 / E|g|^2 of the slot's gradients; None before the monitor has seen one."""
+        """The largest E|g^|^2 / E|g|^2 of gradients that depend on this tensor; None before the first measurement."""
         seen = (constraint.pairs for constraint in self.constraints.values())
         pairs = [_mean_pair(pairs) for pairs in seen if pairs]
         return max((ratio_of(pair) for pair in pairs if pair.exact2 > 0), default=None)
@@ -229,7 +239,7 @@ class TensorEstimate(Record):
 
 @dataclass(frozen=True)
 class ActivationEstimate(Record):
-    """The knowledge of one few-bit activation: its function, and squared norms of the last measurements."""
+    """All that is known of one few-bit activation: its function, and squared norms of gradients in the last measurements."""
 
     name: str = entry(text)
     function: str = entry(function_name)
@@ -240,11 +250,17 @@ class ActivationEstimate(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def check(self, where: str) -> None:
-        """Raise InputError if the function does not have such parameters."""
+        """Raise InputError if the function does not take these parameters."""
         check_parameters(self.function, self.parameters, f"{where}.parameters")
 
     def allowed(self, e2: float, window: str) -> float:
-        """Return the largest error of the table (not squared) that the bound allows; with "max" in each measurement."""
+        """Return the largest error of the activation's table of f' (not squared) that the bound on its gradient allows.
+
+        Args:
+            e2: the squared gradient error that is allowed, divided by the gradient's squared norm.
+            window: "mean" takes the means of the squared norms over the measurements. "max" takes the smallest error that
+                any of the measurements allows.
+        """
         if window == "max":
             return min(allowed_error(row.grad2, e2, row.v2) for row in self.rows)
         v2, grad2 = (mean(values) for values in zip(*self.rows, strict=True))
@@ -256,9 +272,9 @@ class BoundKnowledge(Record):
     """All that the error-bound policy has learned.
 
     Args:
-        slots: estimates by layer and number of the input.
-        activations: estimates by name.
-        next: the position among the slots of the next one that the monitor looks at.
+        slots: the estimates of saved tensors (slots), by (layer, number of the input).
+        activations: the estimates of activations, by name.
+        next: the position, among the slots, of the slot with which the monitor continues.
         has_warned: whether the user was warned that gradients exceed the bound.
     """
 
@@ -275,17 +291,17 @@ class BoundKnowledge(Record):
 
 
 def is_of_parameter(label: str) -> bool:
-    """Return whether a constraint's gradient is that of a parameter."""
+    """Return whether a label, such as "weight" or "input", is that of a parameter's gradient."""
     return label.rpartition(" ")[2] == "weight"
 
 
 def ratio_of(pair: Pair) -> float | None:
-    """Return |g^|^2 / |g|^2, or None if the gradient is 0."""
+    """Return |g^|^2 / |g|^2, or None if the exact gradient g is 0."""
     return pair.hat2 / pair.exact2 if pair.exact2 > 0 else None
 
 
 def sum_of(pairs: list[Pair]) -> Pair:
-    """Return the sum of pairs."""
+    """Return the sum of pairs of squared norms, as a pair."""
     hat2 = exact2 = 0.0
     for pair in pairs:
         hat2, exact2 = hat2 + pair.hat2, exact2 + pair.exact2
@@ -293,7 +309,7 @@ def sum_of(pairs: list[Pair]) -> Pair:
 
 
 def mean(values) -> float:
-    """Return the mean of values, whose sum is exact."""
+    """Return the mean of values. The sum is computed without rounding errors."""
     return math.fsum(values) / len(values)
 
 

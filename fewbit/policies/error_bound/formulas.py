@@ -1,17 +1,18 @@
-"""The error bounds of AC-GC that the error-bound policy evaluates. docs/theory/ac_gc.md derives them, and others.
+"""The error bounds of AC-GC that the error-bound policy evaluates. docs/theory/ac_gc.md derives them, section by section.
 
-AC-GC's theorem 1 allows a squared gradient error of at most e2 V2, where V2 is the squared norm of the exact gradient. D
-bounds the squared gradient error for given errors of a saved tensor. Errors are given as squares, dx2:
+AC-GC allows a squared gradient error of at most e2 V2, where V2 is the squared norm of the exact gradient. D is an upper
+bound of the squared gradient error for given errors of a saved tensor. These errors are given as squares, dx2:
 
-- worst case (expectation=False): D is never below the squared gradient error if the elements' squared errors are at
-  most dx2. For linear layers, convolutions and norms it is enough if their mean is at most dx2.
-- in expectation (expectation=True): D is never below the mean of the squared gradient error if the elements' errors
-  are independent with mean 0 and variances of at most dx2. A function names any further condition.
+- worst case (expectation=False): the squared gradient error is at most D if the squared error of each element is at most
+  dx2. For linear layers, convolutions and norms it is enough if the mean of the squared errors is at most dx2.
+- in expectation (expectation=True): the mean of the squared gradient error is at most D if the elements' errors are
+  independent, with mean 0 and variances of at most dx2. If a function needs a further condition, its docstring says so.
 
-Rounding to b bits in a range r has steps of r / (2^b - 1). Stochastic rounding has variances of at most step^2 / 4, and
-errors of at most a step. Rounding to nearest has errors of at most step / 2, whose mean is not 0.
+Rounding to b bits in a range r has steps of r / (2^b - 1). With stochastic rounding, variances are at most step^2 / 4 and
+errors at most one step. With rounding to nearest, errors are at most step / 2, and their mean is not 0.
 
-Values are floats, or float64 tensors with one value for each channel. Functions return the kind that they were given.
+Values are floats, or float64 tensors with one value for each channel. A function returns the kind of value that it was
+given.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ KURTOSIS = 4.0 / 3.0
 
 @dataclass(frozen=True)
 class Convolution:
-    """The shape of a convolution. A linear layer is a convolution without dimensions of space.
+    """The shape of a convolution. A linear layer is a convolution without spatial dimensions.
 
     Args:
-        channels: channels of the input.
-        elements: elements of the input in a channel, N H W.
-        filter: the filter's size in each dimension of space.
-        stride: the stride in each dimension.
-        dilation: the dilation in each dimension.
-        groups: groups of channels.
+        channels: the number of channels of the input.
+        elements: the number of elements of the input in one channel: N H W for images.
+        filter: the filter's size in each spatial dimension.
+        stride: the stride in each spatial dimension.
+        dilation: the dilation in each spatial dimension.
+        groups: the number of groups of channels.
         transposed: whether the convolution is transposed.
-        steps: positions of the filter in each dimension, which are the output's sizes, or the input's of a transposed
-            convolution. None if they are not known, which makes bounds of small inputs larger.
+        steps: the number of positions of the filter in each spatial dimension: the size of the output, or of the input if
+            the convolution is transposed. None if not known; bounds for small inputs are then larger than necessary.
 
     Raises:
         InputError: sizes are below 1 or contradict each other.
@@ -83,23 +84,23 @@ class Convolution:
 
     @property
     def reads(self) -> int:
-        """The largest number of taps that meet one element of the tensor over which the filter moves."""
+        """The largest number of filter elements that meet one element of the tensor over which the filter moves."""
         steps = self.steps or (None,) * len(self.filter)
         dimensions = zip(self.filter, self.stride, self.dilation, steps, strict=True)
         return math.prod(most_reads(*sizes) for sizes in dimensions)
 
     def weight(self, expectation: bool) -> int:
-        """Return the factor of the squared error of a channel's elements in D, besides |g|^2."""
+        """Return w in the bound of `convolution_d`: the sum over channels of w |g|^2 dx2."""
         if not expectation:
             return self.reads * self.elements
         return self.reads if self.transposed else math.prod(self.filter)
 
 
 def most_reads(taps: int, stride: int, dilation: int = 1, steps: int | None = None) -> int:
-    """Return the largest number of taps that meet one position: min(ceil(taps gcd(stride, dilation) / stride), steps).
+    """Return how often, at most, a filter reads one position: min(ceil(taps gcd(stride, dilation) / stride), steps).
 
     Args:
-        taps: the filter's size.
+        taps: the filter's size in one dimension.
         stride: the stride.
         dilation: the dilation.
         steps: the number of positions of the filter, or None if it is not known.
@@ -116,15 +117,16 @@ def most_reads(taps: int, stride: int, dilation: int = 1, steps: int | None = No
 
 
 def convolution_d(dx2, layer: Convolution, grad2, expectation: bool = False) -> float:
-    """Return D of a convolution's weight (sections 4 and 5), transposed or not, in units of the squared gradient.
+    """Return a bound of the squared error of a convolution's weight gradient (docs/theory/ac_gc.md, sections 4 and 5).
 
-    In the worst case the mean squared error of each channel is enough, or of each group if dx2 and grad2 are floats.
+    In the worst case dx2 need only bound the mean squared error of each channel, or, if dx2 and grad2 are floats, of each
+    group of channels.
 
     Args:
-        dx2: squared errors of the elements: a float, or (channels,).
+        dx2: the squared errors of the input's elements: a float, or (channels,).
         layer: the convolution.
         grad2: |g|^2, where g is the gradient of the output: a float, or (groups,).
-        expectation: whether the bound is in expectation.
+        expectation: whether the bound holds in expectation; otherwise it holds in the worst case.
     """
     dx2, grad2 = squares("dx2", dx2), squares("grad2", grad2)
     weight = layer.weight(expectation)
@@ -160,7 +162,19 @@ def check_groups(grad2: Tensor, layer: Convolution) -> None:
 
 
 def norm_input_coefficients(size: int, scaled2, alignment2=None, expectation: bool = False):
-    """Return (first, second) of D = (first dx + second dx2)^2 in `norm_input_d`; (channels,) each if scaled2 is."""
+    """Return (first, second) of (first dx + second dx2)^2, a bound of the squared error of a norm's input gradient.
+
+    dx2 = dx^2 is the mean squared error of the norm's saved tensor (docs/theory/ac_gc.md, section 6). A set is the elements
+    that share a mean and a deviation s: a channel of a batch norm, a row of a layer norm, and so on. g' is the gradient of
+    the output times the weight, and x~ is the normalized input, which the norm saves.
+
+    Args:
+        size: the number of elements of a set.
+        scaled2: the sum of |g'|^2 / s^2 over the sets: a float, or one sum for each channel. The results have the same
+            shape.
+        alignment2: the sum of (x~ . g')^2 / s^2 over the sets; None: its largest possible value.
+        expectation: whether the bound holds in expectation; otherwise it holds in the worst case.
+    """
     whole("size", size)
     scaled2 = squares("scaled2", scaled2)
     alignment2 = size * scaled2 if alignment2 is None else squares("alignment2", alignment2)
@@ -175,14 +189,14 @@ def norm_input_coefficients(size: int, scaled2, alignment2=None, expectation: bo
 
 
 def tolerance(e2: float, v2: float) -> float:
-    """Return e2 V2, the squared gradient error that is allowed by (6) of AC-GC.
+    """Return e2 V2, the squared gradient error that AC-GC allows in its formula (6).
 
     Args:
-        e2: the relative error that is allowed.
+        e2: the squared error that is allowed, relative to V2.
         v2: the squared norm of the exact gradient.
 
     Returns:
-        The product; 0 if either factor is 0.
+        The product; 0 if either factor is 0, even if the other is infinite.
 
     Raises:
         InputError: a factor is negative.
@@ -192,7 +206,7 @@ def tolerance(e2: float, v2: float) -> float:
 
 
 def square(name: str, value: float) -> float:
-    """Return a number as a float. Raise InputError if it is below 0."""
+    """Return the argument as a float. Raise InputError if it is negative. `name` is the argument's name in the message."""
     value = float(value)
     if not value >= 0:
         raise InputError(f"expected {name} of 0 or more, got {value}")
@@ -200,7 +214,7 @@ def square(name: str, value: float) -> float:
 
 
 def squares(name: str, value) -> float | Tensor:
-    """Return a number as a float, or a vector in float64. Raise InputError for entries below 0 and other shapes."""
+    """Return a number as a float, or a vector as float64. Raise InputError for negative entries and other shapes."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return square(name, value)
     value = value.detach().double()
@@ -210,14 +224,14 @@ def squares(name: str, value) -> float | Tensor:
 
 
 def whole(name: str, value: int, least: int = 1) -> int:
-    """Return an integer. Raise InputError if it is none, or below `least`."""
+    """Return the argument unchanged. Raise InputError if it is not an integer, or if it is below `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"expected an integer of {least} or more for {name}, got {value!r}")
     return value
 
 
 def quotient(allowed: float, cost) -> float | Tensor:
-    """Return allowed / cost: infinite if the cost is 0, because errors then do not matter; 0 if it is infinite."""
+    """Return allowed / cost. A cost of 0 gives infinity, because errors then do not matter. An infinite cost gives 0."""
     if isinstance(cost, Tensor):
         infinite = torch.full_like(cost, math.inf)
         return torch.where(cost > 0, allowed / cost, infinite).masked_fill(cost == math.inf, 0.0)
@@ -227,19 +241,19 @@ def quotient(allowed: float, cost) -> float | Tensor:
 
 
 def root(value) -> float | Tensor:
-    """Return the square root of a float or of a tensor's elements."""
+    """Return the square root of a float, or of each element of a tensor."""
     return value.sqrt() if isinstance(value, Tensor) else math.sqrt(value)
 
 
 def polynomial_error(allowed: float, first, second) -> float | Tensor:
-    """Return dx2 with (first dx + second dx2)^2 = allowed, where dx is its root.
+    """Solve (first dx + second dx^2)^2 = allowed for dx, and return dx2 = dx^2.
 
-    The formula loses no digits if `second` is small.
+    The result is accurate also if `second` is small.
 
     Args:
         allowed: the squared gradient error that is allowed.
         first: the coefficient of dx, 0 or more; a float, or a tensor with one value for each channel.
-        second: the coefficient of dx2, alike.
+        second: the coefficient of dx^2, 0 or more, in the same form.
 
     Returns:
         dx2; infinite if both coefficients are 0.

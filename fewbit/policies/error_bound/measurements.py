@@ -1,4 +1,8 @@
-"""The measurements of an `ErrorBoundProbe`, and how the numbers on the host become its result."""
+"""The measurements of an `ErrorBoundProbe`, and the functions that make its result of them once they are on the host.
+
+The probe measures tensors that layers save, and the gradients that layers compute from these tensors. A slot is one saved
+tensor of a layer; if the layer is called several times, each call saves a tensor of the slot.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,16 @@ from fewbit.policies.error_bound.observations import GradientConstraint, Monitor
 
 @dataclass
 class MeasuredTensor:
-    """The measurements of one saved tensor.
+    """The measurements of one saved tensor of a layer (a slot).
 
     Args:
-        name: the name of its slot.
+        name: the name of the tensor's slot.
         elements: the number of elements.
-        has_samples: whether its samples share bits.
-        errors: (rows,) squared errors, summed over each entry of dimension 0.
+        has_samples: whether the tensor's bits are divided among its samples.
+        errors: (rows,) squared rounding errors, summed over each entry of dimension 0.
         error: 0-D, the root of the sum of all squared errors.
-        squares: 0-D, the sum of length times squared range, which its rounding depends on.
-        deviation: 0-D, the standard deviation of noise that is tried.
+        squares: 0-D, the sum over groups of length * range^2, from which rounding errors for any number of bits follow.
+        deviation: 0-D, the standard deviation of the noise with which the effect of errors is measured.
     """
 
     name: tuple[str, int]
@@ -41,11 +45,11 @@ class MeasuredGradient:
 
     Args:
         part: the error model of the gradient.
-        label: see `GradientConstraint`.
-        kind: see `GradientConstraint`.
-        tensor: the saved tensor that the gradient is computed from.
+        label: the gradient's name, as in `GradientConstraint`.
+        kind: whether `part` is a formula or was measured, as in `GradientConstraint`.
+        tensor: the saved tensor from which the gradient is computed.
         size: 0-D, the norm of the gradient.
-        exact: 0-D, the norm of the gradient from exact values, if that is known.
+        exact: 0-D, the norm of the gradient from exact values; None if that is not computed in this measurement.
     """
 
     part: Part
@@ -57,13 +61,13 @@ class MeasuredGradient:
 
 
 class Share(NamedTuple):
-    """One gradient of one call, with the cost of one slot's error.
+    """One gradient of one call of a layer, with the effect of the error of one saved tensor (slot) on this gradient.
 
     Args:
         found: the gradient.
-        cost: the cost of the slot's error.
+        cost: the error of the gradient as a function of the slot's error.
         v2: the squared norm of the gradient without errors.
-        slots: the number of slots that the gradient depends on.
+        slots: the number of slots on which the gradient depends.
     """
 
     found: MeasuredGradient
@@ -73,10 +77,12 @@ class Share(NamedTuple):
 
 
 def shares_by_slot(host, calls: list[list[MeasuredGradient]]) -> dict[tuple, list[Share]]:
-    """Return the gradients with a cost, by slot.
+    """Return for each saved tensor (slot) the gradients that depend on it.
+
+    Gradients on which the tensor's error has no effect are left out.
 
     Args:
-        host: numbers on the host, by the id of the tensor that they were measured in.
+        host: the numbers on the host, by the id of the tensor in which they were measured.
         calls: the gradients of each call of a layer's backward.
     """
     found = {}
@@ -108,7 +114,12 @@ def _shares(host, gradients: list[MeasuredGradient]) -> list[Share]:
 
 
 def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
-    """Return the norms of the gradients that were also computed from exact values."""
+    """Return the squared norms of those gradients that were also computed from exact values.
+
+    Args:
+        host: the numbers on the host, by the id of the tensor in which they were measured.
+        shares: the gradients that depend on one saved tensor.
+    """
     gradients = [share.found for share in shares if share.found.exact is not None]
     return tuple(
         MonitoredNorms(
@@ -121,13 +132,13 @@ def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
 def constraints_of(
     host, shares: list[Share], tried: float
 ) -> list[tuple[GradientConstraint, list[float] | None]]:
-    """Return the constraints of one slot, one for each label and kind, with the costs of its channels.
+    """Return the constraints on the error of one saved tensor (slot): one for each label and kind, with the costs of channels.
 
     Args:
-        host: numbers on the host, by the id of the tensor that they were measured in.
+        host: the numbers on the host, by the id of the tensor in which they were measured.
         shares: the gradients that depend on the slot.
-        tried: the mean variance of the noise that was tried, over all elements of the slot. D is the cost if all errors
-            are in proportion to this noise.
+        tried: the variance of the noise with which errors were measured, averaged over all elements of the slot. The slot's
+            tensors are assumed to have errors in the same proportions as this noise.
     """
     by_label = {}
     for share in shares:
@@ -155,13 +166,15 @@ def _sum_of_channels(costs: list[list[float]]) -> list[float] | None:
 
 
 def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) -> tuple | None:
-    """Return weights of channels, of mean 1: the largest share of any gradient in first^2 / V^2.
+    """Return the weights of a saved tensor's channels, with mean 1, in proportion to the effect of errors in each channel.
+
+    For one gradient the effect of a channel is its part of first^2 / V^2. Of several gradients the largest effect counts.
 
     Args:
         costs: constraints with the costs of channels, as `constraints_of` returns them.
 
     Returns:
-        (channels,) weights; None if there are no channels, or all channels weigh the same.
+        (channels,) weights; None if there are no channels, or if all channels have the same weight.
     """
     costs = [pair for pair in costs if pair[0].v2 > 0 and pair[0].first > 0]
     lengths = {len(channels) for _, channels in costs if channels is not None and sum(channels) > 0}
@@ -182,6 +195,6 @@ def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) 
 
 
 def host_square(host, number) -> float:
-    """Return the square of a number on the host."""
+    """Return the square of the number that was measured in a 0-D tensor and copied to the host."""
     (value,) = host[id(number)]
     return value * value

@@ -1,6 +1,7 @@
-"""The monitor of the error-bound policy: it looks at a few slots in turn, and warns if gradients exceed the bound.
+"""The monitor of the error-bound policy: it compares gradients with exact ones, and warns if they exceed the bound.
 
-For the slots whose turn it is, a probe also computes gradients from exact values, which takes memory for these values.
+For this the probe keeps the exact values of some saved tensors, and computes the gradients from these values too. The exact
+values take memory, so each measurement includes a few tensors (slots) only, in turn.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ Slots = Mapping[tuple[str, int], TensorEstimate]
 
 
 def turn_of(slots: Slots, start: int, exact: Container) -> list[tuple[str, int]]:
-    """Return the slots whose turn it is: as many as need no more memory than the largest slot.
+    """Return the saved tensors (slots) that the next measurement compares with exact values.
+
+    Together their exact values take no more memory than those of the largest slot.
 
     Args:
         slots: the knowledge of all slots.
-        start: the position of the first slot whose turn it may be.
-        exact: the slots that are saved exactly, whose turn never comes.
+        start: the position of the slot to begin with.
+        exact: the slots that are saved exactly, and so need no comparison.
     """
     names, taken = list(slots), []
     sizes = {
@@ -44,16 +47,16 @@ def turn_of(slots: Slots, start: int, exact: Container) -> list[tuple[str, int]]
 def next_start(
     turn: list[tuple[str, int]], start: int, before: Slots, now: Slots, seen: Container
 ) -> int:
-    """Return the position after a measurement of the first slot whose turn is next.
+    """Return the position of the saved tensor (slot) with which the monitor's next measurement begins.
 
-    Only slots that were measured have had their turn. If a forward pass did not reach a slot, because it belongs to
-    another module of the model for example, its turn is still to come.
+    If the forward pass did not reach a slot, for example because the slot belongs to another module of the model, the next
+    measurement begins with this slot.
 
     Args:
-        turn: the slots whose turn it was.
+        turn: the slots that the measurement was to include.
         start: the position before the measurement.
         before: the knowledge before the measurement.
-        now: the knowledge after it, without slots that were forgotten.
+        now: the knowledge after the measurement, without slots that were forgotten.
         seen: the slots that were measured.
     """
     if not turn:
@@ -65,18 +68,23 @@ def next_start(
 
 
 def total_ratio(slots: Slots, exact: Container) -> float | None:
-    """Return E|g^|^2 / E|g|^2 over all slots, of parameters' gradients if any were seen; None before that.
+    """Return E|g^|^2 / E|g|^2 over all saved tensors (slots); None before the first measurement.
 
+    g^ are the gradients as computed, g those from exact values. If gradients of parameters were measured, only they count.
     Gradients from slots that are saved exactly count as exact.
+
+    Args:
+        slots: the knowledge of all slots.
+        exact: the slots that are saved exactly.
     """
     of_parameters, of_all = _totals(slots, exact)
     return ratio_of(of_parameters if of_parameters.exact2 > 0 else of_all)
 
 
 def is_exceeded(slots: Slots, exact: Container, limit: float) -> bool:
-    """Return whether the ratio is above the limit by more than three standard errors.
+    """Return whether `total_ratio`, a ratio of squared gradient norms, is above the limit by more than three standard errors.
 
-    Each measurement is one draw of the rounding, so a single ratio may be above the limit by chance.
+    Rounding is random, so the ratio of a single measurement may be above the limit by chance.
     """
     of_parameters = _totals(slots, exact)[0].exact2 > 0
     means, squares = zip(

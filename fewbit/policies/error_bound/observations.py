@@ -1,7 +1,9 @@
 """The result of a probe of the error-bound policy, in one process or merged over several.
 
-If several processes train together, each of them rounds independently. So squared errors add up, and the roots of sums of
-squared coefficients bound the root of the sum of all D (Minkowski).
+A slot is a tensor that a layer saves in every forward pass. The result has the errors of each slot, and a constraint D <=
+e2 V^2 for each gradient that depends on the slot. V^2 is the squared norm of the gradient, and D is its squared error as a
+function of the slot's error. Processes that train together round independently, so squared errors add up. Constraints are
+merged with the root of the sum of squared coefficients, which gives an upper bound of the sum of all D (Minkowski).
 """
 
 from __future__ import annotations
@@ -49,22 +51,23 @@ MOST_PARAMETER = 1e6
 
 
 def merged_kind(kinds: list[str]) -> str:
-    """Return the kind of a constraint that was made of several."""
+    """Return the kind of a constraint that was merged from several: MEASURED, found by measurement, if any of them was."""
     return MEASURED if MEASURED in kinds else EXPECTED
 
 
 @dataclass(frozen=True)
 class GradientConstraint(Record):
-    """The condition D <= e^2 v2 that one gradient sets for the error of one slot.
+    """A constraint D <= e2 V^2 that one gradient, with squared error D, sets to the error of one saved tensor (slot).
 
     Args:
-        label: the gradient: "weight", "input", "query" ... If another layer than the one that saved the slot makes the
-            gradient, the layer's name comes first ("block.q_proj: weight").
-        kind: EXPECTED or MEASURED.
-        v2: the squared norm of the gradient without errors. Several calls of a layer add up.
-        first: D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the saved elements. If a gradient
-            depends on several slots, D is that of this slot times their number, so that each has an equal share.
-        second: see `first`.
+        label: the name of the gradient: "weight", "input", "query" ... If the gradient is that of another layer than the
+            one that saved the slot, the other layer's name comes first ("block.q_proj: weight").
+        kind: EXPECTED if D follows from a formula, MEASURED if D was measured.
+        v2: V^2, the squared norm of the gradient without errors, summed over the calls of the layer.
+        first: the coefficient in D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the slot's
+            elements. If a gradient depends on several slots, its error is divided equally among them: D is multiplied by
+            their number.
+        second: the other coefficient of D.
     """
 
     label: str = entry(text)
@@ -75,7 +78,7 @@ class GradientConstraint(Record):
 
 
 class MonitoredNorms(NamedTuple):
-    """Squared norms of one gradient, as it was and from exact values, for the same gradient of the layer's result."""
+    """The squared norms of one gradient, as computed and from exact values, for the same gradient of the layer's result."""
 
     label: str
     hat2: float
@@ -83,19 +86,19 @@ class MonitoredNorms(NamedTuple):
 
 
 def merge_constraints(values: list[Iterable[GradientConstraint]]) -> tuple:
-    """Merge the constraints of all processes by label."""
+    """Return the constraints of all processes on one tensor's error. Constraints with the same label become one."""
     return tuple(merge_by_key([by_label(constraints) for constraints in values]).values())
 
 
 def merge_monitored(values: list[Iterable[MonitoredNorms]]) -> tuple:
-    """Add up the norms of all processes by label."""
+    """Return the squared norms of all processes. Norms with the same label are summed."""
     sums = [sums_by_label(norms).values() for norms in values]
     return tuple(sums_by_label(norms for process in sums for norms in process).values())
 
 
 @dataclass(frozen=True)
 class TensorNorms(Record):
-    """The result for one slot.
+    """The measurements of one saved tensor of a layer (a slot) in one forward and backward pass.
 
     Args:
         name: the layer's name.
@@ -103,17 +106,18 @@ class TensorNorms(Record):
         average: the bits per element that the slot had.
         is_fixed: whether the user gave these bits.
         elements: the number of elements of all tensors of the slot.
-        samples: the number of samples that share the bits; 0 if they do not share any.
-        squares: SPREAD values in rising order, by which samples share bits: sums over groups of length times squared
-            range, each the mean of as many samples. Fewer samples have the values themselves, and zeros. If samples is 0,
-            the value of the whole tensor, and zeros.
+        samples: the number of samples among which the bits are divided; 0 if all samples have the same bits.
+        squares: SPREAD numbers in rising order, by which bits are divided among samples. A sample's number is the sum over
+            its groups of length * range^2. If there are more than SPREAD samples, they are divided into SPREAD parts of
+            nearly equal size, and each part has the mean of its samples. If there are fewer, zeros follow. If `samples` is
+            0, the first number is that of the whole tensor.
         error2: the mean squared error that the elements had.
-        dtype_bytes: bytes of an element that is saved exactly.
-        constraints: the conditions of the gradients; none if no gradient came by.
-        channel_weights: 1 / dx*^2 of each channel (dimension 1), of mean 1; None if there are no channels, or all of
-            them are alike.
-        is_known: whether all gradients that depend on the slot were seen.
-        monitored: the gradients that were also computed from exact values.
+        dtype_bytes: the bytes of an element if it is saved exactly.
+        constraints: the constraints of the gradients that depend on the slot; none if no gradient was computed.
+        channel_weights: 1 / dx*^2 of each channel (dimension 1), scaled to mean 1, where dx*^2 is the mean squared error
+            that the constraints allow. None if there are no channels, or if all channels have the same weight.
+        is_known: whether all gradients that depend on the slot were measured.
+        monitored: the squared norms of gradients that were also computed from exact values.
     """
 
     name: str = entry(text)
@@ -137,19 +141,19 @@ class TensorNorms(Record):
     )
 
     def check(self, where: str) -> None:
-        """Raise InputError if there are too few squares."""
+        """Raise InputError if `squares` has fewer numbers than there are parts of samples."""
         parts = parts_of(self.samples)
         if len(self.squares) < parts:
             raise wrong(f"{where}.squares", f"at least {parts} entries", len(self.squares))
 
 
 def parts_of(samples: int) -> int:
-    """Return the number of parts into which a slot's samples are divided."""
+    """Return the number of parts into which samples are divided: as many as samples, at least 1 and at most SPREAD."""
     return min(samples, SPREAD) or 1
 
 
 def function_name(value, where: str) -> str:
-    """Check the name of a built-in function: the shape of such an entry."""
+    """Return `value` if it names a function in `fewbit.functions`. Else raise an InputError that begins with `where`."""
     name = text(value, where)
     if name not in functions.names():
         raise wrong(where, "the name of a function that fewbit has", value)
@@ -157,7 +161,7 @@ def function_name(value, where: str) -> str:
 
 
 def check_parameters(function: str, values: tuple[float, ...], where: str) -> None:
-    """Raise InputError if a function does not have such parameters."""
+    """Raise InputError if the function does not take these parameters. The message begins with `where`."""
     names = functions.get(function).parameters
     if len(values) != len(names):
         raise wrong(where, f"{len(names)} of {function}", list(values))
@@ -169,14 +173,14 @@ def check_parameters(function: str, values: tuple[float, ...], where: str) -> No
 
 @dataclass(frozen=True)
 class ActivationNorms(Record):
-    """The result for one few-bit activation.
+    """The measurements of one few-bit activation.
 
     Args:
-        name: the path of the module, or "path of the module that calls:function".
+        name: the module's path; for a function that a module calls, "module's path:function".
         function: the function's name in `fewbit.functions`.
         parameters: the function's parameters.
-        v2: |gradient of the input|^2; several calls add up.
-        grad2: |gradient of the result|^2.
+        v2: the squared norm of the input's gradient, summed over calls.
+        grad2: the squared norm of the result's gradient, summed over calls.
     """
 
     name: str = entry(text)
@@ -188,23 +192,23 @@ class ActivationNorms(Record):
     grad2: float = entry(real(), sum, default=0.0)
 
     def check(self, where: str) -> None:
-        """Raise InputError if the function does not have such parameters."""
+        """Raise InputError if the function does not take these parameters."""
         check_parameters(self.function, self.parameters, f"{where}.parameters")
 
 
 def slot_of(made) -> tuple[str, int]:
-    """Return the name of a record's slot: the layer, and the number of its input."""
+    """Return which saved tensor (slot) a record is about: the layer's name, and the number of the layer's input."""
     return made.name, made.input
 
 
 def name_of(made) -> str:
-    """Return the name of a record."""
+    """Return the name in a record."""
     return made.name
 
 
 @dataclass(frozen=True)
 class ProbeResult(Record):
-    """The result of one probe: slots by (layer, number of the input), activations by name."""
+    """The measurements of saved tensors, by (layer, number of the input), and of activations, by name, in one step."""
 
     slots: Mapping[tuple[str, int], TensorNorms] = entry(
         keyed(TensorNorms.read, slot_of, "every input of a layer once"),
@@ -218,7 +222,7 @@ class ProbeResult(Record):
 
 
 def by_label(constraints: Iterable[GradientConstraint]) -> dict[str, GradientConstraint]:
-    """Return the constraints by label; several with the same label become one."""
+    """Return the constraints by label. From constraints with the same label one is made that satisfies all of them."""
     found: dict[str, list[GradientConstraint]] = {}
     for constraint in constraints:
         found.setdefault(constraint.label, []).append(constraint)
@@ -226,7 +230,7 @@ def by_label(constraints: Iterable[GradientConstraint]) -> dict[str, GradientCon
 
 
 def sums_by_label(monitored: Iterable[MonitoredNorms]) -> dict[str, MonitoredNorms]:
-    """Return the squared norms of each gradient, added up over calls."""
+    """Return the squared norms by label. Norms with the same label, from several calls of a layer, are summed."""
     found = {}
     for label, hat2, exact2 in monitored:
         before = found.get(label, MonitoredNorms(label, 0.0, 0.0))
@@ -235,7 +239,7 @@ def sums_by_label(monitored: Iterable[MonitoredNorms]) -> dict[str, MonitoredNor
 
 
 def strictest(constraints: list[GradientConstraint]) -> GradientConstraint:
-    """Return a constraint that allows no larger error than any of these with one label."""
+    """Return one constraint that allows no larger error than any of the given ones, which have the same label."""
     if len(constraints) == 1:
         return constraints[0]
     kind = merged_kind([constraint.kind for constraint in constraints])

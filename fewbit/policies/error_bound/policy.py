@@ -1,8 +1,9 @@
-"""policy="error-bound": the fewest bits with which the error of each gradient stays within a bound (AC-GC).
+"""The policy of `ErrorBound`: the fewest bits with which the error of each gradient stays within a bound (AC-GC).
 
-In some steps an `ErrorBoundProbe` measures how large the errors of saved tensors may be. For every gradient it finds V^2,
-and D as a function of a slot's mean squared error dx^2. D(dx*) = e^2 V^2 gives dx*. The smallest dx* of a slot's gradients
-gives its bits until the next measurement (docs/error_bound.md).
+A slot is a tensor that a layer saves in every forward pass, and dx^2 is the mean squared error of its elements. In some
+steps an `ErrorBoundProbe` measures, for every gradient that depends on a slot, the squared norm V^2 and the squared error D
+as a function of dx. The equation D = e2 V^2 gives dx*, the error that this gradient allows. The smallest dx* of all
+gradients determines the slot's bits until the next measurement (docs/error_bound.md).
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _SETTINGS = "e2", "window", "codec", "by_channel"
 
 
 class ErrorBoundPolicy(ProbingPolicy):
-    """A policy that chooses bits of slots and activations by the error that they may have.
+    """A policy that gives each saved tensor and each activation as few bits as a bound on gradient errors allows.
 
     Args:
-        bound: the error that is allowed.
-        names: the names of all quantizers that the model may have, the same in every process.
-        channels: {layer: channels} of layers whose input has channels.
+        bound: the configuration, with the bound.
+        names: the names of all layers and functions that may save quantized tensors, the same in every process.
+        channels: {layer: number of channels} of layers whose input has channels.
         activations: the names of few-bit activations whose bits the policy chooses.
         given: {name: bits} of few-bit activations whose bits the user gave.
     """
@@ -70,16 +71,16 @@ class ErrorBoundPolicy(ProbingPolicy):
 
     @property
     def limit(self) -> float:
-        """1 + e2: the largest E|g^|^2 / E|g|^2 that the bound allows."""
+        """1 + e2: the largest E|g^|^2 / E|g|^2 that the bound allows, for gradients g^ with errors and exact gradients g."""
         return 1.0 + self.bound.e2
 
     @property
     def ratio(self) -> float | None:
-        """E|g^|^2 / E|g|^2 over all slots, as far as the monitor has seen it; None before that."""
+        """E|g^|^2 / E|g|^2 over all layers, as measured by the monitor (`monitor.py`); None before the first measurement."""
         return monitor.total_ratio(self.knowledge.slots, self._exact())
 
     def tables(self, model, ended: str) -> dict:
-        """Return {"bounds": the errors that are allowed}, and an empty allocation that refers to them."""
+        """Return {"bounds": table of the errors that are allowed, "allocation": empty table that refers to the other}."""
         empty = "no bounds found yet: that comes after the first steps of training, with gradients that are finite"
         unobserved = self.unobserved_layers(model)
         return {
@@ -88,7 +89,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         }
 
     def number_samples(self, numbers) -> None:
-        """Raise InputError: bits do not go by samples."""
+        """Raise InputError: this policy does not choose bits by the gradients of single samples."""
         raise InputError(
             "expected SampleBits or AdaptiveBits for numbers of samples, got ErrorBound, whose bits follow from bounds"
         )
@@ -96,11 +97,11 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- In a forward pass -----------------------------------------------------------------------------------
 
     def new_probe(self) -> ErrorBoundProbe:
-        """Return a probe that also computes exact gradients of the monitored slots."""
+        """Return the object that measures a forward pass, with exact gradients for the tensors of `monitored`."""
         return ErrorBoundProbe(self.step, frozenset(self.monitored()))
 
     def apply_to(self, assignment: BitAssignment) -> None:
-        """Set the bits, codecs and channels of a forward pass."""
+        """Set the bits, the codecs and the weights of channels in the assignment of a forward pass."""
         assignment.averages, assignment.codecs = self.averages, self._codecs
         assignment.activations = self.activations
         assignment.channels, assignment.channel_weights = self._channels, self._channel_weights
@@ -109,7 +110,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         assignment.rounds_up = True
 
     def monitored(self) -> list[tuple[str, int]]:
-        """Return the slots that the next probe computes from exact values as well."""
+        """Return the saved tensors (slots) for which the next probe also computes gradients from exact values."""
         return monitor.turn_of(self.knowledge.slots, self.knowledge.next, self._exact())
 
     def _exact(self) -> set[tuple[str, int]]:
@@ -117,17 +118,17 @@ class ErrorBoundPolicy(ProbingPolicy):
         return {name for name, codec in self._codecs.items() if isinstance(codec, ExactCodec)}
 
     def codec_of(self, name: tuple[str, int]):
-        """Return the codec of a slot, or None if the group quantizer saves it."""
+        """Return the codec of a saved tensor (slot), or None if the group quantizer saves the tensor."""
         return self._codecs.get(name)
 
     # -- Learning --------------------------------------------------------------------------------------------
 
     def merge(self, results: list[ProbeResult | None]) -> ProbeResult:
-        """Return the sums over processes, by slot and activation."""
+        """Return one result for all processes, merged by saved tensor and activation."""
         return ProbeResult.merged([result or ProbeResult() for result in results])
 
     def learn(self, result: ProbeResult | None) -> BoundKnowledge:
-        """Return the knowledge after one more measurement."""
+        """Return all that is known after one more measurement."""
         known, result = self.knowledge, result or ProbeResult()
         total = math.fsum(
             constraint.v2 for slot in result.slots.values() for constraint in slot.constraints
@@ -152,7 +153,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         return BoundKnowledge(slots, activations, following, known.has_warned)
 
     def adopt(self, knowledge: BoundKnowledge) -> None:
-        """Set the knowledge, and choose bits, codecs and tables by it."""
+        """Set `self.knowledge`, and choose bits, codecs and tables by it."""
         choices = choose(knowledge, self.bound, self.given)
         self.knowledge = knowledge
         self.choices, self.activations = choices.slots, choices.activations
@@ -176,7 +177,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         }
 
     def take_in(self, result: ProbeResult | None) -> None:
-        """Learn from a result, and warn once if gradients exceed the bound."""
+        """Learn from the result of a measurement, and warn once if gradients exceed the bound."""
         before = self.knowledge
         super().take_in(result)
         known, ratio, limit = self.knowledge, self.ratio, self.limit
@@ -189,11 +190,11 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- State -----------------------------------------------------------------------------------------------
 
     def settings(self) -> dict:
-        """Return the name of the policy and the settings of the bound."""
+        """Return the name of the policy and the settings of the configuration, as entries of a state."""
         return {"policy": POLICY, **{name: getattr(self.bound, name) for name in _SETTINGS}}
 
     def setting_shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the entries of `settings`."""
+        """Return the shapes of the entries that `settings` returns. A shape checks one entry (`fewbit.schema.shapes`)."""
         return {
             "policy": choice(POLICY),
             "e2": real(),
@@ -203,12 +204,16 @@ class ErrorBoundPolicy(ProbingPolicy):
         }
 
     def check_result(self, result: ProbeResult) -> None:
-        """Raise InputError if a result has a layer that the model lacks."""
+        """Raise InputError if a result names a layer that the model does not have."""
         for layer, _ in result.slots:
             check_layer(layer, self._layers)
 
     def fit(self, knowledge: BoundKnowledge, settings: Mapping) -> BoundKnowledge:
-        """Return the knowledge of a state that concerns this model and these settings."""
+        """Return the part of the knowledge in a controller's state that is of use to this policy.
+
+        Activations whose bits this policy does not bound are left out. If the state has other settings, so are the
+        measurements of the monitor, because they are for other bits.
+        """
         self._check_slots(knowledge)
         taken = {
             name: activation

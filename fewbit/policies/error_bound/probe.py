@@ -1,16 +1,18 @@
-"""The probe of policy="error-bound": it measures the numbers of AC-GC's bounds in one backward pass.
+"""The probe of the error-bound policy: it measures in one backward pass what AC-GC's bounds need.
 
-Rounding a saved tensor adds D to the squared error of a gradient that a layer computes from it. The bound allows
-D <= e^2 V^2, where V^2 is the squared norm of the exact gradient (docs/theory/ac_gc.md). During one backward pass the
-probe finds V^2 and D of each layer's gradients:
+Rounding a saved tensor adds D to the squared error of a gradient that a layer computes from the tensor. The bound allows D
+<= e2 V^2, where V^2 is the squared norm of the exact gradient (docs/theory/ac_gc.md). For the gradients of each layer the
+probe finds V^2 and D:
 
-- by the formulas of `error_model`, from norms of tensors that are there anyway;
-- for other layers it measures D: their backward runs again with noise in one of the tensors that they restore. The noise
-  has the variance of the errors that the tensor has, or of rounding to 8 bits if that is more.
+- For most layers D follows from the formulas of `error_model.py`, with norms of tensors that the backward pass has anyway.
+- For other layers D is measured. Their backward runs again with noise in one of the tensors that it restores. The noise has
+  the variance of the tensor's present errors, or of rounding to 8 bits if that is more.
 
-The backward pass computes gradients with errors, whose squared norm contains D of the present errors on average. The
-probe subtracts that. For some slots it also holds exact values, and runs their layers' backward again with these. That
-gives the true |g^|^2 / |g|^2 for the same gradient of the layer's result.
+Gradients in this backward pass have errors. Their squared norm therefore contains, on average, the D of the present errors.
+The probe subtracts this D to find V^2.
+
+For a few tensors the probe also keeps the exact values, and runs the backward of their layers again with these. The two
+results have the same gradient of the layer's result, so |g^|^2 / |g|^2 of the layer's own gradients is exact.
 """
 
 from __future__ import annotations
@@ -66,13 +68,14 @@ class _Rounding:
 
 
 class ErrorBoundProbe(VarianceProbe):
-    """The probe of one forward pass and its backward pass.
+    """The object that measures one forward pass and its backward pass for the error-bound policy.
 
-    It never raises. A layer whose gradients are not plain tensors gives no result.
+    The probe never raises an exception. For a layer whose gradients are not ordinary dense tensors there is no result.
 
     Args:
         seed: the seed of the noise.
-        monitored: slots whose exact values are held until the backward pass has ended or failed, or the graph is gone.
+        monitored: the saved tensors (slots) whose exact values are kept until the backward pass has ended or failed, or
+            until the graph is freed.
     """
 
     def __init__(self, seed: int, monitored: frozenset[tuple[str, int]] = frozenset()):
@@ -88,7 +91,12 @@ class ErrorBoundProbe(VarianceProbe):
     # -- In the forward pass ---------------------------------------------------------------------------------
 
     def record_rounding(self, slot: TensorSlot, record: QuantizationRecord) -> _Rounding | None:
-        """Measure the errors of a saved tensor. Return the object that the graph holds for it."""
+        """Measure the rounding errors of a saved tensor. Return the object that the autograd graph holds for the tensor.
+
+        Args:
+            slot: the tensor's name and bits.
+            record: the tensor and its quantized copy.
+        """
         if not self._is_open:
             return None
         exact = record.exact() if slot.name in self.monitored else None
@@ -123,7 +131,11 @@ class ErrorBoundProbe(VarianceProbe):
                 self._passes[number] = sizes
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
-        """Measure the gradients of one layer, in its backward pass. The arguments are those of `VarianceProbe.probe`."""
+        """Measure the gradients of one layer in its backward pass.
+
+        The arguments are those of `fewbit.runtime.saved.assignment.Probe.probe`: the layer's node, its backward function,
+        and the gradients.
+        """
         self._begins()
         results = _as_tuple(results)
         if not self._is_open or not _are_dense((*grads, *results)):
@@ -150,7 +162,7 @@ class ErrorBoundProbe(VarianceProbe):
         self._found[number] = found
 
     def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int) -> torch.Tensor:
-        """Return noise of the tensor's deviation, the same for all elements; float32."""
+        """Return float32 noise in the shape of `rows`, with the standard deviation that was chosen for the saved tensor."""
         deviation = slot.rounding.tensor.deviation
         return self._uniform(rows).sub_(0.5).mul_(math.sqrt(12.0) * deviation)
 

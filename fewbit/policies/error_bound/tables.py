@@ -1,7 +1,8 @@
 """The bits that an activation's table needs so that its largest error is within a bound (docs/theory/ac_gc.md, section 8).
 
-The input's gradient is f'(x) g, and a table's few-bit codes stand for f'(x). The error of a table is the same in each step.
-So it never averages out, and has a worst-case bound only.
+The gradient of an activation's input is f'(x) g, where g is the gradient of its result. A table approximates f' by a step
+function q with few values, and the saved codes say which value each element has. The error of q is the same in every step
+and does not average out, so only a worst-case bound holds.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from fewbit.table import Table
 
 
 def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> int | None:
-    """Return the fewest bits with which the default table's largest error is at most `allowed`.
+    """Return the fewest bits with which the largest error of a function's default table is at most `allowed`.
 
-    A table that is not shipped is solved once.
+    Tables that are not part of the package are solved when they are first needed.
 
     Args:
         function: a name in `fewbit.functions`.
         parameters: the function's parameters.
-        allowed: the largest |q - f'|.
+        allowed: the largest |q - f'| that is allowed, where q is the table's step function in place of f'.
 
     Returns:
         The bits, or None if 8 bits are not enough.
@@ -43,7 +44,7 @@ def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> 
 
 @lru_cache(maxsize=1024)
 def table_error(function: str, parameters: tuple[float, ...], bits: int) -> float:
-    """Return max |q - f'| of the default table over its domain."""
+    """Return max |q - f'| over the domain of a function's default table, where q is the table's step function."""
     names = functions.get(function).parameters
     given = dict(zip(names, parameters, strict=True))
     table = store.load_table(function, bits, parameters=given, **DEFAULT)
@@ -51,7 +52,7 @@ def table_error(function: str, parameters: tuple[float, ...], bits: int) -> floa
 
 
 def is_known(function: str, parameters: tuple[float, ...]) -> bool:
-    """Return whether there is a default table of the function."""
+    """Return whether there is a default table for the function with these parameters."""
     try:
         # With few bits, because a function with two slopes needs no more, and larger tables take long to solve.
         table_error(function, parameters, MIN_BITS)
@@ -61,32 +62,33 @@ def is_known(function: str, parameters: tuple[float, ...]) -> bool:
 
 
 def allowed_error(grad2: float, e2: float, v2: float) -> float:
-    """Return the largest max |q - f'| (not squared) that the bound allows.
+    """Return the largest error of an activation's table, max |q - f'| (not squared), that the bound allows.
 
-    The squared error of the input's gradient is at most largest^2 grad2.
+    With this error E, the squared error of the input's gradient is at most E^2 grad2 = e2 v2.
 
     Args:
-        grad2: |g|^2, where g is the gradient of the result.
-        e2: the relative error that is allowed.
-        v2: the squared norm of the exact gradient of the input.
+        grad2: |g|^2, where g is the gradient of the activation's result.
+        e2: the squared error that is allowed, relative to v2.
+        v2: the squared norm of the exact gradient of the activation's input.
     """
     return math.sqrt(quotient(tolerance(e2, v2), square("grad2", grad2)))
 
 
 def largest_table_error(table: Table, low: float, high: float) -> float:
-    """Return max |q(x) - f'(x)| over low <= x <= high, with q's levels in float32 as they are at run time.
+    """Return max |q(x) - f'(x)| over low <= x <= high. The levels of q are rounded to float32, as at run time.
 
-    The error is monotone between breaks, kinks and turns of f', so its maximum is at one of them. Turns are found as in
-    the solver (docs/solver.md).
+    Between breaks of q, kinks of f and extrema of f' the error is monotone, so its maximum is at one of these points.
+    Extrema are found as in the solver (docs/solver.md).
 
     Args:
-        table: the table of q. If it is unbiased, q is either of the two levels that may be drawn.
+        table: the table of q. If the table is unbiased, q(x) is the worse of the two levels between which it draws at
+            random.
         low: the lower end of the interval, which may lie outside the table's domain.
-        high: the upper end.
+        high: the upper end, which may lie outside as well.
 
     Raises:
         InputError: the interval is empty or infinite.
-        FunctionError: fewbit has no function of the table's name.
+        FunctionError: fewbit has no function with the name in the table.
     """
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise InputError(f"expected finite ends low < high, got {low} and {high}")

@@ -1,4 +1,4 @@
-"""One more measurement: how the error-bound policy's knowledge follows from it and from what was known before."""
+"""The functions that update the knowledge of the error-bound policy with one more measurement."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from fewbit.schema.shapes import MOST_RATIO, capped
 
 
 def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) -> TensorEstimate:
-    """Return the knowledge of a slot after one more measurement.
+    """Return the knowledge of a slot (a saved tensor of a layer) after one more measurement.
 
     Args:
         before: the knowledge so far, or None.
-        now: the result for the slot.
-        total: the sum of all V^2 of the measurement.
+        now: the measurement of the slot.
+        total: the sum of V^2, the squared norms of exact gradients, over all gradients of the measurement.
     """
     scale = (now.samples or 1) / now.elements if now.elements else 0.0
     spread = tuple(capped(scale * square) for square in now.squares[: parts_of(now.samples)])
@@ -65,12 +65,12 @@ def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) 
 
 
 def updated(before: Mapping, now: Mapping, update: Callable) -> dict:
-    """Return estimates by name after one more measurement. Those that were not measured for a long time are forgotten.
+    """Return estimates by name, updated with one measurement. Estimates that were not measured for long are dropped.
 
     Args:
-        before: the estimates so far, which count the measurements that they have missed.
-        now: the results of the measurement.
-        update: makes an estimate of the one so far, or None, and a result.
+        before: the estimates so far. Each counts the measurements since it was last updated.
+        now: the measured values, by the same names.
+        update: a function that returns the new estimate, given the old one (or None) and the measured value.
     """
     found = {}
     for name in {**before, **now}:
@@ -94,7 +94,13 @@ def _updated_constraints(before: Mapping, now: TensorNorms, total: float) -> dic
 def updated_activation(
     before: ActivationEstimate | None, now: ActivationNorms, total: float
 ) -> ActivationEstimate:
-    """Return the knowledge of an activation after one more measurement. The arguments are as for `updated_slot`."""
+    """Return the knowledge of an activation after one more measurement.
+
+    Args:
+        before: the knowledge so far, or None.
+        now: the measurement of the activation.
+        total: the sum of V^2 over all gradients of the measurement, as for `updated_slot`.
+    """
     row = ActivationRow(capped(now.v2 / total), capped(now.grad2 / total))
     rows = _latest(() if before is None else before.rows, row)
     return ActivationEstimate(now.name, now.function, now.parameters, rows)

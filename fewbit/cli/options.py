@@ -146,7 +146,7 @@ function_option = click.option(
     "--function",
     metavar="MODULE:NAME",
     help="The function of the tables in a FILE, if it is not built in: package.module:name, which "
-    "is imported. A name in the FILE is never imported.",
+    "is imported. A name that the FILE contains is never imported.",
 )
 
 
@@ -167,35 +167,37 @@ def several_bits(name="--bits", of="", default="1 to 4", type=int):
 
 
 _REQUEST = (
-    number("--bits", "Bits per element, 1 to 8; 2^B levels.", metavar="B"),
+    number("--bits", "Bits per element, 1 to 8. A table has up to 2^B levels.", metavar="B"),
     click.option(
         "--form",
         type=click.Choice(["levels", "intervals"]),
-        help="Pieces may share a level (default), or every piece has its own, as in the paper.",
+        help="levels (default): several pieces may have the same level. intervals: every piece has a "
+        "level of its own, as in the paper.",
     ),
     click.option(
         "--weight",
         metavar="W",
-        help="The density that weights the error: uniform (default), normal, normal:MEAN,STD, or "
-        "a .npy or .npz file with pre-activations or a histogram.",
+        help="The density of inputs by which errors count: uniform (default), normal, "
+        "normal:MEAN,STD, or a .npy or .npz file with pre-activations or a histogram.",
     ),
     click.option(
         "--domain",
         type=float,
         nargs=2,
         metavar="A B",
-        help="The interval on which the error is measured, as --domain -5 5.",
+        help="The interval on which the error is measured, for example --domain -5 5.",
     ),
     click.option(
         "--objective",
         type=click.Choice(["mse", "unbiased", "minimax"]),
-        help="Minimize the squared error (default), the variance of an unbiased draw, or the "
-        "largest error.",
+        help="mse (default): minimize the squared error. unbiased: draw levels at random with the "
+        "right mean, and minimize the variance. minimax: minimize the largest error.",
     ),
     click.option(
         "--tails",
         type=click.Choice(["free", "pinned"]),
-        help="pinned: the outermost pieces have the limits of f' at infinity.",
+        help="The levels of the outermost pieces: any (free, default), or the limits of f' at "
+        "infinity (pinned).",
     ),
     number("--levels", "The number of levels, instead of 2^B.", metavar="K"),
     click.option(

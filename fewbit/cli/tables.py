@@ -28,16 +28,24 @@ from fewbit.text import printable
 @app.command()
 @click.argument("name", type=FunctionName())
 @table_options
-@number("--grid", "Cells of the discrete problem; more cells narrow the certified gap.")
-@click.option("--no-refine", is_flag=True, help="Keep the levels of the discrete problem.")
+@number(
+    "--grid",
+    "The number of cells into which the domain is cut. More cells bring the error and the "
+    "lower bound closer together.",
+)
+@click.option(
+    "--no-refine",
+    is_flag=True,
+    help="Skip the last step of the solver, and keep the levels that are best on the cells.",
+)
 @number("--threads", "Use at most N threads.")
 @output_options("the table document", ".json")
 @json_option
 def solve(name, no_refine, output, force, as_json, **request):
     """Solve for the best table of NAME and show it.
 
-    NAME is a function that 'fewbit list' shows, one of its aliases, or package.module:f, any
-    Python function of NumPy arrays or torch tensors.
+    NAME is a function that 'fewbit list' shows, or an alias of such a function. It may also be
+    package.module:f, where f is any Python function of NumPy arrays or torch tensors.
 
     \b
     Examples:
@@ -59,8 +67,9 @@ def solve(name, no_refine, output, force, as_json, **request):
 def list_(as_json):
     """List the functions that fewbit knows.
 
-    The list contains parameters with their defaults, aliases, the domain, the limits of f' on the
-    left and right, and the bits of the tables shipped with this package (form levels).
+    For each function the list contains the parameters with their defaults, the aliases, the
+    domain, the limits of f' on the left and right, and the bits of the tables that are shipped
+    with this package (form levels).
 
     \b
     Examples:
@@ -80,9 +89,10 @@ def list_(as_json):
 def show(source, function, as_json, **request):
     """Show a table that is shipped, was solved before, or is in a file.
 
-    For the NAME of a function without --bits, all shipped tables are shown; with --bits one table,
-    which is solved and cached if it is not shipped. For a FILE, the tables that the options select
-    are shown. A FILE is a path that ends in .json or has a slash.
+    With the NAME of a function, the command shows all shipped tables of this function, or with
+    --bits one table, which is solved and cached if it is not shipped. With a FILE, the command
+    shows those tables of the file that the options select. A FILE is a path that ends in .json or
+    has a slash.
 
     \b
     Examples:
@@ -109,9 +119,9 @@ def show(source, function, as_json, **request):
 @function_option
 @output_options("the picture, PNG or SVG by its ending,", ".png", ".svg", required=True)
 def plot(source, function, output, force, **request):
-    """Draw a table: f', q, and their difference below.
+    """Draw a table: f' and q, and below their difference.
 
-    NAME|FILE and the options are those of 'fewbit show'. They must select one table.
+    NAME|FILE and the options are those of 'fewbit show'. They must select exactly one table.
 
     \b
     Examples:
@@ -129,10 +139,10 @@ def plot(source, function, output, force, **request):
 @output_options("the rows, CSV or JSON by its ending,", ".csv", ".json")
 @json_option
 def compare(names, bits, output, force, as_json):
-    """Solve in both forms, and compare the errors with the paper's.
+    """Solve tables of both forms, and compare errors with the paper's.
 
-    The paper is Few-bit Backward (ICML 2023), its figures are those of Table 3. Without a NAME,
-    the functions are those of the paper, and Mish.
+    The paper is Few-bit Backward (ICML 2023); its errors are those of Table 3. Without a NAME, the
+    functions are those of the paper, and Mish.
 
     \b
     Examples:
@@ -153,14 +163,15 @@ def compare(names, bits, output, force, as_json):
 @function_option
 @json_option
 def verify(files, function, as_json):
-    """Check the claims of tables, by other means than the solver's.
+    """Recompute and check the errors and other numbers that tables claim.
 
-    For each FILE (default: all shipped tables) this checks the schema; each table's error and
-    relative error, recomputed by adaptive quadrature; that the lower bound is not above the error;
-    and that no table is worse than one of fewer bits. If a function is not built in, the error is
-    recomputed only if --function names the function.
+    For each FILE (default: all shipped tables) the command checks that the file follows the
+    schema, that each table has the error and the relative error that it claims (recomputed by
+    adaptive quadrature), that no lower bound is above the error, and that no table is worse than
+    one with fewer bits. If a function is not built in, the error is recomputed only if --function
+    names the function.
 
-    The lower bound is not proved again. To do that, solve the table anew.
+    The lower bound is not proved again. For a new proof, solve the table again.
 
     The exit code is 0 if everything holds, 1 if a claim does not hold, and 2 if a FILE or its
     function cannot be read.

@@ -30,13 +30,14 @@ _FAMILIES = [family.name for family in models.FAMILIES]
 @app.command(
     help=f"""Count the memory of training a MODEL, and the largest batch on a device.
 
-    The figures are those of the paper's appendix B: the model's size, the bytes saved for backward,
-    the nonlinearities' part of them, and the largest batch beside four copies of the model, without
-    and with few-bit codes.
+    The command counts what the paper lists in its appendix B: the model's size, the bytes saved
+    for the backward pass, the part of these bytes that nonlinearities save, and the largest batch
+    that fits on the device together with four copies of the model. All are counted without and
+    with few-bit codes.
 
-    A MODEL is a {", ".join(_FAMILIES[:-1])} or {_FAMILIES[-1]} by its usual name, as
-    resnet50 or RoBERTa-base. Weights are random, nothing is downloaded. One MODEL is shown in
-    detail, with the paper's figures.
+    A MODEL is the usual name of a {", ".join(_FAMILIES[:-1])} or {_FAMILIES[-1]}, for
+    example resnet50 or RoBERTa-base. Weights are random, nothing is downloaded. A single MODEL is
+    shown in detail, with the paper's figures.
 
     \b
     Examples:
@@ -55,15 +56,16 @@ _FAMILIES = [family.name for family in models.FAMILIES]
     metavar="SIZE",
     default="32GB",
     show_default=True,
-    help="The device's memory, as 80GB or 11264MB.",
+    help="The device's memory, for example 80GB or 11264MB.",
 )
-@number("--batch", "Samples of the counted forward pass.  [default: 1]")
-@number("--image-size", "Pixels of a side, at least 64.  [default: 256]")
-@number("--sequence-length", "Tokens.  [default: 256]")
+@number("--batch", "Number of samples in the counted forward pass.  [default: 1]")
+@number("--image-size", "Width and height of images in pixels, at least 64.  [default: 256]")
+@number("--sequence-length", "Number of tokens in a text.  [default: 256]")
 @click.option(
     "--activation",
     metavar="NAME",
-    help="gelu, silu, relu, ...; own is the architecture's.  [default: own, but gelu for relu]",
+    help="The activation function: gelu, silu, relu, ..., or own for the model's own.  "
+    "[default: own, but gelu instead of relu]",
 )
 @click.option("--dropout", is_flag=True, help="Count with dropout; the paper counts without.")
 @json_option
@@ -85,38 +87,48 @@ def memory(names, is_all, activation, dropout, as_json, **options):
 
 @app.command()
 @click.argument("name", metavar="MODEL|FUNCTION")
-@number("--batch", "Samples of a batch.  [default: 16 images or 4 texts]")
-@number("--batches", "Batches to measure on.  [default: 4]")
-@number("--size", "Pixels of a side, at least 64, or tokens.  [default: 64]")
+@number("--batch", "Number of samples in a batch.  [default: 16 images or 4 texts]")
+@number("--batches", "Number of batches.  [default: 4]")
+@number(
+    "--size",
+    "Width and height of images in pixels, at least 64, or number of tokens in a text.  "
+    "[default: 64]",
+)
 @click.option(
     "--policy",
     "policies",
     multiple=True,
     metavar="NAME",
-    help="Measure this policy only, as fixed; may be repeated.  [default: all]",
+    help="Measure only the settings of this policy, for example fixed; may be repeated.  "
+    "[default: all]",
 )
 @number(
     "--share",
-    "The largest error of a recommended setting, relative to the variance between "
+    "The largest error of the recommended setting, divided by the variance between "
     "minibatches.  [default: 0.1]",
     metavar="S",
     type=float,
 )
-@number("--draws", "How often every batch is rounded, at least 2.  [default: 2]", metavar="D")
+@number(
+    "--draws",
+    "How often the tensors of every batch are rounded anew, at least 2.  [default: 2]",
+    metavar="D",
+)
 @output_options(
     "the plan, JSON, HTML, CSV, PNG or SVG by its ending,", ".json", ".html", ".csv", *PICTURES
 )
 @json_option
 def plan(name, batch, batches, size, policies, share, draws, output, force, as_json):
-    """Measure memory and gradient errors of settings, before a long run.
+    """Compare settings by memory and gradient error, before a long run.
 
-    For each policy and bit setting this measures the bytes saved for the backward pass, the
-    gradient's error beside the variance between minibatches, and the time. It recommends the setting
-    of the fewest bytes whose error is at most a share of that variance.
+    For each policy and bit setting the command measures the bytes that are saved for the backward
+    pass, the error of the gradient, and the time of a forward and backward pass. Among the settings
+    whose error is at most --share times the variance of the gradient between minibatches, it
+    recommends the one with the fewest bytes.
 
-    A MODEL is one that 'fewbit memory' knows, with random weights and synthetic data. A FUNCTION,
-    as package.module:function, returns (model, batch, loss) as fewbit.plan takes them, for a model
-    and data of your own. ResNet-50 and RoBERTa-base take minutes on two cores.
+    A MODEL is one of those of 'fewbit memory', with random weights and synthetic data. For a model
+    and data of your own, give a FUNCTION as package.module:function. It returns (model, batch,
+    loss), the arguments of fewbit.plan. ResNet-50 and RoBERTa-base take minutes on two cores.
 
     \b
     Examples:
@@ -192,15 +204,17 @@ def _call(name):
 
 
 @app.command()
-@number("--steps", "Steps of every training.  [default: 600]")
+@number("--steps", "Number of steps of every training.  [default: 600]")
 @number(
     "--seeds", "Train every model from N seeds, for means and standard deviations.  [default: 1]"
 )
 @several_bits(of="Bits of few-bit GELUs", default="3")
-@several_bits("--everything", of="Bits of models that are compressed as a whole", default="none")
+@several_bits(
+    "--everything", of="Bits of models in which all layers are compressed", default="none"
+)
 @several_bits(
     "--average",
-    of="Average bits, as 1.75, of models whose layers share bits (level L3)",
+    of="Average bits, for example 1.75, of models with AdaptiveBits (level L3)",
     default="2",
     type=float,
 )
@@ -220,13 +234,13 @@ def _call(name):
 @force_option
 @json_option
 def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json):
-    """Train a small transformer exactly and in fewer bits.
+    """Train a small transformer exactly, and with compression.
 
     A character-level transformer learns the help texts that Python ships: with torch's GELU, with
-    few-bit GELUs, and with all saved tensors compressed, from the same seeds. The command shows the
-    bytes saved for the backward pass beside the final losses, and draws the losses. By default it
-    trains three models from each seed, as many at a time as there are cores, which takes about a
-    minute on two. With --all there are seven. Needs torch.
+    few-bit GELUs, and with all saved tensors compressed, from the same seeds. The command shows
+    the bytes saved for the backward pass and the final losses, and draws the losses. By default it
+    trains three models from each seed, which takes about a minute on two cores; with --all it
+    trains seven. It needs torch.
 
     \b
     Examples:

@@ -38,8 +38,9 @@ def contiguous_start(relaxed, landscape, pinned):
 def with_outer_pieces(levels, steps, request, landscape, f):
     """Add pieces beyond the ends of the domain, and drop unused levels.
 
-    Pinned tails need such pieces. So does an end of the domain that is a kink, at which f' has another value than inside
-    (inputs saturate there: the outputs of ReLU are 0), if a level has this value or another level is allowed.
+    With tails "pinned", for which q has the limits of f' outside the domain, these pieces are needed. Inputs may also be
+    equal to an end of the domain, as outputs of ReLU are equal to 0. If this end is a kink at which f' has another value
+    than inside, a piece with this value is added, provided that a level has the value or that one more level is allowed.
 
     Returns:
         The levels and the pieces.

@@ -1,4 +1,4 @@
-"""The figures of the paper that fewbit's tables are compared with, as they are printed.
+"""The errors that the paper prints, with which the errors of fewbit's tables are compared.
 
 G. Novikov, D. Bershatsky, J. Gusak, A. Shonenkov, D. Dimitrov, I. Oseledets: Few-bit Backward:
 Quantized Gradients of Activation Functions for Memory Footprint Reduction. ICML 2023, PMLR 202.

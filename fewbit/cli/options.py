@@ -151,7 +151,7 @@ function_option = click.option(
 
 
 def number(name, help, metavar="N", type=int):
-    """Return an option for a number. Its range is checked by the library."""
+    """Return an option for a number. The library checks the number's range."""
     return click.option(name, type=type, metavar=metavar, help=help)
 
 

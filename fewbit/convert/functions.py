@@ -97,7 +97,7 @@ _EXPOSING = {
 
 @dataclass(frozen=True)
 class FunctionQuantizers:
-    """The settings with which the functions that modules call save tensors.
+    """The settings for functions that modules call, such as F.linear.
 
     Attributes:
         quantizer: quantizes what functions save, except for functions of attention.
@@ -147,7 +147,7 @@ class FunctionQuantizers:
 
 
 def name_of_call(path: str, function: str) -> str:
-    """Return the name that a function has in the model if the module at a path calls it."""
+    """Return the name under which fewbit lists a function that the module at a path calls."""
     return f"{path}:{function}"
 
 
@@ -189,7 +189,7 @@ class FunctionMode(TorchFunctionMode):
             context.cache.stop_sharing(args[0])
 
     def depth_outside(self) -> int:
-        """Return how often this mode may be entered when a forward pass begins: 0. An earlier forward pass left more behind."""
+        """Return how often this mode is on torch's stack outside of a forward pass: 0. More were left behind by a pass."""
         return 0
 
     def depth(self) -> int:
@@ -197,7 +197,7 @@ class FunctionMode(TorchFunctionMode):
         return sum(mode is self for mode in _get_current_function_mode_stack())
 
     def cut(self, depth: int) -> None:
-        """Exit this mode until it is entered only `depth` times. Other modes on torch's stack stay entered."""
+        """Remove this mode from torch's stack until it is there only `depth` times. Other modes stay on the stack."""
         above = []
         try:
             while self.depth() > depth:

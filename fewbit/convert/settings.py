@@ -65,8 +65,8 @@ class ResolvedSettings:
         """Return the settings of a module that an override changes.
 
         Raises:
-            InputError: the change has a fraction of bits although there is no policy, or `copies=2` although norms save
-                their input in fixed point.
+            InputError: the change has a number of bits that is not whole although there is no policy, or `copies=2` although
+                norms save their input in fixed point.
         """
         given = {field.name: getattr(change, field.name) for field in fields(change)}
         given = {name: value for name, value in given.items() if value is not None}

@@ -83,7 +83,7 @@ def convert(
     selection: Selection | None = None,
     before: Callable[[], None] = lambda: None,
 ) -> Conversion:
-    """Convert the modules of a model, and the functions that its forward calls, with given settings.
+    """Convert the modules of a model, and the functions that these modules call, with given settings.
 
     An earlier conversion is undone first, so that only the new settings hold. But if `settings.families` has only
     activations, nothing is undone, and other modules stay as they are.
@@ -95,7 +95,7 @@ def convert(
         before: is called after the checks and the undoing, before anything is converted.
 
     Raises:
-        InputError: the model is not a module, or the selection cannot be used.
+        InputError: the model is not a module, or the selection is invalid.
     """
     check_model(model)
     selection = selection or Selection()
@@ -125,7 +125,7 @@ def convert(
 
 @whole_or_not_at_all
 def restore_(model: nn.Module) -> None:
-    """Undo `compress_`: give each converted module its class back. Modules that were created as fewbit's stay.
+    """Undo `compress_`: give each converted module its class back. Modules created from fewbit's classes stay.
 
     If a parametrization or fully_shard has subclassed the class of a converted module, that subclass is rebuilt on
     the module's original class.
@@ -174,7 +174,7 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def name_of_attention(path: str) -> str:
-    """Return the name that the attention (q, k and v) of the module at a path has in the model."""
+    """Return the name under which fewbit lists the tensors q, k and v of the module at a path."""
     return f"{path}:attention"
 
 

@@ -32,7 +32,7 @@ class Unit(NamedTuple):
 
 
 class GatedUnit(Quantized):
-    """A mixin that saves gate and up as `fewbit.functional.swiglu` does. Its linear layers save their own inputs.
+    """A mixin that saves gate and up as `fewbit.functional.swiglu` does. The unit's linear layers save their own inputs.
 
     With an activation other than SiLU, GELU and ReLU it computes what the original does.
     """

@@ -2,9 +2,9 @@
 
 Every function computes f(input) with torch's function, in the input's shape, dtype and memory format. In the backward pass a
 step function q replaces the derivative of f: the gradient is `q(input) * grad` (Few-bit Backward, Novikov et al., ICML
-2023). A table describes q. For each element only a code is saved, the number of the value of q. The codes of n elements take
-`4 * b * ceil(n / 32)` bytes, with b = `bits`, or less if the table has fewer values. If no gradient is needed, torch's own
-function runs.
+2023). A table (docs/solver.md) lists the few values of q. For each element only a code is saved, the number of q(input) in
+the table. The codes of n elements take `4 * b * ceil(n / 32)` bytes, with b = `bits`, or less if the table has fewer values.
+If no gradient is needed, torch's own function runs.
 
 Args of all functions:
     input: float32, float64, float16 or bfloat16, of any shape and strides.

@@ -7,15 +7,15 @@ is taken. Then (ActNN, long version, appendix B.2)
 
     grad = (g - mean(g) - x~ mean(x~ g)) / s
 
-The backward pass uses the dequantized x~^, which was rounded at random. The gradients of weight and bias are exact in
-expectation: their means over the rounding are exact. The formula for the input's gradient multiplies two values that are
-computed from x~^. Its mean over the rounding differs from the exact gradient; this difference is called the bias:
+The backward pass uses the dequantized x~^, which was rounded at random. The bias's gradient is exact. The weight's is exact
+in expectation: its mean over the rounding is exact. The formula for the input's gradient multiplies two values that are
+computed from x~^. The mean of this gradient differs from the exact gradient by
 
     E[grad^] - grad = -g Var[x~^] / (N s)
 
-for each element. Var[x~^] is the variance that rounding adds: f (1 - f) step^2, with the distance step between neighboring
-levels and the distance f step between x~ and the level below. With `copies=2` two copies of x~ are saved that are rounded
-independently. The product is then exact in expectation, for twice the memory.
+for each element, which is called the gradient's bias. Var[x~^] is the variance that rounding adds: f (1 - f) step^2, with
+the distance step between neighboring levels and the distance f step between x~ and the level below. With `copies=2` two
+copies of x~ are saved that are rounded independently. The product is then exact in expectation, for twice the memory.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def per_channel(vector, dims: int):
 
 
 def save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer, channels=None):
-    """Save the normalized input of a norm quantized, as a copy that layers which save the result y can use too.
+    """Save the normalized input of a norm quantized, and let layers that save the norm's result y reuse this copy.
 
     Args:
         ctx: the context of the norm's autograd Function; gets the attributes `spec` and `inner`.

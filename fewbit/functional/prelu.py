@@ -34,7 +34,7 @@ def prelu(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.prelu and save the signs of the input and its negative part.
+    """Compute torch.nn.functional.prelu and save the input's signs and negative part.
 
     If the input needs a gradient, the signs of n elements take `4 * ceil(n / 32)` bytes, and the gradient equals torch's to
     the bit. If the slopes need a gradient, min(input, 0) is saved quantized. The slopes' gradient is linear in min(input,

@@ -10,7 +10,7 @@ The e_i are independent and have mean 0. In the mean over the rounding, only the
 
     E[grad^_j] - grad_j = -g_j Var[e_j]
 
-for each element. This is called the bias of the gradient. Var[e_j] = f (1 - f) step^2, with the distance f step between y_j
+for each element, which is called the bias of the gradient. Var[e_j] = f (1 - f) step^2, with the distance f step between y_j
 and the level below, and is at most step^2 / 4. The distance step between levels is (range of the group) / (2^bits - 1).
 
 The gradient of y = log_softmax(x), g - exp(y) sum(g), is linear in exp(y). exp(y) is saved quantized, and the gradient is

@@ -2,17 +2,19 @@
 
 The activation may be written in NumPy, in torch, or for single floats. This module determines:
 
-- the derivative: the given one; else torch's autograd; else the derivative of a piecewise polynomial that interpolates f
-(`fewbit.functions.panels`), with an estimated error of at most 1e-10 of max |f'|. The estimate assumes that no feature of f
-is narrower than twice the distance between samples, which is 1/131,072 of the domain. Rounding of f can hide features of f'
-of about 2e-10 of max |f'|; - the kinks: the given ones; else the result of a search of the domain. Jumps of an f' that can
-be evaluated are exact to the float. Otherwise a kink is the point at which polynomials fitted on its two sides meet, rounded
-to a short decimal if that is closer than the error of the location. Jumps of f'' are found the same way, so that f' is
-smooth between kinks; - the slopes, the limits of f' at both infinities: see `fewbit.functions.numerical.limit_of_slope`.
+- the derivative: the given one, or torch's autograd if f takes tensors, or else the derivative of a piecewise polynomial that
+  interpolates f (`fewbit.functions.panels`), with an estimated error of at most 1e-10 of max |f'|. The estimate assumes that
+  no feature of f is narrower than twice the distance between samples, which is 1/131,072 of the domain. Rounding of f can
+  hide features of f' of about 2e-10 of max |f'|.
+- the kinks, the points at which f' is not smooth: the given ones, or else the result of a search of the domain. Jumps of an
+  f' that can be evaluated are exact to the float. Otherwise a kink is the point at which polynomials fitted on its two sides
+  meet, rounded to a short decimal if the rounding is smaller than the error of the location. Jumps of f'' are found the same
+  way, so that f' is smooth between kinks.
+- the slopes, the limits of f' at both infinities: see `fewbit.functions.numerical.limit_of_slope`.
 
-A derivative that is given or comes from autograd is compared with f: between any two neighbors of about 130,000 points
-its integral equals the change of f, within 1e-7 of max |f'| times the distance. It is then treated as exact: a table
-certifies its error for the given derivative.
+A derivative that is given or comes from autograd is compared with f: between any two neighbors of about 130,000 points the
+integral of the derivative equals the change of f, within 1e-7 of max |f'| times the distance. The derivative is then treated
+as exact: a table certifies its error for this derivative.
 """
 
 import importlib

@@ -30,7 +30,7 @@ class Guarded:
 
 
 class Quantized(Guarded):
-    """A mixin that adds the arguments `bits` and `group_size`, and the attribute `quantizer` made of them.
+    """A mixin that adds the arguments `bits` and `group_size`, and the attribute `quantizer`, which is made of them.
 
     The quantizer quantizes the tensors that the forward saves. In evaluation mode nothing is quantized.
     """

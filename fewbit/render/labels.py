@@ -22,8 +22,8 @@ def add_labels(axes, labels) -> None:
 
     Args:
         axes: Complete axes, with their limits.
-        labels: (text, (x, y), color), the point in data coordinates, the most important label first. A label that finds
-            no place is left out.
+        labels: A sequence of (text, (x, y), color), with the point in data coordinates. The most important label comes
+            first. A label that finds no place is left out.
     """
     from matplotlib.patheffects import withStroke
 

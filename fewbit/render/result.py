@@ -27,7 +27,7 @@ class Result:
         raise NotImplementedError
 
     def view(self) -> View:
-        """Return the description of what is shown."""
+        """Return the `View`, which describes what is shown."""
         raise NotImplementedError
 
     @property

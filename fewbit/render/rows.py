@@ -12,7 +12,7 @@ NAMED = 4
 
 
 class Rows(Result, Sequence):
-    """A sequence of rows, equal to another one with the same rows.
+    """A result that is a sequence of rows. Two of them are equal if their rows are equal.
 
     A subclass defines `_headline`, and `_full`, the view if there are rows.
 

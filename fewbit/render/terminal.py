@@ -142,7 +142,7 @@ def shortened_alike(names: Sequence[str], room: int) -> Sequence[str]:
 
 
 def shortened(path: str, room: int, head: int | None = None) -> str:
-    """Shorten a dotted path to `room` characters. Its beginning and its end are kept, since the end says most.
+    """Shorten a dotted path to `room` characters. The beginning and the end are kept.
 
     Args:
         path: The path.

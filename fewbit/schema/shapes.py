@@ -1,8 +1,8 @@
 """Validators for the entries of a controller's saved state: types, lengths, ranges and finiteness.
 
-A validator is called a shape. It is a function (value, where) that returns a copy of the value in plain Python
-objects, or raises InputError with one line: the place `where`, the expected value and the value found. States come
-from files and may contain anything.
+A controller is the object that `compress_` returns. A validator is called a shape: a function (value, where) that returns a
+copy of the value in plain Python objects, or raises InputError with one line: the place `where`, the expected value and the
+value found. States come from files and may contain anything.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def choice(*values) -> Shape:
 
 
 def optional(shape: Shape) -> Shape:
-    """Return the shape of None, or of `shape`."""
+    """Return the shape of a value that is None or of the given shape."""
     return lambda value, where: None if value is None else shape(value, where)
 
 

@@ -50,7 +50,8 @@ def round_breaks(breaks, closed: Sequence[str]) -> np.ndarray:
 
     Args:
         breaks: float64 (M-1,).
-        closed: M-1 strings: "right" breaks, compared by >, are rounded down, and "left" breaks, compared by >=, up.
+        closed: M-1 strings: "right" breaks, compared by >, are rounded down, and "left" breaks, compared by >=, are rounded
+            up.
 
     Returns:
         float32 (M-1,).

@@ -1,4 +1,4 @@
-"""A table as HTML for notebooks: its facts, its picture, its levels and pieces."""
+"""A table as HTML for notebooks: its properties, its picture, its levels and pieces."""
 
 from __future__ import annotations
 

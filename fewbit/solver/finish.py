@@ -87,7 +87,7 @@ def _with_end(levels, steps, request, end, last, f):
 
 
 def closed_sides(f, steps, levels):
-    """Return the sides of the breaks. A break at a kink belongs to the piece whose level is nearer to torch's derivative."""
+    """Return `closed` of the breaks. A break at a kink belongs to the piece whose level is nearer to torch's derivative."""
     closed = np.full(len(steps.breaks), "right", dtype=object)
     at = np.flatnonzero(np.isin(steps.breaks, f.kinks))
     if len(at):
@@ -98,7 +98,7 @@ def closed_sides(f, steps, levels):
 
 
 def closed_sides_of_knots(f, stand_in):
-    """Return the sides of the knots. At a jump the value is the one that is nearer to torch's derivative."""
+    """Return `closed` of the knots. At a jump the value is the one that is nearer to torch's derivative."""
     points, values = stand_in.points, stand_in.values
     closed = ["right"] * len(points)
     for i in np.flatnonzero(points[1:] == points[:-1]):

@@ -179,7 +179,7 @@ class LayeredSearch:
         self.columns, self.values = rows, out
 
     def trace(self, at, layer=None):
-        """Return the starts of the best segments that end at row number `at` of a layer (by default the last), ascending."""
+        """Return the starts, ascending, of the best segments up to row number `at` of a layer (by default the last)."""
         starts = []
         for columns, best in reversed(self._trail[:layer]):
             at = best[at]

@@ -69,7 +69,7 @@ class Atoms:
     Attributes:
         x: The place of every atom, (n,), ascending.
         value: The value of f' at every atom.
-        mass: The mass.
+        mass: The mass of every atom.
         excess: The total spread of the atoms less that of the cells.
     """
 
@@ -252,7 +252,7 @@ def relax_unbiased(cells, count, fixed, effort):
 
 
 class Zone:
-    """Contiguous segments of items, of which the first and the last may have a given level.
+    """Contiguous segments of items. The first and the last may have a given level; the others are called free.
 
     Args:
         items: The `Items`.

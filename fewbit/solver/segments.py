@@ -53,7 +53,7 @@ class Items:
 
     @property
     def table(self):
-        """The disjoint sparse table (moments, references, level_of), see `_build`."""
+        """The disjoint sparse table (moments, references, level_of) that the module's docstring describes."""
         if self._table is None:
             n = max(len(self), 1)
             depth = max(1, int(n - 1).bit_length())

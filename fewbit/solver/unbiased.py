@@ -67,7 +67,7 @@ def with_tails(stand_in, slopes):
 
 
 def build_stand_in(landscape, count):
-    """Make the stand-in: connect kinks, extrema and ends of f', and halve segments until the error is small.
+    """Make the stand-in: join f' at ends, kinks and extrema by lines, and halve these until the error is small.
 
     Args:
         landscape: f' and the weight.

@@ -2,7 +2,7 @@
 
 There are four kinds: "uniform" (w = 1 on the domain), "normal" (the density, not renormalized on the domain), "histogram" (a
 piecewise constant density, normalized to 1; raw samples become one) and "callable" (any density). docs/table_schema.md
-describes their form in JSON (document).
+describes the JSON document of each kind.
 """
 
 from __future__ import annotations

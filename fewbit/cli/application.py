@@ -70,9 +70,9 @@ class App(click.Group):
 def app(ctx):
     """Find the best few-bit tables for the derivatives of activation functions.
 
-    A table is a step function q with few levels that replaces f' in the
-    backward pass. Instead of its input, a layer saves the number of a level for
-    each element, in a few bits.
+    A table is a step function q with few levels that replaces f' in the backward
+    pass. A layer saves the number of a level per element, in a few bits, instead of
+    its input.
 
     \b
     Examples:

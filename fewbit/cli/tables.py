@@ -80,9 +80,9 @@ def list_(as_json):
 def show(source, function, as_json, **request):
     """Show a table that is shipped, was solved before, or is in a file.
 
-    For the NAME of a function without --bits, all shipped tables are shown. With --bits one
-    table is shown; it is solved and cached if it is not shipped. For a FILE, the tables that the
-    options select are shown. A FILE is a path that ends in .json or has a slash.
+    For the NAME of a function without --bits, all shipped tables are shown; with --bits one table,
+    which is solved and cached if it is not shipped. For a FILE, the tables that the options select
+    are shown. A FILE is a path that ends in .json or has a slash.
 
     \b
     Examples:
@@ -129,11 +129,10 @@ def plot(source, function, output, force, **request):
 @output_options("the rows, CSV or JSON by its ending,", ".csv", ".json")
 @json_option
 def compare(names, bits, output, force, as_json):
-    """Compare the errors of new tables with the paper's.
+    """Solve in both forms, and compare the errors with the paper's.
 
-    Tables are solved in both forms, levels and intervals. The paper is Few-bit Backward (ICML
-    2023), whose Table 3 has the errors. Without a NAME, the functions are those of the paper,
-    and Mish.
+    The paper is Few-bit Backward (ICML 2023), its figures are those of Table 3. Without a NAME,
+    the functions are those of the paper, and Mish.
 
     \b
     Examples:
@@ -154,12 +153,12 @@ def compare(names, bits, output, force, as_json):
 @function_option
 @json_option
 def verify(files, function, as_json):
-    """Check the claims of tables without the solver.
+    """Check the claims of tables, by other means than the solver's.
 
     For each FILE (default: all shipped tables) this checks the schema; each table's error and
-    relative error, recomputed by adaptive quadrature; that the lower bound is not above the
-    error; and that no table is worse than one with fewer bits. If a function is not built in,
-    the error is recomputed only if --function names the function.
+    relative error, recomputed by adaptive quadrature; that the lower bound is not above the error;
+    and that no table is worse than one of fewer bits. If a function is not built in, the error is
+    recomputed only if --function names the function.
 
     The lower bound is not proved again. To do that, solve the table anew.
 

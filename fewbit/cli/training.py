@@ -110,10 +110,9 @@ def memory(names, is_all, activation, dropout, as_json, **options):
 def plan(name, batch, batches, size, policies, share, draws, output, force, as_json):
     """Measure memory and gradient errors of settings, before a long run.
 
-    For each policy and bit setting this measures the bytes that are saved for the backward pass,
-    the gradient's error relative to the variance between minibatches, and the time. Among the
-    settings whose error is at most --share times that variance, it recommends the one with the
-    fewest bytes.
+    For each policy and bit setting this measures the bytes saved for the backward pass, the
+    gradient's error beside the variance between minibatches, and the time. It recommends the setting
+    of the fewest bytes whose error is at most a share of that variance.
 
     A MODEL is one that 'fewbit memory' knows, with random weights and synthetic data. A FUNCTION,
     as package.module:function, returns (model, batch, loss) as fewbit.plan takes them, for a model
@@ -223,12 +222,11 @@ def _call(name):
 def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json):
     """Train a small transformer exactly and in fewer bits.
 
-    A character-level transformer learns the help texts that Python ships. From the same seeds it
-    is trained with torch's GELU, with few-bit GELUs, and with all saved tensors compressed. The
-    command shows the bytes that are saved for the backward pass and the final losses, and draws
-    the losses. By default it trains three models from each seed, as many at a time as there are
-    cores; on two cores this takes about a minute. With --all it trains seven models from each
-    seed. Needs torch.
+    A character-level transformer learns the help texts that Python ships: with torch's GELU, with
+    few-bit GELUs, and with all saved tensors compressed, from the same seeds. The command shows the
+    bytes saved for the backward pass beside the final losses, and draws the losses. By default it
+    trains three models from each seed, as many at a time as there are cores, which takes about a
+    minute on two. With --all there are seven. Needs torch.
 
     \b
     Examples:

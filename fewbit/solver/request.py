@@ -61,7 +61,7 @@ def is_integer(value):
 
 
 def checked_domain(domain):
-    """Return a domain as two floats, or None for None. Raise SolveError for an invalid domain."""
+    """Return a domain as two floats, or None for None. Raises SolveError for an invalid domain."""
     if domain is None:
         return None
     try:
@@ -81,7 +81,7 @@ def domain_of(f, weight, asked):
     Args:
         f: The function, whose `domain` is the default.
         weight: A weight from `make_weight`.
-        asked: The requested domain as two floats; None if the user requested none.
+        asked: The requested domain as two floats, or None.
 
     Returns:
         Two floats a < b.
